@@ -1,0 +1,202 @@
+"""The `tunebook` command: one function per command, one line of help each. Torch is imported where a command needs it.
+
+`tunebook COMMAND [RECIPE] [key=value ...]`: a first word without `=` is the recipe. Exit codes are those of
+`tunebook.errors`; an error that Tunebook raises on purpose is printed without a traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from tunebook.errors import RequestError, StoppedError, TunebookError
+
+app = typer.Typer(
+    name="tunebook",
+    help="A reproducible book of recipes for distributed supervised fine-tuning of language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Words = Annotated[
+    list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="A recipe, then Hydra overrides.")
+]
+RecipesDir = Annotated[
+    list[Path] | None,
+    typer.Option("--recipes-dir", help="A folder with recipes of your own; may be given again. Also TUNEBOOK_RECIPES."),
+]
+RunFolder = Annotated[
+    Path | None, typer.Option("--run-folder", help="Make the run here instead of in outputs/<recipe>/<time>.")
+]
+Outputs = Annotated[Path, typer.Option("--outputs", help="The folder that holds the run folders.")]
+
+
+def _split(words: list[str] | None) -> tuple[str | None, list[str]]:
+    """A recipe's name, if the first word is one, and the overrides."""
+    first, *rest = words or [""]
+    if first and "=" not in first and not first.startswith(("+", "~")):
+        return first, rest
+    return None, [word for word in (first, *rest) if word]
+
+
+def _console() -> Console:
+    # Without a terminal rich assumes 80 columns, which breaks paths and commands that people copy.
+    console = Console()
+    return console if console.is_terminal else Console(width=160)
+
+
+@app.command()
+def train(
+    words: Words = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Stop after printing plan and launch command.")] = False,
+    run_folder: RunFolder = None,
+    recipes_dir: RecipesDir = None,
+) -> None:
+    """Train a recipe: compose, check, plan, prepare, launch, evaluate, report."""
+    from tunebook.launch.job import plan_job, run_job, show_job
+
+    recipe, overrides = _split(words)
+    console = _console()
+    job = plan_job(recipe, overrides, recipes_dir or [])
+    if dry_run:
+        show_job(job, console, run_folder or Path(job.config.outputs) / (recipe or "custom") / "<time>")
+        return
+    raise typer.Exit(run_job(job, console, folder=run_folder))
+
+
+@app.command()
+def data(
+    words: Words = None,
+    samples: Annotated[int, typer.Option("--samples", min=0, help="How many documents to show.")] = 3,
+    recipes_dir: RecipesDir = None,
+) -> None:
+    """Prepare a recipe's data and show samples, what is trained on, lengths, and what was cut or dropped and why."""
+    from tunebook.launch.job import plan_job, prepare_data
+
+    recipe, overrides = _split(words)
+    console = _console()
+    job = plan_job(recipe, overrides, recipes_dir or [])
+    prepared = prepare_data(job.config, console)
+
+    from tunebook.data.view import show_prepared
+    from tunebook.model.tokenizer import load_tokenizer, needs_padding
+
+    has_text = prepared.tokenizer_sha256 is not None  # documents that came as tokens need no tokenizer to be shown
+    tokenizer = load_tokenizer(job.config.model, is_padded=needs_padding(job.config)) if has_text else None
+    show_prepared(prepared, tokenizer, console, samples)
+
+
+@app.command(name="eval")
+def evaluate(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[run=RUN] [tasks=a,b]", help="The run, and other tasks than its own.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Items per task.")] = None,
+    outputs: Outputs = Path("outputs"),
+) -> None:
+    """Evaluate a run, a checkpoint of one, or its newest: run=DIR, run=RECIPE or run=latest."""
+    from tunebook.evaluate.command import evaluate_command
+
+    said = _settings(words, ("run", "tasks"))
+    tasks = said["tasks"].strip("[]").split(",") if "tasks" in said else None
+    report = evaluate_command(said.get("run", "latest"), outputs, tasks=tasks, limit=limit)
+    console = _console()
+    console.print(report.table)
+    console.print(Text(f"written: {report.file}"), soft_wrap=True)
+
+
+def _settings(words: list[str] | None, known: tuple[str, ...]) -> dict[str, str]:
+    """`key=value` words of a command that composes nothing; a single bare word is the first key's value."""
+    from tunebook.errors import did_you_mean
+
+    said: dict[str, str] = {}
+    for word in words or []:
+        key, has_value, value = word.partition("=")
+        if not has_value:
+            key, value = known[0], word
+        if key not in known:
+            raise RequestError(
+                f"there is no setting '{key}' here.{did_you_mean(key, known)} Settings: {', '.join(known)}",
+                problem_id="unknown-key",
+            )
+        said[key] = value
+    return said
+
+
+@app.command()
+def sweep(
+    words: Words = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the trials and stop.")] = False,
+    recipes_dir: RecipesDir = None,
+) -> None:
+    """Train a recipe once per combination of values (key=1,2 key=a,b) and rank the results."""
+    from tunebook.sweep.run import sweep_command
+
+    recipe, overrides = _split(words)
+    raise typer.Exit(sweep_command(recipe, overrides, recipes_dir or [], _console(), dry_run=dry_run))
+
+
+@app.command()
+def report(
+    runs: Annotated[list[str], typer.Argument(help="Run folders, recipes (their newest run) or `latest`.")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="The HTML file to write.")] = None,
+    outputs: Outputs = Path("outputs"),
+) -> None:
+    """Write one self-contained HTML page about a run, or comparing several."""
+    from tunebook.record.report import write_report
+    from tunebook.record.run_folder import resolve_run
+
+    folders = [resolve_run(run, outputs) for run in runs]
+    file = output or (folders[0] / "report.html" if len(folders) == 1 else outputs / "comparison.html")
+    write_report(folders, file)
+    _console().print(Text(f"written: {file}"), soft_wrap=True)
+
+
+@app.command(name="list")
+def list_recipes(recipes_dir: RecipesDir = None) -> None:
+    """List the recipes: title, model, strategy, reference hardware."""
+    from tunebook.launch.listing import recipes_table
+
+    _console().print(recipes_table(recipes_dir or []))
+
+
+@app.command()
+def explain(
+    id: Annotated[str, typer.Argument(metavar="ID", help="The id that a message ends with; `all` lists them.")],
+) -> None:
+    """Say what a rule or an error means, why it exists, and what to do."""
+    from tunebook.explain import all_ids
+    from tunebook.explain import explain as text_of
+
+    _console().print(Text("\n".join(all_ids()) if id == "all" else text_of(id)), soft_wrap=True)
+
+
+def main() -> None:
+    """Run the command line and end with the exit code of what happened."""
+    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    try:
+        code = app(standalone_mode=False)
+    except TunebookError as error:
+        errors.print(Text(f"error: {error.message}", style="red"))
+        if error.problem_id is not None and "tunebook explain" not in error.message:
+            errors.print(Text(f"more: tunebook explain {error.problem_id}"))
+        sys.exit(error.exit_code)
+    except typer.Abort:
+        sys.exit(StoppedError.exit_code)
+    except KeyboardInterrupt:
+        errors.print(Text("interrupted", style="red"))
+        sys.exit(StoppedError.exit_code)
+    except Exception as error:
+        show = getattr(error, "show", None)  # click's usage errors
+        if show is None:
+            raise
+        show()
+        sys.exit(2)
+    sys.exit(code if isinstance(code, int) else 0)

@@ -1,0 +1,205 @@
+"""What `auto` becomes: every decision left open is made here, from the base model and the machine, with its reason.
+
+A user's explicit choice is never rewritten: it is listed "as asked", and `config.rules` refuses it if it cannot work.
+The order matters: hardware decides precision, precision decides attention, attention decides packing and the micro
+batch, and all of them decide whether activations must be recomputed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tunebook.config.auto_hardware import decide_hardware
+from tunebook.config.base_model import read_dtype, read_facts
+from tunebook.config.choices import Attention, Compute, Generation, MasterWeights, PackingMode, Strategy, Switch
+from tunebook.config.decisions import Choice, Decisions
+from tunebook.config.estimate import USABLE_SHARE, estimate_memory
+from tunebook.config.rules.attention import FLASH, LEAKING_ARCHITECTURES
+from tunebook.config.rules.environment import hardware_problem, installed_version, starts_elsewhere
+from tunebook.config.rules.frame import world_size
+from tunebook.config.schema import FsdpConfig, RunConfig
+from tunebook.errors import Problem
+from tunebook.hardware.detect import Machine
+from tunebook.hardware.generations import ATTENTION_PACKAGES, GENERATIONS, can_run
+
+__all__ = ["Choice", "Resolution", "resolve_auto"]
+
+# Tokens of a packed row that give a GPU work enough. Measured on one H200, Qwen2.5-0.5B (tests/bench/results): rows of
+# 1,024 are bound by launching kernels, 8,192 with flash attention are 5.6 x as fast; sdpa computes the whole square of
+# a row, so a longer row than 4,096 (2.5 x) costs more than it brings.
+_FULL_ROW_TOKENS = dict.fromkeys(FLASH, 8192) | {Attention.sdpa: 4096, Attention.flex_attention: 8192}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolution:
+    """A configuration without open decisions, the choices that were made, and whether it can start here."""
+
+    config: RunConfig
+    choices: list[Choice]
+    is_runnable_here: bool
+    where: str  # one sentence: where it runs, or why it cannot run here
+    problem: Problem | None = None  # why it cannot run here
+
+    @property
+    def why_not_runnable(self) -> str:
+        """Why it cannot run here and what to type instead; empty where it can."""
+        return f"{self.problem.message}; try {self.problem.fix}" if self.problem is not None else ""
+
+
+def resolve_auto(config: RunConfig, machine: Machine) -> Resolution:
+    """Decide everything that `config` leaves open. `config` itself is not changed.
+
+    Two things stay open on purpose: `training.micro_batch_size` of padded batches, which the batch solver works out,
+    and what the data decides once it is read (`dataset.format`, `dataset.train_on`).
+    Raises: RequestError when the model's config.json cannot be read.
+    """
+    decisions = Decisions(config)
+    resolved = decisions.config
+    decide_hardware(decisions, machine)
+    resolved.model.facts = read_facts(resolved.model)
+    problem = hardware_problem(resolved, machine)
+    decisions.decide("precision.compute", lambda: _compute(resolved))
+    decisions.decide("precision.tf32", lambda: _tf32(resolved))
+    is_planned = problem is not None or starts_elsewhere(resolved)
+    decisions.decide("attention.implementation", lambda: _attention(resolved, is_planned))
+    decisions.decide("packing.mode", lambda: _packing(resolved))
+    decisions.decide("packing.row_length", lambda: _row_length(resolved))
+    decisions.decide("training.micro_batch_size", lambda: _micro_batch_size(resolved))
+    if resolved.parallelism.strategy is Strategy.hsdp and isinstance(resolved.parallelism, FsdpConfig):
+        decisions.decide("parallelism.shard_group_size", lambda: _shard_group_size(resolved))
+    decisions.decide("activation.checkpointing", lambda: _checkpointing(resolved))
+    return Resolution(
+        config=resolved,
+        choices=decisions.choices,
+        is_runnable_here=problem is None,
+        where=problem.message if problem is not None else _where(resolved),
+        problem=problem,
+    )
+
+
+def _where(config: RunConfig) -> str:
+    if starts_elsewhere(config):
+        return f"started by {config.launcher.name.name} on other machines; this one only submits"
+    if config.hardware.generation is Generation.cpu:
+        return "runs here, on the CPU"
+    return f"runs here, on {config.hardware.gpus_per_node} x {config.hardware.generation.name}"
+
+
+def _compute(config: RunConfig) -> tuple[Compute, str]:
+    """The base model's number format, or the nearest one that loses nothing and that the hardware computes."""
+    name, facts = config.hardware.generation.name, GENERATIONS[config.hardware.generation]
+    dtype = read_dtype(config.model)
+    base = f"the base model is {dtype}" if dtype else "the base model's dtype is not known before it is loaded"
+    if config.hardware.generation is Generation.cpu:
+        return Compute.fp32, f"{base}, and a CPU computes fp32 fastest"
+    if config.precision.master_weights is MasterWeights.bf16 and facts.has_bf16:
+        return Compute.bf16, f"{base}, and precision.master_weights=bf16"
+    if facts.has_bf16:
+        reasons = {
+            "bfloat16": f"{base}, and {name} computes bf16",
+            "float16": f"{base}; bf16 on {name} has fp16's range and more, and needs no loss scaling",
+            "float32": f"{base}; bf16 products on {name} have fp32's range, and the weights stay in fp32",
+        }
+        return Compute.bf16, reasons.get(dtype or "", f"{base}; {name} computes bf16, which has fp32's range")
+    if dtype == "float16":
+        return Compute.fp16, f"{base}, and {name} has tensor cores for fp16; the weights stay in fp32"
+    overflow = "; fp16 would overflow" if dtype == "bfloat16" else ""
+    return Compute.fp32, f"{base}, and {name} has no bf16{overflow}"
+
+
+def _tf32(config: RunConfig) -> tuple[Switch, str]:
+    name, facts = config.hardware.generation.name, GENERATIONS[config.hardware.generation]
+    if not facts.has_tf32:
+        return Switch.disabled, f"{name} has no tf32"
+    return Switch.enabled, f"{name} computes fp32 products on tensor cores, with 10 bits of mantissa"
+
+
+def _attention(config: RunConfig, is_planned: bool) -> tuple[Attention, str]:
+    """flash-attn 2 where GPU, precision and environment allow it; what is planned for elsewhere has it in its image."""
+    flash, generation, compute = Attention.flash_attention_2, config.hardware.generation, config.precision.compute
+    if generation is Generation.cpu:
+        return Attention.sdpa, "flash attention needs a GPU"
+    if not can_run(flash, generation):
+        return Attention.sdpa, f"flash attention needs compute capability 8.0, and {generation.name} is older"
+    if compute is Compute.fp32:
+        return Attention.sdpa, "flash attention computes in bf16 or fp16 only, and precision.compute=fp32"
+    if is_planned:
+        return flash, f"the fastest stable kernel on {generation.name}; the {_image(config)} image has it"
+    package = ATTENTION_PACKAGES[flash]
+    version = installed_version(package)
+    if version is None:
+        return Attention.sdpa, f"the package {package} is not installed here; the {_image(config)} image has it"
+    return flash, f"the fastest stable kernel on {generation.name} ({package} {version})"
+
+
+def _image(config: RunConfig) -> str:
+    return GENERATIONS[config.hardware.generation].image.name
+
+
+def _packing(config: RunConfig) -> tuple[PackingMode, str]:
+    """Packed wherever the kernel and the architecture keep the documents of a row apart."""
+    kernel, facts = config.attention.implementation, config.model.facts
+    if facts is not None and facts.architecture in LEAKING_ARCHITECTURES:
+        return PackingMode.padded, f"{facts.architecture} cannot keep packed documents apart"
+    way = "by their lengths (varlen)" if kernel in FLASH else "by a block mask"
+    return PackingMode.isolated, f"rows without padding; {kernel.name} keeps documents apart {way}"
+
+
+def _row_length(config: RunConfig) -> tuple[int, str]:
+    length = config.training.max_length
+    if config.packing.mode is PackingMode.padded:
+        return length, "training.max_length: the longest a padded row can be"
+    target = _FULL_ROW_TOKENS.get(config.attention.implementation)
+    if target is None or config.hardware.generation is Generation.cpu:
+        return length, "training.max_length: the shortest row that holds every document"
+    for documents in range(target // length, 1, -1):
+        row = documents * length
+        if _divides_the_budget(config, row) and _fits_without_recomputing(config, row):
+            return row, f"{documents} x training.max_length: a longer pass keeps the GPU busy, and is estimated to fit"
+    return length, "training.max_length: a longer row would not divide the batch or not fit into memory"
+
+
+def _divides_the_budget(config: RunConfig, row: int) -> bool:
+    """A budget of tokens is counted in rows, which every rank needs equally many of."""
+    budget = config.training.global_tokens
+    return budget is None or budget % (row * world_size(config) * (config.training.micro_batch_size or 1)) == 0
+
+
+def _fits_without_recomputing(config: RunConfig, row: int) -> bool:
+    facts, memory = config.model.facts, config.hardware.memory_gib
+    if facts is None or memory is None:
+        return False
+    longer = replace(config, packing=replace(config.packing, row_length=row))
+    return estimate_memory(longer, facts).total_gib <= memory * USABLE_SHARE
+
+
+def _micro_batch_size(config: RunConfig) -> tuple[int | None, str]:
+    kernel, row = config.attention.implementation, config.packing.row_length
+    if config.packing.mode is PackingMode.padded:
+        return None, "the batch solver takes the largest that divides the batch evenly"
+    if kernel in FLASH:
+        return 1, f"one packed row of {row} tokens has work enough for a GPU; more is worth it only for short rows"
+    return 1, f"{kernel.name} builds a mask of all tokens of a pass squared: one row of {row} keeps it smallest"
+
+
+def _shard_group_size(config: RunConfig) -> tuple[int, str]:
+    return config.hardware.gpus_per_node or 1, "the GPUs of one node, which have the fastest links"
+
+
+def _checkpointing(config: RunConfig) -> tuple[Switch, str]:
+    """Off where the estimate fits without, because recomputing costs about a third of the speed."""
+    facts, memory = config.model.facts, config.hardware.memory_gib
+    if facts is None:
+        return Switch.enabled, "the model's size is not known before it is loaded, and this is the safe side"
+    if memory is None:
+        return Switch.enabled, "the memory is not known, and this is the safe side"
+    estimate = estimate_memory(config, facts)
+    parts = f"{_gib(estimate.states_gib)} of states and {_gib(estimate.activations_gib)} of activations"
+    usable = memory * USABLE_SHARE
+    if estimate.total_gib <= usable:
+        return Switch.disabled, f"estimated {parts} fit into {USABLE_SHARE:.0%} of {memory:g} GiB, and it is faster"
+    return Switch.enabled, f"estimated {parts} do not fit into {USABLE_SHARE:.0%} of {memory:g} GiB"
+
+
+def _gib(value: float) -> str:
+    return f"{value:.1f} GiB" if value >= 1 else f"{value:.2g} GiB"

@@ -1,0 +1,103 @@
+"""Where the book is: the folder that holds `hydra_configs/` and `recipes/`, found from any working directory.
+
+Looked for in this order: `$TUNEBOOK_HOME`, the checkout that this file lies in, the copy inside an installed package.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from pathlib import Path
+
+from tunebook.errors import RequestError, did_you_mean
+
+BOOK_PREFIX = "book:"
+RECIPES_VARIABLE = "TUNEBOOK_RECIPES"
+
+
+def _is_book(folder: Path) -> bool:
+    return (folder / "hydra_configs" / "config.yaml").is_file() and (folder / "recipes").is_dir()
+
+
+@lru_cache(maxsize=1)
+def book_root() -> Path:
+    """The book's folder. Raises: RequestError when $TUNEBOOK_HOME is set to something else, or there is none."""
+    package = Path(__file__).resolve().parent.parent
+    named = os.environ.get("TUNEBOOK_HOME")
+    if named:
+        folder = Path(named).expanduser().resolve()
+        if not _is_book(folder):
+            raise RequestError(
+                f"TUNEBOOK_HOME={named} is no book: {folder} has no hydra_configs/config.yaml and recipes/; "
+                "set it to a checkout of Tunebook, or unset it",
+                problem_id="book-not-found",
+            )
+        return folder
+    for folder in (package.parent.parent, package / "_book"):
+        if _is_book(folder):
+            return folder
+    raise RequestError(
+        f"no hydra_configs/ and recipes/ beside {package}; set TUNEBOOK_HOME to a checkout of Tunebook",
+        problem_id="book-not-found",
+    )
+
+
+def is_in_book(text: str) -> bool:
+    """Whether a path is written as `book:...`."""
+    return text.startswith(BOOK_PREFIX)
+
+
+def resolve_path(text: str) -> Path:
+    """The absolute path of a configured one: `book:...` is inside the book, others start at the working directory."""
+    if is_in_book(text):
+        return book_root() / text.removeprefix(BOOK_PREFIX)
+    return Path(text).expanduser().absolute()
+
+
+def recipe_folders(named: list[Path]) -> list[Path]:
+    """The folders recipes are looked up in: the user's (`--recipes-dir`, then $TUNEBOOK_RECIPES), then the book's.
+
+    Raises: RequestError for one that does not exist.
+    """
+    from_variable = [Path(part) for part in os.environ.get(RECIPES_VARIABLE, "").split(os.pathsep) if part]
+    folders = []
+    for folder in [*named, *from_variable]:
+        absolute = folder.expanduser().absolute()
+        if not absolute.is_dir():
+            where = f"--recipes-dir {folder}" if folder in named else f"{RECIPES_VARIABLE}={folder}"
+            raise RequestError(
+                f"{where}: {absolute} is no folder; name one that holds your <recipe>.yaml files",
+                problem_id="recipes-dir-not-found",
+            )
+        folders.append(absolute)
+    return [*folders, book_root() / "recipes"]
+
+
+def find_recipes(named: list[Path]) -> dict[str, Path]:
+    """Every recipe by name and its file, in alphabetical order.
+
+    Raises: RequestError when two folders hold a recipe of the same name, since one would hide the other.
+    """
+    found: dict[str, Path] = {}
+    for folder in dict.fromkeys(recipe_folders(named)):
+        for file in sorted(folder.glob("*.yaml")):
+            if file.stem in found:
+                raise RequestError(
+                    f"two recipes are called '{file.stem}': {found[file.stem]} and {file}; rename one",
+                    problem_id="recipe-name-taken",
+                )
+            found[file.stem] = file
+    return dict(sorted(found.items()))
+
+
+def recipe_file(name: str, named: list[Path]) -> Path:
+    """The file of one recipe. Raises: RequestError listing the recipes there are."""
+    recipes = find_recipes(named)
+    if name not in recipes:
+        raise RequestError(
+            f"there is no recipe '{name}'.{did_you_mean(name, recipes)} Recipes: {', '.join(recipes)}. "
+            "A folder of your own is added with --recipes-dir DIR (before or after the recipe) or "
+            f"{RECIPES_VARIABLE}=DIR",
+            problem_id="unknown-recipe",
+        )
+    return recipes[name]

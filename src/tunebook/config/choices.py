@@ -1,0 +1,187 @@
+"""The closed sets of words a configuration may use; each member is named exactly as a user types it.
+
+Hydra matches an Enum by member *name*, so the names are the user's words and the values repeat them.
+"""
+
+from enum import Enum
+
+
+class Generation(Enum):
+    """A GPU generation, which decides the image, the precision and the attention (see `hardware.generations`)."""
+
+    auto = "auto"
+    cpu = "cpu"
+    volta = "volta"
+    turing = "turing"
+    ampere = "ampere"
+    ada = "ada"
+    hopper = "hopper"
+    blackwell = "blackwell"
+
+
+class Weights(Enum):
+    """Where a model's weights come from: its folder or hub, or the seed."""
+
+    pretrained = "pretrained"
+    random = "random"
+
+
+class Source(Enum):
+    """Where documents come from."""
+
+    files = "files"
+    hub = "hub"
+    synthetic = "synthetic"
+    mixture = "mixture"
+
+
+class Format(Enum):
+    """How one document is written down."""
+
+    auto = "auto"
+    sharegpt = "sharegpt"
+    messages = "messages"
+    alpaca = "alpaca"
+    prompt_completion = "prompt_completion"
+    text = "text"
+    pretokenized = "pretokenized"
+
+
+class TrainOn(Enum):
+    """Which tokens the loss counts: the assistant's turns (completions), or every token."""
+
+    auto = "auto"
+    assistant = "assistant"
+    everything = "everything"
+
+
+class Overlong(Enum):
+    """What happens to a document longer than `training.max_length`."""
+
+    cut = "cut"
+    drop = "drop"
+    split = "split"
+
+
+class Strategy(Enum):
+    """How one model is spread over the GPUs."""
+
+    single = "single"
+    ddp = "ddp"
+    zero1 = "zero1"
+    zero2 = "zero2"
+    zero3 = "zero3"
+    fsdp = "fsdp"
+    fsdp_grad_op = "fsdp_grad_op"
+    hsdp = "hsdp"
+
+
+class Offload(Enum):
+    """Where a state lives that does not stay on the GPU."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class WrapPolicy(Enum):
+    """How FSDP cuts the model into units."""
+
+    transformer = "transformer"
+    size = "size"
+
+
+class StateDict(Enum):
+    """What an FSDP checkpoint holds: a shard per rank, or the whole model gathered on rank 0."""
+
+    sharded = "sharded"
+    full = "full"
+
+
+class Compute(Enum):
+    """The number format of the matrix products."""
+
+    auto = "auto"
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+    fp8 = "fp8"
+
+
+class MasterWeights(Enum):
+    """The number format in which the optimizer keeps the weights."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+class Switch(Enum):
+    """On, off, or decided by Tunebook with a printed reason."""
+
+    auto = "auto"
+    enabled = "enabled"
+    disabled = "disabled"
+
+
+class Attention(Enum):
+    """The attention kernel, by the name transformers uses."""
+
+    auto = "auto"
+    eager = "eager"
+    sdpa = "sdpa"
+    flex_attention = "flex_attention"
+    flash_attention_2 = "flash_attention_2"
+    flash_attention_3 = "flash_attention_3"
+    flash_attention_4 = "flash_attention_4"
+
+
+class PackingMode(Enum):
+    """Whether several documents share a row, each attending only to itself."""
+
+    auto = "auto"
+    isolated = "isolated"
+    padded = "padded"
+
+
+class PeftMethod(Enum):
+    """Which weights are trained: all of them, or low-rank adapters on a frozen (quantised) base."""
+
+    full = "full"
+    lora = "lora"
+    qlora = "qlora"
+
+
+class OptimizerName(Enum):
+    """The optimizers, by the name transformers uses for `optim`, or `adamw` for torch's fused AdamW."""
+
+    adamw = "adamw"
+    adamw_8bit = "adamw_8bit"
+    paged_adamw_32bit = "paged_adamw_32bit"
+    paged_adamw_8bit = "paged_adamw_8bit"
+
+
+class ScheduleName(Enum):
+    """The learning-rate curves, by the name transformers uses for `lr_scheduler_type`."""
+
+    constant = "constant"
+    constant_with_warmup = "constant_with_warmup"
+    linear = "linear"
+    cosine = "cosine"
+    cosine_with_min_lr = "cosine_with_min_lr"
+
+
+class LauncherName(Enum):
+    """What starts the ranks."""
+
+    local = "local"
+    slurm = "slurm"
+    ray = "ray"
+
+
+class TrackerName(Enum):
+    """Where curves are also sent, beside `metrics.jsonl`."""
+
+    none = "none"
+    trackio = "trackio"
+    tensorboard = "tensorboard"
+    wandb = "wandb"

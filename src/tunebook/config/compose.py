@@ -1,0 +1,158 @@
+"""Compose: Hydra groups + recipe + the user's overrides -> one typed `RunConfig`, or an error that names the place.
+
+Order of strength, weakest first: a group's file, `hydra_configs/config.yaml`, the recipes a recipe builds on, the
+recipe, the command line. Nothing is checked across fields here (`config.rules`) and nothing is decided
+(`config.auto`). Torch is not imported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from tunebook.config.book import book_root
+from tunebook.config.messages import (
+    explain_composition,
+    explain_missing,
+    explain_value,
+    unknown_choice,
+    unknown_key,
+    unreadable_override,
+)
+from tunebook.config.origins import Origins
+from tunebook.config.recipe_files import RecipeFile, group_choices, load_recipes, store_recipes
+from tunebook.config.schema import CHOICE_SCHEMAS, GROUPS, RunConfig
+from tunebook.config.walk import unknown_keys
+from tunebook.errors import RequestError
+
+# The one dictionary with keys of the user's own. Hydra's override cannot add a typed entry to it, so overrides below it
+# are merged here.
+_OPEN_DICTIONARY = "dataset.parts"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Composition:
+    """A composed configuration and where each of its values came from."""
+
+    config: RunConfig
+    groups: dict[str, str]  # the choice of each config group
+    origins: Origins
+
+
+def compose(recipe: str | None, overrides: list[str], recipes_dirs: list[Path] | None = None) -> Composition:
+    """Compose a run. Raises: RequestError naming the key, its file or override, the allowed values, the spelling."""
+    parsed = parse_overrides(overrides)
+    chain = register_configs(recipe, recipes_dirs or [])
+    origins = Origins(recipes=chain, overrides=parsed, groups={})
+    words = [override.input_line or "" for override in parsed if not _is_open(override)]
+    if recipe is not None:
+        words.append(f"recipes={recipe}")
+    try:
+        GlobalHydra.instance().clear()
+        with initialize_config_dir(str(book_root() / "hydra_configs"), version_base="1.3"):
+            tree = hydra_compose("config", overrides=words, return_hydra_config=True)
+    except (HydraException, OmegaConfBaseException, AssertionError) as error:
+        raise explain_composition(error, origins) from error
+    groups = {group: str(tree.hydra.runtime.choices[group]) for group in GROUPS}
+    origins = Origins(recipes=chain, overrides=parsed, groups=groups)
+    config = _typed(tree, origins)
+    config.recipe = recipe
+    return Composition(config=config, groups=groups, origins=origins)
+
+
+def register_configs(recipe: str | None, recipes_dirs: list[Path]) -> list[RecipeFile]:
+    """Hand the schemas and the recipe (with its parents) to Hydra; returns the recipe files, the recipe first."""
+    store = ConfigStore.instance()
+    store.store(group="schema", name="config", node=RunConfig, package="_global_")
+    for place, schema in CHOICE_SCHEMAS.items():
+        group, name = place.rsplit("/", 1)
+        store.store(group=f"schema/{group}", name=name, node=schema)
+    chain = load_recipes(recipe, recipes_dirs) if recipe is not None else []
+    store_recipes(chain)
+    return chain
+
+
+def parse_overrides(overrides: list[str]) -> list[Override]:
+    """Parse `key=value` words. Raises: RequestError for what is no override or would escape the schema."""
+    parsed: list[Override] = []
+    for text in overrides:
+        if text.startswith(("+", "~")):
+            raise RequestError(
+                f"override '{text}': keys can be set, not added or removed; type '{text.lstrip('+~')}' instead"
+                + ("" if "=" in text else ", with '=' and a value (null for none)"),
+                problem_id="override-form",
+            )
+        try:
+            override = OverridesParser.create().parse_override(text)
+        except HydraException as error:
+            raise unreadable_override(text) from error
+        _check_override(override, text)
+        parsed.append(override)
+    return parsed
+
+
+def _check_override(override: Override, text: str) -> None:
+    key = override.key_or_group
+    if key == "recipes":
+        raise RequestError(
+            f"override '{text}': name the recipe as the first word, such as `tunebook train {override.value()}`",
+            problem_id="override-form",
+        )
+    if key.startswith("hydra"):
+        raise RequestError(f"override '{text}': Hydra's own keys are set by Tunebook", problem_id="override-form")
+    if override.is_sweep_override():
+        raise RequestError(
+            f"override '{text}' lists several values, and this command runs one; try `tunebook sweep` for one run "
+            f"each, or '{key}=[...]' for a list",
+            problem_id="override-form",
+        )
+    if key in GROUPS and (choice := override.value()) not in group_choices(key):
+        if isinstance(choice, dict):
+            return
+        raise unknown_choice(key, str(choice), f"override '{text}'")
+
+
+def _is_open(override: Override) -> bool:
+    key = override.key_or_group
+    return key == _OPEN_DICTIONARY or key.startswith(f"{_OPEN_DICTIONARY}.")
+
+
+def _merge_open(tree: DictConfig, overrides: list[Override]) -> DictConfig:
+    """The tree with the overrides below the open dictionary, in the order they were typed."""
+    for override in filter(_is_open, overrides):
+        value: Any = override.value()
+        for part in reversed(override.key_or_group.split(".")):
+            value = {part: value}
+        with open_dict(tree):
+            merged = OmegaConf.merge(tree, value)
+        assert isinstance(merged, DictConfig)
+        tree = merged
+    return tree
+
+
+def _typed(tree: DictConfig, origins: Origins) -> RunConfig:
+    """The composed tree as dataclasses, with every key known and every required value there."""
+    with open_dict(tree):
+        del tree["hydra"]
+    try:
+        tree = _merge_open(tree, origins.overrides)
+        for key, owner in unknown_keys(tree):
+            raise unknown_key(key, owner, origins)
+        if missing := sorted(OmegaConf.missing_keys(tree)):
+            raise explain_missing(missing)
+        config: Any = OmegaConf.to_object(tree)
+    except OmegaConfBaseException as error:
+        raise explain_value(error, origins) from error
+    assert isinstance(config, RunConfig)
+    return config

@@ -1,0 +1,65 @@
+"""`run.yaml`: the resolved configuration as the launcher freezes it and every rank reads it."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from tunebook.config.choices import LauncherName, Strategy
+from tunebook.config.schema import (
+    FsdpConfig,
+    LauncherConfig,
+    ParallelismConfig,
+    RayConfig,
+    RunConfig,
+    SlurmConfig,
+    ZeroConfig,
+)
+from tunebook.errors import RequestError
+
+PARALLELISM_SCHEMAS: dict[Strategy, type[ParallelismConfig]] = {
+    Strategy.single: ParallelismConfig,
+    Strategy.ddp: ParallelismConfig,
+    Strategy.zero1: ZeroConfig,
+    Strategy.zero2: ZeroConfig,
+    Strategy.zero3: ZeroConfig,
+    Strategy.fsdp: FsdpConfig,
+    Strategy.fsdp_grad_op: FsdpConfig,
+    Strategy.hsdp: FsdpConfig,
+}
+LAUNCHER_SCHEMAS: dict[LauncherName, type[LauncherConfig]] = {
+    LauncherName.local: LauncherConfig,
+    LauncherName.slurm: SlurmConfig,
+    LauncherName.ray: RayConfig,
+}
+
+
+def config_to_yaml(config: RunConfig) -> str:
+    """A configuration as YAML text that `load_config` reads back equal."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def load_config(file: Path) -> RunConfig:
+    """Read a frozen `run.yaml`. Raises: RequestError when it is missing, damaged or of another version's schema."""
+    try:
+        plain: Any = OmegaConf.to_container(OmegaConf.load(file))
+        parts = {field.name: plain.pop(field.name) for field in fields(RunConfig) if field.name in plain}
+        config = OmegaConf.structured(RunConfig)
+        config.parallelism = PARALLELISM_SCHEMAS[Strategy[parts["parallelism"]["strategy"]]]
+        config.launcher = LAUNCHER_SCHEMAS[LauncherName[parts["launcher"]["name"]]]
+        merged: Any = OmegaConf.to_object(OmegaConf.merge(config, parts | plain))
+    except FileNotFoundError as error:
+        raise RequestError(f"{file} is not there, so this is no run folder", problem_id="no-run-folder") from error
+    except (OmegaConfBaseException, YAMLError, KeyError, TypeError, AttributeError) as error:
+        raise RequestError(
+            f"{file} cannot be read as a run's configuration: {str(error).splitlines()[0]}; it was edited by hand or "
+            "written by another version of Tunebook",
+            problem_id="no-run-folder",
+        ) from error
+    assert isinstance(merged, RunConfig)
+    return merged

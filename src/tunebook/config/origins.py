@@ -1,0 +1,79 @@
+"""Where a value came from: an override, a recipe's file, a group's file, or the schema's default."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hydra.core.override_parser.types import Override
+from omegaconf import OmegaConf
+
+from tunebook.config.book import book_root
+from tunebook.config.recipe_files import RecipeFile
+from tunebook.config.schema import GROUPS
+
+
+def _contains(body: Any, parts: list[str]) -> bool:
+    for part in parts:
+        if not isinstance(body, dict) or part not in body:
+            return False
+        body = body[part]
+    return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origins:
+    """Everything that had a say in a composition: the recipe files (strongest first), overrides, group choices."""
+
+    recipes: list[RecipeFile]
+    overrides: list[Override]
+    groups: dict[str, str]
+
+    def of(self, key: str) -> str:
+        """The place that set a dotted key, as a user would look for it."""
+        for override in reversed(self.overrides):
+            name = override.key_or_group
+            if name not in GROUPS and (key == name or key.startswith(f"{name}.") or name.startswith(f"{key}.")):
+                return f"override '{override.input_line}'"
+        for recipe in self.recipes:
+            if _contains(recipe.body, key.split(".")):
+                return str(recipe.file)
+        config_file = book_root() / "hydra_configs" / "config.yaml"
+        if _contains(_content(str(config_file)), key.split(".")):
+            return str(config_file)
+        return self._of_group(key)
+
+    def of_choice(self, group: str) -> str:
+        """What chose a group's file."""
+        for override in reversed(self.overrides):
+            if override.key_or_group == group:
+                return f"override '{override.input_line}'"
+        for recipe in self.recipes:
+            if group in recipe.choices:
+                return str(recipe.file)
+        return str(book_root() / "hydra_configs" / "config.yaml")
+
+    def choice(self, group: str) -> str:
+        """The file that a group was set to, also when composing failed before Hydra said so."""
+        if group in self.groups:
+            return self.groups[group]
+        for override in reversed(self.overrides):
+            if override.key_or_group == group:
+                return str(override.value())
+        for recipe in self.recipes:
+            if group in recipe.choices:
+                return recipe.choices[group]
+        defaults = _content(str(book_root() / "hydra_configs" / "config.yaml"))["defaults"]
+        return str(next(entry[group] for entry in defaults if isinstance(entry, dict) and group in entry))
+
+    def _of_group(self, key: str) -> str:
+        group, *rest = key.split(".")
+        choice = self.groups.get(group)
+        if choice is None:
+            return "the schema's default"
+        file = book_root() / "hydra_configs" / group / f"{choice}.yaml"
+        return str(file) if _contains(_content(str(file)), rest) else f"the default of {group}={choice}"
+
+
+def _content(file: str) -> Any:
+    return OmegaConf.to_container(OmegaConf.load(file), resolve=False)

@@ -1,0 +1,133 @@
+"""Recipe files: read, checked, and handed to Hydra as the config group `recipes`.
+
+A recipe lives in any of several folders and may build on another recipe by naming it in its defaults. Hydra's own
+search path wants one folder called `recipes`, so the files are read here and stored in Hydra's ConfigStore, which also
+lets a wrong entry be named with its file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from tunebook.config.book import book_root, find_recipes, recipe_file
+from tunebook.config.schema import GROUPS
+from tunebook.errors import RequestError, did_you_mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeFile:
+    """One recipe as written: its group choices (`override /group: choice`) and its own values."""
+
+    name: str
+    file: Path
+    parents: tuple[str, ...]
+    choices: dict[str, str]
+    body: dict[str, Any]
+
+
+def group_choices(group: str) -> list[str]:
+    """The files of one config group, by the name a user types."""
+    return sorted(file.stem for file in (book_root() / "hydra_configs" / group).glob("*.yaml"))
+
+
+def load_recipes(name: str, recipes_dirs: list[Path]) -> list[RecipeFile]:
+    """The recipe and those it builds on, the recipe itself first.
+
+    Raises: RequestError for an unknown recipe, broken YAML, a circle of parents, an unknown group or choice.
+    """
+    known = find_recipes(recipes_dirs)
+    chain: list[RecipeFile] = []
+    waiting = [(name, recipe_file(name, recipes_dirs))]
+    while waiting:
+        current, file = waiting.pop(0)
+        if any(recipe.name == current for recipe in chain):
+            raise RequestError(
+                f"recipe '{name}' builds on itself: {' -> '.join(r.name for r in chain)} -> {current}; "
+                f"remove '{current}' from the defaults of {chain[-1].file}",
+                problem_id="recipe-circle",
+            )
+        recipe = _read(current, file, set(known))
+        chain.append(recipe)
+        waiting += [(parent, known[parent]) for parent in recipe.parents]
+    return chain
+
+
+def store_recipes(chain: list[RecipeFile]) -> None:
+    """Make the recipes known to Hydra as choices of the group `recipes`."""
+    for recipe in chain:
+        node = _load_yaml(recipe.file)
+        ConfigStore.instance().store(group="recipes", name=recipe.name, node=node, package="_global_")
+
+
+def _load_yaml(file: Path) -> DictConfig:
+    try:
+        node = OmegaConf.load(file)
+    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{file}:{mark.line + 1}" if mark else str(file)
+        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise RequestError(f"{place}: this is not YAML: {reason}", problem_id="recipe-not-yaml") from error
+    except OSError as error:
+        raise RequestError(f"{file}: cannot be read: {error.strerror}", problem_id="recipe-not-yaml") from error
+    if not isinstance(node, DictConfig):
+        raise RequestError(f"{file}: a recipe is a mapping of keys to values", problem_id="recipe-not-yaml")
+    return node
+
+
+def _read(name: str, file: Path, known: set[str]) -> RecipeFile:
+    content: dict[str, Any] = OmegaConf.to_container(_load_yaml(file), resolve=False)  # type: ignore[assignment]
+    parents: list[str] = []
+    choices: dict[str, str] = {}
+    for entry in content.pop("defaults", None) or []:
+        if isinstance(entry, str):
+            if entry != "_self_":
+                parents.append(_parent(entry, file, known))
+            continue
+        for key, choice in entry.items():
+            group = _overridden_group(str(key), file)
+            choices[group] = _choice(group, choice, file)
+    return RecipeFile(name=name, file=file, parents=tuple(parents), choices=choices, body=content)
+
+
+def _parent(entry: str, file: Path, known: set[str]) -> str:
+    if entry not in known:
+        raise RequestError(
+            f"{file}: builds on a recipe '{entry}' that is not there.{did_you_mean(entry, known)} "
+            f"Recipes: {', '.join(sorted(known))}",
+            problem_id="unknown-recipe",
+        )
+    return entry
+
+
+def _overridden_group(key: str, file: Path) -> str:
+    group = key.removeprefix("override ").strip().removeprefix("/")
+    if group not in GROUPS:
+        raise RequestError(
+            f"{file}: there is no config group '{group}'.{did_you_mean(group, GROUPS)} Groups: {', '.join(GROUPS)}",
+            problem_id="unknown-group",
+        )
+    if key != f"override /{group}":
+        raise RequestError(
+            f"{file}: write '- override /{group}: ...' instead of '- {key}: ...': the group already has a choice "
+            "in hydra_configs/config.yaml, which a recipe overrides",
+            problem_id="recipe-defaults",
+        )
+    return group
+
+
+def _choice(group: str, choice: object, file: Path) -> str:
+    known = group_choices(group)
+    if not isinstance(choice, str) or choice not in known:
+        raise RequestError(
+            f"{file}: there is no {group} '{choice}'.{did_you_mean(str(choice), known)} "
+            f"Choices of {group}: {', '.join(known)}",
+            problem_id="unknown-choice",
+        )
+    return choice

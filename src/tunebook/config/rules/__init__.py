@@ -1,0 +1,36 @@
+"""Every cross-field rule, as one table. `check` reports all broken ones at once, before anything is downloaded.
+
+A rule looks at the resolved configuration only (see `config.auto`); what this machine must have for it stands in
+`rules.environment`. Adding a rule: write it in the module of its topic, list it in that module's `RULES`, and add its
+case to `tests/config/test_rules.py`.
+"""
+
+from __future__ import annotations
+
+from tunebook.config.rules import attention, batch, numbers, optimizing, parallelism, precision, running, sources
+from tunebook.config.rules.environment import check_environment
+from tunebook.config.rules.frame import Rule
+from tunebook.config.schema import RunConfig
+from tunebook.errors import Problem
+
+__all__ = ["RULES", "check", "check_environment"]
+
+RULES: tuple[Rule, ...] = (
+    *numbers.RULES,
+    *sources.RULES,
+    *batch.RULES,
+    *precision.RULES,
+    *attention.RULES,
+    *parallelism.RULES,
+    *optimizing.RULES,
+    *running.RULES,
+)
+
+
+def check(config: RunConfig) -> list[Problem]:
+    """Everything to say against a resolved configuration: what stops it (`is_error`), then what is only unwise.
+
+    Empty when it is sound.
+    """
+    problems = [problem for rule in RULES for problem in rule.problems(config)]
+    return sorted(problems, key=lambda problem: not problem.is_error)

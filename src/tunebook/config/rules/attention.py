@@ -1,0 +1,158 @@
+"""Rules about attention kernels, packing, and kernels that need a GPU."""
+
+from __future__ import annotations
+
+from tunebook.config.choices import Attention, Compute, Generation, PackingMode
+from tunebook.config.rules.frame import Finding, Level, Rule, rule
+from tunebook.config.schema import RunConfig
+from tunebook.hardware.generations import GENERATIONS, MIN_ATTENTION_CAPABILITY, can_run, capability_text
+
+FLASH = (Attention.flash_attention_2, Attention.flash_attention_3, Attention.flash_attention_4)
+
+# Architectures in which packed documents reach each other whatever the attention kernel: those that do not take
+# position_ids, from which transformers works out where a document starts, and those that carry a state along the row.
+LEAKING_ARCHITECTURES = frozenset({
+    "BloomForCausalLM", "FalconMambaForCausalLM", "JambaForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM",
+    "MptForCausalLM", "RecurrentGemmaForCausalLM", "RwkvForCausalLM",
+})  # fmt: skip
+
+
+def _is_on_cpu(config: RunConfig) -> bool:
+    return config.hardware.generation is Generation.cpu
+
+
+@rule(
+    "flash-attention-below-ampere",
+    summary="A flash attention kernel on a GPU that is too old for it, or on a CPU.",
+    why="flash-attn 2 is written for compute capability 8.0 and later, flash-attn 4 for 9.0 and later. An older GPU "
+    "fails at the first step, after the data was prepared and the model loaded.",
+    advice="Use sdpa, which torch brings along and which isolates packed documents as well.",
+)
+def flash_attention_below_ampere(config: RunConfig) -> Finding | None:
+    """Any flash attention where the generation cannot run it."""
+    kernel, generation = config.attention.implementation, config.hardware.generation
+    if generation not in GENERATIONS or can_run(kernel, generation):
+        return None
+    oldest = GENERATIONS[generation].min_compute_capability
+    hardware = f"{generation.name} has {capability_text(oldest)}" if oldest else "this is a CPU"
+    needed = capability_text(MIN_ATTENTION_CAPABILITY[kernel])
+    message = f"{kernel.name} needs compute capability {needed}; {hardware}"
+    best = Attention.flash_attention_2 if can_run(Attention.flash_attention_2, generation) else Attention.sdpa
+    return Finding(key="attention.implementation", message=message, fix=f"attention.implementation={best.name}")
+
+
+@rule(
+    "flash-attention-in-fp32",
+    summary="A flash attention kernel with fp32 computation.",
+    why="The kernels exist for fp16 and bf16 only; transformers would cast, or the kernel would fail.",
+    advice="Use sdpa for fp32, or compute in bf16.",
+)
+def flash_attention_in_fp32(config: RunConfig) -> Finding | None:
+    """Flash attention and fp32."""
+    kernel = config.attention.implementation
+    if kernel not in FLASH or config.precision.compute is not Compute.fp32:
+        return None
+    message = f"{kernel.name} computes in fp16 or bf16 only, and precision.compute=fp32"
+    return Finding(key="attention.implementation", message=message, fix="attention.implementation=sdpa")
+
+
+@rule(
+    "flex-attention-on-cpu",
+    summary="flex_attention on a CPU.",
+    why="torch has no backward pass of flex attention on a CPU.",
+    advice="Use attention.implementation=sdpa.",
+)
+def flex_attention_on_cpu(config: RunConfig) -> Finding | None:
+    """flex_attention and no GPU."""
+    if config.attention.implementation is not Attention.flex_attention or not _is_on_cpu(config):
+        return None
+    message = "flex_attention cannot train on a CPU"
+    return Finding(key="attention.implementation", message=message, fix="attention.implementation=sdpa")
+
+
+@rule(
+    "flash-attention-not-deterministic",
+    level=Level.warning,
+    summary="training.deterministic with a flash attention kernel.",
+    why="The backward pass adds the gradients of the queries in the order in which blocks finish. flash-attn 2 has a "
+    "deterministic way that is slower and needs more memory; the others may differ in the last bits between runs.",
+    advice="Use sdpa where the same bits in every run matter more than speed.",
+)
+def flash_attention_not_deterministic(config: RunConfig) -> Finding | None:
+    """Determinism asked for with flash attention."""
+    kernel = config.attention.implementation
+    if kernel not in FLASH or not config.training.deterministic:
+        return None
+    message = f"the backward pass of {kernel.name} may differ in the last bits although training.deterministic=true"
+    return Finding(key="attention.implementation", message=message, fix="attention.implementation=sdpa")
+
+
+@rule(
+    "packing-leaks",
+    summary="Packing a model in which documents of one row reach each other.",
+    why="Packed documents are kept apart through their positions and the attention mask. A model that takes no "
+    "positions, or that carries a state along the row, lets one document see the one before it.",
+    advice="Train it padded: one document a row.",
+)
+def packing_leaks(config: RunConfig) -> Finding | None:
+    """Isolated packing of an architecture that is known to leak."""
+    facts = config.model.facts
+    if config.packing.mode is not PackingMode.isolated or facts is None:
+        return None
+    if facts.architecture not in LEAKING_ARCHITECTURES:
+        return None
+    message = f"{facts.architecture} cannot keep packed documents apart"
+    return Finding(key="packing.mode", message=message, fix="packing.mode=padded packing.row_length=null")
+
+
+@rule(
+    "row-length-without-packing",
+    level=Level.warning,
+    summary="packing.row_length is set, but nothing is packed.",
+    why="A padded row holds one document and is as long as the longest of its batch.",
+    advice="Remove packing.row_length, or pack.",
+)
+def row_length_without_packing(config: RunConfig) -> Finding | None:
+    """A row length in padded mode, other than the one `auto` fills in."""
+    row = config.packing.row_length
+    if row is None or config.packing.mode is not PackingMode.padded or row == config.training.max_length:
+        return None
+    return Finding(key="packing.row_length", message=f"{row} is not used when padding", fix="packing.row_length=null")
+
+
+@rule(
+    "liger-without-gpu",
+    summary="model.liger_kernel without a GPU.",
+    why="Liger's kernels are written in Triton, which compiles for GPUs.",
+    advice="Leave model.liger_kernel off on a CPU.",
+)
+def liger_without_gpu(config: RunConfig) -> Finding | None:
+    """Liger kernels on a CPU."""
+    if not config.model.liger_kernel or not _is_on_cpu(config):
+        return None
+    return Finding(key="model.liger_kernel", message="Liger's kernels need a GPU", fix="model.liger_kernel=false")
+
+
+@rule(
+    "activation-offload-without-gpu",
+    summary="activation.offload without a GPU.",
+    why="It moves activations from GPU memory to host memory; on a CPU they are there already.",
+    advice="Leave activation.offload off on a CPU.",
+)
+def activation_offload_without_gpu(config: RunConfig) -> Finding | None:
+    """Activation offload on a CPU."""
+    if not config.activation.offload or not _is_on_cpu(config):
+        return None
+    return Finding(key="activation.offload", message="there is no GPU memory to free", fix="activation.offload=false")
+
+
+RULES: tuple[Rule, ...] = (
+    flash_attention_below_ampere,
+    flash_attention_in_fp32,
+    flex_attention_on_cpu,
+    flash_attention_not_deterministic,
+    packing_leaks,
+    row_length_without_packing,
+    liger_without_gpu,
+    activation_offload_without_gpu,
+)

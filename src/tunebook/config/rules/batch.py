@@ -1,0 +1,171 @@
+"""Rules about the batch: how many documents or tokens make a step, and how they are laid into rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tunebook.config.choices import Attention, PackingMode
+from tunebook.config.rules.frame import Finding, Level, Rule, rule, world_size
+from tunebook.config.schema import RunConfig
+
+
+@rule(
+    "batch-one-way",
+    summary="The global batch is said in exactly one way.",
+    why="A step is a number of documents (global_samples) or of tokens (global_tokens); both cannot hold at once.",
+    advice="Set one of training.global_samples and training.global_tokens, and the other to null.",
+)
+def batch_one_way(config: RunConfig) -> Finding | None:
+    """Exactly one of the two."""
+    samples, tokens = config.training.global_samples, config.training.global_tokens
+    if samples is not None and tokens is not None:
+        message = f"global_samples={samples} and global_tokens={tokens} say the size of a step twice"
+        return Finding(key="training.global_samples", message=message, fix="training.global_tokens=null")
+    if samples is None and tokens is None:
+        message = "nothing says how large an optimizer step is"
+        return Finding(key="training.global_samples", message=message, fix="training.global_samples=64")
+    return None
+
+
+def _rows_unit(config: RunConfig) -> int:
+    """Rows that one pass of all GPUs takes."""
+    return world_size(config) * max(1, config.training.micro_batch_size or 1)
+
+
+def _row_length(config: RunConfig) -> int:
+    return max(1, config.packing.row_length or config.training.max_length)
+
+
+def _is_padded(config: RunConfig) -> bool:
+    return config.packing.mode is PackingMode.padded
+
+
+@rule(
+    "batch-not-divisible",
+    summary="A step does not divide evenly among the GPUs.",
+    why="Every GPU passes over the same number of rows: padded, a step has GPUs x micro batch x passes documents; "
+    "said in tokens, it has that many rows of packing.row_length. Tunebook does not round a batch, because that would "
+    "train something else.",
+    advice="Take one of the two nearest sizes that the message names, or another micro batch or number of GPUs.",
+)
+def batch_not_divisible(config: RunConfig) -> Finding | None:
+    """Padded documents, or the rows that `global_tokens` makes, must be a multiple of ranks x micro batch."""
+    training = config.training
+    if _is_padded(config):
+        key, asked, length = "training.global_samples", training.global_samples, 1
+    else:
+        key, asked, length = "training.global_tokens", training.global_tokens, _row_length(config)
+    unit = _rows_unit(config)
+    if asked is None or asked < 1:
+        return None
+    rows = asked // length
+    if rows % unit == 0 or (length > 1 and rows < unit):  # too few tokens is `batch-too-small`
+        return None
+    below, above = rows // unit * unit * length, (rows // unit + 1) * unit * length
+    nearest = f"{below} and {above} are the nearest that do" if below else f"{above} is the smallest that does"
+    made = f"{asked} documents" if length == 1 else f"{asked} tokens make {rows} rows of {length}, which"
+    micro = f" x micro batch {training.micro_batch_size}" if training.micro_batch_size else ""
+    message = f"{made} do not divide by {world_size(config)} GPUs{micro} = {unit}; {nearest}"
+    closer, other = (below, above) if below and asked - below <= above - asked else (above, below)
+    fix = f"{key}={closer}" + (f" or {key}={other}" if other else "")
+    return Finding(key=key, message=message, fix=fix)
+
+
+@rule(
+    "batch-too-small",
+    summary="A step has less than one row for every GPU.",
+    why="Every GPU needs at least one document in every step, and where a step is said in tokens room for one micro "
+    "batch of whole rows. A GPU without any would have no gradient to add.",
+    advice="Raise training.global_samples or training.global_tokens, or use fewer GPUs.",
+)
+def batch_too_small(config: RunConfig) -> Iterator[Finding]:
+    """Packed: one document per rank, and rows for one pass (padded documents are covered by divisibility)."""
+    if _is_padded(config):
+        return
+    samples, tokens, ranks = config.training.global_samples, config.training.global_tokens, world_size(config)
+    if samples is not None and 1 <= samples < ranks:
+        message = f"{samples} documents a step are fewer than the {ranks} GPUs"
+        yield Finding(key="training.global_samples", message=message, fix=f"training.global_samples={ranks}")
+    unit, length = _rows_unit(config), _row_length(config)
+    if tokens is not None and 1 <= tokens < unit * length:
+        message = f"{tokens} tokens a step are fewer than {unit} rows x {length} tokens = {unit * length}"
+        yield Finding(key="training.global_tokens", message=message, fix=f"training.global_tokens={unit * length}")
+
+
+@rule(
+    "tokens-need-packing",
+    summary="A batch in tokens with padded rows.",
+    why="training.global_tokens counts what rows hold; a padded row holds one document of any length, so the tokens of "
+    "a step cannot be known before its documents are drawn.",
+    advice="Say the batch in documents with training.global_samples, or pack.",
+)
+def tokens_need_packing(config: RunConfig) -> Finding | None:
+    """`global_tokens` in padded mode."""
+    tokens = config.training.global_tokens
+    if tokens is None or not _is_padded(config):
+        return None
+    mean = config.dataset.mean_tokens or config.training.max_length
+    samples = max(1, int(tokens / max(1, mean)) // world_size(config)) * world_size(config)
+    fix = f"training.global_tokens=null training.global_samples={samples}"
+    return Finding(key="training.global_tokens", message=f"{tokens} tokens a step need packed rows", fix=fix)
+
+
+@rule(
+    "batch-larger-than-data",
+    summary="One step wants more documents than the data set has.",
+    why="A step never takes a document twice, so not even one step could be made.",
+    advice="Lower training.global_samples to a small part of the data set.",
+)
+def batch_larger_than_data(config: RunConfig) -> Finding | None:
+    """Known before the data is read only where `dataset.num_documents` or `max_documents` says it."""
+    data, samples = config.dataset, config.training.global_samples
+    made = data.synthetic.num_documents if data.source.name == "synthetic" else None
+    limits = [count for count in (data.num_documents, data.max_documents, made) if count is not None and count > 0]
+    if samples is None or not limits or samples <= min(limits):
+        return None
+    message = f"{samples} documents a step are more than the data set's {min(limits)}"
+    return Finding(key="training.global_samples", message=message, fix=f"training.global_samples={min(limits)}")
+
+
+@rule(
+    "row-shorter-than-document",
+    summary="A packed row is shorter than the longest document.",
+    why="A document is never torn over two rows; one of training.max_length tokens must fit into a row.",
+    advice="Make packing.row_length at least training.max_length, or leave it null.",
+)
+def row_shorter_than_document(config: RunConfig) -> Finding | None:
+    """`row_length` at least `max_length`."""
+    row, length = config.packing.row_length, config.training.max_length
+    if row is None or row >= length or _is_padded(config):
+        return None
+    message = f"rows of {row} tokens cannot hold documents of training.max_length={length}"
+    return Finding(key="packing.row_length", message=message, fix=f"packing.row_length={length}")
+
+
+@rule(
+    "micro-rows-on-mask",
+    level=Level.warning,
+    summary="Several packed rows per pass with an attention that builds its mask in memory.",
+    why="eager and sdpa keep packed documents apart with a mask of N x N entries, N being all tokens of the pass, and "
+    "compute all of them: two rows cost four times one row.",
+    advice="Set training.micro_batch_size=1 and let gradient accumulation make the batch.",
+)
+def micro_rows_on_mask(config: RunConfig) -> Finding | None:
+    """More than one packed row on sdpa or eager."""
+    micro, kernel = config.training.micro_batch_size, config.attention.implementation
+    is_masked = kernel in (Attention.eager, Attention.sdpa) and config.packing.mode is PackingMode.isolated
+    if micro is None or micro <= 1 or not is_masked:
+        return None
+    message = f"{micro} packed rows a pass make {kernel.name} build a mask {micro * micro} times as large as one row's"
+    return Finding(key="training.micro_batch_size", message=message, fix="training.micro_batch_size=1")
+
+
+RULES: tuple[Rule, ...] = (
+    batch_one_way,
+    batch_not_divisible,
+    batch_too_small,
+    tokens_need_packing,
+    batch_larger_than_data,
+    row_shorter_than_document,
+    micro_rows_on_mask,
+)

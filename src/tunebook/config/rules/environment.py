@@ -1,0 +1,261 @@
+"""What a resolved configuration needs of the machine and environment that its ranks start in.
+
+Asked before a run starts, not when it is only planned. A launcher that starts ranks elsewhere (Slurm, Ray) is not
+judged by the machine it is called on: the ranks look for themselves.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+
+from tunebook.config.book import resolve_path
+from tunebook.config.choices import Compute, Generation, LauncherName, Offload, PeftMethod, TrackerName
+from tunebook.config.rules.frame import Explanation
+from tunebook.config.rules.optimizing import BITSANDBYTES
+from tunebook.config.rules.parallelism import ZERO
+from tunebook.config.schema import RunConfig, ZeroConfig
+from tunebook.errors import Problem
+from tunebook.hardware.detect import VISIBLE_VARIABLE, Machine, detect_machine
+from tunebook.hardware.generations import (
+    ATTENTION_PACKAGES,
+    OLDEST_SUPPORTED,
+    capability_text,
+    driver_major,
+    image_for_driver,
+)
+
+# torch on the registry: up to 2.10 CUDA 12.8 with code for 7.0, from 2.11 CUDA 13.0 with code from 7.5.
+_FIRST_TORCH_ON_CUDA_13 = (2, 11)
+
+
+EXPLANATIONS: dict[str, Explanation] = {
+    "no-gpu-here": Explanation(
+        summary="The run needs GPUs, and none is found here.",
+        why="Where no GPU is found, `auto` plans for the machine that the recipe was published on; that plan cannot "
+        "start here. The GPU may also be hidden: no driver, CUDA_VISIBLE_DEVICES, a container without --gpus.",
+        advice="Start it where the GPUs are, look with `tunebook doctor`, or take a model that a CPU can train with "
+        "hardware.generation=cpu.",
+    ),
+    "other-gpu-here": Explanation(
+        summary="The run is set up for another GPU generation than the one found here.",
+        why="A generation decides precision, attention and the image. What was chosen for one may not run on another.",
+        advice="Leave hardware.generation at auto, or start it on the machine it was set up for.",
+    ),
+    "too-few-gpus-here": Explanation(
+        summary="More GPUs are asked for than are found here.",
+        why="Every rank needs a GPU of its own; two ranks on one GPU run out of memory or wait for each other.",
+        advice="Lower hardware.gpus_per_node, or make the other GPUs visible.",
+    ),
+    "mixed-gpus": Explanation(
+        summary="The run would use GPUs of different generations together.",
+        why="All ranks must compute in the same precision with the same kernels, and wait for the slowest in every "
+        "step; the difference in rounding makes a run impossible to repeat.",
+        advice="Restrict the run to one kind with CUDA_VISIBLE_DEVICES.",
+    ),
+    "gpu-too-old": Explanation(
+        summary="The GPU is older than any that torch still has code for.",
+        why="The newest torch with the oldest code, 2.10.0, starts at compute capability 7.0 (V100).",
+        advice="Use a newer GPU, or hardware.generation=cpu.",
+    ),
+    "driver-too-old": Explanation(
+        summary="The NVIDIA driver is older than the installed torch needs.",
+        why="CUDA 12 needs driver 525 or newer, CUDA 13 driver 580 or newer; torch is built on CUDA 13 from 2.11 on.",
+        advice="Update the driver, or use the image that the message names: torch 2.10.0 runs on every generation from "
+        "driver 525 on.",
+    ),
+    "torch-without-gpu-code": Explanation(
+        summary="The installed torch cannot use the GPU that is here.",
+        why="A CPU build has no GPU code at all, and torch on CUDA 13 (2.11 and newer) has none for V100.",
+        advice="Run in the image of the generation, or install the build that the message names.",
+    ),
+    "missing-package": Explanation(
+        summary="A chosen option needs a package that is not installed in this environment.",
+        why="Packages that need a GPU or a compiler are not part of the CPU environment, so that it stays small.",
+        advice="Type the install line of the message, or run in the image of the GPU generation.",
+    ),
+    "nvme-path-not-found": Explanation(
+        summary="The folder for NVMe offload does not exist here.",
+        why="DeepSpeed would make it wherever the path leads, which may be a small or slow disk.",
+        advice="Make the folder on the NVMe disk, or name another with parallelism.nvme_path.",
+    ),
+}
+
+
+def starts_elsewhere(config: RunConfig) -> bool:
+    """Whether the launcher starts the ranks on other machines than this one."""
+    return config.launcher.name is not LauncherName.local
+
+
+def hardware_problem(config: RunConfig, machine: Machine) -> Problem | None:
+    """Why the ranks cannot start on this machine's GPUs, or None where they can."""
+    hardware = config.hardware
+    if starts_elsewhere(config) or hardware.generation in (Generation.cpu, Generation.auto):
+        return None
+    wanted, key = hardware.generation.name, "hardware.generation"
+    asked = max(1, hardware.gpus_per_node or 1)
+    if not machine.gpus:
+        reasons = "; ".join(machine.notes) or "none is listed"
+        message = f"{asked} x {wanted} needed, and no GPU is found here: {reasons}"
+        return Problem(id="no-gpu-here", key=key, message=message, fix="hardware.generation=cpu")
+    used = machine.gpus[:asked]
+    kinds = sorted({gpu.generation.name for gpu in used})
+    if len(kinds) > 1:
+        same = [str(gpu.index) for gpu in machine.gpus if gpu.generation is hardware.generation]
+        message = f"the first {asked} GPUs are of different generations: {', '.join(kinds)}"
+        fix = f"{VISIBLE_VARIABLE}={','.join(same or [str(used[0].index)])} in front of the command"
+        return Problem(id="mixed-gpus", key=key, message=message, fix=fix)
+    if kinds != [wanted]:
+        message = f"{wanted} is set, and this machine has {used[0].name} ({kinds[0]})"
+        return Problem(id="other-gpu-here", key=key, message=message, fix="hardware.generation=auto")
+    if asked > len(machine.gpus):
+        message = f"{asked} GPUs are asked for, and {len(machine.gpus)} are found here"
+        fix = f"hardware.gpus_per_node={len(machine.gpus)}"
+        return Problem(id="too-few-gpus-here", key="hardware.gpus_per_node", message=message, fix=fix)
+    oldest = min(gpu.compute_capability for gpu in used)
+    if oldest < OLDEST_SUPPORTED:
+        message = f"{used[0].name} has compute capability {capability_text(oldest)}; torch starts at 7.0"
+        return Problem(id="gpu-too-old", key=key, message=message, fix="hardware.generation=cpu")
+    return None
+
+
+def check_environment(config: RunConfig, machine: Machine | None = None) -> list[Problem]:
+    """Everything that this machine and environment lack for a resolved configuration; empty when it can start here.
+
+    The machine is looked at when none is given.
+    """
+    if starts_elsewhere(config):
+        return []
+    machine = machine if machine is not None else detect_machine()
+    hardware = hardware_problem(config, machine)
+    if hardware is not None:
+        return [hardware]  # packages would be asked for that the machine with the GPUs may well have
+    problems = [*_missing_packages(config)]
+    if config.hardware.generation not in (Generation.cpu, Generation.auto):
+        problems += _torch_problems(config, machine)
+    settings = config.parallelism
+    if isinstance(settings, ZeroConfig) and Offload.nvme in (settings.offload_optimizer, settings.offload_parameters):
+        problems += _nvme_problems(settings)
+    return problems
+
+
+def installed_version(distribution: str) -> str | None:
+    """The version of an installed package, without importing it."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _torch_problems(config: RunConfig, machine: Machine) -> Iterator[Problem]:
+    """Whether the installed torch has code for the GPUs here and runs on their driver."""
+    version, key = installed_version("torch"), "hardware.generation"
+    generation = config.hardware.generation
+    numbers = re.match(r"(\d+)\.(\d+)", version or "")
+    if version is None or numbers is None:
+        return  # a missing torch is missing for everything and is reported as such
+    is_cuda_13 = (int(numbers[1]), int(numbers[2])) >= _FIRST_TORCH_ON_CUDA_13
+    image = image_for_driver(generation, machine.driver)
+    fitting = f"the {image.name} image (torch {image.torch})" if image else "no image, before the driver is updated"
+    if version.endswith("+cpu"):
+        message = f"torch {version} is a CPU build; {generation.name} needs {fitting}"
+        yield Problem(id="torch-without-gpu-code", key=key, message=message, fix="hardware.generation=cpu")
+    elif is_cuda_13 and generation is Generation.volta:
+        message = f"torch {version} has no code for compute capability 7.0; volta needs {fitting}"
+        yield Problem(id="torch-without-gpu-code", key=key, message=message, fix="pip install torch==2.10.0")
+    major = driver_major(machine.driver) if machine.driver else None
+    floor = 580 if is_cuda_13 else 525
+    if major is not None and major < floor and not version.endswith("+cpu"):
+        message = f"driver {machine.driver} is older than the {floor} that torch {version} needs; it runs {fitting}"
+        fix = "pip install torch==2.10.0" if image and image.torch == "2.10.0" else "update the NVIDIA driver"
+        yield Problem(id="driver-too-old", key=key, message=message, fix=fix)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Need:
+    """A package that some choice needs: which key asks for it, when, and the line that installs it."""
+
+    package: str
+    key: str
+    is_needed: Callable[[RunConfig], bool]
+    install: str
+
+
+def _tracks_with(name: TrackerName) -> Callable[[RunConfig], bool]:
+    return lambda config: config.tracking.name is name
+
+
+_NEEDS: tuple[_Need, ...] = (
+    _Need(
+        package="deepspeed",
+        key="parallelism.strategy",
+        is_needed=lambda config: config.parallelism.strategy in ZERO,
+        install="DS_BUILD_OPS=0 pip install deepspeed",  # builds its operators when they are first used
+    ),
+    _Need(
+        package="bitsandbytes",
+        key="optimizer.name",
+        is_needed=lambda config: config.optimizer.name in BITSANDBYTES,
+        install="pip install bitsandbytes",
+    ),
+    _Need(
+        package="bitsandbytes",
+        key="peft.method",
+        is_needed=lambda config: config.peft.method is PeftMethod.qlora,
+        install="pip install bitsandbytes",
+    ),
+    _Need(
+        package="peft",
+        key="peft.method",
+        is_needed=lambda config: config.peft.method is not PeftMethod.full,
+        install="pip install peft",
+    ),
+    _Need(
+        package="liger-kernel",
+        key="model.liger_kernel",
+        is_needed=lambda config: config.model.liger_kernel,
+        install="pip install liger-kernel",
+    ),
+    _Need(
+        package="torchao",
+        key="precision.compute",
+        is_needed=lambda config: config.precision.compute is Compute.fp8,
+        install="pip install torchao",
+    ),
+    _Need(
+        package="lm_eval",
+        key="evaluation.tasks",
+        is_needed=lambda config: bool(config.evaluation.tasks),
+        install="pip install lm-eval",
+    ),
+    *(
+        _Need(package=name.name, key="tracking.name", is_needed=_tracks_with(name), install=f"pip install {name.name}")
+        for name in (TrackerName.trackio, TrackerName.tensorboard, TrackerName.wandb)
+    ),
+)
+_ATTENTION_INSTALL = {
+    "flash-attn": "pip install flash-attn --no-build-isolation",
+    "flash-attn-3": "attention.implementation=flash_attention_2",  # not on the registry: built from its source
+    "flash-attn-4": "pip install --pre flash-attn-4",
+}
+
+
+def _missing_packages(config: RunConfig) -> Iterator[Problem]:
+    for need in _NEEDS:
+        if need.is_needed(config) and installed_version(need.package) is None:
+            message = f"the package {need.package} is not installed in this environment"
+            yield Problem(id="missing-package", key=need.key, message=message, fix=need.install)
+    package = ATTENTION_PACKAGES.get(config.attention.implementation)
+    if package is not None and installed_version(package) is None:
+        message = f"{config.attention.implementation.name} needs the package {package}, which is not installed"
+        fix = f"attention.implementation=sdpa or {_ATTENTION_INSTALL[package]}"
+        yield Problem(id="missing-package", key="attention.implementation", message=message, fix=fix)
+
+
+def _nvme_problems(settings: ZeroConfig) -> Iterator[Problem]:
+    if settings.nvme_path and not resolve_path(settings.nvme_path).is_dir():
+        message = f"there is no folder {settings.nvme_path} on this machine"
+        fix = f"mkdir -p {settings.nvme_path} or parallelism.nvme_path=FOLDER"
+        yield Problem(id="nvme-path-not-found", key="parallelism.nvme_path", message=message, fix=fix)

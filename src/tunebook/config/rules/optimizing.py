@@ -1,0 +1,250 @@
+"""Rules about what is trained (all weights, LoRA, QLoRA), the optimizer, and the learning rate's curve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tunebook.config.choices import (
+    Generation,
+    Offload,
+    OptimizerName,
+    PeftMethod,
+    ScheduleName,
+    Strategy,
+    Weights,
+)
+from tunebook.config.rules.frame import Finding, Level, Rule, rule
+from tunebook.config.schema import RunConfig, ZeroConfig
+
+BITSANDBYTES = (OptimizerName.adamw_8bit, OptimizerName.paged_adamw_32bit, OptimizerName.paged_adamw_8bit)
+_OUTPUT_HEADS = ("lm_head", "embed_out")  # the second is GPT-NeoX's
+
+
+@rule(
+    "adapter-on-output-head",
+    summary="A LoRA adapter on the output head.",
+    why="TRL computes the loss from the head's own weight, piece by piece, so an adapter there would never be trained; "
+    "TRL refuses it.",
+    advice="Remove it from peft.target_modules; to train the whole head, put it into peft.modules_to_save.",
+)
+def adapter_on_output_head(config: RunConfig) -> Finding | None:
+    """An output head among the target modules."""
+    targets = config.peft.target_modules
+    heads = [name for name in targets if name.split(".")[-1] in _OUTPUT_HEADS]
+    if config.peft.method is PeftMethod.full or not heads:
+        return None
+    rest = ",".join(name for name in targets if name not in heads)
+    message = f"an adapter on {heads[0]} would never be trained"
+    return Finding(key="peft.target_modules", message=message, fix=f"peft.target_modules=[{rest}]")
+
+
+@rule(
+    "adapter-settings-ignored",
+    level=Level.warning,
+    summary="LoRA settings with full fine-tuning.",
+    why="peft.method=full trains every weight and makes no adapter.",
+    advice="Choose peft=lora, or remove the settings.",
+)
+def adapter_settings_ignored(config: RunConfig) -> Iterator[Finding]:
+    """Module lists that nobody reads."""
+    if config.peft.method is not PeftMethod.full:
+        return
+    for field in ("target_modules", "modules_to_save"):
+        if getattr(config.peft, field):
+            key = f"peft.{field}"
+            yield Finding(key=key, message="it is not used by peft.method=full", fix=f"{key}=[] or peft=lora")
+
+
+@rule(
+    "qlora-random-weights",
+    summary="QLoRA on random weights.",
+    why="The base model is frozen and quantised while it is read; there is nothing to read, and a frozen random base "
+    "would teach nothing.",
+    advice="Use pretrained weights, or peft=full to train from scratch.",
+)
+def qlora_random_weights(config: RunConfig) -> Finding | None:
+    """A quantised base that does not exist."""
+    if config.peft.method is not PeftMethod.qlora or config.model.weights is not Weights.random:
+        return None
+    message = "qlora freezes and quantises a base model, and model.weights=random has none"
+    return Finding(key="peft.method", message=message, fix="model.weights=pretrained or peft=full")
+
+
+@rule(
+    "bitsandbytes-optimizer-without-gpu",
+    summary="An 8-bit or paged optimizer without a GPU.",
+    why="bitsandbytes' optimizers are GPU kernels.",
+    advice="Use optimizer.name=adamw.",
+)
+def bitsandbytes_optimizer_without_gpu(config: RunConfig) -> Finding | None:
+    """bitsandbytes on a CPU."""
+    name = config.optimizer.name
+    if name not in BITSANDBYTES or config.hardware.generation is not Generation.cpu:
+        return None
+    return Finding(key="optimizer.name", message=f"{name.name} needs a GPU", fix="optimizer.name=adamw")
+
+
+@rule(
+    "bitsandbytes-optimizer-with-fsdp",
+    summary="An 8-bit or paged optimizer under FSDP.",
+    why="FSDP2 hands the optimizer sharded tensors (DTensor), which bitsandbytes does not know; an illegal memory "
+    "access in the optimizer's step is reported for the pair.",
+    advice="Use adamw, whose states FSDP shards; to save more memory offload with parallelism=fsdp_offload, or use "
+    "zero3 with the same optimizer.",
+)
+def bitsandbytes_optimizer_with_fsdp(config: RunConfig) -> Finding | None:
+    """bitsandbytes on DTensors."""
+    name, strategy = config.optimizer.name, config.parallelism.strategy
+    if name not in BITSANDBYTES or strategy not in (Strategy.fsdp, Strategy.fsdp_grad_op, Strategy.hsdp):
+        return None
+    message = f"{name.name} does not work on the sharded tensors of {strategy.name}"
+    return Finding(key="optimizer.name", message=message, fix="optimizer.name=adamw or parallelism=zero3")
+
+
+@rule(
+    "bitsandbytes-optimizer-offloaded",
+    summary="An 8-bit or paged optimizer with DeepSpeed's optimizer offload.",
+    why="What is offloaded is updated on the host by DeepSpeed's own CPU Adam; a GPU optimizer cannot reach it.",
+    advice="Use adamw with the offload, or keep the optimizer on the GPU.",
+)
+def bitsandbytes_optimizer_offloaded(config: RunConfig) -> Finding | None:
+    """Two ways of moving the optimizer to the host at once."""
+    name, settings = config.optimizer.name, config.parallelism
+    if name not in BITSANDBYTES or not isinstance(settings, ZeroConfig):
+        return None
+    if settings.offload_optimizer is Offload.none:
+        return None
+    message = f"{name.name} runs on the GPU, and parallelism.offload_optimizer moves its states to the host"
+    fix = "optimizer.name=adamw or parallelism.offload_optimizer=none"
+    return Finding(key="optimizer.name", message=message, fix=fix)
+
+
+@rule(
+    "two-warm-ups",
+    summary="The warm-up is said twice.",
+    why="schedule.warmup_steps and schedule.warmup_share are two ways to say one number.",
+    advice="Keep one of them.",
+)
+def two_warm_ups(config: RunConfig) -> Finding | None:
+    """At most one of the two."""
+    steps, share = config.schedule.warmup_steps, config.schedule.warmup_share
+    if steps is None or share is None:
+        return None
+    message = f"warmup_steps={steps} and warmup_share={share:g} say the warm-up twice"
+    return Finding(key="schedule.warmup_steps", message=message, fix="schedule.warmup_share=null")
+
+
+@rule(
+    "two-floors",
+    summary="The lowest learning rate is said twice.",
+    why="schedule.min_learning_rate and schedule.min_learning_rate_share are two ways to say one number.",
+    advice="Keep one of them.",
+)
+def two_floors(config: RunConfig) -> Finding | None:
+    """At most one of the two."""
+    floor, share = config.schedule.min_learning_rate, config.schedule.min_learning_rate_share
+    if floor is None or share is None:
+        return None
+    message = f"min_learning_rate={floor:g} and min_learning_rate_share={share:g} say the floor twice"
+    return Finding(key="schedule.min_learning_rate", message=message, fix="schedule.min_learning_rate=null")
+
+
+@rule(
+    "floor-without-its-schedule",
+    summary="A lowest learning rate with a schedule that has none.",
+    why="Only cosine_with_min_lr ends at a floor; the others end at zero or never fall.",
+    advice="Use schedule=cosine_with_min_lr, or remove the floor.",
+)
+def floor_without_its_schedule(config: RunConfig) -> Iterator[Finding]:
+    """Floors of other curves."""
+    name = config.schedule.name
+    if name is ScheduleName.cosine_with_min_lr:
+        return
+    for field in ("min_learning_rate", "min_learning_rate_share"):
+        if getattr(config.schedule, field) is not None:
+            key = f"schedule.{field}"
+            fix = f"{key}=null or schedule.name=cosine_with_min_lr"
+            yield Finding(key=key, message=f"schedule.name={name.name} has no floor", fix=fix)
+
+
+@rule(
+    "schedule-without-floor",
+    summary="cosine_with_min_lr without a floor.",
+    why="transformers refuses that schedule without min_lr or min_lr_rate.",
+    advice="Set schedule.min_learning_rate (0 is allowed) or schedule.min_learning_rate_share.",
+)
+def schedule_without_floor(config: RunConfig) -> Finding | None:
+    """The floor that the curve needs."""
+    schedule = config.schedule
+    if schedule.name is not ScheduleName.cosine_with_min_lr:
+        return None
+    if schedule.min_learning_rate is not None or schedule.min_learning_rate_share is not None:
+        return None
+    message = "cosine_with_min_lr needs the learning rate it ends at"
+    return Finding(key="schedule.min_learning_rate", message=message, fix="schedule.min_learning_rate_share=0.1")
+
+
+@rule(
+    "floor-above-peak",
+    summary="The lowest learning rate is above the highest.",
+    why="The curve falls from optimizer.learning_rate to the floor; above it the rate would rise all the time.",
+    advice="Lower schedule.min_learning_rate.",
+)
+def floor_above_peak(config: RunConfig) -> Finding | None:
+    """The floor against the optimizer's learning rate."""
+    floor, peak = config.schedule.min_learning_rate, config.optimizer.learning_rate
+    if floor is None or floor <= peak:
+        return None
+    message = f"the floor {floor:g} is above optimizer.learning_rate={peak:g}"
+    return Finding(key="schedule.min_learning_rate", message=message, fix="schedule.min_learning_rate=0")
+
+
+@rule(
+    "warm-up-longer-than-run",
+    level=Level.warning,  # a trial of a few steps is a fair thing to want
+    summary="The warm-up does not end before the run does.",
+    why="The learning rate would never reach optimizer.learning_rate.",
+    advice="Shorten the warm-up, or say it as a share of the run.",
+)
+def warm_up_longer_than_run(config: RunConfig) -> Finding | None:
+    """Known here only where `max_steps` says the length of the run."""
+    steps, total = config.schedule.warmup_steps, config.training.max_steps
+    if steps is None or total is None or steps < total:
+        return None
+    message = f"{steps} steps of warm-up do not fit into training.max_steps={total}"
+    return Finding(key="schedule.warmup_steps", message=message, fix=f"schedule.warmup_steps={max(0, total // 10)}")
+
+
+@rule(
+    "warm-up-ignored",
+    level=Level.warning,
+    summary="A warm-up with the constant schedule.",
+    why="schedule.name=constant starts at the full learning rate.",
+    advice="Use schedule=constant_with_warmup, or remove the warm-up.",
+)
+def warm_up_ignored(config: RunConfig) -> Iterator[Finding]:
+    """A warm-up that nobody reads."""
+    if config.schedule.name is not ScheduleName.constant:
+        return
+    for field in ("warmup_steps", "warmup_share"):
+        if getattr(config.schedule, field):
+            key = f"schedule.{field}"
+            fix = f"schedule.name=constant_with_warmup or {key}=null"
+            yield Finding(key=key, message="schedule.name=constant has no warm-up", fix=fix)
+
+
+RULES: tuple[Rule, ...] = (
+    adapter_on_output_head,
+    adapter_settings_ignored,
+    qlora_random_weights,
+    bitsandbytes_optimizer_without_gpu,
+    bitsandbytes_optimizer_with_fsdp,
+    bitsandbytes_optimizer_offloaded,
+    two_warm_ups,
+    two_floors,
+    floor_without_its_schedule,
+    schedule_without_floor,
+    floor_above_peak,
+    warm_up_longer_than_run,
+    warm_up_ignored,
+)

@@ -1,0 +1,269 @@
+"""Rules about how the model is spread over ranks and nodes, and what each strategy's settings allow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import fields
+
+from tunebook.config.choices import Generation, LauncherName, Offload, Strategy, WrapPolicy
+from tunebook.config.rules.frame import Finding, Level, Rule, rule, world_size
+from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
+
+ZERO = (Strategy.zero1, Strategy.zero2, Strategy.zero3)
+FSDP = (Strategy.fsdp, Strategy.fsdp_grad_op, Strategy.hsdp)
+_ZERO3_ONLY = (
+    "max_live_parameters", "max_reuse_distance", "prefetch_bucket_size", "param_persistence_threshold",
+    "sub_group_size",
+)  # fmt: skip
+
+# The class of one transformer block, as the architecture's `_no_split_modules` names it in transformers 5.23.
+DECODER_LAYERS = {
+    "GPT2LMHeadModel": "GPT2Block",
+    "GPTNeoXForCausalLM": "GPTNeoXLayer",
+    "GemmaForCausalLM": "GemmaDecoderLayer",
+    "Gemma2ForCausalLM": "Gemma2DecoderLayer",
+    "Gemma3ForCausalLM": "Gemma3DecoderLayer",
+    "LlamaForCausalLM": "LlamaDecoderLayer",
+    "MistralForCausalLM": "MistralDecoderLayer",
+    "MixtralForCausalLM": "MixtralDecoderLayer",
+    "Phi3ForCausalLM": "Phi3DecoderLayer",
+    "Qwen2ForCausalLM": "Qwen2DecoderLayer",
+    "Qwen3ForCausalLM": "Qwen3DecoderLayer",
+}
+
+
+@rule(
+    "strategy-settings-mismatch",
+    summary="The strategy and the settings of the parallelism group belong to different libraries.",
+    why="zero1 to zero3 are DeepSpeed's and read its settings; fsdp, fsdp_grad_op and hsdp are torch's and read "
+    "theirs. Changing only parallelism.strategy leaves the other library's settings in place.",
+    advice="Choose the group as a whole, such as parallelism=fsdp.",
+)
+def strategy_settings_mismatch(config: RunConfig) -> Finding | None:
+    """The group's schema must be the strategy's."""
+    settings, strategy = config.parallelism, config.parallelism.strategy
+    needed = ZeroConfig if strategy in ZERO else FsdpConfig if strategy in FSDP else None
+    has_settings = isinstance(settings, ZeroConfig | FsdpConfig)
+    if (needed is None and not has_settings) or (needed is not None and isinstance(settings, needed)):
+        return None
+    owner = {ZeroConfig: "ZeRO", FsdpConfig: "FSDP"}.get(type(settings), "no")
+    message = f"{strategy.name} is set in a group with {owner} settings"
+    return Finding(key="parallelism.strategy", message=message, fix=f"parallelism={strategy.name}")
+
+
+@rule(
+    "single-needs-one-gpu",
+    summary="parallelism=single with more than one GPU.",
+    why="One process trains on one GPU; the others would idle, or train copies that never meet.",
+    advice="Use one GPU, or a strategy that spreads over several.",
+)
+def single_needs_one_gpu(config: RunConfig) -> Finding | None:
+    """One rank."""
+    world = world_size(config)
+    if config.parallelism.strategy is not Strategy.single or world == 1:
+        return None
+    message = f"single runs on one GPU, and {world} are asked for"
+    fix = "hardware.num_nodes=1 hardware.gpus_per_node=1 or parallelism=ddp"
+    return Finding(key="parallelism.strategy", message=message, fix=fix)
+
+
+@rule(
+    "sharding-on-one-rank",
+    level=Level.warning,
+    summary="A strategy for several GPUs on one.",
+    why="There is nobody to share with: DDP adds nothing, ZeRO and FSDP save no memory unless they offload.",
+    advice="Use parallelism=single, or more GPUs.",
+)
+def sharding_on_one_rank(config: RunConfig) -> Finding | None:
+    """A distributed strategy without offload on one rank."""
+    settings = config.parallelism
+    if settings.strategy is Strategy.single or world_size(config) > 1 or _offloads(config):
+        return None
+    message = f"{settings.strategy.name} on one GPU saves nothing"
+    return Finding(key="parallelism.strategy", message=message, fix="parallelism=single")
+
+
+def _offloads(config: RunConfig) -> bool:
+    settings = config.parallelism
+    if isinstance(settings, ZeroConfig):
+        return settings.offload_optimizer is not Offload.none or settings.offload_parameters is not Offload.none
+    return isinstance(settings, FsdpConfig) and settings.offload_parameters is not Offload.none
+
+
+@rule(
+    "fsdp-on-cpu",
+    summary="FSDP on a CPU.",
+    why="accelerate ignores FSDP there without a word and wraps the model in DistributedDataParallel instead.",
+    advice="Use ddp or a ZeRO stage to try distributed training on a CPU.",
+)
+def fsdp_on_cpu(config: RunConfig) -> Finding | None:
+    """Any FSDP without GPUs."""
+    strategy = config.parallelism.strategy
+    if strategy not in FSDP or config.hardware.generation is not Generation.cpu:
+        return None
+    message = f"{strategy.name} would silently become ddp on a CPU"
+    return Finding(key="parallelism.strategy", message=message, fix="parallelism=ddp")
+
+
+@rule(
+    "hsdp-group",
+    summary="hsdp without two groups to replicate over.",
+    why="hsdp shards the model inside a group of GPUs and replicates it over the groups, so the group must divide the "
+    "GPUs and be smaller than all of them. By default a group is a node.",
+    advice="Use several nodes, set parallelism.shard_group_size, or use fsdp.",
+)
+def hsdp_group(config: RunConfig) -> Finding | None:
+    """The group size must be a proper divisor of the world, above one."""
+    settings, world = config.parallelism, world_size(config)
+    if settings.strategy is not Strategy.hsdp or not isinstance(settings, FsdpConfig):
+        return None
+    group = settings.shard_group_size or max(1, config.hardware.gpus_per_node or 1)
+    if 1 < group < world and world % group == 0:
+        return None
+    message = f"groups of {group} do not split {world} GPUs into equal groups of several"
+    largest = _largest_proper_divisor(world)
+    fix = f"parallelism.shard_group_size={largest}" if largest > 1 else "parallelism=fsdp"
+    return Finding(key="parallelism.shard_group_size", message=message, fix=fix)
+
+
+def _largest_proper_divisor(number: int) -> int:
+    """1 for a prime. Looks at no factor above 10,000, so that an absurd number of GPUs does not take hours."""
+    highest = min(math.isqrt(number), 10_000)
+    return next((number // factor for factor in range(2, highest + 1) if number % factor == 0), 1)
+
+
+@rule(
+    "parallelism-setting-ignored",
+    level=Level.warning,
+    summary="A setting of the parallelism group that the chosen strategy does not read.",
+    why="zero1 and zero2 keep whole parameters and know none of stage 3's settings; groups of GPUs exist in hsdp only; "
+    "a size policy reads no class names; an NVMe folder is used only where something is offloaded to it.",
+    advice="Remove the setting.",
+)
+def parallelism_setting_ignored(config: RunConfig) -> Iterator[Finding]:
+    """Settings of other stages and policies."""
+    settings, strategy = config.parallelism, config.parallelism.strategy
+    ignored: list[str] = []
+    if isinstance(settings, ZeroConfig):
+        if strategy in (Strategy.zero1, Strategy.zero2):
+            ignored += [name for name in _ZERO3_ONLY if getattr(settings, name) is not None]
+        uses_nvme = Offload.nvme in (settings.offload_optimizer, settings.offload_parameters)
+        ignored += ["nvme_path"] if settings.nvme_path and not uses_nvme else []
+    if isinstance(settings, FsdpConfig):
+        ignored += ["shard_group_size"] if settings.shard_group_size and strategy is not Strategy.hsdp else []
+        is_by_size = settings.wrap_policy is WrapPolicy.size
+        ignored += ["wrap_classes"] if settings.wrap_classes and is_by_size else []
+    for name in ignored:
+        key = f"parallelism.{name}"
+        fix = f"{key}=[]" if name == "wrap_classes" else f"{key}=null"
+        yield Finding(key=key, message=f"{getattr(settings, name)} is not used by {strategy.name}", fix=fix)
+
+
+@rule(
+    "offload-not-possible",
+    summary="An offload that the strategy does not have.",
+    why="DeepSpeed moves parameters off the GPU in stage 3 only, and NVMe needs stage 3 as well; FSDP offloads to host "
+    "memory only.",
+    advice="Use zero3 for parameters or NVMe, and cpu everywhere else.",
+)
+def offload_not_possible(config: RunConfig) -> Iterator[Finding]:
+    """Offload targets by strategy."""
+    settings, strategy = config.parallelism, config.parallelism.strategy
+    if isinstance(settings, FsdpConfig) and settings.offload_parameters is Offload.nvme:
+        message, key = f"{strategy.name} cannot offload to nvme", "parallelism.offload_parameters"
+        yield Finding(key=key, message=message, fix=f"{key}=cpu or parallelism=zero3_nvme")
+    if not isinstance(settings, ZeroConfig) or strategy not in (Strategy.zero1, Strategy.zero2):
+        return
+    if settings.offload_parameters is not Offload.none:
+        message, key = f"{strategy.name} keeps whole parameters on every GPU", "parallelism.offload_parameters"
+        yield Finding(key=key, message=message, fix=f"{key}=none or parallelism=zero3_offload")
+    if settings.offload_optimizer is Offload.nvme:
+        message, key = f"{strategy.name} cannot offload to nvme", "parallelism.offload_optimizer"
+        yield Finding(key=key, message=message, fix=f"{key}=cpu or parallelism=zero3_nvme")
+
+
+@rule(
+    "nvme-path-missing",
+    summary="Offload to NVMe without a folder on one.",
+    why="DeepSpeed swaps states through files; it must be told a folder on a fast local disk, not a network share.",
+    advice="Set parallelism.nvme_path to a folder on a local NVMe disk with room for 16 bytes per parameter.",
+)
+def nvme_path_missing(config: RunConfig) -> Finding | None:
+    """`nvme_path` where anything goes to NVMe."""
+    settings = config.parallelism
+    if not isinstance(settings, ZeroConfig) or settings.nvme_path:
+        return None
+    uses_nvme = Offload.nvme in (settings.offload_optimizer, settings.offload_parameters)
+    if not uses_nvme or settings.strategy is not Strategy.zero3:  # other stages have no offload to NVMe at all
+        return None
+    message = "an offload to nvme needs a folder on a local NVMe disk"
+    return Finding(key="parallelism.nvme_path", message=message, fix="parallelism.nvme_path=/local_nvme")
+
+
+@rule(
+    "wrap-class-unknown",
+    summary="parallelism.wrap_classes names a class that the model does not have.",
+    why="FSDP would find no block to wrap and shard the model as one unit: every forward pass gathers all of it.",
+    advice="Leave parallelism.wrap_classes empty, which takes the model's own block class.",
+)
+def wrap_class_unknown(config: RunConfig) -> Finding | None:
+    """Checked for the architectures in `DECODER_LAYERS`; others are checked when the model is built."""
+    settings, facts = config.parallelism, config.model.facts
+    if not isinstance(settings, FsdpConfig) or facts is None or settings.wrap_policy is not WrapPolicy.transformer:
+        return None
+    own = DECODER_LAYERS.get(facts.architecture)
+    if own is None or not settings.wrap_classes or own in settings.wrap_classes:
+        return None
+    names = ", ".join(settings.wrap_classes)
+    message = f"{facts.architecture} has no {names}; its blocks are {own}"
+    return Finding(key="parallelism.wrap_classes", message=message, fix=f"parallelism.wrap_classes=[{own}]")
+
+
+@rule(
+    "several-nodes-locally",
+    summary="Several nodes with the local launcher.",
+    why="launcher=local starts the ranks of this machine only; they would wait for the other nodes until the time-out.",
+    advice="Use launcher=slurm or launcher=ray, or one node.",
+)
+def several_nodes_locally(config: RunConfig) -> Finding | None:
+    """More than one node on the local launcher."""
+    if config.hardware.num_nodes <= 1 or config.launcher.name is not LauncherName.local:
+        return None
+    message = f"{config.hardware.num_nodes} nodes cannot be started by launcher=local"
+    return Finding(key="hardware.num_nodes", message=message, fix="hardware.num_nodes=1 or launcher=slurm")
+
+
+@rule(
+    "launcher-settings-mismatch",
+    summary="The launcher's name and its settings belong to different launchers.",
+    why="Changing only launcher.name leaves the other launcher's settings in place.",
+    advice="Choose the group as a whole, such as launcher=slurm.",
+)
+def launcher_settings_mismatch(config: RunConfig) -> Finding | None:
+    """slurm and ray have schemas of their own."""
+    needed = {LauncherName.slurm: "SlurmConfig", LauncherName.ray: "RayConfig"}.get(
+        config.launcher.name, "LauncherConfig"
+    )
+    actual = type(config.launcher).__name__
+    if actual == needed:
+        return None
+    name = config.launcher.name.name
+    own = ", ".join(field.name for field in fields(config.launcher))
+    message = f"{name} is set in a group with the settings {own}"
+    return Finding(key="launcher.name", message=message, fix=f"launcher={name}")
+
+
+RULES: tuple[Rule, ...] = (
+    strategy_settings_mismatch,
+    single_needs_one_gpu,
+    sharding_on_one_rank,
+    fsdp_on_cpu,
+    hsdp_group,
+    parallelism_setting_ignored,
+    offload_not_possible,
+    nvme_path_missing,
+    wrap_class_unknown,
+    several_nodes_locally,
+    launcher_settings_mismatch,
+)

@@ -1,0 +1,169 @@
+"""Rules about number formats: what the GPU can compute, and what the base model was trained in."""
+
+from __future__ import annotations
+
+from tunebook.config.choices import (
+    Compute,
+    Generation,
+    MasterWeights,
+    PeftMethod,
+    Switch,
+    Weights,
+)
+from tunebook.config.rules.frame import Finding, Rule, rule
+from tunebook.config.schema import FsdpConfig, RunConfig
+from tunebook.hardware.generations import GENERATIONS, GenerationFacts, capability_text
+
+
+def _facts(config: RunConfig) -> GenerationFacts | None:
+    return GENERATIONS.get(config.hardware.generation)  # None while the generation is still `auto`
+
+
+def _hardware_text(config: RunConfig, facts: GenerationFacts) -> str:
+    oldest = facts.min_compute_capability
+    name = config.hardware.generation.name
+    return f"{name} (compute capability {capability_text(oldest)})" if oldest else "a CPU"
+
+
+@rule(
+    "bf16-on-volta",
+    summary="bf16 on a GPU without bf16: volta and turing.",
+    why="V100 and T4 have tensor cores for fp16 only. torch emulates bf16 there, many times slower than fp32, and some "
+    "kernels fail to compile in the middle of a run.",
+    advice="Compute in fp32. Only for a base model that was itself trained in fp16, fp16 works too and is faster.",
+)
+def bf16_on_volta(config: RunConfig) -> Finding | None:
+    """bf16 compute where the generation lacks it; a CPU is slow at it but right."""
+    facts = _facts(config)
+    if config.precision.compute is not Compute.bf16 or facts is None or facts.has_bf16:
+        return None
+    if config.hardware.generation is Generation.cpu:
+        return None
+    message = f"bf16 cannot run on {_hardware_text(config, facts)}; bf16 starts at 8.0"
+    return Finding(key="precision.compute", message=message, fix="precision.compute=fp32")
+
+
+@rule(
+    "fp16-with-bf16-base",
+    summary="fp16 training of a base model whose weights are bf16.",
+    why="bf16 reaches 3e38, fp16 65,504. Activations of a model trained in bf16 exceed that: the loss turns into "
+    "infinities or NaN, often only after hours.",
+    advice="Use bf16 where the GPU has it (ampere and later), else fp32.",
+)
+def fp16_with_bf16_base(config: RunConfig) -> Finding | None:
+    """Refused for published weights; random ones have no range yet."""
+    facts, model = _facts(config), config.model
+    if config.precision.compute is not Compute.fp16 or model.facts is None or model.weights is Weights.random:
+        return None
+    if model.facts.dtype != "bfloat16":
+        return None
+    better = "bf16" if facts is not None and facts.has_bf16 else "fp32"
+    message = f"fp16 overflows on {model.facts.architecture}, whose weights are bfloat16"
+    return Finding(key="precision.compute", message=message, fix=f"precision.compute={better}")
+
+
+@rule(
+    "fp16-on-cpu",
+    summary="fp16 on a CPU.",
+    why="Loss scaling, which fp16 needs against underflow, and most fp16 kernels exist for GPUs only.",
+    advice="Compute in fp32.",
+)
+def fp16_on_cpu(config: RunConfig) -> Finding | None:
+    """fp16 or fp8 never on a CPU; fp8 is `fp8-without-hardware`."""
+    if config.precision.compute is not Compute.fp16 or config.hardware.generation is not Generation.cpu:
+        return None
+    return Finding(key="precision.compute", message="fp16 needs a GPU", fix="precision.compute=fp32")
+
+
+@rule(
+    "fp8-without-hardware",
+    summary="fp8 on hardware without fp8 tensor cores.",
+    why="fp8 matrix products start at compute capability 8.9: ada, hopper and blackwell.",
+    advice="Compute in bf16 on ampere, in fp32 on volta, turing and CPUs.",
+)
+def fp8_without_hardware(config: RunConfig) -> Finding | None:
+    """fp8 below 8.9."""
+    facts = _facts(config)
+    if config.precision.compute is not Compute.fp8 or facts is None or facts.has_fp8:
+        return None
+    better = "bf16" if facts.has_bf16 else "fp32"
+    message = f"fp8 cannot run on {_hardware_text(config, facts)}; fp8 starts at 8.9"
+    return Finding(key="precision.compute", message=message, fix=f"precision.compute={better}")
+
+
+@rule(
+    "fp8-with-efficient-loading",
+    summary="fp8 under FSDP with parallelism.cpu_ram_efficient_loading.",
+    why="torchao swaps the linear layers before the weights have been sent to the other ranks, so accelerate refuses "
+    "the pair.",
+    advice="Let every rank read the weights, which needs host memory for one model per rank.",
+)
+def fp8_with_efficient_loading(config: RunConfig) -> Finding | None:
+    """accelerate raises ValueError for it when the training starts."""
+    settings = config.parallelism
+    if config.precision.compute is not Compute.fp8 or not isinstance(settings, FsdpConfig):
+        return None
+    if not settings.cpu_ram_efficient_loading:
+        return None
+    return Finding(
+        key="parallelism.cpu_ram_efficient_loading",
+        message="accelerate cannot load on one rank and convert to fp8",
+        fix="parallelism.cpu_ram_efficient_loading=false",
+    )
+
+
+@rule(
+    "fp8-with-qlora",
+    summary="fp8 with a 4-bit base model.",
+    why="Both replace the linear layers by their own: torchao by fp8 layers, bitsandbytes by 4-bit ones.",
+    advice="Compute QLoRA in bf16, or use peft=lora with fp8.",
+)
+def fp8_with_qlora(config: RunConfig) -> Finding | None:
+    """fp8 and QLoRA."""
+    if config.precision.compute is not Compute.fp8 or config.peft.method is not PeftMethod.qlora:
+        return None
+    message = "fp8 layers cannot replace the 4-bit layers of peft.method=qlora"
+    return Finding(key="precision.compute", message=message, fix="precision.compute=bf16")
+
+
+@rule(
+    "tf32-without-hardware",
+    summary="tf32 on hardware without TensorFloat-32.",
+    why="TF32 tensor cores start at compute capability 8.0 (ampere).",
+    advice="Leave precision.tf32 at auto.",
+)
+def tf32_without_hardware(config: RunConfig) -> Finding | None:
+    """tf32 asked for below 8.0 or on a CPU."""
+    facts = _facts(config)
+    if config.precision.tf32 is not Switch.enabled or facts is None or facts.has_tf32:
+        return None
+    message = f"tf32 cannot run on {_hardware_text(config, facts)}; it starts at 8.0"
+    return Finding(key="precision.tf32", message=message, fix="precision.tf32=auto")
+
+
+@rule(
+    "bf16-weights-without-bf16",
+    summary="bf16 master weights with another number format for the computation.",
+    why="precision.master_weights=bf16 means that weights, gradients and products are all bf16. With fp32 products it "
+    "would throw away what they gained; fp16's loss scaling does not work on bf16 weights.",
+    advice="Keep the master weights in fp32, or compute in bf16.",
+)
+def bf16_weights_without_bf16(config: RunConfig) -> Finding | None:
+    """bf16 weights with fp32 or fp16 compute; fp8 computes on bf16."""
+    compute = config.precision.compute
+    if config.precision.master_weights is not MasterWeights.bf16 or compute not in (Compute.fp32, Compute.fp16):
+        return None
+    message = f"bf16 weights do not go with precision.compute={compute.name}"
+    return Finding(key="precision.master_weights", message=message, fix="precision.master_weights=fp32")
+
+
+RULES: tuple[Rule, ...] = (
+    bf16_on_volta,
+    fp16_with_bf16_base,
+    fp16_on_cpu,
+    fp8_without_hardware,
+    fp8_with_efficient_loading,
+    fp8_with_qlora,
+    tf32_without_hardware,
+    bf16_weights_without_bf16,
+)

@@ -1,0 +1,356 @@
+"""The typed configuration of a run: one dataclass per config group, composed by Hydra, read everywhere as `RunConfig`.
+
+Rules of this file: every field says its unit and, where it has a default, why that one. `MISSING` means "a group file,
+the recipe or the user must say"; `None` means "absent", or "decided by Tunebook" where the comment says so. Nothing
+here checks across fields: that is `config.rules`. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from omegaconf import MISSING
+
+from tunebook.config.choices import (
+    Attention,
+    Compute,
+    Format,
+    Generation,
+    LauncherName,
+    MasterWeights,
+    Offload,
+    OptimizerName,
+    Overlong,
+    PackingMode,
+    PeftMethod,
+    ScheduleName,
+    Source,
+    StateDict,
+    Strategy,
+    Switch,
+    TrackerName,
+    TrainOn,
+    Weights,
+    WrapPolicy,
+)
+
+
+@dataclass(kw_only=True)
+class ModelFacts:
+    """What planning needs to know of an architecture without reading its config; checked against it at run time."""
+
+    architecture: str = MISSING  # the class transformers loads, such as Qwen2ForCausalLM
+    num_parameters: int = MISSING  # all of them, tied embeddings counted once
+    num_layers: int = MISSING
+    hidden_size: int = MISSING
+    intermediate_size: int = MISSING
+    num_attention_heads: int = MISSING
+    num_key_value_heads: int = MISSING
+    vocab_size: int = MISSING
+    max_position_embeddings: int = MISSING  # tokens
+    tie_word_embeddings: bool = MISSING
+    dtype: str = MISSING  # of the published weights: float32, float16 or bfloat16
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """Which model, tokenizer and chat template. Exactly one of `name` and `path`."""
+
+    name: str | None = None  # on the hub: organisation/name
+    path: str | None = None  # a folder; `book:recipes/...` means inside this book
+    revision: str | None = None  # commit or tag on the hub; null takes the newest and records which it was
+    weights: Weights = Weights.pretrained
+    tokenizer: str | None = None  # another tokenizer's name or folder; null takes the model's own
+    chat_template: str | None = None  # a Jinja file; null takes the tokenizer's own
+    pad_token: str | None = None  # null takes the tokenizer's own
+    eos_token: str | None = None  # null takes the tokenizer's own
+    trust_remote_code: bool = False  # runs code from the model's repository
+    liger_kernel: bool = False  # fused RMSNorm, RoPE and SwiGLU by Triton; needs a GPU
+    facts: ModelFacts | None = None  # null: read from the model's config.json
+
+
+@dataclass(kw_only=True)
+class SyntheticConfig:
+    """Generated, learnable documents with a lognormal length distribution, for machines without a hub."""
+
+    num_documents: int = 20_000
+    log_mean_tokens: float = 5.8  # of the natural logarithm of a document's length in tokens
+    log_sigma_tokens: float = 0.9
+    min_tokens: int = 16
+    max_tokens: int = 4096
+    seed: int = 0
+
+
+@dataclass(kw_only=True)
+class DatasetSource:
+    """One place documents come from, and how they are written there."""
+
+    source: Source = Source.files
+    path: str | None = None  # files: a file or a glob; .jsonl or .parquet, also .gz; `book:recipes/...` is in this book
+    name: str | None = None  # hub: organisation/name, or a folder in the hub's layout
+    subset: str | None = None  # hub: the configuration of a data set that has several
+    revision: str | None = None  # hub: commit or tag; null takes the newest and records which it was
+    train_split: str = "train"
+    format: Format = Format.auto  # auto: detected from the first document's keys, and printed
+    text_field: str = "text"  # format=text: the field that holds the document
+    max_documents: int | None = None  # takes the first this many; null takes all
+    synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
+
+
+@dataclass(kw_only=True)
+class MixturePart(DatasetSource):
+    """One data set of a mixture."""
+
+    weight: float | None = None  # its share of the documents, relative to the others'; null in all: every document
+
+
+@dataclass(kw_only=True)
+class DatasetConfig(DatasetSource):
+    """The training documents, how they are masked and cut, and what is held out."""
+
+    train_on: TrainOn = TrainOn.auto  # auto: the assistant's turns where there are roles, everything in plain text
+    overlong: Overlong = Overlong.cut  # TRL cuts too; the number of cut documents is printed either way
+    system_prompt: str | None = None  # put before conversations that have no system turn of their own
+    parts: dict[str, MixturePart] = field(default_factory=dict)  # source=mixture only
+    validation_split: str | None = None  # a split of the same data set
+    validation_path: str | None = None  # files: other files
+    validation_share: float = 0.0  # 0 to 0.5 of the documents held out, by a hash of their content
+    mean_tokens: float | None = None  # per document; for planning before the data is there
+    num_documents: int | None = None  # for planning before the data is there
+    num_workers: int | None = None  # processes that tokenise; null uses every core
+
+
+@dataclass(kw_only=True)
+class ParallelismConfig:
+    """How the model is spread over the GPUs."""
+
+    strategy: Strategy = MISSING
+
+
+@dataclass(kw_only=True)
+class ZeroConfig(ParallelismConfig):
+    """DeepSpeed ZeRO. Null leaves a setting at DeepSpeed's default, or where it says so at the Trainer's choice."""
+
+    offload_optimizer: Offload = Offload.none
+    offload_parameters: Offload = Offload.none  # zero3 only
+    nvme_path: str | None = None  # a folder on a local NVMe disk
+    overlap_comm: bool | None = None  # hides communication behind the backward pass for 4.5 x the bucket sizes
+    allgather_bucket_size: int | None = None  # elements gathered at once
+    reduce_bucket_size: int | None = None  # elements reduced at once; null: hidden_size squared, by the Trainer
+    round_robin_gradients: bool | None = None  # spreads the copying of gradients to the CPU over the ranks
+    pin_memory: bool | None = None  # page-locked host memory for offloaded states: faster, not swappable
+    max_live_parameters: int | None = None  # zero3: parameters kept whole on the GPU at any time
+    max_reuse_distance: int | None = None  # zero3: a parameter used again within this many is kept
+    prefetch_bucket_size: int | None = None  # zero3: elements fetched ahead; null: by the Trainer from hidden_size
+    param_persistence_threshold: int | None = None  # zero3: smaller parameters stay whole; null: by the Trainer
+    sub_group_size: int | None = None  # zero3: elements the optimizer updates at once
+    gather_weights_on_save: bool = True  # zero3: save one whole model, not only shards
+
+
+@dataclass(kw_only=True)
+class FsdpConfig(ParallelismConfig):
+    """PyTorch FSDP2 (`fully_shard`) through accelerate."""
+
+    offload_parameters: Offload = Offload.none  # cpu: parameters, gradients and the optimizer step on the host
+    wrap_policy: WrapPolicy = WrapPolicy.transformer
+    wrap_classes: list[str] = field(default_factory=list)  # empty: the model's own `_no_split_modules`
+    wrap_min_num_parameters: int = 100_000_000  # size policy: a unit has at least this many
+    cpu_ram_efficient_loading: bool = True  # one rank reads the weights, the others start empty
+    state_dict: StateDict = StateDict.sharded  # of checkpoints; the final model is always whole
+    shard_group_size: int | None = None  # hsdp: GPUs that hold one whole model together; null: those of one node
+
+
+@dataclass(kw_only=True)
+class ReferenceHardware:
+    """The machine a recipe was published on: what is planned for where no GPU is found."""
+
+    generation: Generation = Generation.cpu
+    gpus_per_node: int = 1
+    memory_gib: float | None = None  # of one GPU; null takes the generation's usual size
+
+
+@dataclass(kw_only=True)
+class HardwareConfig:
+    """The machine: `num_nodes` x `gpus_per_node` GPUs of one generation (on a CPU: ranks)."""
+
+    generation: Generation = Generation.auto
+    num_nodes: int = 1
+    gpus_per_node: int | None = None  # null: all that are found, one for parallelism=single
+    memory_gib: float | None = None  # of one GPU; null: as found, or the generation's usual size
+    reference: ReferenceHardware = field(default_factory=ReferenceHardware)
+
+
+@dataclass(kw_only=True)
+class PrecisionConfig:
+    """Number formats."""
+
+    compute: Compute = Compute.auto
+    master_weights: MasterWeights = MasterWeights.fp32  # bf16 halves the memory and loses small updates
+    tf32: Switch = Switch.auto  # TensorFloat-32 for fp32 products; cc >= 8.0
+
+
+@dataclass(kw_only=True)
+class AttentionConfig:
+    """The attention kernel."""
+
+    implementation: Attention = Attention.auto
+
+
+@dataclass(kw_only=True)
+class PackingConfig:
+    """Whether several documents share a row."""
+
+    mode: PackingMode = PackingMode.auto
+    row_length: int | None = None  # tokens; null: training.max_length
+
+
+@dataclass(kw_only=True)
+class ActivationConfig:
+    """What is kept of the forward pass for the backward pass."""
+
+    checkpointing: Switch = Switch.auto  # recompute each layer: saves most activations, costs about a third in speed
+    offload: bool = False  # keep activations in host memory
+
+
+@dataclass(kw_only=True)
+class PeftSettings:
+    """Full fine-tuning, LoRA or QLoRA."""
+
+    method: PeftMethod = PeftMethod.full
+    rank: int = 16
+    alpha: float = 32.0  # the update is scaled by alpha / rank
+    dropout: float = 0.05
+    target_modules: list[str] = field(default_factory=list)  # empty: every linear layer but the output head
+    modules_to_save: list[str] = field(default_factory=list)  # trained whole and saved beside the adapter
+    use_rslora: bool = False  # scale by alpha / sqrt(rank)
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig:
+    """The optimizer and its step size."""
+
+    name: OptimizerName = OptimizerName.adamw
+    learning_rate: float = MISSING
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+
+
+@dataclass(kw_only=True)
+class ScheduleConfig:
+    """The learning rate over the optimizer steps. At most one of the two warm-ups and one of the two floors."""
+
+    name: ScheduleName = ScheduleName.cosine
+    warmup_steps: int | None = None  # optimizer steps
+    warmup_share: float | None = None  # 0 to 1 of all optimizer steps
+    min_learning_rate: float | None = None  # cosine_with_min_lr
+    min_learning_rate_share: float | None = None  # cosine_with_min_lr: of optimizer.learning_rate
+
+
+@dataclass(kw_only=True)
+class LauncherConfig:
+    """What starts the ranks."""
+
+    name: LauncherName = MISSING
+    timeout_s: int = 1800  # seconds a rank waits for the others in one collective
+
+
+@dataclass(kw_only=True)
+class SlurmConfig(LauncherConfig):
+    """`sbatch`, one task per node, torchrun inside it."""
+
+    partition: str | None = None  # null: the cluster's default
+    account: str | None = None
+    time_limit: str | None = None  # as sbatch takes it: minutes, or days-hours:minutes:seconds
+    cpus_per_task: int | None = None  # null: all of the node
+    extra_args: list[str] = field(default_factory=list)  # further sbatch options, such as --constraint=a100
+
+
+@dataclass(kw_only=True)
+class RayConfig(LauncherConfig):
+    """Ray Train's TorchTrainer, one worker per GPU."""
+
+    address: str = "auto"  # of the cluster; `local` starts one on this machine
+    cpus_per_worker: int = 1
+
+
+@dataclass(kw_only=True)
+class TrackingConfig:
+    """Where curves are also sent; `metrics.jsonl` and the report are always written."""
+
+    name: TrackerName = TrackerName.none
+    project: str = "tunebook"
+
+
+@dataclass(kw_only=True)
+class EvaluationConfig:
+    """lm-evaluation-harness before and after the training."""
+
+    tasks: list[str] = MISSING  # harness names, or YAML files; empty (evaluation=none): no evaluation
+    before: bool = False  # also evaluate the untrained model, to compare with
+    after: bool = True
+    limit: int | None = None  # documents per task; null: all
+    batch_size: int = 16  # prompts generated at once
+    num_fewshot: int | None = None  # null: the task's own
+
+
+@dataclass(kw_only=True)
+class TrainingConfig:
+    """Batch, length, duration, saving and logging. Exactly one of `global_samples` and `global_tokens`."""
+
+    global_samples: int | None = None  # documents per optimizer step over all GPUs, packed or not
+    global_tokens: int | None = None  # tokens per optimizer step over all GPUs, at most
+    micro_batch_size: int | None = None  # rows per GPU and pass; null: the largest the rules allow
+    max_length: int = MISSING  # tokens of one document
+    num_epochs: float = 1.0
+    max_steps: int | None = None  # optimizer steps; null: as many as the epochs take
+    max_grad_norm: float = 1.0
+    seed: int = 42  # weights, dropout and document order
+    deterministic: bool = False  # deterministic kernels: the same bits in every run, slower
+    log_every_steps: int = 1
+    save_every_steps: int | None = None  # null: only at the end
+    keep_checkpoints: int = 2  # the newest this many, and the best
+    evaluate_every_steps: int | None = None  # validation loss; null: at the end, if there is a validation part
+    load_best_at_end: bool = False  # by validation loss
+    early_stopping_patience: int | None = None  # validations without improvement; null: never stop early
+    resume: str = "auto"  # auto, never, or a checkpoint folder
+    push_to_hub: str | None = None  # organisation/name that every save is uploaded to; null: nothing leaves the machine
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """One run, whole: what `run.yaml` holds and every rank reads."""
+
+    recipe: str | None = None  # set by the command line
+    title: str = ""  # one line for lists and reports
+    model: ModelConfig = MISSING
+    dataset: DatasetConfig = MISSING
+    parallelism: ParallelismConfig = MISSING
+    hardware: HardwareConfig = MISSING
+    precision: PrecisionConfig = MISSING
+    attention: AttentionConfig = MISSING
+    packing: PackingConfig = MISSING
+    activation: ActivationConfig = MISSING
+    peft: PeftSettings = MISSING
+    optimizer: OptimizerConfig = MISSING
+    schedule: ScheduleConfig = MISSING
+    launcher: LauncherConfig = MISSING
+    tracking: TrackingConfig = MISSING
+    evaluation: EvaluationConfig = MISSING
+    training: TrainingConfig = MISSING
+    outputs: str = "outputs"  # folder that run folders are made in; relative to where the command is typed
+
+
+GROUPS = (
+    "model", "dataset", "parallelism", "hardware", "precision", "attention", "packing", "activation", "peft",
+    "optimizer", "schedule", "launcher", "tracking", "evaluation",
+)  # fmt: skip
+
+# Schemas that a group file names in its defaults (`/schema/<group>/<name>@_here_`) because one choice has its own keys.
+CHOICE_SCHEMAS: dict[str, type] = {
+    "parallelism/zero": ZeroConfig,
+    "parallelism/fsdp": FsdpConfig,
+    "launcher/slurm": SlurmConfig,
+    "launcher/ray": RayConfig,
+}

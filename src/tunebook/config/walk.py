@@ -1,0 +1,99 @@
+"""Walks over the schema and over composed trees: which keys there are, of what type, and which do not belong."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator
+from enum import Enum
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from tunebook.config.schema import CHOICE_SCHEMAS, RunConfig
+
+
+def field_types(schema: type) -> dict[str, Any]:
+    """The fields of a dataclass and their annotations."""
+    hints = typing.get_type_hints(schema)
+    return {field.name: hints[field.name] for field in dataclasses.fields(schema)}
+
+
+def without_none(annotation: Any) -> Any:
+    """`X` for `X | None`, anything else as it is."""
+    if isinstance(annotation, types.UnionType):
+        members = [member for member in typing.get_args(annotation) if member is not type(None)]
+        return members[0] if len(members) == 1 else annotation
+    return annotation
+
+
+def describe_type(annotation: Any) -> str:
+    """What a user may type for a field, in words."""
+    inner = without_none(annotation)
+    optional = " or null" if inner is not annotation else ""
+    if isinstance(inner, type) and issubclass(inner, Enum):
+        return "one of " + ", ".join(member.name for member in inner) + optional
+    if isinstance(inner, type) and dataclasses.is_dataclass(inner):
+        return "a group of keys: " + ", ".join(field_types(inner)) + optional
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    if inner in words:
+        return words[inner] + optional
+    origin, arguments = typing.get_origin(inner), typing.get_args(inner)
+    if origin is list:
+        return f"a list such as [a,b], each {describe_type(arguments[0])}" + optional
+    if origin is dict:
+        return f"a mapping of names to {describe_type(arguments[1])}" + optional
+    return str(inner) + optional
+
+
+def schemas_of(key: str) -> list[type]:
+    """The dataclasses that can stand at a dotted key; several where choices of a group have schemas of their own."""
+    schemas: list[type] = [RunConfig]
+    path: list[str] = []
+    for part in filter(None, key.split(".")):
+        path.append(part)
+        nested: list[type] = []
+        for schema in schemas:
+            annotation = without_none(field_types(schema).get(part)) if schema is not dict else None
+            if typing.get_origin(annotation) is dict:
+                annotation = typing.get_args(annotation)[1]
+                return [annotation] if len(key.split(".")) > len(path) else []
+            if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
+                nested.append(annotation)
+        if len(path) == 1:
+            nested += [schema for place, schema in CHOICE_SCHEMAS.items() if place.startswith(f"{part}/")]
+        schemas = nested
+    return schemas
+
+
+def keys_under(prefix: str, node: type) -> Iterator[str]:
+    """Every dotted key below a dataclass, nested groups included."""
+    for name, annotation in field_types(node).items():
+        key = f"{prefix}.{name}" if prefix else name
+        yield key
+        inner = without_none(annotation)
+        if isinstance(inner, type) and dataclasses.is_dataclass(inner):
+            for schema in schemas_of(key) or [inner]:
+                yield from keys_under(key, schema)
+
+
+def all_keys() -> set[str]:
+    """Every dotted key of a run's configuration, over all choices of all groups."""
+    return set(keys_under("", RunConfig))
+
+
+def unknown_keys(tree: DictConfig, prefix: str = "") -> Iterator[tuple[str, type]]:
+    """Keys of a composed tree that its schema does not have, with the dataclass they were put in.
+
+    Hydra lets `+x` and a few other ways past a structured config; this is the net below it.
+    """
+    schema = OmegaConf.get_type(tree)
+    known = field_types(schema) if schema is not None and dataclasses.is_dataclass(schema) else None
+    for name in tree:
+        key = f"{prefix}.{name!s}" if prefix else str(name)
+        if known is not None and name not in known:
+            assert schema is not None
+            yield key, schema
+        elif isinstance(child := tree._get_node(name), DictConfig) and not child._is_none():
+            yield from unknown_keys(child, key)

@@ -1,0 +1,191 @@
+"""Encode a corpus chunk by chunk, on one core or several, in order and in bounded memory.
+
+Workers are started fresh, not forked: a forked copy of a process in which the tokenizer has used its threads waits for
+them for ever. Each gets a copy of the tokenizer, which needs no torch. Documents and tokens travel as Arrow, which
+costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import connection, get_context, parent_process
+from typing import TYPE_CHECKING
+
+from tunebook.config.choices import Overlong, TrainOn
+from tunebook.data.corpus import CorpusKind
+from tunebook.data.encode import Encoder
+from tunebook.data.fitting import fit
+from tunebook.data.prepared import PartCounts
+from tunebook.errors import DataError, TunebookError
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow as pa
+    from transformers import PreTrainedTokenizerBase
+
+DOCUMENTS_PER_CHUNK = 1000
+# A worker takes seconds to start, in which one core encodes about this many short conversations.
+_DOCUMENTS_PER_WORKER = 25_000
+_CHUNKS_IN_FLIGHT_PER_WORKER = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkSettings:
+    """All that decides how documents become tokens; every worker gets a copy."""
+
+    kind: CorpusKind
+    tokenizer: PreTrainedTokenizerBase | None  # None for documents that are tokens already
+    train_on: TrainOn
+    overlong: Overlong
+    max_length: int  # tokens
+    vocab_size: int | None  # of the model; None if not known
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """Some prepared documents as an Arrow stream of one record batch, and what became of those that were read."""
+
+    stream: bytes
+    counts: PartCounts
+
+
+def prepared_schema() -> pa.Schema:
+    """The columns of prepared documents."""
+    import pyarrow as pa
+
+    tokens = pa.list_(pa.int32())
+    return pa.schema([("input_ids", tokens), ("labels", tokens), ("length", pa.int32())])
+
+
+def choose_num_workers(num_documents: int, num_workers: int | None) -> int:
+    """Processes to encode with: as many as asked for or as there are cores, but none that starts for nothing."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(num_workers or cores, num_documents // _DOCUMENTS_PER_WORKER))
+
+
+def encode_chunks(documents: datasets.Dataset, settings: ChunkSettings, num_workers: int | None) -> Iterator[Chunk]:
+    """The documents, encoded and fitted to length, in their order. Raises: what `ChunkEncoder.encode` raises."""
+    workers = choose_num_workers(len(documents), num_workers) if _can_travel(settings.tokenizer) else 1
+    streams = _read_chunks(documents)
+    if workers == 1:
+        encoder = ChunkEncoder(settings)
+        yield from map(encoder.encode, streams)
+        return
+    pool = ProcessPoolExecutor(
+        workers, mp_context=get_context("spawn"), initializer=_start_worker, initargs=(settings,)
+    )
+    waiting: deque[Future[Chunk]] = deque()
+    try:
+        for stream in streams:
+            waiting.append(pool.submit(_encode_in_worker, stream))
+            if len(waiting) >= workers * _CHUNKS_IN_FLIGHT_PER_WORKER:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool as error:
+        raise TunebookError(
+            f"one of {workers} processes that tokenise was killed, most often for want of memory; try fewer: "
+            f"dataset.num_workers={max(1, workers // 2)}",
+            problem_id="worker-killed",
+        ) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+class ChunkEncoder:
+    """Encodes the chunks of a corpus."""
+
+    def __init__(self, settings: ChunkSettings) -> None:
+        self.settings = settings
+        self._encoder = Encoder(settings.kind, settings.train_on, settings.tokenizer)
+
+    def encode(self, stream: bytes) -> Chunk:
+        """One chunk. Raises: DataError for a document that cannot be encoded, naming it."""
+        import pyarrow as pa
+
+        rows = pa.ipc.open_stream(stream).read_all().to_pylist()
+        self._encoder.notes.clear()
+        fitted = [
+            fit(document, self.settings.max_length, self.settings.overlong) for document in self._encoder.encode(rows)
+        ]
+        pieces = [piece for one in fitted for piece in one.pieces]
+        self._check_vocabulary(max((max(piece.input_ids) for piece in pieces), default=0))
+        lengths = [len(piece.input_ids) for piece in pieces]
+        counts = PartCounts(
+            num_read=len(rows),
+            num_documents=len(pieces),
+            num_tokens=sum(lengths),
+            num_trained_tokens=sum(piece.num_trained for piece in pieces),
+            num_cut=sum(one.was_cut for one in fitted),
+            num_tokens_lost=sum(one.num_tokens_lost for one in fitted),
+            notes=+self._encoder.notes,
+        )
+        counts.dropped.update(reason for one in fitted for reason in one.dropped)
+        columns = [[piece.input_ids for piece in pieces], [piece.labels for piece in pieces], lengths]
+        schema = prepared_schema()
+        arrays = [pa.array(column, type=field.type) for column, field in zip(columns, schema, strict=True)]
+        return Chunk(stream=_to_stream(pa.RecordBatch.from_arrays(arrays, schema=schema)), counts=counts)
+
+    def _check_vocabulary(self, largest_id: int) -> None:
+        if self.settings.vocab_size is not None and largest_id >= self.settings.vocab_size:
+            raise DataError(
+                f"the documents hold token {largest_id}, but the model's vocabulary ends at "
+                f"{self.settings.vocab_size - 1}: they were made with another model's tokenizer. Name the model's own "
+                "(model.tokenizer=null)",
+                problem_id="token-outside-vocabulary",
+            )
+
+
+def _can_travel(tokenizer: PreTrainedTokenizerBase | None) -> bool:
+    """Whether another process can import the tokenizer's class, which it cannot if that came with the model."""
+    return not type(tokenizer).__module__.startswith("transformers_modules")
+
+
+def _read_chunks(documents: datasets.Dataset) -> Iterator[bytes]:
+    table = documents.with_format("arrow")
+    for start in range(0, len(documents), DOCUMENTS_PER_CHUNK):
+        piece = table[start : start + DOCUMENTS_PER_CHUNK].combine_chunks()
+        yield _to_stream(piece.to_batches()[0])
+
+
+def _to_stream(batch: pa.RecordBatch) -> bytes:
+    import pyarrow as pa
+
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    stream: bytes = sink.getvalue().to_pybytes()
+    return stream
+
+
+_worker_encoder: ChunkEncoder | None = None  # of this process, if it is a worker
+
+
+def _start_worker(settings: ChunkSettings) -> None:
+    global _worker_encoder
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # every worker is one core's
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _worker_encoder = ChunkEncoder(settings)
+
+
+def _end_with_parent() -> None:
+    """A parent that is killed cannot end its workers, which would wait for work for ever."""
+    parent = parent_process()
+    if parent is not None:
+        with suppress(OSError):
+            connection.wait([parent.sentinel])
+        os._exit(1)
+
+
+def _encode_in_worker(stream: bytes) -> Chunk:
+    assert _worker_encoder is not None
+    return _worker_encoder.encode(stream)

@@ -1,0 +1,147 @@
+"""What every source of documents is turned into, and how it is written to disk in bounded memory.
+
+A corpus is one table of documents of one kind, memory-mapped from Arrow files. Columns by kind:
+conversation: messages, a list of {role, content, train}; text: text; prompt_completion: prompt, completion;
+tokens: input_ids, labels. Every kind also has `origin`, such as `train.jsonl:17`, for messages to people.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow as pa
+
+Row = dict[str, Any]  # one document: the columns of its kind
+Progress = Callable[[int], None]  # called with the number of documents written so far
+
+CONTENT_HASH = "content_hash"  # a column only while a corpus is being put together
+ROWS_PER_BATCH = 1000  # documents held in memory at once
+
+
+class CorpusKind(Enum):
+    """What a document is after reading, whatever format it came in."""
+
+    conversation = "conversation"
+    text = "text"
+    prompt_completion = "prompt_completion"
+    tokens = "tokens"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceRecord:
+    """One file or split that documents were read from, as the manifest keeps it."""
+
+    location: str  # an absolute path, `book:...`, `name/subset/split` on the hub, or `synthetic`
+    revision: str | None  # the hub's commit; None for what is not on the hub
+    sha256: str | None  # of the file as stored; of a folder: of its files' names and hashes; None on the hub
+    format: str
+    num_documents: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """The documents of one source, still with their content hashes."""
+
+    kind: CorpusKind
+    dataset: datasets.Dataset
+    records: list[SourceRecord]
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """All documents of a run: a training part, perhaps a validation part, and where they came from."""
+
+    kind: CorpusKind
+    train: datasets.Dataset
+    validation: datasets.Dataset | None
+    records: list[SourceRecord]  # of the training part, then of separate validation files or splits
+    notes: list[str]  # what a person should be told: the detected format, skipped lines, counts per part
+
+
+def arrow_schema(kind: CorpusKind) -> pa.Schema:
+    """The columns of a kind on disk."""
+    import pyarrow as pa
+
+    turn = pa.struct([("role", pa.string()), ("content", pa.string()), ("train", pa.bool_())])
+    columns: dict[CorpusKind, list[tuple[str, pa.DataType]]] = {
+        CorpusKind.conversation: [("messages", pa.list_(turn))],
+        CorpusKind.text: [("text", pa.string())],
+        CorpusKind.prompt_completion: [("prompt", pa.string()), ("completion", pa.string())],
+        CorpusKind.tokens: [("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.int32()))],
+    }
+    return pa.schema([*columns[kind], ("origin", pa.string()), (CONTENT_HASH, pa.uint64())])
+
+
+def content_hash(row: Row, kind: CorpusKind) -> int:
+    """64 bits that depend on a document's content alone, so that equal documents stay together.
+
+    A conversation's system turn is left out: the same conversation under two system prompts is one content.
+    """
+    if kind is CorpusKind.tokens:
+        return hash_bytes(array("i", row["input_ids"]).tobytes())
+    if kind is CorpusKind.conversation:
+        turns = [turn for turn in row["messages"] if turn["role"] != "system"]
+        pieces = [piece for turn in turns for piece in (turn["role"], turn["content"])]
+    elif kind is CorpusKind.prompt_completion:
+        pieces = [row["prompt"], row["completion"]]
+    else:
+        pieces = [row["text"]]
+    # The lengths keep ["ab", "c"] and ["a", "bc"] apart.
+    text = "".join(f"{len(piece)}:{piece}" for piece in pieces)
+    return hash_bytes(text.encode())
+
+
+def hash_bytes(data: bytes) -> int:
+    """The first 64 bits of the BLAKE2b hash of some bytes."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+def write_rows(rows: Iterable[Row], kind: CorpusKind, file: Path, progress: Progress | None = None) -> datasets.Dataset:
+    """Write documents to an Arrow file batch by batch, and open it memory-mapped."""
+    import pyarrow as pa
+
+    schema = arrow_schema(kind)
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        remaining = iter(rows)
+        while batch := list(islice(remaining, ROWS_PER_BATCH)):
+            for row in batch:
+                row[CONTENT_HASH] = content_hash(row, kind)
+            yield pa.RecordBatch.from_pylist(batch, schema=schema)
+
+    return write_batches(batches(), kind, file, progress)
+
+
+def write_batches(
+    batches: Iterable[pa.RecordBatch], kind: CorpusKind, file: Path, progress: Progress | None = None
+) -> datasets.Dataset:
+    """Write record batches of a kind's schema to an Arrow file, and open it memory-mapped.
+
+    When the batches end in an error, no half-written file is left.
+    """
+    import datasets
+    import pyarrow as pa
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    num_written = 0
+    try:
+        with pa.OSFile(str(file), "wb") as stream, pa.ipc.new_stream(stream, arrow_schema(kind)) as writer:
+            for batch in batches:
+                writer.write_batch(batch)
+                num_written += batch.num_rows
+                if progress is not None:
+                    progress(num_written)
+    except BaseException:
+        file.unlink(missing_ok=True)
+        raise
+    return datasets.Dataset.from_file(str(file))

@@ -1,0 +1,119 @@
+"""Finding and hashing the files of documents that a configuration names."""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from tunebook.config.book import is_in_book, resolve_path
+from tunebook.errors import RequestError
+
+LINES_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+JSON_SUFFIXES = (".json", ".json.gz")  # a JSON array, or one document per line
+PARQUET_SUFFIXES = (".parquet", ".parquet.gz")
+SUFFIXES = LINES_SUFFIXES + JSON_SUFFIXES + PARQUET_SUFFIXES
+
+_WILDCARDS = "*?["
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFile:
+    """One file of documents."""
+
+    path: Path  # absolute
+    location: str  # for records: the absolute path, or `book:...`, which is the same on every machine
+    label: str  # for a document's origin: the name, with folders only where several files share it
+
+
+def find_files(text: str, key: str) -> list[DataFile]:
+    """The files that a path or glob names, in alphabetical order; `key` is where it was configured.
+
+    Raises: RequestError for a folder, for nothing found, and for a file that is neither JSON nor Parquet.
+    """
+    pattern = resolve_path(text)
+    if pattern.is_file():
+        paths = [pattern]
+    elif pattern.is_dir():
+        raise _folder_error(pattern, key)
+    elif any(character in str(pattern) for character in _WILDCARDS):
+        found = glob.glob(str(pattern), recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
+        paths = sorted(Path(match) for match in found if Path(match).is_file())
+    else:
+        paths = []
+    if not paths:
+        raise _not_found_error(pattern, key)
+    for path in paths:
+        if not path.name.lower().endswith(SUFFIXES):
+            raise RequestError(
+                f"{key}: {path} is not a kind of file that documents are read from; they end in {', '.join(SUFFIXES)}",
+                problem_id="data-file-kind",
+            )
+    common = Path(os.path.commonpath([path.parent for path in paths]))
+    return [DataFile(path=path, location=_location(path, text), label=str(path.relative_to(common))) for path in paths]
+
+
+def hash_file(path: Path) -> str:
+    """The SHA-256 of a file's bytes, read in pieces."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def hash_folder(folder: Path) -> str:
+    """The SHA-256 over the names and hashes of all files under a folder, but for hidden ones."""
+    total = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        relative = path.relative_to(folder)
+        if path.is_file() and not any(part.startswith(".") for part in relative.parts):
+            total.update(f"{relative.as_posix()}\0{hash_file(path)}\n".encode())
+    return total.hexdigest()
+
+
+def _location(path: Path, text: str) -> str:
+    if not is_in_book(text):
+        return str(path)
+    return f"book:{path.relative_to(resolve_path('book:')).as_posix()}"
+
+
+def _folder_error(folder: Path, key: str) -> RequestError:
+    names = sorted(path.name for path in folder.iterdir() if path.name.lower().endswith(SUFFIXES))
+    ending = next((suffix for name in names for suffix in SUFFIXES if name.lower().endswith(suffix)), ".jsonl")
+    found = f"it holds {_listing(names)}" if names else f"it holds no file ending in {', '.join(SUFFIXES)}"
+    return RequestError(
+        f"{key}: {folder} is a folder, and files of it may be meant for training or for testing: {found}. "
+        f"Name a file, or a glob such as '{folder / f'*{ending}'}'; a folder in the layout of the hub is "
+        f"dataset.source=hub dataset.name={folder}",
+        problem_id="data-file-not-found",
+    )
+
+
+def _not_found_error(pattern: Path, key: str) -> RequestError:
+    folder = pattern.parent
+    while not folder.is_dir() and any(character in str(folder) for character in _WILDCARDS):
+        folder = folder.parent
+    what = "no file matches" if any(character in str(pattern) for character in _WILDCARDS) else "there is no file"
+    if folder.is_dir():
+        names = sorted(path.name for path in folder.iterdir())
+        near = difflib.get_close_matches(pattern.name, names, n=3, cutoff=0.5)
+        data_names = [name for name in names if name.lower().endswith(SUFFIXES)]
+        if near:
+            advice = f"Close to it in that folder: {_listing(near)}"
+        elif data_names:
+            advice = f"Files of documents in {folder}: {_listing(data_names)}"
+        else:
+            advice = f"{folder} holds no file ending in {', '.join(SUFFIXES)}"
+    else:
+        existing = next(parent for parent in folder.parents if parent.is_dir())
+        advice = f"The folder {folder} does not exist; {existing} does"
+    return RequestError(
+        f"{key}: {what} {pattern}. {advice}. Relative paths start where the command is typed ({Path.cwd()})",
+        problem_id="data-file-not-found",
+    )
+
+
+def _listing(names: list[str], limit: int = 8) -> str:
+    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + rest

@@ -1,0 +1,226 @@
+"""How one document is written down: the formats, how one is detected, and how each becomes a row of a corpus kind.
+
+To add a format: a member of `config.choices.Format`, a function that turns a record into a row, and a line in SPECS.
+Null counts as absent, because Parquet has every column in every row. Keys that a format does not know are ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tunebook.config.choices import Format
+from tunebook.data.corpus import CorpusKind, Row
+from tunebook.data.problems import DocumentError
+from tunebook.data.turns import Turn, check_conversation, check_text, make_turn, read_turns
+
+Record = Mapping[str, Any]
+
+IGNORED_LABEL = -100  # what PyTorch's cross entropy skips
+_LARGEST_TOKEN_ID = 2**31 - 1  # token ids are stored in 32 bits
+
+TEXT_FIELD = "<dataset.text_field>"  # stands for the configured field in SPECS
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormatSpec:
+    """The keys a document of a format must and may have, and its conversion."""
+
+    needs: tuple[str, ...]
+    may_have: tuple[str, ...] = ()
+    convert: Callable[[Record], tuple[CorpusKind, Row]] | None = None  # None: needs settings, see Normaliser
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormatSettings:
+    """What of the configuration decides how a record becomes a row."""
+
+    text_field: str = "text"
+    system_prompt: str | None = None
+    vocab_size: int | None = None  # None: token ids are only checked for being 32-bit integers
+
+
+class Normaliser:
+    """Turns the records of one source into rows of one kind; both are settled by the first document when not named."""
+
+    def __init__(self, format: Format, settings: FormatSettings) -> None:
+        self.format = format
+        self.settings = settings
+        self.kind: CorpusKind | None = None
+        self.was_detected = format is Format.auto
+
+    def row(self, record: Record) -> Row:
+        """One record as a row, without its origin. Raises: DocumentError."""
+        if self.format is Format.auto:
+            self.format = detect_format(record, self.settings.text_field)
+        self._check_keys(record)
+        kind, row = self._convert(record)
+        if self.kind is None:
+            self.kind = kind
+        elif kind is not self.kind:
+            raise DocumentError(f"a document of kind {kind.value}, but those before it are of kind {self.kind.value}")
+        return row
+
+    def _convert(self, record: Record) -> tuple[CorpusKind, Row]:
+        if self.format is Format.text:
+            field = self.settings.text_field
+            return CorpusKind.text, {"text": check_text(record[field], f"'{field}'")}
+        if self.format is Format.pretokenized:
+            return CorpusKind.tokens, _token_row(record, self.settings.vocab_size)
+        convert = SPECS[self.format].convert
+        assert convert is not None, f"{self.format} has no conversion"
+        kind, row = convert(record)
+        if kind is CorpusKind.conversation and self.settings.system_prompt is not None:
+            turns = row["messages"]
+            if turns[0]["role"] != "system":
+                turns.insert(0, {"role": "system", "content": self.settings.system_prompt, "train": False})
+        return kind, row
+
+    def _check_keys(self, record: Record) -> None:
+        missing = [key for key in _needed_keys(self.format, self.settings.text_field) if record.get(key) is None]
+        if not missing:
+            return
+        looks_like = _matching_formats(record, self.settings.text_field)
+        other = ""
+        if looks_like:
+            why = "the first document is" if self.was_detected else "dataset.format is"
+            other = f"; it looks like {looks_like[0].value}, but {why} {self.format.value}"
+        names = " and ".join(f"'{key}'" for key in missing)
+        raise DocumentError(
+            f"missing field {names} (format {self.format.value}); its keys are: {_keys(record)}{other}",
+            problem_id="data-missing-field",
+        )
+
+
+def detect_format(record: Record, text_field: str) -> Format:
+    """The format of a document by its keys. Raises: DocumentError naming the formats and the keys each needs."""
+    matching = _matching_formats(record, text_field)
+    if matching:
+        return matching[0]
+    formats = "\n".join(f"    {format.value}: {', '.join(_needed_keys(format, text_field))}" for format in SPECS)
+    raise DocumentError(
+        f"its format is not known: its keys are: {_keys(record)}. The formats, and the keys each needs:\n{formats}\n"
+        "  Rename its keys, or for plain text say dataset.format=text dataset.text_field=KEY",
+        problem_id="data-unknown-format",
+    )
+
+
+def known_columns(text_field: str) -> frozenset[str]:
+    """Every key that some format reads."""
+    known = {key for spec in SPECS.values() for key in (*spec.needs, *spec.may_have)}
+    return frozenset(known - {TEXT_FIELD} | {text_field})
+
+
+def _needed_keys(format: Format, text_field: str) -> list[str]:
+    return [text_field if key == TEXT_FIELD else key for key in SPECS[format].needs]
+
+
+def _matching_formats(record: Record, text_field: str) -> list[Format]:
+    return [format for format in SPECS if all(record.get(key) is not None for key in _needed_keys(format, text_field))]
+
+
+def _keys(record: Record) -> str:
+    return ", ".join(key for key, value in record.items() if value is not None) or "none"
+
+
+def _conversation(turns: list[Turn]) -> tuple[CorpusKind, Row]:
+    return CorpusKind.conversation, {"messages": check_conversation(turns)}
+
+
+def _system_turns(record: Record) -> list[Turn]:
+    return [] if _is_blank(record.get("system")) else [make_turn("system", record["system"], "system")]
+
+
+def _is_blank(value: object) -> bool:
+    """Whether an optional text is absent: data sets write null, an empty text or a space."""
+    return value is None or (isinstance(value, str) and not value.strip())
+
+
+def _from_turns(field: str) -> Callable[[Record], tuple[CorpusKind, Row]]:
+    def convert(record: Record) -> tuple[CorpusKind, Row]:
+        turns = read_turns(record[field], field)
+        return _conversation(_system_turns(record) + turns if turns else turns)
+
+    return convert
+
+
+def _from_alpaca(record: Record) -> tuple[CorpusKind, Row]:
+    """`input` follows the instruction after an empty line; `history` holds earlier [question, answer] pairs."""
+    turns = _system_turns(record)
+    history = record.get("history")
+    for pair in [] if history is None else history:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise DocumentError("'history' must be a list of [question, answer] pairs")
+        turns += [make_turn("user", pair[0], "history"), make_turn("assistant", pair[1], "history")]
+    question = check_text(record["instruction"], "'instruction'")
+    if not _is_blank(record.get("input")):
+        question += "\n\n" + check_text(record["input"], "'input'")
+    turns += [make_turn("user", question, "instruction"), make_turn("assistant", record["output"], "output")]
+    return _conversation(turns)
+
+
+def _from_prompt_completion(record: Record) -> tuple[CorpusKind, Row]:
+    """Two texts, or two lists of turns, of which only the completion's are trained on."""
+    prompt, completion = record["prompt"], record["completion"]
+    if isinstance(prompt, list) and isinstance(completion, list):
+        before = [{**turn, "train": False} for turn in read_turns(prompt, "prompt")]
+        after = read_turns(completion, "completion")
+        if not any(turn["role"] == "assistant" for turn in after):
+            raise DocumentError("'completion' has no assistant turn, so nothing to train on")
+        return _conversation(before + after)
+    if isinstance(prompt, list) or isinstance(completion, list):
+        raise DocumentError("'prompt' and 'completion' must be two texts or two lists of turns, not one of each")
+    row = {"prompt": check_text(prompt, "'prompt'"), "completion": check_text(completion, "'completion'")}
+    return CorpusKind.prompt_completion, row
+
+
+def _token_row(record: Record, vocab_size: int | None) -> Row:
+    """Labels are those of the same position, as in transformers; without any, every token is trained on."""
+    input_ids = _integers(record["input_ids"], "input_ids")
+    limit = _LARGEST_TOKEN_ID if vocab_size is None else vocab_size - 1
+    _check_range(input_ids, "input_ids", 0, limit)
+    if record.get("labels") is None:
+        return {"input_ids": input_ids, "labels": list(input_ids)}
+    labels = _integers(record["labels"], "labels")
+    if len(labels) != len(input_ids):
+        raise DocumentError(
+            f"'labels' has {len(labels)} entries and 'input_ids' {len(input_ids)}; they must be as many"
+        )
+    _check_range([label for label in labels if label != IGNORED_LABEL], "labels", 0, limit)
+    # The first label is never predicted from anything, so it alone trains nothing.
+    if all(label == IGNORED_LABEL for label in labels[1:]):
+        raise DocumentError(f"every label after the first is {IGNORED_LABEL}, so nothing to train on")
+    return {"input_ids": input_ids, "labels": labels}
+
+
+def _integers(value: object, field: str) -> list[int]:
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
+        raise DocumentError(f"'{field}' must be a list of whole numbers")
+    if not value:
+        raise DocumentError(f"'{field}' is empty")
+    return value
+
+
+def _check_range(token_ids: list[int], field: str, smallest: int, largest: int) -> None:
+    outside = next((token_id for token_id in token_ids if not smallest <= token_id <= largest), None)
+    if outside is not None:
+        raise DocumentError(
+            f"'{field}' holds {outside}, but the vocabulary goes from {smallest} to {largest}; "
+            "were these tokens made by another tokenizer?"
+        )
+
+
+# In the order of detection: the most telling keys first.
+SPECS: dict[Format, FormatSpec] = {
+    Format.pretokenized: FormatSpec(needs=("input_ids",), may_have=("labels",)),
+    Format.sharegpt: FormatSpec(
+        needs=("conversations",), may_have=("system",), convert=_from_turns("conversations")
+    ),
+    Format.messages: FormatSpec(needs=("messages",), may_have=("system",), convert=_from_turns("messages")),
+    Format.prompt_completion: FormatSpec(needs=("prompt", "completion"), convert=_from_prompt_completion),
+    Format.alpaca: FormatSpec(
+        needs=("instruction", "output"), may_have=("input", "system", "history"), convert=_from_alpaca
+    ),
+    Format.text: FormatSpec(needs=(TEXT_FIELD,)),
+}  # fmt: skip

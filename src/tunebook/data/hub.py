@@ -1,0 +1,245 @@
+"""Data sets of the Hugging Face hub, and folders in its layout: their revision, their splits, their rows.
+
+Out of reach of the hub, the snapshot that `hf download` or an earlier run left in HF_HUB_CACHE is used; the `datasets`
+library's own cache is not, because it would take another revision than the one asked for without a word.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tunebook.config.book import resolve_path
+from tunebook.config.schema import DatasetSource
+from tunebook.data.corpus import ROWS_PER_BATCH
+from tunebook.data.files import hash_folder
+from tunebook.errors import DataError, RequestError, did_you_mean
+
+if TYPE_CHECKING:
+    import datasets
+
+_COMMIT_LENGTH = 40  # hexadecimal digits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repository:
+    """A data set on the hub at one commit, or a folder on this machine."""
+
+    name: str
+    folder: Path | None  # where its files are, when that is known before asking the hub
+    revision: str | None  # the hub's commit
+    sha256: str | None  # of a folder that is not the hub's
+
+
+def find_repository(source: DatasetSource, key: str) -> Repository:
+    """What `name` and `revision` mean today.
+
+    Raises: RequestError for an unknown name or revision, and when the hub cannot be reached and nothing is cached.
+    """
+    if source.name is None:
+        raise RequestError(
+            f"{key}.source=hub needs {key}.name=organisation/name, or a folder in the hub's layout",
+            problem_id="dataset-name-missing",
+        )
+    folder = resolve_path(source.name)
+    if folder.is_dir():
+        return Repository(name=source.name, folder=folder, revision=None, sha256=hash_folder(folder))
+    if source.name.startswith((".", "/", "~", "book:")) or source.name.count("/") > 1:
+        raise RequestError(f"{key}.name: there is no folder {folder}", problem_id="hub-not-found")
+    if _is_commit(source.revision):  # a commit never changes: no need to ask
+        return Repository(name=source.name, folder=None, revision=source.revision, sha256=None)
+    try:
+        return Repository(name=source.name, folder=None, revision=_ask_revision(source, key), sha256=None)
+    except _unreachable_errors() as error:
+        snapshot = _cached_snapshot(source.name, source.revision)
+        if snapshot is None:
+            raise unreachable_error(source, key, error) from error
+        return Repository(name=source.name, folder=snapshot, revision=snapshot.name, sha256=None)
+
+
+def load_split(
+    source: DatasetSource, repository: Repository, split: str, key: str, cache_dir: Path
+) -> datasets.Dataset:
+    """One split of a data set, downloaded where need be; `key` is where the data set is configured.
+
+    Raises: RequestError for an unknown split or subset, DataError where the files are broken.
+    """
+    if repository.folder is not None and _is_saved_to_disk(repository.folder):
+        return _load_saved(source, repository.folder, split, key)
+    try:
+        builder = _prepare_builder(source, repository, key, cache_dir)
+    except _unreachable_errors() as error:
+        snapshot = None if repository.folder else _cached_snapshot(repository.name, repository.revision)
+        if snapshot is None:
+            raise unreachable_error(source, key, error) from error
+        builder = _prepare_builder(source, replace(repository, folder=snapshot), key, cache_dir)
+    _check_split(source, split, list(builder.info.splits or {}), key)
+    return builder.as_dataset(split=split)
+
+
+def iterate_rows(dataset: datasets.Dataset, columns: frozenset[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Every row with its number, from 1; only columns that some format reads, where there are any."""
+    wanted = [name for name in dataset.column_names if name in columns]
+    table = dataset.select_columns(wanted) if wanted else dataset
+    number = 0
+    for batch in table.iter(batch_size=ROWS_PER_BATCH):
+        for values in zip(*batch.values(), strict=True):
+            number += 1
+            yield number, dict(zip(batch, values, strict=True))
+
+
+def split_location(source: DatasetSource, split: str) -> str:
+    """A split as records and messages write it: `name/subset/split`."""
+    return "/".join(part for part in (source.name, source.subset, split) if part)
+
+
+def unreachable_error(source: DatasetSource, key: str, error: Exception) -> RequestError:
+    """What to do without the hub."""
+    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+    why = "HF_HUB_OFFLINE is set" if offline else f"{type(error).__name__}: {_first_line(error)}"
+    at = f" --revision {source.revision}" if source.revision else ""
+    return RequestError(
+        f"{key}.name={source.name}: the Hugging Face hub cannot be reached ({why}) and the data set is not in this "
+        "machine's cache. To work offline, one of:\n"
+        f"  on a machine with network: hf download --repo-type dataset {source.name}{at} --local-dir DIR\n"
+        f"    bring DIR here and say {key}.name=DIR; or bring that machine's hub cache and set HF_HUB_CACHE to it\n"
+        "  documents of your own: dataset=jsonl dataset.path=FILE_OR_GLOB\n"
+        "  generated documents: dataset=synthetic",
+        problem_id="hub-out-of-reach",
+    )
+
+
+def _prepare_builder(
+    source: DatasetSource, repository: Repository, key: str, cache_dir: Path
+) -> datasets.DatasetBuilder:
+    """The data set's files turned into Arrow by the `datasets` library."""
+    import datasets
+    from datasets.exceptions import DatasetGenerationError
+
+    try:
+        if repository.folder is not None:
+            # What is made from a folder belongs to this run; what is made from the hub is shared by all.
+            builder = datasets.load_dataset_builder(str(repository.folder), source.subset, cache_dir=str(cache_dir))
+        else:
+            builder = datasets.load_dataset_builder(repository.name, source.subset, revision=repository.revision)
+        builder.download_and_prepare()
+    except _unreachable_errors():
+        raise
+    except FileNotFoundError as error:
+        raise RequestError(
+            f"{key}.name={source.name} holds no files of documents ({_first_line(error)})", problem_id="hub-not-found"
+        ) from error
+    except DatasetGenerationError as error:
+        cause = error.__cause__ or error
+        if isinstance(cause, _unreachable_errors()):
+            raise cause from error
+        raise DataError(
+            f"{key}.name={source.name}: its files cannot be read: {_summary(cause)}", problem_id="data-file-broken"
+        ) from error
+    except ValueError as error:  # an unknown or missing subset; the message lists those there are
+        raise RequestError(
+            f"{key}.subset={source.subset or 'null'} of {source.name}: {error}", problem_id="hub-unknown-split"
+        ) from error
+    return builder
+
+
+def _unreachable_errors() -> tuple[type[Exception], ...]:
+    # HTTPError is the base class of the HTTP client's errors, whichever client this huggingface_hub is built on.
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]
+        HTTPError,
+        LocalEntryNotFoundError,
+    )
+
+    return (ConnectionError, TimeoutError, HTTPError, LocalEntryNotFoundError)  # offline mode: ConnectionError
+
+
+def _ask_revision(source: DatasetSource, key: str) -> str:
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        return str(HfApi().dataset_info(source.name or "", revision=source.revision).sha)
+    except HFValidationError as error:
+        raise RequestError(
+            f"{key}.name={source.name} is no name on the hub (organisation/name), and there is no folder "
+            f"{resolve_path(source.name or '')}",
+            problem_id="hub-not-found",
+        ) from error
+    except RevisionNotFoundError as error:
+        raise RequestError(
+            f"{key}.revision={source.revision}: {source.name} has no such commit, branch or tag",
+            problem_id="hub-not-found",
+        ) from error
+    except GatedRepoError as error:
+        raise RequestError(
+            f"{key}.name={source.name} is gated: ask for access on https://huggingface.co/datasets/{source.name}, "
+            "then `hf auth login`",
+            problem_id="hub-not-found",
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise RequestError(
+            f"{key}.name={source.name}: there is no such data set on the hub, or it is private (`hf auth login`), "
+            f"and no folder {resolve_path(source.name or '')}",
+            problem_id="hub-not-found",
+        ) from error
+
+
+def _cached_snapshot(name: str, revision: str | None) -> Path | None:
+    """The folder of a revision in HF_HUB_CACHE, named after its commit."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, repo_type="dataset", revision=revision, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+
+
+def _is_commit(revision: str | None) -> bool:
+    return revision is not None and len(revision) == _COMMIT_LENGTH and set(revision) <= set("0123456789abcdef")
+
+
+def _is_saved_to_disk(folder: Path) -> bool:
+    return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
+
+
+def _load_saved(source: DatasetSource, folder: Path, split: str, key: str) -> datasets.Dataset:
+    """A folder that `save_to_disk` wrote: a dictionary of splits, or one split whose name is not kept."""
+    import datasets
+
+    saved = datasets.load_from_disk(str(folder))
+    if isinstance(saved, datasets.DatasetDict):
+        _check_split(source, split, list(saved), key)
+        return saved[split]
+    _check_split(source, split, ["train"], key)
+    return saved
+
+
+def _check_split(source: DatasetSource, split: str, known: list[str], key: str) -> None:
+    """`train[:1000]` is a split too: what is before the bracket must exist."""
+    plain = split.split("[")[0]
+    if plain not in known:
+        which = "train_split" if split == source.train_split else "validation_split"
+        raise RequestError(
+            f"{key}.{which}: {source.name} has no split '{plain}'.{did_you_mean(plain, known)} "
+            f"Its splits: {', '.join(known)}",
+            problem_id="hub-unknown-split",
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _summary(error: BaseException, limit: int = 400) -> str:
+    """A message of many lines on one, cut where it goes on for long."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= limit else f"{text[:limit]} ..."

@@ -1,0 +1,62 @@
+"""Pack the documents of one optimizer step into rows.
+
+An optimizer step is a fixed set of documents; packing only decides which of them share a row, so it changes speed and
+never the gradient. Rows carry no padding (kernels get the documents' boundaries), so what counts is that rows are
+equally long: every GPU then does the same work between two synchronisations. Longest-processing-time-first does that
+(Graham 1969: at most 4/3 of the best possible longest row), where best-fit decreasing would fill the first rows and
+leave the last ones short.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Lengths = npt.NDArray[np.int64]
+
+
+def pack_balanced(lengths: Sequence[int] | Lengths, num_rows: int) -> list[list[int]]:
+    """Put every document in the row that is shortest so far, longest documents first.
+
+    Shapes: `lengths` (num_documents,) in tokens -> `num_rows` lists of positions in `lengths`. Rows are empty where
+    there are fewer documents than rows. Deterministic: ties go to the document and the row that come first.
+    """
+    order = sorted(range(len(lengths)), key=lambda position: (-int(lengths[position]), position))
+    rows: list[list[int]] = [[] for _ in range(num_rows)]
+    heap = [(0, row) for row in range(num_rows)]
+    for position in order:
+        tokens, row = heap[0]
+        rows[row].append(position)
+        heapq.heapreplace(heap, (tokens + int(lengths[position]), row))
+    for row_positions in rows:
+        row_positions.sort()
+    return rows
+
+
+def longest_row(lengths: Sequence[int] | Lengths, num_rows: int) -> int:
+    """Tokens in the longest row that `pack_balanced` makes."""
+    return max(sum(int(lengths[position]) for position in row) for row in pack_balanced(lengths, num_rows))
+
+
+def rows_needed(steps: Sequence[Lengths], row_length: int, multiple_of: int) -> int:
+    """The fewest rows, in whole multiples, in which every step's documents fit rows of `row_length` tokens.
+
+    Raises: ValueError for a document longer than a row (the caller cuts documents first).
+    """
+    longest = max((int(step.max()) for step in steps if len(step)), default=0)
+    if longest > row_length:
+        raise ValueError(f"a document has {longest} tokens, a row {row_length}")
+    num_rows = multiple_of
+    for step in steps:
+        total, widest = int(step.sum()), int(step.max(initial=0))
+        while not _surely_fits(total, widest, num_rows, row_length) and longest_row(step, num_rows) > row_length:
+            num_rows += multiple_of
+    return num_rows
+
+
+def _surely_fits(total: int, widest: int, num_rows: int, row_length: int) -> bool:
+    """Whether balanced packing fits without being tried: its longest row is at most the mean plus one document."""
+    return total / num_rows + widest * (1 - 1 / num_rows) <= row_length

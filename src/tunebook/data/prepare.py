@@ -1,0 +1,254 @@
+"""Prepare a run's documents: read, tokenise, mask, fit to length, and keep the result under a fingerprint.
+
+Runs once, in one process group on the CPU, before any rank starts, so that no rank waits for another to tokenise. The
+result is made beside its place and renamed, under a lock: a killed preparation leaves nothing that looks finished, and
+of two processes that want the same data one prepares and the other waits.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tunebook.config.schema import RunConfig
+from tunebook.data.file_hashes import CACHE_VARIABLE, cache_root
+from tunebook.data.fingerprint import fingerprint, made_from, needs_tokenizer, vocabulary
+from tunebook.data.prepared import (
+    ARROW_FILE,
+    LENGTHS_FILE,
+    PartCounts,
+    Prepared,
+    PreparedPart,
+    is_whole,
+    load_prepared,
+    write_prepared,
+)
+from tunebook.errors import DataError, DoesNotFitError, RequestError
+
+if TYPE_CHECKING:
+    import datasets
+
+    from tunebook.data.chunks import ChunkSettings
+    from tunebook.data.corpus import Corpus
+
+__all__ = ["Prepared", "PreparedPart", "Progress", "load_prepared", "prepare"]
+
+# Told what is being done: documents done, documents in all (None: not known), and in words.
+Progress = Callable[[int, int | None, str], None]
+
+_PARTIAL = ".partial"  # the ending of a folder that is being made
+_LOCK = ".lock"
+
+
+def prepare(config: RunConfig, progress: Progress | None = None) -> Prepared:
+    """The prepared data of a run: found under its fingerprint, or made now.
+
+    Raises: RequestError for data, tokenizer or template that are not there, or a cache that cannot be written;
+    DataError for documents that cannot be trained on; DoesNotFitError when the disk is full.
+    """
+    content = made_from(config)
+    name = fingerprint(content)
+    root = cache_root() / "prepared"
+    folder = root / name
+    if is_whole(folder):
+        return load_prepared(folder)
+    report = progress or _say_nothing
+    with _disk_errors(root):
+        root.mkdir(parents=True, exist_ok=True)
+        with _lock(folder, report):
+            if is_whole(folder):  # made by another process while this one waited
+                return load_prepared(folder)
+            _make(config, content, folder, report)
+    return load_prepared(folder, was_cached=False)
+
+
+def _say_nothing(done: int, total: int | None, what: str) -> None:
+    """The progress of those who do not ask."""
+
+
+@contextmanager
+def _lock(folder: Path, report: Progress) -> Iterator[None]:
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(f"{folder}{_LOCK}")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        report(0, None, "waiting for another process that is preparing the same data")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _make(config: RunConfig, content: dict[str, Any], folder: Path, report: Progress) -> None:
+    """Prepare into a folder beside `folder`, then rename it."""
+    _remove_abandoned(folder.parent)
+    partial = folder.with_name(folder.name + _PARTIAL)
+    shutil.rmtree(partial, ignore_errors=True)  # of a preparation that was killed
+    partial.mkdir()
+    try:
+        _fill(config, content, folder.name, partial, report)
+        shutil.rmtree(folder, ignore_errors=True)  # one that is not whole
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _remove_abandoned(root: Path) -> None:
+    """Remove what killed preparations of other data left, unless somebody is at it."""
+    from filelock import FileLock, Timeout
+
+    for partial in root.glob(f"*{_PARTIAL}"):
+        lock = FileLock(str(partial).removesuffix(_PARTIAL) + _LOCK)
+        with suppress(Timeout, OSError), lock.acquire(timeout=0):
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _fill(config: RunConfig, content: dict[str, Any], name: str, folder: Path, report: Progress) -> None:
+    from tunebook.data.sources import load_corpus
+
+    started = time.monotonic()
+    report(0, None, "reading documents")
+    corpus_folder = folder / "corpus"
+    corpus_folder.mkdir()
+    vocab_size, eos_token_id = vocabulary(config)
+    corpus = load_corpus(
+        config.dataset,
+        cache_dir=corpus_folder,
+        vocab_size=vocab_size,
+        eos_token_id=eos_token_id,
+        progress=lambda done: report(done, None, "reading documents"),
+    )
+    settings, hashes = _settings(config, corpus, vocab_size)
+    parts = {"train": corpus.train} | ({"validation": corpus.validation} if corpus.validation is not None else {})
+    counts = {
+        part: _write_part(folder / part, documents, settings, config, report) for part, documents in parts.items()
+    }
+    shutil.rmtree(corpus_folder)
+    about = {
+        "fingerprint": name,
+        "kind": corpus.kind.value,
+        "max_length": config.training.max_length,
+        **hashes,
+        "records": [asdict(record) for record in corpus.records],
+        "notes": corpus.notes,
+        "made_from": content,
+        "seconds": round(time.monotonic() - started, 3),
+    }
+    write_prepared(folder, about, counts)
+
+
+def _settings(config: RunConfig, corpus: Corpus, vocab_size: int | None) -> tuple[ChunkSettings, dict[str, str | None]]:
+    """How to encode, and the hashes of tokenizer and template that it is done with."""
+    from tunebook.data.chunks import ChunkSettings
+    from tunebook.data.corpus import CorpusKind
+    from tunebook.data.template import template_hash
+    from tunebook.model.tokenizer import load_tokenizer, needs_padding, tokenizer_hash
+
+    tokenizer = None
+    hashes: dict[str, str | None] = {"tokenizer_sha256": None, "chat_template_sha256": None}
+    if corpus.kind is not CorpusKind.tokens:
+        assert needs_tokenizer(config.dataset)
+        tokenizer = load_tokenizer(config.model, is_padded=needs_padding(config))
+        hashes = {"tokenizer_sha256": tokenizer_hash(tokenizer), "chat_template_sha256": template_hash(tokenizer)}
+    settings = ChunkSettings(
+        kind=corpus.kind,
+        tokenizer=tokenizer,
+        train_on=config.dataset.train_on,
+        overlong=config.dataset.overlong,
+        max_length=config.training.max_length,
+        vocab_size=vocab_size,
+    )
+    return settings, hashes
+
+
+def _write_part(
+    folder: Path, documents: datasets.Dataset, settings: ChunkSettings, config: RunConfig, report: Progress
+) -> PartCounts:
+    """Encode one part to an Arrow file in the layout of `datasets.load_from_disk`, and its lengths beside it."""
+    import datasets
+    import numpy as np
+    import pyarrow as pa
+
+    from tunebook.data.chunks import encode_chunks, prepared_schema
+
+    what = f"tokenising {folder.name} documents"
+    folder.mkdir()
+    features = datasets.Features.from_arrow_schema(prepared_schema())
+    counts, lengths = PartCounts(), []
+    report(0, len(documents), what)
+    with (folder / ARROW_FILE).open("wb") as file, pa.ipc.new_stream(file, features.arrow_schema) as writer:
+        for chunk in encode_chunks(documents, settings, config.dataset.num_workers):
+            table = pa.ipc.open_stream(chunk.stream).read_all()
+            writer.write_table(table.cast(features.arrow_schema))
+            lengths.append(table["length"].to_numpy())
+            counts.add(chunk.counts)
+            report(counts.num_read, len(documents), what)
+    if counts.num_documents == 0:
+        raise _nothing_left(folder.name, counts, settings)
+    all_lengths = np.concatenate(lengths).astype(np.int32)
+    np.save(folder / LENGTHS_FILE, all_lengths)
+    counts.measure(all_lengths)
+    datasets.DatasetInfo(features=features).write_to_directory(str(folder))
+    state: dict[str, Any] = {
+        "_data_files": [{"filename": ARROW_FILE}],
+        "_fingerprint": folder.parent.name[:16],
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": None,
+        "_output_all_columns": False,
+        "_split": folder.name,
+    }
+    (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    return counts
+
+
+def _nothing_left(part: str, counts: PartCounts, settings: ChunkSettings) -> DataError:
+    reasons = "; ".join(f"{number:,} {reason}" for reason, number in counts.dropped.most_common())
+    return DataError(
+        f"every document of the {part} part was dropped ({counts.num_read:,} were read), because: {reasons}. "
+        f"training.max_length is {settings.max_length:,} tokens: try a larger one, or dataset.overlong=split",
+        problem_id="nothing-to-train-on",
+    )
+
+
+@contextmanager
+def _disk_errors(folder: Path) -> Iterator[None]:
+    """Turn what the disk says into what to do about it."""
+    try:
+        yield
+    except OSError as error:
+        code = error.errno
+        if code in (errno.ENOSPC, errno.EDQUOT):
+            free = shutil.disk_usage(_existing(folder)).free / 2**30
+            raise DoesNotFitError(
+                f"no space left for prepared data in {folder} ({free:.1f} GiB free); nothing half-made was kept. Free "
+                f"some, or name a folder on a larger disk: {CACHE_VARIABLE}=DIR",
+                problem_id="disk-full",
+            ) from error
+        if code in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST) and _is_inside(error, folder):
+            raise RequestError(
+                f"prepared data cannot be written to {folder} ({error.strerror}); name a folder you may write to: "
+                f"{CACHE_VARIABLE}=DIR",
+                problem_id="cache-not-writable",
+            ) from error
+        raise
+
+
+def _existing(folder: Path) -> Path:
+    return next(path for path in (folder, *folder.parents) if path.is_dir())
+
+
+def _is_inside(error: OSError, folder: Path) -> bool:
+    """Whether a file of the cache is meant, or one of the folders it is in."""
+    named = Path(str(error.filename)) if error.filename is not None else folder
+    return folder in (named, *named.parents) or named in folder.parents

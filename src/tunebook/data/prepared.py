@@ -1,0 +1,190 @@
+"""Prepared data on disk: documents as tokens and labels, and what became of every document that was read.
+
+A folder holds `prepared.json` and per part an Arrow file in the layout of `datasets.load_from_disk`, with `lengths.npy`
+beside it. Columns: input_ids and labels (num_tokens,) int32, length int32; labels are -100 where the loss does not
+count. Reading the counts needs neither torch nor datasets.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tunebook.data.corpus import SourceRecord
+from tunebook.errors import DataError
+
+if TYPE_CHECKING:
+    import datasets
+    import numpy as np
+    import numpy.typing as npt
+
+PREPARED_FILE = "prepared.json"
+ARROW_FILE = "data-00000-of-00001.arrow"
+LENGTHS_FILE = "lengths.npy"
+FORMAT = 1  # of prepared.json
+
+_MOST_BINS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Histogram:
+    """Documents by length: bin i counts lengths from `edges[i]` up to, but not including, `edges[i + 1]` tokens."""
+
+    edges: list[int]
+    counts: list[int]
+
+
+@dataclass(kw_only=True)
+class PartCounts:
+    """What was read of one part, what is kept, and why the rest is not. Lengths in tokens."""
+
+    num_read: int = 0  # documents
+    num_documents: int = 0  # kept; pieces of a split document count each
+    num_tokens: int = 0
+    num_trained_tokens: int = 0
+    num_cut: int = 0  # documents that were cut or split
+    num_tokens_lost: int = 0  # to cutting and dropping
+    shortest: int = 0
+    longest: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)  # by reason: documents, or pieces of split ones
+    notes: Counter[str] = field(default_factory=Counter)  # documents by what else a person should know of them
+    lengths: Histogram = field(default_factory=lambda: Histogram(edges=[], counts=[]))
+
+    @property
+    def num_dropped(self) -> int:
+        """Documents, or pieces of split ones, that are not kept."""
+        return self.dropped.total()
+
+    def to_json(self) -> dict[str, Any]:
+        """Every count as plain values. Not by asdict: Python 3.11 copies a Counter wrongly."""
+        return vars(self) | {"lengths": asdict(self.lengths), "num_dropped": self.num_dropped}
+
+    def add(self, other: PartCounts) -> None:
+        """Add the counts of more documents; lengths are summed up once, at the end, by `measure`."""
+        for name in ("num_read", "num_documents", "num_tokens", "num_trained_tokens", "num_cut", "num_tokens_lost"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.dropped.update(other.dropped)
+        self.notes.update(other.notes)
+
+    def measure(self, lengths: npt.NDArray[np.int32]) -> None:
+        """Set what follows from all kept documents' lengths."""
+        self.shortest, self.longest = int(lengths.min()), int(lengths.max())
+        self.lengths = histogram(lengths)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedPart:
+    """The training or the validation part."""
+
+    folder: Path
+    counts: PartCounts
+
+    def load(self) -> datasets.Dataset:
+        """The documents, memory-mapped: costs neither time nor memory."""
+        import datasets
+
+        return datasets.Dataset.from_file(str(self.folder / ARROW_FILE))
+
+    def load_lengths(self) -> npt.NDArray[np.int32]:
+        """Tokens of every document. Shape: (num_documents,)."""
+        import numpy as np
+
+        lengths: npt.NDArray[np.int32] = np.load(self.folder / LENGTHS_FILE)
+        return lengths
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """One data set, ready for training."""
+
+    folder: Path
+    fingerprint: str  # changes with anything that could change a token
+    kind: str  # a CorpusKind
+    max_length: int  # tokens
+    tokenizer_sha256: str | None  # None for documents that came as tokens
+    chat_template_sha256: str | None
+    records: list[SourceRecord]
+    notes: list[str]  # of reading the sources
+    made_from: dict[str, Any]  # what the fingerprint is a hash of
+    seconds: float  # that preparing took
+    train: PreparedPart
+    validation: PreparedPart | None
+    was_cached: bool  # not prepared now, but found
+
+    def parts(self) -> dict[str, PreparedPart]:
+        """The parts there are, by name."""
+        return {"train": self.train} | ({"validation": self.validation} if self.validation else {})
+
+
+def histogram(lengths: npt.NDArray[np.int32]) -> Histogram:
+    """At most 20 bins of one width, a power of two (or 1), from the shortest document to the longest."""
+    import numpy as np
+
+    shortest, longest = int(lengths.min()), int(lengths.max())
+    width = 1
+    while longest // width - shortest // width + 1 > _MOST_BINS:
+        width *= 2
+    edges = np.arange(shortest // width, longest // width + 2) * width
+    counts, _ = np.histogram(lengths, bins=edges)
+    return Histogram(edges=edges.tolist(), counts=counts.tolist())
+
+
+def write_prepared(folder: Path, content: dict[str, Any], counts: dict[str, PartCounts]) -> None:
+    """Write `prepared.json`: the last file of a folder, so one without it is not whole."""
+    parts = {name: part.to_json() | {"bytes": _file_sizes(folder / name)} for name, part in counts.items()}
+    text = json.dumps({"format": FORMAT, **content, "parts": parts}, indent=2)
+    (folder / PREPARED_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a folder holds prepared data with every file at its full size."""
+    try:
+        content = json.loads((folder / PREPARED_FILE).read_text(encoding="utf-8"))
+        return content["format"] == FORMAT and all(
+            _file_sizes(folder / name) == part["bytes"] for name, part in content["parts"].items()
+        )
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def load_prepared(folder: Path, *, was_cached: bool = True) -> Prepared:
+    """Open a folder of prepared data. Raises: DataError when it is not whole."""
+    if not is_whole(folder):
+        raise DataError(
+            f"{folder} holds no complete prepared data; make it with `tunebook data RECIPE`, with the same overrides "
+            "as the training",
+            problem_id="prepared-not-found",
+        )
+    content = json.loads((folder / PREPARED_FILE).read_text(encoding="utf-8"))
+    parts = {
+        name: PreparedPart(folder=folder / name, counts=_read_counts(part)) for name, part in content["parts"].items()
+    }
+    return Prepared(
+        folder=folder,
+        records=[SourceRecord(**record) for record in content["records"]],
+        train=parts["train"],
+        validation=parts.get("validation"),
+        was_cached=was_cached,
+        **{
+            name: content[name]
+            for name in ("fingerprint", "kind", "max_length", "tokenizer_sha256", "chat_template_sha256", "notes",
+                         "made_from", "seconds")
+        },
+    )  # fmt: skip
+
+
+def _read_counts(part: dict[str, Any]) -> PartCounts:
+    plain = {name: value for name, value in part.items() if name not in ("bytes", "num_dropped")}
+    special = {
+        "dropped": Counter(part["dropped"]),
+        "notes": Counter(part["notes"]),
+        "lengths": Histogram(**part["lengths"]),
+    }
+    return PartCounts(**(plain | special))
+
+
+def _file_sizes(folder: Path) -> dict[str, int]:
+    return {file.name: file.stat().st_size for file in sorted(folder.iterdir())}

@@ -1,0 +1,189 @@
+"""Which documents make up each optimizer step, and which of them each GPU gets.
+
+Order of decisions: seed and epoch fix a permutation; the permutation is cut into optimizer steps; a step's documents
+are dealt into rows; rows are dealt to accumulation rounds and ranks. Only the last two depend on the number of GPUs and
+on packing, so the same documents meet in the same step on any machine, each exactly once per epoch. The last step of
+an epoch may be smaller: the loss is weighted by tokens, so an empty row counts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from tunebook.data.packing import Lengths, pack_balanced
+
+Row = list[int]  # documents, by their number in the prepared data
+
+# How far ahead a token budget looks for a document that still fits, in documents.
+_LOOK_AHEAD = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSize:
+    """An optimizer step's size: a number of documents, or a budget of tokens in rows. Exactly one is set."""
+
+    documents: int | None = None
+    tokens: int | None = None
+    row_length: int = 0  # tokens; with a token budget only: what one row holds
+
+
+def epoch_order(num_documents: int, seed: int | None, epoch: int) -> Lengths:
+    """The order of documents in one epoch; as stored when `seed` is None (validation)."""
+    if seed is None:
+        return np.arange(num_documents, dtype=np.int64)
+    return np.random.default_rng([seed, epoch]).permutation(num_documents).astype(np.int64)
+
+
+def cut_into_steps(order: Lengths, lengths: Lengths, size: StepSize) -> list[Lengths]:
+    """Cut an epoch's documents into optimizer steps, losing and repeating none."""
+    if size.documents is not None:
+        return [order[start : start + size.documents] for start in range(0, len(order), size.documents)]
+    assert size.tokens is not None
+    return list(_fill_budgets(order, lengths, max(1, size.tokens // size.row_length), size.row_length))
+
+
+def _fill_budgets(order: Lengths, lengths: Lengths, num_rows: int, row_length: int) -> Iterator[Lengths]:
+    """Steps of `num_rows` rows filled best-fit; a document that no longer fits waits for the next step."""
+    waiting: list[int] = []
+    upcoming = iter(order.tolist())
+    exhausted = False
+    while True:
+        room = [row_length] * num_rows
+        step: list[int] = []
+        skipped: list[int] = []
+        while len(skipped) < _LOOK_AHEAD and max(room) > 0:
+            document = waiting.pop(0) if waiting else next(upcoming, None)
+            if document is None:
+                exhausted = True
+                break
+            tokens = int(lengths[document])
+            fitting = [(left, row) for row, left in enumerate(room) if left >= tokens]
+            if not fitting:
+                skipped.append(document)
+                continue
+            room[min(fitting)[1]] -= tokens
+            step.append(document)
+        waiting = skipped + waiting
+        if step:
+            yield np.asarray(step, dtype=np.int64)
+        if exhausted and not waiting:
+            return
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Everything that decides the batches of a run. The same object on every rank.
+
+    `lengths` (num_documents,) in tokens. `rows_per_step` = world_size x accumulation x micro_batch_size; padded rows
+    hold one document each.
+    """
+
+    lengths: Lengths
+    size: StepSize
+    rows_per_step: int
+    is_packed: bool
+    seed: int | None
+
+    def steps_of_epoch(self, epoch: int) -> list[Lengths]:
+        """The documents of every optimizer step of one epoch."""
+        return cut_into_steps(epoch_order(len(self.lengths), self.seed, epoch), self.lengths, self.size)
+
+    def rows_of_step(self, documents: Lengths) -> list[Row]:
+        """Deal one step's documents into exactly `rows_per_step` rows; some are empty in a short last step."""
+        if self.is_packed:
+            packed = pack_balanced(self.lengths[documents], self.rows_per_step)
+            return [[int(documents[position]) for position in row] for row in packed]
+        rows: list[Row] = [[int(document)] for document in documents]
+        return rows + [[] for _ in range(self.rows_per_step - len(rows))]
+
+    @cached_property
+    def num_documents(self) -> int:
+        """Documents in one epoch."""
+        return len(self.lengths)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """What a range of optimizer steps went through, over all ranks; `computed_tokens` counts padding too."""
+
+    documents: int
+    tokens: int
+    computed_tokens: int
+
+
+class RankBatches:
+    """The micro-batches of one rank over the whole run, as a batch sampler: each is a list of rows.
+
+    One long pass over all epochs, so that an epoch's end is no special case and a resumed run skips a plain number of
+    micro-batches. Rows are dealt out round-robin over ranks within an accumulation round.
+    """
+
+    def __init__(
+        self, schedule: Schedule, *, num_steps: int, micro_batch_size: int, rank: int, world_size: int
+    ) -> None:
+        self.schedule = schedule
+        self.num_steps = num_steps
+        self.micro_batch_size = micro_batch_size
+        self.rank = rank
+        self.world_size = world_size
+        self.accumulation = schedule.rows_per_step // (world_size * micro_batch_size)
+        self._totals: list[Totals] = []
+
+    def __len__(self) -> int:
+        return self.num_steps * self.accumulation
+
+    def __iter__(self) -> Iterator[list[Row]]:
+        self._totals = [Totals(documents=0, tokens=0, computed_tokens=0)]
+        for documents in self._steps():
+            rows = self.schedule.rows_of_step(documents)
+            self._count(documents, rows)
+            for accumulated in range(self.accumulation):
+                first = (accumulated * self.world_size + self.rank) * self.micro_batch_size
+                yield rows[first : first + self.micro_batch_size]
+
+    def totals(self, first: int, last: int) -> Totals:
+        """Documents and tokens of the optimizer steps after `first` up to and including `last`, all ranks together."""
+        start, end = self._totals[first], self._totals[last]
+        return Totals(
+            documents=end.documents - start.documents,
+            tokens=end.tokens - start.tokens,
+            computed_tokens=end.computed_tokens - start.computed_tokens,
+        )
+
+    def _steps(self) -> Iterator[Lengths]:
+        """The first `num_steps` optimizer steps, epoch after epoch."""
+        done, epoch = 0, 0
+        while done < self.num_steps:
+            for documents in self.schedule.steps_of_epoch(epoch):
+                yield documents
+                done += 1
+                if done == self.num_steps:
+                    return
+            epoch += 1
+
+    def _count(self, documents: Lengths, rows: list[Row]) -> None:
+        """Add one step to the running totals; every rank knows all rows, so nothing has to be communicated."""
+        lengths = self.schedule.lengths
+        tokens = int(lengths[documents].sum())
+        computed = tokens
+        if not self.schedule.is_packed:
+            micro = self.micro_batch_size
+            passes = [rows[first : first + micro] for first in range(0, len(rows), micro)]
+            computed = sum(micro * max((int(lengths[row[0]]) for row in rows_ if row), default=0) for rows_ in passes)
+        last = self._totals[-1]
+        self._totals.append(
+            Totals(
+                documents=last.documents + len(documents),
+                tokens=last.tokens + tokens,
+                computed_tokens=last.computed_tokens + computed,
+            )
+        )
+
+
+def documents_in_steps(schedule: Schedule, num_epochs: int) -> Sequence[Sequence[Lengths]]:
+    """Every step's documents for each of the first epochs."""
+    return [schedule.steps_of_epoch(epoch) for epoch in range(num_epochs)]

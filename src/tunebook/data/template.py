@@ -1,0 +1,205 @@
+"""Render conversations with the tokenizer's chat template, and find the characters that the loss should count.
+
+A template that marks the assistant's words with `{% generation %}` is asked. Any other is compared with itself: what it
+writes for the turns before an answer, ready for the answer, must be how the whole text begins, so the answer is what
+follows up to the token that ends it. That also holds what training promises to generation: the model is trained to
+write exactly what follows the prompt it will be given.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tunebook.errors import DataError, RequestError
+from tunebook.model.tokenizer import stop_token_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Messages = Sequence[dict[str, Any]]
+Span = tuple[int, int]  # characters of a rendered text: start, end
+
+_GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendered:
+    """A conversation as text, and the spans of characters that are trained on, in order."""
+
+    text: str
+    spans: list[Span]
+    num_rewritten: int = 0  # assistant turns left out: the template changes them once more turns follow
+
+
+def require_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The chat template's text. Raises: RequestError when there is none."""
+    try:
+        template: str = tokenizer.get_chat_template()
+    except ValueError as error:
+        raise RequestError(
+            f"the tokenizer in {tokenizer.name_or_path} has no chat template, so conversations cannot be written as "
+            "text; name a Jinja file with model.chat_template=FILE (book:recipes/quickstart/model/chat_template.jinja "
+            "is ChatML), or take the tokenizer of the model's instruction-tuned version with model.tokenizer=DIR",
+            problem_id="tokenizer-no-template",
+        ) from error
+    return template
+
+
+def template_hash(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The SHA-256 of the chat template's text; None without a template."""
+    if not tokenizer.chat_template:
+        return None
+    return hashlib.sha256(require_template(tokenizer).encode()).hexdigest()
+
+
+def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> str:
+    """The messages as the model sees them before it answers. Tokenise with add_special_tokens=False."""
+    return ConversationRenderer(tokenizer).prompt(messages)
+
+
+class ConversationRenderer:
+    """Renders conversations with one tokenizer's template.
+
+    Every method raises RequestError for a template that is not valid Jinja.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        self._template = require_template(tokenizer)
+        self._is_marked = _GENERATION_MARKER.search(self._template) is not None
+        self._render_jinja: Any = render_jinja_template
+        self._variables = dict(tokenizer.special_tokens_map)
+        self.stop_tokens = sorted(str(tokenizer.convert_ids_to_tokens(token)) for token in stop_token_ids(tokenizer))
+        longest_first = sorted(self.stop_tokens, key=len, reverse=True)
+        self._stop = re.compile("|".join(map(re.escape, longest_first)))
+
+    def prompt(self, messages: Messages) -> str:
+        """The messages, ready for the assistant's answer. Raises: DataError when the template refuses them."""
+        return self._render_or_explain(messages, "this prompt", add_generation_prompt=True)[0]
+
+    def text(self, messages: Messages, origin: str) -> str:
+        """A whole conversation as text. Raises: DataError naming `origin` when the template refuses it."""
+        return self._render_or_explain(messages, origin)[0]
+
+    def render(self, messages: Messages, origin: str) -> Rendered:
+        """A whole conversation; `train` of each message says whether the loss may count it.
+
+        Raises: DataError naming `origin` when the template refuses the conversation, or the assistant's turns cannot
+        be found in the text, or they do not end with a token that generation stops at.
+        """
+        wanted = [i for i, message in enumerate(messages) if message["role"] == "assistant" and message["train"]]
+        if self._is_marked:
+            marked = self._marked(messages, wanted, origin)
+            if marked is not None:
+                return marked
+        text = self.text(messages, origin)
+        found = [self._locate(messages, turn, text, origin) for turn in wanted]
+        spans = [span for span in found if span is not None]
+        if wanted and not spans and wanted[-1] == max(_assistant_turns(messages)):
+            raise self._cannot_find(messages, wanted[-1], text, origin)
+        return Rendered(text=text, spans=spans, num_rewritten=len(wanted) - len(spans))
+
+    def _marked(self, messages: Messages, wanted: list[int], origin: str) -> Rendered | None:
+        """By the template's own markers; None where these do not hold the assistant's words one to one."""
+        text, spans = self._render_or_explain(messages, origin, marked=True)
+        turns = _assistant_turns(messages)
+        if len(spans) != len(turns):
+            return None
+        kept = []
+        for turn, (start, end) in zip(turns, spans, strict=True):
+            content = messages[turn]["content"].strip()
+            position = text.rfind(content, start, end)
+            if position < 0:
+                return None
+            if turn not in wanted:
+                continue
+            if self._stop.search(text, position + len(content), end) is None:
+                raise self._no_stop(text[start:end], origin, advice="with the turn's end before {% endgeneration %}")
+            kept.append((start, end))
+        return Rendered(text=text, spans=kept)
+
+    def _locate(self, messages: Messages, turn: int, text: str, origin: str) -> Span | None:
+        """Where one assistant turn is in the whole text, its end token included; None if it is not there as written."""
+        prompt = self._prompt_before(messages, turn)
+        is_last = turn == len(messages) - 1
+        as_written = text if is_last else self.text(messages[: turn + 1], origin)
+        if prompt is None or not text.startswith(prompt) or not as_written.startswith(prompt):
+            return None
+        # Everything after the first token that generation stops at would never be written by the model.
+        stop = self._stop.search(as_written, len(prompt))
+        if stop is None:
+            raise self._no_stop(as_written[len(prompt) :], origin, advice="add it after the assistant's words")
+        span = len(prompt), stop.end()
+        return span if text[slice(*span)] == as_written[slice(*span)] else None
+
+    def _prompt_before(self, messages: Messages, turn: int) -> str | None:
+        """What the model is given to write this turn; None when the template cannot render that."""
+        try:
+            return self._render(messages[:turn], add_generation_prompt=True)[0]
+        except Exception:  # templates raise anything, from their own messages to TypeError
+            return None
+
+    def _render(
+        self, messages: Messages, *, add_generation_prompt: bool = False, marked: bool = False
+    ) -> tuple[str, list[Span]]:
+        plain = [{"role": message["role"], "content": message["content"]} for message in messages]
+        texts, spans = self._render_jinja(
+            conversations=[plain],
+            chat_template=self._template,
+            add_generation_prompt=add_generation_prompt,
+            return_assistant_tokens_mask=marked,
+            **self._variables,
+        )
+        return texts[0], spans[0] if marked else []
+
+    def _render_or_explain(self, messages: Messages, origin: str, **options: bool) -> tuple[str, list[Span]]:
+        from jinja2 import TemplateSyntaxError
+
+        try:
+            return self._render(messages, **options)
+        except TemplateSyntaxError as error:
+            raise RequestError(
+                f"the chat template is not valid Jinja: line {error.lineno}: {error.message}; correct it, or name "
+                "another with model.chat_template=FILE",
+                problem_id="chat-template-broken",
+            ) from error
+        except Exception as error:  # templates raise anything, from their own messages to TypeError
+            roles = ", ".join(message["role"] for message in messages)
+            raise DataError(
+                f"{origin}: the chat template refuses this conversation ({roles}): {error}; change the conversation, "
+                "or name a template that takes it with model.chat_template=FILE",
+                problem_id="chat-template-refuses",
+            ) from error
+
+    def _no_stop(self, written: str, origin: str, *, advice: str) -> DataError:
+        last = written[-40:]
+        return DataError(
+            f"{origin}: the assistant's turn as the chat template writes it (ending with {last!r}) holds no token that "
+            f"generation stops at ({', '.join(self.stop_tokens)}), so the model would never learn to stop. If another "
+            "token ends the turn, type model.eos_token=TOKEN; if none does, name a template that has one with "
+            f"model.chat_template=FILE ({advice})",
+            problem_id="eos-not-trained",
+        )
+
+    def _cannot_find(self, messages: Messages, turn: int, text: str, origin: str) -> DataError:
+        prompt = self._prompt_before(messages, turn)
+        if prompt is None:
+            what = "it cannot render the turns before the answer alone"
+        else:
+            same = next((i for i in range(len(text)) if text[i : i + 1] != prompt[i : i + 1]), len(text))
+            what = f"before the answer it writes {prompt[same : same + 40]!r}, in the whole {text[same : same + 40]!r}"
+        return DataError(
+            f"{origin}: the assistant's last turn cannot be found in what the chat template writes: {what}. Name a "
+            "template that marks the assistant's words with {% generation %} ... {% endgeneration %} by "
+            "model.chat_template=FILE, or train on every token with dataset.train_on=everything",
+            problem_id="assistant-not-found",
+        )
+
+
+def _assistant_turns(messages: Messages) -> list[int]:
+    return [i for i, message in enumerate(messages) if message["role"] == "assistant"]

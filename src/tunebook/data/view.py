@@ -1,0 +1,169 @@
+"""What `tunebook data RECIPE` shows: what became of the documents, how long they are, and some as the model sees them.
+
+Trained-on tokens are in colour; where there is none (a pipe, a file, NO_COLOR) they stand in double brackets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from tunebook.data.formats import IGNORED_LABEL
+from tunebook.data.prepared import Prepared, PreparedPart
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TRAINED_STYLE = "black on green"
+_MARKS = ("[[", "]]")
+_BAR_WIDTH = 40  # characters of the fullest bin
+_MOST_TOKENS = 500  # shown of one sample
+# Samples are this share of a part apart, round and round: spread out, and in step with no pattern in the data.
+_GOLDEN_SHARE = (5**0.5 - 1) / 2
+# Data must not move the cursor or change colours: control characters are shown as their pictures.
+_CONTROL_PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {127: "\u2421"}
+
+
+def show_prepared(
+    prepared: Prepared, tokenizer: PreTrainedTokenizerBase | None, console: Console, num_samples: int
+) -> None:
+    """Print everything there is to say of prepared data; without a tokenizer, samples are token ids."""
+    has_colour = console.is_terminal and console.color_system is not None and not console.no_color
+    console.print(render_sources(prepared))
+    console.print(render_counts(prepared))
+    for name, part in prepared.parts().items():
+        console.print(render_histogram(name, part))
+    if num_samples > 0:
+        console.print(_legend(has_colour))
+    for name, part in prepared.parts().items():
+        for sample in render_samples(name, part, tokenizer, num_samples, has_colour=has_colour):
+            console.print(sample)
+    console.print(Text(f"prepared data: {prepared.folder}", style="dim"), soft_wrap=True)
+
+
+def render_sources(prepared: Prepared) -> RenderableType:
+    """Where the documents come from, and what reading them had to say."""
+    table = _table("Sources", "location", "format", "documents", "version")
+    table.columns[2].justify = "right"
+    for record in prepared.records:
+        version = record.revision or (f"sha256 {record.sha256[:12]}" if record.sha256 else "")
+        table.add_row(Text(record.location), record.format, f"{record.num_documents:,}", version)
+    return Group(table, *(Text(f"  note: {note}") for note in prepared.notes), "")
+
+
+def render_counts(prepared: Prepared) -> RenderableType:
+    """How many documents and tokens there are, and how many were cut or dropped and why."""
+    parts = prepared.parts()
+    table = _table(f"Documents of at most {prepared.max_length:,} tokens", "", *parts)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    counts = [part.counts for part in parts.values()]
+    table.add_row("documents read", *(f"{count.num_read:,}" for count in counts))
+    table.add_row("documents kept", *(f"{count.num_documents:,}" for count in counts))
+    table.add_row("tokens", *(f"{count.num_tokens:,}" for count in counts))
+    trained = (_with_share(count.num_trained_tokens, count.num_tokens) for count in counts)
+    table.add_row("tokens trained on", *trained)
+    table.add_row("tokens a document", *(f"{count.num_tokens / count.num_documents:,.1f}" for count in counts))
+    table.add_row("cut or split", *(_with_share(count.num_cut, count.num_read) for count in counts))
+    table.add_row("tokens lost", *(f"{count.num_tokens_lost:,}" for count in counts))
+    table.add_row("dropped", *(f"{count.num_dropped:,}" for count in counts))
+    for reason in sorted({reason for count in counts for reason in count.dropped}):
+        table.add_row(Text(f"  {reason}", style="yellow"), *(f"{count.dropped[reason]:,}" for count in counts))
+    for note in sorted({note for count in counts for note in count.notes}):
+        table.add_row(Text(f"note: {note}", style="yellow"), *(f"{count.notes[note]:,}" for count in counts))
+    return Group(table, "")
+
+
+def render_histogram(name: str, part: PreparedPart) -> RenderableType:
+    """How many documents there are of each length."""
+    lengths = part.counts.lengths
+    fullest = max(lengths.counts)
+    table = _table(f"Lengths of {name} documents (shortest {part.counts.shortest:,}, longest {part.counts.longest:,})")
+    table.add_column("tokens", justify="right")
+    table.add_column("documents", justify="right")
+    table.add_column("")
+    for start, end, count in zip(lengths.edges, lengths.edges[1:], lengths.counts, strict=False):
+        label = f"{start:,}" if end == start + 1 else f"{start:,} to {end - 1:,}"
+        # A bin that is not empty shows at least one mark.
+        bar = "#" * max(round(_BAR_WIDTH * count / fullest), int(count > 0))
+        table.add_row(label, f"{count:,}", Text(bar, style="cyan"))
+    return Group(table, "")
+
+
+def render_samples(
+    name: str, part: PreparedPart, tokenizer: PreTrainedTokenizerBase | None, num_samples: int, *, has_colour: bool
+) -> Iterator[RenderableType]:
+    """Some documents from all over the part, as the model sees them."""
+    documents = part.load()
+    for index in spread(len(documents), num_samples):
+        row = documents[index]
+        num_trained = sum(label != IGNORED_LABEL for label in row["labels"])
+        title = f"{name} {index + 1:,} of {len(documents):,}: {row['length']:,} tokens, {num_trained:,} trained on"
+        text = render_document(row["input_ids"], row["labels"], tokenizer, has_colour=has_colour)
+        yield Group("", Rule(Text(title), align="left"), Padding(text, (0, 0, 0, 2)))
+
+
+def spread(num_documents: int, num_samples: int) -> list[int]:
+    """Distinct documents from all over a part, the first one first; all of them if there are no more."""
+    found: dict[int, None] = {}
+    position = 0
+    while len(found) < min(num_samples, num_documents):
+        found[int(num_documents * (position * _GOLDEN_SHARE % 1))] = None
+        position += 1
+    return list(found)
+
+
+def render_document(
+    input_ids: Sequence[int],
+    labels: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    has_colour: bool,
+) -> Text:
+    """One document as text, the tokens that the loss counts in colour or brackets. Shapes: both (num_tokens,)."""
+    text = Text()
+    shown = list(input_ids[:_MOST_TOKENS])
+    end, before = 0, ""
+    for is_trained, run in groupby(labels[:_MOST_TOKENS], key=lambda label: label != IGNORED_LABEL):
+        end += sum(1 for _ in run)
+        # Decoded from the start and cut: some tokenizers drop a space at the beginning of what they decode.
+        decoded = _decode(shown[:end], tokenizer)
+        piece = decoded[len(before) :].translate(_CONTROL_PICTURES)
+        before = decoded
+        if not is_trained:
+            text.append(piece)
+        elif has_colour:
+            text.append(piece, style=TRAINED_STYLE)
+        else:
+            text.append(_MARKS[0] + piece + _MARKS[1])
+    if len(input_ids) > _MOST_TOKENS:
+        text.append(f" ... and {len(input_ids) - _MOST_TOKENS:,} more tokens", style="dim")
+    return text
+
+
+def _decode(input_ids: list[int], tokenizer: PreTrainedTokenizerBase | None) -> str:
+    if tokenizer is None:
+        return "".join(f"{token} " for token in input_ids)
+    return str(tokenizer.decode(input_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _legend(has_colour: bool) -> Text:
+    legend = Text("Samples as the model sees them; trained on: ")
+    if has_colour:
+        return legend.append("in colour", style=TRAINED_STYLE)
+    return legend.append(f"{_MARKS[0]}in double brackets{_MARKS[1]}")
+
+
+def _with_share(count: int, total: int) -> str:
+    return f"{count:,} ({count / total:.1%})" if total else f"{count:,}"
+
+
+def _table(title: str, *columns: str) -> Table:
+    return Table(*columns, title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)

@@ -1,0 +1,106 @@
+"""The exceptions Tunebook raises on purpose, and the exit code each one ends the process with.
+
+TunebookError (1)
+├── RequestError (2)       the request is wrong: a key, a type, a name, a rule
+├── DoesNotFitError (3)    the plan does not fit the hardware
+├── DataError (4)          the data is wrong: a broken line, a missing field, nothing to train on
+├── DifferenceError (5)    `verify` found a difference
+├── StoppedError (6)       stopped on request after a clean save: requeue
+└── InvalidTrainingError (7)  the training is invalid: a loss that is not finite, a leak
+
+The command line prints these without a traceback; anything else is unexpected, keeps its traceback and exits 1.
+Every message says what was wrong (with the value), why it cannot work, and what to type instead. `problem_id` is
+what `tunebook explain` takes.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+class TunebookError(Exception):
+    """Base of everything Tunebook raises on purpose."""
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str, *, problem_id: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.problem_id = problem_id
+
+
+class RequestError(TunebookError):
+    """What was asked for cannot be done: an unknown key, a wrong type, a broken rule, an unknown name."""
+
+    exit_code = 2
+
+
+class DoesNotFitError(TunebookError):
+    """The plan needs more memory or disk than the hardware has."""
+
+    exit_code = 3
+
+
+class DataError(TunebookError):
+    """The data set, tokenizer or template cannot be trained on as it is."""
+
+    exit_code = 4
+
+
+class DifferenceError(TunebookError):
+    """A run differs from the evidence it was compared with."""
+
+    exit_code = 5
+
+
+class StoppedError(TunebookError):
+    """The run was asked to stop and did so cleanly; the scheduler may requeue it."""
+
+    exit_code = 6
+
+
+class InvalidTrainingError(TunebookError):
+    """The training itself is wrong: a loss that is not finite, documents that leak into each other."""
+
+    exit_code = 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One broken rule: `id` for `tunebook explain`, the `key` it is about, what is wrong and what to type instead."""
+
+    id: str
+    key: str
+    message: str
+    fix: str
+    is_error: bool = True  # False: worth a word, but the run can start
+
+    def text(self) -> str:
+        """The problem as one paragraph for a terminal."""
+        return f"{self.key}: {self.message}\n    fix: {self.fix}   (tunebook explain {self.id})"
+
+
+class RulesError(RequestError):
+    """Every broken rule of one configuration, reported together."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        self.problems = problems
+        count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
+        lines = "\n".join(f"  {number}. {problem.text()}" for number, problem in enumerate(problems, 1))
+        super().__init__(f"this configuration cannot run: {count}\n{lines}", problem_id=problems[0].id)
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known spelling closest to `word`, or None when nothing is close."""
+    by_lower = {name.lower(): name for name in known}
+    matches = difflib.get_close_matches(word.lower(), list(by_lower), n=1, cutoff=0.6)
+    return by_lower[matches[0]] if matches else None
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """` Did you mean 'x'?` for the closest known spelling, or an empty string."""
+    match = nearest(word, known)
+    return f" Did you mean '{match}'?" if match else ""

@@ -1,0 +1,155 @@
+"""What `tunebook eval` does: find what to evaluate, run the worker, show the scores as a table."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from tunebook.config.frozen import load_config
+from tunebook.errors import RequestError
+from tunebook.evaluate.task_files import check_tasks
+from tunebook.launch.local import run_and_wait
+from tunebook.record.atomic_files import read_json
+from tunebook.record.run_folder import resolve_run
+
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationReport:
+    """A finished evaluation: its record, where that lies, and the same as a table for the terminal."""
+
+    file: Path
+    record: dict[str, Any]
+    table: Table
+
+
+def evaluate_command(
+    target: str, outputs: Path, *, tasks: list[str] | None = None, limit: int | None = None
+) -> EvaluationReport:
+    """Evaluate a run, one of its checkpoints, or a model folder inside it, with the run's tokenizer and template.
+
+    `target` is a folder, `latest`, a recipe, or `<recipe>/<time>`. Writes `evaluation/eval-<time>.json` in the run's
+    folder, beside `before.json` and `after.json`. Raises: RequestError for what cannot be evaluated.
+    """
+    run, model = find_model(target, outputs)
+    check_tasks(tasks or load_config(run / "run.yaml").evaluation.tasks)
+    when = f"eval-{datetime.now(UTC):%Y-%m-%dT%H-%M-%SZ}-{os.getpid()}"
+    exit_code = run_worker(run, when, model=model, tasks=tasks, limit=limit)
+    if exit_code != 0:
+        raise WorkerError(exit_code)
+    file = run / "evaluation" / f"{when}.json"
+    record = read_json(file)
+    return EvaluationReport(file=file, record=record, table=score_table([record]))
+
+
+class WorkerError(RequestError):
+    """The worker failed and has said why; ends the command with the worker's own exit code."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__("the evaluation did not finish; its message is above", problem_id="evaluation-failed")
+        self.exit_code = exit_code  # type: ignore[misc]
+
+
+def run_worker(
+    run: Path, when: str, *, model: Path | None = None, tasks: list[str] | None = None, limit: int | None = None
+) -> int:
+    """Run one evaluation in a process of its own and wait for it; returns its exit code (6: asked to stop)."""
+    return run_and_wait(worker_command(run, when, model=model, tasks=tasks, limit=limit))
+
+
+def worker_command(
+    run: Path, when: str, *, model: Path | None = None, tasks: list[str] | None = None, limit: int | None = None
+) -> list[str]:
+    """The worker's argument list."""
+    command = [sys.executable, "-m", "tunebook.evaluate.worker", "--run", str(run), "--when", when]
+    if model is not None:
+        command += ["--model", str(model)]
+    for task in tasks or []:
+        command += ["--task", task]
+    if limit is not None:
+        command += ["--limit", str(limit)]
+    return command
+
+
+def find_model(target: str, outputs: Path) -> tuple[Path, Path]:
+    """The run folder that a target belongs to, and the model folder to evaluate.
+
+    Raises: RequestError when the run has no trained model yet, or a folder holds no weights or belongs to no run.
+    """
+    named = Path(target).expanduser().absolute()
+    if (named / "config.json").is_file():
+        run = next((folder for folder in named.parents if (folder / "run.yaml").is_file()), None)
+        if run is None:
+            raise RequestError(
+                f"{named} is a model, but lies in no run folder, so its tasks and template are not known; name a run, "
+                "or one of its checkpoints",
+                problem_id="unknown-run",
+            )
+        return run, _with_weights(named)
+    run = resolve_run(target, outputs)
+    model = run / "model"
+    if not (model / "config.json").is_file():
+        raise RequestError(
+            f"{run} has no model/ folder: the run did not finish. Name one of its checkpoints: {_checkpoints(run)}",
+            problem_id="run-without-model",
+        )
+    return run, _with_weights(model)
+
+
+def _with_weights(model: Path) -> Path:
+    if not any(any(model.glob(pattern)) for pattern in WEIGHTS):
+        raise RequestError(
+            f"{model} has no weights ({' or '.join(WEIGHTS)}): it is a sharded or unfinished checkpoint; name the "
+            "run's model/ folder, or make one with: tunebook export RUN",
+            problem_id="model-without-weights",
+        )
+    return model
+
+
+def _checkpoints(run: Path) -> str:
+    found = sorted(str(folder) for folder in (run / "checkpoints").glob("*") if folder.is_dir())
+    return ", ".join(found) or "there is none, so train again"
+
+
+def score_table(records: list[dict[str, Any]]) -> Table:
+    """Evaluations side by side: a line per task and group, a column per evaluation."""
+    table = Table(title="Evaluation")
+    table.add_column("task")
+    table.add_column("items", justify="right")
+    for record in records:
+        table.add_column(record["when"], justify="right")
+    last = records[-1]
+    for name, task in last["tasks"].items():
+        table.add_row(f"{name} ({task['metric']})", str(task["num_items"]), *(_score(r, name) for r in records))
+        for group, score in task["groups"].items():
+            cells = [_percent(r["tasks"].get(name, {}).get("groups", {}).get(group)) for r in records]
+            table.add_row(f"  {group}", str(score["num_items"]), *cells)
+    if last["baseline"] is not None:
+        cells = ["" for _ in records[:-1]] + [_percent(last["baseline"])]
+        table.add_row(f"baseline: {last['baseline']['name']}", "", *cells)
+    return table
+
+
+def _score(record: dict[str, Any], name: str) -> str:
+    task = record["tasks"].get(name)
+    if task is None:
+        return "-"
+    if not _is_share(task):
+        return f"{task['value']:.4g}"
+    return _percent(task) if task["stderr"] is None else f"{_percent(task)} ± {100 * task['stderr']:.1f}"
+
+
+def _is_share(task: dict[str, Any]) -> bool:
+    """Whether a score is a share of right answers, and not a perplexity or the like."""
+    return task["higher_is_better"] is not False and 0 <= task["value"] <= 1
+
+
+def _percent(score: dict[str, Any] | None) -> str:
+    return "-" if score is None else f"{100 * score['value']:.1f}%"

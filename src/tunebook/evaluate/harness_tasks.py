@@ -1,0 +1,93 @@
+"""The tasks that ship with lm-evaluation-harness, by name, read from its files without importing it.
+
+The harness' own index parses every file as YAML, which takes eight seconds; a name is checked here in under one. Code
+inside the harness' task folders is read as text only: importing some of it executes programs.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+
+from tunebook.errors import RequestError, did_you_mean
+
+_NOT_CONFIGS = frozenset({".md", ".pyc", ".jsonl", ".txt"})
+_NAME = re.compile(r'^["\']?(?:task|group|tag)["\']?: *["\']?([^\s"\'#\[]+)', re.MULTILINE)
+_TAG_LIST = re.compile(r'^["\']?tag["\']?:((?:\s*\n *- .*)+)|^["\']?tag["\']?: *\[(.*)\]', re.MULTILINE)
+_LIST_ITEM = re.compile(r'(?:^|[-,\n]) *["\']?([^\s"\',\]-][^\s"\',\]]*)')
+_RUNS_CODE = re.compile(r"^unsafe_code: *true|code_eval", re.MULTILINE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HarnessTasks:
+    """Every task, group and tag of the installed harness, and those among them that execute generated programs."""
+
+    names: frozenset[str]
+    runs_code: frozenset[str]
+
+
+def check_harness_name(name: str) -> None:
+    """Refuse a name the harness does not have, with the nearest spelling, and one that executes programs."""
+    tasks = harness_tasks()
+    if name not in tasks.names:
+        raise RequestError(
+            f"evaluation.tasks: there is no task '{name}' in lm-evaluation-harness.{did_you_mean(name, tasks.names)} "
+            "A task of your own is named by its file, such as tasks/mine.yaml",
+            problem_id="unknown-task",
+        )
+    if name in tasks.runs_code:
+        raise refuse_code(name)
+
+
+def refuse_code(name: str) -> RequestError:
+    """The error for a task that would execute programs beside the weights and the user's files."""
+    return RequestError(
+        f"evaluation.tasks: '{name}' executes programs that a model wrote (the harness' humaneval and mbpp do so as "
+        "soon as they are imported), and Tunebook has no sandbox for that yet; take it out of evaluation.tasks",
+        problem_id="task-runs-code",
+    )
+
+
+@lru_cache(maxsize=1)
+def harness_tasks() -> HarnessTasks:
+    """Scan the installed harness' task files. Raises: RequestError when the harness is not installed."""
+    files_by_name: dict[str, set[Path]] = {}
+    code_files: set[Path] = set()
+    code_folders: set[Path] = set()
+    for file in _task_folder().rglob("*"):
+        if file.suffix in _NOT_CONFIGS or not file.is_file():
+            continue
+        text = file.read_text(encoding="utf-8", errors="replace")
+        if _RUNS_CODE.search(text):
+            code_files.add(file)
+            if file.suffix == ".py":
+                code_folders.add(file.parent)
+        if file.suffix != ".py":
+            for name in _names_in(text):
+                files_by_name.setdefault(name, set()).add(file)
+    runs_code = {
+        name
+        for name, files in files_by_name.items()
+        if any(file in code_files or file.parent in code_folders for file in files)
+    }
+    return HarnessTasks(names=frozenset(files_by_name), runs_code=frozenset(runs_code))
+
+
+def _names_in(text: str) -> list[str]:
+    names = _NAME.findall(text)
+    for block, inline in _TAG_LIST.findall(text):
+        names += _LIST_ITEM.findall(block or inline)
+    return [name for name in names if name != "null"]
+
+
+def _task_folder() -> Path:
+    found = find_spec("lm_eval")
+    if found is None or not found.submodule_search_locations:
+        raise RequestError(
+            "lm-evaluation-harness is not installed here; install it with `pip install lm-eval==0.4.13`",
+            problem_id="harness-missing",
+        )
+    return Path(next(iter(found.submodule_search_locations))) / "tasks"

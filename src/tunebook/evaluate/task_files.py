@@ -1,0 +1,124 @@
+"""Tasks that are written in a YAML file of the user's or of this book, in the harness' own format.
+
+Two keys under `metadata` are Tunebook's. `conversations` names a file of held-out conversations, relative to the YAML
+file: they are rendered with the run's own chat template before each evaluation, into a JSONL of {prompt, answer, task}
+that the task reads as its `test` split. `baseline` names a Python file with a function that scores the same items
+without any model, `score(train_file, heldout_file)`, which is reported beside the model's score.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tunebook.config.book import is_in_book, resolve_path
+from tunebook.errors import RequestError, TunebookError
+from tunebook.evaluate.harness_tasks import check_harness_name, refuse_code
+
+_SUFFIXES = (".yaml", ".yml")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskFile:
+    """One task file, read but with none of its Python functions imported."""
+
+    name: str
+    file: Path
+    conversations: Path | None
+    baseline: Path | None
+    is_group: bool  # names other tasks, maybe the harness' own
+
+
+def is_task_file(task: str) -> bool:
+    """Whether `task` is a file rather than a name: `book:...`, or ends like YAML."""
+    return is_in_book(task) or task.endswith(_SUFFIXES)
+
+
+def check_tasks(tasks: list[str]) -> None:
+    """Check `evaluation.tasks`; imports neither torch nor the harness. Raises: RequestError with all that is wrong."""
+    errors: list[TunebookError] = []
+    for task in tasks:
+        try:
+            resolve_task(task)
+        except RequestError as error:
+            errors.append(error)
+    if errors:
+        raise RequestError("\n".join(error.message for error in errors), problem_id=errors[0].problem_id)
+
+
+def resolve_task(task: str) -> TaskFile | str:
+    """A task file, or a name the harness knows. Raises: RequestError saying what is wrong with either."""
+    if is_task_file(task):
+        return read_task_file(resolve_path(task))
+    check_harness_name(task)
+    return task
+
+
+def read_task_file(file: Path) -> TaskFile:
+    """Read a task's YAML. Raises: RequestError when it is missing, is no task, or executes generated programs."""
+    config = _read_with_includes(file, frozenset())
+    is_group = "group" in config
+    name = config.get("group" if is_group else "task")
+    if not isinstance(name, str):
+        raise RequestError(f"{file} has no key 'task' with the task's name", problem_id="task-file")
+    if config.get("unsafe_code") is True or "code_eval" in str(config):
+        raise refuse_code(name)
+    metadata = config.get("metadata")
+    metadata = metadata if isinstance(metadata, dict) else {}
+    return TaskFile(
+        name=name,
+        file=file,
+        conversations=_beside(file, metadata, "conversations"),
+        baseline=_beside(file, metadata, "baseline"),
+        is_group=is_group,
+    )
+
+
+def _read_with_includes(file: Path, seen: frozenset[Path]) -> dict[str, Any]:
+    """The file's keys over those of the files it includes, as the harness merges them."""
+    if file in seen:
+        raise RequestError(f"{file} includes itself", problem_id="task-file")
+    config = _read_yaml(file)
+    included = config.pop("include", [])
+    merged: dict[str, Any] = {}
+    for name in included if isinstance(included, list) else [included]:
+        merged |= _read_with_includes((file.parent / str(name)).resolve(), seen | {file})
+    return merged | config
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    try:
+        config = yaml.load(file.read_text(encoding="utf-8"), Loader=_FunctionsAsText)
+    except OSError as error:
+        raise RequestError(
+            f"evaluation.tasks: there is no task file {file}; name a YAML file, or a task of lm-evaluation-harness "
+            "without the ending",
+            problem_id="task-file",
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RequestError(f"{file} is not YAML: {error}", problem_id="task-file") from error
+    if not isinstance(config, dict):
+        raise RequestError(f"{file} holds no keys, so it is no task", problem_id="task-file")
+    return config
+
+
+def _beside(file: Path, metadata: dict[str, Any], key: str) -> Path | None:
+    """The file that a metadata key names, relative to the task's own file."""
+    if key not in metadata:
+        return None
+    named = (file.parent / str(metadata[key])).resolve()
+    if not named.is_file():
+        raise RequestError(
+            f"{file}: metadata.{key} is '{metadata[key]}', but there is no file {named}", problem_id="task-file"
+        )
+    return named
+
+
+class _FunctionsAsText(yaml.SafeLoader):
+    """Reads the harness' `!function module.name` as text, so that reading a task imports nothing."""
+
+
+_FunctionsAsText.add_constructor("!function", lambda loader, node: str(loader.construct_scalar(node)))  # type: ignore[arg-type]

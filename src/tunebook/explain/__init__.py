@@ -1,0 +1,39 @@
+"""What `tunebook explain ID` prints: every rule, and every error that other modules raise with a `problem_id`.
+
+Rules carry their own texts (`config.rules`), and so does what a machine may lack (`config.rules.environment`). The
+errors of all other modules are explained here, in `requests` and `runs`: whoever raises a new id adds its text, and a
+test finds ids without one.
+"""
+
+from __future__ import annotations
+
+from tunebook.config.rules import RULES
+from tunebook.config.rules.environment import EXPLANATIONS
+from tunebook.config.rules.frame import Explanation
+from tunebook.errors import RequestError, did_you_mean
+from tunebook.explain.requests import COMPOSING, MODELS
+from tunebook.explain.runs import DATA, RUNS
+
+ERRORS: dict[str, Explanation] = {**COMPOSING, **MODELS, **DATA, **RUNS}
+
+
+def _texts() -> dict[str, Explanation]:
+    """Every id and its text. An id that is both a rule and an error is the same thing, found earlier or later."""
+    return {**ERRORS, **EXPLANATIONS, **{rule.id: rule.explanation for rule in RULES}}
+
+
+def all_ids() -> list[str]:
+    """Every id that can be explained, in alphabetical order."""
+    return sorted(_texts())
+
+
+def explain(id: str) -> str:
+    """What an id means, why, and what to do. Raises: RequestError for one that does not exist, with the nearest."""
+    texts = _texts()
+    text = texts.get(id)
+    if text is None:
+        raise RequestError(
+            f"there is nothing called '{id}' to explain.{did_you_mean(id, texts)} Every id: tunebook explain all",
+            problem_id="unknown-id",
+        )
+    return f"{id}\n\n{text.summary}\n\nWhy: {text.why}\n\nWhat to do: {text.advice}"

@@ -1,0 +1,197 @@
+"""The texts for errors about what was asked for: composing, models, tokenizers and chat templates, by `problem_id`."""
+
+from __future__ import annotations
+
+from tunebook.config.rules.frame import Explanation
+
+COMPOSING: dict[str, Explanation] = {
+    "unknown-key": Explanation(
+        summary="A key that the configuration does not have.",
+        why="The configuration is closed: a misspelt key would otherwise be ignored in silence, and the run would "
+        "use the default instead of what was meant.",
+        advice="Take the spelling that the message suggests. Some keys exist only with certain choices, such as "
+        "nvme_path with a ZeRO strategy.",
+    ),
+    "unknown-choice": Explanation(
+        summary="A config group has no file of that name.",
+        why="hydra_configs/<group>/ has one file for each answer; the message lists them.",
+        advice="Choose one of those listed, or add a file (see CONTRIBUTING.md).",
+    ),
+    "unknown-group": Explanation(
+        summary="A recipe overrides a config group that does not exist.",
+        why="The groups are the folders of hydra_configs/, fixed by the schema.",
+        advice="Take the group that the message suggests; plain keys go into the recipe's body, not into its defaults.",
+    ),
+    "unknown-recipe": Explanation(
+        summary="There is no recipe of that name.",
+        why="Recipes are the <name>.yaml files of recipes/ and of the folders given with --recipes-dir or "
+        "TUNEBOOK_RECIPES.",
+        advice="`tunebook list` shows them all.",
+    ),
+    "recipe-name-taken": Explanation(
+        summary="Two folders of recipes hold one of the same name.",
+        why="One would hide the other, and which one is used would depend on the order of the folders.",
+        advice="Rename one of the two files.",
+    ),
+    "recipe-circle": Explanation(
+        summary="A recipe builds on itself, directly or through others.",
+        why="The settings of a recipe are those of its parents and its own on top; in a circle there is no beginning.",
+        advice="Remove one of the entries that the message shows from its file's defaults.",
+    ),
+    "recipe-defaults": Explanation(
+        summary="An entry of a recipe's defaults that Hydra would misread.",
+        why="Groups already have a choice in hydra_configs/config.yaml; a recipe replaces it with `- override "
+        "/group: choice`.",
+        advice="Write the entry as the message says.",
+    ),
+    "recipe-not-yaml": Explanation(
+        summary="A recipe's file is not a YAML mapping.",
+        why="A recipe is a mapping of keys to values with an optional list of defaults.",
+        advice="Correct the file at the line that the message names; indentation and colons are the usual causes.",
+    ),
+    "recipes-dir-not-found": Explanation(
+        summary="The folder given for recipes does not exist.",
+        why="It comes from --recipes-dir or from TUNEBOOK_RECIPES.",
+        advice="Correct the path; relative ones start at the working directory.",
+    ),
+    "book-not-found": Explanation(
+        summary="Tunebook's own hydra_configs/ and recipes/ are not where they should be.",
+        why="They are looked up in $TUNEBOOK_HOME, then in the checkout that the code lies in, then inside the "
+        "installed package.",
+        advice="Set TUNEBOOK_HOME to a checkout, or unset it, or install the package again.",
+    ),
+    "override-form": Explanation(
+        summary="A word on the command line is no override that can be read.",
+        why="Overrides are key=value. Keys cannot be added or removed (+key, ~key), because the configuration is "
+        "closed, and a recipe's name stands first.",
+        advice="Write key=value as the message shows; put quotes round values with special characters.",
+    ),
+    "missing-value": Explanation(
+        summary="A value that nobody has set.",
+        why="Some values have no sensible default, such as the path of your own data.",
+        advice="Set every key that the message lists.",
+    ),
+    "wrong-type": Explanation(
+        summary="A value of the wrong type.",
+        why="Every key has a type: a whole number, a number, true or false, a text, a list, or one of a few words.",
+        advice="Give a value of the type that the message names.",
+    ),
+    "cannot-compose": Explanation(
+        summary="Hydra could not put the configuration together.",
+        why="The message is Hydra's own; it is nearly always about the last override or recipe that was changed.",
+        advice="Take overrides away until it composes, then add them again one by one.",
+    ),
+    "unknown-id": Explanation(
+        summary="There is no rule or error of that id.",
+        why="Ids stand at the end of messages, after `tunebook explain`.",
+        advice="`tunebook explain all` lists every id.",
+    ),
+}
+
+MODELS: dict[str, Explanation] = {
+    "model-config": Explanation(
+        summary="The model's config.json cannot be used.",
+        why="It is cut off, is not JSON, or states a size that no model has. Planning reads the sizes from it.",
+        advice="Copy or download the model again, or correct the file.",
+    ),
+    "model-facts": Explanation(
+        summary="The model is not the one that was planned with.",
+        why="The facts in hydra_configs/model are compared with the real config.json, because plans made with wrong "
+        "sizes are wrong.",
+        advice="Correct the group's file, or set model.facts=null to read them from the model.",
+    ),
+    "model-folder": Explanation(
+        summary="model.path names no folder with a model in it.",
+        why="A model is a folder with a config.json and, unless model.weights=random, its weights.",
+        advice="Correct the path, or download the model with `hf download ORG/NAME --local-dir FOLDER`.",
+    ),
+    "model-without-weights": Explanation(
+        summary="A model folder without weights.",
+        why="Weights are *.safetensors files beside config.json. A sharded checkpoint of ZeRO or FSDP is no whole "
+        "model.",
+        advice="Add the files, export the checkpoint, or train from scratch with model.weights=random.",
+    ),
+    "weights-incomplete": Explanation(
+        summary="The weights do not fill the model.",
+        why="A weight that is missing or of another shape would silently stay random.",
+        advice="Name a complete checkpoint of this very architecture.",
+    ),
+    "unknown-architecture": Explanation(
+        summary="An architecture that the installed transformers does not have.",
+        why="Models are built by transformers from the class that their config.json names.",
+        advice="Correct the name, use a newer transformers, or set model.trust_remote_code=true where the model "
+        "brings its own code.",
+    ),
+    "remote-code-refused": Explanation(
+        summary="The tokenizer or model wants to run code from its own repository.",
+        why="Such code runs with your rights, on your files and tokens.",
+        advice="Read the code; if you trust it, type model.trust_remote_code=true and pin model.revision.",
+    ),
+    "tokenizer-not-found": Explanation(
+        summary="There is no tokenizer where one is looked for.",
+        why="A tokenizer is a folder with tokenizer.json or the older vocabulary files; by default the model's own.",
+        advice="Copy the files there, or name another with model.tokenizer=DIR.",
+    ),
+    "tokenizer-broken": Explanation(
+        summary="The tokenizer's files cannot be read.",
+        why="They are cut off, not JSON, or written by a version that the installed tokenizers cannot read.",
+        advice="Copy or download them again.",
+    ),
+    "tokenizer-not-fast": Explanation(
+        summary="The tokenizer exists in Python only.",
+        why="Finding the assistant's tokens needs to know which characters a token came from, which only the Rust "
+        "tokenizers say.",
+        advice="Name one that has a tokenizer.json.",
+    ),
+    "tokenizer-no-eos": Explanation(
+        summary="The tokenizer has no end-of-sequence token.",
+        why="Without one the model never learns to stop.",
+        advice="Set model.eos_token to the token that ends an answer in this vocabulary.",
+    ),
+    "tokenizer-no-pad": Explanation(
+        summary="The tokenizer has no padding token, and rows are padded.",
+        why="Rows of a batch must be equally long.",
+        advice="Set model.pad_token to a token of the vocabulary, or pack: packing.mode=isolated.",
+    ),
+    "tokenizer-no-template": Explanation(
+        summary="The tokenizer has no chat template, and the documents are conversations.",
+        why="A chat template writes turns as text. Another model's template would teach other marks.",
+        advice="Name one with model.chat_template=FILE, or use the instruction-tuned version's tokenizer.",
+    ),
+    "token-not-in-vocabulary": Explanation(
+        summary="A special token that is not in the vocabulary.",
+        why="A new token would need a new, random row in the embedding.",
+        advice="Name a token that exists; the message lists the special ones.",
+    ),
+    "token-outside-vocabulary": Explanation(
+        summary="Pre-tokenised documents hold ids beyond the model's vocabulary.",
+        why="They were made with another tokenizer, so every id would mean another word.",
+        advice="Tokenise them again with this model's tokenizer.",
+    ),
+    "chat-template-broken": Explanation(
+        summary="The chat template is not valid Jinja.",
+        why="It cannot write any conversation.",
+        advice="Correct it at the line that the message names.",
+    ),
+    "chat-template-refuses": Explanation(
+        summary="The chat template refuses a conversation.",
+        why="Many templates demand that roles alternate, or know no system turn.",
+        advice="Change the conversation, or name a template that takes it.",
+    ),
+    "assistant-not-found": Explanation(
+        summary="The assistant's words cannot be found in what the template writes.",
+        why="Only they are trained on, so their place must be certain. A template that rewrites earlier turns hides "
+        "it.",
+        advice="Use a template with {% generation %} marks, or dataset.train_on=everything.",
+    ),
+    "eos-not-trained": Explanation(
+        summary="No token that generation stops at is among the trained ones.",
+        why="The model would answer well and never stop.",
+        advice="Set model.eos_token to the token with which the template ends an answer.",
+    ),
+    "bos-doubled": Explanation(
+        summary="Documents would begin with two BOS tokens.",
+        why="The template writes one and the tokenizer adds another; no model was pretrained on that.",
+        advice="Take it out of one of the two places, as the message says.",
+    ),
+}

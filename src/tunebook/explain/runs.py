@@ -1,0 +1,257 @@
+"""The texts for errors that are found while data is read, or a run trained and evaluated, by `problem_id`."""
+
+from __future__ import annotations
+
+from tunebook.config.rules.frame import Explanation
+
+DATA: dict[str, Explanation] = {
+    "hub-not-found": Explanation(
+        summary="The hub has no such data set, revision or file, or it may not be read.",
+        why="The name may be misspelt, the repository private or gated, or the local folder missing.",
+        advice="Correct the name; for a gated one ask for access on its page and run `hf auth login`.",
+    ),
+    "hub-out-of-reach": Explanation(
+        summary="The hub cannot be reached, and what is needed is not in its cache.",
+        why="The machine has no network, or HF_HUB_OFFLINE is set.",
+        advice="Download on another machine with `hf download`, bring the folder here and name it; or use "
+        "dataset=synthetic and model.weights=random to try without.",
+    ),
+    "hub-cannot-load": Explanation(
+        summary="Something of that name on the hub cannot be loaded.",
+        why="It is gated, private, misspelt, or the revision does not exist.",
+        advice="Check the name and the revision; run `hf auth login` with an account that may read it.",
+    ),
+    "hub-unknown-split": Explanation(
+        summary="The data set has no such split or subset.",
+        why="Names differ between data sets: train, train_sft, default.",
+        advice="Take one of those that the message lists.",
+    ),
+    "data-file-not-found": Explanation(
+        summary="A data file does not exist or cannot be read.",
+        why="Relative paths start where the command is typed. A folder is refused because its files may be meant for "
+        "different purposes.",
+        advice="Correct the path, or quote a glob such as dataset.path='data/*.jsonl'.",
+    ),
+    "data-file-kind": Explanation(
+        summary="A file of a kind that documents are not read from.",
+        why="The kind is told by the ending: .jsonl, .json, .parquet, also .gz.",
+        advice="Convert or rename the file.",
+    ),
+    "data-file-empty": Explanation(
+        summary="A data file without a document.",
+        why="It has no bytes, or blank lines only.",
+        advice="Name the right file; an export may have failed.",
+    ),
+    "data-file-broken": Explanation(
+        summary="A data file that is cut off or not what its ending says.",
+        why="Copies that were interrupted look like this.",
+        advice="Copy it again; `gzip -t FILE` checks a .gz.",
+    ),
+    "data-broken-json": Explanation(
+        summary="A line that is not one JSON object.",
+        why="JSONL has one whole document on each line. The message names file, line and column.",
+        advice="Correct the line; a pretty-printed JSON array belongs in a file ending in .json.",
+    ),
+    "data-not-utf8": Explanation(
+        summary="Bytes that are not UTF-8.",
+        why="Text in another encoding would be trained on as wrong characters.",
+        advice="Convert it, such as with `iconv -f LATIN1 -t UTF-8`.",
+    ),
+    "data-missing-field": Explanation(
+        summary="A document without a field that its format needs.",
+        why="The format is detected from the first document, or said by dataset.format.",
+        advice="Correct the document, or name the right format.",
+    ),
+    "data-unknown-format": Explanation(
+        summary="The documents' format cannot be told from their keys.",
+        why="Each format is known by its keys; the message lists them.",
+        advice="Rename the keys, or say dataset.format and, for plain text, dataset.text_field.",
+    ),
+    "data-unknown-role": Explanation(
+        summary="A turn with a role that is not known.",
+        why="Turns are the system's, the user's, the assistant's or a tool's; the message lists the words for each.",
+        advice="Rename the role in the data.",
+    ),
+    "dataset-name-missing": Explanation(
+        summary="A hub data set without a name.",
+        why="dataset.source=hub looks up dataset.name.",
+        advice="Set dataset.name=organisation/name.",
+    ),
+    "max-documents": Explanation(
+        summary="dataset.max_documents below one.",
+        why="It takes the first so many documents.",
+        advice="Set a number from 1 on, or null for all.",
+    ),
+    "mixture-parts": Explanation(
+        summary="A mixture without parts, or with a mixture as a part.",
+        why="dataset.parts names each data set of a mixture.",
+        advice="Set dataset.parts.NAME.path=FILE for each part.",
+    ),
+    "mixture-weights": Explanation(
+        summary="The weights of a mixture do not work out.",
+        why="Weights are positive and given for every part or for none; they are shares of the documents, and no "
+        "document is drawn twice.",
+        advice="Change the weight that the message names.",
+    ),
+    "mixture-kinds": Explanation(
+        summary="Parts with documents of different kinds.",
+        why="Conversations, plain text and tokens are masked in different ways and cannot share a batch.",
+        advice="Bring them to one format.",
+    ),
+    "synthetic-without-vocabulary": Explanation(
+        summary="Generated documents for a model of unknown vocabulary.",
+        why="Their tokens are drawn from it.",
+        advice="Choose a model group with facts, or a model.path with a config.json.",
+    ),
+    "nothing-to-train-on": Explanation(
+        summary="Every document was dropped.",
+        why="The message counts the reasons; most often all are longer than training.max_length, or none has a "
+        "trained token.",
+        advice="Raise training.max_length, or set dataset.overlong=split.",
+    ),
+    "validation-empty": Explanation(
+        summary="The held-out share leaves one part without documents.",
+        why="A share of few documents can round to none.",
+        advice="Change dataset.validation_share.",
+    ),
+    "validation-overlap": Explanation(
+        summary="The same file is trained on and validated on.",
+        why="The validation loss would measure what was memorised.",
+        advice="Name other files, or hold out a share.",
+    ),
+    "validation-share": Explanation(
+        summary="A held-out share outside 0 to 0.5.",
+        why="More than half held out leaves less to train on than to measure with.",
+        advice="Set for example dataset.validation_share=0.05.",
+    ),
+    "prepared-not-found": Explanation(
+        summary="Prepared data that is missing or incomplete.",
+        why="Data is prepared once, before the ranks start, and read from its folder.",
+        advice="Start the training again, or prepare with `tunebook data`.",
+    ),
+    "cache-not-writable": Explanation(
+        summary="Prepared data cannot be written.",
+        why="The folder belongs to somebody else or is on a read-only disk.",
+        advice="Make it writable, or name another with the variable that the message names.",
+    ),
+    "worker-killed": Explanation(
+        summary="A process that tokenises was killed.",
+        why="Most often the system ran out of memory.",
+        advice="Use fewer: dataset.num_workers=2.",
+    ),
+}
+
+RUNS: dict[str, Explanation] = {
+    "outputs-not-writable": Explanation(
+        summary="The outputs folder cannot be written to.",
+        why="Nothing is started whose results could not be kept.",
+        advice="Make it writable, or name another: outputs=FOLDER.",
+    ),
+    "disk-full": Explanation(
+        summary="The disk has no room for what is to be written.",
+        why="A half-written checkpoint or data set is worth nothing.",
+        advice="Free some space, or write to another disk.",
+    ),
+    "unknown-run": Explanation(
+        summary="There is no run of that name.",
+        why="Runs are folders under outputs/<recipe>/, `latest` being the newest.",
+        advice="Name one of those that the message lists.",
+    ),
+    "no-run-folder": Explanation(
+        summary="A folder that is no run's.",
+        why="A run folder holds the resolved run.yaml, written before the first step.",
+        advice="Name a folder that `tunebook train` made.",
+    ),
+    "run-without-model": Explanation(
+        summary="A run that has not finished, and so has no final model.",
+        why="The whole model is written to model/ at the end.",
+        advice="Name one of its checkpoints, or finish the run.",
+    ),
+    "broken-record": Explanation(
+        summary="A record of a run cannot be read.",
+        why="Tunebook writes its records whole, so something else changed the file, or a newer version wrote it.",
+        advice="Restore the file from a copy, or remove what the message names.",
+    ),
+    "loss-not-finite": Explanation(
+        summary="The loss became infinite or not a number.",
+        why="From there on every weight is ruined. Usual causes: a learning rate that is too high, fp16, or a broken "
+        "document.",
+        advice="Go on from the checkpoint that the message names with a lower learning rate; look at the documents "
+        "of that step.",
+    ),
+    "stopped": Explanation(
+        summary="The run was stopped on request.",
+        why="Ctrl-C or SIGTERM ends a run after the step it is in.",
+        advice="Start it again: it goes on from its newest checkpoint where one was saved.",
+    ),
+    "launcher-plans-only": Explanation(
+        summary="A launcher that this version only plans for.",
+        why="It prints the command and does not submit it.",
+        advice="Use launcher=local, or submit the printed command.",
+    ),
+    "sweep-form": Explanation(
+        summary="The words of a sweep cannot be read.",
+        why="Values to try are separated by commas: key=a,b.",
+        advice="Write it as the message shows.",
+    ),
+    "sweep-without-values": Explanation(
+        summary="A sweep with nothing to vary.",
+        why="At least one override needs several values: key=a,b.",
+        advice="Add one, or use `tunebook train` for a single run.",
+    ),
+    "sweep-launcher": Explanation(
+        summary="Hydra cannot launch the sweep as asked.",
+        why="Launchers and sweepers other than basic are packages of their own, which must be installed.",
+        advice="Install the package that the message names, or leave hydra/launcher and hydra/sweeper at basic.",
+    ),
+    "sweep-broken": Explanation(
+        summary="A sweep ended before its trials did.",
+        why="Hydra's multirun failed outside the trials; its message is above.",
+        advice="The finished trials are kept; correct the cause and start the rest.",
+    ),
+    "no-tasks": Explanation(
+        summary="An evaluation without tasks.",
+        why="evaluation.tasks is empty.",
+        advice="Name tasks of lm-evaluation-harness, or YAML files of your own.",
+    ),
+    "unknown-task": Explanation(
+        summary="lm-evaluation-harness has no task of that name.",
+        why="Tasks are named as in the harness; one of your own is named by its YAML file.",
+        advice="Take the spelling that the message suggests.",
+    ),
+    "task-file": Explanation(
+        summary="A task's YAML file cannot be used.",
+        why="It is missing, is not YAML, or lacks the key `task`.",
+        advice="Correct the file as the message says.",
+    ),
+    "task-data-missing": Explanation(
+        summary="The data of a task is not on this machine.",
+        why="The harness downloads it from the hub at run time, which cannot be reached.",
+        advice="Fetch it with a network, or take the task out.",
+    ),
+    "task-runs-code": Explanation(
+        summary="A task that executes programs written by the model.",
+        why="They would run beside the weights and your files.",
+        advice="Take it out of evaluation.tasks.",
+    ),
+    "harness-missing": Explanation(
+        summary="lm-evaluation-harness is not installed.",
+        why="Evaluation runs in it.",
+        advice="Install it with `pip install lm-eval`.",
+    ),
+    "heldout-too-long": Explanation(
+        summary="Held-out prompts are longer than the model's context leaves room for.",
+        why="The harness would cut their beginning, and the score would mean nothing.",
+        advice="Shorten them, or lower generation_kwargs.max_gen_toks in the task's file.",
+    ),
+    "template-changed": Explanation(
+        summary="The chat template is not the one that the run was trained with.",
+        why="A model answers badly under another template.",
+        advice="Put the template back as it was.",
+    ),
+    "evaluation-failed": Explanation(
+        summary="The evaluation ended with an error.",
+        why="Its own message stands above. The training before it is untouched.",
+        advice="Correct the cause and run `tunebook eval`.",
+    ),
+}

@@ -1,0 +1,1 @@
+"""What GPU generations can do (`generations`, `peaks`) and what this machine has (`detect`). Nothing imports torch."""

@@ -1,0 +1,202 @@
+"""What this machine has: GPUs through NVML (never torch, which takes seconds to import), CPUs and host memory.
+
+Nothing here fails: a missing library, driver or GPU is a machine without GPUs, and `Machine.notes` says why, so that
+`plan`, `doctor` and the errors can repeat it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tunebook.config.choices import Generation
+from tunebook.hardware.generations import ComputeCapability, generation_of
+
+VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
+CGROUP_MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU, or one MIG slice of one, as a rank would use it."""
+
+    name: str
+    memory_gib: float  # all of it, used or not
+    compute_capability: ComputeCapability
+    generation: Generation
+    index: int = 0  # NVML's, in the order of the PCI bus
+    uuid: str = ""
+    is_mig: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The hardware a run would find here. `gpus` holds those that CUDA_VISIBLE_DEVICES leaves visible."""
+
+    gpus: list[Gpu]
+    driver: str | None  # None: no NVIDIA driver answered
+    num_cpus: int  # that this process may use
+    host_memory_gib: float  # that this process may use
+    notes: list[str] = field(default_factory=list)  # what is unusual, or why there is no GPU
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Card:
+    """A physical GPU and its MIG slices; `is_split` with no slices is a GPU that nothing can run on."""
+
+    gpu: Gpu
+    is_split: bool
+    slices: list[Gpu]
+
+
+def detect_machine() -> Machine:
+    """Look at this machine. Never raises; see `Machine.notes`."""
+    notes: list[str] = []
+    cards, driver = _read_cards(notes)
+    gpus = _visible(cards, os.environ.get(VISIBLE_VARIABLE), notes)
+    kinds = sorted({gpu.name for gpu in gpus})
+    if len(kinds) > 1:
+        counts = ", ".join(f"{sum(gpu.name == kind for gpu in gpus)} x {kind}" for kind in kinds)
+        notes.append(f"different GPUs in one machine: {counts}; {VISIBLE_VARIABLE} can restrict a run to one kind")
+    return Machine(
+        gpus=gpus, driver=driver, num_cpus=_num_cpus(), host_memory_gib=_host_memory_gib(), notes=notes
+    )  # fmt: skip
+
+
+def _read_cards(notes: list[str]) -> tuple[list[_Card], str | None]:
+    """Every GPU that NVML lists, and the driver's version."""
+    try:
+        import pynvml
+    except ImportError:
+        notes.append("the package nvidia-ml-py is not installed, so no GPU can be found; pip install nvidia-ml-py")
+        return [], None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        notes.append(f"no NVIDIA driver answers here ({error})")
+        return [], None
+    try:
+        driver = _text(pynvml.nvmlSystemGetDriverVersion())
+        cards = []
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            try:
+                cards.append(_read_card(pynvml, index, notes))
+            except pynvml.NVMLError as error:  # one broken GPU must not hide the others
+                notes.append(f"GPU {index} does not answer ({error}) and is left out")
+        if not cards:
+            notes.append(f"the NVIDIA driver {driver} is here but lists no GPU")
+        return cards, driver
+    except pynvml.NVMLError as error:
+        notes.append(f"the NVIDIA driver does not answer ({error})")
+        return [], None
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _read_card(nvml: ModuleType, index: int, notes: list[str]) -> _Card:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+    capability = (int(major), int(minor))
+    match = generation_of(capability)
+    if match.note is not None:
+        notes.append(f"GPU {index}: {match.note}")
+
+    def describe(device: Any, is_mig: bool) -> Gpu:
+        return Gpu(
+            name=_text(nvml.nvmlDeviceGetName(device)),
+            memory_gib=round(nvml.nvmlDeviceGetMemoryInfo(device).total / GIB, 2),
+            compute_capability=capability,
+            generation=match.generation,
+            index=index,
+            uuid=_text(nvml.nvmlDeviceGetUUID(device)),
+            is_mig=is_mig,
+        )
+
+    slices = [describe(device, True) for device in _mig_handles(nvml, handle)] if _is_split(nvml, handle) else []
+    return _Card(gpu=describe(handle, False), is_split=_is_split(nvml, handle), slices=slices)
+
+
+def _is_split(nvml: ModuleType, handle: Any) -> bool:
+    """Whether the GPU is in MIG mode; most models do not know the question."""
+    try:
+        current, _pending = nvml.nvmlDeviceGetMigMode(handle)
+    except nvml.NVMLError:
+        return False
+    return bool(current)
+
+
+def _mig_handles(nvml: ModuleType, handle: Any) -> list[Any]:
+    """The MIG slices that exist; NVML answers "not found" for the free places between them."""
+    found = []
+    for place in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+        try:
+            found.append(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, place))
+        except nvml.NVMLError:
+            continue
+    return found
+
+
+def _visible(cards: list[_Card], restriction: str | None, notes: list[str]) -> list[Gpu]:
+    """The GPUs a CUDA program would see, in its order."""
+    for card in cards:
+        if card.is_split and not card.slices:
+            notes.append(f"GPU {card.gpu.index} is in MIG mode without a slice; make one with nvidia-smi mig -cgi")
+        elif len(card.slices) > 1:
+            notes.append(
+                f"GPU {card.gpu.index} is split into {len(card.slices)} MIG slices; a process sees one of them, "
+                f"the first unless {VISIBLE_VARIABLE} names another by its MIG-... id"
+            )
+    if restriction is None:
+        return [gpu for card in cards if (gpu := _as_seen(card)) is not None]
+    gpus = []
+    for word in (part.strip() for part in restriction.split(",")):
+        gpu = _named(cards, word)
+        if gpu is None:
+            break  # CUDA ignores everything from the first word that names no GPU
+        gpus.append(gpu)
+    if len(gpus) < len(cards):
+        notes.append(f"{VISIBLE_VARIABLE}={restriction!r} leaves {len(gpus)} of {len(cards)} GPUs visible")
+    return gpus
+
+
+def _as_seen(card: _Card) -> Gpu | None:
+    """What a program gets of a card: the whole, its first slice, or nothing."""
+    if not card.is_split:
+        return card.gpu
+    return card.slices[0] if card.slices else None
+
+
+def _named(cards: list[_Card], word: str) -> Gpu | None:
+    """The GPU that one word of CUDA_VISIBLE_DEVICES names: an index, or the start of a GPU-... or MIG-... id."""
+    if word.isdecimal():
+        return _as_seen(cards[int(word)]) if int(word) < len(cards) else None
+    if word.startswith("GPU-"):
+        return next((_as_seen(card) for card in cards if card.gpu.uuid.startswith(word)), None)
+    if word.startswith("MIG-"):
+        return next((part for card in cards for part in card.slices if part.uuid.startswith(word)), None)
+    return None
+
+
+def _text(value: str | bytes) -> str:
+    """NVML's bindings answered in bytes before version 11.5."""
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _num_cpus() -> int:
+    if hasattr(os, "sched_getaffinity"):  # honours taskset and cpusets; Linux only
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _host_memory_gib() -> float:
+    """The machine's memory, or what the container may use of it."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        limit = CGROUP_MEMORY_LIMIT.read_text().strip()
+    except OSError:
+        limit = "max"
+    return round(min(total, int(limit)) / GIB if limit.isdecimal() else total / GIB, 2)

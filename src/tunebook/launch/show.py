@@ -1,0 +1,99 @@
+"""What the launcher prints: the choices and why, the batch arithmetic, the command, progress and the end."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from tunebook.config.auto import Choice
+from tunebook.errors import Problem
+from tunebook.plan.batch import BatchPlan
+from tunebook.record.run_folder import Outcome
+
+
+def show_choices(choices: list[Choice], warnings: list[Problem], console: Console) -> None:
+    """The resolved choices with their reasons, then what is allowed but deserves a word."""
+    table = Table(title="Choices", title_justify="left", box=None, pad_edge=False)
+    for column in ("key", "value", "why"):
+        table.add_column(column, overflow="fold")
+    for choice in choices:
+        table.add_row(choice.key, str(choice.value), choice.why)
+    console.print(table)
+    for warning in warnings:
+        console.print(Text(f"warning: {warning.text()}", style="yellow"))
+
+
+def show_batch(plan: BatchPlan, console: Console) -> None:
+    """The batch arithmetic, said to be an estimate while the data is not prepared."""
+    console.print(Text("\n".join(batch_lines(plan))), highlight=False, soft_wrap=True)
+
+
+def batch_lines(plan: BatchPlan) -> list[str]:
+    """The batch arithmetic in words."""
+    asked = f"{plan.global_samples} documents" if plan.global_samples else f"at most {plan.global_tokens} tokens"
+    title = "Batch (estimated: the data is not prepared yet)" if plan.is_estimate else "Batch"
+    lines = [title, f"  one optimizer step: {asked}"]
+    rows = "packed rows" if plan.is_packed else "padded rows"
+    if plan.rows_per_step is not None:
+        lines.append(
+            f"  {plan.rows_per_step} {rows} of up to {plan.row_length} tokens = {plan.world_size} GPUs or ranks x "
+            f"{plan.accumulation} accumulated x {plan.micro_batch_size} per pass"
+        )
+    else:
+        lines.append(
+            f"  {rows} of up to {plan.row_length} tokens on {plan.world_size} GPUs or ranks, {plan.micro_batch_size} "
+            "per pass; how many are accumulated is worked out from the prepared documents' lengths"
+        )
+    if plan.documents_per_step and plan.tokens_per_step:
+        lines.append(f"  {plan.documents_per_step:,.1f} documents and {plan.tokens_per_step:,.0f} tokens a step")
+    if plan.steps_per_epoch is not None:
+        lines.append(f"  {plan.num_documents:,} documents = {plan.steps_per_epoch:,} steps an epoch")
+    if plan.total_steps is not None:
+        lines.append(f"  {plan.total_steps:,} optimizer steps in all")
+    return lines
+
+
+def show_command(command: list[str], console: Console) -> None:
+    """The launch command as one line that a shell takes."""
+    console.print(Text(f"launch: {shlex.join(command)}"), soft_wrap=True)
+
+
+def show_end(outcome: Outcome, folder: Path, report: Path, console: Console) -> None:
+    """How the run ended and where to look."""
+    if outcome.exit_code == 0:
+        console.print(Text("finished", style="green"))
+    else:
+        console.print(Text(outcome.reason, style="red"), soft_wrap=True)
+    console.print(Text(f"run folder: {folder}\nreport: {report}"), soft_wrap=True)
+
+
+@contextmanager
+def preparing(console: Console) -> Iterator[Callable[[int, int | None, str], None]]:
+    """A progress callback `(done, total, what)` for preparing data; plain lines without a terminal."""
+    if not console.is_terminal:
+        seen: set[str] = set()
+
+        def line(done: int, total: int | None, what: str) -> None:
+            if what not in seen:
+                seen.add(what)
+                console.print(f"preparing: {what}", highlight=False)
+
+        yield line
+        return
+    columns = (TextColumn("preparing: {task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def update(done: int, total: int | None, what: str) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done, total=total)
+
+        yield update

@@ -1,0 +1,1 @@
+"""The model: its tokenizer, its weights, its attention and its adapters."""

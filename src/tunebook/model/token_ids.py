@@ -1,0 +1,39 @@
+"""A stand-in tokenizer for documents that were generated as token ids: the trainer wants one, nothing is tokenised."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tunebook.config.choices import Source
+from tunebook.config.schema import RunConfig
+from tunebook.errors import RequestError
+from tunebook.model.tokenizer import load_tokenizer, needs_padding
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def trainer_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
+    """The model's tokenizer; for generated documents where no hub can be reached, one that only names the ids."""
+    try:
+        return load_tokenizer(config.model, is_padded=needs_padding(config))
+    except RequestError as error:
+        facts = config.model.facts
+        is_replaceable = config.dataset.source is Source.synthetic and error.problem_id == "hub-out-of-reach"
+        if not is_replaceable or facts is None:
+            raise
+        return ids_only(facts.vocab_size)
+
+
+def ids_only(vocab_size: int) -> PreTrainedTokenizerBase:
+    """A tokenizer whose words are the ids; the last id ends a document, as in `data.synthetic`."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"<{number}>": number for number in range(vocab_size)}
+    last = f"<{vocab_size - 1}>"
+    backend = Tokenizer(WordLevel(words, unk_token="<0>"))
+    make: Any = PreTrainedTokenizerFast  # untyped upstream
+    tokenizer: PreTrainedTokenizerBase = make(tokenizer_object=backend, eos_token=last, pad_token=last)
+    return tokenizer

@@ -1,0 +1,177 @@
+"""Load a model's tokenizer and refuse one that training or generation would silently go wrong with.
+
+Checked here: an end-of-text token (without one a model never learns to stop), a padding token where rows are padded,
+and special tokens that the vocabulary does not have. Nothing is invented: a model has no rows for new tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tunebook.config.choices import PackingMode
+from tunebook.config.schema import ModelConfig, RunConfig
+from tunebook.errors import RequestError, did_you_mean
+from tunebook.model.tokenizer_files import read_chat_template, tokenizer_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Names that models give to the token that ends a text or a turn, most specific first.
+_KNOWN_EOS = (
+    "<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>",
+)  # fmt: skip
+# Words in the names of tokens that are free to be used for padding, best first. LLaMA 2 has only <unk>.
+_FREE_WORDS = ("pad", "reserved", "unused", "extra", "unk")
+_NUM_SUGGESTIONS = 3
+
+
+def needs_padding(config: RunConfig) -> bool:
+    """Whether this run ever pads: rows of one document each, or answers generated in batches.
+
+    Isolated packing has no padding at all, so a tokenizer without a padding token is no obstacle there.
+    """
+    return config.packing.mode is not PackingMode.isolated or bool(config.evaluation.tasks)
+
+
+def load_tokenizer(model: ModelConfig, *, is_padded: bool = True) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model with its overrides applied and checked; never truncates or pads by itself.
+
+    A missing chat template is not refused here: plain text needs none (see `data.template.require_template`).
+    Raises: RequestError for a tokenizer that cannot be loaded, has no EOS, or no padding token where `is_padded`.
+    """
+    folder = tokenizer_folder(model)
+    tokenizer = _load(folder, trust_remote_code=model.trust_remote_code)
+    if not tokenizer.is_fast:
+        raise RequestError(
+            f"{folder}: this tokenizer exists only in Python, which cannot say which characters a token came from, so "
+            "the assistant's tokens cannot be found; name one with a tokenizer.json: model.tokenizer=DIR",
+            problem_id="tokenizer-not-fast",
+        )
+    # A tokenizer.json may have been saved with these on; documents are cut by training.max_length, and counted.
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
+    vocabulary = _Vocabulary(tokenizer, folder)
+    if model.eos_token is not None:
+        tokenizer.eos_token = vocabulary.require("model.eos_token", model.eos_token)
+    if model.pad_token is not None:
+        tokenizer.pad_token = vocabulary.require("model.pad_token", model.pad_token)
+    if model.chat_template is not None:
+        tokenizer.chat_template = read_chat_template(model.chat_template)
+    _check_eos(tokenizer, vocabulary, folder)
+    if is_padded:
+        _check_padding(tokenizer, vocabulary, folder)
+    return tokenizer
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of the loaded tokenizer: its whole backend and its special tokens, but not its chat template."""
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    backend: str = tokenizer.backend_tokenizer.to_str()
+    return hashlib.sha256(f"{backend}{json.dumps(special, sort_keys=True)}".encode()).hexdigest()
+
+
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The tokens that end generation: the tokenizer's EOS and those of the model's generation_config.json.
+
+    Llama 3 Instruct, for example, ends a text with one token and a turn with another.
+    """
+    file = Path(tokenizer.name_or_path) / "generation_config.json"
+    named: object = None
+    if file.is_file():
+        try:
+            named = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        except ValueError as error:
+            raise RequestError(f"{file} is not JSON: {error}; copy it again", problem_id="tokenizer-broken") from error
+    more = named if isinstance(named, list) else [named]
+    return frozenset({tokenizer.eos_token_id, *(token for token in more if isinstance(token, int))})
+
+
+def _load(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(folder), trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except Exception as error:  # whatever a broken file raises: JSON, Rust and Python errors alike
+        reason = str(error).strip() or type(error).__name__
+        if "trust_remote_code" in reason:
+            raise RequestError(
+                f"{folder}: this tokenizer runs Python code from its repository, which is refused unless you trust it; "
+                "read the code, then type model.trust_remote_code=true",
+                problem_id="remote-code-refused",
+            ) from error
+        raise RequestError(
+            f"{folder}: the tokenizer cannot be loaded ({reason.splitlines()[0]}); a file may be broken or cut off: "
+            "copy it again, or name another tokenizer with model.tokenizer=DIR",
+            problem_id="tokenizer-broken",
+        ) from error
+    return tokenizer
+
+
+class _Vocabulary:
+    """The tokens that the model has rows for.
+
+    transformers adds special tokens that its settings name to the loaded vocabulary without a word, so the file is
+    asked; only tokenizers that have no tokenizer.json are believed.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+        file = folder / "tokenizer.json"
+        content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+        if content is None:
+            self.special = [token.content for _, token in sorted(tokenizer.added_tokens_decoder.items())]
+            self.tokens = set(tokenizer.get_vocab())
+            return
+        self.special = [token["content"] for token in sorted(content["added_tokens"], key=lambda token: token["id"])]
+        words = content["model"]["vocab"]
+        # A Unigram model lists its words with their scores.
+        self.tokens = {*(words if isinstance(words, dict) else (word for word, _ in words)), *self.special}
+
+    def require(self, key: str, token: str) -> str:
+        """The token. Raises: RequestError with near spellings when it is not in the vocabulary."""
+        if token in self.tokens:
+            return token
+        guess = did_you_mean(token, self.special) or did_you_mean(token, self.tokens)
+        listed = ", ".join(self.special[:10]) or "none"
+        raise RequestError(
+            f"{key}={token!r} is not in the vocabulary, and the model has no weights for a new token.{guess} "
+            f"Special tokens there are: {listed}{', ...' if len(self.special) > 10 else ''}",
+            problem_id="token-not-in-vocabulary",
+        )
+
+
+def _check_eos(tokenizer: PreTrainedTokenizerBase, vocabulary: _Vocabulary, folder: Path) -> None:
+    if tokenizer.eos_token is None:
+        candidates = [token for token in _KNOWN_EOS if token in vocabulary.tokens]
+        raise RequestError(
+            f"{folder}: the tokenizer has no EOS token, so the model could never learn to stop; set it with "
+            + _suggestion("model.eos_token", candidates, "the token that ends a text in this vocabulary"),
+            problem_id="tokenizer-no-eos",
+        )
+    vocabulary.require(f"{folder}: the tokenizer's own eos_token", tokenizer.eos_token)
+
+
+def _check_padding(tokenizer: PreTrainedTokenizerBase, vocabulary: _Vocabulary, folder: Path) -> None:
+    """Refuse rather than take EOS: which token pads is saved with the model, so a person should have chosen it."""
+    if tokenizer.pad_token is not None and tokenizer.pad_token in vocabulary.tokens:
+        return
+    own = tokenizer.pad_token
+    wrong = f"padding token {own!r} is not in the vocabulary" if own else "tokenizer has no padding token"
+    candidates = [token for word in _FREE_WORDS for token in vocabulary.special if word in token.lower()]
+    candidates = [token for token in dict.fromkeys(candidates) if token != tokenizer.eos_token]
+    raise RequestError(
+        f"{folder}: the {wrong}, and padded rows or batched generation need one; set it with "
+        + _suggestion("model.pad_token", candidates, tokenizer.eos_token)
+        + ". Padding is masked by length here, so the choice never hides an EOS from the loss; packing.mode=isolated "
+        "without evaluation needs none",
+        problem_id="tokenizer-no-pad",
+    )
+
+
+def _suggestion(key: str, candidates: list[str], otherwise: str) -> str:
+    shown = [f"'{key}=\"{token}\"'" for token in candidates[:_NUM_SUGGESTIONS]]
+    return " or ".join(shown) if shown else f"'{key}=\"{otherwise}\"'"

@@ -1,0 +1,140 @@
+"""Where a tokenizer's files are, and what they contain as one hash; without importing transformers.
+
+`prepare` asks this on every start to find out that nothing changed, which must take far less time than loading.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from tunebook.config.book import is_in_book, resolve_path
+from tunebook.config.schema import ModelConfig
+from tunebook.errors import RequestError
+from tunebook.model.hub import hub_problem
+
+# At least one of these must be there: from config.json alone transformers makes a tokenizer of one token, silently.
+VOCABULARY_FILES = (
+    "tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
+    "tekken.json",
+)  # fmt: skip
+# What else decides which tokens a text becomes, and which token ends a turn.
+SETTINGS_FILES = (
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", "generation_config.json",
+    "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+_PATTERNS = (*VOCABULARY_FILES, *SETTINGS_FILES, "*.tiktoken", "additional_chat_templates/*", "config.json")
+
+
+def tokenizer_folder(model: ModelConfig) -> Path:
+    """The folder with the tokenizer's files, fetched from the hub if that is where the model is.
+
+    Of a hub model, the folder's name is the commit. Raises: RequestError when there is no such folder or no tokenizer
+    in it, or when the hub cannot be reached and its cache has no copy.
+    """
+    key = _named_by(model)
+    text = model.tokenizer or model.path
+    if text is not None:
+        folder = resolve_path(text)
+        if folder.is_dir():
+            return _with_vocabulary(folder, key)
+        is_hub_name = model.tokenizer is not None and not is_in_book(text) and _looks_like_hub_name(text)
+        if not is_hub_name:
+            raise RequestError(
+                f"{key}={text}: there is no folder {folder}; name a folder with a tokenizer.json"
+                + (", or a name on the hub as organisation/name" if model.tokenizer else ""),
+                problem_id="tokenizer-not-found",
+            )
+        return _with_vocabulary(_fetch(text, None, trust_remote_code=model.trust_remote_code), key)
+    if model.name is None:
+        raise RequestError(
+            "neither model.name nor model.path is set, so there is no tokenizer; set model.name=organisation/name "
+            "(on the hub) or model.path=DIR",
+            problem_id="model-not-named",
+        )
+    return _with_vocabulary(_fetch(model.name, model.revision, trust_remote_code=model.trust_remote_code), key)
+
+
+def tokenizer_files_hash(model: ModelConfig) -> str:
+    """One hash over everything that decides how this model's texts become tokens.
+
+    Covers the files' bytes, the chat template override and the special token overrides. Another thing than
+    `tokenizer.tokenizer_hash`, which needs the tokenizer loaded and does not depend on how its files are written.
+    """
+    folder = tokenizer_folder(model)
+    digest = hashlib.sha256()
+    for file in _hashed_files(folder):
+        digest.update(f"{file.relative_to(folder)}:{file.stat().st_size}:".encode())
+        digest.update(file.read_bytes())
+    settings = [model.pad_token, model.eos_token, model.trust_remote_code, _tokenizer_class(folder)]
+    digest.update(json.dumps(settings).encode())
+    if model.chat_template is not None:
+        digest.update(read_chat_template(model.chat_template).encode())
+    return digest.hexdigest()
+
+
+def read_chat_template(text: str) -> str:
+    """The text of the Jinja file that `model.chat_template` names. Raises: RequestError when it cannot be read."""
+    path = resolve_path(text)
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        reason = f"{path} is not UTF-8 text: {error}"
+    except OSError as error:
+        reason = f"{path} cannot be read: {error.strerror or error}"
+    raise RequestError(
+        f"model.chat_template={text}: {reason}; name a Jinja file, or leave it out to use the tokenizer's own",
+        problem_id="chat-template-not-found",
+    )
+
+
+def _named_by(model: ModelConfig) -> str:
+    """The configuration key that says where the tokenizer is."""
+    if model.tokenizer is not None:
+        return "model.tokenizer"
+    return "model.path" if model.path is not None else "model.name"
+
+
+def _looks_like_hub_name(text: str) -> bool:
+    """Whether a text can be `organisation/name`; a path with a dot or tilde in front, or deeper, cannot."""
+    return not text.startswith((".", "~", "/")) and text.count("/") <= 1
+
+
+def _with_vocabulary(folder: Path, key: str) -> Path:
+    if any((folder / name).is_file() for name in VOCABULARY_FILES) or any(folder.glob("*.tiktoken")):
+        return folder
+    raise RequestError(
+        f"{key}: {folder} holds no tokenizer (none of {', '.join(VOCABULARY_FILES)}); copy the tokenizer's files "
+        "there, or name another one with model.tokenizer=DIR",
+        problem_id="tokenizer-not-found",
+    )
+
+
+def _hashed_files(folder: Path) -> list[Path]:
+    named = [folder / name for name in (*VOCABULARY_FILES, *SETTINGS_FILES)]
+    found = [*named, *folder.glob("*.tiktoken"), *folder.glob("additional_chat_templates/*.jinja")]
+    return sorted(file for file in found if file.is_file())
+
+
+def _tokenizer_class(folder: Path) -> list[str | None]:
+    """What of config.json chooses the tokenizer's class; the rest of that file does not matter here."""
+    file = folder / "config.json"
+    if not file.is_file():
+        return []
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RequestError(f"{file} is not JSON: {error}; copy it again", problem_id="tokenizer-broken") from error
+    return [config.get("model_type"), config.get("tokenizer_class")]
+
+
+def _fetch(name: str, revision: str | None, *, trust_remote_code: bool) -> Path:
+    """The tokenizer's files from the hub, or from its cache where the hub is out of reach."""
+    from huggingface_hub import snapshot_download
+
+    patterns = [*_PATTERNS, "*.py"] if trust_remote_code else list(_PATTERNS)
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except (OSError, ValueError) as error:  # the hub's own errors are kinds of these
+        raise hub_problem(error, "tokenizer", name) from error

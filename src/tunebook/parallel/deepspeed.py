@@ -1,0 +1,74 @@
+"""DeepSpeed ZeRO: the JSON that no user writes. Pure functions; saved in the run folder as `deepspeed.json`.
+
+Stage 1 shards the optimizer state over the ranks, stage 2 the gradients too, stage 3 also the parameters. A setting
+left at null is not written, so DeepSpeed's own default stands; "auto" is filled in by the Trainer from its arguments.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tunebook.config.choices import Offload, Strategy
+from tunebook.config.schema import RunConfig, ZeroConfig
+
+_STAGES = {Strategy.zero1: 1, Strategy.zero2: 2, Strategy.zero3: 3}
+
+
+def zero_stage(strategy: Strategy) -> int | None:
+    """The ZeRO stage of a strategy, None for the others."""
+    return _STAGES.get(strategy)
+
+
+def deepspeed_settings(config: RunConfig) -> dict[str, Any]:
+    """The DeepSpeed configuration of a resolved run with a ZeRO strategy.
+
+    The optimizer and the schedule stay the Trainer's (torch's fused AdamW): DeepSpeed's FusedAdam would need nvcc on
+    the machine. Source of the knobs: DeepSpeed 0.19 configuration reference.
+    """
+    zero = config.parallelism
+    assert isinstance(zero, ZeroConfig)
+    return {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto"},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": _zero_optimization(zero),
+    }
+
+
+def _zero_optimization(zero: ZeroConfig) -> dict[str, Any]:
+    stage = _STAGES[zero.strategy]
+    settings: dict[str, Any] = {"stage": stage}
+    said = {
+        "overlap_comm": zero.overlap_comm,
+        "allgather_bucket_size": zero.allgather_bucket_size,
+        "reduce_bucket_size": zero.reduce_bucket_size if zero.reduce_bucket_size is not None else "auto",
+        "round_robin_gradients": zero.round_robin_gradients,
+        "sub_group_size": zero.sub_group_size,
+    }
+    if stage == 3:
+        said |= {
+            "stage3_max_live_parameters": zero.max_live_parameters,
+            "stage3_max_reuse_distance": zero.max_reuse_distance,
+            "stage3_prefetch_bucket_size": zero.prefetch_bucket_size or "auto",
+            "stage3_param_persistence_threshold": zero.param_persistence_threshold or "auto",
+            "stage3_gather_16bit_weights_on_model_save": zero.gather_weights_on_save,
+        }
+    settings |= {key: value for key, value in said.items() if value is not None}
+    for key, target in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_parameters)):
+        if target is not Offload.none:
+            settings[key] = _offload(target, zero)
+    return settings
+
+
+def _offload(target: Offload, zero: ZeroConfig) -> dict[str, Any]:
+    settings: dict[str, Any] = {"device": target.value}
+    if zero.pin_memory is not None:
+        settings["pin_memory"] = zero.pin_memory
+    if target is Offload.nvme:
+        settings["nvme_path"] = zero.nvme_path
+    return settings

@@ -1,0 +1,39 @@
+"""The hash that says two runs were asked the same thing, wherever they ran and wherever they wrote."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from enum import Enum
+from typing import Any
+
+from tunebook.config.book import BOOK_PREFIX, book_root
+from tunebook.config.schema import RunConfig
+from tunebook.record.atomic_files import sha256_text
+
+# What may differ between two runs that train the same thing: where results go and how the run is started or watched.
+NOT_HASHED = ("outputs", "launcher", "tracking", "training.resume", "training.push_to_hub", "dataset.num_workers")
+
+
+def config_hash(config: RunConfig) -> str:
+    """SHA-256 of a resolved configuration in canonical form: sorted keys, book paths as `book:...`, see NOT_HASHED."""
+    canonical: dict[str, Any] = _canonical(dataclasses.asdict(config), f"{book_root()}/")
+    for key in NOT_HASHED:
+        *sections, name = key.split(".")
+        node = canonical
+        for section in sections:
+            node = node[section]
+        del node[name]
+    return sha256_text(json.dumps(canonical, sort_keys=True, ensure_ascii=False, allow_nan=False))
+
+
+def _canonical(value: Any, book_folder: str) -> Any:
+    if isinstance(value, dict):
+        return {key: _canonical(item, book_folder) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_canonical(item, book_folder) for item in value]
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, str) and value.startswith(book_folder):
+        return BOOK_PREFIX + value.removeprefix(book_folder)
+    return value

@@ -1,0 +1,168 @@
+"""`manifest.json`: what a run was made of and how it ended. Written before step 0, brought up to date as more is known.
+
+A reader who finds the state `running` long after the last metrics line has found a run that was killed without a word.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from tunebook.config.book import book_root, resolve_path
+from tunebook.config.schema import ModelConfig, RunConfig
+from tunebook.errors import DataError
+from tunebook.record.atomic_files import atomic_write_json, read_json, sha256_file
+from tunebook.record.config_hash import config_hash
+from tunebook.record.provenance import (
+    describe_code,
+    describe_command,
+    describe_environment,
+    describe_hardware,
+    shorten_paths,
+)
+
+MANIFEST_FILE = "manifest.json"
+FORMAT = 1  # raised when a key changes its meaning or goes away
+
+
+class RunState(Enum):
+    """How a run stands."""
+
+    running = "running"
+    finished = "finished"
+    stopped = "stopped"
+    failed = "failed"
+    invalid = "invalid"
+
+
+_STATE_OF_EXIT_CODE = {0: RunState.finished, 6: RunState.stopped, 7: RunState.invalid}
+
+
+def state_of_exit_code(exit_code: int) -> RunState:
+    """The state in which a run is left by a process that ended with this code."""
+    return _STATE_OF_EXIT_CODE.get(exit_code, RunState.failed)
+
+
+def start_manifest(
+    folder: Path,
+    config: RunConfig,
+    *,
+    world_size: int,
+    command: list[str],
+    nccl: str | None = None,
+    model: dict[str, Any] | None = None,
+    tokenizer_sha256: str | None = None,
+    chat_template_sha256: str | None = None,
+    dataset: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Write the manifest of a run that is about to start, and return it.
+
+    `model` adds to what the configuration says (the revision that the hub answered with); `dataset` is
+    `{records, fingerprint, counts}` of the prepared data. A run that goes on in its folder keeps the status of its
+    earlier attempts under `earlier_attempts`.
+    """
+    manifest = {
+        "format": FORMAT,
+        "recipe": config.recipe,
+        "title": config.title,
+        "status": {
+            "state": RunState.running.name,
+            "exit_code": None,
+            "reason": None,
+            "started": _now().isoformat(timespec="seconds"),
+            "ended": None,
+            "seconds": None,
+        },
+        "earlier_attempts": _earlier_attempts(folder),
+        "code": describe_code(book_root()),
+        "environment": describe_environment(config.hardware.generation.name),
+        "config_sha256": config_hash(config),
+        "model": describe_model(config.model) | (model or {}),
+        "tokenizer_sha256": tokenizer_sha256,
+        "chat_template_sha256": chat_template_sha256,
+        "dataset": dataset,
+        "hardware": describe_hardware(nccl),
+        "world_size": world_size,
+        "seed": config.training.seed,
+        "command": describe_command(command),
+    }
+    atomic_write_json(folder / MANIFEST_FILE, manifest)
+    return manifest
+
+
+def update_manifest(folder: Path, facts: dict[str, Any]) -> dict[str, Any]:
+    """Add facts that were learnt later; a section that is there already is added to, not replaced."""
+    manifest = read_manifest(folder)
+    for key, value in facts.items():
+        is_section = isinstance(value, dict) and isinstance(manifest.get(key), dict)
+        manifest[key] = manifest[key] | value if is_section else value
+    atomic_write_json(folder / MANIFEST_FILE, manifest)
+    return manifest
+
+
+def finish_manifest(
+    folder: Path,
+    state: RunState,
+    exit_code: int,
+    reason: str | None = None,
+    *,
+    step: int | None = None,
+    last_checkpoint: str | None = None,
+) -> dict[str, Any]:
+    """Record how the run ended; `reason` is one sentence for people, needed for every state but finished."""
+    ended = _now()
+    started = datetime.fromisoformat(read_manifest(folder)["status"]["started"])
+    status = {
+        "state": state.name,
+        "exit_code": exit_code,
+        "reason": reason,
+        "ended": ended.isoformat(timespec="seconds"),
+        "seconds": round((ended - started).total_seconds(), 1),
+        "step": step,
+        "last_checkpoint": last_checkpoint,
+    }
+    return update_manifest(folder, {"status": status})
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a run. Raises: DataError when it is missing, not JSON, or of a later version of Tunebook."""
+    path = folder / MANIFEST_FILE
+    if not path.is_file():
+        raise DataError(
+            f"{path} is not there: the run never started, or this is no run folder; "
+            "name one that `tunebook train` made",
+            problem_id="broken-record",
+        )
+    manifest: dict[str, Any] = read_json(path)
+    if manifest["format"] > FORMAT:
+        raise DataError(
+            f"{path} has format {manifest['format']} and this Tunebook reads up to {FORMAT}; "
+            "read it with the version that wrote it, or a later one",
+            problem_id="broken-record",
+        )
+    return manifest
+
+
+def describe_model(model: ModelConfig) -> dict[str, Any]:
+    """Name (or path as configured), revision, hash of config.json where the model is a folder, and weights."""
+    config_file = resolve_path(model.path) / "config.json" if model.path else None
+    return {
+        "name": model.name or shorten_paths(model.path or ""),
+        "revision": model.revision,
+        "config_sha256": sha256_file(config_file) if config_file and config_file.is_file() else None,
+        "weights": model.weights.name,
+    }
+
+
+def _earlier_attempts(folder: Path) -> list[dict[str, Any]]:
+    if not (folder / MANIFEST_FILE).is_file():
+        return []
+    earlier = read_manifest(folder)
+    attempts: list[dict[str, Any]] = earlier["earlier_attempts"]
+    return [*attempts, earlier["status"]]
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)

@@ -1,0 +1,230 @@
+"""Line charts as inline SVG.
+
+Why our own: the report is one file that must open anywhere, without network and without JavaScript. A plotting library
+would add 80 MB to every image and megabytes of script, or a bitmap that neither scales nor follows the reader's light
+or dark colours. Colours are classes (`c0`..`c5`) that the page's style sheet defines for both.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from enum import Enum
+
+from markupsafe import Markup
+
+from tunebook.record.page.axes import Axis, step_axis, value_axis
+from tunebook.record.page.numbers import Unit, format_value
+
+Point = tuple[float, float | None]  # x, y; None breaks the line
+
+NUM_COLOURS = 6
+NUM_DASHES = 3
+MAX_POINTS = 600  # drawn per line: more than that is finer than a pixel
+_TOP, _BOTTOM, _RIGHT = 26, 42, 14  # margins, in SVG units (about pixels)
+_HORIZONTAL = Markup(
+    '<line class="{0}" x1="{1}" x2="{2}" y1="{3}" y2="{3}"/><text class="tick" x="{4}" y="{5}">{6}</text>'
+)
+_VERTICAL = Markup(
+    '<line class="base" x1="{0}" x2="{0}" y1="{1}" y2="{2}"/><text class="x-tick" x="{0}" y="{3}">{4}</text>'
+)
+_CHARACTER_WIDTH = 9.2  # of the tick labels on a phone, where the style sheet sets 16 px type
+
+
+class Stroke(Enum):
+    """How a line is drawn; the value is its CSS class."""
+
+    strong = "strong"
+    faint = "faint"  # raw values behind a smoothed line
+    dots = "dots"  # few points, each of which counts, joined by a thin line
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One line of a chart; lines of the same colour belong together."""
+
+    name: str
+    points: list[Point]
+    colour: int = 0
+    dash: int = 0  # pattern, for lines that may lie on each other
+    stroke: Stroke = Stroke.strong
+
+    @property
+    def style(self) -> str:
+        """The CSS classes: stroke, colour and dash pattern."""
+        return f"{self.stroke.value} c{self.colour % NUM_COLOURS} dash{self.dash % NUM_DASHES}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Band:
+    """The area between the lowest and the highest of several values: (x, low, high)."""
+
+    name: str
+    points: list[tuple[float, float, float]]
+    colour: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """Something that happened at one x: a vertical line with a word."""
+
+    x: float
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """What a chart shows; `draw` makes the SVG."""
+
+    title: str
+    y_label: str
+    lines: list[Line]
+    x_label: str = "optimizer step"
+    unit: Unit = Unit.plain
+    from_zero: bool = False
+    ceiling: float | None = None  # larger values are drawn at the top edge, with an arrow
+    bands: list[Band] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    note: str = ""
+
+    def draw(self, width: int, height: int) -> Markup:
+        """The chart as one <svg> of this size, which the page scales to the room it has."""
+        plot = _Plot.of(self, width, height)
+        parts = [*_draw_axes(self, plot), *(_draw_band(band, plot) for band in self.bands)]
+        for line in self.lines:
+            parts.extend(_draw_line(line, plot, self.ceiling))
+        parts.extend(_draw_mark(mark, plot) for mark in self.marks)
+        return Markup(
+            '<svg class="chart" viewBox="0 0 {} {}" role="img" aria-label="{}" data-chart="{}">{}'
+            '<line class="cursor" y1="{}" y2="{}" x1="0" x2="0"/></svg>'
+        ).format(width, height, self.summary, _hover_data(self, plot), Markup("").join(parts), plot.top, plot.bottom)
+
+    @property
+    def summary(self) -> str:
+        """The chart in a sentence, for readers who cannot see it."""
+        sentences = []
+        for line in self.lines:
+            known = [(x, y) for x, y in line.points if y is not None]
+            if known:
+                (first_x, first), (last_x, last) = known[0], known[-1]
+                sentences.append(
+                    f"{line.name}: {format_value(first, self.unit)} at {format_value(first_x, Unit.whole)}, "
+                    f"{format_value(last, self.unit)} at {format_value(last_x, Unit.whole)}"
+                )
+        return f"{self.title}, by {self.x_label}. " + "; ".join(sentences)
+
+
+def thin(points: list[Point], limit: int = MAX_POINTS) -> list[Point]:
+    """At most about `limit` of the points: of each stretch the lowest and the highest, so that no spike is lost."""
+    if len(points) <= limit:
+        return points
+    stretch = -(-2 * len(points) // limit)
+    kept: list[Point] = [points[0]]
+    for start in range(1, len(points) - 1, stretch):
+        part = points[start : min(start + stretch, len(points) - 1)]
+        known = [(y, index) for index, (_, y) in enumerate(part) if y is not None]
+        indices = {min(known)[1], max(known)[1]} if known else set()
+        indices |= {index for index, (_, y) in enumerate(part) if y is None}
+        kept.extend(part[index] for index in sorted(indices))
+    return [*kept, points[-1]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plot:
+    """The drawing area and its two axes."""
+
+    left: float
+    right: float
+    top: float
+    bottom: float
+    x_axis: Axis
+    y_axis: Axis
+
+    @staticmethod
+    def of(chart: Chart, width: int, height: int) -> _Plot:
+        xs = [x for line in chart.lines for x, _ in line.points]
+        ys = [y for line in chart.lines for _, y in line.points if y is not None]
+        ys += [edge for band in chart.bands for _, low, high in band.points for edge in (low, high)]
+        if chart.ceiling is not None:
+            ys = [min(y, chart.ceiling) for y in ys]
+        y_axis = value_axis(ys or [0.0, 1.0], chart.unit, chart.from_zero)
+        left = 12 + _CHARACTER_WIDTH * max(map(len, y_axis.labels))
+        x_axis = step_axis(xs, num_ticks=max(6, width // 100))
+        return _Plot(left=left, right=width - _RIGHT, top=_TOP, bottom=height - _BOTTOM, x_axis=x_axis, y_axis=y_axis)
+
+    def x(self, value: float) -> float:
+        return round(self.left + (self.right - self.left) * self.x_axis.share(value), 1)
+
+    def y(self, value: float) -> float:
+        return round(self.bottom - (self.bottom - self.top) * self.y_axis.share(value), 1)
+
+
+def _draw_axes(chart: Chart, plot: _Plot) -> list[Markup]:
+    note = f" ({plot.y_axis.scale_note})" if plot.y_axis.scale_note else ""
+    parts = [Markup('<text class="axis-name" x="2" y="12">{}</text>').format(chart.y_label + note)]
+    for value, label in zip(plot.y_axis.ticks, plot.y_axis.labels, strict=True):
+        kind, y = "base" if value == plot.y_axis.low else "rule", plot.y(value)
+        parts.append(_HORIZONTAL.format(kind, plot.left, plot.right, y, plot.left - 8, y + 4, label))
+    for value, label in zip(plot.x_axis.ticks, plot.x_axis.labels, strict=True):
+        parts.append(_VERTICAL.format(plot.x(value), plot.bottom, plot.bottom + 4, plot.bottom + 18, label))
+    parts.append(
+        Markup('<text class="axis-name end" x="{}" y="{}">{}</text>').format(
+            plot.right, plot.bottom + 36, chart.x_label
+        )
+    )
+    return parts
+
+
+def _draw_band(band: Band, plot: _Plot) -> Markup:
+    upper = [f"{plot.x(x)},{plot.y(high)}" for x, _, high in band.points]
+    lower = [f"{plot.x(x)},{plot.y(low)}" for x, low, _ in reversed(band.points)]
+    return Markup('<polygon class="band c{}" points="{}"/>').format(band.colour % NUM_COLOURS, " ".join(upper + lower))
+
+
+def _draw_line(line: Line, plot: _Plot, ceiling: float | None) -> list[Markup]:
+    points = thin(line.points)
+    path, pen = [], "M"
+    for x, y in points:
+        if y is not None:
+            path.append(f"{pen}{plot.x(x)} {plot.y(y)}")
+        pen = "M" if y is None else "L"
+    parts = [Markup('<path class="{}" d="{}"/>').format(line.style, "".join(path))]
+    if line.stroke is Stroke.dots or sum(y is not None for _, y in points) == 1:
+        parts.extend(
+            Markup('<circle class="{}" cx="{}" cy="{}" r="3.5"/>').format(line.style, plot.x(x), plot.y(y))
+            for x, y in points
+            if y is not None
+        )
+    if ceiling is not None:
+        arrow = Markup('<path class="arrow {0}" d="M{1} {2}l-4 7h8z"/>')
+        parts.extend(
+            arrow.format(line.style, plot.x(x), plot.top - 2) for x, y in points if y is not None and y > ceiling
+        )
+    return parts
+
+
+def _draw_mark(mark: Mark, plot: _Plot) -> Markup:
+    x = plot.x(mark.x)
+    on_right = x > (plot.left + plot.right) / 2
+    return Markup(
+        '<line class="mark" x1="{0}" x2="{0}" y1="{1}" y2="{2}"/><text class="mark-name{3}" x="{4}" y="{5}">{6}</text>'
+    ).format(
+        x, plot.top, plot.bottom, " end" if on_right else "", x + (-6 if on_right else 6), plot.top + 12, mark.text
+    )
+
+
+def _hover_data(chart: Chart, plot: _Plot) -> str:
+    """What the page's script reads to show the values under the pointer."""
+    lines = [
+        {"name": line.name, "points": [_four_digits(point) for point in thin(line.points)]} for line in chart.lines
+    ]
+    data = {
+        "left": plot.left, "right": plot.right, "low": plot.x_axis.low, "high": plot.x_axis.high,
+        "x": chart.x_label, "percent": chart.unit is Unit.share, "lines": lines,
+    }  # fmt: skip
+    return json.dumps(data, separators=(",", ":"))
+
+
+def _four_digits(point: Point) -> Point:
+    x, y = point
+    return x, None if y is None else float(f"{y:.4g}")

@@ -1,0 +1,97 @@
+"""Several runs side by side: their numbers in one table, and what differs in what they were asked to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tunebook.record.page.details import flatten
+from tunebook.record.page.evaluation import score_rows
+from tunebook.record.page.numbers import NO_VALUE, Unit, format_value
+from tunebook.record.page.overview import describe_machine, explain_state, state_of, state_word
+from tunebook.record.page.summary import summarise
+from tunebook.record.run_record import RunRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedRun:
+    """One run as a column of the comparison."""
+
+    name: str
+    state: str
+    state_word: str
+    warning: str  # empty where the run finished
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Runs as columns, numbers as rows."""
+
+    runs: list[ComparedRun]
+    numbers: list[tuple[str, list[str]]]
+    differences: list[tuple[str, list[str]]]  # configuration keys whose values are not the same everywhere
+    not_compared: list[str]  # runs without a run.yaml
+
+
+def short_names(records: Sequence[RunRecord]) -> list[str]:
+    """What tells the runs apart: the time alone where they are of one recipe, else recipe/time, else the whole path."""
+    candidates = ([record.folder.name for record in records], [record.name for record in records])
+    same_recipe = len({record.folder.parent for record in records}) == 1
+    names = candidates[0 if same_recipe else 1]
+    return names if len(set(names)) == len(names) else [str(record.folder) for record in records]
+
+
+def compare(records: Sequence[RunRecord], names: Sequence[str]) -> Comparison:
+    """Lay the runs side by side."""
+    summaries = [summarise(record) for record in records]
+    runs = [
+        ComparedRun(
+            name=name, state=state_of(record), state_word=state_word(record),
+            warning=" ".join(explain_state(record, summary)),
+        )
+        for record, name, summary in zip(records, names, summaries, strict=True)
+    ]  # fmt: skip
+    numbers = [
+        ("Hardware", [describe_machine(record) for record in records]),
+        ("Steps", [format_value(summary.num_steps, Unit.whole) for summary in summaries]),
+        ("Tokens trained on", [format_value(summary.num_tokens, Unit.whole) for summary in summaries]),
+        ("Final training loss", [format_value(summary.final_loss) for summary in summaries]),
+        ("Best validation loss", [format_value(summary.best_validation_loss) for summary in summaries]),
+        *_scores(records),
+        ("Tokens per second and GPU", [format_value(summary.tokens_per_second_per_gpu) for summary in summaries]),
+        ("MFU", [format_value(summary.mfu, Unit.share) for summary in summaries]),
+        ("Padding", [format_value(summary.padding_share, Unit.share) for summary in summaries]),
+        ("Peak memory", [format_value(max(s.peak_memory_gib, default=None), Unit.gib) for s in summaries]),
+        ("Duration", [format_value(summary.seconds, Unit.seconds) for summary in summaries]),
+    ]
+    return Comparison(
+        runs=runs,
+        numbers=[(label, row) for label, row in numbers if any(text != NO_VALUE for text in row)],
+        differences=config_differences(records),
+        not_compared=[name for record, name in zip(records, names, strict=True) if record.config is None],
+    )
+
+
+def config_differences(records: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
+    """Keys of run.yaml that are not the same in all runs that have one, with each run's value."""
+    flat = [None if record.config is None else dict(flatten(record.config)) for record in records]
+    keys = list(dict.fromkeys(key for config in flat if config is not None for key in config))
+    rows = []
+    for key in keys:
+        values = [None if config is None else config.get(key, "not set") for config in flat]
+        if len({value for value in values if value is not None}) > 1:
+            rows.append((key, [NO_VALUE if value is None else value for value in values]))
+    return rows
+
+
+def _scores(records: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
+    tables = [
+        {row.name: row for row in score_rows(record.before, record.after) if not row.is_group} for record in records
+    ]
+    names = list(dict.fromkeys(name for table in tables for name in table))
+    rows = []
+    for name in names:
+        found = [table.get(name) for table in tables]
+        metric = next(row.metric for row in found if row)
+        rows.append((f"{name} ({metric})", [row.after.text if row and row.after else NO_VALUE for row in found]))
+    return rows

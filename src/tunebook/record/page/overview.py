@@ -1,0 +1,198 @@
+"""The head of a run's report: what ran, how it ended, and the numbers it comes down to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from tunebook.record.page.numbers import TIMES, Unit, format_count, format_duration, format_value
+from tunebook.record.page.summary import Summary, main_score
+from tunebook.record.run_record import RunRecord
+
+_STATE_WORDS = {
+    "finished": "finished",
+    "stopped": "stopped on request",
+    "failed": "failed",
+    "invalid": "invalid",
+    "running": "not ended",
+    "unknown": "no manifest",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One number in large type."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overview:
+    """What stands above everything else."""
+
+    title: str
+    name: str
+    state: str
+    state_word: str
+    banner: list[str]  # sentences; empty for a run that finished and whose numbers may be used
+    facts: list[tuple[str, str]]
+    figures: list[Figure]
+
+
+def build_overview(record: RunRecord, summary: Summary) -> Overview:
+    """Put the head of the report together from whatever was recorded."""
+    state = state_of(record)
+    title = (record.config or {}).get("title") or record.folder.parent.name
+    return Overview(
+        title=title,
+        name=record.name,
+        state=state,
+        state_word=_STATE_WORDS[state],
+        banner=explain_state(record, summary),
+        facts=_facts(record, summary),
+        figures=_figures(record, summary),
+    )
+
+
+def state_of(record: RunRecord) -> str:
+    """The state to show: what the manifest says, but never `finished` where a loss was not finite."""
+    state = record.status.get("state", "unknown")
+    return "invalid" if state == "finished" and record.first_invalid_step is not None else state
+
+
+def state_word(record: RunRecord) -> str:
+    """The state in words for people."""
+    return _STATE_WORDS[state_of(record)]
+
+
+def explain_state(record: RunRecord, summary: Summary) -> list[str]:
+    """What a reader must know before using the numbers of a run that did not simply finish."""
+    state, status = state_of(record), record.status
+    if state == "finished":
+        return []
+    reason = _sentence(status.get("reason"))
+    until = f"after step {summary.num_steps}" if summary.num_steps else "before the first step was logged"
+    checkpoint = status.get("last_checkpoint")
+    saved = f"Last good checkpoint: {checkpoint}." if checkpoint else "No checkpoint of it is recorded."
+    if state == "invalid":
+        step = record.first_invalid_step
+        where = f"The loss was not finite at step {step}." if step is not None else ""
+        return [f"This training is invalid. {reason or where}", f"Do not use its numbers as a result. {saved}"]
+    if state == "stopped":
+        return [f"This run was stopped on request {until}, so it is not finished. {reason}",
+                f"{saved} Starting it again with training.resume=auto goes on from there."]  # fmt: skip
+    if state == "failed":
+        code = status.get("exit_code")
+        return [f"This run failed {until} with exit code {code}. {reason}",
+                f"What it recorded until then is below. {saved}"]  # fmt: skip
+    if state == "running":
+        when = f", at {format_time(record.last_logged)}" if record.last_logged else ""
+        return [f"This run has not said how it ended: it is still running, or it was killed {until}{when}."]
+    return ["This folder has no manifest.json: how the run ended, and what it was made of, is not recorded."]
+
+
+def format_time(time: datetime | str | None) -> str:
+    """A point in time for people: 21 November 2026, 07:18 UTC."""
+    if time is None:
+        return "not recorded"
+    time = datetime.fromisoformat(time) if isinstance(time, str) else time
+    return f"{time.day} {time:%B %Y, %H:%M} UTC"
+
+
+def describe_machine(record: RunRecord) -> str:
+    """The hardware in a few words: how many of which GPU, or the number of CPU cores."""
+    hardware = record.manifest["hardware"] if record.manifest else None
+    if hardware is None:
+        return "not recorded"
+    world_size = (record.manifest or {}).get("world_size")
+    if not hardware["gpus"]:
+        ranks = f", {world_size} ranks" if world_size and world_size > 1 else ""
+        return f"CPU, {hardware['cpus']} cores{ranks}"
+    names = Counter(gpu["name"] for gpu in hardware["gpus"])
+    found = ", ".join(f"{count} {TIMES} {name}" for name, count in names.items())
+    return f"{found}; {world_size} used" if world_size and world_size != len(hardware["gpus"]) else found
+
+
+def _facts(record: RunRecord, summary: Summary) -> list[tuple[str, str]]:
+    status, manifest, plan = record.status, record.manifest or {}, record.plan or {}
+    steps = "none logged" if summary.num_steps is None else str(summary.num_steps)
+    if summary.num_steps is not None and summary.num_planned_steps:
+        steps = f"{summary.num_steps:,} of {summary.num_planned_steps:,}"
+    facts = [
+        ("Recipe", str(manifest.get("recipe") or record.folder.parent.name)),
+        ("Model", _describe_model(manifest)),
+        ("Hardware", describe_machine(record)),
+        ("Strategy", _strategy(record.config)),
+        (
+            "Precision, attention, packing",
+            ", ".join(str(plan[key]) for key in ("precision", "attention", "packing") if plan.get(key)),
+        ),
+        ("Optimizer steps", steps),
+        ("Tokens trained on", format_count(summary.num_tokens) if summary.num_tokens else "not recorded"),
+        ("Started", format_time(status.get("started"))),
+        ("Took", format_duration(status["seconds"]) if status.get("seconds") is not None else "not recorded"),
+        ("Exit code", _exit_code(status)),
+    ]
+    return [(name, value or "not recorded") for name, value in facts]
+
+
+def _figures(record: RunRecord, summary: Summary) -> list[Figure]:
+    figures = []
+    after, before = main_score(record.after), main_score(record.before)
+    if after:
+        unit = Unit.share if 0 <= after[2] <= 1 else Unit.plain
+        note = f"before training: {format_value(before[2], unit)}" if before and before[0] == after[0] else after[0]
+        figures.append(Figure(label=after[1].replace("_", " "), value=format_value(after[2], unit), note=note))
+    if summary.final_loss is not None:
+        note = f"from {format_value(summary.first_loss)}; mean of the last {summary.num_final_steps} logged"
+        figures.append(Figure(label="training loss", value=format_value(summary.final_loss), note=note))
+    if summary.best_validation_loss is not None:
+        best = format_value(summary.best_validation_loss)
+        figures.append(Figure(label="validation loss", value=best, note=f"best of {len(record.validation)}"))
+    if summary.tokens_per_second_per_gpu is not None:
+        speed = format_value(summary.tokens_per_second_per_gpu)
+        figures.append(Figure(label="tokens per second", value=speed, note=_speed_note(record)))
+    if summary.mfu is not None:
+        peak = next((line["peak_tflops"] for line in record.training if line.get("peak_tflops")), None)
+        note = f"of a peak of {format_value(peak)} TFLOP/s" if peak else "of the peak"
+        figures.append(Figure(label="MFU", value=format_value(summary.mfu, Unit.share), note=note))
+    if summary.peak_memory_gib:
+        note = "peak of the highest rank" if len(summary.peak_memory_gib) > 1 else "peak"
+        figures.append(Figure(label="memory", value=format_value(max(summary.peak_memory_gib), Unit.gib), note=note))
+    return figures
+
+
+def _exit_code(status: dict[str, Any]) -> str:
+    if not status:
+        return "not recorded"
+    return "none yet" if status["exit_code"] is None else str(status["exit_code"])
+
+
+def _speed_note(record: RunRecord) -> str:
+    on_gpu = bool(record.manifest and record.manifest["hardware"]["gpus"])
+    return "per GPU, median after warming up" if on_gpu else "per rank, median after warming up"
+
+
+def _describe_model(manifest: dict[str, Any]) -> str:
+    model = manifest.get("model")
+    if not model:
+        return ""
+    weights = " from random weights" if model.get("weights") == "random" else ""
+    return f"{model.get('name')}{weights}"
+
+
+def _strategy(config: dict[str, Any] | None) -> str:
+    if config is None:
+        return ""
+    peft = config["peft"]["method"]
+    return f"{config['parallelism']['strategy']}, {'full fine-tune' if peft == 'full' else peft}"
+
+
+def _sentence(text: str | None) -> str:
+    if not text:
+        return ""
+    return text[0].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".")

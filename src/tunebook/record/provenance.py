@@ -1,0 +1,151 @@
+"""Where a run came from: the code, the packages and the machine, as facts for the manifest.
+
+Each function answers with what it found and, where a fact cannot be had, with null and the reason; none of them raises,
+since a run must not fail for want of `git`. Nothing identifies the machine or its user.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from tunebook.config.book import BOOK_PREFIX, book_root
+from tunebook.record.atomic_files import sha256_file, sha256_text
+
+IMAGE_DIGEST_VARIABLE = "TUNEBOOK_IMAGE_DIGEST"  # set by the image's entry point
+# What can change a loss or a speed; `installed_sha256` covers the rest.
+PACKAGES = (
+    "tunebook", "torch", "triton", "transformers", "tokenizers", "trl", "accelerate", "datasets", "peft", "deepspeed",
+    "liger-kernel", "flash-attn", "flash-attn-4", "torchao", "bitsandbytes", "safetensors", "numpy", "lm-eval", "ray",
+    "submitit", "hydra-core", "omegaconf",
+)  # fmt: skip
+_CODE_FOLDERS = ("src", "hydra_configs", "recipes", "docker")  # untracked files elsewhere do not change a run
+_COMMAND_TIMEOUT_S = 20
+
+
+def describe_code(checkout: Path) -> dict[str, Any]:
+    """The checkout's commit, and a hash of what was changed or added since; `reason` says why one is null."""
+    code: dict[str, Any] = {"git_commit": None, "git_diff_sha256": None, "is_clean": None, "reason": None}
+    if shutil.which("git") is None:
+        return code | {"reason": "git is not installed"}
+    top = _git(checkout, "rev-parse", "--show-toplevel")
+    # An installed book may lie inside somebody's own repository, whose commits say nothing about it.
+    if top.returncode != 0 or Path(os.fsdecode(top.stdout).rstrip("\n")) != checkout.resolve():
+        return code | {"reason": "the book is not a git checkout"}
+    head = _git(checkout, "rev-parse", "--verify", "--quiet", "HEAD")
+    if head.returncode != 0:
+        return code | {"reason": "the checkout has no commit yet"}
+    difference = _hash_difference(checkout)
+    return code | {
+        "git_commit": head.stdout.decode().strip(),
+        "git_diff_sha256": difference,
+        "is_clean": difference is None,
+    }
+
+
+def describe_environment(generation: str) -> dict[str, Any]:
+    """Image digest, lock hash, Python and package versions; `generation` names the lock's folder under docker/."""
+    lock = book_root() / "docker" / generation / "requirements.lock"
+    installed = sorted({f"{found.name.lower()}=={found.version}" for found in importlib.metadata.distributions()})
+    return {
+        "image_digest": os.environ.get(IMAGE_DIGEST_VARIABLE) or None,
+        "lock_sha256": sha256_file(lock) if lock.is_file() else None,
+        "installed_sha256": sha256_text("\n".join(installed)),
+        "python": platform.python_version(),
+        "packages": _package_versions(),
+    }
+
+
+def describe_hardware(nccl: str | None) -> dict[str, Any]:
+    """GPUs, driver, NCCL, topology, CPUs and memory of this machine, and its name as a hash."""
+    from tunebook.hardware.detect import detect_machine
+
+    machine = detect_machine()
+    return {
+        "gpus": [
+            {"name": gpu.name, "memory_gib": gpu.memory_gib, "generation": gpu.generation.name} for gpu in machine.gpus
+        ],
+        "driver": machine.driver,
+        "nccl": nccl,
+        "topology": _topology() if machine.gpus else None,
+        "cpus": machine.num_cpus,
+        "memory_gib": machine.host_memory_gib,
+        "host": host_fingerprint(),
+    }
+
+
+def host_fingerprint() -> str:
+    """Tells machines apart without naming them: a hash of the host name and, where there is one, the machine id."""
+    machine_id = Path("/etc/machine-id")
+    secret = machine_id.read_text() if machine_id.is_file() else ""
+    return sha256_text(f"{secret.strip()}:{socket.gethostname()}")[:16]
+
+
+def describe_command(arguments: list[str]) -> list[str]:
+    """The command line with the program's bare name and its paths shortened."""
+    program, *rest = arguments
+    name = "tunebook" if Path(program).name == "__main__.py" else Path(program).name
+    return [name, *map(shorten_paths, rest)]
+
+
+def shorten_paths(text: str) -> str:
+    """A text with `book:` for the book's folder and `~` for the home folder, which is often the user's name."""
+    home = str(Path.home())
+    text = text.replace(f"{book_root()}/", BOOK_PREFIX)
+    # Only whole folder names: /root must not shorten /rootless.
+    return re.sub(rf"{re.escape(home)}(?=/|$)", "~", text) if home != "/" else text
+
+
+def _git(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+    # In a container the mounted checkout belongs to another user, which git refuses without safe.directory.
+    command = ["git", "-c", f"safe.directory={checkout.resolve()}", "-C", str(checkout), *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, timeout=_COMMAND_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, returncode=124, stdout=b"", stderr=b"timed out")
+
+
+def _hash_difference(checkout: Path) -> str | None:
+    changed = _git(checkout, "diff", "HEAD", "--binary", "--no-ext-diff", "--no-textconv", "--no-color").stdout
+    listing = _git(checkout, "ls-files", "--others", "--exclude-standard", "-z", "--", *_CODE_FOLDERS).stdout
+    added = sorted(os.fsdecode(name) for name in listing.split(b"\0") if name)
+    if not changed and not added:
+        return None
+    digest = hashlib.sha256(changed)
+    for name in added:
+        file = checkout / name
+        content = sha256_file(file) if file.is_file() else "not a file"
+        digest.update(f"\0{name}\0{content}".encode(errors="surrogateescape"))
+    return digest.hexdigest()
+
+
+def _package_versions() -> dict[str, str]:
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _topology() -> str | None:
+    """`nvidia-smi topo -m` as plain text: which GPUs are joined by NVLink and which by PCIe."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", answer.stdout).strip()  # it underlines its header with escape codes
+    return plain if answer.returncode == 0 and plain else None

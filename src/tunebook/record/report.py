@@ -1,0 +1,106 @@
+"""`report.html`: one run, or several compared, as a single page that opens anywhere.
+
+The page holds everything it needs and a content security policy that forbids the browser to fetch anything or to run
+any script but the page's own small one (which only shows values under the pointer), so that nothing in a sample answer
+can do harm either.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from tunebook import __version__
+from tunebook.errors import RequestError
+from tunebook.record.atomic_files import atomic_write_text
+from tunebook.record.page.comparison import compare, short_names
+from tunebook.record.page.curves import dash_of_run, loss_chart, other_charts, overlaid_charts
+from tunebook.record.page.details import batch_facts, choices, data_counts, data_sources, flatten, memory_bars
+from tunebook.record.page.evaluation import baseline_text, pair_samples, score_rows
+from tunebook.record.page.overview import build_overview, format_time
+from tunebook.record.page.summary import summarise
+from tunebook.record.run_record import RunRecord, read_run
+
+TEMPLATES = Path(__file__).parent / "page"
+
+
+def write_report(folders: Sequence[Path], output: Path) -> None:
+    """Write the report of one run, or the comparison of several, to `output`.
+
+    Raises: RequestError for a folder that is no run's, or an output that cannot be written.
+    """
+    if not folders:
+        raise RequestError("no run was named to report on; try: tunebook report latest", problem_id="unknown-run")
+    records = [read_run(folder) for folder in folders]
+    page = render_run(records[0]) if len(records) == 1 else render_comparison(records)
+    try:
+        atomic_write_text(output, page)
+    except OSError as error:
+        raise RequestError(
+            f"the report cannot be written to {output.absolute()}: {error.strerror}; name a file in a folder that "
+            "exists and can be written to",
+            problem_id="outputs-not-writable",
+        ) from error
+
+
+def render_run(record: RunRecord) -> str:
+    """The page of one run."""
+    summary = summarise(record)
+    charts, missing = other_charts(record)
+    bars, memory_note = memory_bars(record, summary)
+    return _render(
+        "run.html.jinja",
+        overview=build_overview(record, summary),
+        scores=score_rows(record.before, record.after),
+        has_before=record.before is not None,
+        has_after=record.after is not None,
+        baseline=baseline_text(record.before, record.after),
+        samples=pair_samples(record.before, record.after),
+        loss=loss_chart(record),
+        charts=charts,
+        missing_charts=missing,
+        memory_bars=bars,
+        memory_note=memory_note,
+        batch=batch_facts(record.plan),
+        choices=choices(record.plan),
+        problems=(record.plan or {}).get("problems") or [],
+        has_plan=record.plan is not None,
+        data_sources=data_sources(record.manifest),
+        data_counts=data_counts(record.manifest),
+        manifest=flatten(record.manifest) if record.manifest else [],
+        config=flatten(record.config) if record.config else [],
+    )
+
+
+def render_comparison(records: Sequence[RunRecord]) -> str:
+    """The page of several runs."""
+    names = short_names(records)
+    return _render(
+        "comparison.html.jinja",
+        comparison=compare(records, names),
+        recipes=sorted({record.folder.parent.name for record in records}),
+        charts=overlaid_charts(records, names),
+        dashes=[dash_of_run(index) for index in range(len(records))],
+    )
+
+
+def _render(template: str, **view: Any) -> str:
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+    script = (TEMPLATES / "report.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    # Markup: our own files, not data, and a browser must see exactly the bytes that the digest is of.
+    style = (TEMPLATES / "report.css").read_text(encoding="utf-8")
+    return environment.get_template(template).render(
+        **view, style=Markup(style), script=Markup(script), script_digest=digest, version=__version__,
+        written=format_time(datetime.now(UTC)),
+    )  # fmt: skip

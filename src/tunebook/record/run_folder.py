@@ -1,0 +1,212 @@
+"""Run folders, `outputs/<recipe>/<time>/`: made before anything else of a run, found again by name later.
+
+Also how each rank ended: it says so in a file of its own, since torchrun turns every failure into exit code 1.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import shutil
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from tunebook.errors import DoesNotFitError, RequestError, TunebookError, did_you_mean
+from tunebook.record.atomic_files import atomic_write_json, read_json
+
+LATEST = "latest"
+MINIMUM_FREE_GIB = 0.1  # room for metrics, manifest and report; checkpoints are planned for by the caller
+_RUN_NAME = re.compile(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\dZ(-\d{3,})?")
+_NUM_RUNS_LISTED = 8
+# The most telling code first. 7 and 6 are decisions the ranks take together, and torchrun may kill the others before
+# they can say so; a named error says more than 1 (unexpected, or killed); 0 only when every rank says 0.
+_MOST_TELLING = (7, 6, 4, 3, 2, 5, 1, 0)
+
+
+def create_run_folder(outputs: Path, recipe: str, now: datetime | None = None) -> Path:
+    """Make `outputs/<recipe>/<UTC time>[-NNN]/` and point `latest` at it; NNN tells runs of the same second apart.
+
+    Raises: RequestError when it cannot be written to, DoesNotFitError when the disk is full. Nothing is left then.
+    """
+    outputs = outputs.expanduser().absolute()
+    _check_writable(outputs)
+    recipe_folder = outputs / recipe
+    time = (now or datetime.now(UTC)).strftime("%Y-%m-%dT%H-%M-%SZ")
+    try:
+        check_free_space(outputs, MINIMUM_FREE_GIB)
+        recipe_folder.mkdir(parents=True, exist_ok=True)
+        folder = _make_unique(recipe_folder, time)
+    except OSError as error:
+        raise _cannot_write(outputs, error) from error
+    _point_latest_at(folder)
+    return folder
+
+
+def check_free_space(path: Path, needed_gib: float) -> None:
+    """Raise DoesNotFitError unless the disk that holds `path` (which need not exist yet) has `needed_gib` free."""
+    disk = shutil.disk_usage(_nearest_existing(path))
+    free_gib = disk.free / 2**30
+    # A total of zero is a file system that does not count, such as some network mounts: the writes will tell.
+    if disk.total and free_gib < needed_gib:
+        raise DoesNotFitError(
+            f"the disk of {path} has {free_gib:.1f} GiB free and this run writes about {needed_gib:.1f} GiB; "
+            "free some space, keep fewer checkpoints (training.keep_checkpoints=1), "
+            "or write elsewhere: outputs=/a/folder/on/another/disk",
+            problem_id="disk-full",
+        )
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is one run's: it holds a frozen `run.yaml` or a manifest."""
+    return (folder / "run.yaml").is_file() or (folder / "manifest.json").is_file()
+
+
+def find_runs(outputs: Path, recipe: str | None = None) -> list[Path]:
+    """Every run under `outputs`, of one recipe or of all, oldest first."""
+    folders = outputs.expanduser().absolute().glob(f"{recipe or '*'}/*")
+    return sorted((f for f in folders if _RUN_NAME.fullmatch(f.name) and is_run(f)), key=_age)
+
+
+def latest_run(outputs: Path, recipe: str | None = None) -> Path | None:
+    """The newest run, of one recipe or of all; None when there is none."""
+    # Not by the `latest` link: two runs that start together may link in the other order.
+    runs = find_runs(outputs, recipe)
+    return runs[-1] if runs else None
+
+
+def resolve_run(text: str, outputs: Path) -> Path:
+    """The folder of a run named as a folder, as `latest`, as a recipe (its newest) or as `<recipe>/<time>`.
+
+    Raises: RequestError listing the newest runs there are.
+    """
+    outputs = outputs.expanduser().absolute()
+    named = Path(text).expanduser().absolute()
+    for folder in (named, outputs / text):
+        if is_run(folder):
+            return folder.resolve()
+    found = latest_run(outputs) if text == LATEST else latest_run(outputs, recipe=Path(text).name)
+    if found is None and named.is_dir():
+        found = latest_run(named.parent, recipe=named.name)
+    if found is None:
+        raise RequestError(_unknown_run(text, outputs), problem_id="unknown-run")
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How one rank, or the whole run, ended."""
+
+    rank: int
+    exit_code: int
+    reason: str
+    step: int | None  # the last finished optimizer step
+    last_checkpoint: str | None  # the last good one, relative to the run folder where it lies in it
+
+
+def write_outcome(
+    folder: Path, rank: int, exit_code: int, reason: str, step: int | None = None, last_checkpoint: Path | None = None
+) -> None:
+    """Record how this rank ended as `outcome-<rank>.json`."""
+    checkpoint = None
+    if last_checkpoint is not None:
+        inside = last_checkpoint.is_relative_to(folder)
+        checkpoint = str(last_checkpoint.relative_to(folder) if inside else last_checkpoint)
+    outcome = Outcome(rank=rank, exit_code=exit_code, reason=reason, step=step, last_checkpoint=checkpoint)
+    atomic_write_json(_outcome_file(folder, rank), asdict(outcome))
+
+
+def read_outcomes(folder: Path, world_size: int) -> Outcome:
+    """How the run ended: the outcome of the rank whose exit code says the most. A rank that left none counts as 1."""
+    outcomes = [_read_outcome(folder, rank) for rank in range(world_size)]
+    return min(outcomes, key=lambda outcome: (_MOST_TELLING.index(outcome.exit_code), outcome.rank))
+
+
+def clear_outcomes(folder: Path) -> None:
+    """Remove the outcomes of an earlier attempt, before a requeued run goes on in its own folder."""
+    for file in folder.glob("outcome-*.json"):
+        file.unlink()
+
+
+def _unknown_run(text: str, outputs: Path) -> str:
+    runs = find_runs(outputs)
+    if not runs:
+        return f"there is no run '{text}': {outputs} holds no runs yet; make one with: tunebook train quickstart"
+    names = [str(run.relative_to(outputs)) for run in reversed(runs)]
+    recipes = sorted({run.parent.name for run in runs})
+    more = f" and {len(names) - _NUM_RUNS_LISTED} older" if len(names) > _NUM_RUNS_LISTED else ""
+    return (
+        f"there is no run '{text}'.{did_you_mean(text, [*recipes, *names])} Say a run folder, `latest`, or a recipe "
+        f"for its newest run. Runs in {outputs}, newest first: {', '.join(names[:_NUM_RUNS_LISTED])}{more}"
+    )
+
+
+def _age(run: Path) -> tuple[str, int]:
+    time, _, number = run.name.partition("Z")
+    return time, int(number[1:] or 0) if number else 0
+
+
+def _make_unique(recipe_folder: Path, time: str) -> Path:
+    number = 1
+    while True:
+        folder = recipe_folder / (time if number == 1 else f"{time}-{number:03d}")
+        # mkdir is atomic on local and network file systems alike: of two processes exactly one gets the name.
+        with suppress(FileExistsError):
+            folder.mkdir()
+            return folder
+        number += 1
+
+
+def _point_latest_at(folder: Path) -> None:
+    beside = folder.with_name(f".{LATEST}-{os.getpid()}-{secrets.token_hex(4)}")
+    # A convenience for people: a file system without links must not stop a run.
+    with suppress(OSError):
+        beside.symlink_to(folder.name)
+        beside.replace(folder.with_name(LATEST))
+    beside.unlink(missing_ok=True)
+
+
+def _nearest_existing(path: Path) -> Path:
+    path = path.expanduser().absolute()
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
+def _check_writable(outputs: Path) -> None:
+    existing = _nearest_existing(outputs)
+    if not existing.is_dir():
+        raise _cannot_write(outputs, NotADirectoryError(errno.ENOTDIR, f"{existing} is a file"))
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise _cannot_write(outputs, PermissionError(errno.EACCES, f"no permission to write in {existing}"))
+
+
+def _cannot_write(outputs: Path, error: OSError) -> TunebookError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DoesNotFitError(
+            f"no run folder can be made in {outputs}: {error.strerror}; free some space (or file entries), "
+            "or write elsewhere: outputs=/a/folder/on/another/disk",
+            problem_id="disk-full",
+        )
+    return RequestError(
+        f"no run folder can be made in {outputs}: {error.strerror}; "
+        "make it writable, or write elsewhere: outputs=/a/folder/of/yours",
+        problem_id="outputs-not-writable",
+    )
+
+
+def _outcome_file(folder: Path, rank: int) -> Path:
+    return folder / f"outcome-{rank}.json"
+
+
+def _read_outcome(folder: Path, rank: int) -> Outcome:
+    file = _outcome_file(folder, rank)
+    if not file.is_file():
+        reason = f"rank {rank} ended without a word: it was killed, or crashed before it could write {file.name}"
+        return Outcome(rank=rank, exit_code=1, reason=reason, step=None, last_checkpoint=None)
+    outcome = Outcome(**read_json(file))
+    if outcome.exit_code not in _MOST_TELLING:  # a signal's number, or a library's own code
+        reason = f"exit code {outcome.exit_code}: {outcome.reason}"
+        return Outcome(**{**asdict(outcome), "exit_code": 1, "reason": reason})
+    return outcome

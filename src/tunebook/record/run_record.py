@@ -1,0 +1,93 @@
+"""Read a run folder back: everything that is there, and what is not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from tunebook.errors import RequestError
+from tunebook.record.atomic_files import read_json
+from tunebook.record.manifest import MANIFEST_FILE, read_manifest
+from tunebook.record.metrics import METRICS_FILE, NOT_FINITE, is_training_line, read_metrics
+from tunebook.record.run_folder import is_run
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """What one run folder holds. None, or an empty list, where a file is missing."""
+
+    folder: Path
+    config: dict[str, Any] | None = None
+    plan: dict[str, Any] | None = None
+    manifest: dict[str, Any] | None = None
+    training: list[dict[str, Any]] = field(default_factory=list)  # lines of metrics.jsonl
+    validation: list[dict[str, Any]] = field(default_factory=list)
+    before: dict[str, Any] | None = None  # evaluation
+    after: dict[str, Any] | None = None
+    last_logged: datetime | None = None
+
+    @property
+    def name(self) -> str:
+        """`<recipe>/<time>`, which tells runs apart."""
+        return f"{self.folder.parent.name}/{self.folder.name}"
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """How the run stands, from its manifest; empty without one."""
+        status: dict[str, Any] = self.manifest["status"] if self.manifest else {}
+        return status
+
+    @property
+    def first_invalid_step(self) -> int | None:
+        """The first step whose loss was not finite."""
+        return next((line["step"] for line in self.training if "loss" in line.get(NOT_FINITE, ())), None)
+
+    def points(self, key: str, over: str = "step") -> list[tuple[float, float | None]]:
+        """(step, value) of one number of the training lines; None where it was not finite, skipped where not logged."""
+        return [(line[over], line[key]) for line in self.training if key in line and line.get(over) is not None]
+
+    def values(self, key: str) -> list[float]:
+        """Every finite value of one number of the training lines."""
+        return [value for _, value in self.points(key) if value is not None]
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Read a run folder; files that are missing are left out, broken ones raise DataError.
+
+    Raises: RequestError when the folder is none of a run.
+    """
+    if not is_run(folder):
+        raise RequestError(
+            f"{folder} is no run folder: it has neither run.yaml nor manifest.json; "
+            "name one that `tunebook train` made, such as outputs/quickstart/latest",
+            problem_id="unknown-run",
+        )
+    folder = folder.resolve()
+    lines = read_metrics(folder)
+    metrics_file = folder / METRICS_FILE
+    return RunRecord(
+        folder=folder,
+        config=_read_config(folder / "run.yaml"),
+        plan=_read_optional(folder / "plan.json"),
+        manifest=read_manifest(folder) if (folder / MANIFEST_FILE).is_file() else None,
+        training=[line for line in lines if is_training_line(line)],
+        validation=[line for line in lines if not is_training_line(line)],
+        before=_read_optional(folder / "evaluation" / "before.json"),
+        after=_read_optional(folder / "evaluation" / "after.json"),
+        last_logged=datetime.fromtimestamp(metrics_file.stat().st_mtime, UTC) if lines else None,
+    )
+
+
+def _read_optional(path: Path) -> dict[str, Any] | None:
+    return read_json(path) if path.is_file() else None
+
+
+def _read_config(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    config: Any = OmegaConf.to_container(OmegaConf.load(path))
+    return config if isinstance(config, dict) else None

@@ -1,0 +1,150 @@
+"""What the trials of a sweep came to, read from their run folders, and their order."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tunebook.errors import DataError
+from tunebook.evaluate.results import mean_score
+from tunebook.record.atomic_files import read_json
+from tunebook.record.manifest import MANIFEST_FILE, read_manifest
+from tunebook.record.metrics import is_training_line, read_metrics
+from tunebook.sweep.trial_process import EXIT_STOPPED, TrialEnd, read_trial_end
+from tunebook.sweep.trials import Trial
+
+_MEANINGS = {2: "the request is wrong", 3: "it does not fit", 4: "the data is wrong", EXIT_STOPPED: "it was stopped"}
+
+
+class Measure(Enum):
+    """What trials are ranked by, the most telling first."""
+
+    evaluation_score = "evaluation score"
+    validation_loss = "validation loss"
+    final_loss = "final loss"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialResult:
+    """One trial and what it came to; None stands for what was not measured."""
+
+    trial: Trial
+    run_folder: Path
+    exit_code: int | None  # None: never started
+    how_it_ended: str  # a run's state, with the reason when it is not `finished`
+    final_loss: float | None  # of the last logged step
+    validation_loss: float | None  # the last one
+    evaluation_score: float | None  # after the training, the mean over the tasks
+    is_higher_better: bool  # of the evaluation score
+    tokens_per_second_per_gpu: float | None  # the median over the logged steps
+    seconds: float | None
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether it counts in the ranking."""
+        return self.exit_code == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranking:
+    """The finished trials, best first, then the others; and what `best` means."""
+
+    measure: Measure | None  # None: no measure that all finished trials have
+    ranked: list[TrialResult]
+    unranked: list[TrialResult]
+
+
+def read_result(trial: Trial, run_folder: Path, end_file: Path) -> TrialResult:
+    """One trial's result, as far as its folder tells."""
+    end = read_trial_end(end_file)
+    exit_code, how_it_ended = _ending(end, run_folder)
+    metrics = read_metrics(run_folder)
+    training = [line for line in metrics if is_training_line(line)]
+    validation = [line for line in metrics if not is_training_line(line)]
+    score, is_higher_better = _evaluation_score(run_folder)
+    speeds = [_number(line, "tokens_per_second_per_gpu") for line in training]
+    known_speeds = [speed for speed in speeds if speed is not None]
+    return TrialResult(
+        trial=trial,
+        run_folder=run_folder,
+        exit_code=exit_code,
+        how_it_ended=how_it_ended,
+        final_loss=_number(training[-1], "loss") if training else None,
+        validation_loss=_number(validation[-1], "validation_loss") if validation else None,
+        evaluation_score=score,
+        is_higher_better=is_higher_better,
+        tokens_per_second_per_gpu=median(known_speeds) if known_speeds else None,
+        seconds=None if end is None else end.seconds,
+    )
+
+
+def rank(results: list[TrialResult]) -> Ranking:
+    """Order the trials by the first measure that every finished one has, and equal ones by the next such measure."""
+    finished = [result for result in results if result.has_finished]
+    others = [result for result in results if not result.has_finished]
+    measures = [measure for measure in Measure if all(_value(result, measure) is not None for result in finished)]
+    if not finished or not measures:
+        return Ranking(measure=None, ranked=[], unranked=[*finished, *others])
+    ranked = sorted(finished, key=lambda result: [_sort_key(result, measure) for measure in measures])
+    return Ranking(measure=measures[0], ranked=ranked, unranked=others)
+
+
+def sweep_exit_code(results: list[TrialResult]) -> int:
+    """0 when every trial finished, otherwise the code of the first one that did not; 6 where that never started."""
+    codes = [EXIT_STOPPED if result.exit_code is None else result.exit_code for result in results]
+    return next((code for code in codes if code != 0), 0)
+
+
+def _value(result: TrialResult, measure: Measure) -> float | None:
+    value: float | None = getattr(result, measure.name)
+    return value
+
+
+def _sort_key(result: TrialResult, measure: Measure) -> float:
+    """A number that is smaller for the better trial."""
+    value = _value(result, measure)
+    assert value is not None
+    return -value if measure is Measure.evaluation_score and result.is_higher_better else value
+
+
+def _ending(end: TrialEnd | None, run_folder: Path) -> tuple[int | None, str]:
+    """The exit code and one line for people."""
+    if end is None:
+        return None, "not started: the sweep was stopped"
+    status = _status(run_folder)
+    if end.exit_code == 0:
+        return 0, "finished"
+    if end.was_interrupted:
+        return end.exit_code, "stopped with the sweep"
+    if status is None or status["reason"] is None:
+        # It failed before its run folder was made, or was killed; what it printed says more.
+        meaning = _MEANINGS.get(end.exit_code, "it ended unexpectedly")
+        return end.exit_code, f"failed: {meaning} (exit code {end.exit_code}), see what it printed"
+    return end.exit_code, f"{status['state']}: {' '.join(status['reason'].split())}"
+
+
+def _status(run_folder: Path) -> dict[str, Any] | None:
+    if not (run_folder / MANIFEST_FILE).is_file():
+        return None
+    status: dict[str, Any] = read_manifest(run_folder)["status"]
+    return status
+
+
+def _evaluation_score(run_folder: Path) -> tuple[float | None, bool]:
+    file = run_folder / "evaluation" / "after.json"
+    found = mean_score(read_json(file)["tasks"]) if file.is_file() else None
+    return (None, True) if found is None else found
+
+
+def _number(line: dict[str, Any], key: str) -> float | None:
+    """A metric of one line; None where it was not finite. Raises: DataError for what is no number."""
+    value = line.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, int | float):
+        raise DataError(f"{key} is {value!r} in the metrics of a trial", problem_id="broken-record")
+    return float(value) if math.isfinite(value) else None

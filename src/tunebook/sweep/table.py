@@ -1,0 +1,79 @@
+"""A sweep's results for people and for programs: a table on the terminal and `sweep.csv`."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.table import Table
+
+from tunebook.record.atomic_files import atomic_write_text
+from tunebook.sweep.results import Ranking, TrialResult
+
+_MEASUREMENTS = ("exit_code", "how_it_ended", "final_loss", "validation_loss", "evaluation_score")
+_COSTS = ("tokens_per_second_per_gpu", "seconds", "run_folder")
+
+
+def write_csv(ranking: Ranking, file: Path) -> None:
+    """One line per trial, best first: rank, every override as a column, and all that was measured."""
+    keys = _override_keys(ranking)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["rank", *keys, *_MEASUREMENTS, *_COSTS])
+    for rank, result in _lines(ranking):
+        values = dict(override.split("=", 1) for override in result.trial.overrides)
+        measured = [getattr(result, name) for name in (*_MEASUREMENTS, *_COSTS)]
+        writer.writerow([rank, *(values[key] for key in keys), *("" if v is None else v for v in measured)])
+    atomic_write_text(file, text.getvalue())
+
+
+def sweep_table(ranking: Ranking) -> Table:
+    """The same for a terminal: only what was swept over, and only measurements that some trial has."""
+    by = f"ranked by {ranking.measure.value}" if ranking.measure else "not ranked: no trial finished with a measurement"
+    table = Table(title=f"Sweep, {by}")
+    results = [result for _, result in _lines(ranking)]
+    swept = list(results[0].trial.swept)
+    table.add_column("rank", justify="right")
+    for key in swept:
+        table.add_column(key, justify="right", overflow="fold")
+    shown = [column for column in _COLUMNS if any(getattr(result, column) is not None for result in results)]
+    for column in shown:
+        table.add_column(_COLUMNS[column][0], justify="right")
+    table.add_column("how it ended", overflow="fold")
+    table.add_column("folder", overflow="fold")
+    for rank, result in _lines(ranking):
+        cells = [_cell(getattr(result, column), _COLUMNS[column][1]) for column in shown]
+        table.add_row(
+            rank, *(result.trial.swept[key] for key in swept), *cells, result.how_it_ended, result.run_folder.name
+        )
+    return table
+
+
+# Attribute of a result -> heading, format.
+_COLUMNS = {
+    "evaluation_score": ("score", ".4g"),
+    "validation_loss": ("validation loss", ".4f"),
+    "final_loss": ("loss", ".4f"),
+    "tokens_per_second_per_gpu": ("tokens/s/GPU", ",.0f"),
+    "seconds": ("seconds", ",.0f"),
+}
+
+
+def _lines(ranking: Ranking) -> Iterator[tuple[str, TrialResult]]:
+    for number, result in enumerate(ranking.ranked, 1):
+        yield str(number), result
+    for result in ranking.unranked:
+        yield "", result
+
+
+def _override_keys(ranking: Ranking) -> list[str]:
+    """Every override's key, those that were swept over first."""
+    first = next(result for _, result in _lines(ranking)).trial
+    constant = [override.split("=", 1)[0] for override in first.overrides]
+    return [*first.swept, *(key for key in constant if key not in first.swept)]
+
+
+def _cell(value: float | None, style: str) -> str:
+    return "-" if value is None else format(value, style)

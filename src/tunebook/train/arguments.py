@@ -1,0 +1,128 @@
+"""From a resolved `RunConfig` and its batch plan to the arguments of TRL's trainer. A pure function.
+
+Where TRL's or transformers' default differs from what a run says, the argument is named here; where it agrees, it is
+left out.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from tunebook.config.choices import Compute, Generation, OptimizerName, PackingMode, ScheduleName, Switch, TrackerName
+from tunebook.config.schema import RunConfig, ScheduleConfig
+from tunebook.parallel.deepspeed import deepspeed_settings, zero_stage
+from tunebook.parallel.fsdp import fsdp_settings, is_fsdp
+from tunebook.plan.batch import BatchPlan
+
+_OPTIMIZERS = {
+    OptimizerName.adamw: "adamw_torch_fused",
+    OptimizerName.adamw_8bit: "adamw_8bit",
+    OptimizerName.paged_adamw_32bit: "paged_adamw_32bit",
+    OptimizerName.paged_adamw_8bit: "paged_adamw_8bit",
+}
+
+
+def trainer_arguments(config: RunConfig, plan: BatchPlan, folder: Path, *, has_validation: bool) -> dict[str, Any]:
+    """Keyword arguments of `trl.SFTConfig` for a run in `folder` whose batch is solved (`plan` is no estimate)."""
+    assert plan.total_steps is not None and plan.accumulation is not None
+    arguments: dict[str, Any] = {
+        "output_dir": str(folder / "checkpoints"),
+        "max_steps": plan.total_steps,
+        "per_device_train_batch_size": plan.micro_batch_size,
+        "gradient_accumulation_steps": plan.accumulation,
+        "seed": config.training.seed,
+        "max_grad_norm": config.training.max_grad_norm,
+        "full_determinism": config.training.deterministic,
+        "use_liger_kernel": config.model.liger_kernel,
+        "ddp_timeout": config.launcher.timeout_s,
+        # Prepared documents: no tokenising, cutting or packing in the trainer.
+        "max_length": None,
+        "dataset_kwargs": {"skip_prepare_dataset": True},
+        "padding_free": config.packing.mode is PackingMode.isolated,
+        "remove_unused_columns": False,
+        # Our own records replace the trainer's progress bar and logs; trackers get the same numbers besides.
+        "disable_tqdm": True,
+        "report_to": [] if config.tracking.name is TrackerName.none else [config.tracking.name.value],
+        "project": config.tracking.project,
+        "run_name": f"{folder.parent.name}/{folder.name}",
+        "logging_strategy": "steps",
+        "logging_steps": config.training.log_every_steps,
+        "logging_nan_inf_filter": False,  # the default hides a loss that is not finite
+    }
+    arguments |= _optimizer(config) | learning_rate_schedule(config.schedule, plan.total_steps)
+    arguments |= _numbers(config) | _saving(config, has_validation) | _parallelism(config)
+    return arguments
+
+
+def tracker_environment(config: RunConfig, folder: Path) -> dict[str, str]:
+    """What the trackers read from the environment instead of the arguments."""
+    return {
+        TrackerName.wandb: {"WANDB_PROJECT": config.tracking.project},
+        TrackerName.tensorboard: {"TENSORBOARD_LOGGING_DIR": str(folder / "tensorboard")},
+    }.get(config.tracking.name, {})
+
+
+def _optimizer(config: RunConfig) -> dict[str, Any]:
+    optimizer = config.optimizer
+    return {
+        "optim": _OPTIMIZERS[optimizer.name],
+        "learning_rate": optimizer.learning_rate,
+        "weight_decay": optimizer.weight_decay,
+        "adam_beta1": optimizer.beta1,
+        "adam_beta2": optimizer.beta2,
+        "adam_epsilon": optimizer.epsilon,
+    }
+
+
+def learning_rate_schedule(schedule: ScheduleConfig, total_steps: int) -> dict[str, Any]:
+    """The schedule's arguments; a warm-up given as a share is rounded up to whole optimizer steps."""
+    warmup = schedule.warmup_steps or 0
+    if schedule.warmup_share is not None:
+        warmup = math.ceil(schedule.warmup_share * total_steps)
+    arguments: dict[str, Any] = {"lr_scheduler_type": schedule.name.value, "warmup_steps": warmup}
+    if schedule.name is ScheduleName.cosine_with_min_lr:
+        share = schedule.min_learning_rate_share
+        floor = {"min_lr": schedule.min_learning_rate or 0.0} if share is None else {"min_lr_rate": share}
+        arguments["lr_scheduler_kwargs"] = floor
+    return arguments
+
+
+def _numbers(config: RunConfig) -> dict[str, Any]:
+    compute = config.precision.compute
+    return {
+        "bf16": compute in (Compute.bf16, Compute.fp8),  # TRL turns bf16 on unless it is told
+        "fp16": compute is Compute.fp16,
+        "tf32": True if config.precision.tf32 is Switch.enabled else None,
+        "use_cpu": config.hardware.generation is Generation.cpu,
+        "activation_checkpointing": config.activation.checkpointing is Switch.enabled,  # TRL turns it on
+        "activation_offloading": config.activation.offload,
+    }
+
+
+def _saving(config: RunConfig, has_validation: bool) -> dict[str, Any]:
+    training = config.training
+    arguments: dict[str, Any] = {
+        "save_strategy": "steps" if training.save_every_steps else "no",
+        "save_total_limit": training.keep_checkpoints,
+        "eval_strategy": "steps" if has_validation and training.evaluate_every_steps else "no",
+        "load_best_model_at_end": training.load_best_at_end,
+    }
+    if training.save_every_steps:
+        arguments["save_steps"] = training.save_every_steps
+    if training.evaluate_every_steps:
+        arguments["eval_steps"] = training.evaluate_every_steps
+    if training.load_best_at_end or training.early_stopping_patience:
+        arguments |= {"metric_for_best_model": "validation_loss", "greater_is_better": False}
+    if training.push_to_hub is not None:
+        arguments |= {"push_to_hub": True, "hub_model_id": training.push_to_hub, "hub_strategy": "every_save"}
+    return arguments
+
+
+def _parallelism(config: RunConfig) -> dict[str, Any]:
+    if zero_stage(config.parallelism.strategy) is not None:
+        return {"deepspeed": deepspeed_settings(config)}
+    if is_fsdp(config.parallelism.strategy):
+        return {"fsdp": True, "fsdp_config": fsdp_settings(config)}
+    return {"ddp_find_unused_parameters": False}

@@ -1,0 +1,169 @@
+"""Around the trainer's steps: records, progress, stopping on request, refusing a loss that is not finite."""
+
+from __future__ import annotations
+
+import math
+import resource
+import time
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather, reduce
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from tunebook.data.sampler import RankBatches
+from tunebook.errors import InvalidTrainingError
+from tunebook.record.metrics import MetricsWriter
+from tunebook.train.progress import TrainingProgress
+from tunebook.train.signals import StopRequest
+
+_GIB = 1024**3
+
+
+def loss_not_finite(step: int) -> InvalidTrainingError:
+    """The error for a loss that is no number; the last good checkpoint is added where the run ends."""
+    return InvalidTrainingError(
+        f"the loss is not finite at step {step}: the weights after it are worthless. Usual causes: a learning rate "
+        "that is too high, fp16 with a base model trained in bf16 (precision=fp32 or bf16), damaged data (tunebook "
+        "data shows it)",
+        problem_id="loss-not-finite",
+    )
+
+
+class FiniteLoss(TrainerCallback):
+    """Stops the run at the first logged loss or gradient norm that is not finite, before anything is saved."""
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Logged values are the same on every rank, so all ranks raise together."""
+        logs = kwargs["logs"]
+        for name in ("loss", "grad_norm"):
+            if name in logs and not math.isfinite(logs[name]):
+                raise loss_not_finite(state.global_step)
+
+
+class StopOnRequest(TrainerCallback):
+    """Ends the run after the current step, with a save, once any rank has been asked to stop."""
+
+    def __init__(self, request: StopRequest) -> None:
+        self.request = request
+        self.is_stopping = False
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """All ranks agree: one rank's request is every rank's."""
+        asked = torch.tensor([1.0 if self.request.name else 0.0], device=args.device)
+        if reduce(asked, reduction="sum").item() > 0:
+            self.is_stopping = True
+            control.should_save = True
+            control.should_training_stop = True
+
+
+class Records(TrainerCallback):
+    """Writes `metrics.jsonl` and drives the progress display on rank 0. Speeds leave out validation and saving."""
+
+    def __init__(
+        self,
+        *,
+        batches: RankBatches,
+        writer: MetricsWriter | None,
+        progress: TrainingProgress | None,
+        flops_per_token: float | None,
+        peak_tflops: float | None,
+    ) -> None:
+        self.batches = batches
+        self.writer = writer
+        self.progress = progress
+        self.flops_per_token = flops_per_token
+        self.peak_tflops = peak_tflops
+        self._last = time.perf_counter()
+        self._seconds = 0.0  # training time since the last logged step
+        self._logged_step = 0
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Start the clock; a resumed run starts at its step."""
+        self._logged_step = state.global_step
+        self._last = time.perf_counter()
+        if self.progress is not None:
+            self.progress.start(state.global_step, state.max_steps)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Count the step's time, its data loading included."""
+        now = time.perf_counter()
+        self._seconds += now - self._last
+        self._last = now
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Saving is not training time."""
+        self._last = time.perf_counter()
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Validation is not training time."""
+        self._last = time.perf_counter()
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Turn the trainer's log into one line of metrics.jsonl."""
+        logs = kwargs["logs"]
+        if "loss" in logs:
+            self._write_step(logs, state)
+        elif "eval_validation_loss" in logs:
+            line = {
+                "step": state.global_step,
+                "validation_loss": logs["eval_validation_loss"],
+                "validation_tokens": int(logs["eval_validation_tokens"]),
+            }
+            if self.writer is not None:
+                self.writer.write(line)
+            if self.progress is not None:
+                self.progress.validated(state.global_step, logs["eval_validation_loss"])
+        self._last = time.perf_counter()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Close the display."""
+        if self.progress is not None:
+            self.progress.stop()
+
+    def _write_step(self, logs: dict[str, Any], state: TrainerState) -> None:
+        memory = _memory_gib_per_rank()
+        if self.writer is None:
+            return
+        step = state.global_step
+        totals = self.batches.totals(self._logged_step, step)
+        seen = self.batches.totals(0, step)
+        seconds, self._seconds, self._logged_step = self._seconds, 0.0, step
+        speed = totals.tokens / seconds / self.batches.world_size if seconds else 0.0
+        has_peak = self.flops_per_token is not None and self.peak_tflops is not None
+        self.writer.write(
+            {
+                "step": step,
+                "epoch": round(seen.documents / self.batches.schedule.num_documents, 4),
+                "loss": logs["loss"],
+                "grad_norm": logs.get("grad_norm"),
+                "learning_rate": logs["learning_rate"],
+                "tokens_seen": seen.tokens,
+                "documents_seen": seen.documents,
+                "tokens_per_second_per_gpu": round(speed, 1),
+                "padding_share": round(1 - totals.tokens / max(1, totals.computed_tokens), 4),
+                "mfu": round(speed * self.flops_per_token / self.peak_tflops / 1e12, 4)
+                if has_peak and self.flops_per_token and self.peak_tflops
+                else None,
+                "peak_tflops": self.peak_tflops,
+                "memory_gib": memory,
+                "seconds": round(seconds, 4),
+            }
+        )
+        if self.progress is not None:
+            self.progress.advance(step, logs["loss"], speed * self.batches.world_size)
+
+
+def _memory_gib_per_rank() -> list[float]:
+    """The peak of every rank so far: allocated GPU memory, or the process' resident memory on a CPU."""
+    if torch.cuda.is_available() and PartialState().device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated() / _GIB
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB
+    peaks = gather(torch.tensor([peak], device=PartialState().device))
+    return [round(value, 3) for value in peaks.tolist()]

@@ -1,0 +1,205 @@
+"""What one rank does, from the frozen `run.yaml` to the final model; started once per rank by the launcher.
+
+Every way this can end is written to `outcome-<rank>.json` in the run folder, because torchrun turns every failure of a
+rank into exit code 1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from transformers import EarlyStoppingCallback, PrinterCallback
+from trl import SFTConfig
+
+from tunebook.config.choices import Generation, PackingMode, Switch
+from tunebook.config.frozen import load_config
+from tunebook.config.schema import RunConfig
+from tunebook.data.prepared import Prepared, PreparedPart, load_prepared
+from tunebook.data.sampler import RankBatches, Schedule, StepSize
+from tunebook.errors import InvalidTrainingError, StoppedError, TunebookError
+from tunebook.hardware.peaks import peak_of
+from tunebook.launch.files import PREPARED_FILE
+from tunebook.launch.resume import checkpoint_to_load, newest_checkpoint
+from tunebook.model.adapters import adapter_config
+from tunebook.model.load import load_model
+from tunebook.model.token_ids import trainer_tokenizer
+from tunebook.model.tokenizer import stop_token_ids
+from tunebook.plan.batch import BatchPlan, row_length, schedule_of, solve_batch
+from tunebook.record.manifest import MANIFEST_FILE, update_manifest
+from tunebook.record.metrics import (
+    METRICS_FILE,
+    MetricsWriter,
+    attended_length_tokens,
+    flops_per_token,
+    read_metrics,
+)
+from tunebook.record.run_folder import write_outcome
+from tunebook.train.arguments import tracker_environment, trainer_arguments
+from tunebook.train.callbacks import FiniteLoss, Records, StopOnRequest
+from tunebook.train.progress import TrainingProgress
+from tunebook.train.quiet import quiet_libraries
+from tunebook.train.signals import StopRequest
+from tunebook.train.trainer import RecipeTrainer
+
+
+def run_rank(folder: Path) -> int:
+    """Train in this process and write how it ended. Returns the exit code."""
+    rank = int(os.environ.get("RANK", "0"))
+    request = StopRequest()
+    try:
+        with request.listening(), quiet_libraries(folder / "log.txt"):
+            train(folder, request)
+    except TunebookError as error:
+        return _ended(folder, rank, error.exit_code, error.message)
+    except KeyboardInterrupt:
+        return _ended(folder, rank, StoppedError.exit_code, "interrupted twice: stopped without saving")
+    except BaseException as error:
+        traceback.print_exc()
+        return _ended(folder, rank, 1, f"{type(error).__name__}: {error}")
+    return _ended(folder, rank, 0, "finished")
+
+
+def train(folder: Path, request: StopRequest) -> None:
+    """Compose nothing, decide nothing: run what `run.yaml` says.
+
+    Raises: StoppedError after a clean save on request; InvalidTrainingError for a loss that is not finite.
+    """
+    config = load_config(folder / "run.yaml")
+    prepared = load_prepared(Path(json.loads((folder / PREPARED_FILE).read_text())["folder"]))
+    lengths = prepared.train.load_lengths().astype(np.int64)
+    plan = solve_batch(config, lengths)
+    trainer = _build_trainer(config, plan, prepared, schedule_of(config, plan, lengths), folder)
+    stopping = StopOnRequest(request)
+    trainer.add_callback(stopping)
+    with MetricsWriter(folder) if trainer.args.process_index == 0 else nullcontext() as writer:
+        trainer.add_callback(_records(config, trainer, writer))
+        trainer.add_callback(FiniteLoss())  # after the records, so that the bad step is among them
+        if writer is not None and (folder / MANIFEST_FILE).exists():
+            update_manifest(folder, {"hardware": {"nccl": nccl_version()}})
+        _run_to_its_end(trainer, checkpoint_to_load(config, folder), folder)
+    if stopping.is_stopping:
+        raise StoppedError(
+            f"stopped by {request.name or 'another rank'} after step {trainer.state.global_step}, saved in "
+            f"{newest_checkpoint(folder)}; the same command goes on from there",
+            problem_id="stopped",
+        )
+    trainer.save_model(str(folder / "model"))
+
+
+def _run_to_its_end(trainer: RecipeTrainer, resumed: Path | None, folder: Path) -> None:
+    try:
+        trainer.train(resume_from_checkpoint=str(resumed) if resumed else None)
+        trainer.require_finite_loss()
+    except InvalidTrainingError as error:
+        kept = newest_checkpoint(folder)
+        raise InvalidTrainingError(
+            f"{error.message}. The last good checkpoint is {kept or 'none: nothing was saved before'}",
+            problem_id=error.problem_id,
+        ) from error
+
+
+def _build_trainer(
+    config: RunConfig, plan: BatchPlan, prepared: Prepared, schedule: Schedule, folder: Path
+) -> RecipeTrainer:
+    assert plan.total_steps is not None
+    validation = prepared.validation
+    os.environ.update(tracker_environment(config, folder))
+    arguments = SFTConfig(**trainer_arguments(config, plan, folder, has_validation=validation is not None))
+    rank, ranks = arguments.process_index, arguments.world_size
+    tokenizer = trainer_tokenizer(config)
+    model = load_model(config)
+    _agree_on_tokens(model, tokenizer)
+    batches = RankBatches(
+        schedule, num_steps=plan.total_steps, micro_batch_size=plan.micro_batch_size, rank=rank, world_size=ranks
+    )
+    patience = config.training.early_stopping_patience
+    trainer = RecipeTrainer(
+        model=model,
+        args=arguments,
+        processing_class=tokenizer,
+        train_dataset=prepared.train.load(),
+        eval_dataset=validation.load() if validation is not None else None,
+        peft_config=adapter_config(config.peft),
+        filler_token_id=tokenizer.eos_token_id,
+        callbacks=[EarlyStoppingCallback(patience)] if patience is not None else None,
+        train_batches=batches,
+        validation_batches=_validation_batches(config, plan, validation, rank, ranks) if validation else None,
+    )
+    trainer.remove_callback(PrinterCallback)  # the base class adds it in place of its progress bar
+    return trainer
+
+
+def _agree_on_tokens(model: Any, tokenizer: Any) -> None:
+    """Generation must stop at the token that training ends answers with, and at those that it stopped at before."""
+    model.config.eos_token_id = tokenizer.eos_token_id
+    model.config.pad_token_id = tokenizer.pad_token_id
+    model.generation_config.eos_token_id = sorted(stop_token_ids(tokenizer))
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+
+
+def _validation_batches(config: RunConfig, plan: BatchPlan, part: PreparedPart, rank: int, ranks: int) -> RankBatches:
+    """Every validation document once, in stored order, in rows like those of training."""
+    lengths = part.load_lengths().astype(np.int64)
+    rows = ranks * plan.micro_batch_size
+    is_packed = config.packing.mode is PackingMode.isolated
+    length = row_length(config)
+    size = StepSize(tokens=rows * length, row_length=length) if is_packed else StepSize(documents=rows)
+    schedule = Schedule(lengths=lengths, size=size, rows_per_step=rows, is_packed=is_packed, seed=None)
+    return RankBatches(
+        schedule,
+        num_steps=len(schedule.steps_of_epoch(0)),
+        micro_batch_size=plan.micro_batch_size,
+        rank=rank,
+        world_size=ranks,
+    )
+
+
+def _records(config: RunConfig, trainer: RecipeTrainer, writer: MetricsWriter | None) -> Records:
+    generation, facts = config.hardware.generation, config.model.facts
+    peak = None
+    if torch.cuda.is_available() and generation is not Generation.cpu:
+        name = torch.cuda.get_device_name()
+        uses_tf32 = config.precision.tf32 is Switch.enabled
+        peak = peak_of(generation, config.precision.compute, gpu_name=name, uses_tf32=uses_tf32)
+    batches = trainer.train_batches
+    model: Any = trainer.model
+    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    attended = attended_length_tokens(batches.schedule.lengths.tolist())
+    return Records(
+        batches=batches,
+        writer=writer,
+        progress=TrainingProgress(Console()) if writer is not None else None,
+        flops_per_token=flops_per_token(facts, attended, num_trained) if facts is not None else None,
+        peak_tflops=peak.tflops if peak is not None else None,
+    )
+
+
+def nccl_version() -> str | None:
+    """The version of NCCL that torch was built with; None where ranks do not talk over it."""
+    if not torch.cuda.is_available():
+        return None
+    version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return ".".join(map(str, version))
+
+
+def _ended(folder: Path, rank: int, exit_code: int, reason: str) -> int:
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    steps = [line["step"] for line in read_metrics(folder)] if (folder / METRICS_FILE).exists() else []
+    write_outcome(
+        folder,
+        rank=rank,
+        exit_code=exit_code,
+        reason=reason,
+        step=max(steps, default=None),
+        last_checkpoint=newest_checkpoint(folder),
+    )
+    return exit_code

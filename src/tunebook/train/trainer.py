@@ -1,0 +1,86 @@
+"""TRL's `SFTTrainer` with our batches: the one subclass, overriding only what has no hook upstream.
+
+Overridden (a test pins the signatures): `get_train_dataloader` (our sampler decides every step's documents),
+`evaluate` (validation loss weighted by tokens; upstream averages over batches of different size), `_save_checkpoint`
+(refuses to save weights after a loss that is not finite).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from trl import SFTTrainer
+
+from tunebook.data.rows import DocumentRows
+from tunebook.data.sampler import RankBatches
+from tunebook.train.callbacks import loss_not_finite
+
+
+class RecipeTrainer(SFTTrainer):
+    """`SFTTrainer` over prepared documents.
+
+    `train_batches` and `validation_batches` are this rank's micro-batches; the data sets handed to the base class are
+    the prepared documents themselves.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        filler_token_id: int,
+        train_batches: RankBatches,
+        validation_batches: RankBatches | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.filler_token_id = filler_token_id  # of rows without a document; no loss counts it
+        self.train_batches = train_batches
+        self.validation_batches = validation_batches
+        super().__init__(*args, **kwargs)
+
+    def _loader(self, documents: Any, batches: RankBatches) -> DataLoader[Any]:
+        rows = DocumentRows(documents, filler_token_id=self.filler_token_id)
+        return DataLoader(
+            rows,  # type: ignore[arg-type]
+            batch_sampler=batches,
+            collate_fn=self.data_collator,
+            pin_memory=torch.cuda.is_available(),
+        )
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """This rank's share of every step; accelerate must not deal it out again, so it does not prepare it."""
+        return self._loader(self.train_dataset, self.train_batches)
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Mean validation loss per trained-on token over all ranks, as `eval_validation_loss`."""
+        assert self.validation_batches is not None
+        totals = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        model: Any = self.model
+        model.eval()
+        with torch.no_grad():
+            for batch in self._loader(self.eval_dataset, self.validation_batches):
+                inputs = self._prepare_inputs(batch)
+                with self.compute_loss_context_manager():
+                    outputs = self.model_wrapped(**inputs, use_cache=False, fused_lm_head=True)
+                totals += torch.stack([-outputs.log_probs.sum(), outputs.label_mask.sum()]).double()
+        negative_log_likelihood, num_tokens = self.accelerator.reduce(totals, reduction="sum").tolist()
+        metrics = {
+            f"{metric_key_prefix}_validation_loss": negative_log_likelihood / num_tokens,
+            f"{metric_key_prefix}_validation_tokens": num_tokens,
+        }
+        self.log(dict(metrics))
+        model.train()
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def require_finite_loss(self) -> None:
+        """Raise InvalidTrainingError on every rank when the loss of any rank since the last log is not finite."""
+        is_finite = torch.isfinite(self._tr_loss).float().reshape(1)
+        if self.accelerator.reduce(is_finite, reduction="sum").item() < self.accelerator.num_processes:
+            raise loss_not_finite(self.state.global_step)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self.require_finite_loss()
+        super()._save_checkpoint(model, trial)  # type: ignore[no-untyped-call]

@@ -1,0 +1,131 @@
+"""A configuration that keeps every rule, and machines to resolve it for, without Hydra."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from tunebook.config.choices import Attention, Compute, Generation, LauncherName, PackingMode, Source, Strategy, Switch
+from tunebook.config.schema import (
+    ActivationConfig,
+    AttentionConfig,
+    DatasetConfig,
+    EvaluationConfig,
+    HardwareConfig,
+    LauncherConfig,
+    ModelConfig,
+    ModelFacts,
+    OptimizerConfig,
+    PackingConfig,
+    ParallelismConfig,
+    PeftSettings,
+    PrecisionConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrackingConfig,
+    TrainingConfig,
+)
+from tunebook.hardware.detect import Gpu, Machine
+
+QWEN_FACTS = {
+    "architecture": "Qwen2ForCausalLM",
+    "num_parameters": 494_032_768,
+    "num_layers": 24,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151_936,
+    "max_position_embeddings": 32_768,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
+
+
+def open_config() -> RunConfig:
+    """Qwen2.5-0.5B on one GPU, with everything left open that can be."""
+    return RunConfig(
+        model=ModelConfig(name="Qwen/Qwen2.5-0.5B", facts=ModelFacts(**QWEN_FACTS)),
+        dataset=DatasetConfig(source=Source.hub, name="organisation/chats"),
+        parallelism=ParallelismConfig(strategy=Strategy.single),
+        hardware=HardwareConfig(),
+        precision=PrecisionConfig(),
+        attention=AttentionConfig(),
+        packing=PackingConfig(),
+        activation=ActivationConfig(),
+        peft=PeftSettings(),
+        optimizer=OptimizerConfig(learning_rate=1e-5),
+        schedule=ScheduleConfig(),
+        launcher=LauncherConfig(name=LauncherName.local),
+        tracking=TrackingConfig(),
+        evaluation=EvaluationConfig(tasks=[]),
+        training=TrainingConfig(global_samples=64, max_length=2048),
+    )
+
+
+@pytest.fixture
+def undecided() -> RunConfig:
+    """Everything at `auto`."""
+    return open_config()
+
+
+@pytest.fixture
+def sound() -> RunConfig:
+    """The same, resolved for one H200: no rule has anything against it."""
+    config = open_config()
+    config.hardware.generation = Generation.hopper
+    config.hardware.gpus_per_node = 1
+    config.hardware.memory_gib = 140.0
+    config.precision.compute = Compute.bf16
+    config.precision.tf32 = Switch.enabled
+    config.attention.implementation = Attention.flash_attention_2
+    config.packing.mode = PackingMode.isolated
+    config.packing.row_length = 2048
+    config.training.micro_batch_size = 1
+    config.activation.checkpointing = Switch.disabled
+    return config
+
+
+Change = Callable[..., RunConfig]
+
+
+@pytest.fixture
+def changed() -> Change:
+    """`changed(config, {"training.seed": 1, "parallelism": ZeroConfig(...)})`: a copy with other values."""
+
+    def change(config: RunConfig, values: dict[str, Any]) -> RunConfig:
+        tree = OmegaConf.structured(config)
+        for key, value in values.items():
+            OmegaConf.update(tree, key, value, merge=False, force_add=True)
+        result = OmegaConf.to_object(tree)
+        assert isinstance(result, RunConfig)
+        return result
+
+    return change
+
+
+def gpu(name: str = "NVIDIA H200", capability: tuple[int, int] = (9, 0), index: int = 0, memory: float = 140.4) -> Gpu:
+    """A GPU as NVML would describe it."""
+    from tunebook.hardware.generations import generation_of
+
+    generation = generation_of(capability).generation
+    return Gpu(name=name, memory_gib=memory, compute_capability=capability, generation=generation, index=index)
+
+
+@pytest.fixture
+def machine() -> Callable[..., Machine]:
+    """`machine(("NVIDIA H200", (9, 0)), ...)`: a machine with these GPUs; without any, a laptop."""
+
+    def make(*gpus: tuple[str, tuple[int, int]], driver: str = "580.65.06", memory: float = 140.4) -> Machine:
+        return Machine(
+            gpus=[gpu(name, capability, index, memory) for index, (name, capability) in enumerate(gpus)],
+            driver=driver if gpus else None,
+            num_cpus=8,
+            host_memory_gib=32.0,
+            notes=[] if gpus else ["no NVIDIA driver answers here"],
+        )
+
+    return make

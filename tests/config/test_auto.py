@@ -1,0 +1,393 @@
+"""What `auto` becomes on each machine, and why."""
+
+from __future__ import annotations
+
+import copy
+import json
+import struct
+
+import pytest
+
+from tunebook.config.auto import resolve_auto
+from tunebook.config.choices import (
+    Attention,
+    Compute,
+    Generation,
+    LauncherName,
+    MasterWeights,
+    Offload,
+    OptimizerName,
+    PackingMode,
+    PeftMethod,
+    Strategy,
+    Switch,
+    Weights,
+)
+from tunebook.config.estimate import estimate_memory
+from tunebook.config.rules import check, environment
+from tunebook.config.schema import FsdpConfig, ModelConfig, SlurmConfig, ZeroConfig
+from tunebook.errors import RequestError
+
+H200 = ("NVIDIA H200", (9, 0))
+V100 = ("Tesla V100-SXM2-32GB", (7, 0))
+A100 = ("NVIDIA A100-SXM4-80GB", (8, 0))
+
+
+def whys(resolution):
+    return {choice.key: choice.why for choice in resolution.choices}
+
+
+def values(resolution):
+    return {choice.key: choice.value for choice in resolution.choices}
+
+
+@pytest.fixture
+def has_flash(monkeypatch):
+    """flash-attn 2 is installed in this environment."""
+    monkeypatch.setattr("tunebook.config.auto.installed_version", lambda package: "2.8.3")
+
+
+@pytest.fixture
+def has_no_flash(monkeypatch):
+    monkeypatch.setattr("tunebook.config.auto.installed_version", lambda package: None)
+
+
+def test_one_h200(undecided, machine, has_flash):
+    undecided.parallelism.strategy = Strategy.ddp
+    resolution = resolve_auto(undecided, machine(H200, H200))
+    assert values(resolution) == {
+        "hardware.generation": "hopper",
+        "hardware.gpus_per_node": 2,
+        "hardware.memory_gib": 140.4,
+        "precision.compute": "bf16",
+        "precision.tf32": "enabled",
+        "attention.implementation": "flash_attention_2",
+        "packing.mode": "isolated",
+        "packing.row_length": 8192,  # 4 x max_length
+        "training.micro_batch_size": 1,
+        "activation.checkpointing": "disabled",
+    }
+    assert resolution.is_runnable_here
+    assert resolution.where == "runs here, on 2 x hopper"
+    assert resolution.why_not_runnable == ""
+    assert whys(resolution)["hardware.generation"] == "2 x NVIDIA H200 found here"
+    assert whys(resolution)["precision.compute"] == "the base model is bfloat16, and hopper computes bf16"
+
+
+class TestRowLength:
+    def row(self, undecided, machine_found):
+        return resolve_auto(undecided, machine_found).config.packing.row_length
+
+    def test_is_half_as_long_where_the_kernel_computes_the_whole_square(self, undecided, machine, has_no_flash):
+        assert self.row(undecided, machine(H200)) == 4096
+
+    def test_a_token_budget_is_still_dealt_evenly(self, undecided, machine, has_flash):
+        undecided.training.global_samples, undecided.training.global_tokens = None, 4096 * 3
+        assert self.row(undecided, machine(H200)) == 6144
+
+    def test_stays_short_where_memory_is_short(self, undecided, machine):
+        assert self.row(undecided, machine(V100, memory=8.0)) == undecided.training.max_length
+
+    def test_a_cpu_takes_the_shortest(self, undecided, machine):
+        assert self.row(undecided, machine()) == undecided.training.max_length
+
+    def test_an_explicit_one_is_kept(self, undecided, machine, has_flash):
+        undecided.packing.row_length = 2100
+        assert self.row(undecided, machine(H200)) == 2100
+
+
+def test_a_v100_gets_fp32_and_sdpa(undecided, machine):
+    resolution = resolve_auto(undecided, machine(V100, memory=32.0))
+    config = resolution.config
+    assert (config.precision.compute, config.precision.tf32) == (Compute.fp32, Switch.disabled)
+    assert config.attention.implementation is Attention.sdpa
+    assert "volta has no bf16; fp16 would overflow" in whys(resolution)["precision.compute"]
+    assert "needs compute capability 8.0" in whys(resolution)["attention.implementation"]
+
+
+def test_no_gpu_and_a_cpu_recipe(undecided, machine):
+    resolution = resolve_auto(undecided, machine())
+    config = resolution.config
+    assert config.hardware.generation is Generation.cpu
+    assert (config.hardware.gpus_per_node, config.hardware.memory_gib) == (1, 32.0)
+    assert config.precision.compute is Compute.fp32
+    assert config.attention.implementation is Attention.sdpa
+    assert resolution.is_runnable_here
+
+
+def test_no_gpu_and_a_gpu_recipe_is_planned_only(undecided, machine, has_no_flash):
+    undecided.hardware.reference.generation = Generation.ampere
+    undecided.hardware.reference.gpus_per_node = 8
+    undecided.hardware.reference.memory_gib = 40.0
+    undecided.parallelism.strategy = Strategy.ddp
+    resolution = resolve_auto(undecided, machine())
+    hardware = resolution.config.hardware
+    assert (hardware.generation, hardware.gpus_per_node, hardware.memory_gib) == (Generation.ampere, 8, 40.0)
+    assert not resolution.is_runnable_here
+    assert resolution.why_not_runnable == (
+        "8 x ampere needed, and no GPU is found here: no NVIDIA driver answers here; try hardware.generation=cpu"
+    )
+    # not installed here, but what is planned for runs in its image, which has it
+    assert resolution.config.attention.implementation is Attention.flash_attention_2
+    assert "the ampere image has it" in whys(resolution)["attention.implementation"]
+
+
+def test_flash_attention_needs_its_package_where_it_runs(undecided, machine, has_no_flash):
+    resolution = resolve_auto(undecided, machine(A100))
+    assert resolution.config.attention.implementation is Attention.sdpa
+    assert "the package flash-attn is not installed here" in whys(resolution)["attention.implementation"]
+
+
+def test_another_machine_can_be_planned_by_name(undecided, machine):
+    undecided.hardware.generation = Generation.volta
+    undecided.hardware.gpus_per_node = 4
+    undecided.parallelism.strategy = Strategy.ddp
+    resolution = resolve_auto(undecided, machine(H200))
+    assert resolution.config.hardware.memory_gib == 32.0
+    assert whys(resolution)["hardware.memory_gib"] == "of a V100-SXM2-32GB, the usual volta GPU"
+    assert resolution.where == "volta is set, and this machine has NVIDIA H200 (hopper)"
+    assert whys(resolution)["hardware.generation"] == "as asked"
+
+
+def test_a_cluster_is_not_judged_by_the_login_node(undecided, machine):
+    undecided.launcher = SlurmConfig(name=LauncherName.slurm)
+    undecided.hardware.reference.generation = Generation.ampere
+    resolution = resolve_auto(undecided, machine())
+    assert resolution.config.hardware.generation is Generation.ampere
+    assert resolution.is_runnable_here
+    assert resolution.where == "started by slurm on other machines; this one only submits"
+
+
+def test_mixed_gpus_follow_the_oldest_and_cannot_start(undecided, machine):
+    undecided.parallelism.strategy = Strategy.ddp
+    resolution = resolve_auto(undecided, machine(H200, V100))
+    assert resolution.config.hardware.generation is Generation.volta
+    assert "the oldest decides for all" in whys(resolution)["hardware.generation"]
+    assert not resolution.is_runnable_here
+    assert "hopper, volta" in resolution.where
+
+
+def test_single_takes_one_of_several_gpus(undecided, machine):
+    resolution = resolve_auto(undecided, machine(H200, V100))
+    assert resolution.config.hardware.gpus_per_node == 1
+    assert resolution.config.hardware.generation is Generation.hopper
+    assert resolution.is_runnable_here
+
+
+def test_more_gpus_than_there_are(undecided, machine):
+    undecided.parallelism.strategy = Strategy.ddp
+    undecided.hardware.gpus_per_node = 8
+    resolution = resolve_auto(undecided, machine(H200, H200))
+    assert resolution.problem is not None
+    assert (resolution.problem.id, resolution.problem.fix) == ("too-few-gpus-here", "hardware.gpus_per_node=2")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gpu", "compute"),
+    [
+        ("bfloat16", A100, Compute.bf16),
+        ("float16", A100, Compute.bf16),
+        ("float32", A100, Compute.bf16),
+        ("bfloat16", V100, Compute.fp32),
+        ("float16", V100, Compute.fp16),
+        ("float32", V100, Compute.fp32),
+        ("float16", None, Compute.fp32),
+    ],
+)
+def test_the_base_models_dtype_is_matched(undecided, machine, dtype, gpu, compute):
+    undecided.model.facts.dtype = dtype
+    resolution = resolve_auto(undecided, machine(*([gpu] if gpu else [])))
+    assert resolution.config.precision.compute is compute
+    assert dtype in whys(resolution)["precision.compute"]
+    assert not [problem for problem in check(resolution.config) if problem.key == "precision.compute"]
+
+
+def test_explicit_choices_are_kept_even_when_they_cannot_work(undecided, machine):
+    undecided.precision.compute = Compute.bf16
+    undecided.attention.implementation = Attention.flash_attention_2
+    undecided.packing.mode = PackingMode.padded
+    undecided.training.micro_batch_size = 4
+    undecided.activation.checkpointing = Switch.enabled
+    resolution = resolve_auto(undecided, machine(V100))
+    config = resolution.config
+    assert config.precision.compute is Compute.bf16
+    assert config.attention.implementation is Attention.flash_attention_2
+    assert (config.packing.mode, config.training.micro_batch_size) == (PackingMode.padded, 4)
+    asked = {key for key, why in whys(resolution).items() if why == "as asked"}
+    assert asked == {
+        "precision.compute",
+        "attention.implementation",
+        "packing.mode",
+        "training.micro_batch_size",
+        "activation.checkpointing",
+    }
+    assert {problem.id for problem in check(config)} >= {"bf16-on-volta", "flash-attention-below-ampere"}
+
+
+def test_the_callers_configuration_is_not_changed(undecided, machine):
+    before = copy.deepcopy(undecided)
+    resolve_auto(undecided, machine(H200))
+    assert undecided == before
+
+
+def test_fp32_by_choice_takes_sdpa(undecided, machine, has_flash):
+    undecided.precision.compute = Compute.fp32
+    resolution = resolve_auto(undecided, machine(H200))
+    assert resolution.config.attention.implementation is Attention.sdpa
+    assert check(resolution.config) == []
+
+
+def test_padded_leaves_the_micro_batch_to_the_solver(undecided, machine):
+    undecided.packing.mode = PackingMode.padded
+    resolution = resolve_auto(undecided, machine(H200))
+    assert resolution.config.training.micro_batch_size is None
+    assert "the batch solver" in whys(resolution)["training.micro_batch_size"]
+
+
+def test_a_model_that_leaks_is_padded(undecided, machine):
+    undecided.model.facts.architecture = "BloomForCausalLM"
+    resolution = resolve_auto(undecided, machine(H200))
+    assert resolution.config.packing.mode is PackingMode.padded
+    assert check(resolution.config) == []
+
+
+def test_bf16_master_weights_compute_in_bf16(undecided, machine):
+    undecided.precision.master_weights = MasterWeights.bf16
+    undecided.model.facts.dtype = "float32"
+    assert check(resolve_auto(undecided, machine(H200)).config) == []
+
+
+def test_hsdp_shards_within_a_node(undecided, machine):
+    undecided.parallelism = FsdpConfig(strategy=Strategy.hsdp)
+    undecided.hardware.num_nodes = 2
+    undecided.launcher = SlurmConfig(name=LauncherName.slurm)
+    resolution = resolve_auto(undecided, machine(*[H200] * 8))
+    assert resolution.config.parallelism.shard_group_size == 8
+    assert check(resolution.config) == []
+
+
+def test_a_model_that_does_not_fit_recomputes_its_activations(undecided, machine):
+    undecided.model.facts.num_parameters = 7_000_000_000  # 16 bytes each: 104.3 GiB
+    resolution = resolve_auto(undecided, machine(H200))
+    assert resolution.config.activation.checkpointing is Switch.disabled  # 80% of 140.4 GiB hold it
+    resolution = resolve_auto(undecided, machine(A100, memory=80.0))
+    assert resolution.config.activation.checkpointing is Switch.enabled
+    assert whys(resolution)["activation.checkpointing"].startswith("estimated 104.3 GiB of states")
+
+
+@pytest.mark.parametrize(
+    ("settings", "bytes_per_parameter"),
+    [
+        (ZeroConfig(strategy=Strategy.zero1), 4 + 4 + 8 / 8),
+        (ZeroConfig(strategy=Strategy.zero2), 4 + (4 + 8) / 8),
+        (ZeroConfig(strategy=Strategy.zero2, offload_optimizer=Offload.cpu), 4 + 4 / 8),
+    ],
+)
+def test_estimated_states_are_divided_among_the_ranks(sound, settings, bytes_per_parameter):
+    sound.parallelism = settings
+    sound.hardware.gpus_per_node = 8
+    estimate = estimate_memory(sound, sound.model.facts)
+    expected = 494_032_768 * bytes_per_parameter / 2**30
+    assert estimate.states_gib == pytest.approx(expected)
+
+
+def test_estimated_full_shard_keeps_a_share_and_what_it_gathers(sound):
+    sound.parallelism = FsdpConfig(strategy=Strategy.fsdp)
+    sound.hardware.gpus_per_node = 8
+    embeddings = 151_936 * 896
+    layer = (494_032_768 - embeddings) / 24
+    expected = 494_032_768 * 16 / 8 + 2 * 2 * (embeddings + 2 * layer)
+    assert estimate_memory(sound, sound.model.facts).states_gib == pytest.approx(expected / 2**30)
+
+
+def test_estimated_adapters_and_eight_bit_states(sound):
+    sound.optimizer.name = OptimizerName.adamw_8bit
+    assert estimate_memory(sound, sound.model.facts).states_gib == pytest.approx(494_032_768 * 10 / 2**30)
+    sound.optimizer.name = OptimizerName.adamw
+    sound.peft.method = PeftMethod.lora
+    adapter = 16 * (8 * 896 + 3 * (896 + 4864)) * 24
+    expected = 494_032_768 * 4 + adapter * 16
+    assert estimate_memory(sound, sound.model.facts).states_gib == pytest.approx(expected / 2**30)
+
+
+def test_estimated_activations_by_hand(sound):
+    # 2048 tokens x 24 layers x (2 bytes x (10 x 896 + 4 x 4864) + 16 x 896)
+    assert estimate_memory(sound, sound.model.facts).activations_gib == pytest.approx(2048 * 24 * 71_168 / 2**30)
+
+
+def write_config(folder, **changes):
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "torch_dtype": "float16",
+        "num_hidden_layers": 2,
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 32,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+    }
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def test_facts_are_read_from_a_folder(undecided, machine, tmp_path):
+    write_config(tmp_path)
+    undecided.model = ModelConfig(path=str(tmp_path), weights=Weights.random)
+    facts = resolve_auto(undecided, machine(V100)).config.model.facts
+    assert facts is not None
+    # 2 x 32 x 8 embeddings; per layer 2 x 8 x (8 + 4) attention, 3 x 8 x 16 feed-forward, 2 x 8 norms; the last norm
+    assert facts.num_parameters == 512 + 2 * (192 + 384 + 16) + 8
+    assert (facts.architecture, facts.dtype) == ("LlamaForCausalLM", "float16")
+
+
+def test_parameters_are_counted_in_the_safetensors_header(undecided, machine, tmp_path):
+    write_config(tmp_path)
+    header = json.dumps({
+        "__metadata__": {"format": "pt"},
+        "a": {"dtype": "F16", "shape": [3, 5], "data_offsets": [0, 30]},
+        "b": {"dtype": "F16", "shape": [7], "data_offsets": [30, 44]},
+    }).encode()  # fmt: skip
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(44))
+    undecided.model = ModelConfig(path=str(tmp_path))
+    facts = resolve_auto(undecided, machine(V100)).config.model.facts
+    assert facts is not None
+    assert facts.num_parameters == 22
+
+
+def test_unknown_sizes_are_no_error(undecided, machine, tmp_path):
+    write_config(tmp_path, num_local_experts=8)
+    undecided.model = ModelConfig(path=str(tmp_path))
+    resolution = resolve_auto(undecided, machine(V100))
+    assert resolution.config.model.facts is None
+    assert resolution.config.precision.compute is Compute.fp16  # the dtype is known all the same
+    assert whys(resolution)["activation.checkpointing"].startswith("the model's size is not known")
+
+
+def test_a_hub_model_that_was_never_downloaded(undecided, machine):
+    undecided.model = ModelConfig(name="organisation/never-downloaded")
+    resolution = resolve_auto(undecided, machine(H200))
+    assert resolution.config.model.facts is None
+    assert "dtype is not known before it is loaded" in whys(resolution)["precision.compute"]
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"a": '])
+def test_a_broken_config_json_is_named(undecided, machine, tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    undecided.model = ModelConfig(path=str(tmp_path))
+    with pytest.raises(RequestError, match=r"config\.json.*(copy the model again|model's own folder)"):
+        resolve_auto(undecided, machine())
+
+
+def test_a_size_of_zero_is_named(undecided, machine, tmp_path):
+    write_config(tmp_path, num_attention_heads=0)
+    undecided.model = ModelConfig(path=str(tmp_path))
+    with pytest.raises(RequestError, match="num_attention_heads=0"):
+        resolve_auto(undecided, machine())
+
+
+def test_environment_and_auto_agree(undecided, machine, monkeypatch, has_flash):
+    monkeypatch.setattr(environment, "installed_version", lambda package: "2.13.0")
+    config = resolve_auto(undecided, machine(H200)).config
+    assert environment.check_environment(config, machine(H200)) == []

@@ -1,0 +1,176 @@
+"""Composing: what is strong, and what each wrong word is answered with."""
+
+import pytest
+
+from tunebook.config.choices import Strategy
+from tunebook.config.compose import compose
+from tunebook.config.frozen import config_to_yaml, load_config
+from tunebook.config.schema import FsdpConfig, SlurmConfig, ZeroConfig
+from tunebook.errors import RequestError
+
+
+def composed(*words, recipe="qwen3b_zero2", recipes_dirs=()):
+    return compose(recipe, list(words), list(recipes_dirs)).config
+
+
+def test_a_choice_on_the_command_line_beats_the_recipe():
+    config = composed("parallelism=zero3")
+    assert config.parallelism.strategy is Strategy.zero3
+    assert isinstance(config.parallelism, ZeroConfig)
+
+
+def test_a_value_on_the_command_line_beats_the_recipe():
+    assert composed("optimizer.learning_rate=3e-4").optimizer.learning_rate == 3e-4
+
+
+def test_a_choice_brings_its_own_keys():
+    assert isinstance(composed("parallelism=fsdp").parallelism, FsdpConfig)
+    launcher = composed("launcher=slurm", "launcher.partition=long").launcher
+    assert isinstance(launcher, SlurmConfig)
+    assert launcher.partition == "long"
+
+
+def test_a_run_without_a_recipe():
+    config = composed("model.name=a/b", "dataset.path=x.jsonl", recipe=None)
+    assert (config.model.name, config.recipe, config.parallelism.strategy) == ("a/b", None, Strategy.single)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("training.max_lenght=3", ["override 'training.max_lenght=3'", "Did you mean 'max_length'?", "num_epochs"]),
+        ("trainin.max_length=4", ["Did you mean 'training'?"]),
+        ("modle=quickstart", ["no key 'modle'", "Did you mean 'model'?"]),
+        ("learning_rate=3", ["Did you mean 'optimizer.learning_rate'?"]),
+        ("seed=3", ["Did you mean 'training.seed'?"]),
+        ("parallelism=zero4", ["no parallelism 'zero4'", "Did you mean 'zero3'?", "Choices of parallelism: ddp, fsdp"]),
+        ("training.max_length=abc", ["training.max_length=abc is not a whole number"]),
+        ("training.seed=1.5", ["training.seed=1.5 is not a whole number"]),
+        ("training.deterministic=maybe", ["is not true or false"]),
+        ("precision.compute=bf17", ["is not one of auto, fp32, bf16, fp16, fp8", "Did you mean 'bf16'?"]),
+        ("training=4", ["training=4 is not a group of keys"]),
+        ("training.seed=null", ["training.seed", "is not a whole number"]),
+        ("training.max_length=${nix}", ["training.max_length"]),
+        ("training.seed", ["'training.seed' is no override", "did you mean 'training.seed=VALUE'?"]),
+        ("training.global_samples=1,2", ["lists several values", "tunebook sweep"]),
+        ("+training.x=1", ["keys can be set, not added", "type 'training.x=1' instead"]),
+        ("~training.seed", ["keys can be set, not added or removed"]),
+        ("++training.x=1", ["keys can be set"]),
+        ("recipes=quickstart", ["name the recipe as the first word"]),
+        ("hydra.run.dir=x", ["Hydra's own keys"]),
+        ("model.path=a=b", ["put quotes round"]),
+    ],
+)
+def test_a_wrong_word_is_named_with_what_to_type(word, said):
+    with pytest.raises(RequestError) as caught:
+        composed(word)
+    assert caught.value.exit_code == 2
+    for part in said:
+        assert part in caught.value.message
+
+
+def test_a_key_of_another_choice_says_which():
+    with pytest.raises(RequestError, match="has no meaning with parallelism=ddp; it belongs to parallelism=zero1"):
+        composed("parallelism=ddp", "parallelism.overlap_comm=true")
+
+
+def test_an_unknown_recipe_lists_the_recipes_and_the_nearest():
+    with pytest.raises(RequestError, match=r"no recipe 'qwen3b_zero3'\. Did you mean 'qwen3b_zero2'\?.*quickstart"):
+        composed(recipe="qwen3b_zero3")
+
+
+def test_missing_values_are_all_named():
+    with pytest.raises(RequestError, match=r"evaluation.tasks: type evaluation.tasks=VALUE \(a list such as \[a,b\]"):
+        composed("evaluation=tasks")
+
+
+def test_mixture_parts_are_the_users_own_names():
+    parts = composed("dataset=mixture", "dataset.parts.chat.path=a.jsonl", "dataset.parts.chat.weight=2").dataset.parts
+    assert (parts["chat"].path, parts["chat"].weight) == ("a.jsonl", 2.0)
+    with pytest.raises(RequestError, match=r"no key 'dataset.parts.chat.pth'. Did you mean 'path'"):
+        composed("dataset=mixture", "dataset.parts.chat.pth=a.jsonl")
+
+
+class TestRecipesOfOnesOwn:
+    def test_builds_on_another_by_naming_it(self, tmp_path):
+        (tmp_path / "mine.yaml").write_text("defaults: [qwen3b_zero2, _self_]\ntraining: {max_length: 77}\n")
+        config = composed(recipe="mine", recipes_dirs=[tmp_path])
+        assert (config.training.max_length, config.training.global_samples) == (77, 528)
+        assert config.parallelism.strategy is Strategy.zero2
+
+    def test_is_found_by_the_variable(self, tmp_path, monkeypatch):
+        (tmp_path / "mine.yaml").write_text("training: {max_length: 77}\n")
+        monkeypatch.setenv("TUNEBOOK_RECIPES", str(tmp_path))
+        assert composed(recipe="mine").training.max_length == 77
+
+    def test_a_wrong_key_names_the_file(self, tmp_path):
+        (tmp_path / "mine.yaml").write_text("training: {max_lenght: 77}\n")
+        with pytest.raises(RequestError, match=rf"{tmp_path}/mine.yaml: there is no key.*Did you mean 'max_length'"):
+            composed(recipe="mine", recipes_dirs=[tmp_path])
+
+    def test_a_wrong_value_names_the_file(self, tmp_path):
+        (tmp_path / "mine.yaml").write_text("training: {seed: many}\n")
+        with pytest.raises(RequestError, match=rf"{tmp_path}/mine.yaml: training.seed=many is not a whole number"):
+            composed(recipe="mine", recipes_dirs=[tmp_path])
+
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            ("defaults: [{override /parallelism: zero4}, _self_]", "no parallelism 'zero4'. Did you mean 'zero3'"),
+            ("defaults: [{override /paralelism: ddp}, _self_]", "no config group 'paralelism'. Did you mean 'para"),
+            ("defaults: [{parallelism: ddp}, _self_]", "write '- override /parallelism: ...' instead"),
+            ("defaults: [qwen3b_zero, _self_]", "builds on a recipe 'qwen3b_zero' that is not there"),
+            ("defaults: [mine, _self_]", "recipe 'mine' builds on itself"),
+            ("training: {seed: [1", r"mine.yaml:\d+: this is not YAML"),
+            ("- a\n- b", "a recipe is a mapping"),
+        ],
+    )
+    def test_a_broken_recipe_is_named(self, tmp_path, text, said):
+        (tmp_path / "mine.yaml").write_text(text + "\n")
+        with pytest.raises(RequestError, match=said):
+            composed(recipe="mine", recipes_dirs=[tmp_path])
+
+    def test_a_name_of_the_books_is_refused(self, tmp_path):
+        (tmp_path / "quickstart.yaml").write_text("training: {seed: 1}\n")
+        with pytest.raises(RequestError, match="two recipes are called 'quickstart'"):
+            composed(recipe="quickstart", recipes_dirs=[tmp_path])
+
+    def test_a_missing_folder_is_named(self, tmp_path):
+        with pytest.raises(RequestError, match=f"--recipes-dir {tmp_path}/nix"):
+            composed(recipe="quickstart", recipes_dirs=[tmp_path / "nix"])
+
+    def test_another_recipes_broken_file_does_not_matter(self, tmp_path):
+        (tmp_path / "broken.yaml").write_text("a: [")
+        assert composed(recipe="qwen3b_zero2", recipes_dirs=[tmp_path]).training.global_samples == 528
+
+
+class TestOrigins:
+    def test_of_values_and_choices(self, tmp_path):
+        (tmp_path / "mine.yaml").write_text("defaults: [qwen3b_zero2, _self_]\ntraining: {max_length: 77}\n")
+        origins = compose("mine", ["training.seed=3"], [tmp_path]).origins
+        assert origins.of("training.seed") == "override 'training.seed=3'"
+        assert origins.of("training.max_length") == str(tmp_path / "mine.yaml")
+        assert origins.of("training.global_samples").endswith("recipes/qwen3b_zero2.yaml")
+        assert origins.of("parallelism.strategy").endswith("parallelism/zero2.yaml")
+        assert origins.of("peft.rank") == "the default of peft=full"
+        assert origins.of_choice("parallelism").endswith("recipes/qwen3b_zero2.yaml")
+
+
+class TestFrozen:
+    @pytest.mark.parametrize("recipe", ["qwen3b_zero2", "llama2_70b_fsdp", "dolly3b_ray_zero3_offload", "quickstart"])
+    def test_reads_back_equal(self, recipe, tmp_path):
+        config = composed(recipe=recipe)
+        (tmp_path / "run.yaml").write_text(config_to_yaml(config))
+        assert load_config(tmp_path / "run.yaml") == config
+
+    def test_mixtures_too(self, tmp_path):
+        config = composed("dataset=mixture", "dataset.parts.a.path=x", "dataset.parts.b.name=y/z")
+        (tmp_path / "run.yaml").write_text(config_to_yaml(config))
+        assert load_config(tmp_path / "run.yaml") == config
+
+    def test_a_missing_or_edited_file_is_refused(self, tmp_path):
+        with pytest.raises(RequestError, match="no run folder"):
+            load_config(tmp_path / "run.yaml")
+        (tmp_path / "run.yaml").write_text(config_to_yaml(composed()).replace("max_length", "max_lenght"))
+        with pytest.raises(RequestError, match="edited by hand or written by another version"):
+            load_config(tmp_path / "run.yaml")

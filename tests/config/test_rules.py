@@ -1,0 +1,462 @@
+"""Every rule, broken by the smallest change to a sound configuration, and mended by the fix it prints."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+import shlex
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import yaml
+
+from tunebook.config import schema
+from tunebook.config.choices import (
+    Attention,
+    Compute,
+    Format,
+    Generation,
+    LauncherName,
+    MasterWeights,
+    Offload,
+    OptimizerName,
+    PackingMode,
+    PeftMethod,
+    ScheduleName,
+    Source,
+    Strategy,
+    Switch,
+    TrainOn,
+    Weights,
+    WrapPolicy,
+)
+from tunebook.config.rules import (
+    RULES,
+    attention,
+    batch,
+    check,
+    numbers,
+    optimizing,
+    parallelism,
+    precision,
+    running,
+    sources,
+)
+from tunebook.config.rules.frame import Level, Rule
+from tunebook.config.schema import (
+    FsdpConfig,
+    LauncherConfig,
+    MixturePart,
+    ParallelismConfig,
+    RayConfig,
+    SlurmConfig,
+    ZeroConfig,
+)
+
+MODULES = (numbers, sources, batch, precision, attention, parallelism, optimizing, running)
+ON_CPU = {
+    "hardware.generation": Generation.cpu,
+    "precision.compute": Compute.fp32,
+    "precision.tf32": Switch.disabled,
+    "attention.implementation": Attention.sdpa,
+}
+ON_VOLTA = {**ON_CPU, "hardware.generation": Generation.volta}
+ON_8 = {"hardware.gpus_per_node": 8}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Changes to a sound configuration that break one rule, and what its message must hold."""
+
+    id: str
+    match: str
+    values: dict[str, Any]
+    background: dict[str, Any] = field(default_factory=dict)  # by itself sound
+
+
+def case(id: str, match: str, values: dict[str, Any], background: dict[str, Any] | None = None) -> Case:
+    return Case(id=id, match=match, values=values, background=background or {})
+
+
+def zero(strategy: Strategy, **settings: Any) -> dict[str, Any]:
+    return {"parallelism": ZeroConfig(strategy=strategy, **settings), **ON_8}
+
+
+def fsdp(strategy: Strategy, **settings: Any) -> dict[str, Any]:
+    return {"parallelism": FsdpConfig(strategy=strategy, **settings), **ON_8}
+
+
+DDP = {"parallelism": ParallelismConfig(strategy=Strategy.ddp), **ON_8}
+PADDED = {"packing.mode": PackingMode.padded, "training.micro_batch_size": None}
+PADDED_DDP = {**DDP, **PADDED}
+IN_TOKENS = {"training.global_tokens": 65_536, "training.global_samples": None}
+PLAIN_TEXT = {"dataset.format": Format.text}
+SDPA = {"attention.implementation": Attention.sdpa}
+SLURM = {"launcher": SlurmConfig(name=LauncherName.slurm)}
+
+CASES = [
+    # numbers
+    case("out-of-range", "0 must be above 0", {"optimizer.learning_rate": 0.0}),
+    case("out-of-range", "nan must be", {"optimizer.learning_rate": math.nan}),
+    case("out-of-range", "1 must be at least 0 and below 1", {"optimizer.beta2": 1.0}),
+    case("out-of-range", "0 must be above 0", {"training.num_epochs": 0.0}),
+    case("out-of-range", "inf must be", {"training.num_epochs": math.inf}),
+    case("out-of-range", "-3 must be at least 1", {"training.max_steps": -3}),
+    case("out-of-range", "0 must be at least 1", {"peft.rank": 0}),
+    case("out-of-range", "0.6 must be at least 0 and at most 0.5", {"dataset.validation_share": 0.6}),
+    case("out-of-range", "0 must be at least 1", {"hardware.num_nodes": 0}),
+    case("out-of-range", "0 must be at least 1", {"dataset.max_documents": 0}),
+    # sources
+    case("model-not-named", "no model is named", {"model.name": None}),
+    case("model-not-named", "name two models", {"model.path": "some/folder"}),
+    case("model-name-is-folder", "is a folder, not a name", {"model.name": "./mine"}),
+    case(
+        "random-weights-need-architecture",
+        "there is no config.json in",
+        {"model.name": None, "model.path": "not/there", "model.facts": None, "model.weights": Weights.random},
+    ),
+    case("length-beyond-model", "40000 .* 32768", {"training.max_length": 40_000, "packing.row_length": 40_000}),
+    case("dataset-source", "source=hub needs dataset.name", {"dataset.name": None}),
+    case("dataset-source", "source=files needs", {"dataset.source": Source.files, "dataset.name": None}),
+    case("dataset-source", "at least one part", {"dataset.source": Source.mixture, "dataset.name": None}),
+    case(
+        "dataset-source",
+        "parts.chat.source=files needs dataset.parts.chat.path",
+        {"dataset.source": Source.mixture, "dataset.name": None, "dataset.parts": {"chat": MixturePart()}},
+    ),
+    case(
+        "dataset-source",
+        "mixture inside a mixture",
+        {
+            "dataset.source": Source.mixture,
+            "dataset.name": None,
+            "dataset.parts": {"all": MixturePart(source=Source.mixture, path="a.jsonl")},
+        },
+    ),
+    case("dataset-field-ignored", "source=hub does not read dataset.path", {"dataset.path": "a.jsonl"}),
+    case("validation-twice", "both hold", {"dataset.validation_split": "test", "dataset.validation_share": 0.1}),
+    case("validation-source", "that is trained on", {"dataset.validation_split": "train"}),
+    case(
+        "validation-source",
+        "source=files has no splits",
+        {"dataset.validation_split": "test"},
+        {"dataset.source": Source.files, "dataset.path": "a.jsonl", "dataset.name": None},
+    ),
+    case(
+        "validation-source",
+        "tokens of their own",
+        {"dataset.validation_path": "a.jsonl"},
+        {"dataset.source": Source.synthetic, "dataset.name": None},
+    ),
+    case(
+        "synthetic-settings",
+        "min_tokens=5000 is above max_tokens=4096",
+        {"dataset.synthetic.min_tokens": 5000},
+        {"dataset.source": Source.synthetic, "dataset.name": None},
+    ),
+    case("train-on-without-roles", "asks for turns", {"dataset.train_on": TrainOn.assistant}, PLAIN_TEXT),
+    case("system-prompt-ignored", "not used", {"dataset.system_prompt": "Be brief."}, PLAIN_TEXT),
+    case("chat-template-not-found", "there is no file", {"model.chat_template": "not/there.jinja"}),
+    # batch
+    case("batch-one-way", "twice", {"training.global_tokens": 65_536}),
+    case("batch-one-way", "nothing says", {"training.global_samples": None}),
+    case("batch-not-divisible", "530 .* 528 and 536 are the nearest", {"training.global_samples": 530}, PADDED_DDP),
+    case("batch-not-divisible", "4 .* 8 is the smallest", {"training.global_samples": 4}, PADDED_DDP),
+    case("batch-not-divisible", "8 GPUs x micro batch 3 = 24", {"training.micro_batch_size": 3}, PADDED_DDP),
+    case(
+        "batch-not-divisible",
+        "make 9 rows of 2048, .* 16384 and 32768",
+        {"training.global_tokens": 9 * 2048, "training.global_samples": None},
+        DDP,
+    ),
+    case("batch-too-small", "4 documents a step are fewer than the 8 GPUs", {"training.global_samples": 4}, DDP),
+    case(
+        "batch-too-small",
+        "8 rows x 2048 tokens = 16384",
+        {"training.global_tokens": 2048, "training.global_samples": None},
+        DDP,
+    ),
+    case("tokens-need-packing", "packed rows", IN_TOKENS, PADDED),
+    case("batch-larger-than-data", "64 .* 10", {"dataset.max_documents": 10}),
+    case("row-shorter-than-document", "rows of 1024 tokens", {"packing.row_length": 1024}),
+    case("micro-rows-on-mask", "9 times", {"training.micro_batch_size": 3}, SDPA),
+    # precision
+    case("bf16-on-volta", r"volta \(compute capability 7.0\)", {"precision.compute": Compute.bf16}, ON_VOLTA),
+    case(
+        "bf16-on-volta",
+        r"turing \(compute capability 7.5\)",
+        {"precision.compute": Compute.bf16},
+        {**ON_VOLTA, "hardware.generation": Generation.turing},
+    ),
+    case("fp16-with-bf16-base", "overflows on Qwen2ForCausalLM", {"precision.compute": Compute.fp16}),
+    case("fp16-with-bf16-base", "overflows", {"precision.compute": Compute.fp16}, ON_VOLTA),
+    case("fp16-on-cpu", "needs a GPU", {"precision.compute": Compute.fp16}, {**ON_CPU, "model.facts.dtype": "float16"}),
+    case(
+        "fp8-without-hardware",
+        "ampere .*fp8 starts at 8.9",
+        {"precision.compute": Compute.fp8},
+        {"hardware.generation": Generation.ampere},
+    ),
+    case("fp8-with-efficient-loading", "accelerate", {"precision.compute": Compute.fp8}, fsdp(Strategy.fsdp)),
+    case("fp8-with-qlora", "4-bit", {"precision.compute": Compute.fp8}, {"peft.method": PeftMethod.qlora}),
+    case("tf32-without-hardware", "volta", {"precision.tf32": Switch.enabled}, ON_VOLTA),
+    case("tf32-without-hardware", "a CPU", {"precision.tf32": Switch.enabled}, ON_CPU),
+    case("bf16-weights-without-bf16", "compute=fp32", {"precision.master_weights": MasterWeights.bf16}, ON_VOLTA),
+    # attention
+    case(
+        "flash-attention-below-ampere",
+        "flash_attention_2 needs compute capability 8.0; volta has 7.0",
+        {"attention.implementation": Attention.flash_attention_2, "precision.compute": Compute.fp16},
+        {**ON_VOLTA, "model.facts.dtype": "float16"},
+    ),
+    case(
+        "flash-attention-below-ampere",
+        "flash_attention_4 needs compute capability 9.0; ampere has 8.0",
+        {"attention.implementation": Attention.flash_attention_4},
+        {"hardware.generation": Generation.ampere},
+    ),
+    case(
+        "flash-attention-below-ampere",
+        "this is a CPU",
+        {"attention.implementation": Attention.flash_attention_2},
+        {**ON_CPU, "precision.compute": Compute.bf16},
+    ),
+    case("flash-attention-in-fp32", "fp16 or bf16 only", {"precision.compute": Compute.fp32}),
+    case("flex-attention-on-cpu", "cannot train", {"attention.implementation": Attention.flex_attention}, ON_CPU),
+    case("flash-attention-not-deterministic", "last bits", {"training.deterministic": True}),
+    case("packing-leaks", "BloomForCausalLM cannot keep", {"model.facts.architecture": "BloomForCausalLM"}),
+    case("row-length-without-packing", "4096 is not used", {"packing.row_length": 4096}, PADDED),
+    case("liger-without-gpu", "need a GPU", {"model.liger_kernel": True}, ON_CPU),
+    case("activation-offload-without-gpu", "no GPU memory", {"activation.offload": True}, ON_CPU),
+    # parallelism
+    case("strategy-settings-mismatch", "FSDP settings", {"parallelism.strategy": Strategy.zero2}, fsdp(Strategy.fsdp)),
+    case("strategy-settings-mismatch", "no settings", {"parallelism.strategy": Strategy.zero3}, DDP),
+    case("single-needs-one-gpu", "8 are asked for", ON_8),
+    case("sharding-on-one-rank", "zero2 on one GPU", {"parallelism": ZeroConfig(strategy=Strategy.zero2)}),
+    case("sharding-on-one-rank", "ddp on one GPU", {"parallelism": ParallelismConfig(strategy=Strategy.ddp)}),
+    case("fsdp-on-cpu", "silently become ddp", ON_CPU, fsdp(Strategy.fsdp)),
+    case("hsdp-group", "groups of 8 do not split 8", fsdp(Strategy.hsdp)),
+    case("hsdp-group", "groups of 3 do not split 8", fsdp(Strategy.hsdp, shard_group_size=3)),
+    case(
+        "parallelism-setting-ignored",
+        "1000000 is not used by zero2",
+        {"parallelism.max_live_parameters": 1_000_000},
+        zero(Strategy.zero2),
+    ),
+    case("parallelism-setting-ignored", "/disk is not used", {"parallelism.nvme_path": "/disk"}, zero(Strategy.zero3)),
+    case("parallelism-setting-ignored", "4 is not used", {"parallelism.shard_group_size": 4}, fsdp(Strategy.fsdp)),
+    case(
+        "parallelism-setting-ignored",
+        "is not used",
+        {"parallelism.wrap_classes": ["Block"]},
+        fsdp(Strategy.fsdp, wrap_policy=WrapPolicy.size),
+    ),
+    case("offload-not-possible", "whole", {"parallelism.offload_parameters": Offload.cpu}, zero(Strategy.zero2)),
+    case(
+        "offload-not-possible",
+        "zero1 cannot offload to nvme",
+        {"parallelism.offload_optimizer": Offload.nvme},
+        zero(Strategy.zero1, offload_optimizer=Offload.cpu),
+    ),
+    case("offload-not-possible", "fsdp cannot", {"parallelism.offload_parameters": Offload.nvme}, fsdp(Strategy.fsdp)),
+    case("nvme-path-missing", "local NVMe", {"parallelism.offload_optimizer": Offload.nvme}, zero(Strategy.zero3)),
+    case(
+        "wrap-class-unknown",
+        "no LlamaDecoderLayer; its blocks are Qwen2DecoderLayer",
+        {"parallelism.wrap_classes": ["LlamaDecoderLayer"]},
+        fsdp(Strategy.fsdp),
+    ),
+    case("several-nodes-locally", "2 nodes", {"hardware.num_nodes": 2}, DDP),
+    case("launcher-settings-mismatch", "slurm is set", {"launcher.name": LauncherName.slurm}),
+    case("launcher-settings-mismatch", "local is set", {"launcher": RayConfig(name=LauncherName.local)}),
+    # optimizing
+    case(
+        "adapter-on-output-head",
+        "lm_head would never be trained",
+        {"peft.target_modules": ["q_proj", "lm_head"]},
+        {"peft.method": PeftMethod.lora},
+    ),
+    case("adapter-settings-ignored", "method=full", {"peft.target_modules": ["q_proj"]}),
+    case("qlora-random-weights", "has none", {"model.weights": Weights.random}, {"peft.method": PeftMethod.qlora}),
+    case("bitsandbytes-optimizer-without-gpu", "needs a GPU", {"optimizer.name": OptimizerName.adamw_8bit}, ON_CPU),
+    case(
+        "bitsandbytes-optimizer-with-fsdp",
+        "sharded tensors of fsdp",
+        {"optimizer.name": OptimizerName.paged_adamw_32bit},
+        fsdp(Strategy.fsdp),
+    ),
+    case(
+        "bitsandbytes-optimizer-offloaded",
+        "runs on the GPU",
+        {"optimizer.name": OptimizerName.adamw_8bit},
+        zero(Strategy.zero2, offload_optimizer=Offload.cpu),
+    ),
+    case("two-warm-ups", "twice", {"schedule.warmup_steps": 10, "schedule.warmup_share": 0.1}),
+    case(
+        "two-floors",
+        "twice",
+        {"schedule.min_learning_rate_share": 0.1},
+        {"schedule.name": ScheduleName.cosine_with_min_lr, "schedule.min_learning_rate": 0.0},
+    ),
+    case("floor-without-its-schedule", "cosine has no floor", {"schedule.min_learning_rate": 0.0}),
+    case("schedule-without-floor", "it ends at", {"schedule.name": ScheduleName.cosine_with_min_lr}),
+    case(
+        "floor-above-peak",
+        "0.001 is above optimizer.learning_rate=1e-05",
+        {"schedule.min_learning_rate": 1e-3},
+        {"schedule.name": ScheduleName.cosine_with_min_lr, "schedule.min_learning_rate": 0.0},
+    ),
+    case("warm-up-longer-than-run", "100 .*=20", {"schedule.warmup_steps": 100}, {"training.max_steps": 20}),
+    case("warm-up-ignored", "no warm-up", {"schedule.warmup_share": 0.1}, {"schedule.name": ScheduleName.constant}),
+    # running
+    case("validation-missing", "none are held out", {"training.evaluate_every_steps": 10}),
+    case(
+        "best-needs-evaluations",
+        "how often",
+        {"training.early_stopping_patience": 3},
+        {"dataset.validation_share": 0.1},
+    ),
+    case(
+        "best-needs-checkpoints",
+        "150 is no multiple of training.evaluate_every_steps=100",
+        {"training.save_every_steps": 150},
+        {
+            "dataset.validation_share": 0.1,
+            "training.evaluate_every_steps": 100,
+            "training.save_every_steps": 200,
+            "training.load_best_at_end": True,
+        },
+    ),
+    case(
+        "best-needs-checkpoints",
+        "nothing is saved",
+        {"training.load_best_at_end": True},
+        {"dataset.validation_share": 0.1, "training.evaluate_every_steps": 100},
+    ),
+    case("interval-beyond-run", "500 is beyond", {"training.save_every_steps": 500}, {"training.max_steps": 20}),
+    case("resume-not-found", "'atuo' is neither", {"training.resume": "atuo"}),
+    case("resume-not-found", "there is no folder", {"training.resume": "outputs/gone"}),
+    case("hub-name-form", "'mymodel' has not the form", {"training.push_to_hub": "mymodel"}),
+    case("task-file-not-found", "there is no file", {"evaluation.tasks": ["gsm8k", "mine.yaml"]}),
+    case("task-named-twice", "gsm8k is named more", {"evaluation.tasks": ["gsm8k", "arc_easy", "gsm8k"]}),
+    case("evaluation-never-runs", "both off", {"evaluation.after": False}, {"evaluation.tasks": ["gsm8k"]}),
+    case("evaluation-never-runs", "no tasks", {"evaluation.before": True}),
+    case("time-limit-form", "'tomorrow' is not", {"launcher.time_limit": "tomorrow"}, SLURM),
+    case("sbatch-option-form", "'exclusive' is no", {"launcher.extra_args": ["exclusive"]}, SLURM),
+]
+
+# The fix of these chooses another group, whose file is Hydra's to load: here, what that file makes of the group.
+GROUP_CHOICES = {
+    "parallelism=single": ("parallelism", ParallelismConfig(strategy=Strategy.single)),
+    "parallelism=ddp": ("parallelism", ParallelismConfig(strategy=Strategy.ddp)),
+    "parallelism=zero2": ("parallelism", ZeroConfig(strategy=Strategy.zero2)),
+    "parallelism=zero3": ("parallelism", ZeroConfig(strategy=Strategy.zero3)),
+    "launcher=slurm": ("launcher", SlurmConfig(name=LauncherName.slurm)),
+    "launcher=local": ("launcher", LauncherConfig(name=LauncherName.local)),
+}
+
+
+def typed(fix: str) -> dict[str, Any]:
+    """The values that the first of a fix's alternatives would set when typed."""
+    found: dict[str, Any] = {}
+    for word in shlex.split(fix.split(" or ")[0]):
+        if word in GROUP_CHOICES:
+            key, value = GROUP_CHOICES[word]
+        else:
+            key, text = word.split("=", 1)
+            value = yaml.safe_load(text)
+        found[key] = float(value) if key == "optimizer.learning_rate" else value
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.id}:{case.match[:30]}")
+def test_a_change_breaks_its_rule_and_the_fix_mends_it(case, sound, changed):
+    before = changed(sound, case.background)
+    assert check(before) == [], "the background must be sound by itself"
+    broken = changed(before, case.values)
+    problems = check(broken)
+    assert {problem.id for problem in problems} == {case.id}
+    problem = problems[0]
+    assert re.search(case.match, problem.message), problem.message
+    assert problem.key.split(".")[0] in (*schema.GROUPS, "training")
+    if any(capital in problem.fix for capital in ("FOLDER", "ORG/NAME", "FILE_OR_GLOB")):
+        return  # only the user knows the name
+    mended = changed(broken, typed(problem.fix))
+    assert problem not in check(mended)
+
+
+def test_every_rule_has_a_case():
+    assert {rule.id for rule in RULES} == {case.id for case in CASES}
+
+
+def test_no_two_rules_share_an_id():
+    ids = [rule.id for rule in RULES]
+    assert len(ids) == len(set(ids))
+    assert all(re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", id) for id in ids)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.split(".")[-1])
+def test_every_rule_of_a_module_is_in_its_table(module):
+    written = {value.id for value in vars(module).values() if isinstance(value, Rule)}
+    assert written == {rule.id for rule in module.RULES}
+    assert set(module.RULES) <= set(RULES)
+
+
+def test_a_sound_configuration_breaks_nothing(sound):
+    assert check(sound) == []
+
+
+def test_all_problems_are_reported_together_and_errors_first(sound, changed):
+    config = changed(sound, {
+        "optimizer.learning_rate": -1.0,
+        "training.deterministic": True,
+        "training.resume": "nvr",
+        "training.global_samples": None,
+    })  # fmt: skip
+    problems = check(config)
+    assert [problem.id for problem in problems] == [
+        "out-of-range",
+        "batch-one-way",
+        "resume-not-found",
+        "flash-attention-not-deterministic",
+    ]
+    assert [problem.is_error for problem in problems] == [True, True, True, False]
+
+
+def test_warnings_are_the_ones_a_run_can_live_with():
+    assert {rule.id for rule in RULES if rule.level is Level.warning} == {
+        "adapter-settings-ignored",
+        "dataset-field-ignored",
+        "evaluation-never-runs",
+        "flash-attention-not-deterministic",
+        "interval-beyond-run",
+        "micro-rows-on-mask",
+        "parallelism-setting-ignored",
+        "row-length-without-packing",
+        "sharding-on-one-rank",
+        "system-prompt-ignored",
+        "warm-up-ignored",
+        "warm-up-longer-than-run",
+    }
+
+
+def test_rules_survive_whatever_composes(sound, changed):
+    """Rules see broken numbers of every kind at once, and must report instead of crash."""
+    chance = random.Random(0)
+    keys = [each.key for each in numbers.RANGES if not each.key.startswith(("parallelism.", "launcher."))]
+    groups = [
+        ZeroConfig(strategy=Strategy.zero3, offload_parameters=Offload.nvme),
+        FsdpConfig(strategy=Strategy.hsdp, shard_group_size=0),
+        FsdpConfig(strategy=Strategy.single),
+        ParallelismConfig(strategy=Strategy.hsdp),
+    ]
+    for number in range(30):
+        config = changed(sound, {"parallelism": groups[number % len(groups)]})
+        for key in chance.sample(keys, 30):
+            parent, name = key.rsplit(".", 1)
+            setattr(numbers.read_key(config, parent), name, chance.choice([0, -1, 1, 3, 10**12]))
+        config.packing.mode = chance.choice(list(PackingMode))
+        config.hardware.generation = chance.choice(list(Generation))
+        assert check(config)

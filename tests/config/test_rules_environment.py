@@ -1,0 +1,164 @@
+"""What a machine and its environment may lack for a configuration that keeps every rule."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from tunebook.config.choices import (
+    Attention,
+    Compute,
+    Generation,
+    LauncherName,
+    Offload,
+    OptimizerName,
+    PeftMethod,
+    Strategy,
+    Switch,
+    TrackerName,
+)
+from tunebook.config.rules import (
+    environment,
+)
+from tunebook.config.rules.environment import check_environment
+from tunebook.config.schema import (
+    SlurmConfig,
+    ZeroConfig,
+)
+
+ON_VOLTA = {
+    "hardware.generation": Generation.volta,
+    "precision.compute": Compute.fp32,
+    "precision.tf32": Switch.disabled,
+    "attention.implementation": Attention.sdpa,
+}
+
+
+def zero(strategy: Strategy, **settings: Any) -> dict[str, Any]:
+    return {"parallelism": ZeroConfig(strategy=strategy, **settings), "hardware.gpus_per_node": 1}
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """`installed({"torch": "2.13.0"})`: exactly these packages are installed."""
+
+    def install(packages):
+        monkeypatch.setattr(environment, "installed_version", packages.get)
+
+    return install
+
+
+H200 = ("NVIDIA H200", (9, 0))
+GPU_PACKAGES = {"torch": "2.13.0", "flash-attn": "2.8.3"}
+
+
+def ids(problems):
+    return [problem.id for problem in problems]
+
+
+def test_a_sound_environment(sound, machine, installed):
+    installed(GPU_PACKAGES)
+    assert check_environment(sound, machine(H200)) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "package", "key"),
+    [
+        (zero(Strategy.zero2), "deepspeed", "parallelism.strategy"),
+        ({"optimizer.name": OptimizerName.paged_adamw_8bit}, "bitsandbytes", "optimizer.name"),
+        ({"peft.method": PeftMethod.lora}, "peft", "peft.method"),
+        ({"model.liger_kernel": True}, "liger-kernel", "model.liger_kernel"),
+        ({"precision.compute": Compute.fp8}, "torchao", "precision.compute"),
+        ({"evaluation.tasks": ["gsm8k"]}, "lm_eval", "evaluation.tasks"),
+        ({"tracking.name": TrackerName.wandb}, "wandb", "tracking.name"),
+        ({"tracking.name": TrackerName.trackio}, "trackio", "tracking.name"),
+        ({"attention.implementation": Attention.flash_attention_4}, "flash-attn-4", "attention.implementation"),
+    ],
+)
+def test_a_missing_package_is_named_with_its_install_line(sound, changed, machine, installed, values, package, key):
+    config = changed(sound, values)
+    installed(GPU_PACKAGES)
+    (problem,) = check_environment(config, machine(H200))
+    assert (problem.id, problem.key) == ("missing-package", key)
+    assert package in problem.message
+    assert "pip install" in problem.fix
+    installed({**GPU_PACKAGES, package: "1.0"})
+    assert check_environment(config, machine(H200)) == []
+
+
+def test_without_a_gpu_only_that_is_said(sound, machine, installed):
+    installed({})
+    (problem,) = check_environment(sound, machine())
+    assert problem.id == "no-gpu-here"
+    assert "no NVIDIA driver answers here" in problem.message
+
+
+def test_a_cluster_looks_for_itself(sound, changed, machine, installed):
+    installed({})
+    assert check_environment(changed(sound, {"launcher": SlurmConfig(name=LauncherName.slurm)}), machine()) == []
+
+
+@pytest.mark.parametrize(
+    ("gpus", "id", "match"),
+    [
+        ([("Tesla V100", (7, 0))], "other-gpu-here", r"hopper is set, and this machine has Tesla V100 \(volta\)"),
+        ([H200], "too-few-gpus-here", "2 GPUs are asked for, and 1 are found"),
+        ([H200, ("NVIDIA A100", (8, 0)), H200], "mixed-gpus", "ampere, hopper"),
+    ],
+)
+def test_other_hardware_than_planned(sound, changed, machine, installed, gpus, id, match):
+    installed(GPU_PACKAGES)
+    config = changed(sound, {"parallelism.strategy": Strategy.ddp, "hardware.gpus_per_node": 2})
+    (problem,) = check_environment(config, machine(*gpus))
+    assert problem.id == id
+    assert re.search(match, problem.message)
+    if id == "mixed-gpus":
+        assert problem.fix == "CUDA_VISIBLE_DEVICES=0,2 in front of the command"
+
+
+def test_a_gpu_that_torch_has_forgotten(sound, changed, machine, installed):
+    installed(GPU_PACKAGES)
+    config = changed(sound, ON_VOLTA)
+    (problem,) = check_environment(config, machine(("GeForce GTX 1080", (6, 1))))
+    assert problem.id == "gpu-too-old"
+    assert "6.1" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("torch", "generation", "capability", "driver", "expected", "match"),
+    [
+        ("2.13.0", Generation.ampere, (8, 0), "535.104.05", "driver-too-old", r"volta image \(torch 2\.10\.0\)"),
+        ("2.13.0", Generation.ampere, (8, 0), "470.82", "driver-too-old", "no image"),
+        ("2.10.0", Generation.ampere, (8, 0), "535.104.05", None, ""),
+        ("2.13.0+cpu", Generation.ampere, (8, 0), "580.65", "torch-without-gpu-code", "is a CPU build"),
+        ("2.13.0", Generation.volta, (7, 0), "580.65", "torch-without-gpu-code", "no code for compute capability 7.0"),
+        ("2.10.0", Generation.volta, (7, 0), "580.65", None, ""),
+    ],
+)
+def test_torch_must_fit_gpu_and_driver(
+    sound, changed, machine, installed, torch, generation, capability, driver, expected, match
+):
+    installed({"torch": torch})
+    config = changed(sound, {**ON_VOLTA, "hardware.generation": generation})
+    problems = check_environment(config, machine(("a GPU", capability), driver=driver))
+    assert ids(problems) == ([expected] if expected else [])
+    assert all(re.search(match, problem.message) for problem in problems)
+
+
+def test_the_nvme_folder_must_be_there(sound, changed, machine, installed, tmp_path):
+    installed({**GPU_PACKAGES, "deepspeed": "0.19.8"})
+    settings = {"offload_optimizer": Offload.nvme, "nvme_path": str(tmp_path / "disk")}
+    config = changed(sound, zero(Strategy.zero3, **settings))
+    (problem,) = check_environment(config, machine(H200))
+    assert problem.id == "nvme-path-not-found"
+    (tmp_path / "disk").mkdir()
+    assert check_environment(config, machine(H200)) == []
+
+
+def test_every_environment_problem_is_explained_and_every_explanation_used():
+    from pathlib import Path
+
+    source = Path(environment.__file__).read_text(encoding="utf-8")
+    assert set(re.findall(r'Problem\(id="([^"]+)"', source)) == set(environment.EXPLANATIONS)

@@ -1,0 +1,67 @@
+"""Every number of the schema has a range, and a value to type instead that lies in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import get_args, get_type_hints
+
+import pytest
+
+from tunebook.config.choices import (
+    Source,
+)
+from tunebook.config.rules import (
+    check,
+    numbers,
+)
+from tunebook.config.schema import (
+    FsdpConfig,
+    MixturePart,
+    RayConfig,
+    RunConfig,
+    SlurmConfig,
+    ZeroConfig,
+)
+
+
+def numeric_keys(kind: type, prefix: str = "") -> Iterator[str]:
+    """Every key of a schema that holds a number."""
+    hints = get_type_hints(kind)
+    for each in dataclasses.fields(kind):
+        members = [member for member in (get_args(hints[each.name]) or (hints[each.name],)) if isinstance(member, type)]
+        key = prefix + each.name
+        if any(dataclasses.is_dataclass(member) for member in members) and each.name != "parts":
+            for member in members:
+                if dataclasses.is_dataclass(member):
+                    yield from numeric_keys(member, f"{key}.")
+        elif {int, float} & set(members) and bool not in members:
+            yield key
+
+
+def test_every_number_of_the_schema_has_a_range():
+    keys = set(numeric_keys(RunConfig))
+    for kind, group in (
+        (ZeroConfig, "parallelism"),
+        (FsdpConfig, "parallelism"),
+        (SlurmConfig, "launcher"),
+        (RayConfig, "launcher"),
+    ):
+        keys |= set(numeric_keys(kind, f"{group}."))
+    assert keys - {each.key for each in numbers.RANGES} == {"dataset.synthetic.seed"}  # any seed will do
+    assert {each.key for each in numbers.RANGES} <= keys
+
+
+@pytest.mark.parametrize("each", numbers.RANGES, ids=lambda each: each.key)
+def test_the_value_a_range_suggests_lies_in_it(each):
+    assert each.usual == "null" or each.holds(float(each.usual))
+    assert not each.holds(math.nan)
+    assert not each.holds(math.inf)
+
+
+def test_a_parts_numbers_have_ranges_too(sound, changed):
+    parts = {"chat": MixturePart(path="a.jsonl", weight=-1.0), "code": MixturePart(path="b.jsonl", max_documents=0)}
+    config = changed(sound, {"dataset.source": Source.mixture, "dataset.name": None, "dataset.parts": parts})
+    keys = {problem.key for problem in check(config)}
+    assert keys == {"dataset.parts.chat.weight", "dataset.parts.code.max_documents"}

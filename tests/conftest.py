@@ -1,0 +1,56 @@
+"""What every test shares: an environment that no machine's settings reach, and the browser.
+
+The environment is set while this file is imported, because torch, transformers and datasets read it when they are
+imported themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+os.environ.update(
+    {
+        "HF_HUB_OFFLINE": "1",  # a test that reaches for the hub by mistake fails at once, everywhere
+        "HF_HOME": str(ROOT / ".cache" / "tests" / "huggingface"),  # and finds nothing that this machine downloaded
+        "TOKENIZERS_PARALLELISM": "false",  # its threads do not survive the forks of data set workers
+        "COLUMNS": "120",  # messages wrap alike in every terminal
+    }
+)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: more threads only get in each other's way
+for name in [name for name in os.environ if name.startswith("TUNEBOOK_") or name in {"FORCE_COLOR", "CLICOLOR_FORCE"}]:
+    del os.environ[name]
+
+
+def find_chromium() -> str | None:
+    """The path of Chromium or Chrome, or None."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    return next((path for path in map(shutil.which, names) if path), None)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a `browser` test where there is no browser, except in CI, which must not pass by skipping."""
+    if item.get_closest_marker("browser") and not find_chromium():
+        message = "no Chromium on this machine: apt install chromium"
+        if os.environ.get("CI"):
+            pytest.fail(message)
+        pytest.skip(message)
+
+
+@pytest.fixture(scope="session")
+def project_root() -> Path:
+    """The checkout."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Path:
+    """The browser, for tests marked `browser`."""
+    found = find_chromium()
+    assert found, "mark the test `browser`: then it is skipped where there is none"
+    return Path(found)

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tunebook.config.choices import Overlong, TrainOn
+from tunebook.config.schema import ModelConfig
+from tunebook.data import chunks
+from tunebook.data.chunks import ChunkEncoder, ChunkSettings, choose_num_workers, encode_chunks
+from tunebook.data.corpus import CorpusKind
+from tunebook.errors import DataError, TunebookError
+from tunebook.model.tokenizer import load_tokenizer
+
+
+def make_settings(folder: Path, **changes: Any) -> ChunkSettings:
+    common: dict[str, Any] = {
+        "kind": CorpusKind.conversation,
+        "tokenizer": load_tokenizer(ModelConfig(path=str(folder))),
+        "train_on": TrainOn.auto,
+        "overlong": Overlong.cut,
+        "max_length": 40,
+        "vocab_size": None,
+    }
+    return ChunkSettings(**(common | changes))
+
+
+def make_documents(num_documents: int) -> Any:
+    import datasets
+
+    return datasets.Dataset.from_list(
+        [
+            {
+                "messages": [
+                    {"role": "user", "content": f"{number}", "train": False},
+                    {"role": "assistant", "content": f"{number}" * (1 + number % 5), "train": True},
+                ],
+                "origin": f"a:{number}",
+            }
+            for number in range(num_documents)
+        ]
+    )
+
+
+def test_several_processes_give_what_one_gives(
+    tokenizer_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, documents = make_settings(tokenizer_folder()), make_documents(95)
+    monkeypatch.setattr(chunks, "DOCUMENTS_PER_CHUNK", 10)
+    alone = list(encode_chunks(documents, settings, 1))
+    assert len(alone) == 10
+    assert sum(chunk.counts.num_read for chunk in alone) == 95
+    assert alone[0].counts.num_documents == 10
+    monkeypatch.setattr(chunks, "_DOCUMENTS_PER_WORKER", 10)
+    assert list(encode_chunks(documents, settings, 2)) == alone
+
+
+def test_a_document_that_a_worker_cannot_encode_is_named(
+    tokenizer_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "DOCUMENTS_PER_CHUNK", 2)
+    monkeypatch.setattr(chunks, "_DOCUMENTS_PER_WORKER", 1)
+    settings = make_settings(tokenizer_folder(eos_token="</s>"))
+    with pytest.raises(DataError, match=r"a:0: .*never learn to stop") as caught:
+        list(encode_chunks(make_documents(6), settings, 2))
+    assert caught.value.problem_id == "eos-not-trained"
+
+
+def test_a_killed_worker_is_said(tokenizer_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "_DOCUMENTS_PER_WORKER", 1)
+    monkeypatch.setattr(chunks, "ProcessPoolExecutor", _pool_whose_workers_die)
+    with pytest.raises(TunebookError, match=r"2 processes that tokenise was killed.*dataset\.num_workers=1"):
+        list(encode_chunks(make_documents(6), make_settings(tokenizer_folder()), 2))
+
+
+def _pool_whose_workers_die(workers: int, **options: Any) -> Any:
+    from concurrent.futures import ProcessPoolExecutor
+
+    return ProcessPoolExecutor(workers, **(options | {"initializer": os._exit, "initargs": (9,)}))
+
+
+def test_tokens_outside_the_models_vocabulary_are_refused(tokenizer_folder: Callable[..., Path]) -> None:
+    documents = make_documents(1)
+    settings = make_settings(tokenizer_folder(), vocab_size=259)  # <|im_end|> is token 259
+    with pytest.raises(DataError, match=r"hold token 259, but the model's vocabulary ends at 258"):
+        list(encode_chunks(documents, settings, 1))
+    assert list(encode_chunks(documents, make_settings(tokenizer_folder(), vocab_size=260), 1))
+
+
+def test_notes_are_counted_for_each_chunk_alone(tokenizer_folder: Callable[..., Path]) -> None:
+    folder = tokenizer_folder(merges=(("=", "4"),))
+    encoder = ChunkEncoder(make_settings(folder, kind=CorpusKind.prompt_completion))
+    import datasets
+
+    stream = next(chunks._read_chunks(datasets.Dataset.from_list([{"prompt": "2=", "completion": "4", "origin": "a"}])))
+    assert [sum(encoder.encode(stream).counts.notes.values()) for _ in range(2)] == [1, 1]
+
+
+@pytest.mark.parametrize(("num_documents", "asked", "expected"), [(10, 8, 1), (60_000, 8, 2), (900_000, 3, 3)])
+def test_no_worker_starts_for_nothing(num_documents: int, asked: int, expected: int) -> None:
+    assert choose_num_workers(num_documents, asked) == expected

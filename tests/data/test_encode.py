@@ -1,0 +1,196 @@
+"""Tokens and labels, counted by hand: the tiny tokenizer makes one token of every byte and of every special token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tunebook.config.choices import TrainOn
+from tunebook.config.schema import ModelConfig
+from tunebook.data.corpus import CorpusKind
+from tunebook.data.encode import REWRITTEN, STRADDLING, Document, Encoder, num_shared, tokens_of_span
+from tunebook.errors import DataError, RequestError
+from tunebook.model.tokenizer import load_tokenizer
+
+Tokenizers = Callable[..., Any]
+
+
+def conversation(*turns: tuple[str, str]) -> dict[str, Any]:
+    messages = [{"role": role, "content": content, "train": role == "assistant"} for role, content in turns]
+    return {"messages": messages, "origin": "a:1"}
+
+
+def encode_one(tokenizer: Any, kind: CorpusKind, row: dict[str, Any], train_on: TrainOn = TrainOn.auto) -> Document:
+    return Encoder(kind, train_on, tokenizer).encode([row])[0]
+
+
+def trained_text(tokenizer: Any, document: Document) -> str:
+    return str(tokenizer.decode([label for label in document.labels if label != -100]))
+
+
+def test_a_conversation_trains_the_answer_and_its_end(tiny_tokenizer: Tokenizers) -> None:
+    tokenizer = tiny_tokenizer()
+    row = conversation(("user", "Hi"), ("assistant", "Yo"))
+    document = encode_one(tokenizer, CorpusKind.conversation, row)
+    # start "user" newline "Hi" end newline, start "assistant" newline "Yo" end newline
+    assert len(document.input_ids) == (1 + 4 + 1 + 2 + 1 + 1) + (1 + 9 + 1 + 2 + 1 + 1) == 25
+    assert [i for i, label in enumerate(document.labels) if label != -100] == [21, 22, 23]
+    assert document.labels[21:24] == document.input_ids[21:24]
+    assert document.input_ids[23] == tokenizer.eos_token_id
+    assert document.num_trained == 3
+
+
+def test_everything_trains_all_but_the_first_token(tiny_tokenizer: Tokenizers) -> None:
+    row = conversation(("user", "Hi"), ("assistant", "Yo"))
+    document = encode_one(tiny_tokenizer(), CorpusKind.conversation, row, TrainOn.everything)
+    assert document.labels == [-100, *document.input_ids[1:]]
+
+
+def test_everything_needs_no_assistants_turn_to_be_found(tiny_tokenizer: Tokenizers) -> None:
+    template = """\
+{%- for m in messages %}{{- m.role + ':' + m.content + '<|im_end|>' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- 'something else' }}{%- endif %}"""
+    tokenizer = tiny_tokenizer(template=template)
+    row = conversation(("user", "Hi"), ("assistant", "Yo"))
+    with pytest.raises(DataError, match=r"dataset\.train_on=everything"):
+        encode_one(tokenizer, CorpusKind.conversation, row)
+    document = encode_one(tokenizer, CorpusKind.conversation, row, TrainOn.everything)
+    assert document.num_trained == len("user:Hi") + 1 + len("assistant:Yo") + 1 - 1
+
+
+def test_the_first_token_is_never_trained_even_if_it_is_the_assistants(tiny_tokenizer: Tokenizers) -> None:
+    template = "{%- for m in messages %}{{- m.content + '<|im_end|>' }}{%- endfor %}"
+    document = encode_one(tiny_tokenizer(template=template), CorpusKind.conversation, conversation(("assistant", "Yo")))
+    assert document.labels == [-100, *document.input_ids[1:]]
+
+
+def test_letters_of_several_bytes_belong_to_the_answer_whole(tiny_tokenizer: Tokenizers) -> None:
+    tokenizer = tiny_tokenizer()
+    document = encode_one(tokenizer, CorpusKind.conversation, conversation(("user", "né"), ("assistant", "é日")))
+    assert trained_text(tokenizer, document) == "é日<|im_end|>"
+    assert document.num_trained == 2 + 3 + 1
+
+
+def test_the_quickstart_is_masked_as_transformers_does(project_root: Path) -> None:
+    """Its template has markers, so transformers can say independently which tokens are the assistant's."""
+    folder = project_root / "recipes" / "quickstart"
+    tokenizer = load_tokenizer(ModelConfig(path=str(folder / "model")))
+    roles = {"human": "user", "gpt": "assistant", "system": "system"}
+    with (folder / "data" / "train.jsonl").open() as lines:
+        raw = [json.loads(line)["conversations"] for line in islice(lines, 100)]
+    rows = [conversation(*((roles[turn["from"]], turn["value"]) for turn in turns)) for turns in raw]
+    documents = Encoder(CorpusKind.conversation, TrainOn.assistant, tokenizer).encode(rows)
+    expected = tokenizer.apply_chat_template(
+        [row["messages"] for row in rows], return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert [document.input_ids for document in documents] == expected["input_ids"]
+    masks = [[int(label != -100) for label in document.labels] for document in documents]
+    assert masks == expected["assistant_masks"]
+    assert max(map(sum, masks)) > 3
+
+
+def test_markers_and_prompts_give_the_same_labels(tiny_tokenizer: Tokenizers, project_root: Path) -> None:
+    marked = (project_root / "recipes" / "quickstart" / "model" / "chat_template.jinja").read_text()
+    row = conversation(
+        ("system", "Be brief."), ("user", "Hi"), ("assistant", "Yo"), ("user", "Go"), ("assistant", "Ok")
+    )
+    by_markers = encode_one(tiny_tokenizer(template=marked), CorpusKind.conversation, row)
+    by_prompts = encode_one(tiny_tokenizer(), CorpusKind.conversation, row)
+    assert by_markers == by_prompts
+    assert by_markers.num_trained == 6
+
+
+def test_two_bos_are_an_error(tiny_tokenizer: Tokenizers) -> None:
+    template = "{%- for m in messages %}{{- '<s>' + m.content + '<|im_end|>' }}{%- endfor %}"
+    tokenizer = tiny_tokenizer(template=template, bos_token="<s>", adds_bos=True)
+    row = conversation(("user", "Hi"), ("assistant", "Yo"))
+    document = encode_one(tokenizer, CorpusKind.conversation, row)  # the tokenizer's own is not added to the template's
+    assert document.input_ids.count(tokenizer.bos_token_id) == 2
+    row = conversation(("user", "<s>Hi"), ("assistant", "Yo"))
+    with pytest.raises(DataError, match=r"a:1: the document begins with two BOS tokens \(<s>\)"):
+        encode_one(tokenizer, CorpusKind.conversation, row)
+    with pytest.raises(DataError, match="the text begins with it and the tokenizer adds one; remove it"):
+        encode_one(tokenizer, CorpusKind.text, {"text": "<s>Hi", "origin": "a:1"})
+
+
+def test_an_end_token_that_is_cut_up_is_an_error(tiny_tokenizer: Tokenizers) -> None:
+    """The template writes it and it is in the vocabulary, but no text ever becomes that token."""
+    template = "{%- for m in messages %}{{- m.content + '<end>' }}{%- endfor %}"
+    tokenizer = tiny_tokenizer(template=template, eos_token="</s>", pieces=("<end>",), generation_eos=256)
+    for train_on in (TrainOn.assistant, TrainOn.everything):
+        with pytest.raises(DataError, match=r"the tokenizer cuts it into several tokens.*model\.eos_token=TOKEN"):
+            encode_one(tokenizer, CorpusKind.conversation, conversation(("assistant", "Yo")), train_on)
+
+
+def test_rewritten_turns_are_counted_once_a_conversation(tiny_tokenizer: Tokenizers) -> None:
+    template = """\
+{%- for m in messages %}{%- set content = m.content if loop.last else m.content.split('|')[-1] %}
+{{- m.role + ':' + content + '<|im_end|>' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- 'assistant:' }}{%- endif %}"""
+    turns = [("user", "Hi"), ("assistant", "x|Yo"), ("user", "Go"), ("assistant", "y|Ok"), ("user", "Up")]
+    encoder = Encoder(CorpusKind.conversation, TrainOn.auto, tiny_tokenizer(template=template))
+    documents = encoder.encode([conversation(*turns, ("assistant", "z|Ab")), conversation(*turns[:2])])
+    assert [document.num_trained for document in documents] == [5, 5]
+    assert +encoder.notes == {REWRITTEN: 1}
+
+
+def test_text_gets_one_eos_and_its_bos(tiny_tokenizer: Tokenizers) -> None:
+    tokenizer = tiny_tokenizer(bos_token="<s>", eos_token="</s>", adds_bos=True)
+    rows = [{"text": "Hi", "origin": "a:1"}, {"text": "Hi</s>", "origin": "a:2"}]
+    documents = Encoder(CorpusKind.text, TrainOn.auto, tokenizer).encode(rows)
+    assert documents[0] == documents[1]
+    assert tokenizer.decode(documents[0].input_ids) == "<s>Hi</s>"
+    assert documents[0].labels == [-100, *documents[0].input_ids[1:]]
+
+
+def test_text_has_no_assistant(tiny_tokenizer: Tokenizers) -> None:
+    with pytest.raises(RequestError, match=r"plain text.*dataset\.train_on=everything"):
+        Encoder(CorpusKind.text, TrainOn.assistant, tiny_tokenizer())
+
+
+def test_a_completion_is_trained_on_and_its_prompt_is_not(tiny_tokenizer: Tokenizers) -> None:
+    tokenizer = tiny_tokenizer(bos_token="<s>", eos_token="</s>", adds_bos=True)
+    row = {"prompt": "2+2=", "completion": "4", "origin": "a:1"}
+    document = encode_one(tokenizer, CorpusKind.prompt_completion, row)
+    assert tokenizer.decode(document.input_ids) == "<s>2+2=4</s>"
+    assert trained_text(tokenizer, document) == "4</s>"
+    everything = encode_one(tokenizer, CorpusKind.prompt_completion, row, TrainOn.everything)
+    assert trained_text(tokenizer, everything) == "2+2=4</s>"
+
+
+def test_a_token_over_the_boundary_counts_as_the_completions(tiny_tokenizer: Tokenizers) -> None:
+    tokenizer = tiny_tokenizer(merges=(("=", "4"),))
+    encoder = Encoder(CorpusKind.prompt_completion, TrainOn.auto, tokenizer)
+    document = encoder.encode([{"prompt": "2+2=", "completion": "4", "origin": "a:1"}])[0]
+    assert document.labels[:3] == [-100, -100, -100]
+    assert trained_text(tokenizer, document) == "=4<|im_end|>"
+    assert encoder.notes[STRADDLING] == 1
+
+
+def test_tokens_stay_as_they_are_but_for_the_first_label() -> None:
+    rows = [
+        {"input_ids": [5, 6, 7], "labels": [5, -100, 7], "origin": "a:1"},
+        {"input_ids": [5, 6, 7], "labels": None, "origin": "a:2"},
+    ]
+    documents = Encoder(CorpusKind.tokens, TrainOn.auto, None).encode(rows)
+    assert [document.labels for document in documents] == [[-100, -100, 7], [-100, 6, 7]]
+    everything = Encoder(CorpusKind.tokens, TrainOn.everything, None).encode(rows)
+    assert [document.labels for document in everything] == [[-100, 6, 7], [-100, 6, 7]]
+
+
+def test_spans_take_every_token_they_touch() -> None:
+    starts, ends = [0, 2, 5, 6], [2, 5, 6, 9]
+    assert tokens_of_span(starts, ends, (2, 6)) == (1, 3)
+    assert tokens_of_span(starts, ends, (3, 7)) == (1, 4)
+    assert tokens_of_span(starts, ends, (0, 9)) == (0, 4)
+
+
+def test_shared_beginnings() -> None:
+    assert num_shared([1, 2, 3], [1, 2, 4, 5]) == 2
+    assert num_shared([1, 2], [1, 2, 3]) == 2
+    assert num_shared([1], [2]) == 0

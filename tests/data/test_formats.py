@@ -1,0 +1,184 @@
+"""Formats: detection, conversion and every way in which one document can be wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tunebook.config.choices import Format
+from tunebook.data.corpus import CorpusKind
+from tunebook.data.formats import FormatSettings, Normaliser, detect_format
+from tunebook.data.problems import DocumentError
+
+
+def normalise(record: dict[str, Any], format: Format = Format.auto, **settings: Any) -> dict[str, Any]:
+    return Normaliser(format, FormatSettings(**settings)).row(record)
+
+
+def turns(record: dict[str, Any], **settings: Any) -> list[tuple[str, str, bool]]:
+    messages = normalise(record, **settings)["messages"]
+    return [(turn["role"], turn["content"], turn["train"]) for turn in messages]
+
+
+def sharegpt(*pairs: tuple[str, Any]) -> dict[str, Any]:
+    return {"conversations": [{"from": role, "value": value} for role, value in pairs]}
+
+
+HELLO = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("record", "format"),
+    [
+        (sharegpt(("human", "a"), ("gpt", "b")), Format.sharegpt),
+        ({"messages": HELLO, "prompt": "as in some chat data sets", "prompt_id": 1}, Format.messages),
+        ({"instruction": "a", "input": "", "output": "b"}, Format.alpaca),
+        ({"prompt": "a", "completion": "b"}, Format.prompt_completion),
+        ({"text": "a"}, Format.text),
+        ({"input_ids": [1, 2]}, Format.pretokenized),
+    ],
+)
+def test_the_format_is_detected_by_the_keys(record: dict[str, Any], format: Format) -> None:
+    assert detect_format(record, "text") is format
+
+
+def test_an_unknown_format_names_the_keys_found_and_the_keys_each_format_needs() -> None:
+    with pytest.raises(DocumentError) as caught:
+        detect_format({"question": "a", "answer": "b", "text": None}, "text")
+    message = caught.value.message
+    assert "its keys are: question, answer." in message  # a null `text` is no text
+    assert "alpaca: instruction, output" in message
+    assert "pretokenized: input_ids" in message
+    assert "dataset.text_field=KEY" in message
+
+
+def test_the_text_field_can_be_named() -> None:
+    assert normalise({"content": "whole document"}, text_field="content") == {"text": "whole document"}
+
+
+def test_sharegpt_roles_become_the_four_roles_and_only_the_assistant_is_trained_on() -> None:
+    record = sharegpt(("system", "s"), ("human", "q"), ("chatgpt", "a"), ("observation", "o"), ("gpt", "b"))
+    assert turns(record) == [
+        ("system", "s", False),
+        ("user", "q", False),
+        ("assistant", "a", True),
+        ("tool", "o", False),
+        ("assistant", "b", True),
+    ]
+
+
+def test_sharegpt_with_role_and_content_keys_is_understood() -> None:
+    assert turns({"conversations": HELLO}) == [("user", "hello", False), ("assistant", "hi", True)]
+
+
+@pytest.mark.parametrize("off", [{"train": False}, {"weight": 0}, {"weight": 0.0, "train": None}])
+def test_a_turn_can_opt_out_of_the_loss(off: dict[str, Any]) -> None:
+    record = {"messages": [HELLO[0], {**HELLO[1], **off}, HELLO[0], {**HELLO[1], "weight": 1}]}
+    assert [train for _, _, train in turns(record)] == [False, False, False, True]
+
+
+def test_alpaca_puts_history_first_and_input_after_the_instruction() -> None:
+    record = {"system": "s", "history": [["q", "a"]], "instruction": "Add.", "input": "1 2", "output": "3"}
+    assert turns(record) == [
+        ("system", "s", False),
+        ("user", "q", False),
+        ("assistant", "a", True),
+        ("user", "Add.\n\n1 2", False),
+        ("assistant", "3", True),
+    ]
+    blank = {"system": "", "history": None, "instruction": "Add.", "input": " ", "output": "3"}
+    assert turns(blank) == [("user", "Add.", False), ("assistant", "3", True)]
+
+
+def test_prompt_and_completion_as_texts_stay_two_texts() -> None:
+    normaliser = Normaliser(Format.auto, FormatSettings())
+    assert normaliser.row({"prompt": "a", "completion": "b"}) == {"prompt": "a", "completion": "b"}
+    assert normaliser.kind is CorpusKind.prompt_completion
+    with pytest.raises(DocumentError, match="of kind conversation, but those before it are of kind prompt_completion"):
+        normaliser.row({"prompt": HELLO[:1], "completion": HELLO[1:]})
+
+
+def test_prompt_and_completion_as_turns_train_on_the_completion_alone() -> None:
+    assert turns({"prompt": [*HELLO, HELLO[0]], "completion": [HELLO[1]]}) == [
+        ("user", "hello", False),
+        ("assistant", "hi", False),
+        ("user", "hello", False),
+        ("assistant", "hi", True),
+    ]
+
+
+def test_token_labels_default_to_every_token() -> None:
+    assert normalise({"input_ids": [5, 6]}) == {"input_ids": [5, 6], "labels": [5, 6]}
+    assert normalise({"input_ids": [5, 6], "labels": [-100, 6]})["labels"] == [-100, 6]
+
+
+def test_the_system_prompt_is_put_before_conversations_without_one() -> None:
+    own = sharegpt(("system", "own"), ("human", "q"), ("gpt", "a"))
+    assert turns(own, system_prompt="default")[0] == ("system", "own", False)
+    without = sharegpt(("human", "q"), ("gpt", "a"))
+    assert turns(without, system_prompt="default")[0] == ("system", "default", False)
+    assert len(turns(without)) == 2
+
+
+ASK, ANSWER = ("human", "q"), ("gpt", "a")
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (sharegpt(), "the conversation is empty"),
+        (sharegpt(ASK), r"no assistant turn, so nothing to train on \(the turns are: user\)"),
+        (sharegpt(ASK, ("gpt", " \n")), r"the value of turn 2 \(assistant\) is empty"),
+        (sharegpt(ASK, ("gpt", None)), r"the value of turn 2 \(assistant\) is null where text belongs .*tool calls"),
+        (sharegpt(ASK, ("gpt", 7)), "is a JSON number where text belongs"),
+        (sharegpt(ASK, ("gpt", ["a"])), "is a JSON array where text belongs"),
+        (sharegpt(ASK, ("asistant", "a")), r"unknown role 'asistant' in turn 2. Did you mean 'assistant'\?.*human"),
+        (sharegpt(ASK, ("narrator", "a")), "unknown role 'narrator' in turn 2. Known roles: system: system, developer"),
+        (sharegpt((3, "q")), "the role of turn 1 is a JSON number"),  # type: ignore[arg-type]
+        (sharegpt(("system", "s"), ("system", "t"), ASK, ANSWER), "turn 2 is a system turn, and it is the second one"),
+        (sharegpt(ASK, ("system", "s"), ANSWER), "turn 2 is a system turn; only the first"),
+        ({"conversations": {"from": "human"}}, "'conversations' is a JSON object where a list of turns belongs"),
+        ({"conversations": ["q", "a"]}, "turn 1 is a JSON string where an object"),
+        ({"conversations": [{"who": "human", "value": "q"}]}, r"turn 1 has no 'role' .* its keys are: who, value"),
+        ({"conversations": [{"from": "human", "content": "q"}]}, r"turn 1 \(user\) has no 'value'"),
+        ({"messages": [HELLO[0], {**HELLO[1], "weight": 0}]}, "every assistant turn has train: false or weight: 0"),
+        ({"messages": [HELLO[0], {**HELLO[1], "weight": 0.5}]}, "weight: 0.5; it can be 0 or 1"),
+        ({"messages": [HELLO[0], {**HELLO[1], "weight": 0, "train": True}]}, "train: True and weight: 0; keep one"),
+        ({"messages": [{**HELLO[0], "train": True}, HELLO[1]]}, r"turn 1 \(user\) asks to be trained on"),
+        ({"instruction": "", "output": "b"}, "'instruction' is empty"),
+        ({"instruction": "a", "output": ""}, "'output' is empty"),
+        ({"instruction": "a", "output": "b", "history": ["q"]}, "'history' must be a list of"),
+        ({"prompt": "a", "completion": HELLO}, "two texts or two lists of turns, not one of each"),
+        ({"prompt": HELLO[:1], "completion": HELLO[:1]}, "'completion' has no assistant turn"),
+        ({"text": "  "}, "'text' is empty"),
+        ({"text": 3}, "'text' is a JSON number where text belongs"),
+        ({"input_ids": []}, "'input_ids' is empty"),
+        ({"input_ids": [1, True]}, "'input_ids' must be a list of whole numbers"),
+        ({"input_ids": [1, 2.0]}, "'input_ids' must be a list of whole numbers"),
+        ({"input_ids": [1, 100]}, "'input_ids' holds 100, but the vocabulary goes from 0 to 99"),
+        ({"input_ids": [1, -1]}, "'input_ids' holds -1"),
+        ({"input_ids": [1, 2], "labels": [1]}, "'labels' has 1 entries and 'input_ids' 2"),
+        ({"input_ids": [1, 2], "labels": [1, 100]}, "'labels' holds 100"),
+        ({"input_ids": [1, 2], "labels": [1, -100]}, "every label after the first is -100, so nothing to train on"),
+    ],
+)
+def test_a_document_that_cannot_be_used_says_why(record: dict[str, Any], message: str) -> None:
+    with pytest.raises(DocumentError, match=message):
+        normalise(record, vocab_size=100)
+
+
+def test_a_later_document_of_another_format_names_both() -> None:
+    normaliser = Normaliser(Format.auto, FormatSettings())
+    normaliser.row(sharegpt(ASK, ANSWER))
+    with pytest.raises(
+        DocumentError, match=r"missing field 'conversations' .*looks like alpaca, but the first document"
+    ):
+        normaliser.row({"instruction": "a", "output": "b"})
+
+
+def test_a_named_format_is_not_guessed_away() -> None:
+    with pytest.raises(
+        DocumentError, match=r"missing field 'instruction' and 'output' .* but dataset.format is alpaca"
+    ):
+        normalise({"messages": HELLO}, format=Format.alpaca)

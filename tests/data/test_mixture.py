@@ -1,0 +1,127 @@
+"""Mixtures: how many documents of each part, in which order, and which parts go together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tunebook.config.choices import Source
+from tunebook.config.schema import DatasetConfig, MixturePart
+from tunebook.data.mixture import interleave, plan_counts
+from tunebook.data.sources import corpus_identity, load_corpus
+from tunebook.errors import DataError, RequestError
+
+
+def test_without_weights_every_document_is_taken() -> None:
+    assert plan_counts({"a": 3, "b": 100}, {"a": None, "b": None}) == {"a": 3, "b": 100}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "weights", "counts"),
+    [
+        ((100, 100), (1.0, 1.0), (100, 100)),
+        ((100, 1000), (1.0, 1.0), (100, 100)),
+        ((100, 1000), (1.0, 4.0), (100, 400)),
+        ((1000, 3000), (0.1, 0.3), (1000, 3000)),  # exact: 0.1 + 0.2 is not 0.3 in floating point
+        ((10, 10), (0.7, 0.3), (10, 4)),
+    ],
+)
+def test_weights_are_shares_until_the_first_part_is_used_up(
+    sizes: tuple[int, int], weights: tuple[float, float], counts: tuple[int, int]
+) -> None:
+    planned = plan_counts(dict(zip("ab", sizes, strict=True)), dict(zip("ab", weights, strict=True)))
+    assert tuple(planned.values()) == counts
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({"a": 1.0, "b": None}, "b without a weight beside parts that have one"),
+        ({"a": 1.0, "b": 0.0}, r"dataset.parts.b.weight=0.0: a weight is a positive number"),
+        ({"a": float("nan"), "b": 1.0}, "a.weight=nan"),
+        ({"a": 1000.0, "b": 1.0}, r"parts.b.weight=1.0 leaves no document of it: part a is used up after 10"),
+    ],
+)
+def test_weights_that_cannot_be_met(weights: dict[str, float | None], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        plan_counts({"a": 10, "b": 10}, weights)
+
+
+def test_any_stretch_of_a_mixture_has_about_the_right_shares() -> None:
+    order = interleave([300, 100], [300, 100])
+    assert sorted(order) == list(range(400))
+    for start in range(0, 400, 40):
+        assert sum(order[start : start + 40] >= 300) == 10
+
+
+def test_a_part_that_is_not_taken_whole_is_sampled_over_its_length() -> None:
+    taken = interleave([1000], [100])
+    assert len(set(taken.tolist())) == 100
+    assert list(taken) == sorted(taken)
+    assert 35 <= sum(taken < 500) <= 65  # 50 expected, standard deviation 4.7
+    assert list(taken) == list(interleave([1000], [100]))
+
+
+def write(path: Path, records: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def chats(name: str, number: int) -> list[dict[str, Any]]:
+    return [
+        {"messages": [{"role": "user", "content": f"{name} {n}"}, {"role": "assistant", "content": "yes"}]}
+        for n in range(number)
+    ]
+
+
+def test_a_mixture_of_formats_of_one_kind(tmp_path: Path) -> None:
+    alpaca = [{"instruction": f"task {number}", "output": "done"} for number in range(30)]
+    parts = {
+        "chat": MixturePart(path=write(tmp_path / "chat.jsonl", chats("chat", 100)), weight=2),
+        "task": MixturePart(path=write(tmp_path / "task.jsonl", alpaca), weight=1),
+    }
+    config = DatasetConfig(source=Source.mixture, parts=parts, system_prompt="s", validation_share=0.2)
+    corpus = load_corpus(config, cache_dir=tmp_path / "cache")
+    assert corpus.validation is not None
+    prompts = [row["messages"][1]["content"] for part in (corpus.train, corpus.validation) for row in part]
+    assert sum(prompt.startswith("chat") for prompt in prompts) == 60
+    assert sum(prompt.startswith("task") for prompt in prompts) == 30
+    assert len(set(prompts)) == 90
+    assert [record.num_documents for record in corpus.records] == [100, 30]
+    assert "mixture: chat 60 of 100 documents, task 30 of 30 documents" in corpus.notes
+
+    again = load_corpus(config, cache_dir=tmp_path / "again")
+    assert again.train["origin"][:] == corpus.train["origin"][:]
+    before = corpus_identity(config)
+    parts["task"].weight = 3
+    assert corpus_identity(config) != before
+
+
+def test_max_documents_of_a_mixture_keeps_the_shares(tmp_path: Path) -> None:
+    parts = {name: MixturePart(path=write(tmp_path / f"{name}.jsonl", chats(name, 50))) for name in ("a", "b")}
+    config = DatasetConfig(source=Source.mixture, parts=parts, max_documents=20)
+    train = load_corpus(config, cache_dir=tmp_path / "cache").train
+    assert [sum(origin.startswith(name) for origin in train["origin"]) for name in ("a", "b")] == [10, 10]
+
+
+def test_parts_of_different_kinds_are_named(tmp_path: Path) -> None:
+    parts = {
+        "chat": MixturePart(path=write(tmp_path / "chat.jsonl", chats("chat", 2))),
+        "books": MixturePart(path=write(tmp_path / "books.jsonl", [{"text": "plain"}])),
+    }
+    with pytest.raises(DataError, match="of one kind, but chat is conversation, books is text"):
+        load_corpus(DatasetConfig(source=Source.mixture, parts=parts), cache_dir=tmp_path / "cache")
+
+
+def test_errors_of_a_part_name_its_key(tmp_path: Path) -> None:
+    config = DatasetConfig(source=Source.mixture, parts={"chat": MixturePart(path=str(tmp_path / "none.jsonl"))})
+    with pytest.raises(RequestError, match=r"dataset.parts.chat.path: there is no file"):
+        load_corpus(config, cache_dir=tmp_path / "cache")
+    nested = DatasetConfig(source=Source.mixture, parts={"chat": MixturePart(source=Source.mixture)})
+    with pytest.raises(RequestError, match="a part of a mixture cannot be a mixture"):
+        load_corpus(nested, cache_dir=tmp_path / "cache")
+    with pytest.raises(RequestError, match=r"source=mixture needs parts"):
+        load_corpus(DatasetConfig(source=Source.mixture), cache_dir=tmp_path / "cache")

@@ -1,0 +1,46 @@
+"""Packing one optimizer step: every document once, rows even, the fewest rows that fit."""
+
+import numpy as np
+import pytest
+
+from tunebook.data.packing import longest_row, pack_balanced, rows_needed
+
+
+def test_longest_documents_are_placed_first_on_the_shortest_row():
+    # By hand: 7 | 6; 5 goes to the row with 6 (11), 4 to the row with 7 (11), 3 to the first of two equal rows (14).
+    assert pack_balanced([3, 5, 7, 4, 6], 2) == [[0, 2, 3], [1, 4]]
+    assert longest_row([3, 5, 7, 4, 6], 2) == 14
+
+
+def test_every_document_is_in_exactly_one_row():
+    lengths = np.random.default_rng(0).integers(1, 500, 301)
+    rows = pack_balanced(lengths, 17)
+    assert sorted(position for row in rows for position in row) == list(range(301))
+
+
+def test_rows_are_nearly_even():
+    lengths = np.random.default_rng(1).integers(10, 200, 400)
+    sums = [int(lengths[row].sum()) for row in pack_balanced(lengths, 16)]
+    assert max(sums) - min(sums) <= 200
+
+
+def test_more_rows_than_documents_leaves_rows_empty():
+    assert pack_balanced([5, 4], 4) == [[0], [1], [], []]
+
+
+def test_rows_needed_is_a_multiple_and_fits_every_step():
+    generator = np.random.default_rng(2)
+    steps = [generator.integers(1, 100, 40) for _ in range(20)]
+    rows = rows_needed(steps, row_length=128, multiple_of=4)
+    assert rows % 4 == 0
+    assert all(longest_row(step, rows) <= 128 for step in steps)
+    assert any(longest_row(step, rows - 4) > 128 for step in steps)
+
+
+def test_rows_needed_of_exactly_full_rows():
+    assert rows_needed([np.array([64, 64, 64, 64])], row_length=128, multiple_of=1) == 2
+
+
+def test_a_document_longer_than_a_row_is_refused():
+    with pytest.raises(ValueError, match="a document has 130 tokens, a row 128"):
+        rows_needed([np.array([130, 4])], row_length=128, multiple_of=1)

@@ -1,0 +1,258 @@
+"""Preparing once, finding it again, and leaving nothing half-made."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tunebook.config import schema
+from tunebook.config.choices import Overlong, Source, Weights
+from tunebook.data import prepare as prepare_module
+from tunebook.data.fitting import NOTHING_TRAINED, TOO_LONG
+from tunebook.data.prepare import load_prepared, prepare
+from tunebook.errors import DataError, DoesNotFitError, RequestError
+
+Configs = Callable[..., schema.RunConfig]
+# 25 and 27 tokens; see test_encode.py for the first one counted by hand.
+SHORT = [("user", "Hi"), ("assistant", "Yo")]
+LONGER = [("user", "Hi"), ("assistant", "Yoyo")]
+
+
+def test_counts_lengths_and_rows(run_config: Configs) -> None:
+    prepared = prepare(run_config([SHORT, LONGER]))
+    counts = prepared.train.counts
+    assert (counts.num_read, counts.num_documents, counts.num_dropped, counts.num_cut) == (2, 2, 0, 0)
+    assert (counts.num_tokens, counts.num_trained_tokens) == (25 + 27, 3 + 5)
+    assert (counts.shortest, counts.longest) == (25, 27)
+    assert prepared.train.load_lengths().tolist() == [25, 27]
+    rows = prepared.train.load()
+    assert rows.column_names == ["input_ids", "labels", "length"]
+    assert rows["length"][:] == [25, 27]
+    assert [label for label in rows[0]["labels"] if label != -100] == rows[0]["input_ids"][21:24]
+    assert prepared.kind == "conversation"
+    assert prepared.records[0].num_documents == 2
+    assert not prepared.was_cached
+
+
+def test_the_folder_is_a_data_set_as_datasets_saves_them(run_config: Configs) -> None:
+    import datasets
+
+    prepared = prepare(run_config([SHORT, LONGER]))
+    loaded = datasets.load_from_disk(str(prepared.train.folder))
+    assert loaded[:] == prepared.train.load()[:]
+    assert loaded.features["input_ids"].feature.dtype == "int32"
+
+
+def test_a_second_start_finds_the_first_one(run_config: Configs, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = run_config([SHORT])
+    first = prepare(config)
+    monkeypatch.setattr(prepare_module, "_make", None)
+    second = prepare(config)
+    assert second.was_cached
+    assert replace(second, was_cached=False) == first
+    assert load_prepared(first.folder).train.counts == first.train.counts
+
+
+def test_a_second_start_imports_nothing_heavy(run_config: Configs, tmp_path: Path) -> None:
+    config = run_config([SHORT])
+    prepare(config)
+    script = f"""
+import sys
+from tunebook.config import schema
+from tunebook.config.choices import Weights
+from tunebook.data.prepare import prepare
+config = schema.RunConfig(
+    model=schema.ModelConfig(path={config.model.path!r}, weights=Weights.random),
+    dataset=schema.DatasetConfig(path={config.dataset.path!r}),
+    packing=schema.PackingConfig(),
+    evaluation=schema.EvaluationConfig(tasks=[]),
+    training=schema.TrainingConfig(max_length=64),
+)
+assert prepare(config).was_cached
+heavy = [name for name in ("torch", "transformers", "datasets", "pyarrow", "numpy") if name in sys.modules]
+assert not heavy, heavy
+"""
+    source = Path(prepare_module.__file__).parents[2]
+    environment = os.environ | {"PYTHONPATH": str(source)}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=60)
+
+
+def test_another_length_is_prepared_anew(run_config: Configs) -> None:
+    first = prepare(run_config([SHORT], max_length=64))
+    second = prepare(run_config([SHORT], max_length=24))
+    assert not second.was_cached
+    assert first.folder != second.folder
+    assert second.train.counts.num_cut == 1
+    assert second.train.load_lengths().tolist() == [24]
+
+
+def test_data_that_lost_a_file_is_prepared_anew(run_config: Configs) -> None:
+    config = run_config([SHORT])
+    first = prepare(config)
+    (first.train.folder / "lengths.npy").write_bytes(b"")
+    second = prepare(config)
+    assert not second.was_cached
+    assert second.train.load_lengths().tolist() == [25]
+
+
+def test_what_does_not_fit_is_counted_with_its_reason(run_config: Configs) -> None:
+    dropped = prepare(run_config([SHORT, LONGER], max_length=26, overlong=Overlong.drop)).train.counts
+    assert (dropped.num_documents, dropped.dropped, dropped.num_tokens_lost) == (1, {TOO_LONG: 1}, 27)
+    very_long = [("user", "x" * 50), ("assistant", "Yo")]
+    cut = prepare(run_config([SHORT, very_long], max_length=30)).train.counts
+    assert (cut.num_documents, cut.dropped, cut.num_cut) == (1, {NOTHING_TRAINED: 1}, 1)
+
+
+def test_split_documents_become_several_rows(run_config: Configs) -> None:
+    prepared = prepare(run_config([[("user", "Hi"), ("assistant", "Y" * 40)]], max_length=30, overlong=Overlong.split))
+    # 21 + 40 + 2 tokens: 30 and 30 and, of the last three, "Y" that nothing predicts, the end token and a newline
+    assert prepared.train.load_lengths().tolist() == [30, 30, 3]
+    counts = prepared.train.counts
+    assert (counts.num_read, counts.num_documents, counts.num_cut, counts.num_tokens_lost) == (1, 3, 1, 0)
+    assert counts.num_trained_tokens == 9 + 29 + 1
+
+
+def test_nothing_left_is_an_error_that_leaves_nothing(run_config: Configs, tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"every document of the train part was dropped \(2 were read\).*max_length is 9"
+    ):
+        prepare(run_config([SHORT, LONGER], max_length=9))
+    assert_nothing_half_made(tmp_path)
+
+
+def assert_nothing_half_made(tmp_path: Path) -> None:
+    assert [path.name for path in (tmp_path / "cache" / "prepared").iterdir() if path.suffix != ".lock"] == []
+
+
+def test_an_interrupted_preparation_leaves_nothing(run_config: Configs, tmp_path: Path) -> None:
+    def interrupt(done: int, total: int | None, what: str) -> None:
+        if what.startswith("tokenising") and done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(run_config([SHORT]), interrupt)
+    assert_nothing_half_made(tmp_path)
+
+
+def test_what_a_killed_preparation_left_is_removed(run_config: Configs, tmp_path: Path) -> None:
+    config = run_config([SHORT])
+    prepared = prepare(config)
+    root = tmp_path / "cache" / "prepared"
+    prepared.folder.rename(root / f"{prepared.fingerprint}.partial")  # killed just before the renaming
+    (root / "other.partial").mkdir()
+    assert not prepare(config).was_cached
+    assert sorted(path.name for path in root.iterdir() if path.suffix != ".lock") == [prepared.fingerprint]
+
+
+def test_two_at_once_prepare_once(run_config: Configs, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, made = run_config([SHORT]), []
+    really_make = prepare_module._make
+
+    def make(*arguments: Any) -> None:
+        made.append(threading.current_thread().name)
+        really_make(*arguments)
+
+    monkeypatch.setattr(prepare_module, "_make", make)
+    found: list[Any] = []
+    threads = [threading.Thread(target=lambda: found.append(prepare(config))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert len(made) == 1
+    assert len({prepared.folder for prepared in found}) == 1
+    assert sorted(prepared.was_cached for prepared in found) == [False, True, True]
+
+
+def test_progress_reaches_the_end(run_config: Configs) -> None:
+    seen: list[tuple[int, int | None, str]] = []
+    prepare(run_config([SHORT, LONGER]), lambda done, total, what: seen.append((done, total, what)))
+    assert seen[0] == (0, None, "reading documents")
+    assert seen[-1] == (2, 2, "tokenising train documents")
+
+
+def test_a_validation_part_is_counted_apart(run_config: Configs) -> None:
+    conversations = [[("user", f"{number}"), ("assistant", "Yo")] for number in range(200)]
+    prepared = prepare(run_config(conversations, validation_share=0.2))
+    assert prepared.validation is not None
+    held, kept = prepared.validation.counts.num_documents, prepared.train.counts.num_documents
+    assert held + kept == 200
+    assert 20 < held < 60
+
+
+def test_a_full_disk_is_said_and_leaves_nothing(
+    run_config: Configs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(np, "save", save)
+    with pytest.raises(DoesNotFitError, match=r"no space left for prepared data.*TUNEBOOK_CACHE=DIR"):
+        prepare(run_config([SHORT]))
+    assert_nothing_half_made(tmp_path)
+
+
+def test_a_cache_that_cannot_be_written_is_said(
+    run_config: Configs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run_config([SHORT])
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path / "file"))
+    with pytest.raises(
+        RequestError, match=r"cannot be written to .*/file/prepared \(Not a directory\).*TUNEBOOK_CACHE=DIR"
+    ):
+        prepare(config)
+
+
+def test_a_broken_line_keeps_its_own_error(run_config: Configs, tmp_path: Path) -> None:
+    config = run_config([SHORT])
+    with (tmp_path / "train.jsonl").open("a") as file:
+        file.write("{broken\n")
+    with pytest.raises(DataError, match=r"train\.jsonl, line 2"):
+        prepare(config)
+    assert_nothing_half_made(tmp_path)
+
+
+def test_synthetic_documents_need_no_tokenizer(run_config: Configs, tmp_path: Path) -> None:
+    run_config([SHORT])  # for its cache
+    facts = schema.ModelFacts(
+        architecture="Qwen2ForCausalLM", num_parameters=1, num_layers=1, hidden_size=8, intermediate_size=8,
+        num_attention_heads=1, num_key_value_heads=1, vocab_size=500, max_position_embeddings=64,
+        tie_word_embeddings=True, dtype="float32",
+    )  # fmt: skip
+    synthetic = schema.SyntheticConfig(num_documents=50, log_mean_tokens=3.0, max_tokens=60)
+    config = schema.RunConfig(
+        model=schema.ModelConfig(name="nobody/nothing", weights=Weights.random, facts=facts),
+        dataset=schema.DatasetConfig(source=Source.synthetic, synthetic=synthetic),
+        packing=schema.PackingConfig(),
+        evaluation=schema.EvaluationConfig(tasks=[]),
+        training=schema.TrainingConfig(max_length=64),
+    )
+    prepared = prepare(config)
+    assert prepared.kind == "tokens"
+    assert prepared.tokenizer_sha256 is None
+    rows = prepared.train.load()
+    assert len(rows) == 50
+    assert all(labels[0] == -100 for labels in rows["labels"])
+    assert max(max(ids) for ids in rows["input_ids"]) == 499  # the vocabulary's last token ends every document
+
+
+def test_prepared_json_says_what_was_read(run_config: Configs) -> None:
+    prepared = prepare(run_config([SHORT, LONGER]))
+    content = json.loads((prepared.folder / "prepared.json").read_text())
+    assert content["parts"]["train"]["num_dropped"] == 0
+    assert content["parts"]["train"]["lengths"] == {"edges": [25, 26, 27, 28], "counts": [1, 0, 1]}
+    assert content["records"][0]["format"] == "messages"
+    assert len(content["tokenizer_sha256"]) == len(content["chat_template_sha256"]) == 64
+    assert content["made_from"]["max_length"] == 64

@@ -1,0 +1,167 @@
+"""Reading files: every kind of broken file gives its place and what is wrong with it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tunebook.data import json_array
+from tunebook.data.problems import DocumentProblems
+from tunebook.data.readers import read_records
+from tunebook.errors import DataError
+
+RECORDS: list[dict[str, Any]] = [{"text": f"document {number}"} for number in range(1, 6)]
+LINES = "".join(json.dumps(record) + "\n" for record in RECORDS)
+
+
+def read(path: Path) -> list[tuple[int, dict[str, Any]]]:
+    problems = DocumentProblems(str(path))
+    records = list(read_records(path, problems))
+    problems.num_documents = len(records)
+    problems.raise_if_any()
+    return records
+
+
+def write(tmp_path: Path, content: bytes | str, name: str = "data.jsonl") -> Path:
+    path = tmp_path / name
+    data = content.encode() if isinstance(content, str) else content
+    path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("data.jsonl", LINES),
+        ("data.jsonl.gz", LINES),
+        ("data.json", LINES),
+        ("data.json", json.dumps(RECORDS)),
+        ("data.json", json.dumps(RECORDS, indent=2) + "\n\n"),
+        ("data.JSON.gz", "\ufeff" + json.dumps(RECORDS)),
+        ("data.jsonl", "\ufeff" + LINES.replace("\n", "\r\n")),
+        ("data.ndjson", LINES.rstrip("\n")),
+    ],
+)
+def test_lines_and_arrays_are_read_plain_or_compressed(tmp_path: Path, name: str, content: str) -> None:
+    assert read(write(tmp_path, content, name)) == list(enumerate(RECORDS, 1))
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_parquet_is_read_in_rows_and_only_the_columns_asked_for(tmp_path: Path, compressed: bool) -> None:
+    path = tmp_path / "data.parquet"
+    pq.write_table(pa.Table.from_pylist([{**record, "other": 1} for record in RECORDS]), path)
+    if compressed:
+        path = write(tmp_path, path.read_bytes(), "data.parquet.gz")
+    columns = frozenset({"text", "messages"})
+    assert list(read_records(path, DocumentProblems(str(path)), columns)) == list(enumerate(RECORDS, 1))
+
+
+def test_blank_lines_are_skipped_and_counted_and_keep_the_numbering(tmp_path: Path) -> None:
+    path = write(tmp_path, '{"text": "a"}\n\n  \n{"text": "b"}\n\n')
+    problems = DocumentProblems(str(path))
+    assert list(read_records(path, problems)) == [(1, {"text": "a"}), (4, {"text": "b"})]
+    assert problems.num_blank_lines == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": "a" "b"}', r"line 17: broken JSON at column 14: expecting ',' delimiter, near"),
+        (b'{"text": "cut off', r"line 17: broken JSON at column 10: unterminated string"),
+        (b'{"text": "a",}', r"line 17: broken JSON at column 1[34]: "),
+        (
+            b"{",
+            r"line 17: broken JSON at column 2: expecting property name .*JSONL needs each document whole on one line",
+        ),
+        (b'"only text"', r"line 17: a JSON string where an object \{...\} belongs"),
+        (b'[{"text": "a"}]', r"line 17: a JSON array where an object .*belongs in a file named .json"),
+        (b"17", r"line 17: a JSON number where an object"),
+        (b"null", r"line 17: a JSON null where an object"),
+        (b'{"text": "\\ud83d"}', r"line 17: '\\ud83d' is half of a surrogate pair"),
+        (b'{"text": ' + b"[" * 100_000, r"line 17: JSON that cannot be read: maximum recursion depth"),
+    ],
+)
+def test_a_broken_line_17_is_named_with_what_is_wrong(tmp_path: Path, line: bytes, message: str) -> None:
+    good = b'{"text": "a"}\n'
+    path = write(tmp_path, good * 16 + line + b"\n" + good)
+    with pytest.raises(DataError, match=f"data.jsonl, {message}") as caught:
+        read(path)
+    assert str(tmp_path) in caught.value.message  # the absolute path
+    assert caught.value.exit_code == 4
+
+
+def test_bytes_that_are_not_utf8_are_named_with_their_place(tmp_path: Path) -> None:
+    path = write(tmp_path, b'{"text": "a"}\n' + '{"text": "caf\xe9"}\n'.encode("latin-1"))
+    # The first line is 14 bytes long; 0xe9 is the 14th byte of the second.
+    with pytest.raises(
+        DataError, match=r"line 2: not UTF-8: byte 0xe9 at byte 14 of the line \(offset 27 in the file\)"
+    ):
+        read(path)
+    assert path.read_bytes()[27] == 0xE9
+
+
+def test_ten_problems_are_shown_and_the_rest_is_counted(tmp_path: Path) -> None:
+    path = write(tmp_path, '{"text": "a"}\n' * 3 + "{\n" * 12)
+    with pytest.raises(DataError) as caught:
+        read(path)
+    lines = caught.value.message.splitlines()
+    assert lines[0] == f"{path}: 12 of 15 documents cannot be used"
+    assert [line.split(":")[0] for line in lines[1:11]] == [f"  line {number}" for number in range(4, 14)]
+    assert lines[11:] == ["  and 2 more"]
+
+
+def test_a_whole_file_that_is_not_what_its_name_says(tmp_path: Path) -> None:
+    for content, message in [
+        (b"", "is empty"),
+        (gzip.compress(b"{}"), "is gzip: give it a name ending in .gz"),
+        (b"PAR1....", "is Parquet"),
+        ('{"text": "a"}'.encode("utf-16"), "is UTF-16: convert it"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            read(write(tmp_path, content))
+
+
+def test_a_compressed_file_that_was_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl.gz"
+    path.write_bytes(gzip.compress(LINES.encode())[:-12])
+    with pytest.raises(DataError, match=r"data.jsonl.gz is not a whole gzip file .*cut off"):
+        read(path)
+
+
+def test_a_parquet_file_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"data.parquet is not a readable Parquet file"):
+        read(write(tmp_path, b"PAR1 and then nothing of the kind", "data.parquet"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('[\n{"text": "a"},\n{"text": }]', r"item 2 \(line 3\): broken JSON: expecting value, near '\{\"text\": \}"),
+        ('[\n{"text": "a"},\n\n{"text": "b"', r"item 2 \(line 4\): broken JSON: expecting ',' delimiter"),
+        ('[{"text": "a"}\n{"text": "b"}]', r"item 1 \(line 2\): broken JSON: expecting ',', found '\{'"),
+        ('[{"text": "a"},]', r"item 1 \(line 1\): broken JSON: a comma before the closing \]"),
+        ('[{"text": "a"}', r"item 1 \(line 1\): broken JSON: it ends without the closing \]"),
+        ('[{"text": "a"}] []', r"broken JSON: extra text after the closing \]"),
+        ('[{"text": "a"},\n"b"]', r"item 2 \(line 2\): a JSON string where an object"),
+        (b'[{"text": "a"},\n{"text": "\xe9"}]', r"not UTF-8: byte 0xe9 at offset 26 in the file"),
+    ],
+)
+def test_a_broken_array_names_the_item_and_the_line(tmp_path: Path, content: bytes | str, message: str) -> None:
+    with pytest.raises(DataError, match=f"data.json, .*{message}"):
+        read(write(tmp_path, content, "data.json"))
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 2, 3, 7, 64])
+def test_an_array_is_read_the_same_in_pieces_of_any_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
+) -> None:
+    monkeypatch.setattr(json_array, "_CHUNK_BYTES", chunk_bytes)
+    records = [{"text": 'é\n\u20ac 😀 \\ "x"', "deep": [[{"a": [True, None, 1.5e-7]}]], "number": n} for n in range(5)]
+    path = write(tmp_path, json.dumps(records, indent=1, ensure_ascii=False), "data.json")
+    assert [record for _, record in read(path)] == records

@@ -1,0 +1,358 @@
+"""Loading a corpus: files, folders in the hub's layout, validation parts, records, and what cannot be found."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import datasets
+import huggingface_hub
+import pytest
+
+from tunebook.config.choices import Format, Source
+from tunebook.config.schema import DatasetConfig
+from tunebook.data.corpus import CorpusKind
+from tunebook.data.sources import Corpus, corpus_identity, load_corpus
+from tunebook.errors import DataError, RequestError
+
+
+def conversation(number: int) -> dict[str, Any]:
+    return {"conversations": [{"from": "human", "value": f"q{number}"}, {"from": "gpt", "value": f"a{number}"}]}
+
+
+def write(path: Path, records: list[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def load(tmp_path: Path, config: DatasetConfig, **facts: Any) -> Corpus:
+    return load_corpus(config, cache_dir=tmp_path / "cache", **facts)
+
+
+def questions(part: datasets.Dataset | None) -> list[str]:
+    assert part is not None
+    return [row["messages"][0]["content"] for row in part]
+
+
+def test_a_file_becomes_rows_with_their_origin_and_a_record(tmp_path: Path) -> None:
+    path = write(tmp_path / "chat.jsonl", [conversation(1), conversation(2)])
+    corpus = load(tmp_path, DatasetConfig(path=str(path)))
+    assert corpus.kind is CorpusKind.conversation
+    assert corpus.validation is None
+    assert corpus.train[1] == {
+        "messages": [
+            {"role": "user", "content": "q2", "train": False},
+            {"role": "assistant", "content": "a2", "train": True},
+        ],
+        "origin": "chat.jsonl:2",
+    }
+    (record,) = corpus.records
+    assert record.location == str(path)
+    assert record.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert (record.format, record.num_documents, record.revision) == ("sharegpt", 2, None)
+    assert corpus.notes == [f"{path}: format sharegpt, by the keys of its first document"]
+
+
+def test_a_glob_reads_files_in_order_and_tells_equal_names_apart(tmp_path: Path) -> None:
+    write(tmp_path / "b" / "x.jsonl", [conversation(2)])
+    write(tmp_path / "a" / "x.jsonl", [conversation(1)])
+    corpus = load(tmp_path, DatasetConfig(path=str(tmp_path / "*" / "x.jsonl")))
+    assert questions(corpus.train) == ["q1", "q2"]
+    assert corpus.train["origin"][:] == ["a/x.jsonl:1", "b/x.jsonl:1"]
+    assert [record.num_documents for record in corpus.records] == [1, 1]
+
+
+def test_a_path_in_the_book_is_recorded_as_such(tmp_path: Path) -> None:
+    config = DatasetConfig(path="book:recipes/quickstart/data/heldout.jsonl", max_documents=3)
+    corpus = load(tmp_path, config)
+    assert corpus.records[0].location == "book:recipes/quickstart/data/heldout.jsonl"
+    assert len(corpus.train) == 3
+
+
+def test_blank_lines_and_repeated_documents_are_noted(tmp_path: Path) -> None:
+    path = write(tmp_path / "chat.jsonl", [conversation(1), conversation(1), conversation(2)])
+    path.write_text("\n" + path.read_text() + "\n")
+    corpus = load(tmp_path, DatasetConfig(path=str(path)))
+    assert corpus.train["origin"][:] == ["chat.jsonl:2", "chat.jsonl:3", "chat.jsonl:4"]
+    assert f"{path}: skipped 2 blank lines" in corpus.notes
+    assert "1 of 3 documents repeat an earlier one" in corpus.notes
+
+
+def test_max_documents_reads_no_further_but_hides_no_problem_before(tmp_path: Path) -> None:
+    path = write(tmp_path / "chat.jsonl", [conversation(1), conversation(2), {"conversations": []}])
+    assert questions(load(tmp_path, DatasetConfig(path=str(path), max_documents=2)).train) == ["q1", "q2"]
+    write(path, [conversation(1), {"conversations": []}, conversation(2), conversation(3)])
+    with pytest.raises(DataError, match=r"chat.jsonl, line 2: the conversation is empty"):
+        load(tmp_path, DatasetConfig(path=str(path), max_documents=2))
+
+
+def test_nothing_half_written_is_left(tmp_path: Path) -> None:
+    path = write(tmp_path / "chat.jsonl", [conversation(1), {"conversations": []}])
+    with pytest.raises(DataError, match=r"line 2"):
+        load(tmp_path, DatasetConfig(path=str(path)))
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_all_bad_documents_of_a_file_are_reported_together(tmp_path: Path) -> None:
+    path = write(tmp_path / "chat.jsonl", [conversation(1), {"conversations": []}, {"messages": []}, conversation(2)])
+    with path.open("ab") as stream:
+        stream.write(b"{\n\xff\n")
+    with pytest.raises(DataError) as caught:
+        load(tmp_path, DatasetConfig(path=str(path)))
+    lines = caught.value.message.splitlines()
+    assert lines[0] == f"{path}: 4 of 6 documents cannot be used"
+    assert [line[:9] for line in lines[1:]] == ["  line 2:", "  line 3:", "  line 5:", "  line 6:"]
+    assert "missing field 'conversations'" in lines[2]
+
+
+def test_an_unknown_format_stops_at_the_first_document(tmp_path: Path) -> None:
+    path = write(tmp_path / "chat.jsonl", [{"question": "q"}] * 3)
+    with pytest.raises(DataError, match=r"chat.jsonl, line 1: its format is not known: its keys are: question"):
+        load(tmp_path, DatasetConfig(path=str(path)))
+
+
+def test_files_without_documents(tmp_path: Path) -> None:
+    path = tmp_path / "chat.jsonl"
+    for content in ("", "\n \n"):
+        path.write_text(content)
+        with pytest.raises(DataError, match=r"chat.jsonl is empty"):
+            load(tmp_path, DatasetConfig(path=str(path)))
+
+
+def test_what_is_not_found_names_the_absolute_path_and_what_is_near(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "data" / "train.jsonl", [conversation(1)])
+    monkeypatch.chdir(tmp_path)
+    cases = {
+        "data/trian.jsonl": r"there is no file {0}/data/trian.jsonl. Close to it in that folder: train.jsonl",
+        "data/*.parquet": r"no file matches {0}/data/\*.parquet. Files of documents in {0}/data: train.jsonl",
+        "dta/x.jsonl": r"there is no file {0}/dta/x.jsonl. The folder {0}/dta does not exist; {0} does",
+        "data": r"{0}/data is a folder.*it holds train.jsonl. Name a file, or a glob such as '{0}/data/\*.jsonl'",
+    }
+    for text, message in cases.items():
+        with pytest.raises(RequestError, match=f"dataset.path: {message.format(tmp_path)}") as caught:
+            load(tmp_path, DatasetConfig(path=text))
+        assert caught.value.exit_code == 2
+    (tmp_path / "data" / "notes.txt").write_text("not documents")
+    with pytest.raises(RequestError, match=r"notes.txt is not a kind of file .* they end in .jsonl"):
+        load(tmp_path, DatasetConfig(path="data/*"))
+    with pytest.raises(RequestError, match=r"needs dataset.path=FILE_OR_GLOB"):
+        load(tmp_path, DatasetConfig())
+
+
+def test_the_held_out_share_depends_on_content_alone(tmp_path: Path) -> None:
+    records = [conversation(number) for number in range(400)]
+    path = write(tmp_path / "chat.jsonl", records)
+    config = DatasetConfig(path=str(path), validation_share=0.1)
+    held_out = set(questions(load(tmp_path, config).validation))
+    assert 20 <= len(held_out) <= 60  # 40 expected, standard deviation 6
+
+    write(path, [conversation(number) for number in range(1000, 1100)] + records[::-1])
+    corpus = load(tmp_path, DatasetConfig(path=str(path), validation_share=0.1, system_prompt="Be brief."))
+    assert {row["messages"][1]["content"] for row in corpus.validation or []} >= held_out
+    moved = held_out & {row["messages"][1]["content"] for row in corpus.train}
+    assert not moved
+    assert len(corpus.train) + len(corpus.validation or []) == 500
+
+
+def test_equal_documents_fall_in_the_same_part(tmp_path: Path) -> None:
+    path = write(tmp_path / "chat.jsonl", [conversation(number % 50) for number in range(200)])
+    corpus = load(tmp_path, DatasetConfig(path=str(path), validation_share=0.3))
+    train, validation = questions(corpus.train), questions(corpus.validation)
+    assert not set(train) & set(validation)
+    assert len(train) + len(validation) == 200
+
+
+def test_a_share_that_leaves_a_part_empty_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "chat.jsonl", [conversation(1)] * 3)
+    with pytest.raises(RequestError, match=r"validation_share=0.1 of 3 documents leaves the validation part empty"):
+        load(tmp_path, DatasetConfig(path=str(path), validation_share=0.1))
+
+
+def test_validation_files(tmp_path: Path) -> None:
+    train = write(tmp_path / "train.jsonl", [conversation(1)])
+    other = write(tmp_path / "test.jsonl", [conversation(2), conversation(3)])
+    corpus = load(tmp_path, DatasetConfig(path=str(train), validation_path=str(other), max_documents=1))
+    assert questions(corpus.validation) == ["q2", "q3"]  # max_documents is about the training documents
+    assert [record.num_documents for record in corpus.records] == [1, 2]
+    write(other, [conversation(1), conversation(2), conversation(3)])
+    corpus = load(tmp_path, DatasetConfig(path=str(train), validation_path=str(other)))
+    assert "1 of 3 validation documents are trained on too" in corpus.notes
+    with pytest.raises(RequestError, match=r"train.jsonl is also in dataset.path"):
+        load(tmp_path, DatasetConfig(path=str(train), validation_path=str(tmp_path / "t*.jsonl")))
+    write(other, [{"text": "plain"}])
+    with pytest.raises(DataError, match="validation documents are of kind text, the training documents of kind conv"):
+        load(tmp_path, DatasetConfig(path=str(train), validation_path=str(other)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"validation_share": 0.1, "validation_path": "x"},
+            "validation_path=x and dataset.validation_share=0.1: keep one",
+        ),
+        ({"validation_share": 0.6}, "validation_share=0.6 is not between 0 and 0.5"),
+        ({"validation_split": "test"}, "validation_split=test needs dataset.source=hub"),
+        ({"source": Source.hub, "validation_split": "train"}, "is the training split too"),
+        ({"source": Source.synthetic, "validation_path": "x"}, "does not go with dataset.source=synthetic"),
+        ({"path": "x", "max_documents": 0}, "max_documents=0 must be at least 1"),
+    ],
+)
+def test_settings_that_do_not_go_together(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        load(tmp_path, DatasetConfig(**settings))
+
+
+def test_token_ids_are_checked_against_the_vocabulary(tmp_path: Path) -> None:
+    path = write(tmp_path / "tokens.jsonl", [{"input_ids": [1, 9], "labels": [-100, 9]}, {"input_ids": [1, 10]}])
+    with pytest.raises(DataError, match=r"tokens.jsonl, line 2: 'input_ids' holds 10, but the vocabulary goes from 0"):
+        load(tmp_path, DatasetConfig(path=str(path)), vocab_size=10)
+    corpus = load(tmp_path, DatasetConfig(path=str(path)), vocab_size=11)
+    assert corpus.kind is CorpusKind.tokens
+    assert corpus.train["labels"][:] == [[-100, 9], [1, 10]]
+
+
+def test_a_system_prompt_without_turns_is_said_to_be_unused(tmp_path: Path) -> None:
+    path = write(tmp_path / "texts.jsonl", [{"text": "plain"}])
+    corpus = load(tmp_path, DatasetConfig(path=str(path), system_prompt="Be brief."))
+    assert any("system_prompt is not used" in note for note in corpus.notes)
+
+
+def test_the_identity_changes_with_content_and_settings_but_not_with_the_place(tmp_path: Path) -> None:
+    path = write(tmp_path / "one" / "chat.jsonl", [conversation(1)])
+    copy = write(tmp_path / "two" / "chat.jsonl", [conversation(1)])
+    identity = corpus_identity(DatasetConfig(path=str(path)))
+    assert json.loads(json.dumps(identity)) == identity
+    assert corpus_identity(DatasetConfig(path=str(copy), num_documents=7)) == identity
+    assert corpus_identity(DatasetConfig(path=str(copy), system_prompt="s")) != identity
+    assert corpus_identity(DatasetConfig(path=str(copy), format=Format.messages)) != identity
+    write(copy, [conversation(2)])
+    assert corpus_identity(DatasetConfig(path=str(copy))) != identity
+
+
+@pytest.fixture
+def hub_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "chats"
+    write(folder / "train.jsonl", [{**conversation(number), "id": number} for number in range(3)])
+    write(folder / "test.jsonl", [{**conversation(number), "id": number} for number in range(3, 5)])
+    return folder
+
+
+def test_a_folder_in_the_layout_of_the_hub(tmp_path: Path, hub_folder: Path) -> None:
+    config = DatasetConfig(source=Source.hub, name=str(hub_folder), validation_split="test")
+    corpus = load(tmp_path, config)
+    assert questions(corpus.train) == ["q0", "q1", "q2"]
+    assert questions(corpus.validation) == ["q3", "q4"]
+    assert [record.location for record in corpus.records] == [f"{hub_folder}/train", f"{hub_folder}/test"]
+    assert corpus.train["origin"][0] == f"{hub_folder}/train:1"
+    before = corpus.records[0].sha256
+    write(hub_folder / "test.jsonl", [conversation(9)])
+    assert before != load(tmp_path, config).records[0].sha256
+
+
+def test_a_folder_written_by_save_to_disk(tmp_path: Path) -> None:
+    table = datasets.Dataset.from_list([conversation(1), conversation(2)])
+    datasets.DatasetDict({"train": table}).save_to_disk(tmp_path / "saved")
+    assert questions(load(tmp_path, DatasetConfig(source=Source.hub, name=str(tmp_path / "saved"))).train) == [
+        "q1",
+        "q2",
+    ]
+
+
+def test_an_unknown_split_names_those_there_are(tmp_path: Path, hub_folder: Path) -> None:
+    with pytest.raises(
+        RequestError, match=r"dataset.train_split: .* no split 'tain'. Did you mean 'train'\?.*train, test"
+    ):
+        load(tmp_path, DatasetConfig(source=Source.hub, name=str(hub_folder), train_split="tain"))
+    with pytest.raises(RequestError, match=r"dataset.validation_split: .* has no split 'validation'"):
+        load(tmp_path, DatasetConfig(source=Source.hub, name=str(hub_folder), validation_split="validation"))
+
+
+def test_bad_rows_of_a_split_are_reported_by_row(tmp_path: Path, hub_folder: Path) -> None:
+    question = {"conversations": [{"from": "human", "value": "q"}], "id": 1}
+    write(hub_folder / "train.jsonl", [{**conversation(1), "id": 0}, question])
+    with pytest.raises(DataError, match=r"chats/train, row 2: no assistant turn"):
+        load(tmp_path, DatasetConfig(source=Source.hub, name=str(hub_folder)))
+
+
+def test_splits_with_different_columns_are_the_datas_fault(tmp_path: Path, hub_folder: Path) -> None:
+    write(hub_folder / "test.jsonl", [{"text": "plain"}])
+    with pytest.raises(DataError, match=r"dataset.name=.*chats: its files cannot be read: Couldn't cast text: string"):
+        load(tmp_path, DatasetConfig(source=Source.hub, name=str(hub_folder)))
+
+
+def _refuse(error: Exception) -> Any:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return refuse
+
+
+def test_the_hub_out_of_reach_says_how_to_work_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", _refuse(ConnectionError("no route to host")))
+    absent = huggingface_hub.errors.LocalEntryNotFoundError("not cached")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", _refuse(absent))
+    config = DatasetConfig(source=Source.hub, name="some/chats", revision="v1")
+    with pytest.raises(RequestError) as caught:
+        load(tmp_path, config)
+    message = caught.value.message
+    assert (
+        "dataset.name=some/chats: the Hugging Face hub cannot be reached (ConnectionError: no route to host)" in message
+    )
+    assert "hf download --repo-type dataset some/chats --revision v1 --local-dir DIR" in message
+    assert "HF_HUB_CACHE" in message
+    assert "dataset=synthetic" in message
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(RequestError, match="HF_HUB_OFFLINE is set"):
+        corpus_identity(config)
+
+
+def test_without_the_hub_the_cached_snapshot_is_used_and_its_commit_recorded(
+    tmp_path: Path, hub_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    snapshot = hub_folder.rename(tmp_path / commit)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", _refuse(ConnectionError("no route to host")))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(snapshot))
+    config = DatasetConfig(source=Source.hub, name="some/chats")
+    corpus = load(tmp_path, config)
+    assert (corpus.records[0].location, corpus.records[0].revision) == ("some/chats/train", commit)
+    assert corpus.records[0].sha256 is None
+    assert corpus_identity(config)["train"]["repository"] == ["some/chats", commit, None]
+    # A commit that is named is not asked for, and is found in the cache when the download fails.
+    monkeypatch.setattr(datasets, "load_dataset_builder", _refuse_names(datasets.load_dataset_builder))
+    pinned = load(tmp_path, DatasetConfig(source=Source.hub, name="some/chats", revision=commit))
+    assert pinned.records[0].revision == commit
+
+
+def _refuse_names(load_builder: Any) -> Any:
+    def only_folders(name: str, *arguments: Any, **settings: Any) -> Any:
+        if not os.path.isdir(name):  # noqa: PTH112
+            raise ConnectionError("no route to host")
+        return load_builder(name, *arguments, **settings)
+
+    return only_folders
+
+
+def test_an_unknown_name_is_not_taken_for_a_lost_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RequestError, match=r"dataset.name: there is no folder .*/nowhere"):
+        load(tmp_path, DatasetConfig(source=Source.hub, name="./nowhere"))
+    with pytest.raises(RequestError, match=r"needs dataset.name=organisation/name"):
+        load(tmp_path, DatasetConfig(source=Source.hub))
+    with pytest.raises(RequestError, match=r"dataset.name=a b is no name on the hub"):
+        load(tmp_path, DatasetConfig(source=Source.hub, name="a b"))
+
+
+def test_memory_does_not_hold_the_documents(tmp_path: Path) -> None:
+    path = write(tmp_path / "chat.jsonl", [conversation(number) for number in range(2500)])
+    seen: list[int] = []
+    corpus = load(tmp_path, DatasetConfig(path=str(path)), progress=seen.append)
+    assert seen == [1000, 2000, 2500]  # written in batches of 1000
+    assert Path(corpus.train.cache_files[0]["filename"]).parent == tmp_path / "cache"  # and mapped from there

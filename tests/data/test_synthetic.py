@@ -1,0 +1,111 @@
+"""Generated documents: deterministic, of the lengths asked for, and learnable."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tunebook.config.choices import Source
+from tunebook.config.schema import DatasetConfig, SyntheticConfig
+from tunebook.data.sources import Corpus, load_corpus
+from tunebook.errors import RequestError
+
+VOCAB_SIZE = 151_936
+EOS = 151_645
+
+
+def load(folder: Path, vocab_size: int = VOCAB_SIZE, **settings: float) -> Corpus:
+    synthetic = SyntheticConfig(**{"num_documents": 300, **settings})  # type: ignore[arg-type]
+    config = DatasetConfig(source=Source.synthetic, synthetic=synthetic)
+    return load_corpus(config, cache_dir=folder, vocab_size=vocab_size, eos_token_id=min(EOS, vocab_size - 1))
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[int]]]:
+    return load(tmp_path_factory.mktemp("synthetic")).train.to_list()
+
+
+def test_a_masked_prompt_then_a_trained_answer_that_ends_with_eos(documents: list[dict[str, list[int]]]) -> None:
+    assert len(documents) == 300
+    for document in documents:
+        input_ids, labels = document["input_ids"], document["labels"]
+        assert input_ids[-1] == EOS
+        assert EOS not in input_ids[:-1]
+        num_prompt = labels.count(-100)
+        assert labels == [-100] * num_prompt + input_ids[num_prompt:]
+        assert 1 <= num_prompt <= len(input_ids) // 2 + 1
+
+
+def test_lengths_are_lognormal_and_clipped(documents: list[dict[str, list[int]]]) -> None:
+    lengths = np.array([len(document["input_ids"]) for document in documents])
+    assert lengths.min() >= 16
+    assert lengths.max() <= 4096
+    logs = np.log(lengths)
+    assert logs.mean() == pytest.approx(5.8, abs=4 * 0.9 / math.sqrt(300))
+    assert logs.std() == pytest.approx(0.9, abs=0.15)
+
+
+def test_the_next_token_is_predictable(documents: list[dict[str, list[int]]]) -> None:
+    pairs: dict[int, Counter[int]] = defaultdict(Counter)
+    for document in documents:
+        ids, labels = document["input_ids"], document["labels"]
+        for before, label in zip(ids, labels[1:], strict=False):
+            if label not in (-100, EOS):
+                pairs[before][label] += 1
+    total = sum(counter.total() for counter in pairs.values())
+    bigram_entropy = -sum(
+        count / total * math.log(count / counter.total()) for counter in pairs.values() for count in counter.values()
+    )
+    unigram = sum(pairs.values(), Counter())
+    unigram_entropy = -sum(count / total * math.log(count / total) for count in unigram.values())
+    # -(0.70 ln 0.70 + 0.15 ln 0.15 + 0.10 ln 0.10 + 0.05 ln 0.05) = 0.914 nats, against ln 151936 = 11.93.
+    assert bigram_entropy == pytest.approx(0.914, abs=0.03)
+    assert 2.5 < unigram_entropy <= math.log(64)
+    assert all(len(counter) == 4 for counter in pairs.values())
+
+
+def test_the_seed_decides_and_fewer_documents_are_the_first_of_more(tmp_path: Path) -> None:
+    same = load(tmp_path / "a", num_documents=1200).train.to_list()
+    assert load(tmp_path / "b", num_documents=1200).train.to_list() == same
+    assert load(tmp_path / "c", num_documents=1100).train.to_list() == same[:1100]
+    assert load(tmp_path / "d", num_documents=50, seed=1).train.to_list() != same[:50]
+    assert same[1100]["origin"] == "synthetic:1101"
+
+
+def test_a_small_vocabulary_and_the_shortest_documents(tmp_path: Path) -> None:
+    corpus = load(tmp_path, vocab_size=8, num_documents=20, min_tokens=4, max_tokens=4, log_mean_tokens=1.0)
+    for row in corpus.train:
+        assert len(row["input_ids"]) == 4
+        assert row["input_ids"][-1] == 7
+        assert max(row["input_ids"][:-1]) < 7
+        assert row["labels"][0] == -100
+        assert row["labels"][-1] == 7
+
+
+def test_max_documents_and_a_held_out_share(tmp_path: Path) -> None:
+    config = DatasetConfig(source=Source.synthetic, max_documents=200, validation_share=0.2)
+    corpus = load_corpus(config, cache_dir=tmp_path, vocab_size=VOCAB_SIZE, eos_token_id=EOS)
+    assert corpus.validation is not None
+    assert len(corpus.train) + len(corpus.validation) == 200
+    assert corpus.records[0].num_documents == 200
+    assert corpus.records[0].format == "synthetic, seed 0"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"min_tokens": 2}, "min_tokens=2 must be at least 4"),
+        (
+            {"min_tokens": 64, "max_tokens": 32, "num_documents": 0},
+            "num_documents=0 .*; max_tokens=32 must not be below",
+        ),
+        ({"vocab_size": 4}, "a vocabulary of 4 is too small"),
+    ],
+)
+def test_settings_that_cannot_be_met_are_named_together(tmp_path: Path, settings: dict[str, int], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        load(tmp_path, **settings)

@@ -1,0 +1,104 @@
+"""What a person sees of prepared data, with colour and without."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tunebook.config import schema
+from tunebook.config.choices import Overlong
+from tunebook.data.prepare import prepare
+from tunebook.data.view import TRAINED_STYLE, render_document, show_prepared, spread
+from tunebook.model.tokenizer import load_tokenizer
+
+Configs = Callable[..., schema.RunConfig]
+LONG = [("user", "x" * 50), ("assistant", "Yo")]
+
+
+def show(config: schema.RunConfig, num_samples: int, **console: Any) -> str:
+    output = io.StringIO()
+    prepared = prepare(config)
+    show_prepared(prepared, load_tokenizer(config.model), Console(file=output, width=200, **console), num_samples)
+    return output.getvalue()
+
+
+def test_everything_of_interest_is_shown(run_config: Configs) -> None:
+    conversations = [[("user", f"{n}"), ("assistant", "Yo")] for n in range(8)] + [LONG]
+    shown = show(run_config(conversations, max_length=30, overlong=Overlong.drop), 2)
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    assert any("messages 9 sha256" in line and "train.jsonl" in line for line in lines)
+    assert "documents read 9" in lines
+    assert "documents kept 8" in lines
+    # 24 tokens each: one fewer than in test_encode.py, whose question is a letter longer
+    assert "tokens 192" in lines
+    assert "tokens trained on 24 (12.5%)" in lines
+    assert "dropped 1" in lines
+    assert "longer than training.max_length (dataset.overlong=drop) 1" in lines
+    assert "24 8 " + "#" * 40 in lines
+    assert sum(line.startswith("train ") and "24 tokens, 3 trained on" in line for line in lines) == 2
+
+
+def test_trained_tokens_are_in_brackets_where_there_is_no_colour(run_config: Configs) -> None:
+    shown = show(run_config([[("user", "Hi"), ("assistant", "Yo")]]), 1)
+    assert "trained on: [[in double brackets]]" in shown
+    assert "[[Yo<|im_end|>]]" in shown
+    assert "\x1b" not in shown
+    without = show(run_config([[("user", "Hi"), ("assistant", "Yo")]]), 1, force_terminal=True, no_color=True)
+    assert "[[Yo<|im_end|>]]" in without
+
+
+def test_trained_tokens_are_in_colour_on_a_terminal(run_config: Configs) -> None:
+    config = run_config([[("user", "Hi"), ("assistant", "Yo")]])
+    shown = show(config, 1, force_terminal=True, color_system="standard")
+    assert "\x1b[30;42mYo<|im_end|>\x1b[0m" in shown  # black on green
+    assert "[[" not in shown
+
+
+def test_no_samples_were_asked_for(run_config: Configs) -> None:
+    assert "Samples" not in show(run_config([[("user", "Hi"), ("assistant", "Yo")]]), 0)
+
+
+def test_samples_are_spread_over_the_part() -> None:
+    assert spread(1000, 4) == [0, 618, 236, 854]
+    assert sorted(spread(5, 9)) == [0, 1, 2, 3, 4]
+
+
+def test_samples_are_distinct_and_no_more_than_there_are(run_config: Configs) -> None:
+    shown = show(run_config([[("user", f"{n}"), ("assistant", f"answer {n}")] for n in range(3)]), 5)
+    assert all(f"[[answer {n}<|im_end|>]]" in shown for n in range(3))
+
+
+@pytest.mark.parametrize("has_colour", [True, False])
+def test_runs_of_trained_tokens_are_marked_exactly(tiny_tokenizer: Callable[..., Any], has_colour: bool) -> None:
+    tokenizer = tiny_tokenizer()
+    ids = tokenizer("ab cd", add_special_tokens=False)["input_ids"]
+    text = render_document(ids, [-100, ids[1], ids[2], -100, ids[4]], tokenizer, has_colour=has_colour)
+    assert text.plain == ("ab cd" if has_colour else "a[[b ]]c[[d]]")
+    marked = [text.plain[span.start : span.end] for span in text.spans if span.style == TRAINED_STYLE]
+    assert marked == (["b ", "d"] if has_colour else [])
+
+
+def test_control_characters_cannot_reach_the_terminal(tiny_tokenizer: Callable[..., Any]) -> None:
+    tokenizer = tiny_tokenizer()
+    ids = tokenizer("a\x1b[2Jb\r\n", add_special_tokens=False)["input_ids"]
+    text = render_document(ids, [-100] * len(ids), tokenizer, has_colour=False)
+    assert text.plain == "a\u241b[2Jb\u240d\n"
+
+
+def test_brackets_in_the_data_are_no_markup(tiny_tokenizer: Callable[..., Any]) -> None:
+    tokenizer = tiny_tokenizer()
+    ids = tokenizer("[red]a[/red]", add_special_tokens=False)["input_ids"]
+    assert render_document(ids, [-100] * len(ids), tokenizer, has_colour=True).plain == "[red]a[/red]"
+
+
+def test_without_a_tokenizer_the_ids_are_shown() -> None:
+    assert render_document([7, 8, 9], [-100, 8, 9], None, has_colour=False).plain == "7 [[8 9 ]]"
+
+
+def test_long_documents_are_cut_for_the_eye() -> None:
+    text = render_document([1] * 600, [-100] * 600, None, has_colour=False).plain
+    assert text.endswith(" ... and 100 more tokens")

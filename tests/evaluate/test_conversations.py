@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from tunebook.errors import DataError
+from tunebook.evaluate.conversations import (
+    Conversation,
+    Item,
+    check_prompt_lengths,
+    read_conversations,
+    render_items,
+    write_items,
+)
+
+
+def write(folder: Path, *records: object) -> Path:
+    file = folder / "held.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
+
+
+def sharegpt(*turns: tuple[str, str], **more: str) -> dict[str, object]:
+    return {"conversations": [{"from": who, "value": text} for who, text in turns], **more}
+
+
+def test_only_the_last_turn_is_the_answer(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    turns = ("human", "Reverse: a b"), ("gpt", "b a"), ("human", "And: c d"), ("gpt", "d c")
+    items = render_items(read_conversations(write(tmp_path, sharegpt(*turns, task="again")), None), tokenizer)
+    prompt = (
+        "<|im_start|>user\nReverse: a b<|im_end|>\n<|im_start|>assistant\nb a<|im_end|>\n"
+        "<|im_start|>user\nAnd: c d<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert items == [Item(prompt=prompt, answer="d c", task="again")]
+
+
+def test_the_runs_system_prompt_goes_before_conversations_without_one(tmp_path: Path) -> None:
+    own = sharegpt(("system", "Shout."), ("human", "hi"), ("gpt", "HI"))
+    none = sharegpt(("human", "hi"), ("gpt", "hi"))
+    first, second = read_conversations(write(tmp_path, own, none), "Be brief.")
+    assert first.turns[0] == {"role": "system", "content": "Shout."}
+    assert second.turns[0] == {"role": "system", "content": "Be brief."}
+    assert (first.group, len(second.turns)) == ("all", 3)
+
+
+def test_every_bad_line_is_reported(tmp_path: Path) -> None:
+    good = sharegpt(("human", "hi"), ("gpt", "hello"))
+    unanswered = sharegpt(("human", "hi"), ("gpt", "hello"), ("human", "and?"))
+    with pytest.raises(DataError) as raised:
+        read_conversations(write(tmp_path, good, unanswered, {"text": "no conversation"}), None)
+    assert "2 of 3 documents cannot be used" in raised.value.message
+    assert "line 2: it must end with the assistant's turn" in raised.value.message
+    assert "line 3: " in raised.value.message
+
+
+def test_plain_text_is_no_conversation(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="line 1: it is no conversation"):
+        read_conversations(write(tmp_path, {"text": "words"}), None)
+
+
+def test_a_prompt_too_long_for_the_answer_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    conversation = Conversation(
+        turns=[{"role": "user", "content": "a b c"}, {"role": "assistant", "content": "a"}], group="all"
+    )
+    items = render_items([conversation], tokenizer)
+    num_tokens = len(tokenizer(items[0].prompt, add_special_tokens=False)["input_ids"])
+    check_prompt_lengths(items, tokenizer, num_tokens)
+    message = rf"1 of 1 held-out prompts are longer than the {num_tokens - 1} tokens.*the longest has {num_tokens}\)"
+    with pytest.raises(DataError, match=message):
+        check_prompt_lengths(items, tokenizer, num_tokens - 1)
+
+
+def test_items_are_written_as_the_harness_reads_them(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "items.jsonl"
+    write_items([Item(prompt="p\n", answer="é", task="t")], file)
+    assert file.read_text(encoding="utf-8") == '{"prompt": "p\\n", "answer": "é", "task": "t"}\n'

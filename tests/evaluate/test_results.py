@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tunebook.evaluate.results import Answer, choose_samples, mean_score, task_answers, task_scores
+
+
+def sample(prompt: str, answer: str, expected: str, group: str | None, filter_name: str = "strip") -> dict[str, Any]:
+    return {
+        "doc": {"prompt": prompt} | ({} if group is None else {"task": group}),
+        "target": expected,
+        "arguments": [(prompt, {"until": ["<eos>"]})],
+        "filtered_resps": [answer],
+        "filter": filter_name,
+        "exact_match": float(answer == expected),
+        "doc_hash": f"hash of {prompt}",
+    }
+
+
+def results(samples: list[dict[str, Any]], **metrics: object) -> dict[str, Any]:
+    return {
+        "results": {"words": {"name": "words", "alias": "words", "sample_len": len(samples), **metrics}},
+        "configs": {"words": {"metric_list": [{"metric": "exact_match"}], "metadata": {"version": 1}}},
+        "versions": {"words": 1.0},
+        "n-shot": {"words": 0},
+        "higher_is_better": {"words": {"exact_match": True}},
+        "group_subtasks": {},
+        "samples": {"words": samples},
+    }
+
+
+def answer(prompt: str, *, correct: bool | None = True, group: str | None = None) -> Answer:
+    value = None if correct is None else float(correct)
+    return Answer(task="words", group=group, prompt=prompt, answer="a", expected="e", value=value, correct=correct)
+
+
+def test_the_score_its_error_and_the_groups_are_kept() -> None:
+    samples = [sample("1", "x", "x", "a"), sample("2", "x", "y", "a"), sample("3", "z", "z", "b")]
+    found = task_scores(results(samples, **{"exact_match,strip": 2 / 3, "exact_match_stderr,strip": 1 / 3}))["words"]
+    assert found["groups"] == {"a": {"value": 0.5, "num_items": 2}, "b": {"value": 1.0, "num_items": 1}}
+    kept = {key: found[key] for key in ("metric", "value", "stderr", "num_items", "filter", "version", "subtasks")}
+    assert kept == {
+        "metric": "exact_match",
+        "value": 2 / 3,
+        "stderr": 1 / 3,
+        "num_items": 3,
+        "filter": "strip",
+        "version": 1.0,
+        "subtasks": [],
+    }
+
+
+def test_the_first_filter_of_the_first_listed_metric_is_the_main_one() -> None:
+    samples = [sample("1", "x", "x", None, "strip"), sample("1", "w", "x", None, "last")]
+    metrics = {"f1,strip": 0.1, "exact_match,strip": 1.0, "exact_match_stderr,strip": "N/A", "exact_match,last": 0.0}
+    found = task_scores(results(samples, **metrics))["words"]
+    assert (found["value"], found["stderr"], found["groups"]) == (1.0, None, {})
+    assert [given.answer for given in task_answers("words", results(samples, **metrics))] == ["x"]
+
+
+def test_a_group_without_a_score_of_its_own_is_left_out() -> None:
+    assert task_scores(results([], alias="words")) == {}
+
+
+def test_the_hash_follows_the_settings_but_not_where_the_data_lies() -> None:
+    one, other, moved = (results([], **{"exact_match,strip": 1.0}) for _ in range(3))
+    other["configs"]["words"]["doc_to_text"] = "{{prompt}}"
+    moved["configs"]["words"]["dataset_kwargs"] = {"data_files": "/elsewhere"}
+    hashes = [task_scores(found)["words"]["config_sha256"] for found in (one, other, moved)]
+    assert hashes[0] != hashes[1]
+    assert hashes[0] == hashes[2]
+
+
+def test_of_several_choices_the_likeliest_is_the_answer() -> None:
+    multiple = {
+        "doc": {},
+        "target": 1,
+        "arguments": [("sky", " green"), ("sky", " blue"), ("sky", " red")],
+        "filtered_resps": [(-3.0, False), (-2.0, False), (-1.5, True)],
+        "filter": "strip",
+        "exact_match": 0.0,
+        "doc_hash": "h",
+    }
+    (found,) = task_answers("words", results([multiple], **{"exact_match,strip": 0.0}))
+    assert (found.answer, found.expected, found.correct) == ("red", "blue", False)
+
+
+def test_samples_go_round_the_groups_and_do_not_depend_on_the_order() -> None:
+    answers = [answer(f"{group}{number}", group=group) for group in "abc" for number in range(4)]
+    chosen = choose_samples(answers)
+    assert [sample["group"] for sample in chosen] == ["a", "b", "c", "a", "b"]
+    assert choose_samples(answers[::-1]) == chosen
+
+
+def test_a_wrong_answer_is_shown_if_there_is_one() -> None:
+    answers = [answer(f"p{number}") for number in range(20)]
+    unseen = next(given for given in answers if given.prompt not in {s["prompt"] for s in choose_samples(answers)})
+    answers[answers.index(unseen)] = answer(unseen.prompt, correct=False)
+    assert [sample["correct"] for sample in choose_samples(answers)] == [True, True, True, True, False]
+
+
+def test_fewer_answers_than_samples_are_all_shown() -> None:
+    assert len(choose_samples([answer("only")])) == 1
+    assert choose_samples([]) == []
+
+
+def task(value: float, higher: bool | None = True, subtasks: list[str] | None = None) -> dict[str, Any]:
+    return {"value": value, "higher_is_better": higher, "subtasks": subtasks or []}
+
+
+@pytest.mark.parametrize(
+    ("tasks", "expected"),
+    [
+        ({}, None),
+        ({"a": task(0.5), "b": task(1.0)}, (0.75, True)),
+        ({"a": task(3.0, False)}, (3.0, False)),
+        ({"a": task(3.0, False), "b": task(1.0)}, None),
+        ({"all": task(0.5, subtasks=["a", "b"]), "a": task(0.1), "b": task(0.9), "c": task(1.0)}, (0.75, True)),
+    ],
+)
+def test_the_mean_counts_no_task_twice_and_mixes_no_directions(
+    tasks: dict[str, dict[str, Any]], expected: tuple[float, bool] | None
+) -> None:
+    assert mean_score(tasks) == expected

@@ -1,0 +1,204 @@
+"""Detection against NVML's functions replaced at the boundary, and the real call on whatever machine this is."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pynvml
+import pytest
+
+from tunebook.config.choices import Generation
+from tunebook.hardware import detect
+from tunebook.hardware.detect import detect_machine
+
+GIB = 2**30
+
+
+@dataclass
+class Card:
+    name: str
+    capability: tuple[int, int] = (9, 0)
+    gib: float = 140.0
+    uuid: str = "GPU-0"
+    mig: bool | None = None  # None: a model that does not know MIG
+    slices: list[Card] = field(default_factory=list)
+    is_lost: bool = False
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    """`nvml(card, ...)` makes NVML answer for these cards."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def install(*cards: Card, driver: str | bytes = "580.65.06"):
+        def by_index(index):
+            if cards[index].is_lost:
+                raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+            return cards[index]
+
+        def mig_mode(card):
+            if card.mig is None:
+                raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+            return [int(card.mig), int(card.mig)]
+
+        def mig_slice(card, place):
+            if place >= len(card.slices):
+                raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+            return card.slices[place]
+
+        answers = {
+            "nvmlInit": lambda: None,
+            "nvmlShutdown": lambda: None,
+            "nvmlSystemGetDriverVersion": lambda: driver,
+            "nvmlDeviceGetCount": lambda: len(cards),
+            "nvmlDeviceGetHandleByIndex": by_index,
+            "nvmlDeviceGetName": lambda card: card.name,
+            "nvmlDeviceGetUUID": lambda card: card.uuid,
+            "nvmlDeviceGetMemoryInfo": lambda card: SimpleNamespace(total=int(card.gib * GIB)),
+            "nvmlDeviceGetCudaComputeCapability": lambda card: list(card.capability),
+            "nvmlDeviceGetMigMode": mig_mode,
+            "nvmlDeviceGetMaxMigDeviceCount": lambda card: 7,
+            "nvmlDeviceGetMigDeviceHandleByIndex": mig_slice,
+        }
+        for name, answer in answers.items():
+            monkeypatch.setattr(pynvml, name, answer)
+
+    return install
+
+
+def test_the_real_call_never_fails():
+    machine = detect_machine()
+    assert machine.num_cpus >= 1
+    assert machine.host_memory_gib > 0
+    assert machine.gpus or machine.notes  # a machine without GPUs says why
+
+
+def test_nothing_here_imports_torch():
+    import subprocess
+
+    code = "import tunebook.hardware.detect as d, sys; d.detect_machine(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": "src"}, check=False).returncode == 0
+
+
+def test_two_equal_gpus(nvml):
+    nvml(Card("NVIDIA H200", uuid="GPU-a"), Card("NVIDIA H200", uuid="GPU-b"), driver=b"580.65.06")
+    machine = detect_machine()
+    assert machine.driver == "580.65.06"
+    assert [(gpu.index, gpu.memory_gib, gpu.generation) for gpu in machine.gpus] == [
+        (0, 140.0, Generation.hopper),
+        (1, 140.0, Generation.hopper),
+    ]
+    assert machine.notes == []
+
+
+def test_different_gpus_are_all_reported(nvml):
+    nvml(Card("NVIDIA A100"), Card("Tesla V100", capability=(7, 0), gib=32), Card("NVIDIA A100"))
+    machine = detect_machine()
+    assert len(machine.gpus) == 3
+    assert machine.notes == [
+        "different GPUs in one machine: 2 x NVIDIA A100, 1 x Tesla V100; CUDA_VISIBLE_DEVICES can restrict a run to "
+        "one kind"
+    ]
+
+
+def test_an_unknown_capability_is_noted(nvml):
+    nvml(Card("NVIDIA Next", capability=(13, 1)))
+    machine = detect_machine()
+    assert machine.gpus[0].generation is Generation.blackwell
+    assert machine.notes == ["GPU 0: compute capability 13.1 is not in the table; taken as blackwell (12.0)"]
+
+
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [
+        ("1", ["b"]),
+        ("2,0", ["c", "a"]),  # CUDA's order is the variable's
+        ("0, 1", ["a", "b"]),
+        ("0,7,1", ["a"]),  # everything after the first that does not exist is ignored, as CUDA does
+        ("GPU-1b", ["b"]),
+        ("", []),
+        ("-1", []),
+        ("nonsense", []),
+    ],
+)
+def test_cuda_visible_devices(nvml, monkeypatch, visible, names):
+    nvml(Card("a", uuid="GPU-1a"), Card("b", uuid="GPU-1b"), Card("c", uuid="GPU-1c"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    machine = detect_machine()
+    assert [gpu.name for gpu in machine.gpus] == names
+    assert f"CUDA_VISIBLE_DEVICES={visible!r} leaves {len(names)} of 3 GPUs visible" in machine.notes
+
+
+def test_a_process_sees_one_mig_slice(nvml, monkeypatch):
+    slices = [Card("MIG 1g.10gb", gib=10, uuid="MIG-x"), Card("MIG 2g.20gb", gib=20, uuid="MIG-y")]
+    nvml(Card("NVIDIA H100", mig=True, slices=slices))
+    machine = detect_machine()
+    assert [(gpu.name, gpu.memory_gib, gpu.is_mig) for gpu in machine.gpus] == [("MIG 1g.10gb", 10.0, True)]
+    assert "split into 2 MIG slices" in machine.notes[0]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-y")
+    assert [gpu.memory_gib for gpu in detect_machine().gpus] == [20.0]
+
+
+def test_mig_without_a_slice_is_no_gpu(nvml):
+    nvml(Card("NVIDIA H100", mig=True))
+    machine = detect_machine()
+    assert machine.gpus == []
+    assert "nvidia-smi mig -cgi" in machine.notes[0]
+
+
+def test_mig_switched_off_is_a_whole_gpu(nvml):
+    nvml(Card("NVIDIA H100", mig=False))
+    assert [gpu.is_mig for gpu in detect_machine().gpus] == [False]
+
+
+def test_one_broken_gpu_does_not_hide_the_others(nvml):
+    nvml(Card("a"), Card("b", is_lost=True), Card("c"))
+    machine = detect_machine()
+    assert [gpu.name for gpu in machine.gpus] == ["a", "c"]
+    assert "GPU 1 does not answer" in machine.notes[0]
+
+
+def test_a_driver_without_gpus(nvml):
+    nvml()
+    machine = detect_machine()
+    assert (machine.gpus, machine.driver) == ([], "580.65.06")
+    assert machine.notes == ["the NVIDIA driver 580.65.06 is here but lists no GPU"]
+
+
+@pytest.mark.parametrize("code", [pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED])
+def test_no_driver(monkeypatch, code):
+    def fail():
+        raise pynvml.NVMLError(code)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", fail)
+    machine = detect_machine()
+    assert (machine.gpus, machine.driver) == ([], None)
+    assert "no NVIDIA driver answers here" in machine.notes[0]
+
+
+def test_no_binding_installed(monkeypatch):
+    real = builtins.__import__
+
+    def refuse(name, *args, **kwargs):
+        if name == "pynvml":
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    machine = detect_machine()
+    assert machine.gpus == []
+    assert "pip install nvidia-ml-py" in machine.notes[0]
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(str(2 * GIB), 2.0), ("max", None), (None, None)])
+def test_a_containers_memory_limit_counts(monkeypatch, tmp_path, limit, expected):
+    file = tmp_path / "memory.max"
+    if limit is not None:
+        file.write_text(f"{limit}\n")
+    unlimited = detect_machine().host_memory_gib if expected is None else None
+    monkeypatch.setattr(detect, "CGROUP_MEMORY_LIMIT", file)
+    found = detect_machine().host_memory_gib
+    assert found == expected if expected is not None else found >= (unlimited or 0)

@@ -1,0 +1,76 @@
+"""Which earlier run is gone on with."""
+
+import json
+
+import pytest
+
+from tunebook.config.auto import resolve_auto
+from tunebook.config.compose import compose
+from tunebook.hardware.detect import Machine
+from tunebook.launch.resume import checkpoint_to_load, newest_checkpoint, unfinished_run
+from tunebook.record.config_hash import config_hash
+from tunebook.record.manifest import FORMAT
+
+NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
+
+
+@pytest.fixture
+def config(tmp_path):
+    return resolve_auto(compose("quickstart", [f"outputs={tmp_path}"]).config, NO_GPU).config
+
+
+def make_run(config, tmp_path, name, state, steps=(), sha256=None):
+    folder = tmp_path / "quickstart" / name
+    folder.mkdir(parents=True)
+    manifest = {"format": FORMAT, "config_sha256": sha256 or config_hash(config), "status": {"state": state}}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    for step in steps:
+        checkpoint = folder / "checkpoints" / f"checkpoint-{step}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "trainer_state.json").write_text("{}")
+    return folder
+
+
+def test_a_stopped_run_of_the_same_configuration_is_gone_on_with(config, tmp_path):
+    folder = make_run(config, tmp_path, "2026-01-01T00-00-00Z", "stopped", steps=(5, 10))
+    assert unfinished_run(config) == folder
+    assert checkpoint_to_load(config, folder) == folder / "checkpoints" / "checkpoint-10"
+
+
+@pytest.mark.parametrize("state", ["finished", "invalid", "running"])
+def test_other_endings_start_anew(config, tmp_path, state):
+    make_run(config, tmp_path, "2026-01-01T00-00-00Z", state, steps=(5,))
+    assert unfinished_run(config) is None
+
+
+def test_another_configuration_starts_anew(config, tmp_path):
+    make_run(config, tmp_path, "2026-01-01T00-00-00Z", "stopped", steps=(5,), sha256="0" * 64)
+    assert unfinished_run(config) is None
+
+
+def test_a_finished_run_after_the_stopped_one_settles_it(config, tmp_path):
+    make_run(config, tmp_path, "2026-01-01T00-00-00Z", "stopped", steps=(5,))
+    make_run(config, tmp_path, "2026-01-02T00-00-00Z", "finished", steps=(9,))
+    assert unfinished_run(config) is None
+
+
+def test_without_a_checkpoint_there_is_nothing_to_go_on_with(config, tmp_path):
+    make_run(config, tmp_path, "2026-01-01T00-00-00Z", "stopped")
+    assert unfinished_run(config) is None
+
+
+def test_never_and_a_named_checkpoint(config, tmp_path):
+    folder = make_run(config, tmp_path, "2026-01-01T00-00-00Z", "stopped", steps=(5, 10))
+    config.training.resume = "never"
+    assert unfinished_run(config) is None
+    new = tmp_path / "new"
+    config.training.resume = str(folder / "checkpoints" / "checkpoint-5")
+    assert checkpoint_to_load(config, new) == folder / "checkpoints" / "checkpoint-5"
+    config.training.resume = str(folder)
+    assert checkpoint_to_load(config, new) == newest_checkpoint(folder)
+
+
+def test_a_checkpoint_that_was_not_written_to_its_end_does_not_count(config, tmp_path):
+    folder = make_run(config, tmp_path, "2026-01-01T00-00-00Z", "stopped", steps=(5,))
+    (folder / "checkpoints" / "checkpoint-10").mkdir()
+    assert newest_checkpoint(folder).name == "checkpoint-5"

@@ -1,0 +1,132 @@
+"""The batch arithmetic, against numbers worked out by hand."""
+
+import numpy as np
+import pytest
+
+from tunebook.config.choices import Generation, PackingMode, Strategy
+from tunebook.config.schema import (
+    ActivationConfig,
+    AttentionConfig,
+    DatasetConfig,
+    EvaluationConfig,
+    HardwareConfig,
+    LauncherConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PackingConfig,
+    ParallelismConfig,
+    PeftSettings,
+    PrecisionConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrackingConfig,
+    TrainingConfig,
+)
+from tunebook.errors import RequestError
+from tunebook.plan.batch import schedule_of, solve_batch
+
+
+def config_of(mode, ranks, *, mean_tokens=None, **training):
+    return RunConfig(
+        model=ModelConfig(),
+        dataset=DatasetConfig(mean_tokens=mean_tokens, num_documents=None),
+        parallelism=ParallelismConfig(strategy=Strategy.ddp),
+        hardware=HardwareConfig(generation=Generation.hopper, gpus_per_node=ranks),
+        precision=PrecisionConfig(),
+        attention=AttentionConfig(),
+        packing=PackingConfig(mode=mode),
+        activation=ActivationConfig(),
+        peft=PeftSettings(),
+        optimizer=OptimizerConfig(learning_rate=1e-4),
+        schedule=ScheduleConfig(),
+        launcher=LauncherConfig(),
+        tracking=TrackingConfig(),
+        evaluation=EvaluationConfig(tasks=[]),
+        training=TrainingConfig(**{"max_length": 1024, **training}),
+    )
+
+
+@pytest.mark.parametrize(("most", "expected"), [(11, 6), (2, 33)])
+def test_528_documents_on_8_gpus_as_published(most, expected):
+    config = config_of(PackingMode.padded, 8, global_samples=528, micro_batch_size=most)
+    plan = solve_batch(config, None)
+    assert (plan.world_size, plan.micro_batch_size, plan.accumulation, plan.rows_per_step) == (8, most, expected, 528)
+
+
+def test_padded_micro_batch_is_the_largest_divisor_within_8192_tokens():
+    plan = solve_batch(config_of(PackingMode.padded, 8, global_samples=528), None)
+    assert (plan.micro_batch_size, plan.accumulation) == (6, 11)  # 66 per GPU: 6 is its largest divisor up to 8
+
+
+def test_a_padded_batch_that_does_not_divide_names_the_nearest_that_do():
+    with pytest.raises(RequestError, match=r"try training\.global_samples=96 or 104"):
+        solve_batch(config_of(PackingMode.padded, 8, global_samples=100), None)
+    with pytest.raises(RequestError, match=r"528 or 616, or training.micro_batch_size=9"):
+        solve_batch(config_of(PackingMode.padded, 8, global_samples=528 + 48, micro_batch_size=11), None)
+
+
+def test_solving_does_not_change_the_configuration():
+    config = config_of(PackingMode.padded, 8, global_samples=528)
+    solve_batch(config, None)
+    assert config.training.micro_batch_size is None
+
+
+def test_packed_rows_hold_every_step_and_divide_over_the_gpus():
+    lengths = np.random.default_rng(0).integers(20, 600, 1500).astype(np.int64)
+    config = config_of(PackingMode.isolated, 8, global_samples=64, num_epochs=3)
+    plan = solve_batch(config, lengths)
+    assert plan.rows_per_step % 8 == 0
+    assert plan.documents_per_step == 64
+    assert (plan.steps_per_epoch, plan.total_steps) == (24, 72)  # 1500 / 64 = 23.4
+    schedule = schedule_of(config, plan, lengths)
+    for epoch in range(3):
+        for step in schedule.steps_of_epoch(epoch):
+            rows = schedule.rows_of_step(step)
+            assert len(rows) == plan.rows_per_step
+            assert max(int(lengths[row].sum()) for row in rows if row) <= 1024
+
+
+def test_estimate_before_the_data_is_there():
+    plan = solve_batch(config_of(PackingMode.isolated, 8, global_samples=528, mean_tokens=400.0), None)
+    assert plan.is_estimate
+    assert plan.rows_per_step == 208  # 528 x 400 / 1024 = 206.25, in eights
+    assert plan.tokens_per_step == 211_200
+
+
+def test_nothing_is_guessed_where_nothing_is_known():
+    plan = solve_batch(config_of(PackingMode.isolated, 8, global_samples=528), None)
+    assert (plan.rows_per_step, plan.accumulation, plan.total_steps) == (None, None, None)
+
+
+def test_a_token_budget_fixes_the_rows():
+    lengths = np.full(1000, 256, dtype=np.int64)
+    plan = solve_batch(config_of(PackingMode.isolated, 4, global_tokens=32768), lengths)
+    assert (plan.rows_per_step, plan.accumulation) == (32, 8)
+    assert plan.documents_per_step == pytest.approx(1000 / 8)  # 128 documents a step, the last has 104
+
+
+def test_a_token_budget_that_does_not_divide_names_the_nearest():
+    with pytest.raises(RequestError, match=r"try training\.global_tokens=8192 or 16384"):
+        solve_batch(config_of(PackingMode.isolated, 8, global_tokens=10_000), None)
+
+
+def test_a_token_budget_needs_packing():
+    with pytest.raises(RequestError, match="packing=isolated"):
+        solve_batch(config_of(PackingMode.padded, 1, global_tokens=4096), None)
+
+
+def test_a_batch_larger_than_the_data_is_refused():
+    with pytest.raises(RequestError, match="more than the 50 documents"):
+        solve_batch(config_of(PackingMode.isolated, 1, global_samples=64), np.full(50, 9))
+
+
+def test_fewer_documents_than_gpus_are_refused():
+    with pytest.raises(RequestError, match=r"try training\.global_samples=8"):
+        solve_batch(config_of(PackingMode.isolated, 8, global_samples=4), None)
+
+
+@pytest.mark.parametrize(("max_steps", "expected"), [(None, 15), (7, 7)])
+def test_steps_follow_from_epochs_unless_said(max_steps, expected):
+    lengths = np.full(100, 10, dtype=np.int64)
+    config = config_of(PackingMode.isolated, 1, global_samples=10, num_epochs=1.5, max_steps=max_steps)
+    assert solve_batch(config, lengths).total_steps == expected

@@ -1,0 +1,369 @@
+"""Every recipe: it composes, leaves the user's group choices free, and holds its source's settings."""
+
+import dataclasses
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from tunebook.config.book import book_root, find_recipes
+from tunebook.config.compose import compose
+from tunebook.config.recipe_files import RecipeFile, load_recipes
+from tunebook.config.schema import GROUPS, RunConfig
+from tunebook.config.walk import field_types, without_none
+
+RECIPES = sorted((book_root() / "recipes").glob("*.yaml"))
+NAMES = [file.stem for file in RECIPES]
+
+# The keys that say which choice of a group it is. A recipe that set one in its body would beat the user's
+# `group=choice`, so it may only choose by `override /group: choice`.
+DECIDING = (
+    "model.name", "model.path", "dataset.source", "dataset.path", "dataset.name", "parallelism.strategy",
+    "parallelism.offload_optimizer", "parallelism.offload_parameters", "hardware.generation", "precision.compute",
+    "attention.implementation", "packing.mode", "activation.checkpointing", "peft.method", "optimizer.name",
+    "schedule.name", "launcher.name", "tracking.name", "evaluation.tasks",
+)  # fmt: skip
+# Two sets of choices, so that whatever a recipe chose, one of them differs from it.
+CHOICES = (
+    {
+        "model.name": ("qwen25_7b", "Qwen/Qwen2.5-7B"),
+        "dataset.name": ("infinity_instruct", "BAAI/Infinity-Instruct"),
+        "parallelism.strategy": ("hsdp", "hsdp"),
+        "hardware.generation": ("turing", "turing"),
+        "precision.compute": ("fp16", "fp16"),
+        "attention.implementation": ("eager", "eager"),
+        "packing.mode": ("isolated", "isolated"),
+        "activation.checkpointing": ("stored", "disabled"),
+        "peft.method": ("qlora", "qlora"),
+        "optimizer.name": ("adamw_8bit", "adamw_8bit"),
+        "schedule.name": ("linear", "linear"),
+        "launcher.name": ("local", "local"),
+        "tracking.name": ("trackio", "trackio"),
+        "evaluation.tasks": ("none", []),
+    },
+    {
+        "model.name": ("qwen25_05b", "Qwen/Qwen2.5-0.5B"),
+        "dataset.name": ("alpaca_cleaned", "yahma/alpaca-cleaned"),
+        "parallelism.strategy": ("ddp", "ddp"),
+        "hardware.generation": ("hopper", "hopper"),
+        "precision.compute": ("bf16", "bf16"),
+        "attention.implementation": ("flex_attention", "flex_attention"),
+        "packing.mode": ("padded", "padded"),
+        "activation.checkpointing": ("checkpointing", "enabled"),
+        "peft.method": ("full", "full"),
+        "optimizer.name": ("paged_adamw_8bit", "paged_adamw_8bit"),
+        "schedule.name": ("constant", "constant"),
+        "launcher.name": ("slurm", "slurm"),
+        "tracking.name": ("wandb", "wandb"),
+        "evaluation.tasks": ("quickstart", ["book:recipes/quickstart/tasks/quickstart.yaml"]),
+    },
+)
+
+
+@cache
+def config_of(name: str) -> RunConfig:
+    return compose(name, []).config
+
+
+@cache
+def written(name: str) -> RecipeFile:
+    return load_recipes(name, [])[0]
+
+
+def value_at(config: Any, key: str) -> Any:
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config.name if isinstance(config, Enum) else config
+
+
+def leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a nested mapping by their dotted keys."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        inner = leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+        found |= inner
+    return found
+
+
+# ---- what holds for all recipes
+
+
+def test_the_books_recipes_are_all_found() -> None:
+    assert len(NAMES) >= 14
+    assert list(find_recipes([])) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_composes(name: str) -> None:
+    config = config_of(name)
+    assert config.recipe == name
+    assert config.title and len(config.title) < 100
+    assert (config.training.global_samples is None) != (config.training.global_tokens is None)
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=NAMES)
+def test_is_a_global_package_that_ends_with_itself(file: Path) -> None:
+    lines = file.read_text().splitlines()
+    assert lines[0] == "# @package _global_"
+    assert lines[1].endswith(f"card: recipes/{file.stem}/README.md")
+    defaults: Any = OmegaConf.to_container(OmegaConf.load(file))
+    assert defaults["defaults"][-1] == "_self_"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_body_sets_no_key_that_decides_a_group_choice(name: str) -> None:
+    assert sorted(set(leaves(written(name).body)) & set(DECIDING)) == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_body_sets_only_keys_that_every_choice_of_the_group_has(name: str) -> None:
+    # A key of one choice's own schema would make `parallelism=ddp` or `launcher=local` fail to compose.
+    for group in set(written(name).body) & set(GROUPS):
+        own = field_types(without_none(field_types(RunConfig)[group]))
+        assert sorted(set(written(name).body[group]) - set(own)) == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("choices", CHOICES, ids=("first", "second"))
+def test_a_group_choice_on_the_command_line_beats_the_recipe(name: str, choices: dict[str, tuple[str, Any]]) -> None:
+    composition = compose(name, [f"{key.split('.')[0]}={choice}" for key, (choice, _) in choices.items()])
+    assert {group: composition.groups[group] for group in GROUPS} == {
+        key.split(".")[0]: choice for key, (choice, _) in choices.items()
+    }
+    got = {key: value_at(composition.config, key) for key in choices}
+    assert got == {key: value for key, (_, value) in choices.items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_body_holds_only_values_that_differ(name: str, tmp_path: Path) -> None:
+    content: Any = OmegaConf.to_container(OmegaConf.load(book_root() / "recipes" / f"{name}.yaml"))
+    bare = tmp_path / f"{name}_without_body.yaml"
+    OmegaConf.save(OmegaConf.create({"defaults": content["defaults"]}), bare)
+    without = compose(bare.stem, [], [tmp_path]).config
+    # The reference machine is a statement about the source, so it is stated whole.
+    values = [key for key in leaves(written(name).body) if not key.startswith("hardware.reference.")]
+    assert [key for key in values if value_at(without, key) == value_at(config_of(name), key)] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_states_the_machine_of_its_source(name: str) -> None:
+    reference = config_of(name).hardware.reference
+    assert reference.generation.name not in {"auto"}
+    assert (reference.memory_gib is None) == (reference.generation.name == "cpu")
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith("_exact")])
+def test_leaves_the_machine_to_decide_what_its_source_did_not(name: str) -> None:
+    groups = compose(name, []).groups
+    open_groups = {"hardware", "precision", "attention", "packing", "activation"}
+    chosen = {group: groups[group] for group in open_groups if groups[group] != "auto"}
+    assert chosen == ({"precision": "fp8"} if name == "llama3_8b_fp8" else {})
+
+
+# ---- the settings of the sources, value by value
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "qwen3b_zero2": {
+        "model.name": "Qwen/Qwen2.5-3B",
+        "model.liger_kernel": True,
+        "dataset.name": "BAAI/Infinity-Instruct",
+        "dataset.subset": "0625",
+        "optimizer.name": "adamw",
+        "optimizer.learning_rate": 1e-5,
+        "optimizer.weight_decay": 0.0,
+        "optimizer.beta1": 0.9,
+        "optimizer.beta2": 0.95,
+        "schedule.name": "cosine_with_min_lr",
+        "schedule.min_learning_rate": 0.0,
+        "schedule.warmup_steps": 40,
+        "training.max_grad_norm": 1.0,
+        "training.num_epochs": 3,
+        "training.global_samples": 528,
+        "training.max_length": 1024,
+        "parallelism.strategy": "zero2",
+        "parallelism.overlap_comm": False,
+        "parallelism.allgather_bucket_size": 500_000_000,
+        "parallelism.reduce_bucket_size": None,
+        "parallelism.round_robin_gradients": True,
+        "parallelism.offload_optimizer": "none",
+        "hardware.reference.generation": "volta",
+        "hardware.reference.gpus_per_node": 8,
+    },
+    "qwen3b_zero2_exact": {
+        "hardware.generation": "volta",
+        "hardware.gpus_per_node": 8,
+        "precision.compute": "fp32",
+        "packing.mode": "padded",
+        "activation.checkpointing": "enabled",
+        "training.micro_batch_size": 11,
+        "training.global_samples": 11 * 6 * 8,
+    },
+    "qwen05b_single": {
+        "model.name": "Qwen/Qwen2.5-0.5B",
+        "model.liger_kernel": False,
+        "optimizer.learning_rate": 1e-5,
+        "schedule.warmup_steps": None,
+        "schedule.warmup_share": 0.01,
+        "training.global_samples": 528,
+        "parallelism.strategy": "single",
+        "hardware.reference.gpus_per_node": 1,
+    },
+    "llama2_70b_fsdp": {
+        "model.name": "meta-llama/Llama-2-70b-chat-hf",
+        "dataset.name": "smangrul/code-chat-assistant-v1",
+        "dataset.format": "text",
+        "dataset.text_field": "content",
+        "dataset.train_split": "train",
+        "dataset.validation_split": "test",
+        "training.max_length": 2048,
+        "training.max_steps": 500,
+        "training.log_every_steps": 25,
+        "training.evaluate_every_steps": 100,
+        "training.save_every_steps": 250,
+        "training.seed": 100,
+        "training.global_tokens": 16 * 2048,
+        "training.micro_batch_size": 1,
+        "training.max_grad_norm": 1.0,
+        "training.push_to_hub": None,
+        "optimizer.learning_rate": 5e-5,
+        "optimizer.weight_decay": 0.01,
+        "schedule.name": "cosine",
+        "schedule.warmup_share": 0.03,
+        "parallelism.strategy": "fsdp",
+        "parallelism.wrap_policy": "transformer",
+        "parallelism.wrap_classes": [],
+        "parallelism.state_dict": "sharded",
+        "parallelism.cpu_ram_efficient_loading": True,
+        "parallelism.offload_parameters": "none",
+        "launcher.name": "slurm",
+        "launcher.timeout_s": 5400,
+        "hardware.num_nodes": 2,
+        "hardware.reference.generation": "ampere",
+        "hardware.reference.gpus_per_node": 8,
+        "hardware.reference.memory_gib": 80,
+    },
+    "llama2_70b_fsdp_1node": {
+        "hardware.num_nodes": 1,
+        "hardware.reference.gpus_per_node": 8,
+        "parallelism.strategy": "fsdp",
+        "parallelism.offload_parameters": "cpu",
+        "training.global_tokens": 16 * 2048,
+    },
+    "zero1_lora": {
+        "parallelism.strategy": "zero1",
+        "peft.method": "lora",
+        "peft.rank": 8,
+        "peft.alpha": 16,
+        "peft.dropout": 0.05,
+        "optimizer.learning_rate": 5e-5,
+        "optimizer.weight_decay": 1e-4,
+        "schedule.name": "cosine",
+        "schedule.warmup_steps": None,
+        "schedule.warmup_share": None,
+        "training.num_epochs": 5,
+        "training.max_length": 2048,
+        "training.save_every_steps": 2000,
+        "training.global_samples": 1 * 2 * 4,
+        "hardware.reference.gpus_per_node": 4,
+    },
+    "zero2_lora": {
+        "parallelism.strategy": "zero2",
+        "parallelism.offload_optimizer": "cpu",
+        "parallelism.offload_parameters": "none",
+        "parallelism.pin_memory": True,
+        "parallelism.overlap_comm": True,
+        "parallelism.allgather_bucket_size": 500_000_000,
+        "parallelism.reduce_bucket_size": 500_000_000,
+        "parallelism.round_robin_gradients": True,
+    },
+    "zero3_lora": {
+        "parallelism.strategy": "zero3",
+        "parallelism.offload_optimizer": "cpu",
+        "parallelism.offload_parameters": "cpu",
+        "parallelism.pin_memory": True,
+        "parallelism.overlap_comm": True,
+        "parallelism.max_live_parameters": 1_000_000_000,
+        "parallelism.max_reuse_distance": 1_000_000_000,
+        "parallelism.sub_group_size": 1_000_000_000,
+        "parallelism.gather_weights_on_save": True,
+        "parallelism.reduce_bucket_size": None,
+        "parallelism.prefetch_bucket_size": None,
+        "parallelism.param_persistence_threshold": None,
+    },
+    "dolly3b_ray_zero3_offload": {
+        "model.name": "databricks/dolly-v2-3b",
+        "dataset.name": "yahma/alpaca-cleaned",
+        "parallelism.strategy": "zero3",
+        "parallelism.offload_parameters": "cpu",
+        "parallelism.offload_optimizer": "cpu",
+        "launcher.name": "ray",
+        "launcher.cpus_per_worker": 28,
+        "hardware.num_nodes": 1,
+        "hardware.reference.gpus_per_node": 1,
+    },
+    "dolly3b_zero3_nvme": {
+        "parallelism.strategy": "zero3",
+        "parallelism.offload_parameters": "nvme",
+        "parallelism.offload_optimizer": "nvme",
+        "parallelism.nvme_path": "/local_nvme",
+        "launcher.name": "local",
+    },
+    "llama3_8b_ddp": {
+        "model.name": "meta-llama/Meta-Llama-3-8B",
+        "model.facts.num_parameters": 8_030_261_248,
+        "parallelism.strategy": "ddp",
+        "peft.method": "full",
+        "training.global_samples": 16,
+        "hardware.reference.gpus_per_node": 8,
+    },
+    "llama3_8b_fsdp_offload": {
+        "parallelism.strategy": "fsdp",
+        "parallelism.offload_parameters": "cpu",
+        "parallelism.wrap_policy": "transformer",
+        "parallelism.state_dict": "sharded",
+        "parallelism.cpu_ram_efficient_loading": True,
+        "training.micro_batch_size": 1,
+        "hardware.reference.generation": "ada",
+        "hardware.reference.gpus_per_node": 2,
+        "hardware.reference.memory_gib": 24,
+    },
+    "llama3_8b_fp8": {
+        "precision.compute": "fp8",
+        "precision.master_weights": "fp32",
+        "parallelism.strategy": "fsdp",
+        "parallelism.cpu_ram_efficient_loading": False,
+        "hardware.reference.generation": "hopper",
+        "hardware.reference.gpus_per_node": 8,
+    },
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_has_the_settings_of_its_source(name: str) -> None:
+    config = config_of(name)
+    assert {key: value_at(config, key) for key in SETTINGS[name]} == SETTINGS[name]
+
+
+def test_every_reproduction_is_compared_with_its_source() -> None:
+    assert set(SETTINGS) == set(NAMES) - {"quickstart"}
+
+
+def differences(one: str, other: str) -> set[str]:
+    """The dotted keys in which two recipes differ."""
+    first, second = (leaves(dataclasses.asdict(config_of(name))) for name in (one, other))
+    return {key for key in first.keys() | second.keys() if first.get(key) != second.get(key)} - {"recipe", "title"}
+
+
+def test_one_node_of_70b_differs_from_two_in_nodes_and_offloading_only() -> None:
+    assert differences("llama2_70b_fsdp", "llama2_70b_fsdp_1node") == {
+        "hardware.num_nodes",
+        "parallelism.offload_parameters",
+    }
+
+
+@pytest.mark.parametrize("name", ["zero2_lora", "zero3_lora"])
+def test_lora_recipes_differ_in_the_stage_only(name: str) -> None:
+    assert {key.split(".")[0] for key in differences("zero1_lora", name)} == {"parallelism"}

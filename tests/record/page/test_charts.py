@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import json
+import re
+from html import unescape
+from xml.etree import ElementTree
+
+from tunebook.record.page.charts import Band, Chart, Line, Mark, Stroke, thin
+
+
+def test_a_chart_is_well_formed_and_draws_points_where_they_belong() -> None:
+    chart = Chart(title="Loss", y_label="loss", lines=[Line(name="run", points=[(0, 8.0), (50, 4.0), (100, 0.0)])])
+    svg = ElementTree.fromstring(chart.draw(480, 270))
+    path = next(element.get("d") for element in svg.iter("path"))
+    points = [tuple(map(float, point)) for point in re.findall(r"[ML]([\d.]+) ([\d.]+)", path)]
+    (x0, top), (x1, middle), (x2, bottom) = points
+    assert (top, bottom) == (26, 270 - 42)
+    assert middle == (top + bottom) / 2
+    assert abs(x1 - (x0 + x2) / 2) <= 0.1
+    assert x2 == 480 - 14
+
+
+def test_texts_in_a_chart_are_escaped() -> None:
+    evil = '<script>alert("x")</script>'
+    lines = [Line(name=evil, points=[(1, 1.0), (2, 2.0)])]
+    svg = chart = Chart(title=evil, y_label=evil, lines=lines, marks=[Mark(x=1, text=evil)]).draw(480, 270)
+    assert "<script" not in svg
+    element = ElementTree.fromstring(chart)
+    assert evil in [text.text for text in element.iter("text")]
+    assert json.loads(unescape(element.get("data-chart")))["lines"][0]["name"] == evil
+
+
+def test_a_value_that_is_not_finite_breaks_the_line() -> None:
+    line = Line(name="loss", points=[(1, 3.0), (2, None), (3, 2.0), (4, 1.0)])
+    svg = Chart(title="Loss", y_label="loss", lines=[line]).draw(480, 270)
+    assert re.search(r'd="M[\d. ]+M[\d. ]+L[\d. ]+"', svg)
+
+
+def test_a_single_point_is_visible() -> None:
+    chart = Chart(title="Loss", y_label="loss", lines=[Line(name="loss", points=[(1, 3.0)])])
+    assert chart.draw(480, 270).count("<circle") == 1
+
+
+def test_values_above_the_ceiling_lie_on_the_top_edge_under_an_arrow() -> None:
+    line = Line(name="norm", points=[(1, 1.0), (2, 900.0), (3, 1.0)])
+    svg = Chart(title="Norm", y_label="norm", lines=[line], ceiling=2.0, from_zero=True).draw(480, 270)
+    assert svg.count("arrow") == 1
+    assert "900" not in "".join(text.text or "" for text in ElementTree.fromstring(svg).iter("text"))
+
+
+def test_bands_reach_from_lowest_to_highest() -> None:
+    chart = Chart(
+        title="Memory", y_label="GiB", from_zero=True, lines=[Line(name="highest", points=[(1, 2.0), (2, 2.0)])],
+        bands=[Band(name="all", points=[(1, 1.0, 2.0), (2, 1.0, 2.0)])],
+    )  # fmt: skip
+    polygon = next(ElementTree.fromstring(chart.draw(480, 270)).iter("polygon"))
+    heights = {float(point.split(",")[1]) for point in polygon.get("points").split()}
+    assert heights == {26.0, (26 + 228) / 2}
+
+
+def test_thinning_keeps_spikes_gaps_and_both_ends() -> None:
+    points = [(float(x), 1.0) for x in range(100_000)]
+    points[4_321], points[77_777] = (4_321.0, 50.0), (77_777.0, None)
+    kept = thin(points)
+    assert len(kept) <= 700
+    assert {points[0], points[-1], (4_321.0, 50.0), (77_777.0, None)} <= set(kept)
+    assert kept == sorted(kept, key=lambda point: point[0])
+    assert thin(points[:10]) == points[:10]
+
+
+def test_a_chart_says_what_it_shows_to_readers_who_cannot_see_it() -> None:
+    lines = [Line(name="training", points=[(1, 6.91), (240, 0.0512)], stroke=Stroke.strong)]
+    assert Chart(title="Loss", y_label="loss", lines=lines).summary == (
+        "Loss, by optimizer step. training: 6.91 at 1, 0.0512 at 240"
+    )

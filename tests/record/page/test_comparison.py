@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from tunebook.record.page.comparison import compare, config_differences, short_names
+from tunebook.record.run_record import RunRecord, read_run
+
+
+def test_runs_stand_side_by_side(make_run) -> None:
+    records = [
+        read_run(make_run("2026-11-21T07-18-05Z")),
+        read_run(make_run("2026-11-21T07-18-06Z", rate=3e-5, ranks=8)),
+        read_run(make_run("2026-11-21T07-18-07Z", state="failed", exit_code=1, reason="killed", num_steps=10)),
+    ]
+    comparison = compare(records, short_names(records))
+    assert [run.name for run in comparison.runs] == [record.folder.name for record in records]
+    assert [bool(run.warning) for run in comparison.runs] == [False, False, True]
+    numbers = dict(comparison.numbers)
+    assert numbers["Steps"] == ["240", "240", "10"]
+    assert numbers["MFU"] == ["\N{EN DASH}", "42.0 %", "\N{EN DASH}"]
+    assert numbers["example (exact match)"][0] == "97.3 % ± 1.3"
+    assert comparison.differences == [("optimizer.learning_rate", ["0.002", "3e-05", "0.002"])]
+
+
+def test_rows_that_no_run_recorded_are_left_out(make_run) -> None:
+    records = [read_run(make_run(f"2026-11-21T07-18-0{second}Z")) for second in (1, 2)]
+    assert "MFU" not in dict(compare(records, ["a", "b"]).numbers)
+
+
+def test_a_key_that_one_run_does_not_have_is_a_difference() -> None:
+    records = [
+        RunRecord(folder=Path("a"), config={"x": 1, "zero": {"stage": 2}}),
+        RunRecord(folder=Path("b"), config={"x": 1}),
+        RunRecord(folder=Path("c"), config=None),
+    ]
+    assert config_differences(records) == [("zero.stage", ["2", "not set", "\N{EN DASH}"])]
+    assert compare(records, ["a", "b", "c"]).not_compared == ["c"]
+
+
+def test_names_are_as_short_as_they_can_be() -> None:
+    def name_all(*folders: str) -> list[str]:
+        return short_names([RunRecord(folder=Path(folder)) for folder in folders])
+
+    assert name_all("o/a/t1", "o/a/t2") == ["t1", "t2"]
+    assert name_all("o/a/t1", "o/b/t1") == ["a/t1", "b/t1"]
+    assert name_all("o/a/t1", "p/a/t1") == ["o/a/t1", "p/a/t1"]

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tunebook.record.page.overview import build_overview, describe_machine, format_time, state_of
+from tunebook.record.page.summary import summarise
+from tunebook.record.run_record import RunRecord, read_run
+
+
+def banner(record: RunRecord) -> str:
+    return " ".join(build_overview(record, summarise(record)).banner)
+
+
+def test_a_finished_run_has_no_banner_and_its_numbers(make_run) -> None:
+    record = read_run(make_run())
+    overview = build_overview(record, summarise(record))
+    assert (overview.title, overview.state_word, overview.banner) == (
+        "Three small tasks, learnt on a CPU",
+        "finished",
+        [],
+    )
+    assert [figure.label for figure in overview.figures] == [
+        "exact match", "training loss", "validation loss", "tokens per second", "memory",
+    ]  # fmt: skip
+    assert overview.figures[0].value == "97.3 %"
+    assert overview.figures[0].note == "before training: 0.0 %"
+    assert dict(overview.facts) == {
+        "Recipe": "example", "Model": "book:recipes/example/model from random weights", "Hardware": "CPU, 2 cores",
+        "Strategy": "ddp, full fine-tune", "Precision, attention, packing": "fp32, sdpa, isolated",
+        "Optimizer steps": "240 of 240", "Tokens trained on": "818,880", "Started": "21 November 2026, 07:18 UTC",
+        "Took": "1 min 42 s", "Exit code": "0",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("state", "exit_code", "expected"),
+    [
+        ("failed", 1, "This run failed after step 40 with exit code 1. Rank 3 was killed."),
+        ("stopped", 6, "stopped on request after step 40, so it is not finished"),
+        ("invalid", 7, "This training is invalid. Rank 3 was killed. Do not use its numbers"),
+        ("running", None, "it is still running, or it was killed after step 40"),
+    ],
+)
+def test_every_other_end_is_said_plainly(make_run, state: str, exit_code: int | None, expected: str) -> None:
+    record = read_run(make_run(state=state, exit_code=exit_code, reason="rank 3 was killed", num_steps=40))
+    assert expected in banner(record)
+
+
+def test_a_loss_that_was_not_finite_is_never_reported_as_finished(make_run) -> None:
+    line = {"step": 58, "loss": None, "not_finite": ["loss"], "tokens_seen": 1}
+    record = read_run(make_run(num_steps=57, extra_lines=(line,)))
+    assert record.status["state"] == "finished"
+    assert state_of(record) == "invalid"
+    assert "The loss was not finite at step 58." in banner(record)
+
+
+def test_a_folder_without_a_manifest_says_so(make_run) -> None:
+    record = read_run(make_run(without=("manifest.json",)))
+    assert "no manifest.json" in banner(record)
+    assert describe_machine(record) == "not recorded"
+
+
+def test_hardware_counts_gpus_and_those_in_use(make_run) -> None:
+    times = "\N{MULTIPLICATION SIGN}"
+    record = read_run(make_run(ranks=8))
+    assert describe_machine(record) == f"8 {times} NVIDIA H200"
+    assert record.manifest is not None
+    record.manifest["world_size"] = 4
+    assert describe_machine(record) == f"8 {times} NVIDIA H200; 4 used"
+    assert describe_machine(RunRecord(folder=Path("a/b"))) == "not recorded"
+
+
+def test_times_are_for_people() -> None:
+    assert format_time("2026-11-02T07:08:05+00:00") == "2 November 2026, 07:08 UTC"
+    assert format_time(None) == "not recorded"

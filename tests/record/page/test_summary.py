@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tunebook.record.page.summary import main_score, summarise
+from tunebook.record.run_record import RunRecord
+
+
+def test_a_run_in_numbers_by_hand() -> None:
+    training = [
+        {"step": step, "loss": 10.0 - 0.1 * step, "tokens_seen": 50 * step, "mfu": None,
+         "tokens_per_second_per_gpu": 10.0 if step <= 4 else 100.0, "padding_share": 0.25,
+         "memory_gib": [float(step), 1.0]}
+        for step in range(1, 41)
+    ]  # fmt: skip
+    validation = [
+        {"step": 20, "validation_loss": 4.0},
+        {"step": 30, "validation_loss": 3.5},
+        {"step": 40, "validation_loss": None},
+    ]
+    plan = {"batch": {"total_steps": 80}}
+    summary = summarise(RunRecord(folder=Path("a/b"), plan=plan, training=training, validation=validation))
+    assert (summary.num_steps, summary.num_planned_steps, summary.num_tokens) == (40, 80, 2000)
+    assert summary.first_loss == pytest.approx(9.9)
+    assert (summary.num_final_steps, summary.final_loss) == (2, pytest.approx(6.05))  # of 6.1 and 6.0
+    assert summary.best_validation_loss == 3.5
+    assert summary.tokens_per_second_per_gpu == 100  # the first tenth is warming up
+    assert summary.mfu is None
+    assert summary.padding_share == 0.25
+    assert summary.peak_memory_gib == [40, 1]
+
+
+def test_an_empty_run_has_no_numbers() -> None:
+    summary = summarise(RunRecord(folder=Path("a/b")))
+    assert (summary.num_steps, summary.final_loss, summary.peak_memory_gib) == (None, None, [])
+
+
+def test_the_main_score_is_the_first_tasks() -> None:
+    evaluation = {"tasks": {"a": {"metric": "exact_match", "value": 0.9}, "b": {"metric": "acc", "value": 0.1}}}
+    assert main_score(evaluation) == ("a", "exact_match", 0.9)
+    assert main_score({"tasks": {}}) is None
+    assert main_score(None) is None

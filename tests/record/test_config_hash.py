@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tunebook.config.book import resolve_path
+from tunebook.config.choices import LauncherName, Strategy, TrackerName
+from tunebook.config.frozen import config_to_yaml, load_config
+from tunebook.config.schema import LauncherConfig, RunConfig, TrackingConfig, ZeroConfig
+from tunebook.record.config_hash import config_hash
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda config: replace(config, outputs="/elsewhere"),
+        lambda config: replace(config, launcher=LauncherConfig(name=LauncherName.slurm)),
+        lambda config: replace(config, tracking=TrackingConfig(name=TrackerName.wandb)),
+        lambda config: replace(config, training=replace(config.training, resume="never")),
+        lambda config: replace(config, dataset=replace(config.dataset, num_workers=7)),
+        lambda config: replace(config, model=replace(config.model, path=str(resolve_path(config.model.path)))),
+    ],
+    ids=["outputs", "launcher", "tracking", "resume", "num_workers", "absolute book path"],
+)
+def test_where_and_how_a_run_is_started_does_not_change_its_hash(
+    run_config: RunConfig, change: Callable[[RunConfig], RunConfig]
+) -> None:
+    assert change(run_config) != run_config
+    assert config_hash(change(run_config)) == config_hash(run_config)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda config: replace(config, training=replace(config.training, seed=0)),
+        lambda config: replace(config, optimizer=replace(config.optimizer, learning_rate=1e-3)),
+        lambda config: replace(config, parallelism=ZeroConfig(strategy=Strategy.single)),
+        lambda config: replace(config, model=replace(config.model, path="book:recipes/other/model")),
+    ],
+    ids=["seed", "learning_rate", "parallelism", "model"],
+)
+def test_what_a_run_trains_changes_its_hash(run_config: RunConfig, change: Callable[[RunConfig], RunConfig]) -> None:
+    assert config_hash(change(run_config)) != config_hash(run_config)
+
+
+def test_the_hash_of_a_frozen_configuration_is_that_of_the_original(tmp_path: Path, run_config: RunConfig) -> None:
+    config = replace(run_config, parallelism=ZeroConfig(strategy=Strategy.zero2, overlap_comm=True))
+    (tmp_path / "run.yaml").write_text(config_to_yaml(config))
+    assert config_hash(load_config(tmp_path / "run.yaml")) == config_hash(config)

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import json
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tunebook.config.schema import RunConfig
+from tunebook.errors import DataError
+from tunebook.record.manifest import (
+    RunState,
+    finish_manifest,
+    read_manifest,
+    start_manifest,
+    state_of_exit_code,
+    update_manifest,
+)
+
+KEYS = {
+    "format", "recipe", "title", "status", "earlier_attempts", "code", "environment", "config_sha256", "model",
+    "tokenizer_sha256", "chat_template_sha256", "dataset", "hardware", "world_size", "seed", "command",
+}  # fmt: skip
+
+
+def start(folder: Path, config: RunConfig) -> dict[str, object]:
+    return start_manifest(
+        folder, config, world_size=1, command=["/somewhere/bin/tunebook", "train", "example"],
+        dataset={"records": [], "fingerprint": "abc"}, tokenizer_sha256="def",
+    )  # fmt: skip
+
+
+def test_a_manifest_says_what_the_run_is_made_of(tmp_path: Path, run_config: RunConfig) -> None:
+    manifest = start(tmp_path, run_config)
+    assert manifest == json.loads((tmp_path / "manifest.json").read_text())
+    assert set(manifest) == KEYS
+    assert manifest["status"]["state"] == "running"
+    assert manifest["model"]["name"] == "book:recipes/quickstart/model"
+    assert manifest["model"]["weights"] == "random"
+    assert len(manifest["model"]["config_sha256"]) == 64
+    assert manifest["environment"]["packages"]["omegaconf"].startswith("2.3")
+    assert manifest["hardware"]["cpus"] >= 1
+    assert manifest["command"] == ["tunebook", "train", "example"]
+
+
+def test_a_manifest_names_neither_the_machine_nor_the_home_folder(tmp_path: Path, run_config: RunConfig) -> None:
+    start(tmp_path, replace(run_config, model=replace(run_config.model, path=str(Path.home() / "models" / "mine"))))
+    manifest = read_manifest(tmp_path)
+    assert manifest["model"]["name"] == "~/models/mine"
+    assert manifest["hardware"]["host"] != socket.gethostname()
+    assert len(manifest["hardware"]["host"]) == 16
+
+
+def test_an_end_is_added_with_its_reason_and_duration(tmp_path: Path, run_config: RunConfig) -> None:
+    start(tmp_path, run_config)
+    finish_manifest(
+        tmp_path,
+        RunState.invalid,
+        7,
+        "the loss is not finite at step 57",
+        step=56,
+        last_checkpoint="checkpoints/step-50",
+    )
+    status = read_manifest(tmp_path)["status"]
+    assert (status["state"], status["exit_code"], status["step"]) == ("invalid", 7, 56)
+    assert status["last_checkpoint"] == "checkpoints/step-50"
+    assert status["started"] <= status["ended"]
+    assert 0 <= status["seconds"] < 60
+
+
+def test_later_facts_are_added_to_their_section(tmp_path: Path, run_config: RunConfig) -> None:
+    start(tmp_path, run_config)
+    update_manifest(tmp_path, {"model": {"revision": "abc"}, "chat_template_sha256": "ghi"})
+    manifest = read_manifest(tmp_path)
+    assert manifest["model"]["revision"] == "abc"
+    assert manifest["model"]["weights"] == "random"
+    assert manifest["chat_template_sha256"] == "ghi"
+
+
+def test_a_run_that_goes_on_in_its_folder_keeps_how_its_earlier_attempts_ended(
+    tmp_path: Path, run_config: RunConfig
+) -> None:
+    start(tmp_path, run_config)
+    finish_manifest(tmp_path, RunState.stopped, 6, "asked to stop")
+    start(tmp_path, run_config)
+    finish_manifest(tmp_path, RunState.stopped, 6, "asked to stop again")
+    manifest = start(tmp_path, run_config)
+    assert [attempt["reason"] for attempt in manifest["earlier_attempts"]] == ["asked to stop", "asked to stop again"]
+    assert manifest["status"]["state"] == "running"
+
+
+@pytest.mark.parametrize(
+    ("code", "state"), [(0, "finished"), (6, "stopped"), (7, "invalid"), (1, "failed"), (4, "failed")]
+)
+def test_exit_codes_leave_a_state(code: int, state: str) -> None:
+    assert state_of_exit_code(code).name == state
+
+
+def test_a_missing_or_newer_manifest_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"manifest\.json is not there: the run never started"):
+        read_manifest(tmp_path)
+    (tmp_path / "manifest.json").write_text('{"format": 99}')
+    with pytest.raises(DataError, match="has format 99 and this Tunebook reads up to 1"):
+        read_manifest(tmp_path)

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tunebook.config.book import book_root
+from tunebook.record.provenance import describe_code, describe_command, describe_environment, shorten_paths
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    folder = tmp_path / "book"
+    (folder / "src").mkdir(parents=True)
+    (folder / "src" / "code.py").write_text("x = 1\n")
+    git(folder, "init", "--quiet")
+    return folder
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ("-c", "user.name=nobody", "-c", "user.email=nobody@example.invalid")
+    command = ["git", "-C", str(folder), *identity, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def commit(folder: Path) -> str:
+    git(folder, "add", "--all")
+    git(folder, "commit", "--quiet", "--message", "a commit")
+    return git(folder, "rev-parse", "HEAD")
+
+
+def test_a_clean_checkout_has_a_commit_and_no_difference(checkout: Path) -> None:
+    head = commit(checkout)
+    assert describe_code(checkout) == {"git_commit": head, "git_diff_sha256": None, "is_clean": True, "reason": None}
+
+
+def test_changed_and_added_code_is_hashed_by_content(checkout: Path) -> None:
+    commit(checkout)
+    hashes = []
+    for name, text in (
+        ("code.py", "x = 2\n"),
+        ("code.py", "x = 3\n"),
+        ("added.py", "y = 1\n"),
+        ("added.py", "y = 2\n"),
+    ):
+        (checkout / "src" / name).write_text(text)
+        hashes.append(describe_code(checkout)["git_diff_sha256"])
+    assert len(set(hashes)) == 4
+    assert describe_code(checkout)["git_diff_sha256"] == hashes[-1]  # the same content, the same hash
+    assert describe_code(checkout)["is_clean"] is False
+
+
+def test_files_beside_the_code_do_not_count(checkout: Path) -> None:
+    commit(checkout)
+    (checkout / "notes.txt").write_text("not code")
+    assert describe_code(checkout)["is_clean"] is True
+
+
+def test_no_commit_no_checkout_and_no_git_are_each_null_with_the_reason(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert describe_code(checkout)["reason"] == "the checkout has no commit yet"
+    commit(checkout)
+    # An installed book inside somebody's repository must not borrow its commit.
+    assert describe_code(checkout / "src") == {
+        "git_commit": None, "git_diff_sha256": None, "is_clean": None, "reason": "the book is not a git checkout",
+    }  # fmt: skip
+    assert describe_code(tmp_path)["reason"] == "the book is not a git checkout"
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert describe_code(checkout)["reason"] == "git is not installed"
+
+
+def test_the_environment_names_image_and_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUNEBOOK_IMAGE_DIGEST", "sha256:abc")
+    environment = describe_environment("no-such-generation")
+    assert environment["image_digest"] == "sha256:abc"
+    assert environment["lock_sha256"] is None
+    assert environment["packages"]["hydra-core"] == "1.3.8"
+    assert len(environment["installed_sha256"]) == 64
+
+
+def test_commands_are_recorded_without_the_home_and_book_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    arguments = ["dataset.path=/home/someone/data.jsonl", f"model.path={book_root()}/recipes/x", "a=/home/someones/b"]
+    assert describe_command(["/home/someone/.venv/bin/tunebook", *arguments]) == [
+        "tunebook", "dataset.path=~/data.jsonl", "model.path=book:recipes/x", "a=/home/someones/b",
+    ]  # fmt: skip
+    assert describe_command(["/x/tunebook/__main__.py", "plan"]) == ["tunebook", "plan"]
+    assert shorten_paths("/home/someone") == "~"

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tunebook.errors import RequestError
+from tunebook.record.report import write_report
+from tunebook.record.run_folder import create_run_folder
+
+EVIL = "<script>document.title = 'owned'</script><img src=https://example.invalid/x onerror=document.title='owned'>"
+
+
+class Links(HTMLParser):
+    """Collects what could make a browser fetch something, and checks that elements close in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.scripts = 0
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.links += [
+            value or "" for name, value in attrs if name in ("src", "href", "srcset", "action", "data", "style")
+        ]
+        self.scripts += tag == "script"
+        if tag not in ("meta", "br", "img", "link", "input", "hr"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.links += [value or "" for name, value in attrs if name in ("src", "href", "style")]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, f"</{tag}> closes something else"
+
+
+def evil_evaluation() -> dict[str, object]:
+    sample = {"task": EVIL, "group": None, "prompt": EVIL, "answer": EVIL, "expected": EVIL, "correct": False}
+    task = {"metric": "exact_match", "value": 0.5, "stderr": None, "num_items": 2, "groups": {}}
+    return {"tasks": {EVIL: task}, "samples": [sample], "baseline": None}
+
+
+@pytest.mark.parametrize("changes", [{}, {"after": evil_evaluation()}, {"ranks": 8}], ids=["plain", "evil", "gpus"])
+def test_the_page_is_well_formed_and_can_fetch_nothing(make_run, tmp_path: Path, changes: dict[str, object]) -> None:
+    write_report([make_run(**changes)], tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    parser = Links()
+    parser.feed(page)
+    assert (parser.links, parser.scripts, parser.open) == ([], 1, [])
+    style = page[page.index("<style>") : page.index("</style>")]
+    assert "url(" not in style
+    assert "@import" not in style
+    assert "default-src 'none'" in page
+
+
+def test_the_policy_allows_exactly_the_pages_own_script(make_run, tmp_path: Path) -> None:
+    write_report([make_run()], tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    script = page[page.rindex("<script>") + len("<script>") : page.rindex("</script>")]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}';" in page
+
+
+def test_samples_are_shown_as_text(make_run, tmp_path: Path) -> None:
+    write_report([make_run(after=evil_evaluation())], tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "<script>document" not in page
+    assert "&lt;script&gt;document.title = &#39;owned&#39;&lt;/script&gt;" in page
+
+
+def test_missing_parts_are_said_to_be_missing(make_run, tmp_path: Path) -> None:
+    missing = ("plan.json", "manifest.json", "evaluation/before.json", "evaluation/after.json")
+    write_report([make_run(num_steps=0, without=missing)], tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    for sentence in (
+        "This folder has no manifest.json", "This run has no evaluation.", "No sample answers were recorded.",
+        "No training step was logged.", "there is no plan.json", "What the run was trained on was not recorded.",
+    ):  # fmt: skip
+        assert sentence in page
+
+
+def test_a_run_that_went_wrong_says_so_at_the_top(make_run, tmp_path: Path) -> None:
+    line = {"step": 58, "loss": None, "not_finite": ["loss"], "tokens_seen": 1}
+    run = make_run(
+        state="invalid", exit_code=7, reason="the loss is not finite at step 58", num_steps=57, extra_lines=(line,)
+    )
+    write_report([run], tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert 'class="banner invalid"' in page[: page.index('id="evaluation"')]
+    assert "The loss is not finite at step 58." in page
+    assert "Do not use its numbers as a result." in page
+    assert "not finite, step 58" in page  # marked in the curve
+
+
+def test_several_runs_are_compared(make_run, tmp_path: Path) -> None:
+    runs = [make_run("2026-11-21T07-18-05Z"), make_run("2026-11-21T07-18-06Z", rate=3e-5)]
+    write_report(runs, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    for text in ("2 runs of example", "Loss over tokens", "optimizer.learning_rate", "3e-05", "97.3 % ± 1.3"):
+        assert text in page
+    parser = Links()
+    parser.feed(page)
+    assert (parser.links, parser.open) == ([], [])
+
+
+def test_a_long_run_stays_a_small_page(make_run, tmp_path: Path) -> None:
+    write_report([make_run(num_steps=6_000)], tmp_path / "report.html")
+    assert (tmp_path / "report.html").stat().st_size < 500_000
+
+
+def test_what_is_no_run_and_where_nothing_can_be_written_is_refused(make_run, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"has neither run\.yaml nor manifest\.json"):
+        write_report([create_run_folder(tmp_path / "outputs", "empty")], tmp_path / "report.html")
+    with pytest.raises(RequestError, match=r"cannot be written to .*no/such/folder/report\.html: No such file"):
+        write_report([make_run()], tmp_path / "no" / "such" / "folder" / "report.html")
+    with pytest.raises(RequestError, match="tunebook report latest"):
+        write_report([], tmp_path / "report.html")
+
+
+def open_page(chromium: Path, page: Path, *options: str) -> str:
+    """The page's DOM as the browser has it, after its own script and whatever was injected have run."""
+    quiet = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
+             "--disable-component-update", "--disable-sync", f"--user-data-dir={page.parent / 'browser'}")  # fmt: skip
+    command = [str(chromium), *quiet, *options, page.as_uri()]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+
+
+@pytest.mark.browser
+@pytest.mark.slow
+def test_a_browser_shows_the_numbers_and_runs_nothing_that_a_sample_brings(
+    make_run, chromium: Path, tmp_path: Path
+) -> None:
+    page = tmp_path / "report.html"
+    write_report([make_run(after=evil_evaluation())], page)
+    # A script of somebody else's, as if escaping had failed: the page's policy must stop it by itself.
+    page.write_text(page.read_text().replace("</main>", f"{EVIL}<script>document.title = 'owned'</script></main>"))
+    screenshot = tmp_path / "page.png"
+    dom = open_page(chromium, page, "--dump-dom", f"--screenshot={screenshot}", "--window-size=1100,2000")
+    title = re.search(r"<title>(.*?)</title>", dom)
+    assert title is not None
+    assert title[1] == "Three small tasks, learnt on a CPU: finished"
+    text = re.sub(r"<[^>]+>", " ", dom)
+    for number in ("50.0 %", "240 of 240", "1 min 42 s", "0.135", "12.1k"):
+        assert number in text, number
+    assert dom.count('<svg class="chart"') >= 6
+    assert screenshot.stat().st_size > 50_000
+
+
+@pytest.mark.browser
+@pytest.mark.slow
+def test_values_are_shown_under_the_pointer(make_run, chromium: Path, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    write_report([make_run()], page)
+    # A second script plays the pointer, so the policy, which allows one script only, is opened for this test.
+    event = "new PointerEvent('pointermove', {clientX: 600, clientY: 200})"
+    script = f"document.querySelector('svg[data-chart]').dispatchEvent({event})"
+    policy_off = re.sub(r"script-src 'sha256-[^']+'", "script-src 'unsafe-inline'", page.read_text())
+    page.write_text(policy_off.replace("</body>", f"<script>{script}</script></body>"))
+    dom = open_page(chromium, page, "--dump-dom", "--window-size=1100,2000")
+    readout = re.search(r'<div id="readout"[^>]*>(.*?)</div></div>', dom)
+    assert readout is not None
+    assert re.match(r"optimizer step \d+<div>training, each step: [\d.]+</div>", readout[1])

@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import shutil
+from datetime import UTC, datetime
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tunebook.errors import DoesNotFitError, RequestError
+from tunebook.record.run_folder import (
+    check_free_space,
+    clear_outcomes,
+    create_run_folder,
+    find_runs,
+    latest_run,
+    read_outcomes,
+    resolve_run,
+    write_outcome,
+)
+
+NOON = datetime(2026, 11, 21, 12, 0, 0, tzinfo=UTC)
+
+
+def make_run(outputs: Path, recipe: str, second: int = 0) -> Path:
+    folder = create_run_folder(outputs, recipe, NOON.replace(second=second))
+    (folder / "run.yaml").touch()
+    return folder
+
+
+def test_folders_are_named_by_time_and_told_apart_within_a_second(tmp_path: Path) -> None:
+    names = [create_run_folder(tmp_path / "outputs", "quickstart", NOON).name for _ in range(3)]
+    assert names == ["2026-11-21T12-00-00Z", "2026-11-21T12-00-00Z-002", "2026-11-21T12-00-00Z-003"]
+
+
+def _create_many(outputs: Path) -> None:
+    for _ in range(10):
+        create_run_folder(outputs, "quickstart", NOON)
+
+
+def test_processes_that_start_in_the_same_second_never_share_a_folder(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_create_many, args=(tmp_path,)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    folders = [path for path in (tmp_path / "quickstart").iterdir() if not path.is_symlink()]
+    assert len(folders) == 40
+    assert (tmp_path / "quickstart" / "latest").resolve() in [folder.resolve() for folder in folders]
+
+
+def test_latest_is_a_relative_link_to_the_newest(tmp_path: Path) -> None:
+    create_run_folder(tmp_path / "outputs", "quickstart", NOON)
+    newest = create_run_folder(tmp_path / "outputs", "quickstart", NOON)
+    shutil.move(tmp_path / "outputs", tmp_path / "moved")
+    link = tmp_path / "moved" / "quickstart" / "latest"
+    assert link.readlink() == Path(newest.name)
+    assert link.resolve() == tmp_path / "moved" / "quickstart" / newest.name
+
+
+def test_outputs_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "outputs").touch()
+    with pytest.raises(
+        RequestError, match=r"no run folder can be made in .*outputs: .* is a file; .*outputs=/a/folder"
+    ):
+        create_run_folder(tmp_path / "outputs", "quickstart")
+
+
+def test_outputs_that_cannot_be_written_to_is_refused_and_nothing_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere, so permissions do not tell
+    with pytest.raises(RequestError, match="no permission to write"):
+        create_run_folder(tmp_path / "outputs", "quickstart")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_system_that_lies_about_permission_is_refused_too() -> None:
+    with pytest.raises(RequestError, match="no run folder can be made in /proc/outputs"):
+        create_run_folder(Path("/proc/outputs"), "quickstart")
+
+
+def test_a_full_disk_says_how_much_is_free_and_what_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=9 * 2**30, free=3 * 2**30))
+    check_free_space(tmp_path / "not" / "there" / "yet", needed_gib=2.9)
+    with pytest.raises(
+        DoesNotFitError, match=r"3\.0 GiB free and this run writes about 40\.5 GiB; .*outputs=/a/folder"
+    ):
+        check_free_space(tmp_path / "not" / "there" / "yet", needed_gib=40.5)
+
+
+def test_a_disk_that_fills_up_in_between_is_reported_as_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Path, *arguments: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(DoesNotFitError, match=r"No space left on device; free some space"):
+        create_run_folder(tmp_path, "quickstart")
+
+
+def test_runs_are_found_oldest_first_and_other_folders_are_not_runs(tmp_path: Path) -> None:
+    first, tenth = make_run(tmp_path, "a", 1), None
+    for _ in range(10):
+        tenth = make_run(tmp_path, "a", 2)
+    other = make_run(tmp_path, "b", 3)
+    (tmp_path / "a" / "notes").mkdir()
+    create_run_folder(tmp_path, "a", NOON.replace(second=9))  # empty: it never started
+    runs = find_runs(tmp_path)
+    assert (runs[0], runs[-2], runs[-1]) == (first, tenth, other)  # -010 after -009, not after -001
+    assert len(runs) == 12
+    assert latest_run(tmp_path, "a") == tenth
+    assert latest_run(tmp_path, "c") is None
+
+
+def test_a_run_is_named_by_folder_latest_recipe_or_recipe_and_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = make_run(tmp_path / "outputs", "a", 1), make_run(tmp_path / "outputs", "a", 2)
+    other = make_run(tmp_path / "outputs", "b", 3)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").mkdir()  # a folder of the same name that is no run does not hide the recipe
+    for text, expected in {
+        str(old): old, "outputs/a/latest": new, "a/latest": new, "latest": other, "a": new, "b": other,
+        f"a/{old.name}": old, "outputs/a": new,
+    }.items():  # fmt: skip
+        assert resolve_run(text, Path("outputs")) == expected, text
+
+
+def test_an_unknown_run_lists_those_there_are(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"holds no runs yet; make one with: tunebook train quickstart"):
+        resolve_run("latest", tmp_path)
+    runs = [make_run(tmp_path, "quickstart", second) for second in range(10)]
+    with pytest.raises(RequestError, match=r"no run 'quickstrat'\. Did you mean 'quickstart'\?") as error:
+        resolve_run("quickstrat", tmp_path)
+    assert f"quickstart/{runs[-1].name}, quickstart/{runs[-2].name}" in error.value.message
+    assert "and 2 older" in error.value.message
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [([0, 0], 0), ([0, 1], 1), ([1, 7], 7), ([6, 7], 7), ([6, 1], 6), ([1, 4], 4), ([0, 137], 1), ([0, 2, 1], 2)],
+)
+def test_the_most_telling_outcome_is_the_runs(tmp_path: Path, codes: list[int], expected: int) -> None:
+    for rank, code in enumerate(codes):
+        write_outcome(tmp_path, rank, code, reason=f"reason of rank {rank}", step=10 + rank)
+    outcome = read_outcomes(tmp_path, world_size=len(codes))
+    assert outcome.exit_code == expected
+    assert outcome.step == 10 + outcome.rank
+
+
+def test_a_rank_that_left_no_outcome_counts_as_unexpected(tmp_path: Path) -> None:
+    write_outcome(tmp_path, 0, 0, reason="done", step=5)
+    outcome = read_outcomes(tmp_path, world_size=2)
+    assert (outcome.exit_code, outcome.rank) == (1, 1)
+    assert "rank 1 ended without a word" in outcome.reason
+
+
+def test_an_unknown_code_keeps_its_number_in_the_reason(tmp_path: Path) -> None:
+    write_outcome(tmp_path, 0, 137, reason="killed", step=5)
+    assert read_outcomes(tmp_path, world_size=1).reason == "exit code 137: killed"
+
+
+def test_checkpoints_in_the_folder_are_recorded_relative_to_it_and_outcomes_can_be_cleared(tmp_path: Path) -> None:
+    write_outcome(tmp_path, 0, 6, "asked to stop", step=5, last_checkpoint=tmp_path / "checkpoints" / "step-5")
+    assert read_outcomes(tmp_path, world_size=1).last_checkpoint == "checkpoints/step-5"
+    clear_outcomes(tmp_path)
+    assert not list(tmp_path.iterdir())

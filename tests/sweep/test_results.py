@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tunebook.sweep.results import Measure, TrialResult, rank, sweep_exit_code
+
+MakeResult = Callable[..., TrialResult]
+
+
+def order(results: list[TrialResult]) -> tuple[Measure | None, list[int], list[int]]:
+    ranking = rank(results)
+    numbers = [[result.trial.number for result in part] for part in (ranking.ranked, ranking.unranked)]
+    return ranking.measure, numbers[0], numbers[1]
+
+
+def test_a_finished_trial_is_read_from_its_folder(make_result: MakeResult) -> None:
+    found = make_result(0, losses=(3.0, 2.0, 1.0), speeds=(10.0, 400.0, 300.0), validation_loss=1.25, score=0.75)
+    assert (found.final_loss, found.validation_loss, found.evaluation_score) == (1.0, 1.25, 0.75)
+    assert found.tokens_per_second_per_gpu == 300.0  # the median: the slow first step does not count
+    assert (found.exit_code, found.how_it_ended, found.seconds) == (0, "finished", 1.5)
+
+
+def test_a_failed_trial_says_why(make_result: MakeResult) -> None:
+    invalid = make_result(0, exit_code=7, losses=(3.0, None), state="invalid", reason="step 2:\n the loss is NaN")
+    assert (invalid.how_it_ended, invalid.final_loss) == ("invalid: step 2: the loss is NaN", None)
+    wordless = make_result(1, exit_code=1, state="running")
+    assert wordless.how_it_ended == "failed: it ended unexpectedly (exit code 1), see what it printed"
+    early = make_result(4, exit_code=4, state="running")
+    assert early.how_it_ended == "failed: the data is wrong (exit code 4), see what it printed"
+    stopped = make_result(2, exit_code=6, state="stopped", reason="asked to", was_interrupted=True)
+    assert stopped.how_it_ended == "stopped with the sweep"
+    assert make_result(3, exit_code=None).how_it_ended == "not started: the sweep was stopped"
+
+
+def test_ranked_by_the_evaluation_score_before_any_loss(make_result: MakeResult) -> None:
+    results = [
+        make_result(0, losses=(1.0,), validation_loss=1.0, score=0.5),
+        make_result(1, losses=(2.0,), validation_loss=2.0, score=0.9),
+        make_result(2, losses=(0.1,), score=0.7),
+    ]
+    assert order(results) == (Measure.evaluation_score, [1, 2, 0], [])
+
+
+def test_a_score_that_is_better_low_is_ranked_low_first(make_result: MakeResult) -> None:
+    results = [make_result(n, losses=(1.0,), score=s, is_higher_better=False) for n, s in enumerate((12.0, 8.0))]
+    assert order(results) == (Measure.evaluation_score, [1, 0], [])
+
+
+def test_without_a_score_for_all_the_validation_loss_decides(make_result: MakeResult) -> None:
+    results = [
+        make_result(0, losses=(0.1,), validation_loss=1.5, score=0.9),
+        make_result(1, losses=(0.2,), validation_loss=1.4),
+    ]
+    assert order(results) == (Measure.validation_loss, [1, 0], [])
+
+
+def test_equal_scores_are_ordered_by_the_loss(make_result: MakeResult) -> None:
+    losses = (0.5, 0.3, 0.4)
+    results = [make_result(n, losses=(loss,), score=1.0) for n, loss in enumerate(losses)]
+    assert order(results) == (Measure.evaluation_score, [1, 2, 0], [])
+
+
+def test_otherwise_the_final_loss_and_equal_ones_stay_in_order(make_result: MakeResult) -> None:
+    results = [make_result(n, losses=(9.0, loss)) for n, loss in enumerate((0.5, 0.3, 0.5))]
+    assert order(results) == (Measure.final_loss, [1, 0, 2], [])
+
+
+def test_failed_trials_are_last_however_good_their_loss(make_result: MakeResult) -> None:
+    results = [
+        make_result(0, exit_code=7, losses=(0.01,), state="invalid", reason="a leak"),
+        make_result(1, losses=(0.5,)),
+        make_result(2, exit_code=None),
+        make_result(3, losses=(0.4,)),
+    ]
+    assert order(results) == (Measure.final_loss, [3, 1], [0, 2])
+
+
+def test_without_a_common_measurement_nothing_is_ranked(make_result: MakeResult) -> None:
+    assert order([make_result(0), make_result(1, exit_code=1)]) == (None, [], [0, 1])
+
+
+@pytest.mark.parametrize(("codes", "expected"), [((0, 0), 0), ((0, 7, 4), 7), ((0, None), 6), ((2, None), 2)])
+def test_the_exit_code_is_that_of_the_first_trial_that_did_not_finish(
+    make_result: MakeResult, codes: tuple[int | None, ...], expected: int
+) -> None:
+    results = [make_result(number, exit_code=code, reason="why") for number, code in enumerate(codes)]
+    assert sweep_exit_code(results) == expected

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import pytest
+
+from tunebook.config.compose import compose
+from tunebook.errors import RequestError
+from tunebook.sweep.trials import Trial, check_trials, expand_trials, split_launcher
+
+
+def check_with_compose(overrides: list[str]) -> None:
+    compose("quickstart", overrides)
+
+
+def test_every_combination_is_one_trial_and_the_last_key_changes_fastest() -> None:
+    trials = expand_trials(["optimizer.learning_rate=0.1,0.2", "training.max_length=99", "training.seed=0,1"])
+    assert [trial.swept for trial in trials] == [
+        {"optimizer.learning_rate": "0.1", "training.seed": "0"},
+        {"optimizer.learning_rate": "0.1", "training.seed": "1"},
+        {"optimizer.learning_rate": "0.2", "training.seed": "0"},
+        {"optimizer.learning_rate": "0.2", "training.seed": "1"},
+    ]
+    assert trials[2] == Trial(
+        number=2,
+        overrides=("optimizer.learning_rate=0.2", "training.max_length=99", "training.seed=0"),
+        swept={"optimizer.learning_rate": "0.2", "training.seed": "0"},
+    )
+    assert (trials[2].name, trials[2].title) == ("trial-002", "optimizer.learning_rate=0.2 training.seed=0")
+
+
+def test_ranges_choices_groups_and_lists_are_understood() -> None:
+    trials = expand_trials(["training.seed=range(1,4)", "optimizer=adamw,adamw_8bit", "evaluation.tasks=[a,b]"])
+    assert len(trials) == 6
+    assert trials[5].overrides == ("training.seed=3", "optimizer=adamw_8bit", "evaluation.tasks=[a,b]")
+    assert [trial.swept["peft.rank"] for trial in expand_trials(["peft.rank=choice(4,8)"])] == ["4", "8"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], r"no override lists several values.*tunebook train"),
+        (["training.seed=1"], r"no override lists several values"),
+        (["+training.seed=0,1"], r"keys can be set, not added or removed"),
+        (["~training.seed"], r"keys can be set, not added or removed"),
+        (["training.seed=0,[1"], r"cannot be read"),
+        (["training.seed=glob(*)"], r"glob\(\.\.\.\).*write them out with commas"),
+        (["optimizer.learning_rate=interval(0,1)"], r"interval\(\.\.\.\)"),
+        (["training.seed=0,1", "hydra.sweep.dir=/tmp"], r"override 'hydra.sweep.dir=/tmp': of Hydra's own keys"),
+        (["training.seed=0,1", "recipes=quickstart"], r"name the recipe as the first word"),
+    ],
+)
+def test_what_is_no_sweep_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        expand_trials(words)
+
+
+def test_the_launcher_is_told_from_the_runs_own_overrides() -> None:
+    words = ["launcher=local", "hydra/launcher=joblib", "training.seed=0,1", "hydra.launcher.n_jobs=2"]
+    assert split_launcher(words) == (
+        ["launcher=local", "training.seed=0,1"],
+        ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"],
+    )
+
+
+def test_good_trials_pass() -> None:
+    check_trials(expand_trials(["optimizer.learning_rate=0.1,0.2"]), check_with_compose)
+
+
+def test_a_misspelt_key_is_reported_once_for_all_its_values() -> None:
+    trials = expand_trials(["optimizer.learning_rat=0.1,0.2", "training.seed=0,1"])
+    with pytest.raises(RequestError) as raised:
+        check_trials(trials, check_with_compose)
+    headline, *problems = raised.value.message.splitlines()
+    assert "none of its trials was started" in headline
+    assert len(problems) == 1
+    assert problems[0].startswith("all 4 trials: ")
+    assert "Did you mean 'learning_rate'?" in problems[0]
+    assert raised.value.problem_id == "unknown-key"
+
+
+def test_different_problems_name_the_trials_that_have_them() -> None:
+    trials = expand_trials(["training.seed=0,1,zero", "optimizer=adamw,adam"])
+    with pytest.raises(RequestError) as raised:
+        check_trials(trials, check_with_compose)
+    wrong_choice, wrong_type = raised.value.message.splitlines()[1:]
+    assert wrong_choice.startswith("3 of 6 trials (training.seed=0 optimizer=adam; training.seed=1 optimizer=adam; ")
+    assert "no optimizer 'adam'" in wrong_choice
+    assert wrong_type.startswith("1 of 6 trials (training.seed=zero optimizer=adamw): ")

@@ -1,0 +1,67 @@
+"""Every id that any message ends with can be explained."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import tunebook
+from tunebook.config.rules import RULES
+from tunebook.config.rules.environment import EXPLANATIONS
+from tunebook.errors import RequestError
+from tunebook.explain import ERRORS, all_ids, explain
+
+SOURCE = Path(tunebook.__file__).parent
+
+
+def raised_ids() -> set[str]:
+    """Every `problem_id="..."` in the source."""
+    found: set[str] = set()
+    for file in SOURCE.rglob("*.py"):
+        found |= set(re.findall(r'problem_id="([^"]+)"', file.read_text(encoding="utf-8")))
+    return found
+
+
+def test_every_raised_id_has_a_text():
+    assert raised_ids() - set(all_ids()) == set()
+
+
+def test_no_text_is_left_of_an_error_that_nobody_raises():
+    assert set(ERRORS) - raised_ids() == set()
+
+
+def test_every_rule_and_every_environment_problem_has_a_text():
+    assert {rule.id for rule in RULES} | set(EXPLANATIONS) <= set(all_ids())
+
+
+def test_one_text_per_id():
+    assert not set(ERRORS) & ({rule.id for rule in RULES} | set(EXPLANATIONS))
+
+
+@pytest.mark.parametrize("id", all_ids())
+def test_a_text_has_all_its_parts(id):
+    heading, summary, why, advice = explain(id).split("\n\n")
+    assert heading == id
+    assert summary.endswith(".")
+    assert re.fullmatch(r"Why: .{20,}\.", why)
+    assert re.fullmatch(r"What to do: .{10,}", advice)
+
+
+def test_bf16_on_volta_in_words():
+    text = explain("bf16-on-volta")
+    assert text.startswith("bf16-on-volta\n\nbf16 on a GPU without bf16")
+    assert "Compute in fp32" in text
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("bf16-on-volat", "bf16-on-volta"), ("unknown-recpie", "unknown-recipe")])
+def test_an_unknown_id_suggests_the_nearest(typed, meant):
+    with pytest.raises(RequestError, match=f"nothing called '{typed}'.*Did you mean '{meant}'") as caught:
+        explain(typed)
+    assert caught.value.problem_id == "unknown-id"
+
+
+def test_an_id_like_nothing_else():
+    with pytest.raises(RequestError, match="tunebook explain all"):
+        explain("xyzzy")

@@ -1,0 +1,123 @@
+"""Runs of a tiny model on a few documents, in this process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from tunebook.config.choices import (
+    Attention,
+    Compute,
+    Generation,
+    LauncherName,
+    Overlong,
+    PackingMode,
+    ScheduleName,
+    Strategy,
+    Switch,
+    Weights,
+)
+from tunebook.config.frozen import config_to_yaml
+from tunebook.config.schema import (
+    ActivationConfig,
+    AttentionConfig,
+    DatasetConfig,
+    EvaluationConfig,
+    HardwareConfig,
+    LauncherConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PackingConfig,
+    ParallelismConfig,
+    PeftSettings,
+    PrecisionConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrackingConfig,
+    TrainingConfig,
+)
+from tunebook.data.prepare import prepare
+from tunebook.record.metrics import read_metrics
+from tunebook.train.run import run_rank
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory, project_root):
+    """A folder with the quickstart's tokenizer and a much smaller architecture."""
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    shutil.copytree(project_root / "recipes" / "quickstart" / "model", folder)
+    config = json.loads((folder / "config.json").read_text()) | SIZES
+    config.pop("layer_types", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def documents(tmp_path_factory, project_root):
+    """Twenty-four conversations of the quickstart's."""
+    file = tmp_path_factory.mktemp("data") / "train.jsonl"
+    lines = (project_root / "recipes" / "quickstart" / "data" / "train.jsonl").read_text().splitlines()
+    file.write_text("\n".join(lines[:24]) + "\n")
+    return file
+
+
+@pytest.fixture
+def config(tiny_model, documents):
+    """Eight documents a step, three steps an epoch, two epochs."""
+    return RunConfig(
+        recipe="tiny",
+        model=ModelConfig(path=str(tiny_model), weights=Weights.random),
+        dataset=DatasetConfig(path=str(documents), overlong=Overlong.drop, num_workers=1),
+        parallelism=ParallelismConfig(strategy=Strategy.single),
+        hardware=HardwareConfig(generation=Generation.cpu, gpus_per_node=1),
+        precision=PrecisionConfig(compute=Compute.fp32, tf32=Switch.disabled),
+        attention=AttentionConfig(implementation=Attention.sdpa),
+        packing=PackingConfig(mode=PackingMode.isolated),
+        activation=ActivationConfig(checkpointing=Switch.disabled),
+        peft=PeftSettings(),
+        optimizer=OptimizerConfig(learning_rate=1e-2),
+        schedule=ScheduleConfig(name=ScheduleName.constant),
+        launcher=LauncherConfig(name=LauncherName.local),
+        tracking=TrackingConfig(),
+        evaluation=EvaluationConfig(tasks=[]),
+        training=TrainingConfig(global_samples=8, max_length=256, num_epochs=2, seed=1),
+    )
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Train a configuration in this process; returns the run folder, exit code and metrics."""
+    monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path / "cache"))
+
+    def train(config, name="run"):
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        (folder / "run.yaml").write_text(config_to_yaml(config))
+        (folder / "prepared.json").write_text(json.dumps({"folder": str(prepare(config).folder)}))
+        code = run_rank(folder)
+        lines = read_metrics(folder) if (folder / "metrics.jsonl").exists() else []
+        return folder, code, lines
+
+    return train
+
+
+@pytest.fixture(scope="session")
+def changed():
+    """A configuration with keys of some groups replaced: `changed(config, training={"max_steps": 2})`."""
+
+    def change(config, **groups):
+        parts = {group: replace(getattr(config, group), **values) for group, values in groups.items()}
+        return replace(config, **parts)
+
+    return change

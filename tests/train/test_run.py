@@ -1,0 +1,146 @@
+"""What a rank does: records, the same loss however documents are dealt out, every ending with its code."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from trl import SFTTrainer
+
+from tunebook.config.choices import PackingMode, Weights
+from tunebook.data.prepared import load_prepared
+from tunebook.data.sampler import epoch_order
+from tunebook.model.load import load_model
+from tunebook.train.callbacks import Records
+from tunebook.train.trainer import RecipeTrainer
+
+
+def losses(lines):
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def outcome(folder):
+    return json.loads((folder / "outcome-0.json").read_text())
+
+
+def test_upstream_still_has_the_methods_we_override():
+    for name in ("get_train_dataloader", "evaluate", "_save_checkpoint"):
+        ours, theirs = (inspect.signature(getattr(kind, name)) for kind in (RecipeTrainer, SFTTrainer))
+        assert list(ours.parameters) == list(theirs.parameters), name
+
+
+def test_a_run_leaves_records_and_a_model_that_loads(config, run, changed):
+    folder, code, lines = run(config)
+    assert code == 0
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert losses(lines)[-1] < losses(lines)[0]
+    assert lines[2]["documents_seen"] == 24
+    assert lines[-1]["epoch"] == 2.0
+    assert lines[-1]["tokens_seen"] == 2 * lines[2]["tokens_seen"]
+    assert lines[0]["padding_share"] == 0
+    assert outcome(folder)["exit_code"] == 0
+    trained = changed(config, model={"path": str(folder / "model"), "weights": Weights.pretrained})
+    assert load_model(trained).generation_config.eos_token_id is not None
+
+
+def test_packed_padded_and_accumulated_steps_have_the_same_loss(config, run, changed):
+    packed = losses(run(config, "packed")[2])
+    padded = changed(config, packing={"mode": PackingMode.padded}, training={"micro_batch_size": 4})
+    assert losses(run(padded, "padded")[2]) == pytest.approx(packed, rel=2e-5)
+    short_rows = changed(config, packing={"row_length": 256}, training={"micro_batch_size": 1})
+    assert losses(run(short_rows, "short")[2]) == pytest.approx(packed, rel=2e-5)
+
+
+def test_the_first_loss_is_that_of_the_documents_one_by_one(config, run, changed):
+    folder, _, lines = run(changed(config, training={"max_steps": 1}))
+    order = epoch_order(24, config.training.seed, 0)[:8].tolist()
+    expected, _ = nll_per_token(load_model(config).eval(), prepared_of(folder).train.load()[order])
+    assert lines[0]["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def nll_per_token(model, documents):
+    """The mean negative log-likelihood of the trained-on tokens, each document by itself."""
+    total, count = 0.0, 0
+    for ids, labels in zip(documents["input_ids"], documents["labels"], strict=True):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([ids])).logits[0, :-1]
+        target = torch.tensor(labels)[1:]
+        total += float(torch.nn.functional.cross_entropy(logits, target, ignore_index=-100, reduction="sum"))
+        count += int((target != -100).sum())
+    return total / count, count
+
+
+def prepared_of(folder):
+    return load_prepared(Path(json.loads((folder / "prepared.json").read_text())["folder"]))
+
+
+def test_validation_loss_is_weighted_by_tokens(config, run, changed):
+    still = changed(
+        config,
+        dataset={"validation_share": 0.3},
+        optimizer={"learning_rate": 0.0},
+        training={"global_samples": 4, "max_steps": 1, "evaluate_every_steps": 1},
+    )
+    folder, code, lines = run(still)
+    assert code == 0
+    expected, count = nll_per_token(load_model(still).eval(), prepared_of(folder).validation.load()[:])
+    (line,) = [line for line in lines if "validation_loss" in line]
+    assert line["validation_loss"] == pytest.approx(expected, rel=1e-5)
+    assert line["validation_tokens"] == count
+
+
+def test_the_best_model_is_kept_and_a_worsening_run_stops_early(config, run, changed):
+    worsening = changed(
+        config,
+        dataset={"validation_share": 0.3},
+        optimizer={"learning_rate": 0.3},
+        training={
+            "global_samples": 4,
+            "num_epochs": 20,
+            "evaluate_every_steps": 2,
+            "save_every_steps": 2,
+            "load_best_at_end": True,
+            "early_stopping_patience": 2,
+        },
+    )
+    folder, code, lines = run(worsening)
+    assert code == 0
+    validation = {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
+    best = min(validation, key=validation.get)
+    assert max(validation) == best + 4  # two more validations, both worse
+    kept = changed(worsening, model={"path": str(folder / "model"), "weights": Weights.pretrained})
+    loss, _ = nll_per_token(load_model(kept).eval(), prepared_of(folder).validation.load()[:])
+    assert loss == pytest.approx(validation[best], rel=1e-5)
+
+
+def test_a_loss_that_is_not_finite_ends_with_7_and_names_the_checkpoint(config, run, changed):
+    wild = changed(config, optimizer={"learning_rate": 1e30}, training={"save_every_steps": 1, "num_epochs": 4})
+    folder, code, _ = run(wild)
+    assert code == 7
+    assert "the loss is not finite at step" in outcome(folder)["reason"]
+    assert "checkpoint-1" in outcome(folder)["reason"]
+    assert not (folder / "model").exists()
+
+
+def test_a_request_to_stop_saves_and_the_next_start_goes_on_exactly(config, run, changed, monkeypatch):
+    whole = losses(run(config, "whole")[2])
+
+    def stop_at_two(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Records, "on_step_begin", stop_at_two, raising=False)
+    folder, code, lines = run(config, "stopped")
+    assert code == 6
+    assert "stopped by SIGTERM after step 3" in outcome(folder)["reason"]
+    assert losses(lines) == whole[:3]
+    monkeypatch.undo()
+    folder, code, lines = run(config, "stopped")
+    assert code == 0
+    assert losses(lines) == pytest.approx(whole, rel=1e-6)
+    assert lines[-1]["tokens_seen"] == 2 * lines[2]["tokens_seen"]
