@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -54,3 +56,17 @@ def chromium() -> Path:
     found = find_chromium()
     assert found, "mark the test `browser`: then it is skipped where there is none"
     return Path(found)
+
+
+@pytest.fixture(scope="session")
+def open_page(chromium: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Open a page, with more of the browser's options; returns its DOM after the page's scripts have run."""
+
+    def dom_of(page: Path, *options: str) -> str:
+        quiet = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
+                 "--disable-component-update", "--disable-sync")  # fmt: skip
+        profile = f"--user-data-dir={tmp_path_factory.mktemp('browser')}"
+        command = [str(chromium), *quiet, profile, "--dump-dom", *options, page.as_uri()]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+
+    return dom_of

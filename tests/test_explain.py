@@ -17,10 +17,10 @@ SOURCE = Path(tunebook.__file__).parent
 
 
 def raised_ids() -> set[str]:
-    """Every `problem_id="..."` in the source."""
+    """Every `problem_id="..."` of an error and `id="..."` of a problem in the source."""
     found: set[str] = set()
     for file in SOURCE.rglob("*.py"):
-        found |= set(re.findall(r'problem_id="([^"]+)"', file.read_text(encoding="utf-8")))
+        found |= set(re.findall(r'\b(?:problem_id|id)="([a-z0-9-]+)"', file.read_text(encoding="utf-8")))
     return found
 
 

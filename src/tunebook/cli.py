@@ -6,15 +6,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from tunebook.errors import RequestError, StoppedError, TunebookError
+from tunebook.errors import DoesNotFitError, RequestError, StoppedError, TunebookError
+from tunebook.record.disk import is_disk_full
 
 app = typer.Typer(
     name="tunebook",
@@ -24,6 +28,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+_TYPER_INTERRUPTED = 130  # what typer makes of a KeyboardInterrupt, which it does not let through
 
 Words = Annotated[
     list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="A recipe, then Hydra overrides.")
@@ -83,13 +89,17 @@ def data(
     recipe, overrides = _split(words)
     console = _console()
     job = plan_job(recipe, overrides, recipes_dir or [])
+    for warning in job.problems:
+        if warning.key.startswith("dataset."):
+            console.print(Text(f"warning: {warning.text()}", style="yellow"), soft_wrap=True)
     prepared = prepare_data(job.config, console)
 
     from tunebook.data.view import show_prepared
     from tunebook.model.tokenizer import load_tokenizer, needs_padding
 
     has_text = prepared.tokenizer_sha256 is not None  # documents that came as tokens need no tokenizer to be shown
-    tokenizer = load_tokenizer(job.config.model, is_padded=needs_padding(job.config)) if has_text else None
+    is_needed = has_text and samples > 0
+    tokenizer = load_tokenizer(job.config.model, is_padded=needs_padding(job.config)) if is_needed else None
     show_prepared(prepared, tokenizer, console, samples)
 
 
@@ -178,9 +188,23 @@ def explain(
     _console().print(Text("\n".join(all_ids()) if id == "all" else text_of(id)), soft_wrap=True)
 
 
+def _interrupt_on_sigterm() -> None:
+    """Let SIGTERM end this process as Ctrl-C does, but not the workers it forks: those are ended by it in silence."""
+    process = os.getpid()
+
+    def interrupt(number: int, _frame: FrameType | None) -> None:
+        if os.getpid() == process:
+            raise KeyboardInterrupt
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, interrupt)
+
+
 def main() -> None:
     """Run the command line and end with the exit code of what happened."""
     errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    _interrupt_on_sigterm()
     try:
         code = app(standalone_mode=False)
     except TunebookError as error:
@@ -190,13 +214,18 @@ def main() -> None:
         sys.exit(error.exit_code)
     except typer.Abort:
         sys.exit(StoppedError.exit_code)
-    except KeyboardInterrupt:
-        errors.print(Text("interrupted", style="red"))
-        sys.exit(StoppedError.exit_code)
     except Exception as error:
+        if isinstance(error, OSError) and is_disk_full(error):
+            errors.print(Text(f"error: no space is left to write: {error}", style="red"))
+            sys.exit(DoesNotFitError.exit_code)
         show = getattr(error, "show", None)  # click's usage errors
         if show is None:
             raise
         show()
+        if type(error).__name__ == "NoSuchOption":
+            errors.print("Settings are typed as key=value, without dashes, such as training.max_steps=20")
         sys.exit(2)
+    if code == _TYPER_INTERRUPTED:
+        errors.print(Text("interrupted", style="red"))
+        sys.exit(StoppedError.exit_code)
     sys.exit(code if isinstance(code, int) else 0)

@@ -77,10 +77,12 @@ class Problem:
     message: str
     fix: str
     is_error: bool = True  # False: worth a word, but the run can start
+    place: str | None = None  # the override or file that set the key; None where nobody did
 
     def text(self) -> str:
         """The problem as one paragraph for a terminal."""
-        return f"{self.key}: {self.message}\n    fix: {self.fix}   (tunebook explain {self.id})"
+        place = f" (from {self.place})" if self.place else ""
+        return f"{self.key}{place}: {self.message}\n    fix: {self.fix}   (tunebook explain {self.id})"
 
 
 class RulesError(RequestError):

@@ -35,9 +35,14 @@ CONFIGURATIONS: dict[str, list[str]] = {
     "fp32_as_volta": ["attention=sdpa", "precision=fp32", "precision.tf32=disabled"],
     "checkpointing": ["attention=sdpa", "activation=checkpointing"],
     "lora": ["attention=sdpa", "peft=lora"],
+    "single": ["attention=sdpa", "hardware.gpus_per_node=1"],
     "ddp": ["attention=sdpa", "parallelism=ddp"],
     "zero2": ["attention=sdpa", "parallelism=zero2"],
     "zero3": ["attention=sdpa", "parallelism=zero3"],
+    "zero2_offload": ["attention=sdpa", "parallelism=zero2_offload"],
+    "zero2_lora": ["attention=sdpa", "parallelism=zero2", "peft=lora", "optimizer.learning_rate=2e-4"],
+    "fsdp_lora": ["attention=sdpa", "parallelism=fsdp", "peft=lora", "optimizer.learning_rate=2e-4"],
+    "hsdp": ["attention=sdpa", "parallelism=hsdp"],
     "fsdp": ["attention=sdpa", "parallelism=fsdp"],
 }
 

@@ -38,8 +38,11 @@ def test_a_run_without_a_recipe():
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("training.max_lenght=3", ["override 'training.max_lenght=3'", "Did you mean 'max_length'?", "num_epochs"]),
-        ("trainin.max_length=4", ["Did you mean 'training'?"]),
+        (
+            "training.max_lenght=3",
+            ["override 'training.max_lenght=3'", "Did you mean 'training.max_length'?", "num_epochs"],
+        ),
+        ("trainin.max_length=4", ["Did you mean 'training.max_length'?"]),
         ("modle=quickstart", ["no key 'modle'", "Did you mean 'model'?"]),
         ("learning_rate=3", ["Did you mean 'optimizer.learning_rate'?"]),
         ("seed=3", ["Did you mean 'training.seed'?"]),
@@ -49,16 +52,26 @@ def test_a_run_without_a_recipe():
         ("training.deterministic=maybe", ["is not true or false"]),
         ("precision.compute=bf17", ["is not one of auto, fp32, bf16, fp16, fp8", "Did you mean 'bf16'?"]),
         ("training=4", ["training=4 is not a group of keys"]),
-        ("training.seed=null", ["training.seed", "is not a whole number"]),
-        ("training.max_length=${nix}", ["training.max_length"]),
+        ("training.seed=null", ["training.seed=null is not a whole number"]),
+        ("training.max_steps=1e3", ["training.max_steps=1e3 is not a whole number", "type training.max_steps=1000"]),
+        ("evaluation.tasks=abc", ["is not a list such as [a,b]", "type 'evaluation.tasks=[abc]'"]),
+        ("optimizer.learning_rate.x=5", ["optimizer.learning_rate is a number, with no keys below it"]),
+        ("dataset.path=[a,b]", ["dataset.path=[a,b] is not text", "type a glob"]),
+        ("dataset.parts.chat=a.jsonl", ["a group of keys", "type dataset.parts.chat.path=a.jsonl"]),
+        ("training.max_length=${nix}", ["a key 'nix', which there is not"]),
+        ("title=${training.sed}", ["Did you mean 'training.seed'?", "type 'title=\"\\${training.sed}\"'"]),
         ("training.seed", ["'training.seed' is no override", "did you mean 'training.seed=VALUE'?"]),
-        ("training.global_samples=1,2", ["lists several values", "tunebook sweep"]),
+        ("training.global_samples=1,2", ["lists several values", "tunebook sweep` for one run each"]),
+        ("evaluation.tasks=a,b", ["or 'evaluation.tasks=[a,b]' for a list"]),
+        ("title=a, b", ["or 'title=\"a, b\"' for this text"]),
         ("+training.x=1", ["keys can be set, not added", "type 'training.x=1' instead"]),
         ("~training.seed", ["keys can be set, not added or removed"]),
         ("++training.x=1", ["keys can be set"]),
         ("recipes=quickstart", ["name the recipe as the first word"]),
+        ("recipe=quickstart", ["name the recipe as the first word", "tunebook train quickstart"]),
         ("hydra.run.dir=x", ["Hydra's own keys"]),
-        ("model.path=a=b", ["put quotes round"]),
+        ("model.path=a=b", ["put quotes round", "'model.path=\"a=b\"'"]),
+        ("=", ["without spaces round the ="]),
     ],
 )
 def test_a_wrong_word_is_named_with_what_to_type(word, said):
@@ -67,6 +80,27 @@ def test_a_wrong_word_is_named_with_what_to_type(word, said):
     assert caught.value.exit_code == 2
     for part in said:
         assert part in caught.value.message
+
+
+def test_every_wrong_override_is_named():
+    with pytest.raises(RequestError) as caught:
+        composed("training.seed=abc", "optimzer.learning_rate=3", "precision=bf17", "title=ok")
+    headline, *problems = caught.value.message.splitlines()
+    assert headline == "3 problems"
+    for said in ("no precision 'bf17'", "training.seed=abc is not", "Did you mean 'optimizer.learning_rate'?"):
+        assert sum(said in problem for problem in problems) == 1
+
+
+def test_a_key_below_facts_that_are_read_from_the_model():
+    with pytest.raises(RequestError, match=r"^override 'model.facts.num_layers=3'.* null with model=quickstart"):
+        composed("model.facts.num_layers=3", recipe="quickstart")
+
+
+def test_what_follows_from_a_wrong_override_is_not_reported():
+    with pytest.raises(RequestError, match=r"^override 'parallelism=zero22': there is no parallelism 'zero22'"):
+        composed("parallelism=zero22", "parallelism.offload_optimizer=cpu")
+    with pytest.raises(RequestError, match=r"^override 'evaluation.taks=\[a\]': there is no key"):
+        composed("evaluation=tasks", "evaluation.taks=[a]")
 
 
 def test_a_key_of_another_choice_says_which():
@@ -79,15 +113,23 @@ def test_an_unknown_recipe_lists_the_recipes_and_the_nearest():
         composed(recipe="qwen3b_zero3")
 
 
+def test_a_recipe_named_by_its_file_says_what_to_type(tmp_path):
+    (tmp_path / "mine.yaml").write_text("training: {max_length: 77}\n")
+    with pytest.raises(RequestError, match=f"type mine --recipes-dir {tmp_path}$"):
+        composed(recipe=str(tmp_path / "mine.yaml"))
+
+
 def test_missing_values_are_all_named():
-    with pytest.raises(RequestError, match=r"evaluation.tasks: type evaluation.tasks=VALUE \(a list such as \[a,b\]"):
+    with pytest.raises(
+        RequestError, match=r"evaluation.tasks: type 'evaluation.tasks=\[TASK\]'.* \(a list such as \[a,b\]"
+    ):
         composed("evaluation=tasks")
 
 
 def test_mixture_parts_are_the_users_own_names():
     parts = composed("dataset=mixture", "dataset.parts.chat.path=a.jsonl", "dataset.parts.chat.weight=2").dataset.parts
     assert (parts["chat"].path, parts["chat"].weight) == ("a.jsonl", 2.0)
-    with pytest.raises(RequestError, match=r"no key 'dataset.parts.chat.pth'. Did you mean 'path'"):
+    with pytest.raises(RequestError, match=r"no key 'dataset.parts.chat.pth'. Did you mean 'dataset.parts.chat.path'"):
         composed("dataset=mixture", "dataset.parts.chat.pth=a.jsonl")
 
 
@@ -105,7 +147,9 @@ class TestRecipesOfOnesOwn:
 
     def test_a_wrong_key_names_the_file(self, tmp_path):
         (tmp_path / "mine.yaml").write_text("training: {max_lenght: 77}\n")
-        with pytest.raises(RequestError, match=rf"{tmp_path}/mine.yaml: there is no key.*Did you mean 'max_length'"):
+        with pytest.raises(
+            RequestError, match=rf"{tmp_path}/mine.yaml: there is no key.*Did you mean 'training.max_length'"
+        ):
             composed(recipe="mine", recipes_dirs=[tmp_path])
 
     def test_a_wrong_value_names_the_file(self, tmp_path):
@@ -147,7 +191,11 @@ class TestRecipesOfOnesOwn:
 class TestOrigins:
     def test_of_values_and_choices(self, tmp_path):
         (tmp_path / "mine.yaml").write_text("defaults: [qwen3b_zero2, _self_]\ntraining: {max_length: 77}\n")
-        origins = compose("mine", ["training.seed=3"], [tmp_path]).origins
+        origins = compose("mine", ["training.seed=3", "attention=sdpa"], [tmp_path]).origins
+        assert origins.set_by("training.seed") == "override 'training.seed=3'"
+        assert origins.set_by("attention.implementation") == "override 'attention=sdpa'"
+        assert origins.set_by("training.max_length") == str(tmp_path / "mine.yaml")
+        assert origins.set_by("training.max_grad_norm") is None
         assert origins.of("training.seed") == "override 'training.seed=3'"
         assert origins.of("training.max_length") == str(tmp_path / "mine.yaml")
         assert origins.of("training.global_samples").endswith("recipes/qwen3b_zero2.yaml")

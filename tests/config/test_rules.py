@@ -110,13 +110,9 @@ CASES = [
     case("out-of-range", "0 must be at least 1", {"dataset.max_documents": 0}),
     # sources
     case("model-not-named", "no model is named", {"model.name": None}),
-    case("model-not-named", "name two models", {"model.path": "some/folder"}),
+    case("model-not-named", "name two models", {"model.path": "book:recipes/quickstart/model"}),
     case("model-name-is-folder", "is a folder, not a name", {"model.name": "./mine"}),
-    case(
-        "random-weights-need-architecture",
-        "there is no config.json in",
-        {"model.name": None, "model.path": "not/there", "model.facts": None, "model.weights": Weights.random},
-    ),
+    case("model-folder", "not/there does not exist", {"model.name": None, "model.path": "not/there"}),
     case("length-beyond-model", "40000 .* 32768", {"training.max_length": 40_000, "packing.row_length": 40_000}),
     case("dataset-source", "source=hub needs dataset.name", {"dataset.name": None}),
     case("dataset-source", "source=files needs", {"dataset.source": Source.files, "dataset.name": None}),
@@ -423,6 +419,15 @@ def test_all_problems_are_reported_together_and_errors_first(sound, changed):
         "flash-attention-not-deterministic",
     ]
     assert [problem.is_error for problem in problems] == [True, True, True, False]
+
+
+def test_a_problem_says_what_set_its_key(sound, changed):
+    config = changed(sound, {"training.seed": 2**32})
+    (problem,) = check(config, lambda key: f"override '{key}=...'")
+    assert problem.text() == (
+        "training.seed (from override 'training.seed=...'): 4294967296 must be at least 0 and at most 4294967295\n"
+        "    fix: training.seed=42   (tunebook explain out-of-range)"
+    )
 
 
 def test_warnings_are_the_ones_a_run_can_live_with():

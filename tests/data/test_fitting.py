@@ -4,7 +4,7 @@ import pytest
 
 from tunebook.config.choices import Overlong
 from tunebook.data.encode import Document
-from tunebook.data.fitting import NEVER_TRAINED, NOTHING_TRAINED, TOO_LONG, fit
+from tunebook.data.fitting import NEVER_TRAINED, NOTHING_TRAINED, PIECE_NOT_TRAINED, TOO_LONG, fit
 
 LONG = Document([1, 2, 3, 4, 5, 6, 7], [-100, -100, 3, -100, -100, -100, 7])
 
@@ -36,7 +36,7 @@ def test_drop_says_why() -> None:
 def test_split_pieces_begin_untrained_and_empty_ones_are_dropped() -> None:
     fitted = fit(LONG, 2, Overlong.split)
     # [1 2] trains nothing; [3 4] would train its first token, which nothing predicts any more; so does [7].
-    assert (fitted.pieces, fitted.num_tokens_lost, fitted.dropped) == ([], 7, [NOTHING_TRAINED] * 4)
+    assert (fitted.pieces, fitted.num_tokens_lost, fitted.dropped) == ([], 7, [PIECE_NOT_TRAINED] * 4)
     fitted = fit(LONG, 5, Overlong.split)
     assert fitted.pieces == [Document([1, 2, 3, 4, 5], [-100, -100, 3, -100, -100]), Document([6, 7], [-100, 7])]
     assert (fitted.was_cut, fitted.num_tokens_lost, fitted.dropped) == (True, 0, [])

@@ -177,6 +177,11 @@ def test_a_later_document_of_another_format_names_both() -> None:
         normaliser.row({"instruction": "a", "output": "b"})
 
 
+def test_a_misspelt_field_is_recognised() -> None:
+    with pytest.raises(DocumentError, match=r"missing field 'messages' .*: message; rename 'message' to 'messages'$"):
+        normalise({"message": HELLO}, format=Format.messages)
+
+
 def test_a_named_format_is_not_guessed_away() -> None:
     with pytest.raises(
         DocumentError, match=r"missing field 'instruction' and 'output' .* but dataset.format is alpaca"

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from tunebook.config import schema
-from tunebook.config.choices import Overlong, Source, Weights
+from tunebook.config.choices import Overlong, PackingMode, Source, Weights
 from tunebook.data import prepare as prepare_module
 from tunebook.data.fitting import NOTHING_TRAINED, TOO_LONG
 from tunebook.data.prepare import load_prepared, prepare
@@ -256,3 +256,17 @@ def test_prepared_json_says_what_was_read(run_config: Configs) -> None:
     assert content["records"][0]["format"] == "messages"
     assert len(content["tokenizer_sha256"]) == len(content["chat_template_sha256"]) == 64
     assert content["made_from"]["max_length"] == 64
+
+
+def test_data_prepared_without_a_padding_token_is_not_for_a_run_that_pads(
+    tokenizer_folder: Callable[..., Path], run_config: Configs
+) -> None:
+    tokenizer_folder(pad_token=None)
+    config = run_config([SHORT])
+    config.packing.mode = PackingMode.isolated
+    assert prepare(config).can_pad is False
+    assert prepare(config).was_cached
+    config.packing.mode = PackingMode.padded
+    with pytest.raises(RequestError, match="the tokenizer has no padding token") as caught:
+        prepare(config)
+    assert caught.value.problem_id == "tokenizer-no-pad"

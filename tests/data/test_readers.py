@@ -112,8 +112,10 @@ def test_ten_problems_are_shown_and_the_rest_is_counted(tmp_path: Path) -> None:
         read(path)
     lines = caught.value.message.splitlines()
     assert lines[0] == f"{path}: 12 of 15 documents cannot be used"
-    assert [line.split(":")[0] for line in lines[1:11]] == [f"  line {number}" for number in range(4, 14)]
-    assert lines[11:] == ["  and 2 more"]
+    places, reason = lines[1].split(": ", 1)
+    assert places == "  " + ", ".join(f"line {number}" for number in range(4, 14))
+    assert "broken JSON" in reason
+    assert lines[2:] == ["  and 2 more"]
 
 
 def test_a_whole_file_that_is_not_what_its_name_says(tmp_path: Path) -> None:
@@ -131,6 +133,13 @@ def test_a_compressed_file_that_was_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl.gz"
     path.write_bytes(gzip.compress(LINES.encode())[:-12])
     with pytest.raises(DataError, match=r"data.jsonl.gz is not a whole gzip file .*cut off"):
+        read(path)
+
+
+def test_a_file_that_is_only_called_compressed(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl.gz"
+    path.write_bytes(LINES.encode())
+    with pytest.raises(DataError, match=r"data.jsonl.gz is not gzip, .* give it a name without .gz"):
         read(path)
 
 

@@ -151,8 +151,11 @@ def test_a_turn_without_an_end_token_is_an_error(tiny_tokenizer: Tokenizers) -> 
 
 def test_an_end_token_that_generation_does_not_stop_at_is_an_error(tiny_tokenizer: Tokenizers) -> None:
     renderer = ConversationRenderer(tiny_tokenizer(eos_token="</s>"))
-    with pytest.raises(DataError, match=r"ending with 'Yo<\|im_end\|>\\n'\) holds no token .*stops at \(</s>\)"):
+    with pytest.raises(
+        DataError, match=r"ending with 'Yo<\|im_end\|>\\n'\) holds no token .*stops at \(</s>\)"
+    ) as caught:
         renderer.render(talk("Hi", "Yo"), "a:7")
+    assert """If <|im_end|> ends the turn, type 'model.eos_token="<|im_end|>"'""" in caught.value.message
 
 
 def test_markers_that_leave_the_end_token_out_are_an_error(tiny_tokenizer: Tokenizers) -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from tunebook.config import schema
 from tunebook.config.choices import Overlong
 from tunebook.data.prepare import prepare
-from tunebook.data.view import TRAINED_STYLE, render_document, show_prepared, spread
+from tunebook.data.view import TRAINED_STYLE, render_document, show_prepared, spread, summary_lines
 from tunebook.model.tokenizer import load_tokenizer
 
 Configs = Callable[..., schema.RunConfig]
@@ -40,6 +40,27 @@ def test_everything_of_interest_is_shown(run_config: Configs) -> None:
     assert "longer than training.max_length (dataset.overlong=drop) 1" in lines
     assert "24 8 " + "#" * 40 in lines
     assert sum(line.startswith("train ") and "24 tokens, 3 trained on" in line for line in lines) == 2
+
+
+def test_a_run_is_told_in_few_lines_and_of_everything_lost(run_config: Configs) -> None:
+    conversations = [[("user", f"{n}"), ("assistant", "Yo")] for n in range(8)] + [LONG]
+    config = run_config(conversations, max_length=30, overlong=Overlong.cut)
+    headline, train, cut, dropped, *notes = summary_lines(prepare(config))
+    assert headline == "Data"
+    assert train == "  train: 8 documents of 192 tokens, 24 (12.5%) trained on"
+    assert cut == "    cut or split to training.max_length=30: 1 (11.1%); tokens lost: 73"  # 24 - 1 + 50
+    assert dropped == "    dropped: 1 nothing left to train on after cutting to training.max_length"
+    assert all(note.startswith("  note: ") for note in notes)
+    assert any("format messages, by the keys of its first document" in note for note in notes)
+    assert summary_lines(prepare(config))[0] == "Data (prepared earlier)"
+
+
+def test_the_last_bin_of_the_histogram_ends_with_the_longest(run_config: Configs) -> None:
+    conversations = [[("user", "x" * n), ("assistant", "Yo")] for n in range(1, 60)]
+    shown = show(run_config(conversations, max_length=50), 0)
+    assert "longest 50" in shown
+    assert "48 to 49" in shown
+    assert "50 to 51" not in shown
 
 
 def test_trained_tokens_are_in_brackets_where_there_is_no_colour(run_config: Configs) -> None:

@@ -9,7 +9,8 @@ from rich.console import Console
 
 from tunebook.errors import RequestError, TunebookError
 from tunebook.evaluate import command
-from tunebook.evaluate.command import evaluate_command, find_model, score_table, worker_command
+from tunebook.evaluate.command import evaluate_command, find_model, score_table, worker_command, worker_error
+from tunebook.launch.local import ProcessEnd
 
 
 def model_folder(folder: Path) -> Path:
@@ -38,6 +39,23 @@ def test_a_checkpoint_is_evaluated_in_its_run(run: Path, tmp_path: Path) -> None
     assert find_model(str(checkpoint), tmp_path / "outputs") == (run, checkpoint)
 
 
+def test_a_run_that_trained_an_adapter_is_evaluated_by_it(run: Path, tmp_path: Path) -> None:
+    (run / "model").mkdir()
+    (run / "model" / "adapter_config.json").write_text("{}")
+    (run / "model" / "adapter_model.safetensors").write_text("")
+    assert find_model("latest", tmp_path / "outputs") == (run, run / "model")
+
+
+def test_a_request_to_stop_ends_an_evaluation_with_6() -> None:
+    assert worker_error(ProcessEnd(exit_code=-15, stopped_by="SIGTERM"), "after").exit_code == 6
+    assert worker_error(ProcessEnd(exit_code=6, stopped_by=None), "after").exit_code == 6
+    killed = worker_error(ProcessEnd(exit_code=-9, stopped_by=None), "after")
+    assert (killed.exit_code, killed.message) == (
+        1,
+        "the evaluation after was killed by signal 9; its message is above",
+    )
+
+
 def test_an_unfinished_run_names_its_checkpoints(run: Path, tmp_path: Path) -> None:
     checkpoint = model_folder(run / "checkpoints" / "checkpoint-20")
     with pytest.raises(RequestError, match=f"has no model/ folder.*checkpoints: {checkpoint}"):
@@ -58,7 +76,7 @@ def test_a_model_outside_of_any_run_is_refused(tmp_path: Path) -> None:
 
 def test_the_workers_arguments() -> None:
     assert worker_command(Path("/run"), "after", model=Path("/m"), tasks=["a", "b.yaml"], limit=7) == [
-        *(sys.executable, "-m", "tunebook.evaluate.worker", "--run", "/run", "--when", "after"),
+        *(sys.executable, "-m", "tunebook.evaluate", "--run", "/run", "--when", "after"),
         *("--model", "/m", "--task", "a", "--task", "b.yaml", "--limit", "7"),
     ]
 
@@ -66,7 +84,8 @@ def test_the_workers_arguments() -> None:
 def test_a_failed_worker_hands_on_its_exit_code(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model_folder(run / "model")
     monkeypatch.setattr(command, "worker_command", lambda *_, **__: [sys.executable, "-c", "raise SystemExit(4)"])
-    monkeypatch.setattr(command, "load_config", lambda _: pytest.fail("tasks were named"))
+    monkeypatch.setattr(command, "load_config", lambda _: None)  # it has no tasks, and none are looked for
+    monkeypatch.setattr(command, "rank_environment", lambda _, inherited: dict(inherited))
     with pytest.raises(TunebookError, match="its message is above") as raised:
         evaluate_command("latest", tmp_path / "outputs", tasks=["book:recipes/quickstart/tasks/quickstart.yaml"])
     assert raised.value.exit_code == 4

@@ -40,6 +40,19 @@ def test_functions_are_not_imported(tmp_path: Path) -> None:
     assert task.conversations is None
 
 
+@pytest.mark.parametrize(
+    "metrics",
+    ["[{metric: acc}, {metric: chrf++}]", "[{metric: accc, hf_evaluate: true}]", "[{metric: rouge}]", "[acc]", "{}"],
+)
+def test_metrics_that_the_harness_takes_are_let_through(tmp_path: Path, metrics: str) -> None:
+    assert read_task_file(write(tmp_path, f"task: mine\nmetric_list: {metrics}\n")).name == "mine"
+
+
+def test_metrics_of_a_tasks_own_are_let_through(tmp_path: Path) -> None:
+    text = "task: mine\nprocess_results: !function f.score\nmetric_list: [{metric: exact_mach}]\n"
+    assert read_task_file(write(tmp_path, text)).name == "mine"
+
+
 def test_included_keys_are_under_the_files_own(tmp_path: Path) -> None:
     (tmp_path / "held.jsonl").write_text("{}")
     write(tmp_path, "task: base\nmetadata:\n  conversations: held.jsonl\n", "base.yaml")
@@ -55,7 +68,8 @@ def test_a_group_is_known_by_its_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("task: [", "is not YAML"),
+        ("task: [", "task.yaml, line 1: this is not YAML: expected the node content"),
+        ("task: a\nmetric_list: [{metric: exact_mach}]", "no metric 'exact_mach'.*Did you mean 'exact_match'"),
         ("- a\n- b\n", "holds no keys"),
         ("output_type: generate_until\n", "has no key 'task'"),
         ("task: mine\nunsafe_code: true\n", "'mine' executes programs"),

@@ -15,6 +15,7 @@ from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml
 from tunebook.config.schema import RunConfig
 from tunebook.data.template import template_hash
+from tunebook.evaluate import __main__ as program
 from tunebook.evaluate import worker
 from tunebook.evaluate.evaluation import Evaluation, score_first_baseline
 from tunebook.evaluate.task_files import resolve_task
@@ -95,7 +96,7 @@ def test_the_quickstarts_baseline_is_scored_on_all_items(run: Path, config: RunC
 
 def test_a_run_without_a_trained_model_has_no_after(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert worker.main(["--run", str(run), "--when", "after"]) == 2
-    assert f"{run / 'model'} has no config.json" in capsys.readouterr().err
+    assert f"{run / 'model'} has neither config.json nor adapter_config.json" in capsys.readouterr().err
 
 
 def test_a_folder_without_run_yaml_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,7 +128,8 @@ def test_ctrl_c_ends_with_the_code_of_a_stopped_run(
         signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(worker, "evaluate", stop)
-    assert worker.main(["--run", str(run), "--when", "before"]) == 6
+    monkeypatch.setattr("sys.argv", ["evaluate", "--run", str(run), "--when", "before"])
+    assert program.main() == 6
     assert "stopped" in capsys.readouterr().err
 
 

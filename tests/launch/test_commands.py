@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
+import pytest
+
 from tunebook.config.auto import resolve_auto
 from tunebook.config.compose import compose
+from tunebook.errors import RequestError
 from tunebook.hardware.detect import Machine
 from tunebook.launch.commands import launch_command
 
@@ -36,7 +39,10 @@ def test_slurm_starts_one_torchrun_per_node():
     assert script.endswith("-m tunebook.train /runs/1'")
 
 
-def test_ray_starts_its_driver():
+def test_ray_is_asked_for_one_nodes_gpus():
     assert command_of("dolly3b_ray_zero3_offload") == [
-        *["python", "-m", "tunebook.launch.ray_driver", "--address", "auto", "/runs/1"]
+        *["ray", "job", "submit", "--entrypoint-num-cpus", "28", "--entrypoint-num-gpus", "1", "--"],
+        *["python", "-m", "tunebook.train", "/runs/1"],
     ]
+    with pytest.raises(RequestError, match="runs on one node"):
+        command_of("dolly3b_ray_zero3_offload", "hardware.num_nodes=2")

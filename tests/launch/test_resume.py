@@ -6,10 +6,13 @@ import pytest
 
 from tunebook.config.auto import resolve_auto
 from tunebook.config.compose import compose
+from tunebook.errors import RequestError
 from tunebook.hardware.detect import Machine
-from tunebook.launch.resume import checkpoint_to_load, newest_checkpoint, unfinished_run
+from tunebook.launch.lock import working_in
+from tunebook.launch.resume import check_run_folder, checkpoint_to_load, newest_checkpoint, unfinished_run
 from tunebook.record.config_hash import config_hash
 from tunebook.record.manifest import FORMAT
+from tunebook.record.run_folder import write_outcome
 
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
 
@@ -74,3 +77,53 @@ def test_a_checkpoint_that_was_not_written_to_its_end_does_not_count(config, tmp
     folder = make_run(config, tmp_path, "2026-01-01T00-00-00Z", "stopped", steps=(5,))
     (folder / "checkpoints" / "checkpoint-10").mkdir()
     assert newest_checkpoint(folder).name == "checkpoint-5"
+
+
+def test_a_run_that_was_trained_and_not_evaluated_is_gone_on_with(config, tmp_path):
+    folder = make_run(config, tmp_path, "2026-01-01T00-00-00Z", "stopped")
+    (folder / "model").mkdir()
+    assert unfinished_run(config) is None  # a model, but no rank that says it is the trained one
+    write_outcome(folder, rank=0, exit_code=0, reason="finished")
+    assert unfinished_run(config) == folder
+
+
+def test_a_run_that_was_killed_is_gone_on_with_and_one_at_work_is_not(config, tmp_path):
+    folder = make_run(config, tmp_path, "2026-01-01T00-00-00Z", "running", steps=(5,))
+    with working_in(folder):
+        assert unfinished_run(config) is None
+    assert unfinished_run(config) == folder
+
+
+def test_a_named_run_folder_may_be_new_empty_or_an_unfinished_run_of_the_same(config, tmp_path):
+    check_run_folder(config, tmp_path / "new")
+    (tmp_path / "empty").mkdir()
+    check_run_folder(config, tmp_path / "empty")
+    check_run_folder(config, make_run(config, tmp_path, "2026-01-01T00-00-00Z", "stopped", steps=(5,)))
+    check_run_folder(config, make_run(config, tmp_path, "2026-01-02T00-00-00Z", "failed"))
+
+
+@pytest.mark.parametrize(
+    ("state", "sha256", "message"),
+    [
+        ("finished", None, "its run has finished"),
+        ("invalid", None, "a loss that is not finite, and would again"),
+        ("running", None, "a run is at work in it"),
+        ("stopped", "0" * 64, r"holds a run \(stopped\) of another configuration"),
+    ],
+)
+def test_any_other_run_in_a_named_folder_is_left_alone(config, tmp_path, state, sha256, message):
+    folder = make_run(config, tmp_path, "2026-01-01T00-00-00Z", state, steps=(5,), sha256=sha256)
+    with pytest.raises(RequestError, match=f"{message}.*name a folder that is new or empty"):
+        check_run_folder(config, folder)
+
+
+def test_a_named_folder_with_other_files_or_with_resume_never_is_refused(config, tmp_path):
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(RequestError, match="it holds other files and no run"):
+        check_run_folder(config, tmp_path)
+    with pytest.raises(RequestError, match="this is a file"):
+        check_run_folder(config, tmp_path / "thesis.tex")
+    folder = make_run(config, tmp_path, "2026-01-01T00-00-00Z", "stopped", steps=(5,))
+    config.training.resume = "never"
+    with pytest.raises(RequestError, match=r"training\.resume=never says not to"):
+        check_run_folder(config, folder)

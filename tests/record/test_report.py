@@ -3,7 +3,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -123,25 +122,15 @@ def test_what_is_no_run_and_where_nothing_can_be_written_is_refused(make_run, tm
         write_report([], tmp_path / "report.html")
 
 
-def open_page(chromium: Path, page: Path, *options: str) -> str:
-    """The page's DOM as the browser has it, after its own script and whatever was injected have run."""
-    quiet = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
-             "--disable-component-update", "--disable-sync", f"--user-data-dir={page.parent / 'browser'}")  # fmt: skip
-    command = [str(chromium), *quiet, *options, page.as_uri()]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
-
-
 @pytest.mark.browser
 @pytest.mark.slow
-def test_a_browser_shows_the_numbers_and_runs_nothing_that_a_sample_brings(
-    make_run, chromium: Path, tmp_path: Path
-) -> None:
+def test_a_browser_shows_the_numbers_and_runs_nothing_that_a_sample_brings(make_run, open_page, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     write_report([make_run(after=evil_evaluation())], page)
     # A script of somebody else's, as if escaping had failed: the page's policy must stop it by itself.
     page.write_text(page.read_text().replace("</main>", f"{EVIL}<script>document.title = 'owned'</script></main>"))
     screenshot = tmp_path / "page.png"
-    dom = open_page(chromium, page, "--dump-dom", f"--screenshot={screenshot}", "--window-size=1100,2000")
+    dom = open_page(page, f"--screenshot={screenshot}", "--window-size=1100,2000")
     title = re.search(r"<title>(.*?)</title>", dom)
     assert title is not None
     assert title[1] == "Three small tasks, learnt on a CPU: finished"
@@ -154,7 +143,7 @@ def test_a_browser_shows_the_numbers_and_runs_nothing_that_a_sample_brings(
 
 @pytest.mark.browser
 @pytest.mark.slow
-def test_values_are_shown_under_the_pointer(make_run, chromium: Path, tmp_path: Path) -> None:
+def test_values_are_shown_under_the_pointer(make_run, open_page, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     write_report([make_run()], page)
     # A second script plays the pointer, so the policy, which allows one script only, is opened for this test.
@@ -162,7 +151,7 @@ def test_values_are_shown_under_the_pointer(make_run, chromium: Path, tmp_path: 
     script = f"document.querySelector('svg[data-chart]').dispatchEvent({event})"
     policy_off = re.sub(r"script-src 'sha256-[^']+'", "script-src 'unsafe-inline'", page.read_text())
     page.write_text(policy_off.replace("</body>", f"<script>{script}</script></body>"))
-    dom = open_page(chromium, page, "--dump-dom", "--window-size=1100,2000")
+    dom = open_page(page, "--window-size=1100,2000")
     readout = re.search(r'<div id="readout"[^>]*>(.*?)</div></div>', dom)
     assert readout is not None
     assert re.match(r"optimizer step \d+<div>training, each step: [\d.]+</div>", readout[1])

@@ -17,6 +17,7 @@ from tunebook.record.run_folder import (
     create_run_folder,
     find_runs,
     latest_run,
+    make_run_folder,
     read_outcomes,
     resolve_run,
     write_outcome,
@@ -170,3 +171,25 @@ def test_checkpoints_in_the_folder_are_recorded_relative_to_it_and_outcomes_can_
     assert read_outcomes(tmp_path, world_size=1).last_checkpoint == "checkpoints/step-5"
     clear_outcomes(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_of_two_crashes_the_first_one_counts(tmp_path: Path) -> None:
+    write_outcome(tmp_path, rank=1, exit_code=1, reason="ZeroDivisionError: a fault")
+    write_outcome(tmp_path, rank=0, exit_code=1, reason="RuntimeError: connection closed by peer")
+    assert read_outcomes(tmp_path, world_size=2).reason == "ZeroDivisionError: a fault"
+
+
+def test_a_rank_that_was_killed_is_named_beside_what_the_others_say(tmp_path: Path) -> None:
+    write_outcome(tmp_path, rank=0, exit_code=1, reason="RuntimeError: connection closed by peer", step=4)
+    outcome = read_outcomes(tmp_path, world_size=2)
+    assert outcome.reason.startswith("rank 1 ended without a word: it was killed")
+    assert outcome.reason.endswith("Rank 0 says: RuntimeError: connection closed by peer")
+    assert outcome.step == 4
+
+
+def test_a_named_run_folder_is_made_with_its_parents(tmp_path: Path) -> None:
+    folder = make_run_folder(tmp_path / "a" / "b")
+    assert make_run_folder(folder).is_dir()
+    (tmp_path / "file").touch()
+    with pytest.raises(RequestError, match=r"no run folder can be made in .*file/run"):
+        make_run_folder(tmp_path / "file" / "run")

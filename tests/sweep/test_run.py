@@ -90,7 +90,7 @@ def test_sigterm_stops_the_trial_and_still_writes_the_table(tmp_path: Path, cons
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("optimizer.learning_rat=0.1,0.2", r"all 2 trials: .*Did you mean 'learning_rate'\?"),
+        ("optimizer.learning_rat=0.1,0.2", r"all 2 trials: .*Did you mean 'optimizer.learning_rate'\?"),
         ("training.global_samples=0,64", r"1 of 2 trials \(training.global_samples=0\): "),
         ("training.seed=1", r"no override lists several values"),
     ],

@@ -89,9 +89,9 @@ def test_ctrl_c_lets_the_trial_save_and_is_passed_on_afterwards(tmp_path: Path) 
     assert end == TrialEnd(exit_code=6, seconds=end.seconds if end else 0.0, was_interrupted=True)
 
 
-def test_a_second_ctrl_c_kills_a_trial_that_does_not_stop(tmp_path: Path) -> None:
+def test_a_third_ctrl_c_kills_a_trial_that_does_not_stop(tmp_path: Path) -> None:
     started = time.monotonic()
-    watcher = interrupt_when(tmp_path / "running", times=2)
+    watcher = interrupt_when(tmp_path / "running", times=3)
     with pytest.raises(KeyboardInterrupt):
         run_trial([sys.executable, "-c", IGNORES_REQUESTS, str(tmp_path)], tmp_path / "end.json", None)
     watcher.join()

@@ -73,7 +73,7 @@ def test_a_misspelt_key_is_reported_once_for_all_its_values() -> None:
     assert "none of its trials was started" in headline
     assert len(problems) == 1
     assert problems[0].startswith("all 4 trials: ")
-    assert "Did you mean 'learning_rate'?" in problems[0]
+    assert "Did you mean 'optimizer.learning_rate'?" in problems[0]
     assert raised.value.problem_id == "unknown-key"
 
 
@@ -81,7 +81,8 @@ def test_different_problems_name_the_trials_that_have_them() -> None:
     trials = expand_trials(["training.seed=0,1,zero", "optimizer=adamw,adam"])
     with pytest.raises(RequestError) as raised:
         check_trials(trials, check_with_compose)
-    wrong_choice, wrong_type = raised.value.message.splitlines()[1:]
-    assert wrong_choice.startswith("3 of 6 trials (training.seed=0 optimizer=adam; training.seed=1 optimizer=adam; ")
+    wrong_choice, wrong_type, both, *_ = raised.value.message.splitlines()[1:]
+    assert wrong_choice.startswith("2 of 6 trials (training.seed=0 optimizer=adam; training.seed=1 optimizer=adam): ")
     assert "no optimizer 'adam'" in wrong_choice
     assert wrong_type.startswith("1 of 6 trials (training.seed=zero optimizer=adamw): ")
+    assert both == "1 of 6 trials (training.seed=zero optimizer=adam): 2 problems"

@@ -42,6 +42,7 @@ from tunebook.config.schema import (
 from tunebook.data.prepare import prepare
 from tunebook.record.metrics import read_metrics
 from tunebook.train.run import run_rank
+from tunebook.train.signals import StopRequest
 
 SIZES = {
     "hidden_size": 32,
@@ -105,7 +106,9 @@ def run(tmp_path, monkeypatch):
         folder.mkdir(exist_ok=True)
         (folder / "run.yaml").write_text(config_to_yaml(config))
         (folder / "prepared.json").write_text(json.dumps({"folder": str(prepare(config).folder)}))
-        code = run_rank(folder)
+        request = StopRequest()
+        with request.listening():
+            code = run_rank(folder, request)
         lines = read_metrics(folder) if (folder / "metrics.jsonl").exists() else []
         return folder, code, lines
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import json
 import os
@@ -12,9 +13,10 @@ import pytest
 import torch
 from trl import SFTTrainer
 
-from tunebook.config.choices import PackingMode, Weights
+from tunebook.config.choices import PackingMode, PeftMethod, Weights
 from tunebook.data.prepared import load_prepared
 from tunebook.data.sampler import epoch_order
+from tunebook.model.adapters import holds_model, is_adapter, with_adapter
 from tunebook.model.load import load_model
 from tunebook.train.callbacks import Records
 from tunebook.train.trainer import RecipeTrainer
@@ -144,3 +146,54 @@ def test_a_request_to_stop_saves_and_the_next_start_goes_on_exactly(config, run,
     assert code == 0
     assert losses(lines) == pytest.approx(whole, rel=1e-6)
     assert lines[-1]["tokens_seen"] == 2 * lines[2]["tokens_seen"]
+
+
+def test_the_validation_loss_is_measured_at_the_end_when_nothing_says_how_often(config, run, changed):
+    folder, code, lines = run(changed(config, dataset={"validation_share": 0.3}, training={"max_steps": 2}))
+    assert code == 0
+    assert [line["step"] for line in lines if "validation_loss" in line] == [2]
+    assert (folder / "model").is_dir()
+
+
+def test_a_full_disk_ends_with_3_and_leaves_no_half_checkpoint(config, run, changed, monkeypatch):
+    saved = []
+
+    def fill(trainer, folder):
+        saved.append(Path(folder).name)
+        if len(saved) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(SFTTrainer, "_save_optimizer_and_scheduler", fill)
+    folder, code, _ = run(changed(config, training={"save_every_steps": 2}))
+    assert saved == ["checkpoint-2", "checkpoint-4"]
+    assert code == 3
+    assert "is full; free some space" in outcome(folder)["reason"]
+    assert outcome(folder)["reason"].endswith("checkpoint-2")
+    assert sorted(path.name for path in (folder / "checkpoints").glob("checkpoint-*")) == ["checkpoint-2"]
+
+
+def test_a_model_that_cannot_be_written_to_its_end_is_not_there(config, run, changed, monkeypatch):
+    def fail(trainer, *args, **kwargs):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(SFTTrainer, "_save", fail)
+    folder, code, _ = run(changed(config, training={"max_steps": 1}))
+    assert code == 1
+    assert outcome(folder)["reason"] == "RuntimeError: no"
+    assert not (folder / "model").exists()
+    assert list(folder.glob(".model*")) == []
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft 0.21 over transformers 5.23
+def test_an_adapter_is_evaluated_on_the_base_that_it_was_trained_on(config, run, changed):
+    lora = changed(config, peft={"method": PeftMethod.lora, "rank": 4}, training={"max_steps": 3})
+    folder, code, lines = run(lora)
+    assert code == 0
+    assert holds_model(folder / "model")
+    assert is_adapter(folder / "model")
+    base = load_model(lora).eval()
+    documents = prepared_of(folder).train.load()[:]
+    untrained, _ = nll_per_token(base, documents)
+    trained, _ = nll_per_token(with_adapter(base, folder / "model", PeftMethod.lora).eval(), documents)
+    assert losses(lines)[-1] < losses(lines)[0]
+    assert trained < untrained - 0.01

@@ -31,6 +31,20 @@ _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _DTYPES = ("float32", "float16", "bfloat16")
 
 
+def model_folder_problem(model: ModelConfig) -> str | None:
+    """Why `model.path` holds no model, in words; None where it has a config.json or another key names the model."""
+    if not model.path:
+        return None
+    folder = resolve_path(model.path)
+    if (folder / "config.json").is_file():
+        return None
+    what = "has no config.json" if folder.is_dir() else "is a file" if folder.is_file() else "does not exist"
+    return (
+        f"the folder {folder} {what}; a model is a folder in Hugging Face's layout (config.json, tokenizer.json, "
+        "*.safetensors)"
+    )
+
+
 def read_config(model: ModelConfig) -> dict[str, Any] | None:
     """A model's config.json, or None where there is none at hand.
 

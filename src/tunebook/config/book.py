@@ -6,6 +6,7 @@ Looked for in this order: `$TUNEBOOK_HOME`, the checkout that this file lies in,
 from __future__ import annotations
 
 import os
+import shlex
 from functools import lru_cache
 from pathlib import Path
 
@@ -93,6 +94,13 @@ def find_recipes(named: list[Path]) -> dict[str, Path]:
 def recipe_file(name: str, named: list[Path]) -> Path:
     """The file of one recipe. Raises: RequestError listing the recipes there are."""
     recipes = find_recipes(named)
+    file = Path(name).expanduser()
+    if name not in recipes and file.is_file():
+        raise RequestError(
+            f"'{name}' is a file, and recipes are named without their folder: type {file.stem} --recipes-dir "
+            f"{shlex.quote(str(file.parent))}",
+            problem_id="unknown-recipe",
+        )
     if name not in recipes:
         raise RequestError(
             f"there is no recipe '{name}'.{did_you_mean(name, recipes)} Recipes: {', '.join(recipes)}. "

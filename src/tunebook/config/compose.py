@@ -23,9 +23,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from tunebook.config.book import book_root
 from tunebook.config.messages import (
+    OverrideError,
+    all_of,
     explain_composition,
     explain_missing,
     explain_value,
+    several_values,
     unknown_choice,
     unknown_key,
     unreadable_override,
@@ -51,9 +54,40 @@ class Composition:
 
 
 def compose(recipe: str | None, overrides: list[str], recipes_dirs: list[Path] | None = None) -> Composition:
-    """Compose a run. Raises: RequestError naming the key, its file or override, the allowed values, the spelling."""
+    """Compose a run. Raises: RequestError naming the key, its file or override, the allowed values, the spelling.
+
+    Every wrong override is named: Hydra stops at the first, so the others are looked for without it.
+    """
+    errors: list[RequestError] = []
+    words = list(overrides)
+    while True:
+        try:
+            composition = _compose(recipe, words, recipes_dirs or [])
+        except OverrideError as error:
+            errors.append(error)
+            words = _without(words, error.word)
+        except RequestError as error:
+            # What is missing now may be missing only because an override was taken away.
+            if not errors or error.problem_id != "missing-value":
+                errors.append(error)
+            break
+        else:
+            if not errors:
+                return composition
+            break
+    raise all_of(errors)
+
+
+def _without(words: list[str], wrong: str) -> list[str]:
+    """The overrides but for a wrong one, and those that only make sense with the choice it made."""
+    group = wrong.partition("=")[0]
+    below = f"{group}." if group in GROUPS else None
+    return [word for word in words if word != wrong and not (below and word.startswith(below))]
+
+
+def _compose(recipe: str | None, overrides: list[str], recipes_dirs: list[Path]) -> Composition:
     parsed = parse_overrides(overrides)
-    chain = register_configs(recipe, recipes_dirs or [])
+    chain = register_configs(recipe, recipes_dirs)
     origins = Origins(recipes=chain, overrides=parsed, groups={})
     words = [override.input_line or "" for override in parsed if not _is_open(override)]
     if recipe is not None:
@@ -88,11 +122,14 @@ def parse_overrides(overrides: list[str]) -> list[Override]:
     parsed: list[Override] = []
     for text in overrides:
         if text.startswith(("+", "~")):
-            raise RequestError(
+            raise OverrideError(
+                text,
                 f"override '{text}': keys can be set, not added or removed; type '{text.lstrip('+~')}' instead"
                 + ("" if "=" in text else ", with '=' and a value (null for none)"),
                 problem_id="override-form",
             )
+        if text.startswith("="):
+            raise unreadable_override(text)
         try:
             override = OverridesParser.create().parse_override(text)
         except HydraException as error:
@@ -104,23 +141,22 @@ def parse_overrides(overrides: list[str]) -> list[Override]:
 
 def _check_override(override: Override, text: str) -> None:
     key = override.key_or_group
-    if key == "recipes":
-        raise RequestError(
+    if key in ("recipe", "recipes"):
+        raise OverrideError(
+            text,
             f"override '{text}': name the recipe as the first word, such as `tunebook train {override.value()}`",
             problem_id="override-form",
         )
     if key.startswith("hydra"):
-        raise RequestError(f"override '{text}': Hydra's own keys are set by Tunebook", problem_id="override-form")
-    if override.is_sweep_override():
-        raise RequestError(
-            f"override '{text}' lists several values, and this command runs one; try `tunebook sweep` for one run "
-            f"each, or '{key}=[...]' for a list",
-            problem_id="override-form",
+        raise OverrideError(
+            text, f"override '{text}': Hydra's own keys are set by Tunebook", problem_id="override-form"
         )
+    if override.is_sweep_override():
+        raise several_values(key, text)
     if key in GROUPS and (choice := override.value()) not in group_choices(key):
         if isinstance(choice, dict):
             return
-        raise unknown_choice(key, str(choice), f"override '{text}'")
+        raise unknown_choice(key, str(choice), f"override '{text}'", word=text)
 
 
 def _is_open(override: Override) -> bool:

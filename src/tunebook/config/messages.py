@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 
 from tunebook.config.origins import Origins
+from tunebook.config.override_text import typed
 from tunebook.config.recipe_files import group_choices
 from tunebook.config.schema import CHOICE_SCHEMAS, GROUPS
 from tunebook.config.walk import all_keys, describe_type, field_types, schemas_of
@@ -18,49 +19,106 @@ _MISSING_HINTS = {
     "model.name": "model.name=organisation/name, or model.path=DIR",
     "dataset.path": "dataset.path=FILE_OR_GLOB",
     "parallelism.strategy": "parallelism=single",
+    "evaluation.tasks": "'evaluation.tasks=[TASK]', by name in lm-evaluation-harness or as a YAML file",
 }
 
 
-def unreadable_override(text: str) -> RequestError:
+class OverrideError(RequestError):
+    """A wrong override; `word` is the override as it was typed."""
+
+    def __init__(self, word: str, message: str, *, problem_id: str) -> None:
+        super().__init__(message, problem_id=problem_id)
+        self.word = word
+
+
+def all_of(errors: list[RequestError]) -> RequestError:
+    """Several errors as one; a single one as it is."""
+    if len(errors) == 1:
+        return errors[0]
+    lines = [
+        f"  {number}. {error.message}   (tunebook explain {error.problem_id})" for number, error in enumerate(errors, 1)
+    ]
+    return RequestError("\n".join([f"{len(errors)} problems", *lines]), problem_id=errors[0].problem_id)
+
+
+def _wrong(key: str, message: str, origins: Origins, *, problem_id: str) -> RequestError:
+    """An error about a key, with the place that set it."""
+    override = origins.override(key)
+    if override is None:
+        return RequestError(f"{origins.of(key)}: {message}", problem_id=problem_id)
+    word = override.input_line or ""
+    return OverrideError(word, f"override '{word}': {message}", problem_id=problem_id)
+
+
+def unreadable_override(text: str) -> OverrideError:
     """An override that Hydra's grammar does not take."""
-    if "=" not in text:
-        key = nearest(text, all_keys())
-        hint = f"; did you mean '{key}=VALUE'?" if key else ""
-        return RequestError(
-            f"'{text}' is no override: write key=value{hint} (a recipe's name comes first)", problem_id="override-form"
-        )
-    key, value = text.split("=", 1)
-    return RequestError(
-        f"override '{text}' cannot be read; put quotes round a value with special characters: \"{key}='{value}'\"",
+    key, has_value, value = text.partition("=")
+    if not has_value:
+        near = nearest(text, all_keys())
+        hint = f"; did you mean '{near}=VALUE'?" if near else ""
+        message = f"'{text}' is no override: write key=value{hint} (a recipe's name comes first)"
+    elif not key:
+        message = f"'{text}' has no key before it: write key=value, without spaces round the ="
+    else:
+        inner = value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
+        message = f"override '{text}' cannot be read; put quotes round a value with special characters: "
+        message += typed(key, inner)
+    return OverrideError(text, message, problem_id="override-form")
+
+
+def several_values(key: str, text: str) -> OverrideError:
+    """An override that a sweep would take, where one run was asked for."""
+    value = text.split("=", 1)[1]
+    described = type_of(key)
+    instead = ""
+    if described.startswith("a list"):
+        instead = f", or '{key}=[{value}]' for a list"
+    elif described.startswith("text"):
+        instead = f", or {typed(key, value)} for this text"
+    return OverrideError(
+        text,
+        f"override '{text}' lists several values, and this command runs one; try `tunebook sweep` for one run each"
+        + instead,
         problem_id="override-form",
     )
 
 
-def unknown_choice(group: str, choice: str, place: str) -> RequestError:
-    """A group has no such file."""
+def unknown_choice(group: str, choice: str, place: str, *, word: str | None = None) -> RequestError:
+    """A group has no such file; `word` is the override that asked for it."""
     known = group_choices(group)
-    return RequestError(
-        f"{place}: there is no {group} '{choice}'.{did_you_mean(choice, known)} Choices of {group}: {', '.join(known)}",
-        problem_id="unknown-choice",
+    message = (
+        f"{place}: there is no {group} '{choice}'.{did_you_mean(choice, known)} Choices of {group}: {', '.join(known)}"
     )
+    if word is not None:
+        return OverrideError(word, message, problem_id="unknown-choice")
+    return RequestError(message, problem_id="unknown-choice")
 
 
 def unknown_key(key: str, owner: type | None, origins: Origins) -> RequestError:
     """A key that the schema at its place does not have."""
     parent, _, name = key.rpartition(".")
-    place = origins.of(key)
     elsewhere = _other_choices(parent, name, owner)
     if elsewhere:
         group = parent.split(".")[0]
-        return RequestError(
-            f"{place}: {key} has no meaning with {group}={origins.choice(group)}; it belongs to {', '.join(elsewhere)}",
-            problem_id="unknown-key",
-        )
+        message = f"{key} has no meaning with {group}={origins.choice(group)}; it belongs to {', '.join(elsewhere)}"
+        return _wrong(key, message, origins, problem_id="unknown-key")
     siblings = list(field_types(owner)) if owner is not None else []
     siblings = siblings or [field for schema in schemas_of(parent) for field in field_types(schema)]
-    guess = did_you_mean(name, siblings) or _guess_elsewhere(key)
+    guess = _near_key(key, parent, siblings, origins) or _guess_elsewhere(key)
     allowed = f" Keys of {parent or 'a run'}: {', '.join(dict.fromkeys(siblings))}" if siblings else ""
-    return RequestError(f"{place}: there is no key '{key}'.{guess}{allowed}", problem_id="unknown-key")
+    return _wrong(key, f"there is no key '{key}'.{guess}{allowed}", origins, problem_id="unknown-key")
+
+
+def _near_key(key: str, parent: str, siblings: list[str], origins: Origins) -> str:
+    """The key to type instead, whole: also what comes below the misspelt part of an override."""
+    near = nearest(key.rpartition(".")[2], siblings)
+    if near is None:
+        return ""
+    instead = f"{parent}.{near}" if parent else near
+    override = origins.override(key)
+    if override is not None and override.key_or_group.startswith(f"{key}."):
+        instead += override.key_or_group.removeprefix(key)
+    return f" Did you mean '{instead}'?"
 
 
 def _guess_elsewhere(key: str) -> str:
@@ -86,16 +144,18 @@ def _other_choices(parent: str, name: str, owner: type | None) -> list[str]:
 
 def explain_missing(missing: list[str]) -> RequestError:
     """Values that nobody gave."""
-    lines = [f"  {key}: type {_MISSING_HINTS.get(key, f'{key}=VALUE')} ({_type_of(key)})" for key in missing]
+    lines = [f"  {key}: type {_MISSING_HINTS.get(key, f'{key}=VALUE')} ({type_of(key)})" for key in missing]
     return RequestError("these values must be said:\n" + "\n".join(lines), problem_id="missing-value")
 
 
-def _type_of(key: str) -> str:
+def type_of(key: str) -> str:
+    """What a user may type for a dotted key, in words."""
     parent, _, name = key.rpartition(".")
     for schema in schemas_of(parent):
         if name in field_types(schema):
             return describe_type(field_types(schema)[name])
-    return "a value"
+    here = schemas_of(key)  # an entry of a dictionary with names of the user's own
+    return describe_type(here[0]) if here else "a value"
 
 
 def explain_composition(error: BaseException, origins: Origins) -> RequestError:
@@ -105,9 +165,13 @@ def explain_composition(error: BaseException, origins: Origins) -> RequestError:
         group, _, choice = str(missing_file).rpartition("/")
         return unknown_choice(group, choice, origins.of_choice(group))
     if isinstance(error, AssertionError):
-        # OmegaConf asserts on a key below a group that is null.
-        keys = [override.key_or_group for override in origins.overrides if override.key_or_group.count(".") > 1]
-        return RequestError(f"{', '.join(keys)}: the group above this key is null", problem_id="unknown-key")
+        # OmegaConf asserts on a key below a group that is null: only model.facts can be.
+        key = next(name for name in (o.key_or_group for o in origins.overrides) if name.startswith("model.facts."))
+        message = (
+            f"model.facts is null with model={origins.choice('model')}, which has its sizes read from the model's "
+            "config.json; correct them there, or choose a model with facts in hydra_configs/model"
+        )
+        return _wrong(key, message, origins, problem_id="unknown-key")
     return explain_value(error, origins)
 
 
@@ -120,17 +184,45 @@ def explain_value(error: BaseException, origins: Origins) -> RequestError:
     message = str(getattr(cause, "msg", None) or cause).splitlines()[0]
     if "not in" in message and "Key" in message:
         return unknown_key(key, getattr(cause, "object_type", None), origins)
-    found = re.search(r"[Vv]alue '(.*?)'", message) or re.search(r"value: (.*)", message)
-    value = found.group(1) if found else None
-    said = f"{key}={value}" if value is not None else key
-    return RequestError(
-        f"{origins.of(key)}: {said} is not {_type_of(key)}{_near_value(key, value)}", problem_id="wrong-type"
+    if missing := re.search(r"Interpolation key '(.*?)' not found", message):
+        return _wrong(key, _no_such_reference(key, missing.group(1), origins), origins, problem_id="wrong-type")
+    override = origins.override(key)
+    if override is not None and override.key_or_group.startswith(f"{key}."):
+        message = f"{key} is {type_of(key)}, with no keys below it; type {key}=VALUE"
+        return _wrong(key, message, origins, problem_id="unknown-key")
+    if override is not None and override.key_or_group == key:
+        value: str | None = (override.input_line or "").partition("=")[2]
+    else:
+        found = re.search(r"[Vv]alue '(.*?)'", message) or re.search(r"value: (.*)", message)
+        value = found.group(1) if found else None
+    said = f"{key}={value} is not" if value is not None else f"{key} must be"
+    return _wrong(key, f"{said} {type_of(key)}{_near_value(key, value)}", origins, problem_id="wrong-type")
+
+
+def _no_such_reference(key: str, name: str, origins: Origins) -> str:
+    override = origins.override(key)
+    text = (override.input_line or "").partition("=")[2] if override is not None else f"${{{name}}}"
+    return (
+        f"${{{name}}} stands for the value of a key '{name}', which there is not."
+        f"{did_you_mean(name, all_keys())} For the text itself type {typed(key, text.replace('${', chr(92) + '${'))}"
     )
 
 
 def _near_value(key: str, value: str | None) -> str:
-    described = _type_of(key)
-    if value is None or not described.startswith("one of "):
-        return "" if value is not None else " and cannot be composed"
-    guess = did_you_mean(value, described.removeprefix("one of ").removesuffix(" or null").split(", "))
-    return f".{guess}" if guess else ""
+    """What to type instead of a value, where that can be guessed."""
+    described = type_of(key)
+    if value is None:
+        return ""
+    if described.startswith("one of "):
+        guess = did_you_mean(value, described.removeprefix("one of ").removesuffix(" or null").split(", "))
+        return f".{guess}" if guess else ""
+    if described.startswith("a list") and not value.startswith(("[", "{")) and value != "null":
+        return f"; type '{key}=[{value}]'"
+    if described.startswith("a whole number") and re.fullmatch(r"\d+(\.\d*)?(e\+?\d+)?", value.lower()):
+        number = float(value)
+        return f"; type {key}={number:.0f}" if number.is_integer() else ""
+    if key == "dataset.path" and value.startswith("["):
+        return "; for several files type a glob, or dataset=mixture dataset.parts.NAME.path=FILE"
+    if key.startswith("dataset.parts.") and value != "null":
+        return f"; type {typed(f'{key}.path', value)}"
+    return ""

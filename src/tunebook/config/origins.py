@@ -29,12 +29,19 @@ class Origins:
     overrides: list[Override]
     groups: dict[str, str]
 
-    def of(self, key: str) -> str:
-        """The place that set a dotted key, as a user would look for it."""
+    def override(self, key: str) -> Override | None:
+        """The override that set a dotted key, or something above or below it."""
         for override in reversed(self.overrides):
             name = override.key_or_group
             if name not in GROUPS and (key == name or key.startswith(f"{name}.") or name.startswith(f"{key}.")):
-                return f"override '{override.input_line}'"
+                return override
+        return None
+
+    def of(self, key: str) -> str:
+        """The place that set a dotted key, as a user would look for it."""
+        override = self.override(key)
+        if override is not None:
+            return f"override '{override.input_line}'"
         for recipe in self.recipes:
             if _contains(recipe.body, key.split(".")):
                 return str(recipe.file)
@@ -42,6 +49,18 @@ class Origins:
         if _contains(_content(str(config_file)), key.split(".")):
             return str(config_file)
         return self._of_group(key)
+
+    def set_by(self, key: str) -> str | None:
+        """The override or recipe that set a dotted key, itself or by the choice of its group; None for a default."""
+        group, _, rest = key.partition(".")
+        if self.override(key) is None and not any(_contains(recipe.body, key.split(".")) for recipe in self.recipes):
+            file = book_root() / "hydra_configs" / group / f"{self.groups.get(group)}.yaml"
+            if not rest or not file.is_file() or not _contains(_content(str(file)), rest.split(".")):
+                return None
+            place = self.of_choice(group)
+        else:
+            place = self.of(key)
+        return None if place == str(book_root() / "hydra_configs" / "config.yaml") else place
 
     def of_choice(self, group: str) -> str:
         """What chose a group's file."""

@@ -10,6 +10,7 @@ from tunebook.data.formats import IGNORED_LABEL
 
 TOO_LONG = "longer than training.max_length (dataset.overlong=drop)"
 NOTHING_TRAINED = "nothing left to train on after cutting to training.max_length"
+PIECE_NOT_TRAINED = "pieces of split documents without a token to train on"
 NEVER_TRAINED = "no token of it is trained on"
 
 
@@ -38,11 +39,12 @@ def fit(document: Document, max_length: int, overlong: Overlong) -> Fitted:
     last_start = num_tokens if overlong is Overlong.split else 1
     pieces = [_piece(document, start, max_length) for start in range(0, last_start, max_length)]
     kept = [piece for piece in pieces if piece.num_trained]
+    reason = PIECE_NOT_TRAINED if overlong is Overlong.split else NOTHING_TRAINED
     return Fitted(
         pieces=kept,
         was_cut=True,
         num_tokens_lost=num_tokens - sum(len(piece.input_ids) for piece in kept),
-        dropped=[NOTHING_TRAINED] * (len(pieces) - len(kept)),
+        dropped=[reason] * (len(pieces) - len(kept)),
     )
 
 

@@ -14,6 +14,7 @@ from tunebook.config.choices import Format
 from tunebook.data.corpus import CorpusKind, Row
 from tunebook.data.problems import DocumentError
 from tunebook.data.turns import Turn, check_conversation, check_text, make_turn, read_turns
+from tunebook.errors import nearest
 
 Record = Mapping[str, Any]
 
@@ -84,9 +85,16 @@ class Normaliser:
         looks_like = _matching_formats(record, self.settings.text_field)
         other = ""
         if looks_like:
-            why = "the first document is" if self.was_detected else "dataset.format is"
-            other = f"; it looks like {looks_like[0].value}, but {why} {self.format.value}"
+            other = f"; it looks like {looks_like[0].value}, but "
+            if self.was_detected:
+                parts = "dataset=mixture dataset.parts.NAME.path=FILE for each"
+                other += f"the first document is {self.format.value}; for files of two formats type {parts}"
+            else:
+                other += f"dataset.format is {self.format.value}; type dataset.format={looks_like[0].value}"
         names = " and ".join(f"'{key}'" for key in missing)
+        near = nearest(missing[0], record) if len(missing) == 1 and not other else None
+        if near is not None:
+            other = f"; rename '{near}' to '{missing[0]}'"
         raise DocumentError(
             f"missing field {names} (format {self.format.value}); its keys are: {_keys(record)}{other}",
             problem_id="data-missing-field",

@@ -58,15 +58,24 @@ def prepare(config: RunConfig, progress: Progress | None = None) -> Prepared:
     root = cache_root() / "prepared"
     folder = root / name
     if is_whole(folder):
-        return load_prepared(folder)
+        return _with_padding(load_prepared(folder), config)
     report = progress or _say_nothing
     with _disk_errors(root):
         root.mkdir(parents=True, exist_ok=True)
         with _lock(folder, report):
             if is_whole(folder):  # made by another process while this one waited
-                return load_prepared(folder)
+                return _with_padding(load_prepared(folder), config)
             _make(config, content, folder, report)
     return load_prepared(folder, was_cached=False)
+
+
+def _with_padding(prepared: Prepared, config: RunConfig) -> Prepared:
+    """The prepared data found, if this run can use it: one that pads needs what the one that prepared it may not."""
+    from tunebook.model.tokenizer import load_tokenizer, needs_padding
+
+    if prepared.can_pad is False and needs_padding(config):
+        load_tokenizer(config.model, is_padded=True)  # raises, and says what to type
+    return prepared
 
 
 def _say_nothing(done: int, total: int | None, what: str) -> None:
@@ -128,7 +137,7 @@ def _fill(config: RunConfig, content: dict[str, Any], name: str, folder: Path, r
         eos_token_id=eos_token_id,
         progress=lambda done: report(done, None, "reading documents"),
     )
-    settings, hashes = _settings(config, corpus, vocab_size)
+    settings, about_tokenizer = _settings(config, corpus, vocab_size)
     parts = {"train": corpus.train} | ({"validation": corpus.validation} if corpus.validation is not None else {})
     counts = {
         part: _write_part(folder / part, documents, settings, config, report) for part, documents in parts.items()
@@ -138,7 +147,7 @@ def _fill(config: RunConfig, content: dict[str, Any], name: str, folder: Path, r
         "fingerprint": name,
         "kind": corpus.kind.value,
         "max_length": config.training.max_length,
-        **hashes,
+        **about_tokenizer,
         "records": [asdict(record) for record in corpus.records],
         "notes": corpus.notes,
         "made_from": content,
@@ -147,19 +156,23 @@ def _fill(config: RunConfig, content: dict[str, Any], name: str, folder: Path, r
     write_prepared(folder, about, counts)
 
 
-def _settings(config: RunConfig, corpus: Corpus, vocab_size: int | None) -> tuple[ChunkSettings, dict[str, str | None]]:
-    """How to encode, and the hashes of tokenizer and template that it is done with."""
+def _settings(config: RunConfig, corpus: Corpus, vocab_size: int | None) -> tuple[ChunkSettings, dict[str, Any]]:
+    """How to encode, and what there is to remember of tokenizer and template that it is done with."""
     from tunebook.data.chunks import ChunkSettings
     from tunebook.data.corpus import CorpusKind
     from tunebook.data.template import template_hash
-    from tunebook.model.tokenizer import load_tokenizer, needs_padding, tokenizer_hash
+    from tunebook.model.tokenizer import has_padding_token, load_tokenizer, needs_padding, tokenizer_hash
 
     tokenizer = None
-    hashes: dict[str, str | None] = {"tokenizer_sha256": None, "chat_template_sha256": None}
+    about: dict[str, Any] = {"tokenizer_sha256": None, "chat_template_sha256": None, "can_pad": None}
     if corpus.kind is not CorpusKind.tokens:
         assert needs_tokenizer(config.dataset)
         tokenizer = load_tokenizer(config.model, is_padded=needs_padding(config))
-        hashes = {"tokenizer_sha256": tokenizer_hash(tokenizer), "chat_template_sha256": template_hash(tokenizer)}
+        about = {
+            "tokenizer_sha256": tokenizer_hash(tokenizer),
+            "chat_template_sha256": template_hash(tokenizer),
+            "can_pad": has_padding_token(tokenizer),
+        }
     settings = ChunkSettings(
         kind=corpus.kind,
         tokenizer=tokenizer,
@@ -168,7 +181,7 @@ def _settings(config: RunConfig, corpus: Corpus, vocab_size: int | None) -> tupl
         max_length=config.training.max_length,
         vocab_size=vocab_size,
     )
-    return settings, hashes
+    return settings, about
 
 
 def _write_part(

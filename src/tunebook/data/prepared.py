@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 PREPARED_FILE = "prepared.json"
 ARROW_FILE = "data-00000-of-00001.arrow"
 LENGTHS_FILE = "lengths.npy"
-FORMAT = 1  # of prepared.json
+FORMAT = 2  # of prepared.json
 
 _MOST_BINS = 20
 
@@ -106,6 +106,7 @@ class Prepared:
     max_length: int  # tokens
     tokenizer_sha256: str | None  # None for documents that came as tokens
     chat_template_sha256: str | None
+    can_pad: bool | None  # whether the tokenizer has a padding token; None for documents that came as tokens
     records: list[SourceRecord]
     notes: list[str]  # of reading the sources
     made_from: dict[str, Any]  # what the fingerprint is a hash of
@@ -170,8 +171,8 @@ def load_prepared(folder: Path, *, was_cached: bool = True) -> Prepared:
         was_cached=was_cached,
         **{
             name: content[name]
-            for name in ("fingerprint", "kind", "max_length", "tokenizer_sha256", "chat_template_sha256", "notes",
-                         "made_from", "seconds")
+            for name in ("fingerprint", "kind", "max_length", "tokenizer_sha256", "chat_template_sha256", "can_pad",
+                         "notes", "made_from", "seconds")
         },
     )  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tunebook.errors import DataError
 
-MAX_REPORTED = 10  # problems shown of one file; the rest is counted
+MAX_REPORTED = 10  # documents shown of one file; the rest is counted
 
 
 class DocumentError(Exception):
@@ -45,7 +45,10 @@ class DocumentProblems:
         if self.num_problems == 1:
             place, error = self._shown[0]
             raise DataError(f"{self.location}, {place}: {error.message}", problem_id=problem_id)
-        lines = [f"  {place}: {error.message}" for place, error in self._shown]
+        places: dict[str, list[str]] = {}
+        for place, error in self._shown:  # the same thing is often wrong with all of them
+            places.setdefault(error.message, []).append(place)
+        lines = [f"  {', '.join(each)}: {message}" for message, each in places.items()]
         if self.num_problems > len(self._shown):
             lines.append(f"  and {self.num_problems - len(self._shown):,} more")
         total = self.num_documents + self.num_problems

@@ -53,7 +53,12 @@ def read_records(path: Path, problems: DocumentProblems, columns: frozenset[str]
                 yield from read_array(stream, problems)
             else:
                 yield from _read_lines(stream, problems)
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+    except gzip.BadGzipFile as error:
+        raise DataError(
+            f"{path} is not gzip, which its name says it is: give it a name without .gz, or copy it again",
+            problem_id="data-file-broken",
+        ) from error
+    except (EOFError, zlib.error) as error:
         raise DataError(
             f"{path} is not a whole gzip file ({error}); was it cut off while it was copied? `gzip -t {path}`",
             problem_id="data-file-broken",

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tunebook.config.override_text import typed
 from tunebook.errors import DataError, RequestError
 from tunebook.model.tokenizer import stop_token_ids
 
@@ -75,6 +76,7 @@ class ConversationRenderer:
         self._render_jinja: Any = render_jinja_template
         self._variables = dict(tokenizer.special_tokens_map)
         self.stop_tokens = sorted(str(tokenizer.convert_ids_to_tokens(token)) for token in stop_token_ids(tokenizer))
+        self._special_tokens = [token.content for token in tokenizer.added_tokens_decoder.values()]
         longest_first = sorted(self.stop_tokens, key=len, reverse=True)
         self._stop = re.compile("|".join(map(re.escape, longest_first)))
 
@@ -178,10 +180,13 @@ class ConversationRenderer:
 
     def _no_stop(self, written: str, origin: str, *, advice: str) -> DataError:
         last = written[-40:]
+        ends = [token for token in self._special_tokens if token in last]
+        end = max(ends, key=last.rfind) if ends else None
+        override = typed("model.eos_token", end) if end else "model.eos_token=TOKEN"
         return DataError(
             f"{origin}: the assistant's turn as the chat template writes it (ending with {last!r}) holds no token that "
-            f"generation stops at ({', '.join(self.stop_tokens)}), so the model would never learn to stop. If another "
-            "token ends the turn, type model.eos_token=TOKEN; if none does, name a template that has one with "
+            f"generation stops at ({', '.join(self.stop_tokens)}), so the model would never learn to stop. If "
+            f"{end or 'another token'} ends the turn, type {override}; if none does, name a template that has one with "
             f"model.chat_template=FILE ({advice})",
             problem_id="eos-not-trained",
         )

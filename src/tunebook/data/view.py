@@ -48,6 +48,29 @@ def show_prepared(
     console.print(Text(f"prepared data: {prepared.folder}", style="dim"), soft_wrap=True)
 
 
+def show_summary(prepared: Prepared, console: Console) -> None:
+    """Print `summary_lines`."""
+    console.print(Text("\n".join(summary_lines(prepared))), soft_wrap=True)
+
+
+def summary_lines(prepared: Prepared) -> list[str]:
+    """What a run says of its data before it starts: how much there is, and everything that was cut, dropped or odd."""
+    lines = ["Data (prepared earlier)" if prepared.was_cached else "Data"]
+    for name, part in prepared.parts().items():
+        counts = part.counts
+        trained = _with_share(counts.num_trained_tokens, counts.num_tokens)
+        lines.append(
+            f"  {name}: {counts.num_documents:,} documents of {counts.num_tokens:,} tokens, {trained} trained on"
+        )
+        if counts.num_cut:
+            share = _with_share(counts.num_cut, counts.num_read)
+            limit = f"training.max_length={prepared.max_length}"
+            lines.append(f"    cut or split to {limit}: {share}; tokens lost: {counts.num_tokens_lost:,}")
+        lines += [f"    dropped: {count:,} {reason}" for reason, count in counts.dropped.most_common()]
+        lines += [f"    note: {note}: {count:,}" for note, count in counts.notes.most_common() if count]
+    return [*lines, *(f"  note: {note}" for note in prepared.notes)]
+
+
 def render_sources(prepared: Prepared) -> RenderableType:
     """Where the documents come from, and what reading them had to say."""
     table = _table("Sources", "location", "format", "documents", "version")
@@ -90,7 +113,8 @@ def render_histogram(name: str, part: PreparedPart) -> RenderableType:
     table.add_column("documents", justify="right")
     table.add_column("")
     for start, end, count in zip(lengths.edges, lengths.edges[1:], lengths.counts, strict=False):
-        label = f"{start:,}" if end == start + 1 else f"{start:,} to {end - 1:,}"
+        last = min(end - 1, part.counts.longest)
+        label = f"{start:,}" if last == start else f"{start:,} to {last:,}"
         # A bin that is not empty shows at least one mark.
         bar = "#" * max(round(_BAR_WIDTH * count / fullest), int(count > 0))
         table.add_row(label, f"{count:,}", Text(bar, style="cyan"))

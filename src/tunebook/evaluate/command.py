@@ -12,9 +12,10 @@ from typing import Any
 from rich.table import Table
 
 from tunebook.config.frozen import load_config
-from tunebook.errors import RequestError
+from tunebook.errors import RequestError, StoppedError, TunebookError
 from tunebook.evaluate.task_files import check_tasks
-from tunebook.launch.local import run_and_wait
+from tunebook.launch.local import ProcessEnd, rank_environment, run_and_wait
+from tunebook.model.adapters import holds_model
 from tunebook.record.atomic_files import read_json
 from tunebook.record.run_folder import resolve_run
 
@@ -41,34 +42,47 @@ def evaluate_command(
     run, model = find_model(target, outputs)
     check_tasks(tasks or load_config(run / "run.yaml").evaluation.tasks)
     when = f"eval-{datetime.now(UTC):%Y-%m-%dT%H-%M-%SZ}-{os.getpid()}"
-    exit_code = run_worker(run, when, model=model, tasks=tasks, limit=limit)
-    if exit_code != 0:
-        raise WorkerError(exit_code)
+    end = run_worker(run, when, model=model, tasks=tasks, limit=limit)
+    if end.exit_code != 0:
+        raise worker_error(end, when)
     file = run / "evaluation" / f"{when}.json"
     record = read_json(file)
     return EvaluationReport(file=file, record=record, table=score_table([record]))
 
 
-class WorkerError(RequestError):
+class EvaluationFailedError(TunebookError):
     """The worker failed and has said why; ends the command with the worker's own exit code."""
 
-    def __init__(self, exit_code: int) -> None:
-        super().__init__("the evaluation did not finish; its message is above", problem_id="evaluation-failed")
-        self.exit_code = exit_code  # type: ignore[misc]
+    def __init__(self, exit_code: int, when: str) -> None:
+        said = f"ended with exit code {exit_code}" if exit_code > 0 else f"was killed by signal {-exit_code}"
+        super().__init__(f"the evaluation {when} {said}; its message is above", problem_id="evaluation-failed")
+        self.exit_code = exit_code if exit_code > 0 else 1  # type: ignore[misc]
+
+
+def worker_error(end: ProcessEnd, when: str) -> TunebookError:
+    """The error for a worker that did not end well."""
+    if end.stopped_by is not None or end.exit_code == StoppedError.exit_code:
+        by = f" by {end.stopped_by}" if end.stopped_by else ""
+        return StoppedError(
+            f"stopped{by} during the evaluation {when}; nothing of it was written", problem_id="stopped"
+        )
+    return EvaluationFailedError(end.exit_code, when)
 
 
 def run_worker(
     run: Path, when: str, *, model: Path | None = None, tasks: list[str] | None = None, limit: int | None = None
-) -> int:
-    """Run one evaluation in a process of its own and wait for it; returns its exit code (6: asked to stop)."""
-    return run_and_wait(worker_command(run, when, model=model, tasks=tasks, limit=limit))
+) -> ProcessEnd:
+    """Run one evaluation in a process of its own and wait for it."""
+    command = worker_command(run, when, model=model, tasks=tasks, limit=limit)
+    environment = rank_environment(load_config(run / "run.yaml"), os.environ)
+    return run_and_wait(command, environment)
 
 
 def worker_command(
     run: Path, when: str, *, model: Path | None = None, tasks: list[str] | None = None, limit: int | None = None
 ) -> list[str]:
     """The worker's argument list."""
-    command = [sys.executable, "-m", "tunebook.evaluate.worker", "--run", str(run), "--when", when]
+    command = [sys.executable, "-m", "tunebook.evaluate", "--run", str(run), "--when", when]
     if model is not None:
         command += ["--model", str(model)]
     for task in tasks or []:
@@ -84,7 +98,7 @@ def find_model(target: str, outputs: Path) -> tuple[Path, Path]:
     Raises: RequestError when the run has no trained model yet, or a folder holds no weights or belongs to no run.
     """
     named = Path(target).expanduser().absolute()
-    if (named / "config.json").is_file():
+    if holds_model(named):
         run = next((folder for folder in named.parents if (folder / "run.yaml").is_file()), None)
         if run is None:
             raise RequestError(
@@ -95,7 +109,7 @@ def find_model(target: str, outputs: Path) -> tuple[Path, Path]:
         return run, _with_weights(named)
     run = resolve_run(target, outputs)
     model = run / "model"
-    if not (model / "config.json").is_file():
+    if not holds_model(model):
         raise RequestError(
             f"{run} has no model/ folder: the run did not finish. Name one of its checkpoints: {_checkpoints(run)}",
             problem_id="run-without-model",
@@ -120,7 +134,7 @@ def _checkpoints(run: Path) -> str:
 
 def score_table(records: list[dict[str, Any]]) -> Table:
     """Evaluations side by side: a line per task and group, a column per evaluation."""
-    table = Table(title="Evaluation")
+    table = Table(title="Evaluation", title_justify="left", box=None, pad_edge=False)
     table.add_column("task")
     table.add_column("items", justify="right")
     for record in records:

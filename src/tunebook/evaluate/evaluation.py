@@ -20,6 +20,7 @@ from tunebook.evaluate.harness import SEEDS, HarnessSettings, is_rendered, prepa
 from tunebook.evaluate.progress import AnswerProgress
 from tunebook.evaluate.results import Answer, choose_samples, task_answers, task_scores
 from tunebook.evaluate.task_files import TaskFile
+from tunebook.model.adapters import is_adapter, with_adapter
 from tunebook.record.atomic_files import atomic_write_json, atomic_write_text
 from tunebook.record.manifest import MANIFEST_FILE, read_manifest
 
@@ -89,6 +90,8 @@ def _load(evaluation: Evaluation, progress: AnswerProgress) -> RunModel:
     tokenizer = load_tokenizer(evaluation.config.model)
     _check_template(evaluation.run, tokenizer)
     model: Any = load_model(_config_to_load(evaluation))
+    if evaluation.model is not None and is_adapter(evaluation.model):
+        model = with_adapter(model, evaluation.model, evaluation.config.peft.method)
     if torch.cuda.is_available() and evaluation.config.hardware.generation is not Generation.cpu:
         model = model.to("cuda")
     return RunModel(
@@ -101,12 +104,12 @@ def _load(evaluation: Evaluation, progress: AnswerProgress) -> RunModel:
 
 
 def _config_to_load(evaluation: Evaluation) -> RunConfig:
-    """The run's configuration with the folder to evaluate as its model."""
+    """The run's configuration with the folder to evaluate as its model; an adapter goes onto the run's own base."""
     config = evaluation.config
     if config.attention.implementation is not Attention.eager:
         # Generation pads its rows and keeps a cache, which the kernels for packed rows are not made for.
         config = replace(config, attention=AttentionConfig(implementation=Attention.sdpa))
-    if evaluation.model is None:
+    if evaluation.model is None or is_adapter(evaluation.model):
         return config
     folder = str(evaluation.model)
     trained = replace(config.model, path=folder, name=None, revision=None, weights=Weights.pretrained, facts=None)

@@ -98,7 +98,11 @@ def _name_of(item: Any) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    """What an error says; a KeyError says no more than the key."""
+    kind = type(error).__name__
+    if isinstance(error, KeyError):
+        return f"{kind}: {error}"
+    return (str(error).splitlines() or [kind])[0]
 
 
 def _simple_evaluate(

@@ -18,6 +18,7 @@ _NOT_CONFIGS = frozenset({".md", ".pyc", ".jsonl", ".txt"})
 _NAME = re.compile(r'^["\']?(?:task|group|tag)["\']?: *["\']?([^\s"\'#\[]+)', re.MULTILINE)
 _TAG_LIST = re.compile(r'^["\']?tag["\']?:((?:\s*\n *- .*)+)|^["\']?tag["\']?: *\[(.*)\]', re.MULTILINE)
 _LIST_ITEM = re.compile(r'(?:^|[-,\n]) *["\']?([^\s"\',\]-][^\s"\',\]]*)')
+_METRIC = re.compile(r'^ *metric="([^"]+)"', re.MULTILINE)
 _RUNS_CODE = re.compile(r"^unsafe_code: *true|code_eval", re.MULTILINE)
 
 
@@ -74,6 +75,13 @@ def harness_tasks() -> HarnessTasks:
         if any(file in code_files or file.parent in code_folders for file in files)
     }
     return HarnessTasks(names=frozenset(files_by_name), runs_code=frozenset(runs_code))
+
+
+@lru_cache(maxsize=1)
+def metric_names() -> frozenset[str]:
+    """The metrics of the installed harness, read from its source: importing it imports torch."""
+    source = _task_folder().parent / "api" / "metrics.py"
+    return frozenset(_METRIC.findall(source.read_text(encoding="utf-8")))
 
 
 def _names_in(text: str) -> list[str]:

@@ -15,8 +15,8 @@ from typing import Any
 import yaml
 
 from tunebook.config.book import is_in_book, resolve_path
-from tunebook.errors import RequestError, TunebookError
-from tunebook.evaluate.harness_tasks import check_harness_name, refuse_code
+from tunebook.errors import RequestError, TunebookError, did_you_mean, nearest
+from tunebook.evaluate.harness_tasks import check_harness_name, metric_names, refuse_code
 
 _SUFFIXES = (".yaml", ".yml")
 
@@ -66,6 +66,7 @@ def read_task_file(file: Path) -> TaskFile:
         raise RequestError(f"{file} has no key 'task' with the task's name", problem_id="task-file")
     if config.get("unsafe_code") is True or "code_eval" in str(config):
         raise refuse_code(name)
+    _check_metrics(file, config)
     metadata = config.get("metadata")
     metadata = metadata if isinstance(metadata, dict) else {}
     return TaskFile(
@@ -75,6 +76,22 @@ def read_task_file(file: Path) -> TaskFile:
         baseline=_beside(file, metadata, "baseline"),
         is_group=is_group,
     )
+
+
+def _check_metrics(file: Path, config: dict[str, Any]) -> None:
+    """Refuse a misspelt metric, which the harness finds out only after loading model and data."""
+    metrics = config.get("metric_list")
+    if "process_results" in config or not isinstance(metrics, list):  # then the names are the task's own
+        return
+    known = metric_names()
+    for entry in metrics:
+        metric = entry.get("metric") if isinstance(entry, dict) and not entry.get("hf_evaluate") else None
+        if isinstance(metric, str) and metric not in known and nearest(metric, known):
+            raise RequestError(
+                f"{file}: there is no metric '{metric}' in lm-evaluation-harness.{did_you_mean(metric, known)} "
+                "One of the evaluate library is named with hf_evaluate: true beside it",
+                problem_id="task-file",
+            )
 
 
 def _read_with_includes(file: Path, seen: frozenset[Path]) -> dict[str, Any]:
@@ -99,7 +116,10 @@ def _read_yaml(file: Path) -> dict[str, Any]:
             problem_id="task-file",
         ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RequestError(f"{file} is not YAML: {error}", problem_id="task-file") from error
+        mark = getattr(error, "problem_mark", None)
+        place = f"{file}, line {mark.line + 1}" if mark is not None else str(file)
+        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise RequestError(f"{place}: this is not YAML: {reason}", problem_id="task-file") from error
     if not isinstance(config, dict):
         raise RequestError(f"{file} holds no keys, so it is no task", problem_id="task-file")
     return config

@@ -1,4 +1,4 @@
-"""`python -m tunebook.evaluate.worker --run DIR --when before|after`: one evaluation, in a process of its own.
+"""`python -m tunebook.evaluate --run DIR --when before|after`: one evaluation, in a process of its own.
 
 Before: the very weights that training starts from, made or loaded as training does it. After: the run folder's
 `model/`. Both with the run's own tokenizer and chat template. Writes `evaluation/<when>.json` in the run folder, and
@@ -8,15 +8,15 @@ every answer to `evaluation/<when>-answers.jsonl`.
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import time
 from pathlib import Path
 
 from tunebook.config.frozen import load_config
-from tunebook.errors import RequestError, StoppedError, TunebookError
+from tunebook.errors import RequestError, TunebookError
 from tunebook.evaluate.evaluation import Evaluation, evaluate
 from tunebook.evaluate.task_files import resolve_task
+from tunebook.model.adapters import holds_model
 
 AFTER = "after"
 
@@ -24,12 +24,8 @@ AFTER = "after"
 def main(words: list[str] | None = None) -> int:
     """Run one evaluation from the command line; the exit code is the error's."""
     started = time.monotonic()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         evaluate(_read_request(words), started)
-    except KeyboardInterrupt:
-        print("evaluation: stopped; nothing was written", file=sys.stderr)
-        return StoppedError.exit_code
     except TunebookError as error:
         print(f"evaluation: {error.message}", file=sys.stderr)
         return error.exit_code
@@ -37,7 +33,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def _read_request(words: list[str] | None) -> Evaluation:
-    parser = argparse.ArgumentParser(prog="python -m tunebook.evaluate.worker")
+    parser = argparse.ArgumentParser(prog="python -m tunebook.evaluate")
     parser.add_argument("--run", type=Path, required=True, help="the run folder, with its run.yaml")
     parser.add_argument("--when", required=True, help="before, after, or a name for a later evaluation")
     parser.add_argument("--model", type=Path, help="a model folder; default: model/ of the run when --when after")
@@ -49,9 +45,10 @@ def _read_request(words: list[str] | None) -> Evaluation:
     model: Path | None = request.model
     if model is None and request.when == AFTER:
         model = run / "model"
-    if model is not None and not (model / "config.json").is_file():
+    if model is not None and not holds_model(model):
         raise RequestError(
-            f"{model} has no config.json, so there is no model to evaluate; name a model folder with --model",
+            f"{model} has neither config.json nor adapter_config.json, so there is no model to "
+            "evaluate; name a model folder with --model",
             problem_id="model-folder",
         )
     return Evaluation(
@@ -62,7 +59,3 @@ def _read_request(words: list[str] | None) -> Evaluation:
         tasks=[resolve_task(task) for task in request.task or config.evaluation.tasks],
         limit=config.evaluation.limit if request.limit is None else request.limit,
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -100,11 +100,6 @@ MODELS: dict[str, Explanation] = {
         "sizes are wrong.",
         advice="Correct the group's file, or set model.facts=null to read them from the model.",
     ),
-    "model-folder": Explanation(
-        summary="model.path names no folder with a model in it.",
-        why="A model is a folder with a config.json and, unless model.weights=random, its weights.",
-        advice="Correct the path, or download the model with `hf download ORG/NAME --local-dir FOLDER`.",
-    ),
     "model-without-weights": Explanation(
         summary="A model folder without weights.",
         why="Weights are *.safetensors files beside config.json. A sharded checkpoint of ZeRO or FSDP is no whole "

@@ -172,6 +172,11 @@ RUNS: dict[str, Explanation] = {
         why="Tunebook writes its records whole, so something else changed the file, or a newer version wrote it.",
         advice="Restore the file from a copy, or remove what the message names.",
     ),
+    "model-not-written": Explanation(
+        summary="The training ended, but the folder of the trained model holds no weights.",
+        why="A run that says finished must leave a model: gathering the parts of a sharded one did not work.",
+        advice="The newest folder under checkpoints/ holds the weights. Please report the strategy and the versions.",
+    ),
     "loss-not-finite": Explanation(
         summary="The loss became infinite or not a number.",
         why="From there on every weight is ruined. Usual causes: a learning rate that is too high, fp16, or a broken "
@@ -184,10 +189,47 @@ RUNS: dict[str, Explanation] = {
         why="Ctrl-C or SIGTERM ends a run after the step it is in.",
         advice="Start it again: it goes on from its newest checkpoint where one was saved.",
     ),
+    "upload-not-possible": Explanation(
+        summary="What the run saves cannot be uploaded.",
+        why="training.push_to_hub uploads every save, which needs a network and an account that may write there.",
+        advice="Run `hf auth login`, or set training.push_to_hub=null and upload the model/ folder later.",
+    ),
+    "run-is-running": Explanation(
+        summary="A run is at work in that folder.",
+        why="Two runs in one folder would overwrite each other's checkpoints and records.",
+        advice="Wait for it, or start the other in a folder of its own.",
+    ),
+    "run-folder-taken": Explanation(
+        summary="The folder named by --run-folder holds something that this run cannot go on with.",
+        why="A run goes on in its folder while it is unfinished and its configuration is the same; nothing else is "
+        "overwritten.",
+        advice="Name a folder that is new or empty, or leave --run-folder out.",
+    ),
+    "run-lost": Explanation(
+        summary="The training ended without a word.",
+        why="It was killed, most often by the system for want of memory, or its folder was removed meanwhile.",
+        advice="Look at what it printed and at log.txt in the run folder; start it again, and it goes on from its "
+        "newest checkpoint.",
+    ),
     "launcher-plans-only": Explanation(
         summary="A launcher that this version only plans for.",
-        why="It prints the command and does not submit it.",
-        advice="Use launcher=local, or submit the printed command.",
+        why="Its command is printed by --dry-run; runs are started on this machine only.",
+        advice="Use launcher=local on the machine with the GPUs.",
+    ),
+    "ray-several-nodes": Explanation(
+        summary="A Ray launch over several nodes.",
+        why="The ranks are one Ray job, which runs on one node.",
+        advice="Use launcher=slurm for several nodes, or one node.",
+    ),
+    "strategy-plans-only": Explanation(
+        summary="A strategy that this version only plans for.",
+        why="It would run as another strategy without a word.",
+        advice="Use the strategy that the message names.",
+    ),
+    "fp8-plans-only": Explanation(
+        summary="Training in fp8, which this version only plans for.",
+        why="It would run in bf16 without a word.",
+        advice="Use precision=bf16.",
     ),
     "sweep-form": Explanation(
         summary="The words of a sweep cannot be read.",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tunebook.config.choices import Generation, LauncherName
 from tunebook.config.schema import RayConfig, RunConfig, SlurmConfig
+from tunebook.errors import RequestError
 
 _TRAIN = "tunebook.train"
 _PORT = 29500  # torchrun's own default
@@ -58,7 +59,20 @@ def slurm_command(config: RunConfig, folder: Path, python: str) -> list[str]:
 
 
 def ray_command(config: RunConfig, folder: Path, python: str) -> list[str]:
-    """The driver that asks Ray Train for one worker per GPU."""
-    ray = config.launcher
-    assert isinstance(ray, RayConfig)
-    return [python, "-m", "tunebook.launch.ray_driver", "--address", ray.address, str(folder)]
+    """Ray's own job client: the ranks of one node are one job that asks for that node's GPUs.
+
+    Raises: RequestError for several nodes, which one such job cannot span.
+    """
+    ray, hardware = config.launcher, config.hardware
+    assert isinstance(ray, RayConfig) and hardware.gpus_per_node is not None
+    if hardware.num_nodes > 1:
+        raise RequestError(
+            f"launcher=ray with hardware.num_nodes={hardware.num_nodes}: a Ray job of this version runs on one node; "
+            "try launcher=slurm, or hardware.num_nodes=1",
+            problem_id="ray-several-nodes",
+        )
+    resources = ["--entrypoint-num-cpus", str(ray.cpus_per_worker * hardware.gpus_per_node)]
+    if hardware.generation is not Generation.cpu:
+        resources += ["--entrypoint-num-gpus", str(hardware.gpus_per_node)]
+    address = [] if ray.address == "auto" else ["--address", ray.address]
+    return ["ray", "job", "submit", *address, *resources, "--", *local_command(config, folder, python)]

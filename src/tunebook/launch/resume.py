@@ -1,16 +1,23 @@
-"""Which run folder a run goes on in: `training.resume=auto` takes up an unfinished run of the same configuration."""
+"""Which run folder a run goes on in: `training.resume=auto` takes up an unfinished run of the same configuration.
+
+A run can be gone on with when it stopped, failed or was killed after a checkpoint, or after the training itself: then
+only its evaluation is left to do.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from tunebook.config.schema import RunConfig
-from tunebook.errors import DataError
+from tunebook.errors import DataError, RequestError
+from tunebook.launch.lock import LOCK_FILE, is_worked_in
+from tunebook.plan.batch import world_size
 from tunebook.record.config_hash import config_hash
-from tunebook.record.manifest import RunState, read_manifest
-from tunebook.record.run_folder import find_runs
+from tunebook.record.manifest import MANIFEST_FILE, RunState, read_manifest
+from tunebook.record.run_folder import find_runs, is_run, read_outcomes
 
-# A run that says `running` may be just that, on another machine; one that was invalid would end the same way again.
+# One that was invalid would end the same way again.
 _UNFINISHED = (RunState.stopped.name, RunState.failed.name)
 
 
@@ -36,9 +43,53 @@ def unfinished_run(config: RunConfig) -> Path | None:
         if manifest["config_sha256"] != wanted:
             continue
         # The newest of the same configuration decides: after it has finished there is nothing to go on with.
-        is_unfinished = manifest["status"]["state"] in _UNFINISHED
-        return folder if is_unfinished and newest_checkpoint(folder) is not None else None
+        return folder if _is_unfinished(folder, manifest) and _has_progress(folder, config) else None
     return None
+
+
+def check_run_folder(config: RunConfig, folder: Path) -> None:
+    """Whether a run can start, or go on, in a folder that the user named. Raises: RequestError when it cannot."""
+    if not folder.exists() or (folder.is_dir() and all(path.name == LOCK_FILE for path in folder.iterdir())):
+        return
+    if reason := _why_taken(config, folder):
+        raise RequestError(
+            f"--run-folder {folder}: {reason}; name a folder that is new or empty", problem_id="run-folder-taken"
+        )
+
+
+def _why_taken(config: RunConfig, folder: Path) -> str | None:
+    if not folder.is_dir():
+        return "this is a file"
+    if not is_run(folder):
+        return "it holds other files and no run"
+    if not (folder / MANIFEST_FILE).is_file():
+        return None  # ended while it was set up
+    manifest = read_manifest(folder)
+    state = manifest["status"]["state"]
+    if config.training.resume == "never":
+        return f"it holds a run ({state}), and training.resume=never says not to go on with one"
+    if manifest["config_sha256"] != config_hash(config):
+        return f"it holds a run ({state}) of another configuration, which is in {folder / 'run.yaml'}"
+    if state == RunState.finished.name:
+        return "its run has finished (evaluate it again with: tunebook eval)"
+    if state == RunState.invalid.name:
+        return "its run ended with a loss that is not finite, and would again"
+    return None if _is_unfinished(folder, manifest) else "a run is at work in it"
+
+
+def _is_unfinished(folder: Path, manifest: dict[str, Any]) -> bool:
+    """Whether a run ended early. One that says `running` is, unless it was killed; or it runs on another machine."""
+    state = manifest["status"]["state"]
+    return state in _UNFINISHED or (state == RunState.running.name and not is_worked_in(folder))
+
+
+def _has_progress(folder: Path, config: RunConfig) -> bool:
+    return newest_checkpoint(folder) is not None or is_trained(folder, config)
+
+
+def is_trained(folder: Path, config: RunConfig) -> bool:
+    """Whether every rank has trained to the end, so that no more than the evaluation is left to do."""
+    return (folder / "model").is_dir() and read_outcomes(folder, world_size(config)).exit_code == 0
 
 
 def checkpoint_to_load(config: RunConfig, folder: Path) -> Path | None:

@@ -40,16 +40,17 @@ def batch_lines(plan: BatchPlan) -> list[str]:
     asked = f"{plan.global_samples} documents" if plan.global_samples else f"at most {plan.global_tokens} tokens"
     title = "Batch (estimated: the data is not prepared yet)" if plan.is_estimate else "Batch"
     lines = [title, f"  one optimizer step: {asked}"]
-    rows = "packed rows" if plan.is_packed else "padded rows"
+    kind = "packed" if plan.is_packed else "padded"
+    ranks = f"{plan.world_size} GPUs or ranks" if plan.world_size > 1 else "1 GPU or rank"
     if plan.rows_per_step is not None:
         lines.append(
-            f"  {plan.rows_per_step} {rows} of up to {plan.row_length} tokens = {plan.world_size} GPUs or ranks x "
-            f"{plan.accumulation} accumulated x {plan.micro_batch_size} per pass"
+            f"  {plan.rows_per_step} {kind} row{'s' if plan.rows_per_step != 1 else ''} of up to {plan.row_length} "
+            f"tokens = {ranks} x {plan.accumulation} accumulated x {plan.micro_batch_size} per pass"
         )
     else:
         lines.append(
-            f"  {rows} of up to {plan.row_length} tokens on {plan.world_size} GPUs or ranks, {plan.micro_batch_size} "
-            "per pass; how many are accumulated is worked out from the prepared documents' lengths"
+            f"  {kind} rows of up to {plan.row_length} tokens on {ranks}, {plan.micro_batch_size} per pass; how many "
+            "are accumulated is worked out from the prepared documents' lengths"
         )
     if plan.documents_per_step and plan.tokens_per_step:
         lines.append(f"  {plan.documents_per_step:,.1f} documents and {plan.tokens_per_step:,.0f} tokens a step")
@@ -65,13 +66,13 @@ def show_command(command: list[str], console: Console) -> None:
     console.print(Text(f"launch: {shlex.join(command)}"), soft_wrap=True)
 
 
-def show_end(outcome: Outcome, folder: Path, report: Path, console: Console) -> None:
+def show_end(outcome: Outcome, folder: Path, report: Path | None, console: Console) -> None:
     """How the run ended and where to look."""
     if outcome.exit_code == 0:
         console.print(Text("finished", style="green"))
     else:
         console.print(Text(outcome.reason, style="red"), soft_wrap=True)
-    console.print(Text(f"run folder: {folder}\nreport: {report}"), soft_wrap=True)
+    console.print(Text(f"run folder: {folder}" + (f"\nreport: {report}" if report else "")), soft_wrap=True)
 
 
 @contextmanager

@@ -1,9 +1,15 @@
-"""What to say when the hub cannot give what was asked for."""
+"""What a hub model needs before its weights are loaded, and what to say when the hub cannot give it."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from tunebook.config.schema import ModelConfig
 from tunebook.errors import RequestError
 
+WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+
+_TIMEOUT_S = 10.0
 _OUT_OF_REACH = (
     "couldn't connect",
     "couldn't reach",
@@ -31,15 +37,49 @@ def is_out_of_reach(error: BaseException) -> bool:
     return False
 
 
-def hub_problem(error: BaseException, kind: str, name: str) -> RequestError:
-    """The error to raise when a `kind` (model, tokenizer, dataset) called `name` could not be loaded."""
+def fetch_config(model: ModelConfig) -> Path:
+    """The folder with a hub model's config.json, fetched or from the cache.
+
+    Not left to transformers, which tries for half a minute where there is no network. Raises: RequestError.
+    """
+    from huggingface_hub import snapshot_download
+
+    assert model.name is not None
+    patterns = ["config.json", "*.py"] if model.trust_remote_code else ["config.json"]
+    try:
+        folder = Path(snapshot_download(model.name, revision=model.revision, allow_patterns=patterns))
+    except (OSError, ValueError) as error:  # the hub's own errors are kinds of these
+        raise hub_problem(error, "model", model.name) from error
+    if not (folder / "config.json").is_file():
+        raise hub_problem(FileNotFoundError("it has no config.json"), "model", model.name)
+    return folder
+
+
+def check_hub_model(model: ModelConfig) -> None:
+    """Refuse a hub model whose weights are neither in the cache nor within reach. Raises: RequestError."""
+    from huggingface_hub import HfApi
+
+    folder = fetch_config(model)
+    if any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
+        return
+    assert model.name is not None
+    try:
+        HfApi().model_info(model.name, revision=model.revision, timeout=_TIMEOUT_S)
+    except Exception as error:  # the hub's errors, and those of the HTTP library below it
+        raise hub_problem(error, "model", model.name) from error
+
+
+def hub_problem(error: BaseException, kind: str, name: str, *, key: str = "model.name=null model.path") -> RequestError:
+    """The error to raise when a `kind` (model, tokenizer) called `name` could not be loaded.
+
+    `key` is what names a folder instead.
+    """
     if is_out_of_reach(error):
-        repository_type = " --repo-type dataset" if kind == "dataset" else ""
-        key = "dataset.path" if kind == "dataset" else "model.path"
         return RequestError(
             f"the hub is out of reach and the {kind} '{name}' is not in its cache. Work offline: on a machine with "
-            f"network run `hf download {name}{repository_type} --local-dir DIR`, copy DIR here and name it with "
-            f"{key}=DIR, or copy that machine's cache and point HF_HUB_CACHE at it",
+            f"network run `hf download {name} --local-dir DIR`, copy DIR here and name it with "
+            f"{key}=DIR, or copy that machine's cache, point HF_HUB_CACHE at it and set "
+            "HF_HUB_OFFLINE=1",
             problem_id="hub-out-of-reach",
         )
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

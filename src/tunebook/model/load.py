@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tunebook.config.base_model import model_folder_problem
 from tunebook.config.book import resolve_path
 from tunebook.config.choices import MasterWeights, PeftMethod, Weights
 from tunebook.config.schema import ModelConfig, ModelFacts, RunConfig
 from tunebook.errors import RequestError
-from tunebook.model.hub import hub_problem
+from tunebook.model.hub import WEIGHT_FILES, check_hub_model, fetch_config, hub_problem
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
-
-_WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
 # Our name of a planned number -> where transformers keeps it in an architecture's config.
 _CONFIG_KEYS = {
@@ -38,21 +37,18 @@ def model_location(model: ModelConfig) -> str:
     return model.name
 
 
-def check_model_folder(model: ModelConfig) -> None:
-    """Refuse a model folder that cannot be loaded. Raises: RequestError with what is missing and what to type."""
+def check_model(model: ModelConfig) -> None:
+    """Refuse a model that cannot be loaded. Raises: RequestError with what is missing and what to type."""
     if model.path is None:
+        if model.weights is Weights.pretrained:
+            check_hub_model(model)
         return
+    if problem := model_folder_problem(model):
+        raise RequestError(f"model.path={model.path}: {problem}", problem_id="model-folder")
     folder = resolve_path(model.path)
-    if not (folder / "config.json").is_file():
-        there = "is no folder" if not folder.is_dir() else "has no config.json"
+    if model.weights is Weights.pretrained and not any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
         raise RequestError(
-            f"model.path={model.path}: {folder} {there}; name a folder in Hugging Face's layout (config.json, "
-            "tokenizer.json, *.safetensors)",
-            problem_id="model-folder",
-        )
-    if model.weights is Weights.pretrained and not any(any(folder.glob(pattern)) for pattern in _WEIGHT_FILES):
-        raise RequestError(
-            f"model.path={model.path}: {folder} has no weights ({' or '.join(_WEIGHT_FILES)}); "
+            f"model.path={model.path}: {folder} has no weights ({' or '.join(WEIGHT_FILES)}); "
             "add them, or train from scratch with model.weights=random",
             problem_id="model-without-weights",
         )
@@ -62,15 +58,22 @@ def load_architecture(model: ModelConfig) -> PretrainedConfig:
     """The architecture's config, compared with the facts that were planned with."""
     from transformers import AutoConfig
 
-    check_model_folder(model)
+    if model.path is not None:
+        check_model(model)
+        folder = resolve_path(model.path)
+    else:
+        try:
+            folder = fetch_config(model)
+        except RequestError:
+            # Planned facts are enough for an architecture without weights: no hub needed.
+            if model.weights is Weights.random and model.facts is not None:
+                return architecture_from_facts(model.facts)
+            raise
     try:
         architecture: PretrainedConfig = AutoConfig.from_pretrained(
-            model_location(model), revision=model.revision, trust_remote_code=model.trust_remote_code
+            str(folder), trust_remote_code=model.trust_remote_code
         )
     except (OSError, ValueError) as error:
-        # Planned facts are enough for an architecture without weights: no hub needed.
-        if model.weights is Weights.random and model.facts is not None and model.path is None:
-            return architecture_from_facts(model.facts)
         raise hub_problem(error, "model", model_location(model)) from error
     if model.facts is not None:
         _compare(architecture, model.facts)

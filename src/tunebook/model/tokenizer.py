@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tunebook.config.choices import PackingMode
+from tunebook.config.override_text import typed
 from tunebook.config.schema import ModelConfig, RunConfig
 from tunebook.errors import RequestError, did_you_mean
 from tunebook.model.tokenizer_files import read_chat_template, tokenizer_folder
@@ -64,6 +65,12 @@ def load_tokenizer(model: ModelConfig, *, is_padded: bool = True) -> PreTrainedT
     if is_padded:
         _check_padding(tokenizer, vocabulary, folder)
     return tokenizer
+
+
+def has_padding_token(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a loaded tokenizer has a padding token that the model knows."""
+    vocabulary = _Vocabulary(tokenizer, Path(tokenizer.name_or_path))
+    return tokenizer.pad_token is not None and tokenizer.pad_token in vocabulary.tokens
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -173,5 +180,4 @@ def _check_padding(tokenizer: PreTrainedTokenizerBase, vocabulary: _Vocabulary, 
 
 
 def _suggestion(key: str, candidates: list[str], otherwise: str) -> str:
-    shown = [f"'{key}=\"{token}\"'" for token in candidates[:_NUM_SUGGESTIONS]]
-    return " or ".join(shown) if shown else f"'{key}=\"{otherwise}\"'"
+    return " or ".join(typed(key, token) for token in candidates[:_NUM_SUGGESTIONS] or [otherwise])

@@ -46,7 +46,12 @@ def tokenizer_folder(model: ModelConfig) -> Path:
                 + (", or a name on the hub as organisation/name" if model.tokenizer else ""),
                 problem_id="tokenizer-not-found",
             )
-        return _with_vocabulary(_fetch(text, None, trust_remote_code=model.trust_remote_code), key)
+        try:
+            fetched = _fetch(text, None, key=key, trust_remote_code=model.trust_remote_code)
+        except RequestError as error:
+            message = f"{key}={text}: there is no folder {folder}, and {error.message}"
+            raise RequestError(message, problem_id=error.problem_id) from error
+        return _with_vocabulary(fetched, key)
     if model.name is None:
         raise RequestError(
             "neither model.name nor model.path is set, so there is no tokenizer; set model.name=organisation/name "
@@ -129,7 +134,9 @@ def _tokenizer_class(folder: Path) -> list[str | None]:
     return [config.get("model_type"), config.get("tokenizer_class")]
 
 
-def _fetch(name: str, revision: str | None, *, trust_remote_code: bool) -> Path:
+def _fetch(
+    name: str, revision: str | None, *, trust_remote_code: bool, key: str = "model.name=null model.path"
+) -> Path:
     """The tokenizer's files from the hub, or from its cache where the hub is out of reach."""
     from huggingface_hub import snapshot_download
 
@@ -137,4 +144,4 @@ def _fetch(name: str, revision: str | None, *, trust_remote_code: bool) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (OSError, ValueError) as error:  # the hub's own errors are kinds of these
-        raise hub_problem(error, "tokenizer", name) from error
+        raise hub_problem(error, "tokenizer", name, key=key) from error

@@ -37,14 +37,3 @@ def fsdp_settings(config: RunConfig) -> dict[str, Any]:
     elif fsdp.wrap_classes:
         settings["transformer_layer_cls_to_wrap"] = list(fsdp.wrap_classes)
     return settings
-
-
-def hsdp_mesh(config: RunConfig) -> tuple[int, int] | None:
-    """(replicas, GPUs that share one whole model) of an hsdp run; None for the other strategies."""
-    fsdp = config.parallelism
-    if not isinstance(fsdp, FsdpConfig) or fsdp.strategy is not Strategy.hsdp:
-        return None
-    assert config.hardware.gpus_per_node is not None
-    world_size = config.hardware.num_nodes * config.hardware.gpus_per_node
-    shard = fsdp.shard_group_size or config.hardware.gpus_per_node
-    return world_size // shard, shard

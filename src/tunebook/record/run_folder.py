@@ -10,8 +10,9 @@ import os
 import re
 import secrets
 import shutil
+import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -35,14 +36,25 @@ def create_run_folder(outputs: Path, recipe: str, now: datetime | None = None) -
     outputs = outputs.expanduser().absolute()
     _check_writable(outputs)
     recipe_folder = outputs / recipe
-    time = (now or datetime.now(UTC)).strftime("%Y-%m-%dT%H-%M-%SZ")
+    name = (now or datetime.now(UTC)).strftime("%Y-%m-%dT%H-%M-%SZ")
     try:
         check_free_space(outputs, MINIMUM_FREE_GIB)
         recipe_folder.mkdir(parents=True, exist_ok=True)
-        folder = _make_unique(recipe_folder, time)
+        folder = _make_unique(recipe_folder, name)
     except OSError as error:
         raise _cannot_write(outputs, error) from error
     _point_latest_at(folder)
+    return folder
+
+
+def make_run_folder(folder: Path) -> Path:
+    """Make a run folder that the user named, or find it there. Raises: as `create_run_folder`."""
+    _check_writable(folder)
+    try:
+        check_free_space(folder, MINIMUM_FREE_GIB)
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _cannot_write(folder, error) from error
     return folder
 
 
@@ -105,6 +117,7 @@ class Outcome:
     reason: str
     step: int | None  # the last finished optimizer step
     last_checkpoint: str | None  # the last good one, relative to the run folder where it lies in it
+    time: float | None = None  # seconds since 1970; the rank that fails first says why, the others that it is gone
 
 
 def write_outcome(
@@ -115,14 +128,28 @@ def write_outcome(
     if last_checkpoint is not None:
         inside = last_checkpoint.is_relative_to(folder)
         checkpoint = str(last_checkpoint.relative_to(folder) if inside else last_checkpoint)
-    outcome = Outcome(rank=rank, exit_code=exit_code, reason=reason, step=step, last_checkpoint=checkpoint)
+    outcome = Outcome(
+        rank=rank, exit_code=exit_code, reason=reason, step=step, last_checkpoint=checkpoint, time=time.time()
+    )
     atomic_write_json(_outcome_file(folder, rank), asdict(outcome))
 
 
 def read_outcomes(folder: Path, world_size: int) -> Outcome:
-    """How the run ended: the outcome of the rank whose exit code says the most. A rank that left none counts as 1."""
+    """How the run ended: the outcome of the rank whose exit code says the most, of those the first in time.
+
+    A rank that left none counts as 1; it is named beside the others', which can only say that they lost it.
+    """
     outcomes = [_read_outcome(folder, rank) for rank in range(world_size)]
-    return min(outcomes, key=lambda outcome: (_MOST_TELLING.index(outcome.exit_code), outcome.rank))
+    told = min(outcomes, key=lambda o: (_MOST_TELLING.index(o.exit_code), o.time is None, o.time or 0, o.rank))
+    silent = [outcome for outcome in outcomes if outcome.time is None]
+    if told.exit_code != 1 or told.time is None or not silent:
+        return told
+    return replace(told, reason=f"{silent[0].reason}. Rank {told.rank} says: {told.reason}")
+
+
+def has_outcome(folder: Path) -> bool:
+    """Whether any rank has said how it ended."""
+    return any(folder.glob("outcome-*.json"))
 
 
 def clear_outcomes(folder: Path) -> None:
@@ -145,14 +172,14 @@ def _unknown_run(text: str, outputs: Path) -> str:
 
 
 def _age(run: Path) -> tuple[str, int]:
-    time, _, number = run.name.partition("Z")
-    return time, int(number[1:] or 0) if number else 0
+    second, _, number = run.name.partition("Z")
+    return second, int(number[1:] or 0) if number else 0
 
 
-def _make_unique(recipe_folder: Path, time: str) -> Path:
+def _make_unique(recipe_folder: Path, name: str) -> Path:
     number = 1
     while True:
-        folder = recipe_folder / (time if number == 1 else f"{time}-{number:03d}")
+        folder = recipe_folder / (name if number == 1 else f"{name}-{number:03d}")
         # mkdir is atomic on local and network file systems alike: of two processes exactly one gets the name.
         with suppress(FileExistsError):
             folder.mkdir()
@@ -203,7 +230,7 @@ def _outcome_file(folder: Path, rank: int) -> Path:
 def _read_outcome(folder: Path, rank: int) -> Outcome:
     file = _outcome_file(folder, rank)
     if not file.is_file():
-        reason = f"rank {rank} ended without a word: it was killed, or crashed before it could write {file.name}"
+        reason = f"rank {rank} ended without a word: it was killed (out of memory?), or crashed before it could speak"
         return Outcome(rank=rank, exit_code=1, reason=reason, step=None, last_checkpoint=None)
     outcome = Outcome(**read_json(file))
     if outcome.exit_code not in _MOST_TELLING:  # a signal's number, or a library's own code

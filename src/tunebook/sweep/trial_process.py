@@ -2,7 +2,7 @@
 
 The child gets a process group of its own, so that Ctrl-C does not reach it twice: it is asked to stop once, from here,
 and can save and end cleanly. It is asked by SIGTERM, because a child of a sweep in the background inherits that SIGINT
-is ignored. A second Ctrl-C kills it and all it started.
+is ignored. A second Ctrl-C stops it without saving, a third kills it.
 """
 
 from __future__ import annotations
@@ -70,11 +70,14 @@ def read_trial_end(end_file: Path) -> TrialEnd | None:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ask the trial to save and stop; when asked again, end it and everything it started."""
-    try:
-        process.terminate()
-        process.wait()
-    except KeyboardInterrupt:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    """Hand each request to stop on to the trial: save and stop, then stop at once; after that, end it by force."""
+    for _ in range(2):
+        try:
+            process.terminate()
+            process.wait()
+            return
+        except KeyboardInterrupt:
+            continue
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # what it started is asked to stop by the kernel
+    process.wait()

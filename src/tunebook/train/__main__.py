@@ -1,9 +1,31 @@
 """`python -m tunebook.train RUN_FOLDER`: the program that the launcher starts once per rank."""
 
+import os
+import signal
 import sys
 from pathlib import Path
 
-from tunebook.train.run import run_rank
+from tunebook.errors import InvalidTrainingError, StoppedError
+from tunebook.train.death import ask_to_stop_when_parent_dies
+from tunebook.train.signals import StopRequest
+
+# Endings that the ranks take together, each by itself. torchrun need not hear of them: it would call them a failure,
+# print a traceback of its own and kill the ranks that are a moment behind.
+_AGREED = (StoppedError.exit_code, InvalidTrainingError.exit_code)
+
+
+def main() -> int:
+    """Run this rank; the exit code is for torchrun, the launcher reads the ranks' outcome files."""
+    ask_to_stop_when_parent_dies()
+    request = StopRequest()
+    with request.listening():
+        from tunebook.train.run import run_rank  # takes seconds, in which a request to stop must not be lost
+
+        code = run_rank(Path(sys.argv[1]), request)
+    for number in StopRequest.signals:
+        signal.signal(number, signal.SIG_IGN)  # there is nothing left to stop, and the end is written down
+    return 0 if code in _AGREED and "TORCHELASTIC_RUN_ID" in os.environ else code
+
 
 if __name__ == "__main__":
-    sys.exit(run_rank(Path(sys.argv[1])))
+    sys.exit(main())

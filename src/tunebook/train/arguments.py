@@ -51,7 +51,8 @@ def trainer_arguments(config: RunConfig, plan: BatchPlan, folder: Path, *, has_v
         "logging_steps": config.training.log_every_steps,
         "logging_nan_inf_filter": False,  # the default hides a loss that is not finite
     }
-    arguments |= _optimizer(config) | learning_rate_schedule(config.schedule, plan.total_steps)
+    arguments |= _optimizer(config)
+    arguments |= learning_rate_schedule(config.schedule, config.optimizer.learning_rate, plan.total_steps)
     arguments |= _numbers(config) | _saving(config, has_validation) | _parallelism(config)
     return arguments
 
@@ -76,16 +77,21 @@ def _optimizer(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def learning_rate_schedule(schedule: ScheduleConfig, total_steps: int) -> dict[str, Any]:
-    """The schedule's arguments; a warm-up given as a share is rounded up to whole optimizer steps."""
+def learning_rate_schedule(schedule: ScheduleConfig, learning_rate: float, total_steps: int) -> dict[str, Any]:
+    """The schedule's arguments; a warm-up given as a share is rounded up to whole optimizer steps.
+
+    A floor is always handed over as a share: given as a learning rate, transformers asks the optimizer for its own
+    default, which DeepSpeed's does not have.
+    """
     warmup = schedule.warmup_steps or 0
     if schedule.warmup_share is not None:
         warmup = math.ceil(schedule.warmup_share * total_steps)
     arguments: dict[str, Any] = {"lr_scheduler_type": schedule.name.value, "warmup_steps": warmup}
     if schedule.name is ScheduleName.cosine_with_min_lr:
         share = schedule.min_learning_rate_share
-        floor = {"min_lr": schedule.min_learning_rate or 0.0} if share is None else {"min_lr_rate": share}
-        arguments["lr_scheduler_kwargs"] = floor
+        if share is None:
+            share = (schedule.min_learning_rate or 0.0) / learning_rate
+        arguments["lr_scheduler_kwargs"] = {"min_lr_rate": share}
     return arguments
 
 

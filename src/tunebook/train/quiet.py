@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_LIBRARIES = ("transformers", "trl", "accelerate", "datasets", "peft", "deepspeed", "DeepSpeed", "torch.distributed")
+_LIBRARIES = ("transformers", "trl", "accelerate", "datasets", "peft", "deepspeed", "DeepSpeed")
 
 
 @contextmanager

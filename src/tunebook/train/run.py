@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import traceback
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,12 +20,12 @@ from rich.console import Console
 from transformers import EarlyStoppingCallback, PrinterCallback
 from trl import SFTConfig
 
-from tunebook.config.choices import Generation, PackingMode, Switch
+from tunebook.config.choices import Generation, PackingMode, Switch, Weights
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import RunConfig
 from tunebook.data.prepared import Prepared, PreparedPart, load_prepared
 from tunebook.data.sampler import RankBatches, Schedule, StepSize
-from tunebook.errors import InvalidTrainingError, StoppedError, TunebookError
+from tunebook.errors import DoesNotFitError, InvalidTrainingError, StoppedError, TunebookError
 from tunebook.hardware.peaks import peak_of
 from tunebook.launch.files import PREPARED_FILE
 from tunebook.launch.resume import checkpoint_to_load, newest_checkpoint
@@ -33,14 +34,9 @@ from tunebook.model.load import load_model
 from tunebook.model.token_ids import trainer_tokenizer
 from tunebook.model.tokenizer import stop_token_ids
 from tunebook.plan.batch import BatchPlan, row_length, schedule_of, solve_batch
+from tunebook.record.disk import disk_full, is_disk_full
 from tunebook.record.manifest import MANIFEST_FILE, update_manifest
-from tunebook.record.metrics import (
-    METRICS_FILE,
-    MetricsWriter,
-    attended_length_tokens,
-    flops_per_token,
-    read_metrics,
-)
+from tunebook.record.metrics import MetricsWriter, attended_length_tokens, flops_per_token, read_metrics
 from tunebook.record.run_folder import write_outcome
 from tunebook.train.arguments import tracker_environment, trainer_arguments
 from tunebook.train.callbacks import FiniteLoss, Records, StopOnRequest
@@ -50,21 +46,26 @@ from tunebook.train.signals import StopRequest
 from tunebook.train.trainer import RecipeTrainer
 
 
-def run_rank(folder: Path) -> int:
-    """Train in this process and write how it ended. Returns the exit code."""
-    rank = int(os.environ.get("RANK", "0"))
-    request = StopRequest()
+def run_rank(folder: Path, request: StopRequest) -> int:
+    """Train in this process and write how it ended. `request` is listening already. Returns the exit code."""
+    exit_code, reason = 0, "finished"
     try:
-        with request.listening(), quiet_libraries(folder / "log.txt"):
+        with quiet_libraries(folder / "log.txt"):
             train(folder, request)
     except TunebookError as error:
-        return _ended(folder, rank, error.exit_code, error.message)
+        exit_code, reason = error.exit_code, error.message
     except KeyboardInterrupt:
-        return _ended(folder, rank, StoppedError.exit_code, "interrupted twice: stopped without saving")
+        exit_code, reason = StoppedError.exit_code, "interrupted twice: stopped without saving"
     except BaseException as error:
-        traceback.print_exc()
-        return _ended(folder, rank, 1, f"{type(error).__name__}: {error}")
-    return _ended(folder, rank, 0, "finished")
+        if is_disk_full(error):
+            exit_code, reason = DoesNotFitError.exit_code, f"{disk_full(folder).message}. {_last_good(folder)}"
+        else:
+            traceback.print_exc()
+            exit_code, reason = 1, f"{type(error).__name__}: {error}"
+    _write_ending(folder, exit_code, reason)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    return exit_code
 
 
 def train(folder: Path, request: StopRequest) -> None:
@@ -83,15 +84,18 @@ def train(folder: Path, request: StopRequest) -> None:
         trainer.add_callback(_records(config, trainer, writer))
         trainer.add_callback(FiniteLoss())  # after the records, so that the bad step is among them
         if writer is not None and (folder / MANIFEST_FILE).exists():
-            update_manifest(folder, {"hardware": {"nccl": nccl_version()}})
+            update_manifest(folder, {"hardware": {"nccl": nccl_version()}} | _loaded_revision(trainer))
         _run_to_its_end(trainer, checkpoint_to_load(config, folder), folder)
+        if prepared.validation is not None and not config.training.evaluate_every_steps and not stopping.is_stopping:
+            trainer.evaluate()
+    trainer.accelerator.wait_for_everyone()  # rank 0 may still be saving, and must not be killed for it
     if stopping.is_stopping:
         raise StoppedError(
             f"stopped by {request.name or 'another rank'} after step {trainer.state.global_step}, saved in "
             f"{newest_checkpoint(folder)}; the same command goes on from there",
             problem_id="stopped",
         )
-    trainer.save_model(str(folder / "model"))
+    trainer.save_final_model(folder / "model")
 
 
 def _run_to_its_end(trainer: RecipeTrainer, resumed: Path | None, folder: Path) -> None:
@@ -99,11 +103,12 @@ def _run_to_its_end(trainer: RecipeTrainer, resumed: Path | None, folder: Path) 
         trainer.train(resume_from_checkpoint=str(resumed) if resumed else None)
         trainer.require_finite_loss()
     except InvalidTrainingError as error:
-        kept = newest_checkpoint(folder)
-        raise InvalidTrainingError(
-            f"{error.message}. The last good checkpoint is {kept or 'none: nothing was saved before'}",
-            problem_id=error.problem_id,
-        ) from error
+        raise InvalidTrainingError(f"{error.message}. {_last_good(folder)}", problem_id=error.problem_id) from error
+
+
+def _last_good(folder: Path) -> str:
+    kept = newest_checkpoint(folder)
+    return f"The last good checkpoint is {kept}" if kept else "There is no good checkpoint: nothing was saved before"
 
 
 def _build_trainer(
@@ -112,10 +117,12 @@ def _build_trainer(
     assert plan.total_steps is not None
     validation = prepared.validation
     os.environ.update(tracker_environment(config, folder))
+    # Random weights are drawn before the arguments announce ZeRO-3: under its zero.Init the same seed gives others.
+    model = load_model(config) if config.model.weights is Weights.random else None
     arguments = SFTConfig(**trainer_arguments(config, plan, folder, has_validation=validation is not None))
     rank, ranks = arguments.process_index, arguments.world_size
     tokenizer = trainer_tokenizer(config)
-    model = load_model(config)
+    model = model or load_model(config)
     _agree_on_tokens(model, tokenizer)
     batches = RankBatches(
         schedule, num_steps=plan.total_steps, micro_batch_size=plan.micro_batch_size, rank=rank, world_size=ranks
@@ -135,6 +142,13 @@ def _build_trainer(
     )
     trainer.remove_callback(PrinterCallback)  # the base class adds it in place of its progress bar
     return trainer
+
+
+def _loaded_revision(trainer: RecipeTrainer) -> dict[str, Any]:
+    """The commit that the hub answered with, for the manifest; nothing for a folder."""
+    model: Any = trainer.model
+    commit = getattr(model.config, "_commit_hash", None)
+    return {"model": {"revision": commit}} if commit else {}
 
 
 def _agree_on_tokens(model: Any, tokenizer: Any) -> None:
@@ -190,16 +204,17 @@ def nccl_version() -> str | None:
     return ".".join(map(str, version))
 
 
-def _ended(folder: Path, rank: int, exit_code: int, reason: str) -> int:
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-    steps = [line["step"] for line in read_metrics(folder)] if (folder / METRICS_FILE).exists() else []
-    write_outcome(
-        folder,
-        rank=rank,
-        exit_code=exit_code,
-        reason=reason,
-        step=max(steps, default=None),
-        last_checkpoint=newest_checkpoint(folder),
-    )
-    return exit_code
+def _write_ending(folder: Path, exit_code: int, reason: str) -> None:
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        steps = [line["step"] for line in read_metrics(folder)]
+        write_outcome(
+            folder,
+            rank=rank,
+            exit_code=exit_code,
+            reason=reason,
+            step=max(steps, default=None),
+            last_checkpoint=newest_checkpoint(folder),
+        )
+    except OSError as error:  # a full disk, or a folder that was removed: the exit code still tells the launcher
+        print(f"rank {rank} cannot write down how it ended ({error}): {reason}", file=sys.stderr)

@@ -1,6 +1,7 @@
 """Ctrl-C, SIGTERM and Slurm's SIGUSR1: finish the step, save, end with exit code 6.
 
-The handler only notes the request: ranks are in the middle of collectives, so they agree at the end of a step.
+The handler only notes the request: ranks are in the middle of collectives, so they agree at the end of a step. Imports
+nothing heavy, so that a rank can listen while it still imports torch.
 """
 
 from __future__ import annotations

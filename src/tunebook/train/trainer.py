@@ -2,11 +2,13 @@
 
 Overridden (a test pins the signatures): `get_train_dataloader` (our sampler decides every step's documents),
 `evaluate` (validation loss weighted by tokens; upstream averages over batches of different size), `_save_checkpoint`
-(refuses to save weights after a loss that is not finite).
+(refuses to save weights after a loss that is not finite; removes what it could not finish).
 """
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from trl import SFTTrainer
 
 from tunebook.data.rows import DocumentRows
 from tunebook.data.sampler import RankBatches
+from tunebook.errors import TunebookError
 from tunebook.train.callbacks import loss_not_finite
 
 
@@ -83,4 +86,46 @@ class RecipeTrainer(SFTTrainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.require_finite_loss()
-        super()._save_checkpoint(model, trial)  # type: ignore[no-untyped-call]
+        try:
+            super()._save_checkpoint(model, trial)  # type: ignore[no-untyped-call]
+        except BaseException:
+            # Half a checkpoint is worth nothing, and where the disk is full its room is needed for the records.
+            if self.is_world_process_zero():
+                shutil.rmtree(
+                    Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}", ignore_errors=True
+                )
+            raise
+
+    def save_final_model(self, folder: Path) -> None:
+        """Write the trained model as one Hugging Face folder, gathered from all ranks: all of it, or nothing.
+
+        FSDP's checkpoints are sharded by default, and upstream then writes no whole model at the end without a word.
+        Raises: TunebookError when no weights have been written.
+        """
+        beside = folder.with_name(f".{folder.name}.unfinished")
+        if self.is_world_process_zero():
+            shutil.rmtree(beside, ignore_errors=True)
+        if self.is_fsdp_enabled:
+            self.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+        try:
+            self.save_model(str(beside))
+            if self.is_world_process_zero():
+                _require_weights(beside)
+        except BaseException:
+            if self.is_world_process_zero():
+                shutil.rmtree(beside, ignore_errors=True)
+            raise
+        self.accelerator.wait_for_everyone()
+        if self.is_world_process_zero():
+            shutil.rmtree(folder, ignore_errors=True)
+            beside.rename(folder)
+        self.accelerator.wait_for_everyone()
+
+
+def _require_weights(folder: Path) -> None:
+    if not any(folder.glob("*.safetensors")):
+        raise TunebookError(
+            f"the training is done, but no weights were written to {folder}; the newest folder in "
+            f"{folder.parent / 'checkpoints'} holds them, if checkpoints were asked for",
+            problem_id="model-not-written",
+        )

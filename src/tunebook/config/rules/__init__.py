@@ -7,6 +7,9 @@ case to `tests/config/test_rules.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 from tunebook.config.rules import attention, batch, numbers, optimizing, parallelism, precision, running, sources
 from tunebook.config.rules.environment import check_environment
 from tunebook.config.rules.frame import Rule
@@ -27,10 +30,12 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def check(config: RunConfig) -> list[Problem]:
+def check(config: RunConfig, place_of: Callable[[str], str | None] | None = None) -> list[Problem]:
     """Everything to say against a resolved configuration: what stops it (`is_error`), then what is only unwise.
 
-    Empty when it is sound.
+    `place_of` says which override or file set a key. Empty when the configuration is sound.
     """
     problems = [problem for rule in RULES for problem in rule.problems(config)]
+    if place_of is not None:
+        problems = [replace(problem, place=place_of(problem.key)) for problem in problems]
     return sorted(problems, key=lambda problem: not problem.is_error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tunebook.config.choices import Attention, PackingMode
+from tunebook.config.choices import Attention, Generation, PackingMode
 from tunebook.config.rules.frame import Finding, Level, Rule, rule, world_size
 from tunebook.config.schema import RunConfig
 
@@ -20,7 +20,11 @@ def batch_one_way(config: RunConfig) -> Finding | None:
     samples, tokens = config.training.global_samples, config.training.global_tokens
     if samples is not None and tokens is not None:
         message = f"global_samples={samples} and global_tokens={tokens} say the size of a step twice"
-        return Finding(key="training.global_samples", message=message, fix="training.global_tokens=null")
+        return Finding(
+            key="training.global_samples",
+            message=message,
+            fix="training.global_tokens=null or training.global_samples=null",
+        )
     if samples is None and tokens is None:
         message = "nothing says how large an optimizer step is"
         return Finding(key="training.global_samples", message=message, fix="training.global_samples=64")
@@ -64,8 +68,9 @@ def batch_not_divisible(config: RunConfig) -> Finding | None:
     below, above = rows // unit * unit * length, (rows // unit + 1) * unit * length
     nearest = f"{below} and {above} are the nearest that do" if below else f"{above} is the smallest that does"
     made = f"{asked} documents" if length == 1 else f"{asked} tokens make {rows} rows of {length}, which"
-    micro = f" x micro batch {training.micro_batch_size}" if training.micro_batch_size else ""
-    message = f"{made} do not divide by {world_size(config)} GPUs{micro} = {unit}; {nearest}"
+    ranks = "ranks" if config.hardware.generation is Generation.cpu else "GPUs"
+    micro = f" x micro batch {training.micro_batch_size} = {unit}" if training.micro_batch_size else ""
+    message = f"{made} do not divide by {world_size(config)} {ranks}{micro}; {nearest}"
     closer, other = (below, above) if below and asked - below <= above - asked else (above, below)
     fix = f"{key}={closer}" + (f" or {key}={other}" if other else "")
     return Finding(key=key, message=message, fix=fix)

@@ -11,6 +11,11 @@ from tunebook.config.rules.frame import Finding, Rule, rule
 from tunebook.config.schema import RunConfig
 
 
+def _text(number: float) -> str:
+    """A number as it is typed: whole ones with all their digits."""
+    return str(number) if isinstance(number, int) else f"{number:g}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Range:
     """What one number may be. The ends belong to the range unless `is_open_low` or `is_open_high` says otherwise."""
@@ -32,10 +37,10 @@ class Range:
 
     def text(self) -> str:
         """The range in words."""
-        low = f"{'above' if self.is_open_low else 'at least'} {self.low:g}"
+        low = f"{'above' if self.is_open_low else 'at least'} {_text(self.low)}"
         if math.isinf(self.high):
             return low
-        return f"{low} and {'below' if self.is_open_high else 'at most'} {self.high:g}"
+        return f"{low} and {'below' if self.is_open_high else 'at most'} {_text(self.high)}"
 
 
 def _positive(key: str, usual: str) -> Range:
@@ -136,7 +141,7 @@ def read_key(config: object, key: str) -> Any:
 def _outside(range_: Range, key: str, value: Any) -> Finding | None:
     if value is None or isinstance(value, str) or range_.holds(value):
         return None
-    return Finding(key=key, message=f"{value:g} must be {range_.text()}", fix=f"{key}={range_.usual}")
+    return Finding(key=key, message=f"{_text(value)} must be {range_.text()}", fix=f"{key}={range_.usual}")
 
 
 @rule(

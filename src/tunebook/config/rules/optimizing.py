@@ -131,7 +131,9 @@ def two_warm_ups(config: RunConfig) -> Finding | None:
     if steps is None or share is None:
         return None
     message = f"warmup_steps={steps} and warmup_share={share:g} say the warm-up twice"
-    return Finding(key="schedule.warmup_steps", message=message, fix="schedule.warmup_share=null")
+    return Finding(
+        key="schedule.warmup_steps", message=message, fix="schedule.warmup_share=null or schedule.warmup_steps=null"
+    )
 
 
 @rule(

@@ -22,6 +22,11 @@ def _has_validation(config: RunConfig) -> bool:
     return bool(data.validation_split or data.validation_path or data.validation_share > 0)
 
 
+def _text(value: object) -> str:
+    """A value as it is typed."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 @rule(
     "validation-missing",
     summary="Something depends on the validation loss, but no documents are held out.",
@@ -38,7 +43,7 @@ def validation_missing(config: RunConfig) -> Iterator[Finding]:
     for field in ("evaluate_every_steps", "load_best_at_end", "early_stopping_patience"):
         value = getattr(training, field)
         if value not in (None, False):
-            message = f"{value} needs documents to validate on, and none are held out"
+            message = f"{_text(value)} needs documents to validate on, and none are held out"
             yield Finding(key=f"training.{field}", message=message, fix=fix)
 
 
@@ -56,7 +61,7 @@ def best_needs_evaluations(config: RunConfig) -> Iterator[Finding]:
     for field in ("load_best_at_end", "early_stopping_patience"):
         value = getattr(training, field)
         if value not in (None, False):
-            message = f"{value} compares validation losses, and nothing says how often to validate"
+            message = f"{_text(value)} compares validation losses, and nothing says how often to validate"
             fix = f"training.evaluate_every_steps={training.save_every_steps or 100}"
             yield Finding(key=f"training.{field}", message=message, fix=fix)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tunebook.config.base_model import model_folder_problem
 from tunebook.config.book import is_in_book, resolve_path
-from tunebook.config.choices import Format, Source, TrainOn, Weights
+from tunebook.config.choices import Format, LauncherName, Source, TrainOn
 from tunebook.config.rules.frame import Finding, Level, Rule, rule
 from tunebook.config.schema import DatasetSource, RunConfig
 
@@ -21,9 +22,11 @@ def model_not_named(config: RunConfig) -> Finding | None:
     name, path = config.model.name, config.model.path
     if name and path:
         message = f"model.name={name} and model.path={path} name two models"
-        return Finding(key="model.name", message=message, fix="model.name=null")
+        return Finding(key="model.name", message=message, fix=f"model.name=null or model=hub model.name={name}")
     if not name and not path:
-        return Finding(key="model.name", message="no model is named", fix="model.path=FOLDER or model.name=ORG/NAME")
+        recipe = " or the name of a recipe as the first word, such as quickstart" if config.recipe is None else ""
+        fix = f"model.path=FOLDER or model.name=ORG/NAME{recipe}"
+        return Finding(key="model.name", message="no model is named", fix=fix)
     return None
 
 
@@ -44,23 +47,19 @@ def model_name_is_folder(config: RunConfig) -> Finding | None:
 
 
 @rule(
-    "random-weights-need-architecture",
-    summary="model.weights=random needs to know the architecture.",
-    why="Random weights are made from the layer sizes; they stand in the model group's facts or in a config.json.",
-    advice="Choose a model group that carries facts, or a model.path with a config.json in it.",
+    "model-folder",
+    summary="model.path names no folder with a model in it.",
+    why="A model is a folder with a config.json, which holds the sizes of its layers, and unless model.weights=random "
+    "its weights.",
+    advice="Correct the path, or download the model with `hf download ORG/NAME --local-dir FOLDER`.",
 )
-def random_weights_need_architecture(config: RunConfig) -> Finding | None:
-    """Random weights of a folder without config.json."""
+def model_folder(config: RunConfig) -> Finding | None:
+    """A folder that is not there, or has no config.json; other machines may have one that this one has not."""
     model = config.model
-    if model.weights is not Weights.random or model.facts is not None or model.path is None:
+    if not model.path or (config.launcher.name is not LauncherName.local and model.facts is not None):
         return None
-    if (resolve_path(model.path) / "config.json").is_file():
-        return None
-    return Finding(
-        key="model.weights",
-        message=f"there is no config.json in {resolve_path(model.path)} to make random weights from",
-        fix="model.weights=pretrained",
-    )
+    problem = model_folder_problem(model)
+    return Finding(key="model.path", message=problem, fix="model.path=FOLDER") if problem else None
 
 
 @rule(
@@ -249,7 +248,7 @@ def chat_template_not_found(config: RunConfig) -> Finding | None:
 RULES: tuple[Rule, ...] = (
     model_not_named,
     model_name_is_folder,
-    random_weights_need_architecture,
+    model_folder,
     length_beyond_model,
     dataset_source,
     dataset_field_ignored,

@@ -150,7 +150,9 @@ class _Plot:
         y_axis = value_axis(ys or [0.0, 1.0], chart.unit, chart.from_zero)
         left = 12 + _CHARACTER_WIDTH * max(map(len, y_axis.labels))
         x_axis = step_axis(xs, num_ticks=max(6, width // 100))
-        return _Plot(left=left, right=width - _RIGHT, top=_TOP, bottom=height - _BOTTOM, x_axis=x_axis, y_axis=y_axis)
+        # The last tick's label is centred under the right edge of the lines, and needs room beyond it.
+        beyond = max(_RIGHT, _CHARACTER_WIDTH * len(x_axis.labels[-1]) / 2)
+        return _Plot(left=left, right=width - beyond, top=_TOP, bottom=height - _BOTTOM, x_axis=x_axis, y_axis=y_axis)
 
     def x(self, value: float) -> float:
         return round(self.left + (self.right - self.left) * self.x_axis.share(value), 1)

@@ -1,0 +1,45 @@
+"""What this version plans, checks and prints, but does not start: refused before anything is prepared.
+
+Each of these would otherwise run as something else without a word (fp8 as bf16, hsdp as plain sharding), or not at all.
+"""
+
+from __future__ import annotations
+
+from tunebook.config.choices import Compute, LauncherName, Strategy
+from tunebook.config.schema import RunConfig
+from tunebook.errors import Problem, RulesError
+
+
+def refuse_plans_only(config: RunConfig) -> None:
+    """Raise RulesError naming everything of a resolved configuration that can only be planned yet."""
+    problems: list[Problem] = []
+    if config.launcher.name is not LauncherName.local:
+        problems.append(
+            Problem(
+                id="launcher-plans-only",
+                key="launcher",
+                message=f"launcher={config.launcher.name.name} is planned and its command printed (--dry-run); runs "
+                "are started on this machine only",
+                fix="launcher=local",
+            )
+        )
+    if config.parallelism.strategy is Strategy.hsdp:
+        problems.append(
+            Problem(
+                id="strategy-plans-only",
+                key="parallelism",
+                message="hsdp is planned, but not started yet: it would run as plain full sharding",
+                fix="parallelism=fsdp",
+            )
+        )
+    if config.precision.compute is Compute.fp8:
+        problems.append(
+            Problem(
+                id="fp8-plans-only",
+                key="precision",
+                message="fp8 is planned, but not started yet: it would run as bf16",
+                fix="precision=bf16",
+            )
+        )
+    if problems:
+        raise RulesError(problems)

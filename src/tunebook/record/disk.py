@@ -1,0 +1,36 @@
+"""Telling a full disk from other failures: the libraries that write weights each say it in their own way."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+from tunebook.errors import DoesNotFitError
+
+_CODES = (errno.ENOSPC, errno.EDQUOT)
+# safetensors passes on the system's words; torch's zip writer only says that it is not where it should be.
+_WORDS = (
+    "No space left on device",
+    "Disk quota exceeded",
+    "PytorchStreamWriter failed",
+    "enforce fail at inline_container",
+)
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether an error, or one that it came from, is a disk or a quota without room."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if (isinstance(seen, OSError) and seen.errno in _CODES) or any(words in str(seen) for words in _WORDS):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def disk_full(folder: Path) -> DoesNotFitError:
+    """The error for a disk that filled up while a run wrote to it."""
+    return DoesNotFitError(
+        f"the disk of {folder} is full; free some space, keep fewer checkpoints (training.keep_checkpoints=1), or "
+        "write elsewhere: outputs=/a/folder/on/another/disk",
+        problem_id="disk-full",
+    )

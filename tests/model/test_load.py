@@ -1,0 +1,132 @@
+"""Loading the model a run starts from: the seed's weights, a folder's weights, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tunebook.config.auto import resolve_auto
+from tunebook.config.choices import Weights
+from tunebook.config.compose import compose
+from tunebook.config.schema import ModelFacts, RunConfig
+from tunebook.errors import RequestError
+from tunebook.hardware.detect import Machine
+from tunebook.model.load import architecture_from_facts, check_model, load_architecture, load_model
+
+NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, project_root: Path) -> Path:
+    """The quickstart's architecture, much smaller, without weights."""
+    copy = tmp_path / "model"
+    shutil.copytree(project_root / "recipes" / "quickstart" / "model", copy)
+    config = json.loads((copy / "config.json").read_text()) | SIZES | {"num_key_value_heads": 1}
+    config.pop("layer_types", None)
+    (copy / "config.json").write_text(json.dumps(config))
+    return copy
+
+
+@pytest.fixture
+def config(folder: Path) -> RunConfig:
+    composed = compose("quickstart", [f"model.path={folder}"]).config
+    return resolve_auto(composed, NO_GPU).config
+
+
+@pytest.fixture
+def with_weights(config: RunConfig, folder: Path) -> RunConfig:
+    load_model(config).save_pretrained(folder)
+    config.model.weights = Weights.pretrained
+    return config
+
+
+def same(first: torch.nn.Module, second: torch.nn.Module) -> bool:
+    return all(
+        torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True)
+    )
+
+
+def test_random_weights_are_the_seeds(config: RunConfig) -> None:
+    first = load_model(config)
+    torch.rand(100)
+    assert same(first, load_model(config))
+    config.training.seed += 1
+    assert not same(first, load_model(config))
+
+
+def test_a_folders_weights_come_back(with_weights: RunConfig, folder: Path) -> None:
+    assert same(load_model(with_weights), load_model(with_weights))
+    stored = load_file(folder / "model.safetensors")
+    loaded = load_model(with_weights).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in stored.items())
+
+
+def test_a_folder_without_weights_is_refused(config: RunConfig) -> None:
+    config.model.weights = Weights.pretrained
+    with pytest.raises(RequestError, match=r"has no weights.*model.weights=random"):
+        load_model(config)
+
+
+def test_a_folder_without_a_config_is_refused(config: RunConfig, tmp_path: Path) -> None:
+    config.model.path = str(tmp_path)
+    with pytest.raises(RequestError, match=r"config.json"):
+        check_model(config.model)
+    config.model.path = str(tmp_path / "nix")
+    with pytest.raises(RequestError, match="nix"):
+        check_model(config.model)
+
+
+def test_weights_that_do_not_fill_the_model_are_refused(with_weights: RunConfig, folder: Path) -> None:
+    file = folder / "model.safetensors"
+    stored = load_file(file)
+    stored.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(stored, file, metadata={"format": "pt"})
+    with pytest.raises(RequestError, match=r"1 missing keys such as model.layers.1.mlp.up_proj.weight"):
+        load_model(with_weights)
+    stored["extra.weight"] = torch.zeros(2)
+    save_file(stored, file, metadata={"format": "pt"})
+    with pytest.raises(RequestError, match=r"1 unexpected keys such as extra\.weight"):
+        load_model(with_weights)
+
+
+def test_another_architecture_than_planned_is_refused(config: RunConfig) -> None:
+    assert config.model.facts is not None
+    config.model.facts.num_layers = 7
+    with pytest.raises(RequestError, match=r"num_layers=7 \(config.json: 2\)"):
+        load_architecture(config.model)
+
+
+def test_planned_facts_are_enough_for_random_weights_without_a_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = compose("qwen05b_single", ["model.weights=random"]).config
+    architecture = load_architecture(config.model)
+    assert (architecture.num_hidden_layers, architecture.vocab_size, architecture.model_type) == (24, 151936, "qwen2")
+
+
+def test_without_a_hub_pretrained_weights_say_how_to_work_offline() -> None:
+    config = compose("qwen05b_single", []).config
+    with pytest.raises(RequestError, match=r"hub is out of reach.*hf download Qwen/Qwen2.5-0.5B.*model.path=DIR"):
+        load_architecture(config.model)
+
+
+def test_an_unknown_architecture_is_named() -> None:
+    facts = ModelFacts(
+        architecture="NixForCausalLM",
+        num_parameters=1,
+        num_layers=1,
+        hidden_size=8,
+        intermediate_size=8,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        vocab_size=8,
+        max_position_embeddings=8,
+        tie_word_embeddings=True,
+        dtype="float32",
+    )
+    with pytest.raises(RequestError, match="NixForCausalLM is not known"):
+        architecture_from_facts(facts)

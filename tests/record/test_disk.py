@@ -1,0 +1,38 @@
+"""A full disk is told from other failures, whoever met it."""
+
+import errno
+
+import pytest
+
+from tunebook.record.disk import disk_full, is_disk_full
+
+
+def raised_from(cause):
+    try:
+        raise RuntimeError("saving failed") from cause
+    except RuntimeError as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        OSError(errno.EDQUOT, "Disk quota exceeded"),
+        RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),  # safetensors 0.8
+        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 645568 vs 645456"),  # torch 2.13
+        raised_from(OSError(errno.ENOSPC, "No space left on device")),
+    ],
+)
+def test_a_full_disk(error):
+    assert is_disk_full(error)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EACCES, "Permission denied"), ValueError("no"), raised_from(None)])
+def test_anything_else(error):
+    assert not is_disk_full(error)
+
+
+def test_the_error_says_what_to_do(tmp_path):
+    assert disk_full(tmp_path).exit_code == 3
+    assert "training.keep_checkpoints=1" in disk_full(tmp_path).message

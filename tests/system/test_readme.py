@@ -1,0 +1,129 @@
+"""Every command that the README quotes is run: a new one fails here until somebody says how."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+# Commands too long to run again as they stand, and what is run for them.
+INSTEAD = {
+    "make train": "run whole by test_quickstart.py",
+    "make test": "run whole by .ci/run, through make check",
+}
+# Those that work on the quickstart's newest run, which lies elsewhere in tests.
+ON_A_RUN = ("make eval", "make report")
+# Every other command, by how it begins, and what its output must say.
+EXPECTED = {
+    "make help": "make TARGET",
+    "make list": "llama2_70b_fsdp",
+    "make train RECIPE=qwen3b_zero2": "launch: ",
+    "make data RECIPE=quickstart": "15,000",
+    "make sweep RECIPE=quickstart": "4 trials",
+    "make explain ARGS=bf16-on-volta": "bf16 on a GPU without bf16",
+    "tunebook train model=hub model.name=": "launch: ",
+    "tunebook train model=hub model.path=": "launch: ",
+}
+CONVERSATION = {"messages": [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hello."}]}
+
+
+def commands() -> list[str]:
+    """Every line of the README's shell blocks, without its comment."""
+    blocks = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    lines = [re.sub(r"\s+#.*", "", line).strip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line]
+
+
+@pytest.fixture
+def own_folder(tmp_path):
+    """A folder with the data and the model that the README's commands name."""
+    import pyarrow
+    import pyarrow.parquet
+
+    lines = [json.dumps(CONVERSATION) + "\n"] * 80
+    (tmp_path / "chats").mkdir()
+    (tmp_path / "chats" / "a.jsonl").write_text("".join(lines))
+    with gzip.open(tmp_path / "chats" / "b.jsonl.gz", "wt") as file:
+        file.writelines(lines)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([CONVERSATION] * 80), tmp_path / "chats.parquet")
+    model = shutil.copytree(ROOT / "recipes" / "quickstart" / "model", tmp_path / "my" / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))  # as any real model
+    return tmp_path
+
+
+def test_every_command_is_handled():
+    quoted = commands()
+    assert len(quoted) == len(set(quoted))
+    unknown = [line for line in quoted if line not in (*INSTEAD, *ON_A_RUN) and expected_of(line) is None]
+    assert unknown == [], "say in this file how the README's new command is tested"
+    stale = [start for start in (*INSTEAD, *ON_A_RUN, *EXPECTED) if not any(line.startswith(start) for line in quoted)]
+    assert stale == [], "the README no longer has these"
+
+
+def expected_of(line: str) -> str | None:
+    """What the output of a command must say; None for one that is not known."""
+    return next((text for start, text in EXPECTED.items() if line.startswith(start)), None)
+
+
+def test_what_is_run_elsewhere_is_run_there(run):
+    assert "make check" in (ROOT / ".ci" / "run").read_text()
+    assert "pytest" in run(["make", "-n", "check"]).output
+    assert "tunebook train quickstart" in run(["make", "-n", "train"]).output
+    assert '"make", "train"' in (ROOT / "tests" / "system" / "conftest.py").read_text()
+
+
+@pytest.mark.parametrize("line", [line for line in commands() if line.startswith("make ") and expected_of(line)])
+def test_make_commands_run_as_written(run, line):
+    ended = run(["bash", "-c", line])
+    assert ended.exit_code == 0, ended.output
+    assert expected_of(line) in ended.output
+
+
+@pytest.mark.parametrize("line", [line for line in commands() if line.startswith("tunebook ")])
+def test_commands_for_own_data_and_model_run_as_written(run, own_folder, line):
+    ended = run(["bash", "-c", line], cwd=own_folder)
+    assert ended.exit_code == 0, ended.output
+    assert expected_of(line) in ended.output
+    assert not (own_folder / "outputs").exists()  # a dry run leaves nothing
+
+
+def test_own_data_and_own_model_train(run, own_folder):
+    (line,) = [line for line in commands() if line.startswith("tunebook train model=hub model.path=")]
+    words = line.replace(" --dry-run", "") + " training.max_steps=2"
+    ended = run(["bash", "-c", words], cwd=own_folder)
+    assert ended.exit_code == 0, ended.output
+    (model,) = (own_folder / "outputs").glob("custom/2*/model/model.safetensors")
+    assert model.stat().st_size > 1_000_000
+
+
+@pytest.mark.parametrize("line", ON_A_RUN)
+def test_commands_on_the_newest_run(quickstart, run, line):
+    ended = run(["bash", "-c", f"{line} ARGS='{elsewhere(line, quickstart.outputs)}'"])
+    assert ended.exit_code == 0, ended.output
+    assert "written: " in ended.output
+
+
+def elsewhere(line: str, outputs: Path) -> str:
+    """The arguments that make a command look for its run in another folder than outputs/."""
+    return f"--outputs {outputs}" if line == "make eval" else f"quickstart --outputs {outputs}"
+
+
+def test_every_folder_of_the_layout_is_there():
+    layout = README.split("## Layout")[1].split("## ")[0]
+    names = re.findall(r"^    (\S+)  ", layout, re.MULTILINE)
+    assert len(names) >= 5
+    assert [name for name in names if not (ROOT / name).exists()] == []
+
+
+def test_links_lead_somewhere():
+    links = re.findall(r"\]\(([^)]+)\)", README)
+    assert links
+    assert [link for link in links if not link.startswith("http") and not (ROOT / link).exists()] == []

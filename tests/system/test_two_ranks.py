@@ -1,0 +1,156 @@
+"""Two ranks over torchrun and gloo: the same numbers as one, and every way to end, as one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+NUM_STEPS = 20
+TWO_RANKS = ("parallelism=ddp", "hardware=cpu", "hardware.gpus_per_node=2")
+PADDED = ("packing=padded", "training.micro_batch_size=2")  # 4 accumulated passes; packed rows need one
+
+
+def command(outputs: Path, *overrides: str, steps: int = NUM_STEPS) -> list[str]:
+    return ["tunebook", "train", "quickstart", "evaluation=none", f"training.max_steps={steps}", f"outputs={outputs}",
+            *overrides]  # fmt: skip
+
+
+def latest(outputs: Path) -> Path:
+    return outputs / "quickstart" / "latest"
+
+
+@pytest.fixture(scope="module")
+def one_rank(run, read_run, tmp_path_factory):
+    outputs = tmp_path_factory.mktemp("one_rank")
+    ended = run(command(outputs))
+    assert ended.exit_code == 0, ended.output
+    return read_run(latest(outputs)).losses
+
+
+@pytest.mark.parametrize("packing", [(), PADDED], ids=["packed", "padded"])
+def test_two_ranks_take_the_steps_of_one(run, read_run, tmp_path, one_rank, packing):
+    ended = run(command(tmp_path, *TWO_RANKS, *packing))
+    assert ended.exit_code == 0, ended.output
+    assert "Traceback" not in ended.output
+    assert "torch.distributed.run" in ended.output  # the launch command
+    assert len(one_rank) == NUM_STEPS
+    assert read_run(latest(tmp_path)).losses == pytest.approx(one_rank, rel=1e-5)
+
+
+@pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
+def test_a_request_to_stop_saves_on_both_and_the_same_command_goes_on(start, run, read_run, tmp_path, one_rank, how):
+    words = command(tmp_path, *TWO_RANKS)
+    running = start(words)
+    metrics = latest(tmp_path) / "metrics.jsonl"
+    running.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3)
+    if how == "Ctrl-C":
+        running.interrupt()
+    else:
+        running.process.terminate()  # to the launcher alone
+    ended = running.wait(60)
+    assert ended.exit_code == 6, ended.output
+    assert "Traceback" not in ended.output
+    stopped = read_run(latest(tmp_path))
+    done = len(stopped.losses)
+    assert 3 <= done < NUM_STEPS
+    assert stopped.status["state"] == "stopped"
+    assert f"after step {done}" in stopped.status["reason"]
+    assert stopped.checkpoints == [f"checkpoint-{done}"]
+    assert not (stopped.folder / "model").exists()
+    assert (stopped.folder / "report.html").exists()
+
+    ended = run(words)
+    assert ended.exit_code == 0, ended.output
+    assert f"going on after {stopped.folder / 'checkpoints' / f'checkpoint-{done}'}" in ended.output
+    finished = read_run(latest(tmp_path))
+    assert finished.folder == stopped.folder
+    assert finished.status["state"] == "finished"
+    assert finished.losses == pytest.approx(one_rank, rel=1e-5)
+    assert (finished.folder / "model" / "model.safetensors").exists()
+
+
+def ranks_of(folder: Path) -> list[int]:
+    """The processes that train in a run folder, torchrun not among them, in the order of their ranks."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = file.read_bytes().split(b"\0")
+            environment = (file.parent / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        rank = next((int(word[5:]) for word in environment if word.startswith(b"RANK=")), None)
+        if str(folder).encode() in words and rank is not None:
+            found.append((rank, int(file.parent.name)))
+    return [process for _, process in sorted(found)]
+
+
+def test_a_rank_that_is_killed_ends_the_run_and_is_named(start, run, read_run, tmp_path, one_rank):
+    words = command(tmp_path, *TWO_RANKS, "training.save_every_steps=2")
+    running = start(words)
+    running.wait_for(lambda: latest(tmp_path).exists() and len(read_run(latest(tmp_path)).losses) >= 4)
+    os.kill(ranks_of(latest(tmp_path).resolve())[1], signal.SIGKILL)
+    ended = running.wait(60)
+    assert ended.exit_code == 1, ended.output
+    failed = read_run(latest(tmp_path))
+    assert failed.status["state"] == "failed"
+    assert "rank 1 ended without a word: it was killed" in failed.status["reason"]
+    assert "rank 1 ended without a word" in ended.output
+    assert failed.checkpoints
+
+    assert run(words).exit_code == 0  # goes on after the last checkpoint
+    finished = read_run(latest(tmp_path))
+    assert finished.folder == failed.folder
+    assert finished.losses == pytest.approx(one_rank, rel=1e-5)
+
+
+FAULT = """
+import os
+if os.environ.get("RANK") == "1":
+    from tunebook.train.trainer import RecipeTrainer
+
+    original = RecipeTrainer.training_step
+
+    def broken(self, *args, **kwargs):
+        if self.state.global_step == 3:
+            {fault}
+        return original(self, *args, **kwargs)
+
+    RecipeTrainer.training_step = broken
+"""
+
+
+@pytest.fixture
+def rank_1_with(tmp_path):
+    """Let something go wrong in the fourth step of rank 1 alone; returns what to add to the environment."""
+
+    def break_it(fault: str) -> dict[str, str]:
+        (tmp_path / "sitecustomize.py").write_text(FAULT.format(fault=fault))  # Python imports it by itself
+        return {"PYTHONPATH": str(tmp_path)}
+
+    return break_it
+
+
+def test_a_rank_that_crashes_ends_the_run_with_its_reason(run, read_run, tmp_path, rank_1_with):
+    broken = rank_1_with("raise ZeroDivisionError('a fault of rank 1')")
+    ended = run(command(tmp_path / "outputs", *TWO_RANKS), **broken)
+    assert ended.exit_code == 1, ended.output
+    status = read_run(latest(tmp_path / "outputs")).status
+    assert (status["state"], status["reason"]) == ("failed", "ZeroDivisionError: a fault of rank 1")
+
+
+def test_a_loss_that_is_not_finite_names_the_step_and_the_last_good_checkpoint(run, read_run, tmp_path, rank_1_with):
+    broken = rank_1_with("return original(self, *args, **kwargs) * float('nan')")
+    ended = run(command(tmp_path / "outputs", *TWO_RANKS, "training.save_every_steps=1"), **broken)
+    assert ended.exit_code == 7, ended.output
+    assert "Traceback" not in ended.output
+    invalid = read_run(latest(tmp_path / "outputs"))
+    assert invalid.status["state"] == "invalid"
+    reason = invalid.status["reason"]
+    assert "not finite at step 4" in reason
+    assert reason.endswith("checkpoint-3")
+    assert reason in ended.output
+    assert invalid.checkpoints == ["checkpoint-2", "checkpoint-3"]
+    assert not (invalid.folder / "model").exists()
