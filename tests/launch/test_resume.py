@@ -4,12 +4,13 @@ import json
 
 import pytest
 
+from tunebook.checkpoint.newest import checkpoint_to_load, newest_checkpoint
 from tunebook.config.auto import resolve_auto
 from tunebook.config.compose import compose
 from tunebook.errors import RequestError
 from tunebook.hardware.detect import Machine
 from tunebook.launch.lock import working_in
-from tunebook.launch.resume import check_run_folder, checkpoint_to_load, newest_checkpoint, unfinished_run
+from tunebook.launch.resume import check_run_folder, unfinished_run
 from tunebook.record.config_hash import config_hash
 from tunebook.record.manifest import FORMAT
 from tunebook.record.run_folder import write_outcome

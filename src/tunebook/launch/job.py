@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
+from tunebook.checkpoint.newest import newest_checkpoint
 from tunebook.config.auto import Resolution, resolve_auto
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml
@@ -22,17 +23,17 @@ from tunebook.evaluate.command import run_worker, score_table, worker_error
 from tunebook.evaluate.task_files import check_tasks
 from tunebook.hardware.detect import detect_machine
 from tunebook.launch.commands import launch_command
-from tunebook.launch.files import PLAN_FILE, PREPARED_FILE, RUN_FILE
 from tunebook.launch.local import ProcessEnd, rank_environment, run_and_wait
 from tunebook.launch.lock import working_in
 from tunebook.launch.plans_only import refuse_plans_only
-from tunebook.launch.resume import check_run_folder, is_trained, newest_checkpoint, unfinished_run
+from tunebook.launch.resume import check_run_folder, is_trained, unfinished_run
 from tunebook.launch.show import show_batch, show_choices, show_command, show_end
 from tunebook.launch.upload import check_upload
 from tunebook.model.load import check_model
 from tunebook.plan.batch import BatchPlan, solve_batch, world_size
 from tunebook.record.atomic_files import atomic_write_json, atomic_write_text, read_json
 from tunebook.record.disk import disk_full
+from tunebook.record.files import PLAN_FILE, PREPARED_FILE, RUN_FILE
 from tunebook.record.manifest import finish_manifest, start_manifest, state_of_exit_code
 from tunebook.record.run_folder import (
     Outcome,

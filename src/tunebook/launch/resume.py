@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tunebook.checkpoint.newest import newest_checkpoint
 from tunebook.config.schema import RunConfig
 from tunebook.errors import DataError, RequestError
 from tunebook.launch.lock import LOCK_FILE, is_worked_in
@@ -19,12 +20,6 @@ from tunebook.record.run_folder import find_runs, is_run, read_outcomes
 
 # One that was invalid would end the same way again.
 _UNFINISHED = (RunState.stopped.name, RunState.failed.name)
-
-
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint with the highest step that was written to its end (the trainer's state is written last)."""
-    found = [path.parent for path in (folder / "checkpoints").glob("checkpoint-*/trainer_state.json")]
-    return max(found, key=lambda path: int(path.name.split("-")[1])) if found else None
 
 
 def unfinished_run(config: RunConfig) -> Path | None:
@@ -90,12 +85,3 @@ def _has_progress(folder: Path, config: RunConfig) -> bool:
 def is_trained(folder: Path, config: RunConfig) -> bool:
     """Whether every rank has trained to the end, so that no more than the evaluation is left to do."""
     return (folder / "model").is_dir() and read_outcomes(folder, world_size(config)).exit_code == 0
-
-
-def checkpoint_to_load(config: RunConfig, folder: Path) -> Path | None:
-    """Where a rank goes on from: the run's own newest checkpoint, else the one that `training.resume` names."""
-    own = newest_checkpoint(folder)
-    if own is not None or config.training.resume in ("auto", "never"):
-        return own
-    named = Path(config.training.resume).expanduser().absolute()
-    return newest_checkpoint(named) or named

@@ -20,6 +20,7 @@ from rich.console import Console
 from transformers import EarlyStoppingCallback, PrinterCallback
 from trl import SFTConfig
 
+from tunebook.checkpoint.newest import checkpoint_to_load, newest_checkpoint
 from tunebook.config.choices import Generation, PackingMode, Switch, Weights
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import RunConfig
@@ -27,14 +28,13 @@ from tunebook.data.prepared import Prepared, PreparedPart, load_prepared
 from tunebook.data.sampler import RankBatches, Schedule, StepSize
 from tunebook.errors import DoesNotFitError, InvalidTrainingError, StoppedError, TunebookError
 from tunebook.hardware.peaks import peak_of
-from tunebook.launch.files import PREPARED_FILE
-from tunebook.launch.resume import checkpoint_to_load, newest_checkpoint
 from tunebook.model.adapters import adapter_config
 from tunebook.model.load import load_model
 from tunebook.model.token_ids import trainer_tokenizer
 from tunebook.model.tokenizer import stop_token_ids
 from tunebook.plan.batch import BatchPlan, row_length, schedule_of, solve_batch
 from tunebook.record.disk import disk_full, is_disk_full
+from tunebook.record.files import PREPARED_FILE
 from tunebook.record.manifest import MANIFEST_FILE, update_manifest
 from tunebook.record.metrics import MetricsWriter, attended_length_tokens, flops_per_token, read_metrics
 from tunebook.record.run_folder import write_outcome

@@ -1,0 +1,1 @@
+"""Checkpoints: which there are, and which one a run goes on from."""
