@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,8 @@ os.environ.update(
         "COLUMNS": "120",  # messages wrap alike in every terminal
     }
 )
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as inherited from a shell that put the tests in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: more threads only get in each other's way
 for name in [name for name in os.environ if name.startswith("TUNEBOOK_") or name in {"FORCE_COLOR", "CLICOLOR_FORCE"}]:
     del os.environ[name]

@@ -5,7 +5,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -54,14 +53,6 @@ def test_a_killed_trial_counts_as_1(tmp_path: Path) -> None:
 
 def test_a_trial_that_never_ended_has_no_end(tmp_path: Path) -> None:
     assert read_trial_end(tmp_path / "end.json") is None
-
-
-@pytest.fixture(autouse=True)
-def ctrl_c_is_heard() -> Iterator[None]:
-    """A process started in the background inherits an ignored Ctrl-C."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def interrupt_when(file: Path, *, times: int = 1) -> threading.Thread:
