@@ -4,7 +4,6 @@ import os
 import signal
 import sys
 import threading
-import time
 
 import pytest
 
@@ -41,65 +40,73 @@ def test_the_exit_code_comes_back():
     assert run_and_wait([sys.executable, "-c", "raise SystemExit(7)"], {}).exit_code == 7
 
 
-def test_sigterm_is_passed_on_and_waited_for():
-    program = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(6)); time.sleep(20)"
+# Notes in a file how many requests it has had, and ends when they are the expected ones.
+COUNTS = """
+import pathlib, signal, sys, time
+seen = []
+def note(number, frame):
+    seen.append(signal.Signals(number).name)
+    pathlib.Path(sys.argv[1]).write_text(str(len(seen)))
+    if seen == sys.argv[2].split():
+        sys.exit(6)
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, note)
+pathlib.Path(sys.argv[1]).write_text("0")
+time.sleep(30)
+"""
+
+
+def program(counter, *expected):
+    return [sys.executable, "-c", COUNTS, str(counter), " ".join(expected)]
+
+
+@pytest.fixture
+def request_stops(tmp_path):
+    """Send this process requests to stop, each once the child has counted the one before; never after it has ended."""
+    is_over = threading.Event()
+    counter = tmp_path / "counter"
+
+    def send(numbers):
+        for count, number in enumerate(numbers):
+            while not (counter.exists() and counter.read_text() == str(count)):
+                if is_over.wait(0.02):
+                    return
+            os.kill(os.getpid(), number)
+
+    def start(*numbers):
+        thread = threading.Thread(target=send, args=(numbers,))
+        thread.start()
+        return counter
+
+    yield start
+    is_over.set()
+
+
+def test_sigterm_is_passed_on_and_waited_for(request_stops):
     before = signal.getsignal(signal.SIGTERM)
-    timer = threading.Timer(0.7, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    timer.start()
-    end = run_and_wait([sys.executable, "-c", program], {})
+    end = run_and_wait(program(request_stops(signal.SIGTERM), "SIGTERM"), {})
     assert (end.exit_code, end.stopped_by) == (6, "SIGTERM")
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-# Says by its exit code how many requests it has had when it ends: two, or a kill.
-COUNTS = """
-import signal, sys, time
-seen = []
-def note(number, frame):
-    seen.append(signal.Signals(number).name)
-    print(seen, flush=True)
-    if seen == EXPECTED:
-        sys.exit(6)
-for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, note)
-print("listening", flush=True)
-time.sleep(20)
-"""
-
-
-def requests(*numbers, after_s=1.0, apart_s=0.4):
-    def send():
-        time.sleep(after_s)
-        for number in numbers:
-            os.kill(os.getpid(), number)
-            time.sleep(apart_s)
-
-    threading.Thread(target=send).start()
-
-
-@pytest.mark.slow
-def test_a_second_request_is_handed_on_as_ctrl_c_which_a_rank_takes_as_now():
-    requests(signal.SIGTERM, signal.SIGTERM)
-    end = run_and_wait([sys.executable, "-c", COUNTS.replace("EXPECTED", "['SIGTERM', 'SIGINT']")], {})
+def test_a_second_request_is_handed_on_as_ctrl_c_which_a_rank_takes_as_now(request_stops):
+    counter = request_stops(signal.SIGTERM, signal.SIGTERM)
+    end = run_and_wait(program(counter, "SIGTERM", "SIGINT"), {})
     assert (end.exit_code, end.stopped_by) == (6, "SIGTERM")
 
 
-@pytest.mark.slow
-def test_a_third_request_kills():
-    requests(signal.SIGINT, signal.SIGINT, signal.SIGINT)
-    end = run_and_wait([sys.executable, "-c", COUNTS.replace("EXPECTED", "None")], {})
+def test_a_third_request_kills(request_stops):
+    counter = request_stops(signal.SIGINT, signal.SIGINT, signal.SIGINT)
+    end = run_and_wait(program(counter, "never"), {})
     assert (end.exit_code, end.stopped_by) == (-signal.SIGKILL, "SIGINT")
 
 
-@pytest.mark.slow
-def test_torchrun_is_passed_over_and_its_ranks_are_asked():
-    rank = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); time.sleep(20)"
+def test_torchrun_is_passed_over_and_its_ranks_are_asked(request_stops):
+    rank = program(request_stops(signal.SIGTERM), "SIGTERM")
     agent = (  # as torchrun: starts a rank in a session of its own, and would die of the signal itself
-        "import subprocess, sys; "
-        f"sys.exit(10 + subprocess.run([sys.executable, '-c', {rank!r}], start_new_session=True).returncode)"
+        f"import subprocess, sys; sys.exit(10 + subprocess.run({rank!r}, start_new_session=True).returncode)"
     )
-    requests(signal.SIGTERM)
-    assert run_and_wait([sys.executable, "-c", agent, TORCHRUN], {}).exit_code == 10
+    assert run_and_wait([sys.executable, "-c", agent, TORCHRUN], {}).exit_code == 16
 
 
 def test_several_ranks_share_the_cores():
