@@ -37,6 +37,7 @@ from tunebook.record.files import PLAN_FILE, PREPARED_FILE, RUN_FILE
 from tunebook.record.manifest import finish_manifest, start_manifest, state_of_exit_code
 from tunebook.record.run_folder import (
     Outcome,
+    check_outputs,
     clear_outcomes,
     create_run_folder,
     has_outcome,
@@ -92,6 +93,7 @@ def run_job(job: Job, console: Console, *, folder: Path | None = None) -> int:
     if folder is not None:
         folder = folder.expanduser().absolute()
         check_run_folder(job.config, folder)
+    check_outputs(folder or Path(job.config.outputs))
     prepared = prepare_data(job.config, console)
     show_summary(prepared, console)
     plan = solve_batch(job.config, prepared.train.load_lengths().astype("int64"))

@@ -34,11 +34,10 @@ def create_run_folder(outputs: Path, recipe: str, now: datetime | None = None) -
     Raises: RequestError when it cannot be written to, DoesNotFitError when the disk is full. Nothing is left then.
     """
     outputs = outputs.expanduser().absolute()
-    _check_writable(outputs)
+    check_outputs(outputs)
     recipe_folder = outputs / recipe
     name = (now or datetime.now(UTC)).strftime("%Y-%m-%dT%H-%M-%SZ")
     try:
-        check_free_space(outputs, MINIMUM_FREE_GIB)
         recipe_folder.mkdir(parents=True, exist_ok=True)
         folder = _make_unique(recipe_folder, name)
     except OSError as error:
@@ -49,13 +48,25 @@ def create_run_folder(outputs: Path, recipe: str, now: datetime | None = None) -
 
 def make_run_folder(folder: Path) -> Path:
     """Make a run folder that the user named, or find it there. Raises: as `create_run_folder`."""
-    _check_writable(folder)
+    check_outputs(folder)
     try:
-        check_free_space(folder, MINIMUM_FREE_GIB)
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _cannot_write(folder, error) from error
     return folder
+
+
+def check_outputs(folder: Path) -> None:
+    """Refuse a folder that cannot be written to or whose disk is full, before work is done that would be lost.
+
+    The folder need not exist yet. Raises: RequestError, DoesNotFitError.
+    """
+    folder = folder.expanduser().absolute()
+    _check_writable(folder)
+    try:
+        check_free_space(folder, MINIMUM_FREE_GIB)
+    except OSError as error:
+        raise _cannot_write(folder, error) from error
 
 
 def check_free_space(path: Path, needed_gib: float) -> None:
