@@ -16,10 +16,9 @@ from tunebook.errors import RequestError, StoppedError, TunebookError
 from tunebook.evaluate.task_files import check_tasks
 from tunebook.launch.local import ProcessEnd, rank_environment, run_and_wait
 from tunebook.model.adapters import holds_model
+from tunebook.model.hub import WEIGHT_FILES
 from tunebook.record.atomic_files import read_json
 from tunebook.record.run_folder import resolve_run
-
-WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,9 +117,9 @@ def find_model(target: str, outputs: Path) -> tuple[Path, Path]:
 
 
 def _with_weights(model: Path) -> Path:
-    if not any(any(model.glob(pattern)) for pattern in WEIGHTS):
+    if not any(any(model.glob(pattern)) for pattern in WEIGHT_FILES):
         raise RequestError(
-            f"{model} has no weights ({' or '.join(WEIGHTS)}): it is a sharded or unfinished checkpoint; name the "
+            f"{model} has no weights ({' or '.join(WEIGHT_FILES)}): it is a sharded or unfinished checkpoint; name the "
             "run's model/ folder, or make one with: tunebook export RUN",
             problem_id="model-without-weights",
         )
