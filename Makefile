@@ -1,47 +1,74 @@
-# The front door: `make help` lists what there is. Everything runs in .venv, which is set up on first use.
+# The front door: `make help` lists what there is. On a machine with GPUs and Docker commands run in a container, elsewhere
+# in .venv, which is set up on first use; docker/front.sh decides which, says so, and does it.
 
 RECIPE ?= quickstart
 ARGS ?=
 PYTHON ?= python3
 WORKERS ?= 2
 
-LOCKS := docker/cpu/requirements.lock docker/cpu/requirements-build.lock docker/cpu/requirements-cuda.lock \
-	docker/cpu/requirements-torch-cpu.lock pyproject.toml docker/cpu/setup_venv.sh
+# What .venv is made for: front.sh says which generation; `make setup` leaves it at what it is.
+VENV_GENERATION ?= $(or $(file < .venv/.generation),cpu)
+LOCKS := $(wildcard docker/$(VENV_GENERATION)/requirements*.lock) docker/requirements-build.lock pyproject.toml \
+	docker/setup_venv.sh docker/install_lock.sh
 RUN_READY := .venv/.ready-run
 DEV_READY := .venv/.ready-dev
-TUNEBOOK := .venv/bin/tunebook
-SCRIPTS := .ci/run docker/cpu/setup_venv.sh
+FRONT := @exec docker/front.sh
+SCRIPTS := .ci/run .ci/engine $(wildcard docker/*.sh)
+
+# What is typed after make reaches front.sh through the environment, all but ARGS, which make would expand on the way.
+export PYTHON
+unexport ARGS
 
 .DEFAULT_GOAL := help
-.PHONY: help train data eval sweep report list explain \
+.PHONY: help train plan data eval chat sweep report list explain env image push pull \
 	check lint format type test test-system setup lock clean-venv
 
 help:  ## This list
-	@printf 'make TARGET [RECIPE=%s] [ARGS="..."]\n\n' '$(RECIPE)'
+	@printf 'make TARGET [RECIPE=%s] [ARGS="..."] [WHERE=...] [GPU=...] [GPUS=...]\n\n' '$(RECIPE)'
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
-	@printf '\n%s\n' 'ARGS are overrides and options: make train ARGS="training.seed=1 optimizer.learning_rate=3e-4"'
+	@echo; printf '%s\n' 'ARGS are overrides and options: make train ARGS="training.seed=1 optimizer.learning_rate=3e-4"' \
+	  'WHERE: container, local (.venv) or auto: a container where Docker works and a GPU is found or GPU is given' \
+	  'GPU: the image, auto (for the GPUs here), cpu, volta, turing, ampere, ada, hopper or blackwell; GPUS: how many'
 
 # ARGS goes through `value` and unquoted: make expands nothing in it, the shell splits it, and quotes inside it hold.
-train: $(RUN_READY)  ## Train RECIPE, evaluate it and write its report; ARGS=--dry-run only shows what would run
-	$(TUNEBOOK) train $(RECIPE) $(value ARGS)
+train:  ## Train RECIPE, evaluate it and write its report; ARGS=--dry-run only shows what would run
+	$(FRONT) run train $(RECIPE) $(value ARGS)
 
-data: $(RUN_READY)  ## Prepare RECIPE's data and show samples, lengths and what was cut
-	$(TUNEBOOK) data $(RECIPE) $(value ARGS)
+plan:  ## What RECIPE would take: batch, memory per GPU, time; ARGS=--json for programs
+	$(FRONT) run plan $(RECIPE) $(value ARGS)
 
-eval: $(RUN_READY)  ## Evaluate RECIPE's newest run, or another: ARGS="run=outputs/quickstart/<time>"
-	$(TUNEBOOK) eval run=$(RECIPE) $(value ARGS)
+data:  ## Prepare RECIPE's data and show samples, lengths and what was cut
+	$(FRONT) run data $(RECIPE) $(value ARGS)
 
-sweep: $(RUN_READY)  ## Train RECIPE once per combination of ARGS="key=a,b key=c,d" and rank the results
-	$(TUNEBOOK) sweep $(RECIPE) $(value ARGS)
+eval:  ## Evaluate RECIPE's newest run, or another: ARGS="run=outputs/quickstart/<time>"
+	$(FRONT) run eval run=$(RECIPE) $(value ARGS)
 
-report: $(RUN_READY)  ## Write the report of RECIPE's newest run again, or of others: ARGS="RUN RUN"
-	$(TUNEBOOK) report $(or $(value ARGS),$(RECIPE))
+chat:  ## Talk to RECIPE's newest run; ARGS="--prompt 'Hello'" for one answer
+	$(FRONT) run chat $(RECIPE) $(value ARGS)
 
-list: $(RUN_READY)  ## The recipes, with their hardware and strategy
-	$(TUNEBOOK) list $(value ARGS)
+sweep:  ## Train RECIPE once per combination of ARGS="key=a,b key=c,d" and rank the results
+	$(FRONT) run sweep $(RECIPE) $(value ARGS)
 
-explain: $(RUN_READY)  ## What a rule or an error means and what to do: ARGS=<its id>, or all of them
-	$(TUNEBOOK) explain $(or $(value ARGS),all)
+report:  ## Write the report of RECIPE's newest run again, or of others: ARGS="RUN RUN"
+	$(FRONT) run report $(or $(value ARGS),$(RECIPE))
+
+list:  ## The recipes, with their hardware and strategy
+	$(FRONT) run list $(value ARGS)
+
+explain:  ## What a rule or an error means and what to do: ARGS=<its id>, or all of them
+	$(FRONT) run explain $(or $(value ARGS),all)
+
+env:  ## Find the GPUs, pick the image and write .env; every target that uses a container does this
+	$(FRONT) env
+
+image:  ## Build the image for the GPUs here, or for others: GPU=hopper
+	$(FRONT) image
+
+push:  ## Publish the images that are built: REGISTRY=host/path
+	$(FRONT) push
+
+pull:  ## Take the image from where it was published, instead of building it
+	$(FRONT) pull
 
 check: lint type test  ## Everything CI runs but the system tests, in CI's order (no GPU needed)
 
@@ -49,7 +76,7 @@ lint: $(DEV_READY)  ## Style of Python, YAML and shell; changes nothing
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/yamllint --strict .
-	.venv/bin/shellcheck $(SCRIPTS)
+	.venv/bin/shellcheck -xa $(SCRIPTS)
 
 format: $(DEV_READY)  ## Mend what can be mended by itself
 	.venv/bin/ruff check --fix .
@@ -67,16 +94,16 @@ test-system: $(DEV_READY)  ## The tests that use the project as a whole, as its 
 
 setup: $(DEV_READY)  ## Set up .venv for development, or bring it up to date with the locks
 
-lock:  ## Write the locks again after a change of docker/cpu/*.in; ARGS=--upgrade for newer versions
+lock:  ## Write the locks again after a change of an .in file in docker/; ARGS=--upgrade or --check
 	$(PYTHON) docker/make_locks.py $(value ARGS)
 
 clean-venv:  ## Remove .venv; the next target sets it up again
 	rm -rf .venv
 
 $(RUN_READY): $(LOCKS)
-	PYTHON=$(PYTHON) docker/cpu/setup_venv.sh run
+	docker/setup_venv.sh run $(VENV_GENERATION)
 	@touch $@
 
-$(DEV_READY): $(LOCKS) docker/cpu/requirements-dev.lock
-	PYTHON=$(PYTHON) docker/cpu/setup_venv.sh dev
+$(DEV_READY): $(LOCKS) docker/requirements-dev.lock
+	docker/setup_venv.sh dev $(VENV_GENERATION)
 	@touch $(RUN_READY) $@

@@ -1,30 +1,47 @@
-"""Write the lock files of the CPU environment again from their `.in` files; `make lock` runs this.
+"""Write the lock files again from their `.in` files; `make lock` runs this.
 
 Each lock names every package with the hashes of all its files, so one lock serves every Python, processor and
 registry, and no registry's address is in it. What is already locked stays as it is unless an `.in` file says otherwise;
-`--upgrade` takes the newest of everything that is not pinned there.
+`--upgrade` takes the newest of everything that is not pinned there. `--check` writes nothing: it resolves every `.in`
+file again and names what differs from its lock.
 
-torch needs two things that the resolver cannot know. Registries carry its CUDA build, whose libraries (several GB) must
-not be installed beside a CPU build, so they go to a lock of their own. And a CPU build of the same version is allowed
-in its place: its hashes come from `requirements-torch-cpu.lock`, which is written by hand.
+The generations share one set of versions: each is resolved under the versions of those before it, so only torch and the
+CUDA libraries that belong to it can differ. torch needs two things more that the resolver cannot know. Registries carry
+its CUDA build, whose libraries (several GB) must not be installed beside a CPU build, so for the CPU they go to a lock
+of their own. And a CPU build of the same version is allowed in its place: its hashes come from
+`requirements-torch-cpu.lock`, which is written by hand.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
 import venv
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-TOOLS = ROOT / ".cache" / "locks"  # a virtual environment of its own, so the resolver never meets what it resolves
+DOCKER = ROOT / "docker"
+TOOLS = (ROOT / ".cache" / "locks").resolve()  # a virtual environment of its own, so the resolver never meets what it resolves
 RESOLVER = "uv==0.13.8"
 OLDEST_PYTHON = "3.11"
+GPU_GENERATIONS = ("ampere", "hopper", "blackwell", "volta")  # in the order in which they are resolved
 CUDA_PACKAGE = re.compile(r"(nvidia-(?!ml-py)|cuda-|triton$)")  # nvidia-ml-py only talks to the driver
 
 Blocks = dict[str, str]  # package name -> its pin, hashes and who wants it, as text
+
+
+class Lock(NamedTuple):
+    """One lock file and what belongs in it."""
+
+    path: Path
+    source: Path  # the `.in` file
+    purpose: str
+    blocks: Blocks
 
 
 def split_blocks(lock_text: str) -> Blocks:
@@ -38,6 +55,11 @@ def split_blocks(lock_text: str) -> Blocks:
         if name:
             blocks[name] += line
     return blocks
+
+
+def pin_line(block: str) -> str:
+    """A block's first line without what continues it: name, version, and where it is wanted."""
+    return block.split("\n", 1)[0].removesuffix("\\").strip()
 
 
 def pinned_version(block: str) -> str:
@@ -58,54 +80,136 @@ def allow_cpu_build(torch: str, cpu_build: str) -> str:
     return "\n".join([pin, *added, rest])
 
 
-def resolve(requirements: Path, known: list[Path], constraints: list[Path], upgrade: bool) -> Blocks:
+def resolve(source: Path, known: list[Path], constraints: list[Path], upgrade: bool) -> Blocks:
     """Resolve one `.in` file for every platform; versions in the `known` locks are kept where they still fit."""
-    output = TOOLS / f"{requirements.stem}.lock"
+    output = TOOLS / "resolved.lock"
     output.write_text("".join(path.read_text() for path in known if path.exists()))
     command = [
         str(TOOLS / "bin" / "uv"), "pip", "compile", "--quiet", "--universal", "--fork-strategy=fewest",
         f"--python-version={OLDEST_PYTHON}", "--generate-hashes", "--no-header", "--no-emit-index-url",
-        "--no-emit-find-links", str(requirements.relative_to(ROOT)), "--output-file", str(output),
+        "--no-emit-find-links", str(source.relative_to(ROOT)), "--output-file", str(output),
     ]  # fmt: skip
     command += [f"--constraint={path.relative_to(ROOT)}" for path in constraints]
     command += ["--upgrade"] if upgrade else []
-    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-    return split_blocks(output.read_text())
+    environment = {**os.environ, "DS_BUILD_OPS": "0"}  # DeepSpeed is asked what it needs without its operators
+    if subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, check=False).returncode != 0:
+        raise SystemExit(f"{source.relative_to(ROOT)} cannot be resolved (above): change the pins that disagree there")
+    text = re.sub(r"^ +#   -c .*\n| +# via -c .*\n", "", output.read_text(), flags=re.MULTILINE)
+    return split_blocks(re.sub(r"docker/\w+/\.\./", "docker/", text))
 
 
-def write(path: Path, purpose: str, blocks: Blocks) -> None:
-    """Write one lock, sorted as the resolver sorts it, and say so."""
-    path.write_text(f"# {purpose}\n# Written by `make lock`; edit the .in file instead.\n" + "".join(blocks.values()))
-    print(f"{path.relative_to(ROOT)}: {len(blocks)} packages")
-
-
-def make_cpu_locks(folder: Path, upgrade: bool) -> None:
-    """The four locks of one folder: what runs, torch's CUDA libraries, what builds, what checks."""
-    run, cuda = folder / "requirements.lock", folder / "requirements-cuda.lock"
-    every = resolve(folder / "requirements.in", [run, cuda], [], upgrade)
+def cpu_locks(upgrade: bool) -> Iterator[Lock]:
+    """What a run on a CPU needs, and torch's CUDA libraries apart from it."""
+    folder = DOCKER / "cpu"
+    run, cuda, source = folder / "requirements.lock", folder / "requirements-cuda.lock", folder / "requirements.in"
+    every = resolve(source, [run, cuda], [], upgrade)
     cpu_build = split_blocks((folder / "requirements-torch-cpu.lock").read_text())["torch"]
     every["torch"] = allow_cpu_build(every["torch"], cpu_build)
     needed = {name: block for name, block in every.items() if not CUDA_PACKAGE.match(name)}
-    write(run, "What a run needs.", needed)
+    yield Lock(path=run, source=source, purpose="What a run needs.", blocks=needed)
     libraries = {name: block for name, block in every.items() if name not in needed}
-    write(cuda, "What torch needs besides where the registry's build of it is the CUDA build.", libraries)
-    build, dev = folder / "requirements-build.lock", folder / "requirements-dev.lock"
+    purpose = "What torch needs besides where the registry's build of it is the CUDA build."
+    yield Lock(path=cuda, source=source, purpose=purpose, blocks=libraries)
+
+
+def shared_versions(generation: str) -> Path:
+    """The pins of the locks that come before a generation's, less those that belong to another torch, as a file."""
+    torch = re.search(r"^torch==(\S+)", (DOCKER / generation / "requirements.in").read_text(), flags=re.MULTILINE)
+    if torch is None:
+        raise SystemExit(f"docker/{generation}/requirements.in pins no torch: add a line torch==VERSION")
+    pins: dict[str, str] = {}
+    for earlier in ("cpu", *GPU_GENERATIONS[: GPU_GENERATIONS.index(generation)]):
+        folder = DOCKER / earlier
+        blocks = split_blocks("".join(path.read_text() for path in sorted(folder.glob("requirements*.lock"))))
+        own = {name for name in blocks if name == "torch" or CUDA_PACKAGE.match(name)}
+        has_same_torch = pinned_version(blocks["torch"]).removesuffix("+cpu") == torch[1]
+        for name in blocks:
+            if name not in own or has_same_torch:
+                pins[name] = pin_line(blocks[name]).replace("+cpu", "")
+    path = TOOLS / f"{generation}.constraints"
+    path.write_text("\n".join(pins.values()) + "\n")
+    return path
+
+
+def gpu_locks(generation: str, upgrade: bool) -> Iterator[Lock]:
+    """What a run on one GPU generation needs, and flash-attn apart from it where the generation has it."""
+    run, source = DOCKER / generation / "requirements.lock", DOCKER / generation / "requirements.in"
+    blocks = resolve(source, [run], [shared_versions(generation)], upgrade)
+    yield Lock(path=run, source=source, purpose=f"What a run on {generation} needs.", blocks=blocks)
+    attention, source = run.with_name("requirements-attention.lock"), source.with_name("requirements-attention.in")
+    if source.exists():
+        built = resolve(source, [attention], [run], upgrade)
+        alone = {name: block for name, block in built.items() if name not in blocks}
+        yield Lock(path=attention, source=source, purpose="What the image compiles.", blocks=alone)
+
+
+def tool_locks(upgrade: bool) -> Iterator[Lock]:
+    """What builds packages, what checks the project, what compiles for GPUs."""
+    run = DOCKER / "cpu" / "requirements.lock"
+    build, dev, nvcc = (DOCKER / f"requirements-{name}.lock" for name in ("build", "dev", "nvcc"))
     # Installed first and alone, so it repeats setuptools and packaging, at the versions of requirements.lock.
-    write(build, "What builds packages.", resolve(folder / "requirements-build.in", [build], [run], upgrade))
-    tools = resolve(folder / "requirements-dev.in", [dev], [run, build], upgrade)
-    write(dev, "What `make check` needs besides.", {name: tools[name] for name in tools if name not in every})
+    source = build.with_suffix(".in")
+    blocks = resolve(source, [build], [run], upgrade)
+    yield Lock(path=build, source=source, purpose="What builds packages.", blocks=blocks)
+    source = dev.with_suffix(".in")
+    tools = resolve(source, [dev], [run, build], upgrade)
+    there = split_blocks(run.read_text())
+    blocks = {name: block for name, block in tools.items() if name not in there}
+    yield Lock(path=dev, source=source, purpose="What `make check` needs besides.", blocks=blocks)
+    source = nvcc.with_suffix(".in")
+    blocks = resolve(source, [nvcc], [DOCKER / "ampere" / "requirements.lock"], upgrade)
+    yield Lock(path=nvcc, source=source, purpose="What compiles for GPUs.", blocks=blocks)
+
+
+def every_lock(upgrade: bool) -> Iterator[Lock]:
+    """All locks; each is made under the versions that the ones before it have on disk."""
+    yield from cpu_locks(upgrade)
+    for generation in GPU_GENERATIONS:
+        yield from gpu_locks(generation, upgrade)
+    yield from tool_locks(upgrade)
+
+
+def differences(lock: Lock) -> list[str]:
+    """Where the file on disk is not what its `.in` file resolves to, one line per package."""
+    name, source = lock.path.relative_to(ROOT), lock.source.relative_to(ROOT)
+    on_disk = split_blocks(lock.path.read_text()) if lock.path.exists() else {}
+    found = []
+    for package in sorted(on_disk.keys() | lock.blocks.keys()):
+        has = pin_line(on_disk[package]) if package in on_disk else "nothing"
+        wants = pin_line(lock.blocks[package]) if package in lock.blocks else "nothing"
+        if has != wants:
+            found.append(f"{name}: {package}: the lock has {has}, but {source} resolves to {wants}")
+    return found
+
+
+def write(lock: Lock) -> None:
+    """Write one lock, sorted as the resolver sorts it, and say so."""
+    text = "".join(lock.blocks.values())
+    lock.path.write_text(f"# {lock.purpose}\n# Written by `make lock`; edit the .in file instead.\n{text}")
+    print(f"{lock.path.relative_to(ROOT)}: {len(lock.blocks)} packages")
 
 
 def main() -> int:
-    """Make the resolver's environment where it is missing, then the locks."""
+    """Make the resolver's environment where it is missing, then write or check the locks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--upgrade", action="store_true", help="take the newest of everything the .in files leave open")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--upgrade", action="store_true", help="take the newest of everything the .in files leave open")
+    mode.add_argument("--check", action="store_true", help="change nothing; fail where a lock is not what its .in says")
     arguments = parser.parse_args()
     if not (TOOLS / "bin" / "uv").exists():
         venv.create(TOOLS, with_pip=True, clear=True)
     subprocess.run([str(TOOLS / "bin" / "python"), "-m", "pip", "install", "--quiet", RESOLVER], check=True)
-    make_cpu_locks(ROOT / "docker" / "cpu", arguments.upgrade)
-    return 0
+    found: list[str] = []
+    for lock in every_lock(arguments.upgrade):
+        if arguments.check:
+            found += differences(lock)
+        else:
+            write(lock)
+    if found:
+        print("\n".join([*found, "the locks are out of step with their .in files: make lock"]), file=sys.stderr)
+    elif arguments.check:
+        print("every lock is what its .in file resolves to")
+    return 1 if found else 0
 
 
 if __name__ == "__main__":

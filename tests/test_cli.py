@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -97,6 +98,65 @@ def test_data_warns_of_what_it_does_not_read(run, tmp_path, monkeypatch):
     assert code == 0
     assert "warning: dataset.name (from override 'dataset.name=organisation/name'): dataset.source=files does" in shown
     assert "[[horse<|im_end|>]]" in shown
+
+
+def test_plan_and_dry_run_are_the_same_plan(run):
+    code, planned, _ = run("plan", "quickstart", "training.seed=3")
+    assert code == 0
+    assert run("train", "quickstart", "training.seed=3", "--dry-run") == (0, planned, "")
+    code, shown, said = run("plan", "quickstart", "training.sead=3", "--json")
+    assert (code, said) == (2, "")
+    assert json.loads(shown)["problems"][0]["id"] == "unknown-key"
+
+
+@pytest.mark.parametrize("words", [("plan",), ("train", "--dry-run")])
+def test_a_plan_that_does_not_fit_is_shown_and_ends_with_3(run, words):
+    machine = ("hardware=volta", "hardware.gpus_per_node=8", "hardware.memory_gib=8")
+    code, shown, said = run(*words, "qwen3b_zero2", *machine)
+    assert code == 3
+    assert "one optimizer step: 528 documents" in shown
+    assert said.startswith("error: by estimate this plan does not fit")
+    assert said.endswith("more: tunebook explain does-not-fit\n")
+
+
+def test_eval_takes_a_suite(run, monkeypatch, tmp_path):
+    asked = {}
+
+    def evaluate(target, outputs, **settings):
+        asked.update(settings, target=target, outputs=outputs)
+        raise DataError("that is all")
+
+    monkeypatch.setattr("tunebook.evaluate.command.evaluate_command", evaluate)
+    assert run("eval", "run=a/b", "suite=quick", "--limit", "3", "--outputs", str(tmp_path))[0] == 4
+    assert asked == {"target": "a/b", "suite": "quick", "tasks": None, "limit": 3, "outputs": tmp_path}
+    run("eval", "tasks=[gsm8k,ifeval]")
+    assert (asked["target"], asked["suite"], asked["tasks"]) == ("latest", None, ["gsm8k", "ifeval"])
+    code, _, said = run("eval", "suit=quick")
+    assert code == 2
+    assert "there is no setting 'suit' here. Did you mean 'suite'?" in said
+
+
+def test_chat_hands_its_options_on_and_ends_with_its_code(run, monkeypatch, tmp_path):
+    asked = {}
+
+    def chat(target, outputs, **settings):
+        asked.update(settings, target=target, outputs=outputs)
+        return 3
+
+    monkeypatch.setattr("tunebook.evaluate.chat.chat_command", chat)
+    usual = {"prompt": None, "system": None, "max_new_tokens": 512, "temperature": 0.0, "seed": 0}
+    assert run("chat")[0] == 3
+    assert asked == usual | {"target": "latest", "outputs": Path("outputs")}
+    options = ("--prompt", "hello", "--system", "", "--max-new-tokens", "9", "--temperature", "0.7", "--seed", "4")
+    run("chat", "run=quickstart", *options, "--outputs", str(tmp_path))
+    assert asked == {
+        "prompt": "hello", "system": "", "max_new_tokens": 9, "temperature": 0.7, "seed": 4,
+        "target": "quickstart", "outputs": tmp_path,
+    }  # fmt: skip
+    monkeypatch.setenv("TUNEBOOK_IMAGE_FILE", str(tmp_path / "image.json"))
+    code, _, said = run("chat")
+    assert code == 2
+    assert "build the image again" in said
 
 
 PROGRAM = """

@@ -66,15 +66,28 @@ def train(
     recipes_dir: RecipesDir = None,
 ) -> None:
     """Train a recipe: compose, check, plan, prepare, launch, evaluate, report."""
-    from tunebook.launch.job import plan_job, run_job, show_job
+    from tunebook.launch.job import plan_job, run_job
+    from tunebook.launch.plan_command import plan_command
 
     recipe, overrides = _split(words)
     console = _console()
-    job = plan_job(recipe, overrides, recipes_dir or [])
     if dry_run:
-        show_job(job, console, run_folder or Path(job.config.outputs) / (recipe or "custom") / "<time>")
-        return
+        raise typer.Exit(plan_command(recipe, overrides, recipes_dir or [], console, folder=run_folder))
+    job = plan_job(recipe, overrides, recipes_dir or [])
     raise typer.Exit(run_job(job, console, folder=run_folder))
+
+
+@app.command()
+def plan(
+    words: Words = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, whatever is wrong.")] = False,
+    recipes_dir: RecipesDir = None,
+) -> None:
+    """Show what a recipe would do: choices and why, batch, memory, launch command. No GPU, no download."""
+    from tunebook.launch.plan_command import plan_command
+
+    recipe, overrides = _split(words)
+    raise typer.Exit(plan_command(recipe, overrides, recipes_dir or [], _console(), as_json=as_json))
 
 
 @app.command()
@@ -106,20 +119,58 @@ def data(
 @app.command(name="eval")
 def evaluate(
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[run=RUN] [tasks=a,b]", help="The run, and other tasks than its own.")
+        list[str] | None,
+        typer.Argument(metavar="[run=RUN] [suite=NAME | tasks=a,b]", help="The run, and other tasks than its own."),
     ] = None,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Items per task.")] = None,
     outputs: Outputs = Path("outputs"),
 ) -> None:
-    """Evaluate a run, a checkpoint of one, or its newest: run=DIR, run=RECIPE or run=latest."""
+    """Evaluate the newest finished run, or run=DIR, run=RECIPE; suite=quick takes the tasks that its recipe ships."""
     from tunebook.evaluate.command import evaluate_command
+    from tunebook.record.run_folder import LATEST
 
-    said = _settings(words, ("run", "tasks"))
+    said = _settings(words, ("run", "suite", "tasks"))
     tasks = said["tasks"].strip("[]").split(",") if "tasks" in said else None
-    report = evaluate_command(said.get("run", "latest"), outputs, tasks=tasks, limit=limit)
+    report = evaluate_command(said.get("run", LATEST), outputs, suite=said.get("suite"), tasks=tasks, limit=limit)
     console = _console()
     console.print(report.table)
     console.print(Text(f"written: {report.file}"), soft_wrap=True)
+
+
+@app.command()
+def chat(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[run=RUN]", help="A run, a recipe, a checkpoint, a model folder or a model's name."),
+    ] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", help="Answer this and stop.")] = None,
+    system: Annotated[
+        str | None, typer.Option("--system", help="In place of the run's system prompt; '' for none.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="The longest answer, in tokens.")] = 512,
+    temperature: Annotated[
+        float, typer.Option("--temperature", help="0: always the likeliest token; 0.7 is usual for variety.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option("--seed", help="Of what is drawn at a temperature above 0.")] = 0,
+    outputs: Outputs = Path("outputs"),
+) -> None:
+    """Talk to the newest finished run, or to run=DIR, run=RECIPE or a model, with its own chat template."""
+    from tunebook.config.rules.image import refuse_wrong_image
+    from tunebook.evaluate.chat import chat_command
+    from tunebook.record.run_folder import LATEST
+
+    target = _settings(words, ("run",)).get("run", LATEST)
+    refuse_wrong_image()
+    code = chat_command(
+        target,
+        outputs,
+        prompt=prompt,
+        system=system,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+    )
+    raise typer.Exit(code)
 
 
 def _settings(words: list[str] | None, known: tuple[str, ...]) -> dict[str, str]:
@@ -151,6 +202,38 @@ def sweep(
 
     recipe, overrides = _split(words)
     raise typer.Exit(sweep_command(recipe, overrides, recipes_dir or [], _console(), dry_run=dry_run))
+
+
+@app.command()
+def parity(
+    words: Words = None,
+    over: Annotated[
+        list[str] | None,
+        typer.Option("--over", help="What to compare: parallelism=ddp,zero2. May be given again."),
+    ] = None,
+    gpus: Annotated[str | None, typer.Option("--gpus", help="On how many GPUs or CPU ranks: 1,2,4.")] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps of each run.")] = 20,
+    tolerance: Annotated[
+        float | None,
+        typer.Option("--tolerance", help="Largest relative difference of a loss; if unset, by precision."),
+    ] = None,
+    recipes_dir: RecipesDir = None,
+) -> None:
+    """Train a recipe split in several ways and compare every step's loss with the first; exit 5 where they differ."""
+    from tunebook.parity.run import parity_command
+
+    recipe, overrides = _split(words)
+    code = parity_command(
+        recipe,
+        overrides,
+        recipes_dir or [],
+        _console(),
+        over=over or [],
+        gpus=gpus,
+        num_steps=steps,
+        tolerance=tolerance,
+    )
+    raise typer.Exit(code)
 
 
 @app.command()

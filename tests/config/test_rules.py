@@ -20,6 +20,7 @@ from tunebook.config.choices import (
     Generation,
     LauncherName,
     MasterWeights,
+    MixedPrecision,
     Offload,
     OptimizerName,
     PackingMode,
@@ -37,6 +38,7 @@ from tunebook.config.rules import (
     attention,
     batch,
     check,
+    launching,
     numbers,
     optimizing,
     parallelism,
@@ -55,7 +57,7 @@ from tunebook.config.schema import (
     ZeroConfig,
 )
 
-MODULES = (numbers, sources, batch, precision, attention, parallelism, optimizing, running)
+MODULES = (numbers, sources, batch, precision, attention, parallelism, optimizing, running, launching)
 ON_CPU = {
     "hardware.generation": Generation.cpu,
     "precision.compute": Compute.fp32,
@@ -95,6 +97,9 @@ IN_TOKENS = {"training.global_tokens": 65_536, "training.global_samples": None}
 PLAIN_TEXT = {"dataset.format": Format.text}
 SDPA = {"attention.implementation": Attention.sdpa}
 SLURM = {"launcher": SlurmConfig(name=LauncherName.slurm)}
+RAY = {"launcher": RayConfig(name=LauncherName.ray)}
+ONE_DAY = {"launcher": SlurmConfig(name=LauncherName.slurm, time_limit="1-0")}
+ON_TWO_NODES = {**DDP, "hardware.num_nodes": 2, "hardware.gpus_per_node": 4}
 
 CASES = [
     # numbers
@@ -249,6 +254,18 @@ CASES = [
         {"parallelism.wrap_classes": ["Block"]},
         fsdp(Strategy.fsdp, wrap_policy=WrapPolicy.size),
     ),
+    case(
+        "parallelism-setting-ignored",
+        "cast is not used in fp32",
+        {"parallelism.mixed_precision": MixedPrecision.cast},
+        fsdp(Strategy.fsdp) | {"precision.compute": Compute.fp32, "attention.implementation": Attention.sdpa},
+    ),
+    case(
+        "bf16-weights-under-zero",
+        "zero2 keeps fp32 weights",
+        {"precision.master_weights": MasterWeights.bf16},
+        zero(Strategy.zero2),
+    ),
     case("offload-not-possible", "whole", {"parallelism.offload_parameters": Offload.cpu}, zero(Strategy.zero2)),
     case(
         "offload-not-possible",
@@ -264,7 +281,6 @@ CASES = [
         {"parallelism.wrap_classes": ["LlamaDecoderLayer"]},
         fsdp(Strategy.fsdp),
     ),
-    case("several-nodes-locally", "2 nodes", {"hardware.num_nodes": 2}, DDP),
     case("launcher-settings-mismatch", "slurm is set", {"launcher.name": LauncherName.slurm}),
     case("launcher-settings-mismatch", "local is set", {"launcher": RayConfig(name=LauncherName.local)}),
     # optimizing
@@ -341,6 +357,24 @@ CASES = [
     case("evaluation-never-runs", "no tasks", {"evaluation.before": True}),
     case("time-limit-form", "'tomorrow' is not", {"launcher.time_limit": "tomorrow"}, SLURM),
     case("sbatch-option-form", "'exclusive' is no", {"launcher.extra_args": ["exclusive"]}, SLURM),
+    # launching
+    case("node-rank-range", "2 is beyond the last of 2 nodes", {"launcher.node_rank": 2}, ON_TWO_NODES),
+    case("master-address-missing", "needs the name", {"launcher.node_rank": 1}, ON_TWO_NODES),
+    case("node-settings-ignored", "does not read this", {"launcher.master_port": 3000}, SLURM),
+    case("time-limit-too-short", "300 s of warning", {"launcher.time_limit": "5"}, SLURM),
+    case("time-limit-too-short", "300 s of warning", {"launcher.time_limit": "4:59"}, SLURM),
+    case("time-limit-too-short", "90000 s of warning", {"launcher.stop_timeout_s": 90_000}, ONE_DAY),
+    case("sbatch-option-reserved", "same run folder", {"launcher.extra_args": ["--array=0-3"]}, SLURM),
+    case("sbatch-option-reserved", "num_nodes says it", {"launcher.extra_args": ["-N 4", "--qos=x"]}, SLURM),
+    case("container-settings", "no launcher.container_image", {"launcher.container_mounts": ["/data"]}, SLURM),
+    case(
+        "container-settings",
+        "'data' is no absolute path",
+        {"launcher.container_mounts": ["/a", "data"]},
+        {"launcher": SlurmConfig(name=LauncherName.slurm, container_image="image")},
+    ),
+    case("ray-variable-form", "'NCCL_DEBUG' is not of the form", {"launcher.env_vars": ["A=1", "NCCL_DEBUG"]}, RAY),
+    case("ray-address-form", "neither auto, local nor HOST:PORT", {"launcher.address": "ray://head:10001"}, RAY),
 ]
 
 # The fix of these chooses another group, whose file is Hydra's to load: here, what that file makes of the group.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +20,7 @@ from tunebook.config.choices import (
     Switch,
     TrackerName,
 )
-from tunebook.config.rules import (
-    environment,
-)
+from tunebook.config.rules import environment, image, packages
 from tunebook.config.rules.environment import check_environment
 from tunebook.config.schema import (
     SlurmConfig,
@@ -158,7 +157,7 @@ def test_the_nvme_folder_must_be_there(sound, changed, machine, installed, tmp_p
 
 
 def test_every_environment_problem_is_explained_and_every_explanation_used():
-    from pathlib import Path
-
-    source = Path(environment.__file__).read_text(encoding="utf-8")
-    assert set(re.findall(r'Problem\(id="([^"]+)"', source)) == set(environment.EXPLANATIONS)
+    used = set()
+    for module in (environment, image, packages):
+        used |= set(re.findall(r'Problem\(id="([^"]+)"', Path(module.__file__).read_text(encoding="utf-8")))
+    assert used == set(environment.EXPLANATIONS)

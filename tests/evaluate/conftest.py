@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +28,22 @@ def quiet_harness(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in _CHANGED:
         monkeypatch.setenv(name, "0")
     prepare_environment(is_offline=True)
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Callable[..., Path]:
+    """`make_run("tiny", 5, "failed", "no memory")`: a run of that minute, how it ended, and why; it has no model."""
+
+    def make(recipe: str, minute: int, state: str | None = "finished", reason: str | None = None) -> Path:
+        folder = tmp_path / "outputs" / recipe / f"2026-01-02T03-{minute:02d}-00Z"
+        folder.mkdir(parents=True)
+        (folder / "run.yaml").write_text("")
+        if state is not None:
+            manifest = {"format": 1, "status": {"state": state, "reason": reason}}
+            (folder / "manifest.json").write_text(json.dumps(manifest))
+        return folder
+
+    return make
 
 
 @pytest.fixture(scope="session")

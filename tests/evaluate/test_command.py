@@ -1,16 +1,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from tunebook.config.compose import compose
 from tunebook.errors import RequestError, TunebookError
 from tunebook.evaluate import command
 from tunebook.evaluate.command import evaluate_command, find_model, score_table, worker_command, worker_error
 from tunebook.launch.local import ProcessEnd
+
+MakeRun = Callable[..., Path]
 
 
 def model_folder(folder: Path) -> Path:
@@ -21,11 +25,9 @@ def model_folder(folder: Path) -> Path:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
-    folder = tmp_path / "outputs" / "tiny" / "2026-01-02T03-04-05Z"
-    folder.mkdir(parents=True)
-    (folder / "run.yaml").write_text("")
-    return folder
+def run(make_run: MakeRun) -> Path:
+    """A run that says it has finished, without a model."""
+    return make_run("tiny", 5)
 
 
 def test_a_run_is_evaluated_by_its_final_model(run: Path, tmp_path: Path) -> None:
@@ -59,7 +61,7 @@ def test_a_request_to_stop_ends_an_evaluation_with_6() -> None:
 def test_an_unfinished_run_names_its_checkpoints(run: Path, tmp_path: Path) -> None:
     checkpoint = model_folder(run / "checkpoints" / "checkpoint-20")
     with pytest.raises(RequestError, match=f"has no model/ folder.*checkpoints: {checkpoint}"):
-        find_model("latest", tmp_path / "outputs")
+        find_model(str(run), tmp_path / "outputs")
 
 
 def test_a_sharded_checkpoint_is_refused(run: Path, tmp_path: Path) -> None:
@@ -79,6 +81,41 @@ def test_the_workers_arguments() -> None:
         *(sys.executable, "-m", "tunebook.evaluate", "--run", "/run", "--when", "after"),
         *("--model", "/m", "--task", "a", "--task", "b.yaml", "--limit", "7"),
     ]
+
+
+def test_a_suite_is_handed_to_the_worker() -> None:
+    assert worker_command(Path("/run"), "after", suite="quick")[-2:] == ["--suite", "quick"]
+
+
+def test_a_suite_and_tasks_are_one_answer_too_many(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="suite=quick and tasks=a,b are two answers") as raised:
+        evaluate_command("latest", tmp_path, suite="quick", tasks=["a", "b"])
+    assert raised.value.problem_id == "suite-and-tasks"
+
+
+def test_a_run_without_tasks_of_its_own_is_told_before_anything_is_loaded(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_folder(run / "model")
+    config = compose("zero1_lora", []).config
+    monkeypatch.setattr(command, "load_config", lambda _: config)
+    with pytest.raises(RequestError, match=r"names no tasks of its own.*suite=leaderboard") as raised:
+        evaluate_command("latest", tmp_path / "outputs")
+    assert raised.value.problem_id == "no-tasks"
+
+
+def test_nothing_is_evaluated_in_an_image_that_cannot_run_it(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TUNEBOOK_IMAGE_FILE", str(tmp_path / "image.json"))
+    with pytest.raises(RequestError, match="make image"):
+        evaluate_command(str(run), tmp_path / "outputs")
+
+
+def test_what_is_evaluated_is_said(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model_folder(run / "model")
+    find_model("latest", tmp_path / "outputs")
+    assert capsys.readouterr() == ("", f"the newest finished run: {run}\n")
 
 
 def test_a_failed_worker_hands_on_its_exit_code(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,16 +6,23 @@ import pytest
 
 from tunebook.config.auto import resolve_auto
 from tunebook.config.compose import compose
-from tunebook.errors import RequestError
 from tunebook.hardware.detect import Machine
-from tunebook.launch.commands import launch_command
+from tunebook.launch.commands import has_callers, launch_command, rank_command, ranks_command, torchrun_command
 
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
+FOLDER = Path("/runs/1")
+
+
+def config_of(recipe, *overrides):
+    return resolve_auto(compose(recipe, list(overrides)).config, NO_GPU).config
 
 
 def command_of(recipe, *overrides):
-    config = resolve_auto(compose(recipe, list(overrides)).config, NO_GPU).config
-    return launch_command(config, Path("/runs/1"), python="python")
+    return launch_command(config_of(recipe, *overrides), FOLDER, python="python")
+
+
+def ranks_of(recipe, *overrides):
+    return ranks_command(config_of(recipe, *overrides), FOLDER, "a,b:1", python="python")
 
 
 def test_one_rank_needs_no_torchrun():
@@ -25,24 +32,48 @@ def test_one_rank_needs_no_torchrun():
 def test_eight_gpus_of_one_machine():
     assert command_of("qwen3b_zero2") == [
         *["python", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "8"],
-        *["-m", "tunebook.train", "/runs/1"],
+        *["-m", "tunebook.launch.rank", "/runs/1"],
     ]
 
 
-def test_slurm_starts_one_torchrun_per_node():
-    command = command_of("llama2_70b_fsdp", "launcher.partition=gpu", "launcher.extra_args=[--exclusive]")
-    assert command[:2] == ["sbatch", "--job-name=llama2_70b_fsdp"]
-    assert {"--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8", "--partition=gpu", "--exclusive"} <= set(command)
-    script = command[-1]
-    assert "srun" in script
-    assert "--nnodes 2 --nproc_per_node 8" in script
-    assert script.endswith("-m tunebook.train /runs/1'")
-
-
-def test_ray_is_asked_for_one_nodes_gpus():
-    assert command_of("dolly3b_ray_zero3_offload") == [
-        *["ray", "job", "submit", "--entrypoint-num-cpus", "28", "--entrypoint-num-gpus", "1", "--"],
-        *["python", "-m", "tunebook.train", "/runs/1"],
+def test_a_node_of_several_calls_the_launcher_and_then_starts_torchrun():
+    words = ["qwen3b_zero2", "hardware.num_nodes=2", "launcher.start_timeout_s=60"]
+    assert ranks_of(*words) == ["python", "-m", "tunebook.launch.node", "/runs/1", "--meet", "a,b:1", "--node", "0"]
+    assert torchrun_command(config_of(*words), FOLDER, 1, "10.0.0.1", 4711, "python") == [
+        *["python", "-m", "torch.distributed.run", "--nnodes", "2", "--node_rank", "1", "--nproc_per_node", "8"],
+        *["--master_addr", "10.0.0.1", "--master_port", "4711", "--rdzv_conf", "timeout=60"],
+        *["-m", "tunebook.launch.rank", "/runs/1"],
     ]
-    with pytest.raises(RequestError, match="runs on one node"):
-        command_of("dolly3b_ray_zero3_offload", "hardware.num_nodes=2")
+
+
+def test_slurm_is_handed_a_script_and_starts_a_task_per_node_inside():
+    assert command_of("llama2_70b_fsdp") == ["sbatch", "--parsable", "/runs/1/job.sh"]
+    assert ranks_of("llama2_70b_fsdp") == [
+        *["srun", "--nodes", "2", "--ntasks", "2", "--ntasks-per-node", "1", "--kill-on-bad-exit=0"],
+        *["python", "-m", "tunebook.launch.node", "/runs/1", "--meet", "a,b:1"],
+    ]
+
+
+def test_a_slurm_job_of_one_node_needs_no_srun():
+    assert ranks_of("qwen3b_zero2", "launcher=slurm")[:4] == ["python", "-m", "torch.distributed.run", "--standalone"]
+
+
+def test_rays_trainer_is_a_program_that_its_workers_call_back():
+    words = ["python", "-m", "tunebook.launch.ray", "/runs/1", "--meet"]
+    assert command_of("dolly3b_ray_zero3_offload") == [*words, "<address>:<port>"]
+    assert ranks_of("dolly3b_ray_zero3_offload") == [*words, "a,b:1"]
+    assert rank_command(FOLDER, "python")[-1] == "--dies-with-parent"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["qwen3b_zero2"], False),
+        (["qwen3b_zero2", "launcher=slurm"], False),
+        (["qwen3b_zero2", "hardware.num_nodes=2"], True),
+        (["qwen3b_zero2", "launcher=slurm", "launcher.container_image=i"], True),
+        (["qwen3b_zero2", "launcher=ray"], True),
+    ],
+)
+def test_who_calls_the_launcher(words, expected):
+    assert has_callers(config_of(*words)) is expected

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -114,3 +115,10 @@ def test_several_ranks_share_the_cores():
     assert rank_environment(two, {})["OMP_NUM_THREADS"] == str(max(1, os.cpu_count() // 2))
     assert rank_environment(two, {"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"] == "7"
     assert "OMP_NUM_THREADS" not in rank_environment(config_of("quickstart"), {})
+
+
+def test_deepspeed_is_told_of_a_cpu_and_ninja_is_found_beside_python():
+    environment = rank_environment(config_of("quickstart"), {"PATH": "/usr/bin"})
+    assert environment["DS_ACCELERATOR"] == "cpu"
+    assert environment["PATH"] == f"{Path(sys.executable).parent}{os.pathsep}/usr/bin"
+    assert "DS_ACCELERATOR" not in rank_environment(config_of("qwen3b_zero2"), {})

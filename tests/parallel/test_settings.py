@@ -1,13 +1,18 @@
 """Settings of DeepSpeed and FSDP for every choice of the parallelism group, written out."""
 
+import inspect
+
 import pytest
+import torch
+from transformers import TrainingArguments
 
 from tunebook.config.auto import resolve_auto
 from tunebook.config.choices import Strategy
 from tunebook.config.compose import compose
 from tunebook.hardware.detect import Machine
 from tunebook.parallel.deepspeed import deepspeed_settings, zero_stage
-from tunebook.parallel.fsdp import fsdp_settings, is_fsdp
+from tunebook.parallel.fsdp import fsdp_arguments, fsdp_settings, hsdp_sizes, is_fsdp, mixed_precision_policy
+from tunebook.parallel.fsdp import uses_autocast as fsdp_autocast
 
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
 
@@ -54,17 +59,59 @@ def test_fsdp_reshards_or_keeps(choice, reshards):
     assert fsdp_settings(config_of(f"parallelism={choice}"))["reshard_after_forward"] is reshards
 
 
-def test_fsdp_units_by_size_or_by_class():
-    by_size = fsdp_settings(
-        config_of("parallelism=fsdp", "parallelism.wrap_policy=size", "parallelism.wrap_min_num_parameters=7")
-    )
-    assert (by_size["auto_wrap_policy"], by_size["min_num_params"]) == ("SIZE_BASED_WRAP", 7)
-    by_class = fsdp_settings(config_of("parallelism=fsdp", "parallelism.wrap_classes=[Qwen2DecoderLayer]"))
-    assert by_class["transformer_layer_cls_to_wrap"] == ["Qwen2DecoderLayer"]
+def test_fsdp_offload_sums_on_the_host_over_gloo():
+    arguments = fsdp_arguments(config_of("parallelism=fsdp_offload"))
+    assert arguments["fsdp_config"]["cpu_offload"] is True
+    assert arguments["ddp_backend"] == "cuda:nccl,cpu:gloo"
+    assert "ddp_backend" not in fsdp_arguments(config_of("parallelism=fsdp"))
 
 
-def test_fsdp_offload():
-    assert fsdp_settings(config_of("parallelism=fsdp_offload"))["offload_params"] is True
+def test_transformers_reads_every_setting_of_fsdp():
+    """It drops those that it does not know in silence: `offload_params` was one."""
+    read = inspect.getsource(TrainingArguments._process_fsdp_args)
+    assert [key for key in fsdp_settings(config_of("parallelism=fsdp_offload")) if f'"{key}"' not in read] == []
+
+
+def test_hsdp_is_copies_times_shards():
+    config = config_of("parallelism=hsdp", "parallelism.shard_group_size=2", "hardware.gpus_per_node=8")
+    assert hsdp_sizes(config) == (4, 2)
+    sizes = fsdp_arguments(config)["parallelism_config"]
+    assert (sizes.dp_replicate_size, sizes.dp_shard_size) == (4, 2)
+    assert hsdp_sizes(config_of("parallelism=fsdp")) is None
+
+
+BF16 = ("precision=bf16", "hardware=hopper")
+
+
+def test_zero_leaves_bf16_to_autocast_unless_told_to_cast():
+    autocast = deepspeed_settings(config_of("parallelism=zero2", *BF16))
+    assert autocast["torch_autocast"] == {"enabled": True, "dtype": "bfloat16"}
+    assert "bf16" not in autocast  # accelerate would turn it on
+    cast = deepspeed_settings(config_of("parallelism=zero2", "parallelism.mixed_precision=cast", *BF16))
+    assert cast["bf16"] == {"enabled": "auto"}
+    assert "torch_autocast" not in cast
+    assert "torch_autocast" not in deepspeed_settings(config_of("parallelism=zero2", "precision=fp32"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], (torch.bfloat16, torch.float32, torch.float32, False, True)),
+        (["parallelism.mixed_precision=cast"], (torch.bfloat16, torch.float32, None, True, False)),
+    ],
+)
+def test_fsdp_gathers_bf16_and_sums_gradients_in_fp32(overrides, expected):
+    config = config_of("parallelism=fsdp", *BF16, *overrides)
+    policy = mixed_precision_policy(config)
+    formats = (policy.param_dtype, policy.reduce_dtype, policy.output_dtype, policy.cast_forward_inputs)
+    assert (*formats, fsdp_autocast(config)) == expected
+
+
+@pytest.mark.parametrize("overrides", [["precision=fp32"], [*BF16, "precision.master_weights=bf16"]])
+def test_fsdp_mixes_nothing_where_there_is_one_format(overrides):
+    config = config_of("parallelism=fsdp", *overrides)
+    assert mixed_precision_policy(config) is None
+    assert not fsdp_autocast(config)
 
 
 def test_families():

@@ -184,9 +184,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "training.global_samples": 528,
         "training.max_length": 1024,
         "parallelism.strategy": "zero2",
-        "parallelism.overlap_comm": False,
-        "parallelism.allgather_bucket_size": 500_000_000,
-        "parallelism.reduce_bucket_size": None,
+        "parallelism.overlap_comm": None,  # off: DeepSpeed's default below stage 3
+        "parallelism.allgather_bucket_size": None,  # 5e8: DeepSpeed's default
+        "parallelism.reduce_bucket_size": None,  # by the Trainer
         "parallelism.round_robin_gradients": True,
         "parallelism.offload_optimizer": "none",
         "hardware.reference.generation": "volta",
@@ -273,9 +273,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "parallelism.strategy": "zero2",
         "parallelism.offload_optimizer": "cpu",
         "parallelism.offload_parameters": "none",
-        "parallelism.pin_memory": True,
+        "parallelism.pin_memory": None,  # true: DeepSpeed's default
         "parallelism.overlap_comm": True,
-        "parallelism.allgather_bucket_size": 500_000_000,
+        "parallelism.allgather_bucket_size": None,  # 5e8: DeepSpeed's default
         "parallelism.reduce_bucket_size": 500_000_000,
         "parallelism.round_robin_gradients": True,
     },
@@ -283,11 +283,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "parallelism.strategy": "zero3",
         "parallelism.offload_optimizer": "cpu",
         "parallelism.offload_parameters": "cpu",
-        "parallelism.pin_memory": True,
-        "parallelism.overlap_comm": True,
-        "parallelism.max_live_parameters": 1_000_000_000,
-        "parallelism.max_reuse_distance": 1_000_000_000,
-        "parallelism.sub_group_size": 1_000_000_000,
+        # true, true and 1e9: DeepSpeed's defaults, which a test of parallel/ holds against the package
+        "parallelism.pin_memory": None,
+        "parallelism.overlap_comm": None,
+        "parallelism.max_live_parameters": None,
+        "parallelism.max_reuse_distance": None,
+        "parallelism.sub_group_size": None,
         "parallelism.gather_weights_on_save": True,
         "parallelism.reduce_bucket_size": None,
         "parallelism.prefetch_bucket_size": None,

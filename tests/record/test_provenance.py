@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -76,9 +77,56 @@ def test_the_environment_names_image_and_packages(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("TUNEBOOK_IMAGE_DIGEST", "sha256:abc")
     environment = describe_environment("no-such-generation")
     assert environment["image_digest"] == "sha256:abc"
+    assert environment["image"] is None
     assert environment["lock_sha256"] is None
     assert environment["packages"]["hydra-core"] == "1.3.8"
     assert len(environment["installed_sha256"]) == 64
+
+
+@pytest.fixture
+def image_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """As if this ran in an image for A100s, built from a checkout with changes."""
+    file = tmp_path / "image.json"
+    facts = {
+        "generation": "ampere", "torch": "2.13.0", "cuda": "13.0", "min_driver": 580,
+        "compute_capabilities": ["8.0"], "arch_list": ["sm_80"], "attention": "flash-attn-2", "lock_sha256": "1" * 64,
+        "sources_sha256": "2" * 64, "git_commit": "3" * 40, "git_diff_sha256": "4" * 64,
+        "base_image": "debian:12.12-slim",
+    }  # fmt: skip
+    file.write_text(json.dumps(facts))
+    monkeypatch.setenv("TUNEBOOK_IMAGE_FILE", str(file))
+    return file
+
+
+def test_in_an_image_the_code_is_that_which_it_was_built_from(checkout: Path, image_file: Path) -> None:
+    commit(checkout)
+    expected = {"git_commit": "3" * 40, "git_diff_sha256": "4" * 64, "is_clean": False, "reason": None}
+    assert describe_code(checkout) == expected
+    text = image_file.read_text()
+    image_file.write_text(text.replace(f'"{"4" * 64}"', "null"))
+    assert describe_code(checkout) == expected | {"git_diff_sha256": None, "is_clean": True}
+    image_file.write_text(text.replace(f'"{"3" * 40}"', "null"))
+    assert describe_code(checkout) == {
+        "git_commit": None, "git_diff_sha256": None, "is_clean": None,
+        "reason": "the image was built without a git checkout",
+    }  # fmt: skip
+
+
+def test_in_an_image_the_lock_is_the_one_it_was_built_from(image_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = "a.registry/tunebook@sha256:abc"
+    monkeypatch.setenv("TUNEBOOK_IMAGE_DIGEST", reference)
+    environment = describe_environment("cpu")  # whatever the run computes on
+    assert (environment["image_digest"], environment["lock_sha256"]) == (reference, "1" * 64)
+    assert environment["image"] == {
+        "generation": "ampere", "sources_sha256": "2" * 64, "torch": "2.13.0", "cuda": "13.0",
+        "attention": "flash-attn-2", "base_image": "debian:12.12-slim",
+    }  # fmt: skip
+
+
+def test_generations_that_share_an_image_share_its_lock() -> None:
+    assert describe_environment("ada")["lock_sha256"] == describe_environment("ampere")["lock_sha256"]
+    assert describe_environment("turing")["lock_sha256"] == describe_environment("volta")["lock_sha256"]
+    assert describe_environment("turing")["lock_sha256"] is not None
 
 
 def test_commands_are_recorded_without_the_home_and_book_folders(monkeypatch: pytest.MonkeyPatch) -> None:

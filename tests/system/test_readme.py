@@ -17,6 +17,10 @@ README = (ROOT / "README.md").read_text()
 INSTEAD = {
     "make train": "run whole by test_quickstart.py",
     "make test": "run whole by .ci/run, through make check",
+    "make train RECIPE=qwen3b_zero2": "needs GPUs; the dry run below says what it would do",
+    "tunebook parity quickstart --over parallelism=ddp,zero2 --gpus 1,2": "its runs are those of test_same_loss.py",
+    "docker compose run eval": "run in a container by docker/test_quickstart_in_a_container.py",
+    "make chat ARGS=\"--prompt 'Reverse the order: rain key'\"": "asked of the run itself by test_chat.py",
 }
 # Those that work on the quickstart's newest run, which lies elsewhere in tests.
 ON_A_RUN = ("make eval", "make report")
@@ -24,7 +28,9 @@ ON_A_RUN = ("make eval", "make report")
 EXPECTED = {
     "make help": "make TARGET",
     "make list": "llama2_70b_fsdp",
-    "make train RECIPE=qwen3b_zero2": "launch: ",
+    "make train RECIPE=qwen3b_zero2 ARGS=--dry-run": "launch: ",
+    "make plan RECIPE=qwen3b_zero2": "Memory of each GPU",
+    "make sweep RECIPE=qwen3b_zero2": "2 trials",
     "make data RECIPE=quickstart": "15,000",
     "make sweep RECIPE=quickstart": "4 trials",
     "make explain ARGS=bf16-on-volta": "bf16 on a GPU without bf16",
@@ -76,7 +82,7 @@ def expected_of(line: str) -> str | None:
 def test_what_is_run_elsewhere_is_run_there(run):
     assert "make check" in (ROOT / ".ci" / "run").read_text()
     assert "pytest" in run(["make", "-n", "check"]).output
-    assert "tunebook train quickstart" in run(["make", "-n", "train"]).output
+    assert "front.sh run train quickstart" in run(["make", "-n", "train"]).output
     assert '"make", "train"' in (ROOT / "tests" / "system" / "conftest.py").read_text()
 
 
@@ -87,7 +93,7 @@ def test_make_commands_run_as_written(run, line):
     assert expected_of(line) in ended.output
 
 
-@pytest.mark.parametrize("line", [line for line in commands() if line.startswith("tunebook ")])
+@pytest.mark.parametrize("line", [line for line in commands() if line.startswith("tunebook train ")])
 def test_commands_for_own_data_and_model_run_as_written(run, own_folder, line):
     ended = run(["bash", "-c", line], cwd=own_folder)
     assert ended.exit_code == 0, ended.output

@@ -47,8 +47,6 @@ def test_the_published_script_of_the_3b_model():
     zero = arguments["deepspeed"]["zero_optimization"]
     assert zero == {
         "stage": 2,
-        "overlap_comm": False,
-        "allgather_bucket_size": 500_000_000,
         "reduce_bucket_size": "auto",
         "round_robin_gradients": True,
     }
@@ -62,9 +60,10 @@ def test_fsdp_of_the_70b_model():
         "reshard_after_forward": True,
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "cpu_ram_efficient_loading": True,
-        "offload_params": False,
+        "cpu_offload": False,
         "state_dict_type": "SHARDED_STATE_DICT",
     }
+    assert arguments["accelerator_config"] == {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     assert (arguments["bf16"], arguments["ddp_timeout"], arguments["max_steps"]) == (True, 5400, 500)
     assert (arguments["eval_strategy"], arguments["eval_steps"], arguments["save_steps"]) == ("steps", 100, 250)
 
@@ -93,3 +92,18 @@ def test_trackers_are_off_unless_asked_for():
     assert arguments_of("quickstart")["report_to"] == []
     asked = arguments_of("quickstart", "tracking=tensorboard", "tracking.project=mine")
     assert (asked["report_to"], asked["project"], asked["run_name"]) == (["tensorboard"], "mine", "r/1")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_told"),
+    [
+        (["parallelism=ddp"], True),
+        (["parallelism=zero2"], False),  # DeepSpeed runs autocast itself
+        (["parallelism=zero2", "parallelism.mixed_precision=cast"], True),
+        (["parallelism=fsdp"], True),
+        (["parallelism=fsdp", "precision.master_weights=bf16"], False),  # accelerate would make them fp32
+    ],
+)
+def test_accelerate_hears_of_bf16_only_where_it_does_the_right_thing_with_it(overrides, is_told):
+    shared = ("precision=bf16", "hardware=hopper", "packing=padded")
+    assert arguments_of("qwen3b_zero2", *shared, *overrides)["bf16"] is is_told

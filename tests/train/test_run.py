@@ -31,7 +31,7 @@ def outcome(folder):
 
 
 def test_upstream_still_has_the_methods_we_override():
-    for name in ("get_train_dataloader", "evaluate", "_save_checkpoint"):
+    for name in ("get_train_dataloader", "evaluate", "_save_checkpoint", "compute_loss_context_manager"):
         ours, theirs = (inspect.signature(getattr(kind, name)) for kind in (RecipeTrainer, SFTTrainer))
         assert list(ours.parameters) == list(theirs.parameters), name
 

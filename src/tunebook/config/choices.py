@@ -91,6 +91,13 @@ class WrapPolicy(Enum):
     size = "size"
 
 
+class MixedPrecision(Enum):
+    """What a sharded model computes in bf16: its matrix products, as single and ddp do, or everything."""
+
+    autocast = "autocast"
+    cast = "cast"
+
+
 class StateDict(Enum):
     """What an FSDP checkpoint holds: a shard per rank, or the whole model gathered on rank 0."""
 
@@ -176,6 +183,13 @@ class LauncherName(Enum):
     local = "local"
     slurm = "slurm"
     ray = "ray"
+
+
+class ContainerRuntime(Enum):
+    """What runs a container on the nodes of a Slurm cluster."""
+
+    pyxis = "pyxis"
+    docker = "docker"
 
 
 class TrackerName(Enum):

@@ -22,8 +22,16 @@ _PAGED = (OptimizerName.paged_adamw_32bit, OptimizerName.paged_adamw_8bit)
 class Estimate:
     """Estimated memory of one rank in GiB, with every activation kept."""
 
-    states_gib: float  # weights, gradients and optimizer state, and what is gathered of them at a time
+    weights_gib: float
+    gradients_gib: float
+    optimizer_gib: float
+    gathered_gib: float  # what is whole at a time of a model that is divided or elsewhere
     activations_gib: float
+
+    @property
+    def states_gib(self) -> float:
+        """Everything but activations."""
+        return self.weights_gib + self.gradients_gib + self.optimizer_gib + self.gathered_gib
 
     @property
     def total_gib(self) -> float:
@@ -33,14 +41,19 @@ class Estimate:
 
 def estimate_memory(config: RunConfig, facts: ModelFacts) -> Estimate:
     """Estimate one rank's memory for a resolved machine, precision, packing and micro batch."""
+    weights, gradients, optimizer = _states_bytes(config, facts)
     return Estimate(
-        states_gib=(_states_bytes(config, facts) + _gathered_bytes(config, facts)) / GIB,
+        weights_gib=weights / GIB,
+        gradients_gib=gradients / GIB,
+        optimizer_gib=optimizer / GIB,
+        gathered_gib=_gathered_bytes(config, facts) / GIB,
         activations_gib=_activation_bytes(config, facts) / GIB,
     )
 
 
-def _states_bytes(config: RunConfig, facts: ModelFacts) -> float:
-    """16 bytes per trained parameter (weight, gradient and two moments in fp32), divided among the ranks that share."""
+def _states_bytes(config: RunConfig, facts: ModelFacts) -> tuple[float, float, float]:
+    """Weights, gradients and optimizer state: 16 bytes per trained parameter, a weight, a gradient and two moments in
+    fp32, each divided among the ranks that share it."""
     weight = 2 if config.precision.master_weights is MasterWeights.bf16 else 4
     moments = 2 if config.optimizer.name in _EIGHT_BIT else 2 * weight
     trained, frozen = _parameters(config, facts)
@@ -56,7 +69,7 @@ def _states_bytes(config: RunConfig, facts: ModelFacts) -> float:
         weights = 0.0
     if isinstance(settings, FsdpConfig) and settings.offload_parameters is not Offload.none:
         weights = gradients = optimizer = 0.0
-    return weights + gradients + optimizer
+    return weights, gradients, optimizer
 
 
 def _gathered_bytes(config: RunConfig, facts: ModelFacts) -> float:

@@ -12,13 +12,16 @@ from typing import Any
 from rich.table import Table
 
 from tunebook.config.frozen import load_config
+from tunebook.config.rules.image import refuse_wrong_image
 from tunebook.errors import RequestError, StoppedError, TunebookError
+from tunebook.evaluate.finished import checkpoints_of, choose_run
+from tunebook.evaluate.suites import suite_settings
 from tunebook.evaluate.task_files import check_tasks
 from tunebook.launch.local import ProcessEnd, rank_environment, run_and_wait
 from tunebook.model.adapters import holds_model
 from tunebook.model.hub import WEIGHT_FILES
 from tunebook.record.atomic_files import read_json
-from tunebook.record.run_folder import resolve_run
+from tunebook.record.files import RUN_FILE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,17 +34,37 @@ class EvaluationReport:
 
 
 def evaluate_command(
-    target: str, outputs: Path, *, tasks: list[str] | None = None, limit: int | None = None
+    target: str,
+    outputs: Path,
+    *,
+    suite: str | None = None,
+    tasks: list[str] | None = None,
+    limit: int | None = None,
 ) -> EvaluationReport:
     """Evaluate a run, one of its checkpoints, or a model folder inside it, with the run's tokenizer and template.
 
-    `target` is a folder, `latest`, a recipe, or `<recipe>/<time>`. Writes `evaluation/eval-<time>.json` in the run's
-    folder, beside `before.json` and `after.json`. Raises: RequestError for what cannot be evaluated.
+    `target` is a folder, `<recipe>/<time>`, or for the newest finished run `latest` or a recipe. A `suite` or `tasks`
+    take the place of the run's own. Writes `evaluation/eval-<time>.json` in the run's folder, beside `before.json` and
+    `after.json`. Raises: RequestError for what cannot be evaluated.
     """
+    if suite is not None and tasks is not None:
+        raise RequestError(
+            f"suite={suite} and tasks={','.join(tasks)} are two answers to the same question; type one of them",
+            problem_id="suite-and-tasks",
+        )
+    refuse_wrong_image()
     run, model = find_model(target, outputs)
-    check_tasks(tasks or load_config(run / "run.yaml").evaluation.tasks)
+    config = load_config(run / RUN_FILE)
+    asked = tasks or (suite_settings(suite, config) if suite else config.evaluation).tasks
+    if not asked:
+        raise RequestError(
+            f"{run} names no tasks of its own to evaluate; try suite=leaderboard, or tasks=gsm8k,arc_easy of "
+            "lm-evaluation-harness, or the YAML file of a task of yours",
+            problem_id="no-tasks",
+        )
+    check_tasks(asked)
     when = f"eval-{datetime.now(UTC):%Y-%m-%dT%H-%M-%SZ}-{os.getpid()}"
-    end = run_worker(run, when, model=model, tasks=tasks, limit=limit)
+    end = run_worker(run, when, model=model, suite=suite, tasks=tasks, limit=limit)
     if end.exit_code != 0:
         raise worker_error(end, when)
     file = run / "evaluation" / f"{when}.json"
@@ -69,21 +92,35 @@ def worker_error(end: ProcessEnd, when: str) -> TunebookError:
 
 
 def run_worker(
-    run: Path, when: str, *, model: Path | None = None, tasks: list[str] | None = None, limit: int | None = None
+    run: Path,
+    when: str,
+    *,
+    model: Path | None = None,
+    suite: str | None = None,
+    tasks: list[str] | None = None,
+    limit: int | None = None,
 ) -> ProcessEnd:
     """Run one evaluation in a process of its own and wait for it."""
-    command = worker_command(run, when, model=model, tasks=tasks, limit=limit)
-    environment = rank_environment(load_config(run / "run.yaml"), os.environ)
+    command = worker_command(run, when, model=model, suite=suite, tasks=tasks, limit=limit)
+    environment = rank_environment(load_config(run / RUN_FILE), os.environ)
     return run_and_wait(command, environment)
 
 
 def worker_command(
-    run: Path, when: str, *, model: Path | None = None, tasks: list[str] | None = None, limit: int | None = None
+    run: Path,
+    when: str,
+    *,
+    model: Path | None = None,
+    suite: str | None = None,
+    tasks: list[str] | None = None,
+    limit: int | None = None,
 ) -> list[str]:
     """The worker's argument list."""
     command = [sys.executable, "-m", "tunebook.evaluate", "--run", str(run), "--when", when]
     if model is not None:
         command += ["--model", str(model)]
+    if suite is not None:
+        command += ["--suite", suite]
     for task in tasks or []:
         command += ["--task", task]
     if limit is not None:
@@ -94,11 +131,12 @@ def worker_command(
 def find_model(target: str, outputs: Path) -> tuple[Path, Path]:
     """The run folder that a target belongs to, and the model folder to evaluate.
 
-    Raises: RequestError when the run has no trained model yet, or a folder holds no weights or belongs to no run.
+    Where the target leaves a choice, the standard error says which run was taken.
+    Raises: RequestError when no run has a trained model yet, or a folder holds no weights or belongs to no run.
     """
     named = Path(target).expanduser().absolute()
     if holds_model(named):
-        run = next((folder for folder in named.parents if (folder / "run.yaml").is_file()), None)
+        run = next((folder for folder in named.parents if (folder / RUN_FILE).is_file()), None)
         if run is None:
             raise RequestError(
                 f"{named} is a model, but lies in no run folder, so its tasks and template are not known; name a run, "
@@ -106,11 +144,11 @@ def find_model(target: str, outputs: Path) -> tuple[Path, Path]:
                 problem_id="unknown-run",
             )
         return run, _with_weights(named)
-    run = resolve_run(target, outputs)
+    run = choose_run(target, outputs, lambda line: print(line, file=sys.stderr))
     model = run / "model"
     if not holds_model(model):
         raise RequestError(
-            f"{run} has no model/ folder: the run did not finish. Name one of its checkpoints: {_checkpoints(run)}",
+            f"{run} has no model/ folder: the run did not finish. Name one of its checkpoints: {checkpoints_of(run)}",
             problem_id="run-without-model",
         )
     return run, _with_weights(model)
@@ -124,11 +162,6 @@ def _with_weights(model: Path) -> Path:
             problem_id="model-without-weights",
         )
     return model
-
-
-def _checkpoints(run: Path) -> str:
-    found = sorted(str(folder) for folder in (run / "checkpoints").glob("*") if folder.is_dir())
-    return ", ".join(found) or "there is none, so train again"
 
 
 def score_table(records: list[dict[str, Any]]) -> Table:

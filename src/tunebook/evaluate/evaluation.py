@@ -6,27 +6,24 @@ import json
 import tempfile
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunebook.config.book import resolve_path
-from tunebook.config.choices import Attention, Compute, Generation, Source, Weights
-from tunebook.config.schema import AttentionConfig, PeftSettings, RunConfig
-from tunebook.errors import DataError, RequestError
+from tunebook.config.choices import Source
+from tunebook.config.schema import RunConfig
+from tunebook.errors import RequestError
 from tunebook.evaluate.baseline import score_baseline
+from tunebook.evaluate.bound_model import check_tokenizer, compute_dtype, load_trained, uses_gpu
 from tunebook.evaluate.harness import SEEDS, HarnessSettings, is_rendered, prepare_environment, run_harness
 from tunebook.evaluate.progress import AnswerProgress
 from tunebook.evaluate.results import Answer, choose_samples, task_answers, task_scores
 from tunebook.evaluate.task_files import TaskFile
-from tunebook.model.adapters import is_adapter, with_adapter
 from tunebook.record.atomic_files import atomic_write_json, atomic_write_text
-from tunebook.record.manifest import MANIFEST_FILE, read_manifest
 
 if TYPE_CHECKING:
-    import torch
-
     from tunebook.evaluate.run_model import RunModel
 
 
@@ -81,63 +78,22 @@ def _is_local(evaluation: Evaluation) -> bool:
 
 def _load(evaluation: Evaluation, progress: AnswerProgress) -> RunModel:
     """The model on its device with the run's tokenizer, whose template must be the one that was trained with."""
-    import torch
-
     from tunebook.evaluate.run_model import RunModel
-    from tunebook.model.load import load_model
     from tunebook.model.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(evaluation.config.model)
-    _check_template(evaluation.run, tokenizer)
-    model: Any = load_model(_config_to_load(evaluation))
-    if evaluation.model is not None and is_adapter(evaluation.model):
-        model = with_adapter(model, evaluation.model, evaluation.config.peft.method)
-    if torch.cuda.is_available() and evaluation.config.hardware.generation is not Generation.cpu:
+    config = evaluation.config
+    tokenizer = load_tokenizer(config.model)
+    check_tokenizer(evaluation.run, tokenizer)
+    model: Any = load_trained(config, evaluation.model)
+    if uses_gpu(config):
         model = model.to("cuda")
     return RunModel(
         model,
         tokenizer,
-        batch_size=evaluation.config.evaluation.batch_size,
-        compute_dtype=_compute_dtype(evaluation.config),
+        batch_size=config.evaluation.batch_size,
+        compute_dtype=compute_dtype(config),
         progress=progress,
     )
-
-
-def _config_to_load(evaluation: Evaluation) -> RunConfig:
-    """The run's configuration with the folder to evaluate as its model; an adapter goes onto the run's own base."""
-    config = evaluation.config
-    if config.attention.implementation is not Attention.eager:
-        # Generation pads its rows and keeps a cache, which the kernels for packed rows are not made for.
-        config = replace(config, attention=AttentionConfig(implementation=Attention.sdpa))
-    if evaluation.model is None or is_adapter(evaluation.model):
-        return config
-    folder = str(evaluation.model)
-    trained = replace(config.model, path=folder, name=None, revision=None, weights=Weights.pretrained, facts=None)
-    return replace(config, model=trained, peft=PeftSettings())
-
-
-def _compute_dtype(config: RunConfig) -> torch.dtype | None:
-    """What the products are computed in, as in training; None: in the weights' own format."""
-    import torch
-
-    return {Compute.bf16: torch.bfloat16, Compute.fp8: torch.bfloat16, Compute.fp16: torch.float16}.get(
-        config.precision.compute
-    )
-
-
-def _check_template(run: Path, tokenizer: Any) -> None:
-    """Refuse a chat template other than the one the manifest says was trained with."""
-    from tunebook.data.template import template_hash
-
-    if tokenizer.chat_template is None or not (run / MANIFEST_FILE).is_file():
-        return
-    trained = read_manifest(run)["chat_template_sha256"]
-    if trained is not None and trained != template_hash(tokenizer):
-        raise DataError(
-            f"the chat template is not the one that {run} was trained with: it changed since; put it back, since a "
-            "model answers badly under another template",
-            problem_id="template-changed",
-        )
 
 
 def _record(evaluation: Evaluation, model: RunModel, results: dict[str, Any], answers: list[Answer]) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from lm_eval.models.huggingface import HFLM
 
+from tunebook.evaluate.bound_model import stop_ids
 from tunebook.evaluate.progress import AnswerProgress
-from tunebook.model.tokenizer import stop_token_ids
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +42,8 @@ class RunModel(HFLM):  # type: ignore[misc]  # the harness has no type marker
             add_bos_token=add_bos_token,
         )
         self._progress = progress
-        _stop_at(stop_token_ids(tokenizer), model)
+        assert model.generation_config is not None
+        model.generation_config.eos_token_id = stop_ids(model, tokenizer)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """Answers to prompts."""
@@ -65,11 +66,3 @@ class RunModel(HFLM):  # type: ignore[misc]  # the harness has no type marker
         logits: torch.Tensor = super()._model_call(inps, *args, **kwargs)
         self._progress.advance(inps.shape[0])
         return logits
-
-
-def _stop_at(trained: frozenset[int], model: PreTrainedModel) -> None:
-    """Let generation end at the tokens that end a trained turn, beside those that the model's own settings name."""
-    assert model.generation_config is not None
-    named = model.generation_config.eos_token_id
-    known = named if isinstance(named, list) else [] if named is None else [named]
-    model.generation_config.eos_token_id = sorted({*trained, *known})

@@ -10,11 +10,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from tunebook.config.frozen import load_config
 from tunebook.errors import RequestError, TunebookError
 from tunebook.evaluate.evaluation import Evaluation, evaluate
+from tunebook.evaluate.suites import suite_settings
 from tunebook.evaluate.task_files import resolve_task
 from tunebook.model.adapters import holds_model
 
@@ -37,11 +39,14 @@ def _read_request(words: list[str] | None) -> Evaluation:
     parser.add_argument("--run", type=Path, required=True, help="the run folder, with its run.yaml")
     parser.add_argument("--when", required=True, help="before, after, or a name for a later evaluation")
     parser.add_argument("--model", type=Path, help="a model folder; default: model/ of the run when --when after")
+    parser.add_argument("--suite", help="instead of the run's own evaluation settings")
     parser.add_argument("--task", action="append", help="instead of evaluation.tasks; may be repeated")
     parser.add_argument("--limit", type=int, help="items per task; default: evaluation.limit")
     request = parser.parse_args(words)
     run: Path = request.run.absolute()
     config = load_config(run / "run.yaml")
+    if request.suite is not None:
+        config = replace(config, evaluation=suite_settings(request.suite, config))
     model: Path | None = request.model
     if model is None and request.when == AFTER:
         model = run / "model"

@@ -1,7 +1,7 @@
 """What `tunebook explain ID` prints: every rule, and every error that other modules raise with a `problem_id`.
 
 Rules carry their own texts (`config.rules`), and so does what a machine may lack (`config.rules.environment`). The
-errors of all other modules are explained here, in `requests` and `runs`: whoever raises a new id adds its text, and a
+errors of all other modules are explained here, in the modules beside this: whoever raises a new id adds its text, and a
 test finds ids without one.
 """
 
@@ -11,10 +11,14 @@ from tunebook.config.rules import RULES
 from tunebook.config.rules.environment import EXPLANATIONS
 from tunebook.config.rules.frame import Explanation
 from tunebook.errors import RequestError, did_you_mean
+from tunebook.explain.chat import CHAT
+from tunebook.explain.launching import LAUNCHING
 from tunebook.explain.requests import COMPOSING, MODELS
 from tunebook.explain.runs import DATA, RUNS
+from tunebook.explain.sandbox import SANDBOX
+from tunebook.explain.spreading import SPREADING
 
-ERRORS: dict[str, Explanation] = {**COMPOSING, **MODELS, **DATA, **RUNS}
+ERRORS: dict[str, Explanation] = {**COMPOSING, **MODELS, **DATA, **RUNS, **LAUNCHING, **CHAT, **SANDBOX, **SPREADING}
 
 
 def _texts() -> dict[str, Explanation]:

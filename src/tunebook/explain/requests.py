@@ -81,6 +81,19 @@ COMPOSING: dict[str, Explanation] = {
         why="The message is Hydra's own; it is nearly always about the last override or recipe that was changed.",
         advice="Take overrides away until it composes, then add them again one by one.",
     ),
+    "does-not-fit": Explanation(
+        summary="The plan needs more memory than each GPU or rank has.",
+        why="The estimate adds up weights, gradients and optimizer state, and activations where all of them are kept. "
+        "It says no only where these alone are more than there is; what else a run needs comes on top.",
+        advice="Divide more among the GPUs (parallelism=zero3 or fsdp), offload (parallelism=zero3_offload), recompute "
+        "(activation=checkpointing), train an adapter (peft=lora), or take more GPUs or larger ones.",
+    ),
+    "image-file-broken": Explanation(
+        summary="The file that says what this container image is made of cannot be used.",
+        why="The image's generation, driver and packages are read from it before a run starts, and written into its "
+        "manifest. It is written when the image is built.",
+        advice="Build the image again with `make image`. Outside of a container unset TUNEBOOK_IMAGE_FILE.",
+    ),
     "unknown-id": Explanation(
         summary="There is no rule or error of that id.",
         why="Ids stand at the end of messages, after `tunebook explain`.",

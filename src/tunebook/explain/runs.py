@@ -163,9 +163,10 @@ RUNS: dict[str, Explanation] = {
         advice="Name a folder that `tunebook train` made.",
     ),
     "run-without-model": Explanation(
-        summary="A run that has not finished, and so has no final model.",
-        why="The whole model is written to model/ at the end.",
-        advice="Name one of its checkpoints, or finish the run.",
+        summary="No run that has finished, or one without a final model.",
+        why="The whole model is written to model/ at the end. `latest` and a recipe's name mean the newest run that "
+        "finished, so that one at work or one that failed is not evaluated by accident.",
+        advice="Finish the run, name it by its folder, or name one of its checkpoints.",
     ),
     "broken-record": Explanation(
         summary="A record of a run cannot be read.",
@@ -211,21 +212,6 @@ RUNS: dict[str, Explanation] = {
         advice="Look at what it printed and at log.txt in the run folder; start it again, and it goes on from its "
         "newest checkpoint.",
     ),
-    "launcher-plans-only": Explanation(
-        summary="A launcher that this version only plans for.",
-        why="Its command is printed by --dry-run; runs are started on this machine only.",
-        advice="Use launcher=local on the machine with the GPUs.",
-    ),
-    "ray-several-nodes": Explanation(
-        summary="A Ray launch over several nodes.",
-        why="The ranks are one Ray job, which runs on one node.",
-        advice="Use launcher=slurm for several nodes, or one node.",
-    ),
-    "strategy-plans-only": Explanation(
-        summary="A strategy that this version only plans for.",
-        why="It would run as another strategy without a word.",
-        advice="Use the strategy that the message names.",
-    ),
     "fp8-plans-only": Explanation(
         summary="Training in fp8, which this version only plans for.",
         why="It would run in bf16 without a word.",
@@ -250,6 +236,22 @@ RUNS: dict[str, Explanation] = {
         summary="A sweep ended before its trials did.",
         why="Hydra's multirun failed outside the trials; its message is above.",
         advice="The finished trials are kept; correct the cause and start the rest.",
+    ),
+    "unknown-suite": Explanation(
+        summary="There is no set of tasks of that name for this run.",
+        why="A suite is an evaluation group of hydra_configs/evaluation, or `quick`, the tasks that the run's recipe "
+        "ships in its folder tasks/.",
+        advice="Take a suite that the message lists, or name tasks: tasks=a,b.",
+    ),
+    "suite-file": Explanation(
+        summary="A file of hydra_configs/evaluation is no evaluation group.",
+        why="Its keys and types are those of the section `evaluation` of a configuration.",
+        advice="Correct the file as the message says.",
+    ),
+    "suite-and-tasks": Explanation(
+        summary="An evaluation was told both a suite and tasks.",
+        why="A suite is a list of tasks already; whether the others are meant instead or as well cannot be told.",
+        advice="Type suite=NAME or tasks=a,b. All of them: write the suite's tasks out and add the others.",
     ),
     "no-tasks": Explanation(
         summary="An evaluation without tasks.",

@@ -1,78 +1,98 @@
-"""The command that starts the ranks of a run, as an argument list. Pure functions; nothing is run here."""
+"""The commands that start the ranks of a run, as argument lists. Pure functions; nothing is run here.
+
+On one node that is `tunebook.train` for one rank, torchrun for several. On several nodes `tunebook.launch.node` is
+started on each (by hand, or by srun), calls the launcher and then starts torchrun; for Ray see `launch.ray`.
+"""
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
-from tunebook.config.choices import Generation, LauncherName
-from tunebook.config.schema import RayConfig, RunConfig, SlurmConfig
-from tunebook.errors import RequestError
+from tunebook.config.choices import LauncherName
+from tunebook.config.schema import RunConfig, SlurmConfig
+from tunebook.launch.slurm.container import in_container, is_contained
 
 _TRAIN = "tunebook.train"
-_PORT = 29500  # torchrun's own default
+_RANK = "tunebook.launch.rank"  # tunebook.train with what can go wrong between several ranks
+_NODE = "tunebook.launch.node"
+_RAY = "tunebook.launch.ray"
+_SLURM = "tunebook.launch.slurm"
+JOB_SCRIPT = "job.sh"
+DIES_WITH_PARENT = "--dies-with-parent"
+CALLED_LATER = "<address>:<port>"  # of the launcher, which is known once it has begun
 
 
 def launch_command(config: RunConfig, folder: Path, python: str = sys.executable) -> list[str]:
-    """The argument list for a resolved configuration whose run folder is `folder`."""
+    """What the user's machine runs for a resolved configuration whose run folder is `folder`."""
     if config.launcher.name is LauncherName.slurm:
-        return slurm_command(config, folder, python)
+        return submit_command(folder)
+    return ranks_command(config, folder, python=python)
+
+
+def ranks_command(config: RunConfig, folder: Path, meet: str = CALLED_LATER, python: str = sys.executable) -> list[str]:
+    """What starts every rank, inside a Slurm job as outside; `meet` is where the nodes of a run on several call."""
     if config.launcher.name is LauncherName.ray:
-        return ray_command(config, folder, python)
-    return local_command(config, folder, python)
+        return [python, "-m", _RAY, str(folder), "--meet", meet]
+    if not has_callers(config):
+        return one_node_command(config, folder, python)
+    if isinstance(config.launcher, SlurmConfig):
+        return [*step_command(config), *in_container(config, folder, node_command(folder, meet, None, python))]
+    return node_command(folder, meet, config.launcher.node_rank, python)
 
 
-def local_command(config: RunConfig, folder: Path, python: str) -> list[str]:
+def has_callers(config: RunConfig) -> bool:
+    """Whether something on each node calls the launcher: on several nodes, in containers, and under Ray."""
+    return config.hardware.num_nodes > 1 or is_contained(config) or config.launcher.name is LauncherName.ray
+
+
+def one_node_command(config: RunConfig, folder: Path, python: str) -> list[str]:
     """One process for one rank, torchrun for several on this machine."""
     if config.hardware.gpus_per_node == 1:
         return [python, "-m", _TRAIN, str(folder)]
     return [
         *[python, "-m", "torch.distributed.run", "--standalone"],
         *["--nproc_per_node", str(config.hardware.gpus_per_node)],
-        *["-m", _TRAIN, str(folder)],
+        *["-m", _RANK, str(folder)],
     ]
 
 
-def slurm_command(config: RunConfig, folder: Path, python: str) -> list[str]:
-    """sbatch with one task per node; each task runs torchrun, which finds the others at the first node."""
-    slurm = config.launcher
-    assert isinstance(slurm, SlurmConfig)
-    hardware = config.hardware
-    torchrun = (
-        f"{python} -m torch.distributed.run --nnodes {hardware.num_nodes} --nproc_per_node {hardware.gpus_per_node} "
-        f"--rdzv_backend c10d --rdzv_id $SLURM_JOB_ID --rdzv_endpoint $HEAD_NODE:{_PORT} -m {_TRAIN} {folder}"
-    )
-    head = "HEAD_NODE=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)"
-    options = {
-        "--job-name": config.recipe or "tunebook",
-        "--nodes": str(hardware.num_nodes),
-        "--ntasks-per-node": "1",
-        "--partition": slurm.partition,
-        "--account": slurm.account,
-        "--time": slurm.time_limit,
-        "--cpus-per-task": str(slurm.cpus_per_task) if slurm.cpus_per_task else None,
-        "--gpus-per-node": str(hardware.gpus_per_node) if hardware.generation is not Generation.cpu else None,
-        "--output": str(folder / "slurm-%j.out"),
-    }
-    said = [f"{key}={value}" for key, value in options.items() if value is not None]
-    return ["sbatch", *said, *slurm.extra_args, "--wrap", f"{head}; srun --kill-on-bad-exit=1 bash -c '{torchrun}'"]
+def torchrun_command(
+    config: RunConfig, folder: Path, node: int, master_address: str, master_port: int, python: str = sys.executable
+) -> list[str]:
+    """torchrun of one node of several; the ranks meet on node 0."""
+    return [
+        *[python, "-m", "torch.distributed.run", "--nnodes", str(config.hardware.num_nodes), "--node_rank", str(node)],
+        *["--nproc_per_node", str(config.hardware.gpus_per_node)],
+        *["--master_addr", master_address, "--master_port", str(master_port)],
+        *["--rdzv_conf", f"timeout={config.launcher.start_timeout_s}"],
+        *["-m", _RANK, str(folder)],
+    ]
 
 
-def ray_command(config: RunConfig, folder: Path, python: str) -> list[str]:
-    """Ray's own job client: the ranks of one node are one job that asks for that node's GPUs.
+def rank_command(folder: Path, python: str = sys.executable) -> list[str]:
+    """One rank whose environment says which, as a Ray worker starts it: it must not outlive that for a moment."""
+    return [python, "-m", _RANK, str(folder), DIES_WITH_PARENT]
 
-    Raises: RequestError for several nodes, which one such job cannot span.
-    """
-    ray, hardware = config.launcher, config.hardware
-    assert isinstance(ray, RayConfig) and hardware.gpus_per_node is not None
-    if hardware.num_nodes > 1:
-        raise RequestError(
-            f"launcher=ray with hardware.num_nodes={hardware.num_nodes}: a Ray job of this version runs on one node; "
-            "try launcher=slurm, or hardware.num_nodes=1",
-            problem_id="ray-several-nodes",
-        )
-    resources = ["--entrypoint-num-cpus", str(ray.cpus_per_worker * hardware.gpus_per_node)]
-    if hardware.generation is not Generation.cpu:
-        resources += ["--entrypoint-num-gpus", str(hardware.gpus_per_node)]
-    address = [] if ray.address == "auto" else ["--address", ray.address]
-    return ["ray", "job", "submit", *address, *resources, "--", *local_command(config, folder, python)]
+
+def node_command(folder: Path, meet: str, node: int | None, python: str) -> list[str]:
+    """One node's part; without a number it takes the one that Slurm gives it."""
+    number = [] if node is None else ["--node", str(node)]
+    return [python, "-m", _NODE, str(folder), "--meet", meet, *number]
+
+
+def submit_command(folder: Path) -> list[str]:
+    """Hand the job script to Slurm; it answers with the job's number alone."""
+    return ["sbatch", "--parsable", str(folder / JOB_SCRIPT)]
+
+
+def step_command(config: RunConfig, num_nodes: int | None = None) -> list[str]:
+    """srun with one task per node. When one fails the others are left to the launcher, which lets them save."""
+    nodes = str(num_nodes or config.hardware.num_nodes)
+    return ["srun", "--nodes", nodes, "--ntasks", nodes, "--ntasks-per-node", "1", "--kill-on-bad-exit=0"]
+
+
+def job_body(folder: Path, python: str = sys.executable) -> str:
+    """The last line of a job script; `exec`, so that Slurm's signals reach the launcher and no shell."""
+    return f"exec {shlex.join([python, '-m', _SLURM, str(folder)])}"

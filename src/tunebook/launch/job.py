@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from dataclasses import asdict, dataclass, replace
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,43 +12,35 @@ from rich.console import Console
 from rich.text import Text
 
 from tunebook.checkpoint.newest import newest_checkpoint
-from tunebook.config.auto import Resolution, resolve_auto
-from tunebook.config.compose import compose
+from tunebook.config.auto import Resolution
 from tunebook.config.frozen import config_to_yaml
-from tunebook.config.rules import check, check_environment
-from tunebook.config.schema import RunConfig
+from tunebook.config.rules import check_environment
+from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.data.view import show_summary
-from tunebook.errors import DoesNotFitError, Problem, RequestError, RulesError, StoppedError, TunebookError
-from tunebook.evaluate.command import run_worker, score_table, worker_error
+from tunebook.errors import Problem, RequestError, RulesError
 from tunebook.evaluate.task_files import check_tasks
-from tunebook.hardware.detect import detect_machine
-from tunebook.launch.commands import launch_command
-from tunebook.launch.local import ProcessEnd, rank_environment, run_and_wait
+from tunebook.launch.attempt import Attempt
+from tunebook.launch.commands import JOB_SCRIPT, launch_command
+from tunebook.launch.draft import Draft, draft_json, draft_run
 from tunebook.launch.lock import working_in
 from tunebook.launch.plans_only import refuse_plans_only
 from tunebook.launch.resume import check_run_folder, is_trained, unfinished_run
-from tunebook.launch.show import show_batch, show_choices, show_command, show_end
+from tunebook.launch.several_nodes import has_later_nodes, is_later_node, join_run, open_to_nodes
+from tunebook.launch.show import show_batch, show_choices, show_command
+from tunebook.launch.slurm.script import job_script
+from tunebook.launch.slurm.submit import follow, refuse_if_queued, submit
+from tunebook.launch.starting import check_launcher
 from tunebook.launch.upload import check_upload
 from tunebook.model.load import check_model
 from tunebook.plan.batch import BatchPlan, solve_batch, world_size
-from tunebook.record.atomic_files import atomic_write_json, atomic_write_text, read_json
-from tunebook.record.disk import disk_full
+from tunebook.plan.memory import plan_memory
+from tunebook.record.atomic_files import atomic_write_json, atomic_write_text
 from tunebook.record.files import PLAN_FILE, PREPARED_FILE, RUN_FILE
-from tunebook.record.manifest import finish_manifest, start_manifest, state_of_exit_code
-from tunebook.record.run_folder import (
-    Outcome,
-    check_outputs,
-    clear_outcomes,
-    create_run_folder,
-    has_outcome,
-    make_run_folder,
-    read_outcomes,
-)
+from tunebook.record.manifest import start_manifest
+from tunebook.record.run_folder import check_outputs, clear_outcomes, create_run_folder, make_run_folder
 
 if TYPE_CHECKING:
     from tunebook.data.prepared import Prepared
-
-REPORT_FILE = "report.html"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,13 +62,10 @@ def plan_job(recipe: str | None, overrides: list[str], recipes_dirs: list[Path])
 
     Raises: RequestError for what does not compose, RulesError with every broken rule at once.
     """
-    composition = compose(recipe, overrides, recipes_dirs)
-    resolution = resolve_auto(composition.config, detect_machine())
-    broken = check(resolution.config, composition.origins.set_by)
-    if errors := [problem for problem in broken if problem.is_error]:
-        raise RulesError(errors)
-    plan = solve_batch(resolution.config, None)
-    return Job(resolution=resolution, problems=broken, plan=plan)
+    draft = draft_run(recipe, overrides, recipes_dirs)
+    draft.raise_errors()
+    assert draft.resolution is not None and draft.batch is not None
+    return Job(resolution=draft.resolution, problems=draft.problems, plan=draft.batch)
 
 
 def show_job(job: Job, console: Console, folder: Path) -> None:
@@ -84,34 +73,37 @@ def show_job(job: Job, console: Console, folder: Path) -> None:
     show_choices(job.resolution.choices, job.problems, console)
     show_batch(job.plan, console)
     show_command(launch_command(job.config, folder), console)
+    if isinstance(job.config.launcher, SlurmConfig):
+        console.print(Text(f"{folder / JOB_SCRIPT}:\n{job_script(job.config, folder)}".rstrip()), soft_wrap=True)
 
 
 def run_job(job: Job, console: Console, *, folder: Path | None = None) -> int:
     """Prepare, launch, evaluate and report; returns the exit code that the run's outcome asks for."""
+    config = job.config
     show_choices(job.resolution.choices, job.problems, console)
     require_runnable(job)
+    if is_later_node(config):
+        return join_run(config, console)
     if folder is not None:
         folder = folder.expanduser().absolute()
-        check_run_folder(job.config, folder)
-    check_outputs(folder or Path(job.config.outputs))
-    prepared = prepare_data(job.config, console)
-    show_summary(prepared, console)
-    plan = solve_batch(job.config, prepared.train.load_lengths().astype("int64"))
-    show_batch(plan, console)
-    unfinished = unfinished_run(job.config) if folder is None else None
-    folder = _new_or_unfinished(job.config, folder or unfinished)
-    with working_in(folder) as lock:
+        check_run_folder(config, folder)
+    check_outputs(folder or Path(config.outputs))
+    with ExitStack() as stack:
+        # Before anything is prepared: a port that is in use is said at once, and nodes that come early wait in line.
+        roll = stack.enter_context(open_to_nodes(config, console)) if has_later_nodes(config) else None
+        prepared = prepare_data(config, console)
+        show_summary(prepared, console)
+        plan = solve_batch(config, prepared.train.load_lengths().astype("int64"))
+        show_batch(plan, console)
+        folder = _new_or_unfinished(config, folder)
+        lock = stack.enter_context(working_in(folder))
         _set_up_folder(job, plan, prepared, folder)
-        console.print(f"run folder: {folder}{_going_on(job.config, folder)}", highlight=False, soft_wrap=True)
-        try:
-            outcome = _train_and_evaluate(job.config, folder, lock, console)
-        except BaseException as error:
-            _record_end(folder, _outcome_of(error, folder, job.config), console)
-            raise
-        is_reported = _record_end(folder, outcome, console)
-    show_scores(folder, console)
-    show_end(outcome, folder, folder / REPORT_FILE if is_reported else None, console)
-    return outcome.exit_code
+        console.print(f"run folder: {folder}{_going_on(config, folder)}", highlight=False, soft_wrap=True)
+        if not isinstance(config.launcher, SlurmConfig):
+            return Attempt(config=config, folder=folder, lock=lock, console=console, roll=roll).carry_out()
+        job_id = submit(config, folder, console)
+    # The folder is the job's now.
+    return follow(job_id, folder, console) if config.launcher.wait else 0
 
 
 def require_runnable(job: Job) -> None:
@@ -122,6 +114,7 @@ def require_runnable(job: Job) -> None:
     refuse_plans_only(job.config)
     if missing := check_environment(job.config):
         raise RulesError(missing)
+    check_launcher(job.config)
     check_model(job.config.model)
     if job.config.evaluation.tasks:
         check_tasks(job.config.evaluation.tasks)
@@ -137,9 +130,11 @@ def prepare_data(config: RunConfig, console: Console) -> Prepared:
         return prepare(config, progress)
 
 
-def _new_or_unfinished(config: RunConfig, folder: Path | None) -> Path:
+def _new_or_unfinished(config: RunConfig, named: Path | None) -> Path:
+    folder = named or unfinished_run(config)
     if folder is None:
         return create_run_folder(Path(config.outputs), config.recipe or "custom")
+    refuse_if_queued(folder)
     return make_run_folder(folder)
 
 
@@ -174,108 +169,7 @@ def _set_up_folder(job: Job, plan: BatchPlan, prepared: Prepared, folder: Path) 
 
 
 def plan_json(job: Job, plan: BatchPlan) -> dict[str, Any]:
-    """The content of plan.json."""
-    config = job.config
-    hardware = config.hardware
-    return {
-        "recipe": config.recipe,
-        "hardware": {
-            "generation": hardware.generation.name,
-            "num_nodes": hardware.num_nodes,
-            "gpus_per_node": hardware.gpus_per_node,
-            "memory_gib": hardware.memory_gib,
-        },
-        "precision": config.precision.compute.name,
-        "attention": config.attention.implementation.name,
-        "packing": config.packing.mode.name,
-        "batch": plan.to_json(),
-        "choices": [{"key": c.key, "value": c.value, "why": c.why} for c in job.resolution.choices],
-        "problems": [{"id": p.id, "key": p.key, "message": p.message, "fix": p.fix} for p in job.problems],
-    }
-
-
-def _train_and_evaluate(config: RunConfig, folder: Path, lock: int, console: Console) -> Outcome:
-    evaluation = config.evaluation
-    if evaluation.tasks and evaluation.before and not (folder / "evaluation" / "before.json").exists():
-        _evaluate(folder, "before", config)
-    outcome = _train(config, folder, lock, console)
-    if outcome.exit_code == 0 and evaluation.tasks and evaluation.after:
-        _evaluate(folder, "after", config)
-    return outcome
-
-
-def _train(config: RunConfig, folder: Path, lock: int, console: Console) -> Outcome:
-    """Launch the ranks and wait for them, unless an earlier attempt has trained already."""
-    if not is_trained(folder, config):
-        command = launch_command(config, folder)
-        show_command(command, console)
-        end = run_and_wait(command, rank_environment(config, os.environ), keep_open=[lock])
-        if not (folder / RUN_FILE).is_file():
-            raise TunebookError(f"the run folder {folder} was removed while its run was at work", problem_id="run-lost")
-        if not has_outcome(folder):
-            raise _without_a_word(end, folder)
-        if end.stopped_by is not None and is_trained(folder, config) and config.evaluation.tasks:
-            message = f"stopped by {end.stopped_by} after the last step, before the evaluation"
-            raise StoppedError(f"{message}; the same command goes on with it", problem_id="stopped")
-    return read_outcomes(folder, world_size(config))
-
-
-def _without_a_word(end: ProcessEnd, folder: Path) -> TunebookError:
-    """The error for a training of which no rank could write how it ended."""
-    if end.stopped_by is not None:
-        return StoppedError(f"stopped by {end.stopped_by} before the first step", problem_id="stopped")
-    if end.exit_code == DoesNotFitError.exit_code:
-        return disk_full(folder)
-    how = f"was killed by signal {-end.exit_code}" if end.exit_code < 0 else f"ended with exit code {end.exit_code}"
-    return TunebookError(
-        f"the training {how} and could not say why; what it printed is above, and in {folder / 'log.txt'}. A kill by "
-        "signal 9 is most often the system's, which ran out of memory",
-        problem_id="run-lost",
-    )
-
-
-def _evaluate(folder: Path, when: str, config: RunConfig) -> None:
-    end = run_worker(folder, when, limit=config.evaluation.limit)
-    if end.exit_code != 0:
-        raise worker_error(end, when)
-
-
-def show_scores(folder: Path, console: Console) -> None:
-    """What the evaluations before and after the training came to, side by side; nothing until both are done."""
-    files = [folder / "evaluation" / f"{when}.json" for when in ("before", "after")]
-    records = [read_json(file) for file in files if file.is_file()]
-    if files[-1].is_file():
-        console.print(score_table(records))
-
-
-def _outcome_of(error: BaseException, folder: Path, config: RunConfig) -> Outcome:
-    """How a run ended whose launcher itself failed or was interrupted; the ranks' progress is kept."""
-    if isinstance(error, KeyboardInterrupt):
-        code, reason = StoppedError.exit_code, "interrupted"
-    elif isinstance(error, TunebookError):
-        code, reason = error.exit_code, error.message
-    else:
-        code, reason = 1, f"{type(error).__name__}: {error}"
-    if has_outcome(folder):
-        return replace(read_outcomes(folder, world_size(config)), exit_code=code, reason=reason)
-    return Outcome(rank=0, exit_code=code, reason=reason, step=None, last_checkpoint=None)
-
-
-def _record_end(folder: Path, outcome: Outcome, console: Console) -> bool:
-    """Bring manifest and report to the end of the run; whether that went well. A full disk hides no other error."""
-    from tunebook.record.report import write_report
-
-    try:
-        finish_manifest(
-            folder,
-            state_of_exit_code(outcome.exit_code),
-            outcome.exit_code,
-            None if outcome.exit_code == 0 else outcome.reason,
-            step=outcome.step,
-            last_checkpoint=outcome.last_checkpoint,
-        )
-        write_report([folder], folder / REPORT_FILE)
-    except (OSError, TunebookError) as error:
-        console.print(Text(f"warning: the end of this run is not in its records: {error}", style="yellow"))
-        return False
-    return True
+    """The content of plan.json: what `tunebook plan --json` prints, with the batch of the prepared data."""
+    draft = Draft(recipe=job.config.recipe, resolution=job.resolution, problems=job.problems, batch=plan)
+    draft.memory = plan_memory(job.config)
+    return draft_json(draft)

@@ -1,4 +1,4 @@
-"""Run a launch command on this machine and wait for it, handing on requests to stop.
+"""Run a launch command on this machine and wait for it, handing on requests to stop; nothing it started outlives it.
 
 The command gets a process group of its own, so that Ctrl-C in a terminal reaches it from here only, once and in the
 right place. torchrun is left out of it: it would give its ranks 30 seconds and then kill them, which is too short to
@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +19,18 @@ from types import FrameType
 
 from tunebook.config.choices import Generation
 from tunebook.config.schema import RunConfig
+from tunebook.errors import TunebookError
+from tunebook.launch.descendants import adopting_orphans, children_of, end_children
+from tunebook.launch.logs import Failure
 from tunebook.train.death import ask_to_stop_when_parent_dies
 
 TORCHRUN = "torch.distributed.run"
 # What is sent on for a request: 1 finish the step and save, 2 end without saving (a rank takes a second request by
 # SIGINT as that), 3 and later kill.
 _FIRST = {signal.SIGTERM: signal.SIGTERM, signal.SIGUSR1: signal.SIGUSR1, signal.SIGHUP: signal.SIGTERM}
+_HANDED_ON = ("HF_HOME", "HF_TOKEN", "HF_HUB_OFFLINE", "WANDB_API_KEY", "OMP_NUM_THREADS", "PYTHONPATH")
+_HANDED_ON_AS = ("NCCL_", "GLOO_", "TORCH_", "TUNEBOOK_")
+POLL_S = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,26 +39,94 @@ class ProcessEnd:
 
     exit_code: int  # below zero: killed by that signal
     stopped_by: str | None  # the first request to stop that came in meanwhile
+    failed: Failure | None = None  # the rank that failed first, where its own launcher says so
+    failure: TunebookError | None = None  # what the launcher ended it for: a node that never came, or was lost
 
 
-def run_and_wait(command: list[str], environment: Mapping[str, str], keep_open: Sequence[int] = ()) -> ProcessEnd:
-    """Run a command to its end; the file descriptors `keep_open` stay open in it."""
-    requests = _StopRequests(is_torchrun=TORCHRUN in command)
-    with requests.listening():
-        child = subprocess.Popen(
-            command,
-            env=environment,
-            process_group=0,
-            pass_fds=tuple(keep_open),
-            preexec_fn=ask_to_stop_when_parent_dies,  # there is one thread here
-        )
-        requests.hand_on_to(child)
-        exit_code = child.wait()
+def run_and_wait(
+    command: list[str],
+    environment: Mapping[str, str],
+    keep_open: Sequence[int] = (),
+    *,
+    log: Path | None = None,
+    stop_timeout_s: float = 60,
+) -> ProcessEnd:
+    """Run a command to its end; the file descriptors `keep_open` stay open in it, `log` takes its standard error.
+
+    What it leaves behind when it is killed gets `stop_timeout_s` to save and end, and is killed then.
+    """
+    started: list[Started] = []
+    pending: list[signal.Signals] = []
+
+    def hand_on(number: signal.Signals) -> None:
+        if started:
+            started[0].send(number)
+        else:
+            pending.append(number)
+
+    requests = StopRequests(hand_on)
+    with requests.listening(), adopting_orphans():
+        before = set(children_of(os.getpid()))
+        started.append(start_command(command, environment, keep_open, log=log))
+        for number in pending:
+            started[0].send(number)
+        exit_code = started[0].process.wait()
+        end_children(exclude=before, timeout_s=stop_timeout_s)
     return ProcessEnd(exit_code=exit_code, stopped_by=requests.first)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """A command at work: torchrun with its ranks, or one process."""
+
+    process: subprocess.Popen[bytes]
+    is_torchrun: bool
+
+    def poll(self) -> int | None:
+        """Its exit code, once it has ended."""
+        return self.process.poll()
+
+    def send(self, number: signal.Signals) -> None:
+        """Signal the processes that train, which torchrun itself is not one of."""
+        ranks = children_of(self.process.pid) if self.is_torchrun else []
+        for process in ranks or [self.process.pid]:
+            with suppress(ProcessLookupError):
+                os.kill(process, number)
+
+    def kill(self) -> None:
+        """End the ranks and what started them, at once."""
+        self.send(signal.SIGKILL)
+        self.process.kill()
+
+
+def start_command(
+    command: list[str],
+    environment: Mapping[str, str],
+    keep_open: Sequence[int] = (),
+    *,
+    log: Path | None = None,
+    working_folder: Path | None = None,
+) -> Started:
+    """Start a command in a process group of its own; it is asked to stop should this process die."""
+    stream = None if log is None else log.open("ab")
+    try:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            cwd=working_folder,
+            stderr=stream,
+            process_group=0,
+            pass_fds=tuple(keep_open),
+            preexec_fn=ask_to_stop_when_parent_dies,
+        )
+    finally:
+        if stream is not None:
+            stream.close()
+    return Started(process=process, is_torchrun=TORCHRUN in command)
+
+
 def rank_environment(config: RunConfig, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the ranks: what they need set before torch is imported, unless the user set it."""
+    """The environment of the ranks of one node: what must be set before torch is imported, unless the user set it."""
     environment = dict(inherited)
     # The tokenizers library warns about forks that the data loader may do; preparing is over by then.
     environment.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -61,10 +136,24 @@ def rank_environment(config: RunConfig, inherited: Mapping[str, str]) -> dict[st
     ranks = config.hardware.gpus_per_node
     assert ranks is not None
     if ranks > 1:  # torchrun would say 1, whatever the machine has
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    if config.hardware.generation is not Generation.cpu:
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // ranks)))
+    if config.hardware.generation is Generation.cpu:
+        environment.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, once imported, warns that it found no GPU
+    else:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(_gpus(config, environment))
+    # Where .venv is not activated its `ninja` is not found, without which DeepSpeed compiles none of its operators.
+    environment["PATH"] = os.pathsep.join(filter(None, [str(Path(sys.executable).parent), environment.get("PATH")]))
     return environment
+
+
+def handed_on(environment: Mapping[str, str]) -> dict[str, str]:
+    """What ranks need of the environment where nothing of it reaches them by itself."""
+    return {name: text for name, text in environment.items() if name in _HANDED_ON or name.startswith(_HANDED_ON_AS)}
+
+
+def _num_cores() -> int:
+    """The cores that this process may use: a scheduler may have given it some of the machine's only."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _gpus(config: RunConfig, environment: Mapping[str, str]) -> list[str]:
@@ -75,14 +164,12 @@ def _gpus(config: RunConfig, environment: Mapping[str, str]) -> list[str]:
     return visible.split(",")[:count] if visible else [str(number) for number in range(count)]
 
 
-class _StopRequests:
-    """Counts the requests to stop that this process gets, and hands each on to the processes that train."""
+class StopRequests:
+    """Counts the requests to stop that this process gets, and hands each on as the signal the ranks are to get."""
 
-    def __init__(self, *, is_torchrun: bool) -> None:
+    def __init__(self, hand_on: Callable[[signal.Signals], None]) -> None:
         self.first: str | None = None
-        self._is_torchrun = is_torchrun
-        self._child: subprocess.Popen[bytes] | None = None
-        self._pending: list[signal.Signals] = []
+        self._hand_on = hand_on
         self._num_requests = 0
 
     @contextmanager
@@ -98,36 +185,9 @@ class _StopRequests:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def hand_on_to(self, child: subprocess.Popen[bytes]) -> None:
-        """From now on; a request that came before is handed on at once."""
-        self._child = child
-        for number in self._pending:
-            self._send(number)
-
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self.first = self.first or signal.Signals(number).name
         self._num_requests += 1
         is_first, is_second = self._num_requests == 1, self._num_requests == 2
         sent = _FIRST.get(signal.Signals(number), signal.SIGINT) if is_first else signal.SIGINT
-        self._send(sent if is_first or is_second else signal.SIGKILL)
-
-    def _send(self, number: signal.Signals) -> None:
-        if self._child is None:
-            self._pending.append(number)
-            return
-        ranks = _children(self._child.pid) if self._is_torchrun else []
-        for process in ranks or [self._child.pid]:
-            with suppress(ProcessLookupError):
-                os.kill(process, number)
-
-
-def _children(process: int) -> list[int]:
-    """The processes that a process started and that still run (Linux)."""
-    found = []
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it ended meanwhile
-            # The name of the program, in brackets, may itself hold brackets and blanks: state and parent follow it.
-            parent = status.read_text().rpartition(")")[2].split()[1]
-            if int(parent) == process:
-                found.append(int(status.parent.name))
-    return found
+        self._hand_on(sent if is_first or is_second else signal.SIGKILL)

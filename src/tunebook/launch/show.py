@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -15,6 +16,7 @@ from rich.text import Text
 from tunebook.config.auto import Choice
 from tunebook.errors import Problem
 from tunebook.plan.batch import BatchPlan
+from tunebook.plan.memory import MemoryPlan
 from tunebook.record.run_folder import Outcome
 
 
@@ -59,6 +61,27 @@ def batch_lines(plan: BatchPlan) -> list[str]:
     if plan.total_steps is not None:
         lines.append(f"  {plan.total_steps:,} optimizer steps in all")
     return lines
+
+
+def show_memory(plan: MemoryPlan, console: Console) -> None:
+    """The estimated memory part by part, and which parts are not in it."""
+    console.print(Text("\n".join(memory_lines(plan))), highlight=False, soft_wrap=True)
+
+
+def memory_lines(plan: MemoryPlan) -> list[str]:
+    """The memory of one GPU or rank in words."""
+    parts = asdict(plan.memory)
+    total, capacity = parts.pop("total"), parts.pop("capacity")
+    known = [f"{name} {_gib(value)}" for name, value in parts.items() if value is not None]
+    missing = [name for name, value in parts.items() if value is None]
+    lines = [f"Memory of each GPU or rank (estimated, GiB{'' if capacity is None else f', of {capacity:g}'})"]
+    if known:
+        lines.append(f"  {' + '.join(known)}" + (f" = {_gib(total)}" if total is not None else ""))
+    return [*lines, f"  not estimated: {', '.join(missing)}", f"  {plan.verdict}"]
+
+
+def _gib(value: float) -> str:
+    return f"{value:.1f}" if value >= 1 or value == 0 else f"{value:.2g}"
 
 
 def show_command(command: list[str], console: Console) -> None:

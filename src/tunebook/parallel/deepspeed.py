@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tunebook.config.choices import Offload, Strategy
+from tunebook.config.choices import MixedPrecision, Offload, Strategy
 from tunebook.config.schema import RunConfig, ZeroConfig
+from tunebook.parallel.precision import mixes_formats
 
 _STAGES = {Strategy.zero1: 1, Strategy.zero2: 2, Strategy.zero3: 3}
 
@@ -17,6 +18,12 @@ _STAGES = {Strategy.zero1: 1, Strategy.zero2: 2, Strategy.zero3: 3}
 def zero_stage(strategy: Strategy) -> int | None:
     """The ZeRO stage of a strategy, None for the others."""
     return _STAGES.get(strategy)
+
+
+def uses_nvme(config: RunConfig) -> bool:
+    """Whether any state is kept in files."""
+    zero = config.parallelism
+    return isinstance(zero, ZeroConfig) and Offload.nvme in (zero.offload_optimizer, zero.offload_parameters)
 
 
 def deepspeed_settings(config: RunConfig) -> dict[str, Any]:
@@ -32,12 +39,25 @@ def deepspeed_settings(config: RunConfig) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
-        "bf16": {"enabled": "auto"},
-        "fp16": {"enabled": "auto"},
+        **_number_format(config),
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": _zero_optimization(zero),
     }
+
+
+def uses_autocast(config: RunConfig) -> bool:
+    """Whether DeepSpeed keeps fp32 weights and leaves bf16 to torch's autocast, as one GPU and DDP do."""
+    zero = config.parallelism
+    return isinstance(zero, ZeroConfig) and mixes_formats(config) and zero.mixed_precision is MixedPrecision.autocast
+
+
+def _number_format(config: RunConfig) -> dict[str, Any]:
+    """fp16 is always cast by DeepSpeed, whose clipping of gradients does not know of autocast's loss scale."""
+    if uses_autocast(config):
+        # Gradients of linear layers are summed in bf16, DeepSpeed's default here: in fp32 the losses were no closer.
+        return {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    return {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
 
 
 def _zero_optimization(zero: ZeroConfig) -> dict[str, Any]:

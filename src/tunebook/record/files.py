@@ -3,3 +3,4 @@
 RUN_FILE = "run.yaml"
 PLAN_FILE = "plan.json"
 PREPARED_FILE = "prepared.json"
+DEEPSPEED_FILE = "deepspeed.json"  # ZeRO only: what DeepSpeed was started with, every "auto" filled in

@@ -1,7 +1,8 @@
 """Where a run came from: the code, the packages and the machine, as facts for the manifest.
 
 Each function answers with what it found and, where a fact cannot be had, with null and the reason; none of them raises,
-since a run must not fail for want of `git`. Nothing identifies the machine or its user.
+since a run must not fail for want of `git`. (An image whose own description is damaged is refused before.) Nothing
+identifies the machine or its user.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from tunebook.config.book import BOOK_PREFIX, book_root
+from tunebook.config.choices import Generation
+from tunebook.hardware.generations import GENERATIONS
+from tunebook.hardware.image import Image, read_image
 from tunebook.record.atomic_files import sha256_file, sha256_text
 
-IMAGE_DIGEST_VARIABLE = "TUNEBOOK_IMAGE_DIGEST"  # set by the image's entry point
+IMAGE_DIGEST_VARIABLE = "TUNEBOOK_IMAGE_DIGEST"  # set where a published image is used: it cannot know its own digest
 # What can change a loss or a speed; `installed_sha256` covers the rest.
 PACKAGES = (
     "tunebook", "torch", "triton", "transformers", "tokenizers", "trl", "accelerate", "datasets", "peft", "deepspeed",
@@ -32,8 +36,18 @@ _COMMAND_TIMEOUT_S = 20
 
 
 def describe_code(checkout: Path) -> dict[str, Any]:
-    """The checkout's commit, and a hash of what was changed or added since; `reason` says why one is null."""
+    """The code's commit, and a hash of what was changed or added since; `reason` says why one is null.
+
+    In an image they are those that it was built from; otherwise they are looked up in the checkout.
+    """
     code: dict[str, Any] = {"git_commit": None, "git_diff_sha256": None, "is_clean": None, "reason": None}
+    if image := read_image():
+        if image.git_commit is None:
+            return code | {"reason": "the image was built without a git checkout"}
+        difference = image.git_diff_sha256
+        return code | {
+            "git_commit": image.git_commit, "git_diff_sha256": difference, "is_clean": difference is None,
+        }  # fmt: skip
     if shutil.which("git") is None:
         return code | {"reason": "git is not installed"}
     top = _git(checkout, "rev-parse", "--show-toplevel")
@@ -52,15 +66,28 @@ def describe_code(checkout: Path) -> dict[str, Any]:
 
 
 def describe_environment(generation: str) -> dict[str, Any]:
-    """Image digest, lock hash, Python and package versions; `generation` names the lock's folder under docker/."""
-    lock = book_root() / "docker" / generation / "requirements.lock"
+    """Image, lock hash, Python and package versions; `generation` is the one that the lock is for."""
+    image = read_image()
     installed = sorted({f"{found.name.lower()}=={found.version}" for found in importlib.metadata.distributions()})
     return {
         "image_digest": os.environ.get(IMAGE_DIGEST_VARIABLE) or None,
-        "lock_sha256": sha256_file(lock) if lock.is_file() else None,
+        "image": describe_image(image) if image else None,
+        "lock_sha256": image.lock_sha256 if image else _lock_sha256(generation),
         "installed_sha256": sha256_text("\n".join(installed)),
         "python": platform.python_version(),
         "packages": _package_versions(),
+    }
+
+
+def describe_image(image: Image) -> dict[str, Any]:
+    """What the image that this runs in was built from; its commit is under `code`, its lock beside this."""
+    return {
+        "generation": image.generation,
+        "sources_sha256": image.sources_sha256,
+        "torch": image.torch,
+        "cuda": image.cuda,
+        "attention": image.attention,
+        "base_image": image.base_image,
     }
 
 
@@ -102,6 +129,13 @@ def shorten_paths(text: str) -> str:
     text = text.replace(f"{book_root()}/", BOOK_PREFIX)
     # Only whole folder names: /root must not shorten /rootless.
     return re.sub(rf"{re.escape(home)}(?=/|$)", "~", text) if home != "/" else text
+
+
+def _lock_sha256(generation: str) -> str | None:
+    """The hash of the lock that serves a generation, where the book has it."""
+    facts = GENERATIONS.get(Generation.__members__.get(generation, Generation.auto))
+    lock = book_root() / "docker" / (facts.image.name if facts else generation) / "requirements.lock"
+    return sha256_file(lock) if lock.is_file() else None
 
 
 def _git(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:

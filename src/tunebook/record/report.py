@@ -55,7 +55,7 @@ def render_run(record: RunRecord) -> str:
     summary = summarise(record)
     charts, missing = other_charts(record)
     bars, memory_note = memory_bars(record, summary)
-    return _render(
+    return render_page(
         "run.html.jinja",
         overview=build_overview(record, summary),
         scores=score_rows(record.before, record.after),
@@ -82,7 +82,7 @@ def render_run(record: RunRecord) -> str:
 def render_comparison(records: Sequence[RunRecord]) -> str:
     """The page of several runs."""
     names = short_names(records)
-    return _render(
+    return render_page(
         "comparison.html.jinja",
         comparison=compare(records, names),
         recipes=sorted({record.folder.parent.name for record in records}),
@@ -91,9 +91,11 @@ def render_comparison(records: Sequence[RunRecord]) -> str:
     )
 
 
-def _render(template: str, **view: Any) -> str:
+def render_page(template: str, *, beside: Path | None = None, **view: Any) -> str:
+    """A template of the report, or one in the folder `beside` that builds on the report's, as a page of one file."""
+    folders = [TEMPLATES] if beside is None else [TEMPLATES, beside]
     environment = Environment(
-        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        loader=FileSystemLoader(folders), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
     script = (TEMPLATES / "report.js").read_text(encoding="utf-8")

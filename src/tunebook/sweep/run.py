@@ -49,7 +49,7 @@ def sweep_command(
     overrides, launcher = split_launcher(words)
     trials = expand_trials(overrides)
     configs: list[RunConfig] = []
-    check_trials(trials, lambda trial: configs.append(plan_job(recipe, trial, recipes_dirs).config))
+    check_trials(trials, lambda trial: configs.append(_plan(recipe, trial, recipes_dirs, is_started=not dry_run)))
     check_launcher(recipe, trials[0], launcher, recipes_dirs)
     if dry_run:
         console.print(_trial_table(trials))
@@ -71,6 +71,14 @@ def sweep_command(
     console.print(sweep_table(ranking))
     console.print(Text(f"written: {folder / CSV_FILE}"), soft_wrap=True)
     return EXIT_STOPPED if was_stopped else sweep_exit_code(results)
+
+
+def _plan(recipe: str | None, overrides: list[str], recipes_dirs: list[Path], *, is_started: bool) -> RunConfig:
+    """One trial's configuration; where it is to be started, this must be the machine and the image for it."""
+    job = plan_job(recipe, overrides, recipes_dirs)
+    if is_started and job.resolution.problem is not None:
+        raise RequestError(job.resolution.why_not_runnable, problem_id=job.resolution.problem.id)
+    return job.config
 
 
 def _job(trials: list[Trial], folder: Path, command_of: CommandOf, *, is_parallel: bool) -> Callable[[int], None]:

@@ -10,10 +10,19 @@ import math
 from pathlib import Path
 from typing import Any
 
-from tunebook.config.choices import Compute, Generation, OptimizerName, PackingMode, ScheduleName, Switch, TrackerName
+from tunebook.config.choices import (
+    Compute,
+    Generation,
+    MasterWeights,
+    OptimizerName,
+    PackingMode,
+    ScheduleName,
+    Switch,
+    TrackerName,
+)
 from tunebook.config.schema import RunConfig, ScheduleConfig
-from tunebook.parallel.deepspeed import deepspeed_settings, zero_stage
-from tunebook.parallel.fsdp import fsdp_settings, is_fsdp
+from tunebook.parallel.deepspeed import deepspeed_settings, uses_autocast, zero_stage
+from tunebook.parallel.fsdp import fsdp_arguments, is_fsdp
 from tunebook.plan.batch import BatchPlan
 
 _OPTIMIZERS = {
@@ -98,13 +107,19 @@ def learning_rate_schedule(schedule: ScheduleConfig, learning_rate: float, total
 def _numbers(config: RunConfig) -> dict[str, Any]:
     compute = config.precision.compute
     return {
-        "bf16": compute in (Compute.bf16, Compute.fp8),  # TRL turns bf16 on unless it is told
+        "bf16": compute in (Compute.bf16, Compute.fp8) and not _mixes_by_itself(config),  # TRL turns it on
         "fp16": compute is Compute.fp16,
         "tf32": True if config.precision.tf32 is Switch.enabled else None,
         "use_cpu": config.hardware.generation is Generation.cpu,
         "activation_checkpointing": config.activation.checkpointing is Switch.enabled,  # TRL turns it on
         "activation_offloading": config.activation.offload,
     }
+
+
+def _mixes_by_itself(config: RunConfig) -> bool:
+    """Whether accelerate must not hear of bf16: it would have DeepSpeed cast, and FSDP turn bf16 weights into fp32."""
+    is_all_bf16 = is_fsdp(config.parallelism.strategy) and config.precision.master_weights is MasterWeights.bf16
+    return uses_autocast(config) or is_all_bf16
 
 
 def _saving(config: RunConfig, has_validation: bool) -> dict[str, Any]:
@@ -130,5 +145,5 @@ def _parallelism(config: RunConfig) -> dict[str, Any]:
     if zero_stage(config.parallelism.strategy) is not None:
         return {"deepspeed": deepspeed_settings(config)}
     if is_fsdp(config.parallelism.strategy):
-        return {"fsdp": True, "fsdp_config": fsdp_settings(config)}
+        return fsdp_arguments(config)
     return {"ddp_find_unused_parameters": False}

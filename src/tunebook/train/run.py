@@ -32,6 +32,8 @@ from tunebook.model.adapters import adapter_config
 from tunebook.model.load import load_model
 from tunebook.model.token_ids import trainer_tokenizer
 from tunebook.model.tokenizer import stop_token_ids
+from tunebook.parallel.fsdp import is_fsdp, mixed_precision_policy, uses_autocast
+from tunebook.parallel.units import unit_classes
 from tunebook.plan.batch import BatchPlan, row_length, schedule_of, solve_batch
 from tunebook.record.disk import disk_full, is_disk_full
 from tunebook.record.files import PREPARED_FILE
@@ -43,6 +45,7 @@ from tunebook.train.callbacks import FiniteLoss, Records, StopOnRequest
 from tunebook.train.progress import TrainingProgress
 from tunebook.train.quiet import quiet_libraries
 from tunebook.train.signals import StopRequest
+from tunebook.train.spread import ParallelismCheck, join_ranks
 from tunebook.train.trainer import RecipeTrainer
 
 
@@ -119,10 +122,15 @@ def _build_trainer(
     os.environ.update(tracker_environment(config, folder))
     # Random weights are drawn before the arguments announce ZeRO-3: under its zero.Init the same seed gives others.
     model = load_model(config) if config.model.weights is Weights.random else None
+    join_ranks(config)
     arguments = SFTConfig(**trainer_arguments(config, plan, folder, has_validation=validation is not None))
     rank, ranks = arguments.process_index, arguments.world_size
     tokenizer = trainer_tokenizer(config)
     model = model or load_model(config)
+    units = unit_classes(config, model) if is_fsdp(config.parallelism.strategy) else []
+    if units:  # the arguments have no name for these two
+        policy = mixed_precision_policy(config)
+        arguments.fsdp_plugin_args |= {"transformer_cls_names_to_wrap": units, "mixed_precision_policy": policy}
     _agree_on_tokens(model, tokenizer)
     batches = RankBatches(
         schedule, num_steps=plan.total_steps, micro_batch_size=plan.micro_batch_size, rank=rank, world_size=ranks
@@ -139,7 +147,9 @@ def _build_trainer(
         callbacks=[EarlyStoppingCallback(patience)] if patience is not None else None,
         train_batches=batches,
         validation_batches=_validation_batches(config, plan, validation, rank, ranks) if validation else None,
+        autocast_dtype=torch.bfloat16 if uses_autocast(config) else None,
     )
+    trainer.add_callback(ParallelismCheck(config, trainer, folder, units))
     trainer.remove_callback(PrinterCallback)  # the base class adds it in place of its progress bar
     return trainer
 

@@ -2,12 +2,14 @@
 
 Overridden (a test pins the signatures): `get_train_dataloader` (our sampler decides every step's documents),
 `evaluate` (validation loss weighted by tokens; upstream averages over batches of different size), `_save_checkpoint`
-(refuses to save weights after a loss that is not finite; removes what it could not finish).
+(refuses to save weights after a loss that is not finite; removes what it could not finish),
+`compute_loss_context_manager` (accelerate runs FSDP2 without autocast).
 """
 
 from __future__ import annotations
 
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +36,13 @@ class RecipeTrainer(SFTTrainer):
         filler_token_id: int,
         train_batches: RankBatches,
         validation_batches: RankBatches | None = None,
+        autocast_dtype: torch.dtype | None = None,
         **kwargs: Any,
     ) -> None:
         self.filler_token_id = filler_token_id  # of rows without a document; no loss counts it
         self.train_batches = train_batches
         self.validation_batches = validation_batches
+        self.autocast_dtype = autocast_dtype  # where the base class would run without autocast
         super().__init__(*args, **kwargs)
 
     def _loader(self, documents: Any, batches: RankBatches) -> DataLoader[Any]:
@@ -53,6 +57,14 @@ class RecipeTrainer(SFTTrainer):
     def get_train_dataloader(self) -> DataLoader[Any]:
         """This rank's share of every step; accelerate must not deal it out again, so it does not prepare it."""
         return self._loader(self.train_dataset, self.train_batches)
+
+    def compute_loss_context_manager(self) -> ExitStack:
+        """The forward pass under autocast, if asked for. Casts of weights are not kept: they are bf16 once gathered."""
+        contexts = super().compute_loss_context_manager()
+        if self.autocast_dtype is not None:
+            device = self.args.device.type
+            contexts.enter_context(torch.autocast(device, dtype=self.autocast_dtype, cache_enabled=False))
+        return contexts
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"

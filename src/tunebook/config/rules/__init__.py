@@ -10,7 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from tunebook.config.rules import attention, batch, numbers, optimizing, parallelism, precision, running, sources
+from tunebook.config.rules import (
+    attention,
+    batch,
+    launching,
+    numbers,
+    optimizing,
+    parallelism,
+    precision,
+    running,
+    sources,
+)
 from tunebook.config.rules.environment import check_environment
 from tunebook.config.rules.frame import Rule
 from tunebook.config.schema import RunConfig
@@ -27,6 +37,7 @@ RULES: tuple[Rule, ...] = (
     *parallelism.RULES,
     *optimizing.RULES,
     *running.RULES,
+    *launching.RULES,
 )
 
 

@@ -7,25 +7,21 @@ judged by the machine it is called on: the ranks look for themselves.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from importlib import metadata
+from collections.abc import Iterator
 
 from tunebook.config.book import resolve_path
-from tunebook.config.choices import Compute, Generation, LauncherName, Offload, PeftMethod, TrackerName
+from tunebook.config.choices import Generation, LauncherName, Offload
+from tunebook.config.rules import image as image_rules
+from tunebook.config.rules import packages
 from tunebook.config.rules.frame import Explanation
-from tunebook.config.rules.optimizing import BITSANDBYTES
-from tunebook.config.rules.parallelism import ZERO
+from tunebook.config.rules.packages import installed_version
 from tunebook.config.schema import RunConfig, ZeroConfig
 from tunebook.errors import Problem
 from tunebook.hardware.detect import VISIBLE_VARIABLE, Machine, detect_machine
-from tunebook.hardware.generations import (
-    ATTENTION_PACKAGES,
-    OLDEST_SUPPORTED,
-    capability_text,
-    driver_major,
-    image_for_driver,
-)
+from tunebook.hardware.generations import OLDEST_SUPPORTED, capability_text, driver_major, image_for_driver
+from tunebook.hardware.image import read_image
+
+__all__ = ["EXPLANATIONS", "check_environment", "hardware_problem", "installed_version", "starts_elsewhere"]
 
 # torch on the registry: up to 2.10 CUDA 12.8 with code for 7.0, from 2.11 CUDA 13.0 with code from 7.5.
 _FIRST_TORCH_ON_CUDA_13 = (2, 11)
@@ -71,16 +67,13 @@ EXPLANATIONS: dict[str, Explanation] = {
         why="A CPU build has no GPU code at all, and torch on CUDA 13 (2.11 and newer) has none for V100.",
         advice="Run in the image of the generation, or install the build that the message names.",
     ),
-    "missing-package": Explanation(
-        summary="A chosen option needs a package that is not installed in this environment.",
-        why="Packages that need a GPU or a compiler are not part of the CPU environment, so that it stays small.",
-        advice="Type the install line of the message, or run in the image of the GPU generation.",
-    ),
     "nvme-path-not-found": Explanation(
         summary="The folder for NVMe offload does not exist here.",
         why="DeepSpeed would make it wherever the path leads, which may be a small or slow disk.",
         advice="Make the folder on the NVMe disk, or name another with parallelism.nvme_path.",
     ),
+    **image_rules.EXPLANATIONS,
+    **packages.EXPLANATIONS,
 }
 
 
@@ -90,12 +83,29 @@ def starts_elsewhere(config: RunConfig) -> bool:
 
 
 def hardware_problem(config: RunConfig, machine: Machine) -> Problem | None:
-    """Why the ranks cannot start on this machine's GPUs, or None where they can."""
-    hardware = config.hardware
-    if starts_elsewhere(config) or hardware.generation in (Generation.cpu, Generation.auto):
+    """Why the ranks cannot start on this machine's GPUs, or None where they can.
+
+    Raises: RequestError when this is an image whose description is damaged.
+    """
+    if starts_elsewhere(config):
         return None
-    wanted, key = hardware.generation.name, "hardware.generation"
-    asked = max(1, hardware.gpus_per_node or 1)
+    image = read_image()
+    if image is not None and not machine.gpus:
+        problem = image_rules.no_gpu_problem(config.hardware, config.recipe, machine, image)
+        if problem is not None:
+            return problem
+    if config.hardware.generation in (Generation.cpu, Generation.auto):
+        return None
+    problem = _gpu_problem(config, machine)
+    if problem is None and image is not None:
+        problem = image_rules.gpu_problem(config.hardware, config.recipe, machine, image)
+    return problem
+
+
+def _gpu_problem(config: RunConfig, machine: Machine) -> Problem | None:
+    """Where the GPUs found here are not those that the configuration was resolved for."""
+    hardware, key = config.hardware, "hardware.generation"
+    wanted, asked = hardware.generation.name, max(1, hardware.gpus_per_node or 1)
     if not machine.gpus:
         reasons = "; ".join(machine.notes) or "none is listed"
         message = f"{asked} x {wanted} needed, and no GPU is found here: {reasons}"
@@ -132,21 +142,15 @@ def check_environment(config: RunConfig, machine: Machine | None = None) -> list
     hardware = hardware_problem(config, machine)
     if hardware is not None:
         return [hardware]  # packages would be asked for that the machine with the GPUs may well have
-    problems = [*_missing_packages(config)]
-    if config.hardware.generation not in (Generation.cpu, Generation.auto):
+    image = read_image()
+    problems = [*packages.missing_packages(config, installed_version, image)]
+    # An image's torch was checked when it was built, and its GPU and driver by `hardware_problem`.
+    if image is None and config.hardware.generation not in (Generation.cpu, Generation.auto):
         problems += _torch_problems(config, machine)
     settings = config.parallelism
     if isinstance(settings, ZeroConfig) and Offload.nvme in (settings.offload_optimizer, settings.offload_parameters):
         problems += _nvme_problems(settings)
     return problems
-
-
-def installed_version(distribution: str) -> str | None:
-    """The version of an installed package, without importing it."""
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _torch_problems(config: RunConfig, machine: Machine) -> Iterator[Problem]:
@@ -171,87 +175,6 @@ def _torch_problems(config: RunConfig, machine: Machine) -> Iterator[Problem]:
         message = f"driver {machine.driver} is older than the {floor} that torch {version} needs; it runs {fitting}"
         fix = "pip install torch==2.10.0" if image and image.torch == "2.10.0" else "update the NVIDIA driver"
         yield Problem(id="driver-too-old", key=key, message=message, fix=fix)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Need:
-    """A package that some choice needs: which key asks for it, when, and the line that installs it."""
-
-    package: str
-    key: str
-    is_needed: Callable[[RunConfig], bool]
-    install: str
-
-
-def _tracks_with(name: TrackerName) -> Callable[[RunConfig], bool]:
-    return lambda config: config.tracking.name is name
-
-
-_NEEDS: tuple[_Need, ...] = (
-    _Need(
-        package="deepspeed",
-        key="parallelism.strategy",
-        is_needed=lambda config: config.parallelism.strategy in ZERO,
-        install="DS_BUILD_OPS=0 pip install deepspeed",  # builds its operators when they are first used
-    ),
-    _Need(
-        package="bitsandbytes",
-        key="optimizer.name",
-        is_needed=lambda config: config.optimizer.name in BITSANDBYTES,
-        install="pip install bitsandbytes",
-    ),
-    _Need(
-        package="bitsandbytes",
-        key="peft.method",
-        is_needed=lambda config: config.peft.method is PeftMethod.qlora,
-        install="pip install bitsandbytes",
-    ),
-    _Need(
-        package="peft",
-        key="peft.method",
-        is_needed=lambda config: config.peft.method is not PeftMethod.full,
-        install="pip install peft",
-    ),
-    _Need(
-        package="liger-kernel",
-        key="model.liger_kernel",
-        is_needed=lambda config: config.model.liger_kernel,
-        install="pip install liger-kernel",
-    ),
-    _Need(
-        package="torchao",
-        key="precision.compute",
-        is_needed=lambda config: config.precision.compute is Compute.fp8,
-        install="pip install torchao",
-    ),
-    _Need(
-        package="lm_eval",
-        key="evaluation.tasks",
-        is_needed=lambda config: bool(config.evaluation.tasks),
-        install="pip install lm-eval",
-    ),
-    *(
-        _Need(package=name.name, key="tracking.name", is_needed=_tracks_with(name), install=f"pip install {name.name}")
-        for name in (TrackerName.trackio, TrackerName.tensorboard, TrackerName.wandb)
-    ),
-)
-_ATTENTION_INSTALL = {
-    "flash-attn": "pip install flash-attn --no-build-isolation",
-    "flash-attn-3": "attention.implementation=flash_attention_2",  # not on the registry: built from its source
-    "flash-attn-4": "pip install --pre flash-attn-4",
-}
-
-
-def _missing_packages(config: RunConfig) -> Iterator[Problem]:
-    for need in _NEEDS:
-        if need.is_needed(config) and installed_version(need.package) is None:
-            message = f"the package {need.package} is not installed in this environment"
-            yield Problem(id="missing-package", key=need.key, message=message, fix=need.install)
-    package = ATTENTION_PACKAGES.get(config.attention.implementation)
-    if package is not None and installed_version(package) is None:
-        message = f"{config.attention.implementation.name} needs the package {package}, which is not installed"
-        fix = f"attention.implementation=sdpa or {_ATTENTION_INSTALL[package]}"
-        yield Problem(id="missing-package", key="attention.implementation", message=message, fix=fix)
 
 
 def _nvme_problems(settings: ZeroConfig) -> Iterator[Problem]:

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import fields
 
-from tunebook.config.choices import Generation, LauncherName, Offload, Strategy, WrapPolicy
+from tunebook.config.choices import (
+    Compute,
+    Generation,
+    MasterWeights,
+    MixedPrecision,
+    Offload,
+    PeftMethod,
+    Strategy,
+    WrapPolicy,
+)
 from tunebook.config.rules.frame import Finding, Level, Rule, rule, world_size
 from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
 
@@ -138,7 +146,8 @@ def _largest_proper_divisor(number: int) -> int:
     level=Level.warning,
     summary="A setting of the parallelism group that the chosen strategy does not read.",
     why="zero1 and zero2 keep whole parameters and know none of stage 3's settings; groups of GPUs exist in hsdp only; "
-    "a size policy reads no class names; an NVMe folder is used only where something is offloaded to it.",
+    "a size policy reads no class names; an NVMe folder is used only where something is offloaded to it; number "
+    "formats are mixed in two ways in bf16 only.",
     advice="Remove the setting.",
 )
 def parallelism_setting_ignored(config: RunConfig) -> Iterator[Finding]:
@@ -158,6 +167,25 @@ def parallelism_setting_ignored(config: RunConfig) -> Iterator[Finding]:
         key = f"parallelism.{name}"
         fix = f"{key}=[]" if name == "wrap_classes" else f"{key}=null"
         yield Finding(key=key, message=f"{getattr(settings, name)} is not used by {strategy.name}", fix=fix)
+    mixes = config.precision.compute in (Compute.auto, Compute.bf16, Compute.fp8)
+    if not mixes and getattr(settings, "mixed_precision", None) is MixedPrecision.cast:
+        key, message = "parallelism.mixed_precision", f"cast is not used in {config.precision.compute.name}"
+        yield Finding(key=key, message=message, fix=f"{key}=autocast")
+
+
+@rule(
+    "bf16-weights-under-zero",
+    summary="bf16 master weights with ZeRO.",
+    why="DeepSpeed's optimizer always keeps fp32 weights and casts them, so the setting would save nothing.",
+    advice="Use parallelism.mixed_precision=cast, which computes with bf16 weights; for bf16 throughout, use FSDP.",
+)
+def bf16_weights_under_zero(config: RunConfig) -> Finding | None:
+    """A whole fine-tune; under LoRA the frozen weights may be bf16."""
+    is_bf16 = config.precision.master_weights is MasterWeights.bf16
+    if not is_bf16 or config.parallelism.strategy not in ZERO or config.peft.method is not PeftMethod.full:
+        return None
+    message = f"{config.parallelism.strategy.name} keeps fp32 weights whatever precision.master_weights says"
+    return Finding(key="precision.master_weights", message=message, fix="precision.master_weights=fp32")
 
 
 @rule(
@@ -220,40 +248,6 @@ def wrap_class_unknown(config: RunConfig) -> Finding | None:
     return Finding(key="parallelism.wrap_classes", message=message, fix=f"parallelism.wrap_classes=[{own}]")
 
 
-@rule(
-    "several-nodes-locally",
-    summary="Several nodes with the local launcher.",
-    why="launcher=local starts the ranks of this machine only; they would wait for the other nodes until the time-out.",
-    advice="Use launcher=slurm or launcher=ray, or one node.",
-)
-def several_nodes_locally(config: RunConfig) -> Finding | None:
-    """More than one node on the local launcher."""
-    if config.hardware.num_nodes <= 1 or config.launcher.name is not LauncherName.local:
-        return None
-    message = f"{config.hardware.num_nodes} nodes cannot be started by launcher=local"
-    return Finding(key="hardware.num_nodes", message=message, fix="hardware.num_nodes=1 or launcher=slurm")
-
-
-@rule(
-    "launcher-settings-mismatch",
-    summary="The launcher's name and its settings belong to different launchers.",
-    why="Changing only launcher.name leaves the other launcher's settings in place.",
-    advice="Choose the group as a whole, such as launcher=slurm.",
-)
-def launcher_settings_mismatch(config: RunConfig) -> Finding | None:
-    """slurm and ray have schemas of their own."""
-    needed = {LauncherName.slurm: "SlurmConfig", LauncherName.ray: "RayConfig"}.get(
-        config.launcher.name, "LauncherConfig"
-    )
-    actual = type(config.launcher).__name__
-    if actual == needed:
-        return None
-    name = config.launcher.name.name
-    own = ", ".join(field.name for field in fields(config.launcher))
-    message = f"{name} is set in a group with the settings {own}"
-    return Finding(key="launcher.name", message=message, fix=f"launcher={name}")
-
-
 RULES: tuple[Rule, ...] = (
     strategy_settings_mismatch,
     single_needs_one_gpu,
@@ -261,9 +255,8 @@ RULES: tuple[Rule, ...] = (
     fsdp_on_cpu,
     hsdp_group,
     parallelism_setting_ignored,
+    bf16_weights_under_zero,
     offload_not_possible,
     nvme_path_missing,
     wrap_class_unknown,
-    several_nodes_locally,
-    launcher_settings_mismatch,
 )

@@ -1,0 +1,41 @@
+# shellcheck shell=bash
+# Commands that take long and can be asked to stop. Ctrl-C reaches every process of a terminal's foreground group at
+# once, `timeout` signals make and then its group, and make hands SIGTERM on: a command that heard all of that would
+# take one request for several, and a run takes a second one as "do not save". `docker compose run` itself hands a
+# signal on twice or not at all. So it is started in a session of its own, where only this script reaches it, and each
+# request is handed on once.
+
+stop_requests=0 stopped_by="" stoppable_pid=""
+last_request_ms=0
+same_request_ms=1000 # what arrives within this is the same request, come another way
+
+run_stoppable() { # run_stoppable STOP COMMAND [ARGUMENT...]; STOP is called with a signal's name
+  local stop=$1 code=0 seen again name
+  shift
+  stop_requests=0
+  setsid "$@" <&0 &
+  stoppable_pid=$!
+  for name in INT TERM HUP; do
+    # shellcheck disable=SC2064  # these values, now
+    trap "request_stop $stop $name" "$name"
+  done
+  while true; do
+    seen=$stop_requests
+    wait "$stoppable_pid" && again=0 || again=$?
+    if [ "$again" != 127 ]; then code=$again; fi # 127: it was waited for already
+    if [ "$stop_requests" = "$seen" ] && ! kill -0 "$stoppable_pid" 2> /dev/null; then break; fi
+  done
+  trap - INT TERM HUP
+  return "$code"
+}
+
+# In what a trap runs a bare `return` gives the status from before the trap, which `set -e` takes for a failure.
+request_stop() { # request_stop STOP SIGNAL
+  local now
+  now=$(date +%s%3N)
+  stop_requests=$((stop_requests + 1))
+  if ((now - last_request_ms < same_request_ms)); then return 0; fi
+  last_request_ms=$now
+  stopped_by=${stopped_by:-$2}
+  "$1" "$2"
+}

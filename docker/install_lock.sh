@@ -1,0 +1,85 @@
+#!/usr/bin/env bash
+# Install the lock of one GPU generation into a virtual environment that is there already.
+#   install_lock.sh GENERATION VENV     cpu, volta, ampere, hopper or blackwell; VENV has a pip of its own
+# The image's build calls this; setup_venv.sh uses the functions. Nothing is fetched that no lock beside this script
+# names, and every file is checked against its hash. Where pip looks, and with which certificates, is pip's to know:
+# PIP_CONFIG_FILE, PIP_CERT, PIP_FIND_LINKS and the rest work as usual. flash-attn 2 is not among what is installed: it
+# needs a compiler and torch first, so the image builds it in a stage of its own (requirements-attention.lock).
+set -euo pipefail
+
+locks=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+
+fail() {
+  printf '%s\n' "$@" >&2
+  exit 1
+}
+
+say() { printf 'tunebook set-up: %s\n' "$*"; }
+
+generations() { # the folders that have a lock, on one line
+  (cd "$locks" && printf '%s\n' */requirements.lock) | sed 's|/.*||' | paste -sd ' '
+}
+
+require_generation() {
+  [ -n "$1" ] && [ -f "$locks/$1/requirements.lock" ] || fail \
+    "No lock for the GPU generation '$1': choose one of: $(generations)." \
+    "turing (T4) is served by volta, ada (RTX 40, L4, L40) by ampere."
+}
+
+pip_install() { # pip_install VENV ARGUMENT...; twice quiet hides warnings about the registry, not errors
+  local venv=$1
+  shift
+  # DeepSpeed comes as sources. Without its operators the wheel is plain Python, built in seconds with neither torch nor
+  # CUDA; the few operators a run needs are compiled when they are first used.
+  DS_BUILD_OPS=0 "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-input --no-deps \
+    --no-build-isolation "$@"
+}
+
+install_hashed() { # install_hashed VENV LOCK
+  pip_install "$1" --require-hashes -r "$locks/$2"
+}
+
+prefer_cpu_torch() { # prefer_cpu_torch VENV
+  # With hashes, pip would rather take the registry's build than a wheel from a plain folder; so this one is asked for
+  # by name, and that it is not on offer is no error.
+  local log=$1/torch-cpu.log
+  install_hashed "$1" cpu/requirements-torch-cpu.lock > "$log" 2>&1 && return
+  grep -q 'No matching distribution' "$log" || cat "$log" >&2
+}
+
+torch_is_cuda_build() { # torch_is_cuda_build VENV
+  "$1/bin/python" -c 'import importlib.metadata, sys
+needed = importlib.metadata.requires("torch") or []
+sys.exit(not any(name.startswith(("nvidia-", "cuda-")) for name in needed))'
+}
+
+install_generation() { # install_generation GENERATION VENV
+  local generation=$1 venv=$2
+  # First what builds packages, alone: then nothing unpinned is fetched while packages without a wheel are built.
+  install_hashed "$venv" requirements-build.lock
+  if [ "$generation" = cpu ]; then prefer_cpu_torch "$venv"; fi
+  install_hashed "$venv" "$generation/requirements.lock"
+  if [ "$generation" = cpu ] && torch_is_cuda_build "$venv"; then
+    say "torch here is the CUDA build: installing its libraries too, several GB"
+    install_hashed "$venv" cpu/requirements-cuda.lock
+  fi
+}
+
+check_packages() { # check_packages VENV HINT
+  local log=$1/pip-check.log
+  "$1/bin/python" -m pip check --disable-pip-version-check > "$log" || {
+    cat "$log" >&2
+    fail "The packages in $1 do not fit together (above). $2"
+  }
+}
+
+main() {
+  [ $# -eq 2 ] || fail "usage: install_lock.sh GENERATION VENV; GENERATION is one of: $(generations)"
+  require_generation "$1"
+  "$2/bin/python" -m pip --version > /dev/null 2>&1 || fail \
+    "$2 is no virtual environment with a pip of its own. Make it first: python3 -m venv $2"
+  install_generation "$1" "$2"
+  check_packages "$2" "A lock is out of step with its .in file: make lock"
+}
+
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then main "$@"; fi

@@ -1,0 +1,220 @@
+"""Rules about the launcher's settings: which node this is, what a Slurm job may be given, where a Ray cluster is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+
+from tunebook.config.choices import LauncherName
+from tunebook.config.rules.frame import Finding, Rule, rule
+from tunebook.config.schema import LauncherConfig, RayConfig, RunConfig, SlurmConfig
+
+# Options of sbatch that the rendered script sets, and those that would run the same folder more than once.
+_RESERVED = {
+    "--array": "every task would work in the same run folder; tunebook sweep starts several runs",
+    "-a": "every task would work in the same run folder; tunebook sweep starts several runs",
+    "--wrap": "the job has a script of its own",
+    "--signal": "launcher.stop_timeout_s says when Slurm warns the run",
+    "--output": "what the job prints goes into the run folder",
+    "-o": "what the job prints goes into the run folder",
+    "--nodes": "hardware.num_nodes says it",
+    "-N": "hardware.num_nodes says it",
+    "--ntasks": "one task per node starts all ranks of it",
+    "-n": "one task per node starts all ranks of it",
+    "--ntasks-per-node": "one task per node starts all ranks of it",
+    "--requeue": "launcher.requeue says it",
+    "--no-requeue": "launcher.requeue says it",
+    "--wait": "launcher.wait says it",
+    "-W": "launcher.wait says it",
+    "--parsable": "Tunebook reads sbatch's answer",
+}
+_ADDRESS = re.compile(r"[^/:\s]+:\d{1,5}")
+
+
+@rule(
+    "node-rank-range",
+    summary="launcher.node_rank is not the number of one of the nodes.",
+    why="The nodes of a run are numbered from 0 to hardware.num_nodes - 1, each once.",
+    advice="Number the nodes from 0; on one node leave launcher.node_rank out.",
+)
+def node_rank_range(config: RunConfig) -> Finding | None:
+    """Beyond the last node."""
+    node, num_nodes = config.launcher.node_rank, config.hardware.num_nodes
+    if config.launcher.name is not LauncherName.local or node < max(1, num_nodes):
+        return None
+    message = f"{node} is beyond the last of {num_nodes} node{'s' if num_nodes != 1 else ''}, numbered from 0"
+    return Finding(key="launcher.node_rank", message=message, fix=f"launcher.node_rank={max(0, num_nodes - 1)}")
+
+
+@rule(
+    "master-address-missing",
+    summary="A later node does not know where node 0 is.",
+    why="Every node but the first calls node 0, which prepares the data, makes the run folder and says when to start.",
+    advice="Name node 0 as this node reaches it: launcher.master_address=HOST.",
+)
+def master_address_missing(config: RunConfig) -> Finding | None:
+    """A node rank without an address."""
+    launcher = config.launcher
+    is_later = 0 < launcher.node_rank < config.hardware.num_nodes
+    if launcher.name is not LauncherName.local or not is_later or launcher.master_address:
+        return None
+    message = f"node {launcher.node_rank} needs the name or address of node 0"
+    return Finding(key="launcher.master_address", message=message, fix="launcher.master_address=HOST")
+
+
+@rule(
+    "node-settings-ignored",
+    summary="Settings for nodes that are started by hand, with a launcher that starts them itself.",
+    why="Slurm and Ray number the nodes and find the addresses.",
+    advice="Leave the setting out, or start the nodes by hand with launcher=local.",
+)
+def node_settings_ignored(config: RunConfig) -> Iterator[Finding]:
+    """node_rank, master_address and master_port belong to launcher=local."""
+    if config.launcher.name is LauncherName.local:
+        return
+    usual = LauncherConfig(name=LauncherName.local)
+    for name in ("node_rank", "master_address", "master_port"):
+        value, default = getattr(config.launcher, name), getattr(usual, name)
+        if value != default:
+            message = f"launcher={config.launcher.name.name} does not read this ({value})"
+            word = "null" if default is None else default
+            yield Finding(key=f"launcher.{name}", message=message, fix=f"launcher.{name}={word}")
+
+
+@rule(
+    "time-limit-too-short",
+    summary="A Slurm job would be asked to stop as soon as it starts.",
+    why="Slurm warns a run launcher.stop_timeout_s before launcher.time_limit, so that it can save.",
+    advice="Raise launcher.time_limit, or lower launcher.stop_timeout_s to what a save takes.",
+)
+def time_limit_too_short(config: RunConfig) -> Finding | None:
+    """The warning comes before the first step."""
+    settings = config.launcher
+    if not isinstance(settings, SlurmConfig) or settings.time_limit is None:
+        return None
+    limit_s = _seconds(settings.time_limit)
+    if limit_s is None or limit_s > settings.stop_timeout_s:
+        return None
+    message = f"{settings.stop_timeout_s} s of warning leave nothing of launcher.time_limit={settings.time_limit}"
+    fix = f"launcher.stop_timeout_s={max(1, limit_s // 4)}"
+    return Finding(key="launcher.stop_timeout_s", message=message, fix=fix)
+
+
+def _seconds(time_limit: str) -> int | None:
+    """What sbatch makes of a time: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time_limit)
+    if match is None:
+        return None
+    days, *parts = [int(part) if part is not None else None for part in match.groups()]
+    if days is None and parts[2] is None:
+        parts = [0, *parts[:2]]  # the last of two is seconds, and one alone is minutes
+    hours, minutes, seconds = (part or 0 for part in parts)
+    return (((days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+@rule(
+    "sbatch-option-reserved",
+    summary="launcher.extra_args holds an option that the job script sets itself, or that would break it.",
+    why="The script, its output, its nodes and the way it is warned and requeued belong together.",
+    advice="Take the option out and use the key that the message names.",
+)
+def sbatch_option_reserved(config: RunConfig) -> Iterator[Finding]:
+    """Options that are Tunebook's."""
+    settings = config.launcher
+    if not isinstance(settings, SlurmConfig):
+        return
+    for option in settings.extra_args:
+        name = re.split(r"[=\s]", option, maxsplit=1)[0]
+        if why := _RESERVED.get(name):
+            rest = ",".join(each for each in settings.extra_args if each != option)
+            yield Finding(key="launcher.extra_args", message=f"{option}: {why}", fix=f"launcher.extra_args=[{rest}]")
+
+
+@rule(
+    "container-settings",
+    summary="Settings of a container that is not used, or mounts that are no absolute paths.",
+    why="Without launcher.container_image the ranks run in the environment that the command is typed in. A mount is a "
+    "folder of the node at the same path inside.",
+    advice="Name launcher.container_image, or leave the mounts out; write them as absolute paths.",
+)
+def container_settings(config: RunConfig) -> Iterator[Finding]:
+    """Mounts without an image, or of another form."""
+    settings = config.launcher
+    if not isinstance(settings, SlurmConfig) or not settings.container_mounts:
+        return
+    key = "launcher.container_mounts"
+    if settings.container_image is None:
+        yield Finding(key=key, message="no launcher.container_image is named to mount them in", fix=f"{key}=[]")
+        return
+    wrong = [place for place in settings.container_mounts if not place.startswith("/") or set(place) & set(":,")]
+    if wrong:
+        rest = ",".join(place for place in settings.container_mounts if place not in wrong)
+        yield Finding(key=key, message=f"{wrong[0]!r} is no absolute path of a folder", fix=f"{key}=[{rest}]")
+
+
+@rule(
+    "ray-address-form",
+    summary="launcher.address is no address of a Ray cluster.",
+    why="It is HOST:PORT of the head node (6379 unless started with another), `auto` on a machine of the cluster, or "
+    "`local`. A Ray client's address (ray://) reaches a proxy, which Ray Train does not run through.",
+    advice="Type launcher.address=HOST:6379, or run the command on a machine of the cluster with auto.",
+)
+def ray_address_form(config: RunConfig) -> Finding | None:
+    """auto, local, or HOST:PORT."""
+    settings = config.launcher
+    if not isinstance(settings, RayConfig) or settings.address in ("auto", "local"):
+        return None
+    if _ADDRESS.fullmatch(settings.address):
+        return None
+    message = f"'{settings.address}' is neither auto, local nor HOST:PORT"
+    return Finding(key="launcher.address", message=message, fix="launcher.address=auto")
+
+
+@rule(
+    "launcher-settings-mismatch",
+    summary="The launcher's name and its settings belong to different launchers.",
+    why="Changing only launcher.name leaves the other launcher's settings in place.",
+    advice="Choose the group as a whole, such as launcher=slurm.",
+)
+def launcher_settings_mismatch(config: RunConfig) -> Finding | None:
+    """slurm and ray have schemas of their own."""
+    needed = {LauncherName.slurm: SlurmConfig, LauncherName.ray: RayConfig}.get(config.launcher.name, LauncherConfig)
+    if type(config.launcher) is needed:
+        return None
+    name = config.launcher.name.name
+    own = ", ".join(field.name for field in fields(config.launcher))
+    message = f"{name} is set in a group with the settings {own}"
+    return Finding(key="launcher.name", message=message, fix=f"launcher={name}")
+
+
+@rule(
+    "ray-variable-form",
+    summary="launcher.env_vars holds something that sets no variable.",
+    why="Each entry sets one environment variable of the workers.",
+    advice="Write launcher.env_vars=['NAME=VALUE'], with the quotes.",
+)
+def ray_variable_form(config: RunConfig) -> Finding | None:
+    """NAME=VALUE."""
+    settings = config.launcher
+    if not isinstance(settings, RayConfig):
+        return None
+    wrong = [variable for variable in settings.env_vars if not re.match(r"[A-Za-z_]\w*=", variable)]
+    if not wrong:
+        return None
+    rest = ",".join(f"'{variable}'" for variable in settings.env_vars if variable not in wrong)
+    message = f"{wrong[0]!r} is not of the form NAME=VALUE"
+    return Finding(key="launcher.env_vars", message=message, fix=f"launcher.env_vars=[{rest}]")
+
+
+RULES: tuple[Rule, ...] = (
+    node_rank_range,
+    master_address_missing,
+    node_settings_ignored,
+    time_limit_too_short,
+    sbatch_option_reserved,
+    container_settings,
+    ray_address_form,
+    ray_variable_form,
+    launcher_settings_mismatch,
+)

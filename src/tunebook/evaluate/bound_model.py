@@ -1,0 +1,98 @@
+"""A run's model as it was trained: weights or adapter, number format, tokenizer and template by their hashes.
+
+What an evaluation scores and what a chat talks to is loaded here, so that both answer alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tunebook.config.choices import Attention, Compute, Generation, Weights
+from tunebook.config.schema import AttentionConfig, PeftSettings, RunConfig
+from tunebook.errors import DataError
+from tunebook.model.adapters import is_adapter, with_adapter
+from tunebook.model.tokenizer import stop_token_ids, tokenizer_hash
+from tunebook.record.manifest import MANIFEST_FILE, read_manifest
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def load_trained(config: RunConfig, folder: Path | None) -> PreTrainedModel:
+    """The model in `folder` on the CPU (quantised weights: on the GPU); without one, what training starts from."""
+    from tunebook.model.load import load_model
+
+    model = load_model(_config_to_load(config, folder))
+    if folder is not None and is_adapter(folder):
+        return with_adapter(model, folder, config.peft.method)
+    return model
+
+
+def uses_gpu(config: RunConfig) -> bool:
+    """Whether a run's model answers on a GPU: wherever there is one, unless the run was made for a CPU."""
+    import torch
+
+    return torch.cuda.is_available() and config.hardware.generation is not Generation.cpu
+
+
+def compute_dtype(config: RunConfig) -> torch.dtype | None:
+    """What the products are computed in, as in training; None: in the weights' own format."""
+    import torch
+
+    return {Compute.bf16: torch.bfloat16, Compute.fp8: torch.bfloat16, Compute.fp16: torch.float16}.get(
+        config.precision.compute
+    )
+
+
+def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Where generation ends: at the tokens that end a trained turn, and at those that the model's settings name."""
+    assert model.generation_config is not None
+    named = model.generation_config.eos_token_id
+    known = named if isinstance(named, list) else [] if named is None else [named]
+    return sorted({*stop_token_ids(tokenizer), *known})
+
+
+def check_tokenizer(run: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a chat template or tokenizer other than the manifest says was trained with. Raises: DataError."""
+    from tunebook.data.template import template_hash
+
+    if not (run / MANIFEST_FILE).is_file():
+        return
+    manifest = read_manifest(run)
+    template = manifest["chat_template_sha256"]
+    if template is not None and template != template_hash(tokenizer):
+        raise DataError(
+            f"the chat template is not the one that {run} was trained with: it changed since (the tokenizer is "
+            f"{tokenizer.name_or_path}); put it back, since a model answers badly under another template",
+            problem_id="template-changed",
+        )
+    if manifest["tokenizer_sha256"] not in (None, *_hashes(tokenizer)):
+        raise DataError(
+            f"the tokenizer {tokenizer.name_or_path} is not the one that {run} was trained with: it changed since; put "
+            "it back, since the same text would become other tokens",
+            problem_id="tokenizer-changed",
+        )
+
+
+def _hashes(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """The tokenizer's hash, and the one without a padding token: the trainer gives one to a tokenizer that has none."""
+    padding = tokenizer.pad_token
+    hashes = {tokenizer_hash(tokenizer)}
+    tokenizer.pad_token = None
+    hashes.add(tokenizer_hash(tokenizer))
+    tokenizer.pad_token = padding
+    return hashes
+
+
+def _config_to_load(config: RunConfig, folder: Path | None) -> RunConfig:
+    """The run's configuration with `folder` as its model; an adapter goes onto the run's own base."""
+    if config.attention.implementation is not Attention.eager:
+        # Generation pads its rows and keeps a cache, which the kernels for packed rows are not made for.
+        config = replace(config, attention=AttentionConfig(implementation=Attention.sdpa))
+    if folder is None or is_adapter(folder):
+        return config
+    trained = replace(config.model, path=str(folder), name=None, revision=None, weights=Weights.pretrained, facts=None)
+    return replace(config, model=trained, peft=PeftSettings())

@@ -1,0 +1,228 @@
+"""What the evaluation and the runner hand each other: one file per program, one per outcome, one heartbeat.
+
+    HANDOVER/jobs/ID.json       written by the evaluation; read by a worker, which moves it to claimed/ first
+    HANDOVER/claimed/N.ID.json  worker N is at it
+    HANDOVER/results/ID.json    written by the worker; removed by the evaluation once it is read
+    HANDOVER/runner.json        the runner's heartbeat
+
+Each file is written beside its destination and renamed, so that nobody reads half of one. Nothing is flushed to the
+disk: after a crash of the machine an evaluation starts again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+RUNNER_FILE = "runner.json"
+BEAT_S = 1.0  # how often the runner says that it is alive
+
+# What the runner consists of: the image of the sandbox must hold the same as the checkout.
+RUNNER_MODULES = (
+    "jobs", "values", "channel", "solution", "remote", "checker", "seccomp", "limits", "processes", "cleaning", "users",
+    "bubblewrap", "walls", "verdict", "trial", "judge", "worker", "runner",
+)  # fmt: skip
+
+
+class Status(StrEnum):
+    """What became of one program. Only `passed` counts; `broken` says that the sandbox itself failed."""
+
+    passed = "passed"
+    failed = "failed"  # a wrong answer, an exception, or an end before its test
+    timed_out = "timed_out"
+    memory = "memory"
+    disk = "disk"
+    output = "output"
+    crashed = "crashed"  # ended by a signal of its own doing
+    left_processes = "left_processes"  # its test passed, but it went on in the background
+    broken = "broken"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """One sample: the program, and the test that is executed after it with the program's names at hand."""
+
+    id: str
+    source: str
+    test: str
+    time_limit_s: float = 3.0  # as in the harness' own code_eval
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of one program, and why."""
+
+    id: str
+    status: Status
+    message: str
+    last_lines: list[str] = field(default_factory=list)  # of what the program printed
+    seconds: float = 0.0
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether the program counts as right."""
+        return self.status is Status.passed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beat:
+    """The runner's heartbeat: what it is, and when it last said so (seconds since 1970)."""
+
+    time: float
+    version: str
+    wall: str
+    num_workers: int
+
+
+def runner_version() -> str:
+    """A hash over the sources of the runner's side: the evaluation refuses a runner of other sources."""
+    digest = hashlib.sha256()
+    for name in RUNNER_MODULES:
+        digest.update((Path(__file__).parent / f"{name}.py").read_bytes())
+    return digest.hexdigest()
+
+
+class Handover:
+    """The hand-over folder, seen from either side."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.jobs = folder / "jobs"
+        self.claimed = folder / "claimed"
+        self.results = folder / "results"
+
+    def make_folders(self) -> None:
+        """Make the folders below, open to the owner and the group of the hand-over folder and to nobody else."""
+        for folder in (self.jobs, self.claimed, self.results):
+            if not folder.is_dir():
+                folder.mkdir()
+                folder.chmod(0o2770)
+
+    def write_job(self, program: Program, *, expires: float) -> None:
+        """Hand a program over. Nobody runs it after `expires` (seconds since 1970)."""
+        write_json(self.jobs / f"{program.id}.json", {"program": asdict(program), "expires": expires})
+
+    def claim_job(self, worker: int) -> Path | None:
+        """Take a job that no other worker takes too, or None where there is none."""
+        for job in sorted(self.jobs.glob("*.json")):
+            claimed = self.claimed / f"{worker}.{job.name}"
+            try:
+                job.rename(claimed)
+            except FileNotFoundError:  # another was quicker
+                continue
+            return claimed
+        return None
+
+    def take_back(self) -> None:
+        """Offer again what a runner before this one was at when it was stopped."""
+        for claimed in self.claimed.glob("*.json"):
+            claimed.rename(self.jobs / f"{job_id(claimed)}.json")
+
+    def give_up_on(self, worker: int) -> None:
+        """Say of what a worker was at when it was killed that it could not be judged: the program may be the cause."""
+        for claimed in self.claimed.glob(f"{worker}.*.json"):
+            message = "the worker that judged it was killed, most likely by the system for want of memory"
+            self.write_result(Outcome(id=job_id(claimed), status=Status.broken, message=message))
+            claimed.unlink(missing_ok=True)
+
+    def write_result(self, outcome: Outcome) -> None:
+        """Hand an outcome back."""
+        write_json(self.results / f"{outcome.id}.json", asdict(outcome))
+
+    def sweep(self, older_than_s: float) -> None:
+        """Remove results that nobody fetched: who waited for them was killed."""
+        for result in self.results.glob("*.json"):
+            with suppress(FileNotFoundError):
+                if time.time() - result.stat().st_mtime > older_than_s:
+                    result.unlink()
+
+    def write_beat(self, beat: Beat) -> None:
+        """Say that the runner is alive."""
+        write_json(self.folder / RUNNER_FILE, asdict(beat))
+
+    def read_beat(self) -> Beat | None:
+        """The last heartbeat, or None where there never was one. Raises: ValueError for a file that is none."""
+        try:
+            fields = read_object(self.folder / RUNNER_FILE)
+        except FileNotFoundError:
+            return None
+        return Beat(
+            time=typed(fields, "time", float),
+            version=typed(fields, "version", str),
+            wall=typed(fields, "wall", str),
+            num_workers=typed(fields, "num_workers", int),
+        )
+
+
+def job_id(claimed: Path) -> str:
+    """The id of a job that a worker has taken."""
+    return claimed.name.partition(".")[2].removesuffix(".json")
+
+
+def read_job(file: Path) -> tuple[Program, float]:
+    """A program and until when it is wanted. Raises: ValueError for a file that is no job."""
+    fields = read_object(file)
+    program = typed(fields, "program", dict)
+    return Program(
+        id=typed(program, "id", str),
+        source=typed(program, "source", str),
+        test=typed(program, "test", str),
+        time_limit_s=typed(program, "time_limit_s", float),
+    ), typed(fields, "expires", float)
+
+
+def read_result(file: Path) -> Outcome:
+    """An outcome. Raises: ValueError for a file that is none, FileNotFoundError."""
+    fields = read_object(file)
+    last_lines = typed(fields, "last_lines", list)
+    if not all(isinstance(line, str) for line in last_lines):
+        raise ValueError("`last_lines` holds something that is no text")
+    return Outcome(
+        id=typed(fields, "id", str),
+        status=Status(typed(fields, "status", str)),
+        message=typed(fields, "message", str),
+        last_lines=last_lines,
+        seconds=typed(fields, "seconds", float),
+    )
+
+
+def typed(fields: Mapping[str, Any], key: str, kind: type) -> Any:
+    """One field, which must be of a type; a whole number also serves as a float. Raises: ValueError."""
+    value = fields.get(key)
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind:
+        raise ValueError(f"`{key}` is {value!r:.40}, not {kind.__name__}")
+    return value
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """A JSON object. Raises: ValueError for anything else (JSONDecodeError and UnicodeDecodeError are ones)."""
+    value = json.loads(file.read_bytes().decode())
+    if not isinstance(value, dict):
+        raise ValueError("it is no JSON object")
+    return value
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Replace a file in one step; its group may read and write it, and nobody else."""
+    # The name starts with a dot, which `jobs/*.json` does not match.
+    beside = file.with_name(f".{file.name}.{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o660)
+        with os.fdopen(descriptor, "w", encoding="ascii") as stream:
+            os.fchmod(descriptor, 0o660)  # whatever the umask is
+            json.dump(value, stream)  # ASCII, because programs may hold halves of surrogate pairs
+        beside.replace(file)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise

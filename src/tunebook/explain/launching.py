@@ -1,0 +1,75 @@
+"""The texts for errors of the launchers, by `problem_id`."""
+
+from __future__ import annotations
+
+from tunebook.config.rules.frame import Explanation
+
+LAUNCHING: dict[str, Explanation] = {
+    "port-in-use": Explanation(
+        summary="The port that the nodes of a run call is in use on node 0.",
+        why="Another program listens there, often another run.",
+        advice="Type another launcher.master_port on every node, or wait for the other run.",
+    ),
+    "launcher-out-of-reach": Explanation(
+        summary="A node cannot reach the launcher on node 0.",
+        why="Nothing answers at launcher.master_address and launcher.master_port: the command for node 0 does not run, "
+        "the name is wrong, or a firewall is between.",
+        advice="Start node 0, try the address from this node (ping, nc -z HOST PORT), and open the port.",
+    ),
+    "launcher-lost": Explanation(
+        summary="The launcher on node 0 is gone.",
+        why="It was killed or its machine failed, or it ended while this node still waited for the data to be prepared."
+        " Ranks without a launcher save, if they can, and end: nobody would record what they do.",
+        advice="Look at node 0; start again on all nodes, and the run goes on from its newest checkpoint.",
+    ),
+    "node-refused": Explanation(
+        summary="A node cannot take part in the run.",
+        why="All nodes need the same software, GPUs of the generation the run is set up for, and numbers of their own; "
+        "one that differs would fail or slow the others in every step.",
+        advice="Correct on the named node what the message says, then start again on all.",
+    ),
+    "node-missing": Explanation(
+        summary="A node did not come up, or was lost.",
+        why="Every step needs every rank, so the run ends for all of them, saved where that was possible.",
+        advice="Look at the named node; start again, and the run goes on from its newest checkpoint. Slow starts (an "
+        "image to pull, a cold disk) need a longer launcher.start_timeout_s.",
+    ),
+    "folder-not-shared": Explanation(
+        summary="A node does not see the run folder or the prepared data.",
+        why="The launcher writes both before the ranks start, and every node reads them.",
+        advice="Put outputs=FOLDER and TUNEBOOK_CACHE on a file system that all nodes share.",
+    ),
+    "slurm-not-found": Explanation(
+        summary="Slurm's commands are not on this machine.",
+        why="launcher=slurm hands a job script to sbatch.",
+        advice="Type the command on a login node of the cluster, or use launcher=local.",
+    ),
+    "slurm-out-of-reach": Explanation(
+        summary="Slurm's controller does not answer.",
+        why="It is down, busy, or this machine is configured for another cluster.",
+        advice="Look with `scontrol ping` and `sinfo`; check SLURM_CONF.",
+    ),
+    "slurm-refused": Explanation(
+        summary="Slurm refuses the job.",
+        why="The partition or account does not exist or may not be used, or no nodes of that kind exist. It is asked "
+        "before anything is prepared.",
+        advice="Change the key that the message names; `sinfo` lists partitions, `sacctmgr show assoc user=$USER` "
+        "accounts.",
+    ),
+    "slurm-job-lost": Explanation(
+        summary="A Slurm job ended without writing how.",
+        why="Its node failed, it was killed for memory or time, or the nodes do not see the run folder or this Python.",
+        advice="Look at the job's output file and at `scontrol show job`; submit again, and it goes on from its newest "
+        "checkpoint.",
+    ),
+    "ray-out-of-reach": Explanation(
+        summary="No Ray cluster answers at launcher.address.",
+        why="The cluster is not running, the address is wrong, or a firewall is between.",
+        advice="Look with `ray status --address HOST:PORT`, or start one here with launcher.address=local.",
+    ),
+    "ray-too-small": Explanation(
+        summary="The Ray cluster cannot hold the run's workers.",
+        why="A worker takes launcher.cpus_per_worker cores and, on GPUs, one GPU; all of them start together.",
+        advice="Lower what is asked for, or use a larger cluster.",
+    ),
+}

@@ -1,0 +1,32 @@
+"""The texts for errors about how a model is spread over its ranks, and whether that changed its losses."""
+
+from __future__ import annotations
+
+from tunebook.config.rules.frame import Explanation
+
+SPREADING: dict[str, Explanation] = {
+    "other-parallelism": Explanation(
+        summary="The model was not wrapped as parallelism says.",
+        why="Libraries replace a strategy that they cannot do by another without a word, and what is measured then is "
+        "something else than what was asked for. So every rank looks at its wrapped model before the first step.",
+        advice="Choose a strategy that works here, such as parallelism=ddp. If the installed packages are not those of "
+        "the lock, install them first.",
+    ),
+    "units-too-large": Explanation(
+        summary="FSDP's units by size would be larger than any part of the model.",
+        why="Without units FSDP gathers the whole model at once, which saves nothing.",
+        advice="Lower parallelism.wrap_min_num_parameters to what the message names, or make a unit of each block with "
+        "parallelism.wrap_policy=transformer.",
+    ),
+    "libaio-missing": Explanation(
+        summary="Offload to NVMe without the library that reads and writes there.",
+        why="DeepSpeed builds its reader on first use, from libaio's header and library.",
+        advice="`apt install libaio-dev g++`, or offload to host memory with parallelism=zero3_offload.",
+    ),
+    "parity-request": Explanation(
+        summary="The configurations that parity should compare cannot be listed.",
+        why="--over takes key=value,value, --gpus takes numbers, and there must be at least two configurations that "
+        "can run; the first is what the others are compared with.",
+        advice="Such as `tunebook parity quickstart --over parallelism=ddp,zero2 --gpus 1,2`.",
+    ),
+}

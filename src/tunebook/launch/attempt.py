@@ -1,0 +1,242 @@
+"""One attempt at a run whose folder is set up: evaluate, start the ranks, evaluate, record how it ended.
+
+It runs where `tunebook train` was typed, or on the first node of a Slurm job, in each attempt that the job gets.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from tunebook.config.choices import LauncherName
+from tunebook.config.schema import RunConfig
+from tunebook.errors import DoesNotFitError, StoppedError, TunebookError
+from tunebook.evaluate.command import run_worker, score_table, worker_command, worker_error
+from tunebook.launch.commands import has_callers, ranks_command, step_command
+from tunebook.launch.local import ProcessEnd, rank_environment, run_and_wait
+from tunebook.launch.logs import (
+    first_failure,
+    launcher_log,
+    make_logs,
+    outcome_file,
+    quote_log,
+    rank_log,
+    torchrun_log,
+    where,
+)
+from tunebook.launch.nodes import new_token, own_addresses, run_on_nodes
+from tunebook.launch.resume import is_trained
+from tunebook.launch.roll_call import RollCall
+from tunebook.launch.show import show_command, show_end
+from tunebook.launch.slurm.client import node_names
+from tunebook.launch.slurm.container import in_container, is_contained
+from tunebook.plan.batch import world_size
+from tunebook.record.atomic_files import read_json
+from tunebook.record.disk import disk_full
+from tunebook.record.files import RUN_FILE
+from tunebook.record.manifest import finish_manifest, state_of_exit_code
+from tunebook.record.run_folder import Outcome, clear_outcomes, has_outcome, read_outcomes
+
+REPORT_FILE = "report.html"
+
+
+@dataclass(kw_only=True)
+class Attempt:
+    """What one attempt works with; `stopped_by` tells afterwards which signal ended it, if one did."""
+
+    config: RunConfig
+    folder: Path
+    lock: int  # the descriptor that holds the folder; the ranks keep it open
+    console: Console
+    roll: RollCall | None = None  # of the nodes, where they were told a port beforehand
+    stopped_by: str | None = None
+    hosts: Mapping[int, str] = field(default_factory=dict)  # of ranks
+
+    def carry_out(self) -> int:
+        """Do all of it; returns the exit code that the run's outcome asks for. Errors are recorded, then raised."""
+        try:
+            outcome = self._train_and_evaluate()
+        except BaseException as error:
+            self._record_end(self._outcome_of(error))
+            raise
+        is_reported = self._record_end(outcome)
+        show_scores(self.folder, self.console)
+        show_end(outcome, self.folder, self.folder / REPORT_FILE if is_reported else None, self.console)
+        return outcome.exit_code
+
+    def _train_and_evaluate(self) -> Outcome:
+        evaluation = self.config.evaluation
+        if evaluation.tasks and evaluation.before and not (self.folder / "evaluation" / "before.json").exists():
+            self._evaluate("before")
+        outcome = self._train()
+        if outcome.exit_code == 0 and evaluation.tasks and evaluation.after:
+            self._evaluate("after")
+        return outcome
+
+    def _evaluate(self, when: str) -> None:
+        config, folder, limit = self.config, self.folder, self.config.evaluation.limit
+        if is_contained(config):  # as the ranks: what runs here need not even have torch
+            command = [
+                *step_command(config, 1),
+                *in_container(config, folder, worker_command(folder, when, limit=limit)),
+            ]
+            end = run_and_wait(command, rank_environment(config, os.environ))
+        else:
+            end = run_worker(folder, when, limit=limit)
+        self.stopped_by = self.stopped_by or end.stopped_by
+        if end.exit_code != 0:
+            raise worker_error(end, when)
+
+    def _train(self) -> Outcome:
+        """Launch the ranks and wait for them, unless an earlier attempt has trained already."""
+        if is_trained(self.folder, self.config):
+            return self._read_outcomes()
+        end = self._start_ranks()
+        self.stopped_by = end.stopped_by
+        if not (self.folder / RUN_FILE).is_file():
+            message = f"the run folder {self.folder} was removed while its run was at work"
+            raise TunebookError(message, problem_id="run-lost")
+        if not has_outcome(self.folder):
+            raise self._without_a_word(end)
+        if end.stopped_by is not None and is_trained(self.folder, self.config) and self.config.evaluation.tasks:
+            message = f"stopped by {end.stopped_by} after the last step, before the evaluation"
+            raise StoppedError(f"{message}; the same command goes on with it", problem_id="stopped")
+        return self._with_cause(self._read_outcomes(), end)
+
+    def _start_ranks(self) -> ProcessEnd:
+        config, folder = self.config, self.folder
+        if not has_callers(config):
+            command = ranks_command(config, folder)
+            show_command(command, self.console)
+            ranks = config.hardware.gpus_per_node or 1
+            self.hosts = dict.fromkeys(range(ranks), socket.gethostname())
+            log = None
+            if ranks > 1:
+                make_logs(folder)
+                log = torchrun_log(folder, 0)
+            environment = rank_environment(config, os.environ)
+            timeout_s = config.launcher.stop_timeout_s
+            return run_and_wait(command, environment, [self.lock], log=log, stop_timeout_s=timeout_s)
+        make_logs(folder)
+        roll = self.roll or new_roll_call(config)
+        if config.launcher.name is LauncherName.ray:
+            roll.on_go = lambda attempt: clear_outcomes(folder) if attempt else None
+        command = ranks_command(config, folder, f"{','.join(own_addresses())}:{roll.port}")
+        show_command(command, self.console)
+        end = run_on_nodes(
+            command,
+            dict(os.environ),
+            roll,
+            config,
+            folder,
+            exit_code_of=lambda: self._read_outcomes().exit_code,
+            keep_open=[self.lock],
+        )
+        self.hosts = roll.hosts
+        return end
+
+    def _read_outcomes(self) -> Outcome:
+        return read_outcomes(self.folder, world_size(self.config))
+
+    def _with_cause(self, outcome: Outcome, end: ProcessEnd) -> Outcome:
+        """The outcome with what only the launcher knows: which rank, on which host, and the last it said."""
+        reason = outcome.reason
+        if end.failure is not None:
+            said = reason if outcome.time is not None else "no rank could save"
+            return replace(outcome, reason=f"{end.failure.message}. {said}")
+        if outcome.exit_code != 1:
+            return outcome
+        rank, failed = outcome.rank, first_failure(self.folder) or end.failed
+        if failed is not None and (failed.is_by_signal or outcome.time is None):
+            rank = failed.rank
+            reason = f"rank {rank} ended without a word: {failed.how}"
+        elif outcome.time is not None:  # others that are silent were ended because of this one
+            reason = str(read_json(outcome_file(self.folder, rank))["reason"])
+        self._quote(rank_log(self.folder, rank))
+        is_told = len(set(self.hosts.values())) < 2 or where(rank, self.hosts) in reason
+        return replace(outcome, reason=reason if is_told else f"{reason} [{where(rank, self.hosts)}]")
+
+    def _quote(self, log: Path) -> None:
+        """Show the end of a log, which says more than a record's one sentence can."""
+        if quoted := quote_log(log, self.folder):
+            self.console.print(Text(quoted), soft_wrap=True)
+
+    def _without_a_word(self, end: ProcessEnd) -> TunebookError:
+        """The error for a training of which no rank could write how it ended."""
+        if end.failure is not None:
+            self._quote(launcher_log(self.folder))
+            return end.failure
+        if end.stopped_by is not None:
+            return StoppedError(f"stopped by {end.stopped_by} before the first step", problem_id="stopped")
+        if end.exit_code == DoesNotFitError.exit_code:
+            return disk_full(self.folder)
+        failed = first_failure(self.folder) or end.failed
+        code = failed.exit_code if failed is not None else end.exit_code
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        who = where(failed.rank, self.hosts) if failed is not None else "the training"
+        log = rank_log(self.folder, failed.rank) if failed is not None else torchrun_log(self.folder, 0)
+        self._quote(log)
+        return TunebookError(
+            f"{who} {how} and could not say why; what it printed is above, and in {self.folder / 'log.txt'}. A kill by "
+            f"signal 9 is most often the system's, which ran out of memory",
+            problem_id="run-lost",
+        )
+
+    def _outcome_of(self, error: BaseException) -> Outcome:
+        """How a run ended whose launcher itself failed or was interrupted; the ranks' progress is kept."""
+        if isinstance(error, KeyboardInterrupt):
+            code, reason = StoppedError.exit_code, "interrupted"
+        elif isinstance(error, TunebookError):
+            code, reason = error.exit_code, error.message
+        else:
+            code, reason = 1, f"{type(error).__name__}: {error}"
+        if has_outcome(self.folder):
+            return replace(self._read_outcomes(), exit_code=code, reason=reason)
+        return Outcome(rank=0, exit_code=code, reason=reason, step=None, last_checkpoint=None)
+
+    def _record_end(self, outcome: Outcome) -> bool:
+        """Bring manifest and report to the end of the run; whether that went well. A full disk hides no other error."""
+        from tunebook.record.report import write_report
+
+        try:
+            finish_manifest(
+                self.folder,
+                state_of_exit_code(outcome.exit_code),
+                outcome.exit_code,
+                None if outcome.exit_code == 0 else outcome.reason,
+                step=outcome.step,
+                last_checkpoint=outcome.last_checkpoint,
+            )
+            write_report([self.folder], self.folder / REPORT_FILE)
+        except (OSError, TunebookError) as error:
+            warning = f"warning: the end of this run is not in its records: {error}"
+            self.console.print(Text(warning, style="yellow"))
+            return False
+        return True
+
+
+def new_roll_call(config: RunConfig) -> RollCall:
+    """The roll call of a Slurm job's nodes, or of a Ray run's ranks, on any free port of this machine."""
+    if config.launcher.name is LauncherName.ray:
+        return RollCall(
+            num_members=world_size(config),
+            token=new_token(),
+            unit="rank",
+            reassembles=True,
+            num_places=config.hardware.num_nodes,
+        )
+    return RollCall(num_members=config.hardware.num_nodes, token=new_token(), names=dict(enumerate(node_names())))
+
+
+def show_scores(folder: Path, console: Console) -> None:
+    """What the evaluations before and after the training came to, side by side; nothing until both are done."""
+    files = [folder / "evaluation" / f"{when}.json" for when in ("before", "after")]
+    records = [read_json(file) for file in files if file.is_file()]
+    if files[-1].is_file():
+        console.print(score_table(records))

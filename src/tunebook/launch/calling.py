@@ -1,0 +1,147 @@
+"""A node's side of the roll call: what it says of itself, and the call to the launcher."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+
+from tunebook.config.choices import LauncherName
+from tunebook.config.rules import check_environment
+from tunebook.config.schema import LauncherConfig, RunConfig
+from tunebook.errors import RequestError, StoppedError, TunebookError
+from tunebook.launch.line import Line, is_loopback
+from tunebook.record.atomic_files import read_json
+from tunebook.record.files import PREPARED_FILE, RUN_FILE
+
+TOKEN_VARIABLE = "TUNEBOOK_ROLL_CALL"  # what the launcher's own nodes show when they call
+_SAME_EVERYWHERE = ("tunebook", "torch", "transformers", "accelerate", "deepspeed")
+_CALL_TIMEOUT_S = 5.0
+_CALL_EVERY_S = 1.0
+_NAME_WITHIN_S = 30.0  # for a name that is not known: a scheduler may make it known only when the node is up
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
+
+
+def call_launcher(
+    meet: str, timeout_s: float, say: Callable[[str], None], asked_to_stop: Sequence[signal.Signals] = ()
+) -> tuple[Line, str]:
+    """Call until somebody answers; the line, and the address that answered. `meet` is `address[,address...]:port`.
+
+    Raises: RequestError for a name that nobody knows, TunebookError when nobody answers within `timeout_s`,
+    StoppedError when it comes to hold a request to stop.
+    """
+    names, _, port = meet.rpartition(":")
+    started = time.monotonic()
+    has_said = False
+    while True:
+        problems = []
+        for name in names.split(","):
+            try:
+                connection = socket.create_connection((name, int(port)), timeout=_CALL_TIMEOUT_S)
+                return Line(connection), str(connection.getpeername()[0])
+            except OSError as error:
+                problems.append(error)
+        if asked_to_stop:
+            raise StoppedError(f"stopped by {asked_to_stop[0].name} before the start", problem_id="stopped")
+        waited = time.monotonic() - started
+        why = "; ".join(
+            f"{name}: {error.strerror or error}" for name, error in zip(names.split(","), problems, strict=True)
+        )
+        if waited > _NAME_WITHIN_S and all(isinstance(error, socket.gaierror) for error in problems):
+            raise RequestError(f"{why}; name node 0 with launcher.master_address", problem_id="launcher-out-of-reach")
+        if waited > timeout_s:
+            raise TunebookError(
+                f"no launcher answers at {meet} within {timeout_s:g} s (launcher.start_timeout_s): {why}. Is the "
+                "command for node 0 running there, and may this node reach that port?",
+                problem_id="launcher-out-of-reach",
+            )
+        if not has_said:
+            has_said = True
+            say(f"calling {meet}, up to {timeout_s:g} s ({why})")
+        time.sleep(_CALL_EVERY_S)
+
+
+def hello(
+    line: Line,
+    reached_at: str,
+    *,
+    node: int,
+    ranks: list[int],
+    port: int,
+    problems: list[str],
+    config_sha256: str | None = None,
+    place: str | None = None,
+) -> None:
+    """Say who calls: the node, its ranks, a port on which they can meet, and what speaks against it."""
+    line.send(
+        "hello",
+        token=os.environ.get(TOKEN_VARIABLE, ""),
+        node=node,
+        ranks=ranks,
+        host=socket.gethostname(),
+        address=line.own_address,
+        reached_at=reached_at,
+        port=port,
+        versions=software(),
+        problems=problems,
+        config_sha256=config_sha256,
+        place=place,
+    )
+
+
+def software() -> str:
+    """The versions that all ranks of a run must have in common."""
+    return ", ".join(f"{name} {version}" for name in _SAME_EVERYWHERE if (version := _version(name)) is not None)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def node_problems(config: RunConfig) -> list[str]:
+    """What this machine lacks for its ranks."""
+    launcher = LauncherConfig(name=LauncherName.local)  # a node is judged by the machine it is
+    found = check_environment(replace(config, launcher=launcher))
+    return [f"{problem.key}: {problem.message} (fix: {problem.fix})" for problem in found]
+
+
+def folder_problem(folder: Path) -> str | None:
+    """Why a node cannot work in a run folder: it must see what the launcher wrote there."""
+    if not (folder / RUN_FILE).is_file():
+        return f"the run folder {folder} is not there; name one that all nodes share: outputs=/a/shared/folder"
+    prepared = Path(read_json(folder / PREPARED_FILE)["folder"])
+    if not prepared.is_dir():
+        return f"the prepared data {prepared} is not there; set TUNEBOOK_CACHE to a folder that all nodes share"
+    return None
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def socket_interface(address: str) -> str | None:
+    """The network interface that has an IPv4 address; None for loopback and where none has."""
+    if is_loopback(address):
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue  # it has no IPv4 address
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None

@@ -1,0 +1,79 @@
+"""The processes below this one (Linux): adopted when what started them dies, so that none is lost sight of."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+_POLL_S = 0.1
+
+
+@contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """Become the parent of every process below this one whose own parent dies, instead of the system's first process.
+
+    torchrun starts ranks in sessions of their own: after a `kill -9` of it nobody else would know them.
+    """
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        _prctl(_PR_SET_CHILD_SUBREAPER, 0)
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process when the thread that started it is gone (Linux)."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value)
+
+
+def children_of(process: int) -> list[int]:
+    """The processes that a process started, or adopted, and that still run."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, IndexError):  # it ended meanwhile
+            # The name of the program, in brackets, may itself hold brackets and blanks: state and parent follow it.
+            state, parent = status.read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == process and state != "Z":
+                found.append(int(status.parent.name))
+    return found
+
+
+def end_children(*, exclude: Collection[int] = (), timeout_s: float = 0) -> None:
+    """Wait for adopted children to end, each asked once by SIGTERM; after `timeout_s` they are killed.
+
+    `exclude` are the children that this process has for other reasons.
+    """
+    asked: set[int] = set()
+    end = time.monotonic() + timeout_s
+    while left := _reap(exclude):
+        is_late = time.monotonic() >= end
+        for process in left:
+            if is_late or process not in asked:
+                asked.add(process)
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL if is_late else signal.SIGTERM)
+        time.sleep(_POLL_S)
+
+
+def _reap(exclude: Collection[int]) -> list[int]:
+    """Take leave of adopted children that have ended; returns those still at work."""
+    own = os.getpid()
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, IndexError):
+            state, parent = status.read_text().rpartition(")")[2].split()[:2]
+            process = int(status.parent.name)
+            if int(parent) == own and state == "Z" and process not in exclude:
+                os.waitpid(process, os.WNOHANG)
+    return [process for process in children_of(own) if process not in exclude]

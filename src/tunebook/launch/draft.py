@@ -1,0 +1,126 @@
+"""A run as far as it is known without starting it: composed, resolved, checked, its batch solved, its memory estimated.
+
+No GPU, weights, data or network is needed and torch is not imported, so it takes a second or two.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tunebook.config.auto import Resolution, resolve_auto
+from tunebook.config.compose import compose
+from tunebook.config.decisions import ChoiceValue
+from tunebook.config.rules import check
+from tunebook.config.schema import RunConfig
+from tunebook.errors import DoesNotFitError, Problem, RequestError, RulesError
+from tunebook.hardware.detect import detect_machine
+from tunebook.plan.batch import BatchPlan, solve_batch
+from tunebook.plan.memory import MemoryPlan, plan_memory
+
+
+@dataclass(kw_only=True)
+class Draft:
+    """What is known of a run. What comes after an error stays None."""
+
+    recipe: str | None
+    resolution: Resolution | None = None
+    problems: list[Problem] = field(default_factory=list)  # every broken rule, errors before warnings
+    batch: BatchPlan | None = None
+    memory: MemoryPlan | None = None
+    error: RequestError | None = None  # why it does not compose, or its batch cannot be solved
+
+    def raise_errors(self) -> None:
+        """Raise what is wrong with the request. Raises: RequestError, or RulesError with every broken rule at once."""
+        if self.error is not None:
+            raise self.error
+        if errors := [problem for problem in self.problems if problem.is_error]:
+            raise RulesError(errors)
+
+    def raise_if_too_large(self) -> None:
+        """Raises: DoesNotFitError where the estimate says that it cannot fit."""
+        if self.memory is not None and self.memory.fits is False:
+            raise DoesNotFitError(
+                f"by estimate this plan {self.memory.verdict} on each GPU or rank; try a strategy that divides more "
+                "among the GPUs (parallelism=zero3 or fsdp), one that offloads (parallelism=zero3_offload), "
+                "activation=checkpointing, peft=lora, or more GPUs",
+                problem_id="does-not-fit",
+            )
+
+    @property
+    def exit_code(self) -> int:
+        """Of a command that only plans."""
+        try:
+            self.raise_errors()
+            self.raise_if_too_large()
+        except (RequestError, DoesNotFitError) as error:
+            return error.exit_code
+        return 0
+
+
+def draft_run(recipe: str | None, overrides: list[str], recipes_dirs: list[Path]) -> Draft:
+    """Plan a run as far as it goes; what is wrong with it is kept, not raised."""
+    draft = Draft(recipe=recipe)
+    try:
+        composition = compose(recipe, overrides, recipes_dirs)
+        draft.resolution = resolve_auto(composition.config, detect_machine())
+        config = draft.resolution.config
+        draft.problems = check(config, composition.origins.set_by)
+        if not any(problem.is_error for problem in draft.problems):
+            draft.memory = plan_memory(config)
+            draft.batch = solve_batch(config, None)
+    except RequestError as error:
+        draft.error = error
+    return draft
+
+
+def draft_json(draft: Draft) -> dict[str, Any]:
+    """What `plan --json` prints. Every key is always there; null is what is not known."""
+    config = draft.resolution.config if draft.resolution else None
+    choices = draft.resolution.choices if draft.resolution else []
+    return {
+        "recipe": draft.recipe,
+        "hardware": _hardware_json(config) if config else None,
+        "precision": config.precision.compute.name if config else None,
+        "attention": config.attention.implementation.name if config else None,
+        "packing": config.packing.mode.name if config else None,
+        "batch": draft.batch.to_json() if draft.batch else None,
+        "memory_gib": draft.memory.memory.to_json() if draft.memory else None,
+        "fits": draft.memory.fits if draft.memory else None,
+        "choices": [{"key": choice.key, "value": _plain(choice.value), "why": choice.why} for choice in choices],
+        "problems": _problems_json(draft),
+    }
+
+
+def _hardware_json(config: RunConfig) -> dict[str, Any]:
+    hardware = config.hardware
+    return {
+        "generation": hardware.generation.name,
+        "num_nodes": hardware.num_nodes,
+        "gpus_per_node": hardware.gpus_per_node,
+        "memory_gib": _plain(hardware.memory_gib),
+    }
+
+
+def _problems_json(draft: Draft) -> list[dict[str, Any]]:
+    """Broken rules, then what stopped the planning; an error of no single key says all in its message."""
+    problems: list[dict[str, Any]] = [
+        {"id": p.id, "key": p.key, "message": p.message, "fix": p.fix, "is_error": p.is_error, "place": p.place}
+        for p in draft.problems
+    ]
+    errors: list[RequestError | DoesNotFitError] = [draft.error] if draft.error else []
+    try:
+        draft.raise_if_too_large()
+    except DoesNotFitError as error:
+        errors.append(error)
+    return problems + [
+        {"id": e.problem_id, "key": None, "message": e.message, "fix": None, "is_error": True, "place": None}
+        for e in errors
+    ]
+
+
+def _plain(value: ChoiceValue) -> ChoiceValue:
+    """A value as JSON has it: no number of it is infinite, but a user may type one, which a rule then refuses."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,101 @@
+"""What ranks and launchers write on standard error, one file each in the run folder, and what can be read from it."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+LOG_FOLDER = "logs"
+_NUM_LAST_LINES = 8
+_LONGEST_TAIL = 16384
+# torchrun's report of the rank that it saw failing first, the last part of its table (torch 2.10 to 2.13).
+_FIRST_FAILURE = re.compile(
+    r"Root Cause \(first observed failure\):.*?rank\s*: (\d+) \(local_rank: \d+\).*?exitcode\s*: (-?\d+)", re.DOTALL
+)
+
+
+def rank_log(folder: Path, rank: int) -> Path:
+    """Where a rank of several writes."""
+    return folder / LOG_FOLDER / f"rank-{rank}.log"
+
+
+def torchrun_log(folder: Path, node: int) -> Path:
+    """Where the torchrun of a node writes."""
+    return folder / LOG_FOLDER / f"torchrun-{node}.log"
+
+
+def launcher_log(folder: Path) -> Path:
+    """Where the command that starts the nodes writes."""
+    return folder / LOG_FOLDER / "launcher.log"
+
+
+def make_logs(folder: Path) -> None:
+    """Make the folder of the logs, without those of an earlier attempt."""
+    logs = folder / LOG_FOLDER
+    logs.mkdir(exist_ok=True)
+    for file in logs.glob("*.log"):
+        file.unlink(missing_ok=True)
+
+
+def outcome_file(folder: Path, rank: int) -> Path:
+    """Where a rank says how it ended (see `record.run_folder`)."""
+    return folder / f"outcome-{rank}.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A rank that ended badly, as torchrun saw it."""
+
+    rank: int
+    exit_code: int  # below zero: killed by that signal
+
+    @property
+    def is_by_signal(self) -> bool:
+        """Whether somebody else ended it; SIGTERM does not count, by which ranks are ended for another's failure."""
+        return self.exit_code < 0 and self.exit_code != -signal.SIGTERM
+
+    @property
+    def how(self) -> str:
+        """In words."""
+        if self.exit_code >= 0:
+            return f"it ended with exit code {self.exit_code}"
+        number = -self.exit_code
+        names = {each.value: each.name for each in signal.Signals}
+        hint = " (the system's usual way when memory runs out)" if number == signal.SIGKILL else ""
+        return f"it was killed by {names.get(number, f'signal {number}')}{hint}"
+
+
+def first_failure(folder: Path) -> Failure | None:
+    """The rank that failed first on the node that says so; one that was killed before one that only lost it."""
+    found = []
+    for file in sorted((folder / LOG_FOLDER).glob("torchrun-*.log")):
+        if match := _FIRST_FAILURE.search(file.read_text(errors="replace")):
+            found.append(Failure(rank=int(match[1]), exit_code=int(match[2])))
+    return min(found, key=lambda failure: (not failure.is_by_signal, failure.exit_code < 0), default=None)
+
+
+def last_lines(file: Path) -> list[str]:
+    """The end of a log; empty where there is none."""
+    if not file.is_file():
+        return []
+    with file.open("rb") as stream:
+        stream.seek(max(0, file.stat().st_size - _LONGEST_TAIL))
+        lines = stream.read().decode(errors="replace").splitlines()
+    return [line for line in lines if line.strip()][-_NUM_LAST_LINES:]
+
+
+def quote_log(file: Path, folder: Path) -> str:
+    """The last lines of a log as a paragraph; empty where there are none."""
+    lines = last_lines(file)
+    if not lines:
+        return ""
+    quoted = "\n".join(f"    {line}" for line in lines)
+    return f"the last lines of {file.relative_to(folder)}:\n{quoted}"
+
+
+def where(rank: int, hosts: Mapping[int, str]) -> str:
+    """A rank and its machine."""
+    return f"rank {rank} on {hosts[rank]}" if rank in hosts else f"rank {rank}"

@@ -1,0 +1,138 @@
+"""The first collective of a run: every rank meets every other over the network that training will use, or says who is
+missing, within `launcher.start_timeout_s`.
+
+Without it a network that lets ranks find each other but no data through shows as a silent wait of
+`launcher.timeout_s`, after the model was loaded. The process group made here is taken down again: the trainer makes
+its own.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tunebook.config.choices import Generation
+from tunebook.config.schema import RunConfig
+from tunebook.record.run_folder import write_outcome
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+
+_PREFIX = "tunebook-meeting"
+_POLL_S = 0.5
+_ASK_TIMEOUT_S = 5.0
+_LATER = timedelta(seconds=60)  # than the watch, which says more than torch's own time-outs
+
+
+class StartWatch:
+    """A thread that ends this process when the ranks have not met in time, or when it has been left alone.
+
+    A thread, because a rank that hangs in a collective runs no Python in its main thread, and so no signal handler.
+    """
+
+    def __init__(self, folder: Path, *, rank: int, num_ranks: int, start_timeout_s: float, alone_timeout_s: float):
+        self._folder, self._rank, self._num_ranks = folder, rank, num_ranks
+        self._start_timeout_s, self._alone_timeout_s = start_timeout_s, alone_timeout_s
+        self._parent = os.getppid()
+        self._has_met = threading.Event()
+        self._store: Callable[[], TCPStore] | None = None
+
+    def start(self) -> None:
+        """From now on the time counts."""
+        threading.Thread(target=self._watch, daemon=True, name="start-watch").start()
+
+    def ask_with(self, connect: Callable[[], TCPStore]) -> None:
+        """How to reach the store in which every rank notes that it is here."""
+        self._store = connect
+
+    def has_met(self) -> None:
+        """The ranks have met: from now on only the parent is watched."""
+        self._has_met.set()
+
+    def _watch(self) -> None:
+        meet_by = time.monotonic() + self._start_timeout_s
+        alone_since: float | None = None
+        while True:
+            time.sleep(_POLL_S)
+            now = time.monotonic()
+            if now > meet_by and not self._has_met.is_set():
+                limit = f"{self._start_timeout_s:g} s (launcher.start_timeout_s)"
+                self._leave(f"{self._whom()} waited {limit} for the first collective: {self._why()}")
+            if os.getppid() != self._parent:
+                # The kernel has asked this process to stop; with its peers gone too it may hang, and nobody is left to
+                # end it.
+                alone_since = alone_since or now
+                if now - alone_since > self._alone_timeout_s:
+                    self._leave(f"{self._whom()} lost the process that started it")
+
+    def _leave(self, reason: str) -> None:
+        print(f"{reason}. Where it stands:", file=sys.stderr)
+        traceback.print_stack(sys._current_frames()[threading.main_thread().ident or 0])
+        sys.stderr.flush()
+        try:
+            write_outcome(self._folder, rank=self._rank, exit_code=1, reason=reason)
+        finally:
+            os._exit(1)
+
+    def _whom(self) -> str:
+        return f"rank {self._rank} on {socket.gethostname()}"
+
+    def _why(self) -> str:
+        if self._store is None:
+            return "it was still starting (a slow file system, or a package that hangs while it is imported)"
+        try:
+            store = self._store()
+            absent = [rank for rank in range(self._num_ranks) if not store.check([f"{_PREFIX}/{rank}"])]
+        except RuntimeError as error:
+            return f"rank 0 cannot be reached ({str(error).splitlines()[0]})"
+        if absent:
+            names = ", ".join(map(str, absent))
+            return f"rank{'s' if len(absent) > 1 else ''} {names} did not come"
+        return (
+            "every rank is there, but no data comes through; name the network interface between the nodes with "
+            "NCCL_SOCKET_IFNAME (on a CPU: GLOO_SOCKET_IFNAME), and look with NCCL_DEBUG=INFO"
+        )
+
+
+def meet(config: RunConfig, watch: StartWatch, is_asked_to_stop: Callable[[], bool]) -> bool:
+    """Meet every other rank; whether any of them has been asked to stop already."""
+    import torch
+    from torch import distributed
+    from torch._C._distributed_c10d import PrefixStore, TCPStore  # torch.distributed has them too, but not to mypy
+
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    timeout = timedelta(seconds=config.launcher.start_timeout_s)
+
+    def connect(timeout: timedelta = timedelta(seconds=_ASK_TIMEOUT_S)) -> TCPStore:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
+
+    watch.ask_with(connect)
+    store = connect(timeout + _LATER)
+    store.set(f"{_PREFIX}/{rank}", "here")
+    is_on_gpu = config.hardware.generation is not Generation.cpu
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if is_on_gpu else torch.device("cpu")
+    if is_on_gpu:
+        torch.cuda.set_device(device)
+    distributed.init_process_group(
+        "nccl" if is_on_gpu else "gloo",
+        store=PrefixStore(_PREFIX, store),
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timeout + _LATER,
+        device_id=device if is_on_gpu else None,
+    )
+    asked = torch.tensor([float(is_asked_to_stop())], device=device)
+    distributed.all_reduce(asked)
+    is_stopping = asked.item() > 0  # waits for the GPU
+    distributed.destroy_process_group()
+    watch.has_met()
+    return is_stopping

@@ -1,0 +1,179 @@
+"""`python -m tunebook.launch.node RUN_FOLDER --meet ADDRESS:PORT`: one node's part of a run, started on that node.
+
+It calls the launcher, starts torchrun when all nodes are there, hands requests to stop on to its ranks, and ends them
+when the launcher is gone. It ends when the launcher says so, with the run's exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tunebook.config.frozen import load_config
+from tunebook.config.schema import RunConfig
+from tunebook.errors import RequestError, StoppedError, TunebookError
+from tunebook.launch.calling import call_launcher, folder_problem, free_port, hello, node_problems, socket_interface
+from tunebook.launch.commands import torchrun_command
+from tunebook.launch.descendants import adopting_orphans, children_of, end_children
+from tunebook.launch.line import Line, Message
+from tunebook.launch.local import POLL_S, Started, StopRequests, rank_environment, start_command
+from tunebook.launch.logs import torchrun_log
+from tunebook.plan.batch import world_size
+from tunebook.record.files import RUN_FILE
+from tunebook.record.run_folder import read_outcomes
+from tunebook.train.death import ask_to_stop_when_parent_dies
+
+
+@dataclass(kw_only=True)
+class Agent:
+    """Follows the ranks of one node while it stays on the line with the launcher."""
+
+    line: Line
+    stop_timeout_s: float
+    asked: list[signal.Signals] = field(default_factory=list)  # requests to stop that this process got itself
+
+    def wait_for_go(self) -> Message:
+        """What to start. Raises: RequestError when refused, TunebookError when the launcher is gone."""
+        while True:
+            for message in self.line.receive(POLL_S):
+                if message["kind"] == "go":
+                    return message
+                if message["kind"] == "refuse":
+                    raise RequestError(str(message["message"]), problem_id="node-refused")
+            if self.asked:
+                raise StoppedError(f"stopped by {self.asked[0].name} before the start", problem_id="stopped")
+            if self.line.is_closed:
+                raise TunebookError(
+                    "the launcher on node 0 ended before the start; it says why", problem_id="launcher-lost"
+                )
+
+    def follow(self, ranks: Started) -> int:
+        """Wait for the ranks to end, telling them what the launcher says; their exit code, below zero when killed."""
+        kill_at: float | None = None
+        is_alone = False
+        while (exit_code := ranks.poll()) is None:
+            for message in self.line.receive(POLL_S):
+                if message["kind"] == "stop":
+                    ranks.send(signal.Signals[message["signal"]])
+                    kill_at = _sooner(kill_at, message["kill_after_s"])
+            if self.line.is_closed:
+                if not is_alone:  # nobody would hear of the end: save and leave
+                    ranks.send(signal.SIGTERM)
+                    kill_at = _sooner(kill_at, self.stop_timeout_s)
+                is_alone = True
+                time.sleep(POLL_S)
+            while self.asked:
+                self._hand_on(self.asked.pop(0), ranks)
+            if kill_at is not None and time.monotonic() > kill_at:
+                ranks.kill()
+        return exit_code
+
+    def wait_for_end(self, exit_code: int, why: str | None = None) -> int | None:
+        """Say how the ranks ended and wait for the launcher's word: the run's exit code, or None when it is gone."""
+        self.line.send("ended", exit_code=exit_code, why=why)
+        while not self.line.is_closed:
+            for message in self.line.receive(POLL_S):
+                if message["kind"] == "end":
+                    return int(message["exit_code"])
+        return None
+
+    def _hand_on(self, number: signal.Signals, ranks: Started) -> None:
+        """A request of this node is one of every node, unless the launcher is gone; a third ends the ranks here."""
+        if self.line.is_closed or number is signal.SIGKILL:
+            ranks.send(number)
+        else:
+            self.line.send("asked", signal=number.name)
+
+
+def _sooner(kill_at: float | None, after_s: float | None) -> float | None:
+    if after_s is None:
+        return kill_at
+    new = time.monotonic() + after_s
+    return new if kill_at is None else min(kill_at, new)
+
+
+def take_part(
+    config: RunConfig, meet: str, node: int, say: Callable[[str], None], config_sha256: str | None = None
+) -> int:
+    """This node's part, from the call to the end; the run's exit code.
+
+    Raises: RequestError when the launcher refuses, TunebookError when it is not there.
+    """
+    launcher = config.launcher
+    asked: list[signal.Signals] = []
+    with StopRequests(asked.append).listening(), adopting_orphans():
+        line, reached_at = call_launcher(meet, launcher.start_timeout_s, say, asked)
+        agent = Agent(line=line, stop_timeout_s=launcher.stop_timeout_s, asked=asked)
+        per_node = config.hardware.gpus_per_node
+        assert per_node is not None
+        hello(
+            line,
+            reached_at,
+            node=node,
+            ranks=list(range(node * per_node, (node + 1) * per_node)),
+            port=free_port(),
+            problems=node_problems(config),
+            config_sha256=config_sha256,
+        )
+        go = agent.wait_for_go()
+        folder = Path(go["folder"])
+        if problem := folder_problem(folder):
+            agent.wait_for_end(RequestError.exit_code, problem)
+            raise RequestError(f"node {node}: {problem}", problem_id="folder-not-shared")
+        say(f"node {node}: starts its ranks of the run in {folder}")
+        before = set(children_of(os.getpid()))
+        ranks = start_command(
+            torchrun_command(config, folder, node, go["master_address"], go["master_port"]),
+            _environment(config, line.own_address),
+            log=torchrun_log(folder, node),
+        )
+        exit_code = agent.follow(ranks)
+        end_children(exclude=before, timeout_s=launcher.stop_timeout_s if exit_code < 0 else 0)
+        code = agent.wait_for_end(exit_code)
+        return code if code is not None else _end_alone(config, folder)
+
+
+def _end_alone(config: RunConfig, folder: Path) -> int:
+    """The end of ranks whose launcher was lost. Raises: StoppedError where they saved, else TunebookError."""
+    outcome = read_outcomes(folder, world_size(config))
+    lost = "the launcher on node 0 was lost"
+    if outcome.exit_code == StoppedError.exit_code:
+        raise StoppedError(f"{lost}; {outcome.reason}", problem_id="launcher-lost")
+    raise TunebookError(f"{lost}, and the ranks were ended: {outcome.reason}", problem_id="launcher-lost")
+
+
+def _environment(config: RunConfig, address: str) -> dict[str, str]:
+    environment = rank_environment(config, os.environ)
+    if interface := socket_interface(address):
+        # gloo takes the address of the host's name, which many systems set to loopback.
+        environment.setdefault("GLOO_SOCKET_IFNAME", interface)
+    return environment
+
+
+def main() -> int:
+    """Take part in the run of a folder."""
+    parser = argparse.ArgumentParser(prog="python -m tunebook.launch.node")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--meet", required=True)
+    parser.add_argument("--node", type=int, default=os.environ.get("SLURM_NODEID", "0"))
+    words = parser.parse_args()
+    ask_to_stop_when_parent_dies()
+    try:
+        if not (words.folder / RUN_FILE).is_file():
+            raise RequestError(str(folder_problem(words.folder)), problem_id="folder-not-shared")
+        return take_part(
+            load_config(words.folder / RUN_FILE), words.meet, words.node, lambda text: print(text, flush=True)
+        )
+    except TunebookError as error:
+        print(f"node {words.node}: {error.message}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""Run the command that starts the nodes of a run, and follow them by roll call until all of them have ended."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from tunebook.config.schema import RunConfig
+from tunebook.launch.calling import TOKEN_VARIABLE
+from tunebook.launch.descendants import adopting_orphans, children_of, end_children
+from tunebook.launch.line import is_loopback
+from tunebook.launch.local import POLL_S, ProcessEnd, Started, StopRequests, start_command
+from tunebook.launch.logs import launcher_log
+from tunebook.launch.roll_call import KILL_AFTER_S, RollCall, node_missing
+
+_LINGER_S = 10.0  # for a command that has nothing left to do
+
+
+def new_token() -> str:
+    """A word by which the launcher knows its own nodes."""
+    return secrets.token_hex(16)
+
+
+def own_addresses() -> list[str]:
+    """How other machines may reach this one, the likeliest first; loopback last, for nodes on this machine."""
+    names = [os.environ.get("SLURMD_NODENAME", ""), socket.gethostname()]
+    found = [address for name in names if name for address in _resolve(name) if not is_loopback(address)]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect(("192.0.2.1", 9))  # sends nothing: asks which address a packet to elsewhere would carry
+        found.append(str(probe.getsockname()[0]))
+    return list(dict.fromkeys([*found, "127.0.0.1"]))
+
+
+def _resolve(name: str) -> list[str]:
+    try:
+        return [str(info[4][0]) for info in socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)]
+    except OSError:
+        return []
+
+
+def run_on_nodes(
+    command: list[str],
+    environment: Mapping[str, str],
+    roll: RollCall,
+    config: RunConfig,
+    folder: Path,
+    *,
+    exit_code_of: Callable[[], int],
+    keep_open: Sequence[int] = (),
+) -> ProcessEnd:
+    """Run a command that makes nodes call `roll`, to the end of all of them; nothing of it is left then.
+
+    `exit_code_of` reads the run's exit code from its folder, for the nodes to end with.
+    """
+    launcher = config.launcher
+    log = launcher_log(folder)
+    requests = StopRequests(roll.stop)
+    with requests.listening(), adopting_orphans():
+        before = set(children_of(os.getpid()))
+        roll.begin(folder, start_timeout_s=launcher.start_timeout_s, stop_timeout_s=launcher.stop_timeout_s)
+        for _ in range(roll.num_members):
+            roll.poll(0)  # who has been waiting in line, perhaps with other words
+        if roll.failure is not None:
+            roll.close(roll.failure.exit_code)
+            return ProcessEnd(exit_code=roll.failure.exit_code, stopped_by=None, failure=roll.failure)
+        started = start_command(command, {**environment, TOKEN_VARIABLE: roll.token}, keep_open, log=log)
+        while not roll.is_over:
+            roll.poll(POLL_S)
+            if started.poll() is not None and not roll.is_running:
+                _ended_early(roll, started)
+        roll.close(exit_code_of())
+        _end(started, patience_s=_LINGER_S if roll.failure else KILL_AFTER_S)
+        end_children(exclude=before, timeout_s=_LINGER_S)
+    return ProcessEnd(
+        exit_code=started.process.returncode,
+        stopped_by=requests.first or roll.stopped_by,
+        failed=roll.failed,
+        failure=roll.failure,
+    )
+
+
+def _ended_early(roll: RollCall, started: Started) -> None:
+    if roll.has_been_running:
+        roll.conclude()  # the ranks have written how they ended
+        return
+    name = started.process.args[0] if isinstance(started.process.args, list) else "the command"
+    code = started.process.returncode
+    why = f"{Path(str(name)).name} ended (exit code {code}), and {roll.missing()}"
+    roll.give_up(node_missing(why))
+
+
+def _end(started: Started, patience_s: float) -> None:
+    """Wait for a command whose nodes have ended; then ask it, then kill it."""
+    for number in (None, signal.SIGTERM, signal.SIGKILL):
+        if number is not None:
+            started.process.send_signal(number)
+        with suppress(subprocess.TimeoutExpired):
+            started.process.wait(patience_s if number is None else _LINGER_S)
+            return

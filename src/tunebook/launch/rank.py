@@ -1,0 +1,87 @@
+"""`python -m tunebook.launch.rank RUN_FOLDER`: one rank of several: keeps a log of its own, meets the others, trains.
+
+What `tunebook.train` is to a run of one rank, with what can only go wrong between several.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+
+from tunebook.config.frozen import load_config
+from tunebook.errors import InvalidTrainingError, StoppedError
+from tunebook.launch.commands import DIES_WITH_PARENT
+from tunebook.launch.descendants import die_with_parent
+from tunebook.launch.logs import rank_log, where
+from tunebook.launch.meeting import StartWatch, meet
+from tunebook.record.run_folder import write_outcome
+from tunebook.train.death import ask_to_stop_when_parent_dies
+from tunebook.train.signals import StopRequest
+
+# Endings that the ranks take together, each by itself. torchrun need not hear of them: it would call them a failure,
+# and kill the ranks that are a moment behind.
+_AGREED = (StoppedError.exit_code, InvalidTrainingError.exit_code)
+
+
+def main() -> int:
+    """Run this rank; the exit code is for torchrun, the launcher reads the ranks' outcome files."""
+    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    if DIES_WITH_PARENT in sys.argv:  # Ray starts others in its place at once, and two may not work in one folder
+        die_with_parent()
+    else:
+        ask_to_stop_when_parent_dies()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, StopRequest.signals)  # Ray's workers block some, and hand that down
+    _log_errors(rank_log(folder, rank))
+    launcher = load_config(folder / "run.yaml").launcher
+    request = StopRequest()
+    with request.listening():
+        watch = StartWatch(
+            folder,
+            rank=rank,
+            num_ranks=int(os.environ["WORLD_SIZE"]),
+            start_timeout_s=launcher.start_timeout_s,
+            alone_timeout_s=launcher.stop_timeout_s,
+        )
+        watch.start()
+        code = _meet_and_train(folder, rank, request, watch)
+    for number in StopRequest.signals:
+        signal.signal(number, signal.SIG_IGN)  # there is nothing left to stop, and the end is written down
+    return 0 if code in _AGREED else code
+
+
+def _meet_and_train(folder: Path, rank: int, request: StopRequest, watch: StartWatch) -> int:
+    try:
+        is_stopping = meet(load_config(folder / "run.yaml"), watch, lambda: request.name is not None)
+    except Exception as error:  # torch's, NCCL's, gloo's
+        traceback.print_exc()
+        reason = f"{where(rank, {rank: socket.gethostname()})} could not meet the other ranks: {error}"
+        write_outcome(folder, rank=rank, exit_code=1, reason=reason)
+        return 1
+    if is_stopping:
+        reason = f"stopped by {request.name or 'another rank'} before the first step"
+        write_outcome(folder, rank=rank, exit_code=StoppedError.exit_code, reason=reason)
+        return StoppedError.exit_code
+    from tunebook.train.run import run_rank  # takes seconds
+
+    return run_rank(folder, request)
+
+
+def _log_errors(file: Path) -> None:
+    """Send standard error to a file of this rank's own, also what libraries and a crash write there themselves.
+
+    On the terminal the ranks' lines would be mixed; the launcher shows the last ones of the rank that failed.
+    """
+    file.parent.mkdir(exist_ok=True)
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    faulthandler.enable()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""Whether a Ray run can begin, asked before anything is prepared: the package, the cluster, its size."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from importlib import metadata
+from typing import Any
+
+from tunebook.config.choices import Generation
+from tunebook.config.schema import RayConfig, RunConfig
+from tunebook.errors import Problem, RequestError, RulesError, TunebookError
+
+RAY_VERSION = "2.60.0"  # tried; Ray Train changes from one minor version to the next
+CLUSTER_TIMEOUT_S = 60.0
+_CONNECT_TIMEOUT_S = 10.0  # Ray itself tries for half a minute and more
+
+
+def check_ray(config: RunConfig) -> None:
+    """Raises: RulesError without the package, RequestError when the cluster is out of reach or too small."""
+    settings = config.launcher
+    assert isinstance(settings, RayConfig)
+    try:
+        metadata.version("ray")
+    except metadata.PackageNotFoundError as error:
+        message = "the package ray is not installed in this environment"
+        fix = f"pip install 'ray[train]=={RAY_VERSION}'"
+        raise RulesError([Problem(id="missing-package", key="launcher", message=message, fix=fix)]) from error
+    if settings.address != "local":
+        _check_size(config, cluster_resources(settings.address))
+
+
+def cluster_resources(address: str, timeout_s: float = CLUSTER_TIMEOUT_S) -> dict[str, float]:
+    """What a cluster has in all. Asked in a process of its own, because Ray's client ends the one that it gives up in.
+
+    Raises: RequestError when it does not answer.
+    """
+    if address != "auto":
+        host, _, port = address.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+        except OSError as error:
+            raise _out_of_reach(address, error.strerror or str(error)) from error
+    try:
+        answer = subprocess.run(
+            _command(address), capture_output=True, text=True, timeout=timeout_s, start_new_session=True
+        )
+    except subprocess.TimeoutExpired as error:
+        raise _out_of_reach(address, f"no answer within {timeout_s:g} s") from error
+    try:
+        said: dict[str, Any] = json.loads(answer.stdout.strip().rpartition("\n")[2])
+    except ValueError:
+        last = (answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"])[-1]
+        raise _out_of_reach(address, last) from None
+    if "error" in said:
+        raise _out_of_reach(address, said["error"])
+    return {name: float(value) for name, value in said["resources"].items()}
+
+
+def _command(address: str) -> list[str]:
+    return [sys.executable, "-m", "tunebook.launch.ray.cluster", address]
+
+
+def _out_of_reach(address: str, why: str) -> TunebookError:
+    return RequestError(
+        f"launcher.address={address}: no Ray cluster answers there ({why}). Type this on a machine of the cluster, "
+        "with launcher.address=HOST:6379 of its head node; or start one here with launcher.address=local",
+        problem_id="ray-out-of-reach",
+    )
+
+
+def worker_resources(config: RunConfig) -> dict[str, float]:
+    """What one worker takes."""
+    settings = config.launcher
+    assert isinstance(settings, RayConfig)
+    gpu = {"GPU": 1.0} if config.hardware.generation is not Generation.cpu else {}
+    return {"CPU": float(settings.cpus_per_worker)} | gpu
+
+
+def _check_size(config: RunConfig, resources: dict[str, float]) -> None:
+    count = config.hardware.num_nodes * (config.hardware.gpus_per_node or 1)
+    for name, each in worker_resources(config).items():
+        has = resources.get(name, 0.0)
+        if has < count * each:
+            raise RequestError(
+                f"the Ray cluster has {has:g} {name}s, and {count} workers with {each:g} each need {count * each:g}; "
+                "lower hardware.num_nodes, hardware.gpus_per_node or launcher.cpus_per_worker",
+                problem_id="ray-too-small",
+            )

@@ -1,0 +1,130 @@
+"""Slurm's own commands, each with a time-out: what they answer, and what their errors mean for the user."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+from tunebook.config.schema import RunConfig, SlurmConfig
+from tunebook.errors import RequestError, TunebookError, did_you_mean
+from tunebook.launch.slurm.script import option_words
+
+# A controller that does not answer: Slurm's commands themselves try for minutes.
+CLIENT_TIMEOUT_S = 60.0
+_FIELD = re.compile(r"(?:^| )(\w+)=(.*?)(?= [A-Za-z/:]+=|\s*$)")  # a reason has blanks
+_ENDED = {
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobState:
+    """How a job stands, by `scontrol show job`."""
+
+    name: str  # PENDING, RUNNING, COMPLETED ...
+    reason: str  # why it waits, or ended
+    nodes: str  # where it runs
+    exit_code: int
+    signal: int
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it will not run any more."""
+        return self.name in _ENDED
+
+    def text(self) -> str:
+        """For a terminal."""
+        reason = f" ({self.reason})" if self.reason not in ("", "None") else ""
+        return f"{self.name}{reason}" + (f" on {self.nodes}" if self.nodes else "")
+
+
+def slurm(*words: str, input_text: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run one of Slurm's commands. Raises: RequestError without it, TunebookError when the controller is silent."""
+    if shutil.which(words[0]) is None:
+        raise RequestError(
+            f"launcher=slurm needs Slurm's command {words[0]}, which is not on this machine; type this on a login node "
+            "of the cluster, or use launcher=local",
+            problem_id="slurm-not-found",
+        )
+    try:
+        return subprocess.run(
+            words, input=input_text, capture_output=True, text=True, timeout=CLIENT_TIMEOUT_S, start_new_session=True
+        )
+    except subprocess.TimeoutExpired as error:
+        raise TunebookError(
+            f"{words[0]} did not answer within {CLIENT_TIMEOUT_S:g} s: Slurm's controller is not reachable; look with: "
+            "scontrol ping",
+            problem_id="slurm-out-of-reach",
+        ) from error
+
+
+def check_job(config: RunConfig) -> None:
+    """Let Slurm judge the job's options before anything is prepared. Raises: RequestError with what to change."""
+    settings = config.launcher
+    assert isinstance(settings, SlurmConfig)
+    answer = slurm("sbatch", "--test-only", *option_words(config), input_text="#!/bin/sh\ntrue\n")
+    if answer.returncode == 0:
+        return
+    raise refusal(answer.stderr, config)
+
+
+def refusal(said: str, config: RunConfig) -> TunebookError:
+    """The error for a job that sbatch refuses."""
+    settings = config.launcher
+    assert isinstance(settings, SlurmConfig)
+    why = "; ".join(re.sub(r"^(sbatch|allocation failure): (error: )?", "", line) for line in said.strip().splitlines())
+    lowered = said.lower()
+    if "unable to contact slurm controller" in lowered or "socket timed out" in lowered:
+        message = f"Slurm's controller is not reachable ({why}); look with: scontrol ping"
+        return TunebookError(message, problem_id="slurm-out-of-reach")
+    fix = "look at the cluster with: sinfo; sacctmgr show assoc user=$USER"
+    if "account" in lowered:
+        fix = (
+            f"launcher.account={settings.account}: name an account that may use the partition, or null for your default"
+        )
+    elif "partition" in lowered:
+        known = _partitions()
+        fix = f"launcher.partition={settings.partition}:{did_you_mean(settings.partition or '', known)} " + (
+            f"Partitions: {', '.join(known)}" if known else "sinfo lists them"
+        )
+    elif "node configuration" in lowered or "node count" in lowered or "generic resource" in lowered:
+        hardware = config.hardware
+        fix = (
+            f"no {hardware.num_nodes} nodes of the partition have what is asked for; lower hardware.num_nodes, "
+            "hardware.gpus_per_node or launcher.cpus_per_task, or name another launcher.partition; what nodes have: "
+            "sinfo -N -o '%N %P %c %G'"
+        )
+    return RequestError(f"Slurm refuses the job: {why}. {fix}", problem_id="slurm-refused")
+
+
+def _partitions() -> list[str]:
+    answer = slurm("sinfo", "--noheader", "--format=%R")
+    return sorted(set(answer.stdout.split())) if answer.returncode == 0 else []
+
+
+def node_names() -> list[str]:
+    """The names of this job's nodes, in Slurm's order."""
+    answer = slurm("scontrol", "show", "hostnames", os.environ.get("SLURM_JOB_NODELIST", ""))
+    return answer.stdout.split() if answer.returncode == 0 else []
+
+
+def job_state(job_id: str) -> JobState | None:
+    """How a job stands; None once Slurm has forgotten it (some minutes after its end)."""
+    answer = slurm("scontrol", "--oneliner", "show", "job", job_id)
+    if answer.returncode != 0:
+        if "invalid job id" in answer.stderr.lower():
+            return None
+        raise TunebookError(f"scontrol show job {job_id}: {answer.stderr.strip()}", problem_id="slurm-out-of-reach")
+    values = dict(_FIELD.findall(answer.stdout))
+    code, _, number = values.get("ExitCode", "0:0").partition(":")
+    nodes = values.get("NodeList", "")
+    return JobState(
+        name=values["JobState"],
+        reason=values.get("Reason", ""),
+        nodes="" if nodes == "(null)" else nodes,
+        exit_code=int(code),
+        signal=int(number or 0),
+    )

@@ -1,0 +1,76 @@
+"""The job script, rendered for people to read: a pure function of the configuration. `man sbatch` has the options."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+from tunebook.config.choices import Generation
+from tunebook.config.schema import RunConfig, SlurmConfig
+from tunebook.launch.commands import JOB_SCRIPT, job_body
+
+_HEAD = "#!/usr/bin/env bash"
+
+
+def output_file(folder: Path, job_id: str) -> Path:
+    """Where a job prints: one file for all its turns, also of an array's task."""
+    return folder / f"slurm-{job_id}.out"
+
+
+def job_options(config: RunConfig, folder: Path | None = None) -> dict[str, str | None]:
+    """sbatch's options by name; None where an option takes no value. Without a folder: what a trial needs."""
+    settings, hardware = config.launcher, config.hardware
+    assert isinstance(settings, SlurmConfig)
+    options: dict[str, str | None] = {
+        "--job-name": config.recipe or "tunebook",
+        "--nodes": str(hardware.num_nodes),
+        "--ntasks-per-node": "1",
+    }
+    if hardware.generation is not Generation.cpu:
+        options["--gpus-per-node"] = str(hardware.gpus_per_node)
+    if settings.cpus_per_task is not None:
+        options["--cpus-per-task"] = str(settings.cpus_per_task)
+    else:
+        options |= {"--exclusive": None, "--mem": "0"}
+    named = {"--partition": settings.partition, "--account": settings.account, "--time": settings.time_limit}
+    options |= {name: value for name, value in named.items() if value is not None}
+    if folder is not None:
+        options |= {"--output": str(output_file(folder, "%j")), "--open-mode": "append"}
+    options |= {f"--{'' if settings.requeue else 'no-'}requeue": None}
+    options["--signal"] = f"B:USR1@{settings.stop_timeout_s}"
+    return options
+
+
+def option_words(config: RunConfig, folder: Path | None = None) -> list[str]:
+    """The same as words of a command line, with the user's own at the end, which win."""
+    settings = config.launcher
+    assert isinstance(settings, SlurmConfig)
+    words = [name if value is None else f"{name}={value}" for name, value in job_options(config, folder).items()]
+    return [*words, *settings.extra_args]
+
+
+def job_script(config: RunConfig, folder: Path, python: str = sys.executable) -> str:
+    """The script that `sbatch` is given: one task per node, of which the first starts everything."""
+    settings = config.launcher
+    assert isinstance(settings, SlurmConfig)
+    lines = [
+        _HEAD,
+        f"# {config.title or 'A run'}: the job of {folder}",
+        f"# Submitted by tunebook train; again by hand: sbatch {shlex.quote(str(folder / JOB_SCRIPT))}",
+        *(f"#SBATCH {_quoted(word)}" for word in option_words(config, folder)),
+        "",
+        f"# Slurm sends USR1 {settings.stop_timeout_s} s before the time limit, and on preemption where set to; the",
+        f"# run saves, and {'asks to be requeued: it then goes on in this folder' if settings.requeue else 'ends'}.",
+        "set -euo pipefail",
+        "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_ON_NODE  # srun no longer takes it from the job, and would use one core",
+        f"cd {shlex.quote(str(Path.cwd()))}",
+        job_body(folder, python),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(word: str) -> str:
+    """An option as sbatch reads it from a script: a value with blanks stands in quotes."""
+    name, equals, value = word.partition("=")
+    return f'{name}{equals}"{value}"' if any(sign.isspace() for sign in value) else word

@@ -1,0 +1,163 @@
+"""Hand a run's job to Slurm, and follow it to its end where that is asked for."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+from rich.text import Text
+
+from tunebook.config.schema import RunConfig
+from tunebook.errors import RequestError, StoppedError, TunebookError
+from tunebook.launch.commands import JOB_SCRIPT, submit_command
+from tunebook.launch.show import show_command
+from tunebook.launch.slurm.client import JobState, job_state, refusal, slurm
+from tunebook.launch.slurm.script import job_script, output_file
+from tunebook.record.atomic_files import atomic_write_text
+from tunebook.record.manifest import RunState, finish_manifest, read_manifest, update_manifest
+
+_POLL_S = 2.0
+_OWN_RECORDS_WITHIN_S = 20.0  # for a network file system to show what the job has written
+
+
+def submit(config: RunConfig, folder: Path, console: Console) -> str:
+    """Write the job script and submit it; returns the job's number. Raises: RequestError when Slurm refuses."""
+    atomic_write_text(folder / JOB_SCRIPT, job_script(config, folder))
+    command = submit_command(folder)
+    show_command(command, console)
+    try:
+        answer = slurm(*command)
+        if answer.returncode != 0:
+            raise refusal(answer.stderr, config)
+    except TunebookError as error:
+        finish_manifest(folder, RunState.failed, error.exit_code, error.message)
+        raise
+    job_id = answer.stdout.strip().partition(";")[0]
+    update_manifest(folder, {"slurm": {"job_id": job_id}})
+    output = output_file(folder, job_id)
+    state = job_state(job_id)
+    lines = [
+        f"submitted as job {job_id}" + (f", {state.text()}" if state is not None else ""),
+        f"  what it prints:  tail -F {output}",
+        f"  how it stands:   squeue --job {job_id}",
+        f"  stop and save:   scancel --batch --signal=TERM {job_id}",
+    ]
+    console.print(Text("\n".join(lines)), soft_wrap=True)
+    return job_id
+
+
+def refuse_if_queued(folder: Path) -> None:
+    """Leave a run folder alone whose job still waits, or runs. Raises: RequestError."""
+    try:
+        job_id = read_manifest(folder).get("slurm", {}).get("job_id")
+    except TunebookError:
+        return
+    if job_id is None:
+        return
+    try:
+        state = job_state(job_id)
+    except TunebookError:
+        return  # no Slurm here: the folder's lock has to do
+    if state is not None and not state.has_ended:
+        raise RequestError(
+            f"the run in {folder} is Slurm's job {job_id}, {state.text()}; wait for it, stop it (scancel {job_id}), or "
+            "start another with training.resume=never",
+            problem_id="run-is-running",
+        )
+
+
+def follow(job_id: str, folder: Path, console: Console) -> int:
+    """Show a job's states and what it prints until it has ended; the run's exit code.
+
+    The first request to stop (Ctrl-C, SIGTERM) lets the job save and end; the second cancels it.
+    """
+    printed = _Tail(output_file(folder, job_id))
+    last: str | None = None
+    state: JobState | None = None
+    with _stopping(job_id, console):
+        while True:
+            state = job_state(job_id)
+            printed.show(console)
+            text = state.text() if state is not None else None
+            if text is not None and text != last:
+                console.print(Text(f"job {job_id}: {text}"), soft_wrap=True)
+            last = text
+            if state is None or state.has_ended or (state.name == "COMPLETING" and _is_recorded(folder)):
+                break
+            time.sleep(_POLL_S)
+    time.sleep(_POLL_S)  # the last lines may still be on their way through a network file system
+    printed.show(console)
+    return _exit_code(job_id, folder, state)
+
+
+def _is_recorded(folder: Path) -> bool:
+    """Whether the run has ended for good, whatever Slurm still waits for; one that was stopped may be requeued."""
+    return read_manifest(folder)["status"]["state"] not in (RunState.running.name, RunState.stopped.name)
+
+
+class _Tail:
+    """Prints what is added to a file."""
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._place = file, 0
+
+    def show(self, console: Console) -> None:
+        """Print what is new; the job's own terminal codes are left as they are."""
+        if not self._file.is_file():
+            return
+        with self._file.open("rb") as stream:
+            stream.seek(self._place)
+            new = stream.read()
+        self._place += len(new)
+        console.file.write(new.decode(errors="replace"))
+        console.file.flush()
+
+
+@contextmanager
+def _stopping(job_id: str, console: Console) -> Iterator[None]:
+    """Turn requests to stop into requests to the job."""
+    count = 0
+
+    def ask(_number: int, _frame: FrameType | None) -> None:
+        nonlocal count
+        count += 1
+        state = job_state(job_id)
+        is_polite = count == 1 and state is not None and state.name == "RUNNING"
+        words = ["scancel", "--batch", "--signal=TERM", job_id] if is_polite else ["scancel", job_id]
+        console.print(f"stopping: {' '.join(words)}" + (" (again to cancel it at once)" if is_polite else ""))
+        slurm(*words)
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _exit_code(job_id: str, folder: Path, state: JobState | None) -> int:
+    """The exit code that the job wrote down; what Slurm says where it could not."""
+    end = time.monotonic() + _OWN_RECORDS_WITHIN_S
+    while True:
+        status = read_manifest(folder)["status"]
+        if status["state"] != RunState.running.name:
+            return int(status["exit_code"])
+        if time.monotonic() > end or (state is not None and state.name == "CANCELLED"):
+            break
+        time.sleep(_POLL_S)
+    how = state.text() if state is not None else "gone from Slurm's list"
+    if state is not None and state.name == "CANCELLED":
+        reason = f"Slurm's job {job_id} was cancelled before it could save"
+        finish_manifest(folder, RunState.stopped, StoppedError.exit_code, reason)
+        raise StoppedError(reason, problem_id="stopped")
+    reason = (
+        f"Slurm's job {job_id} ended without a word: {how}; look at {output_file(folder, job_id)}. Where that is "
+        "missing, the nodes do not see this folder or this Python: both must lie on a file system that all nodes share"
+    )
+    finish_manifest(folder, RunState.failed, 1, reason)
+    raise TunebookError(reason, problem_id="slurm-job-lost")

@@ -1,0 +1,70 @@
+"""Which modules of a model FSDP makes its units: the parts that are gathered together, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from tunebook.config.choices import WrapPolicy
+from tunebook.config.schema import RunConfig
+from tunebook.errors import RequestError
+from tunebook.parallel.fsdp import fsdp_of
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward pass that could be hooked
+
+
+def unit_classes(config: RunConfig, model: nn.Module) -> list[str]:
+    """The classes of which every instance becomes a unit. The embeddings, the last norm and the head are others.
+
+    Raises: RequestError where the model has no such class, or none as large as `wrap_min_num_parameters`.
+    """
+    fsdp = fsdp_of(config)
+    if fsdp.wrap_policy is WrapPolicy.size:
+        return classes_by_size(model, fsdp.wrap_min_num_parameters)
+    present = {type(module).__name__ for module in model.modules()}
+    blocks = sorted(present & set(getattr(model, "_no_split_modules", None) or ()))
+    unknown = [name for name in fsdp.wrap_classes if name not in present]
+    if unknown or not (fsdp.wrap_classes or blocks):
+        says = f"{type(model).__name__} has no {', '.join(unknown)}" if unknown else "no block of the model is known"
+        known = blocks or sorted(name for name in present if "Layer" in name or "Block" in name) or sorted(present)
+        raise RequestError(
+            f"parallelism.wrap_classes={fsdp.wrap_classes}: {says}, and FSDP would gather all of it at once; name the "
+            f"class of one transformer block, such as parallelism.wrap_classes=[{known[0]}]",
+            problem_id="wrap-class-unknown",
+        )
+    return list(fsdp.wrap_classes) or blocks
+
+
+def classes_by_size(model: nn.Module, min_num_parameters: int) -> list[str]:
+    """The innermost classes all of whose instances hold at least that many parameters.
+
+    accelerate's own size policy picks instances and fails on every list of layers it meets, so classes are handed to
+    its policy for transformer blocks instead.
+    """
+    smallest: dict[str, int] = {}
+    inside: dict[str, set[str]] = {}
+    for module in _candidates(model):
+        name = type(module).__name__
+        size = sum(parameter.numel() for parameter in module.parameters())
+        smallest[name] = min(size, smallest.get(name, size))
+        inside.setdefault(name, set()).update(type(child).__name__ for child in module.modules() if child is not module)
+    large = {name for name, size in smallest.items() if size >= min_num_parameters}
+    if not large:
+        largest = max(smallest, key=lambda name: smallest[name])
+        raise RequestError(
+            f"parallelism.wrap_min_num_parameters={min_num_parameters:,}: no part of the model is that large; its "
+            f"largest kind, {largest}, has {smallest[largest]:,} parameters. Try parallelism.wrap_min_num_parameters="
+            f"{smallest[largest]} or parallelism.wrap_policy=transformer",
+            problem_id="units-too-large",
+        )
+    return sorted(name for name in large if not inside[name] & large)
+
+
+def _candidates(model: Any) -> Iterable[nn.Module]:
+    """Modules that can be units: not containers, not the embeddings nor what holds them, which are units already."""
+    embeddings = {model.get_input_embeddings(), model.get_output_embeddings()}
+    for module in model.modules():
+        if not isinstance(module, _CONTAINERS) and not embeddings & set(module.modules()):
+            yield module

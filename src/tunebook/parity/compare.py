@@ -1,0 +1,51 @@
+"""How far the losses of runs lie apart, step by step, and how far they may. Pure functions.
+
+What may differ: the order of sums. In fp32 that moves the seventh digit and grows with the steps; in bf16 the third
+digit of every product, and a strategy may round at other places than one GPU does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tunebook.config.choices import Compute, Generation
+from tunebook.config.schema import RunConfig
+
+# Relative. Measured on 50 steps: see tests/bench/results.
+CPU_TOLERANCE = 1e-5
+FP32_TOLERANCE = 1e-4
+LOW_PRECISION_TOLERANCE = 2e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Two runs' losses compared."""
+
+    per_step: list[float]  # relative, of the steps that both have
+    largest: float  # infinite where the two have not the same steps, or a loss is not finite
+    at_step: int | None  # where it is largest, from 1
+
+
+def tolerance_of(config: RunConfig) -> float:
+    """How far losses may differ, relative to each other, for a resolved configuration."""
+    if config.precision.compute is not Compute.fp32:
+        return LOW_PRECISION_TOLERANCE
+    return CPU_TOLERANCE if config.hardware.generation is Generation.cpu else FP32_TOLERANCE
+
+
+def compare_losses(losses: Sequence[float | None], reference: Sequence[float | None]) -> Difference:
+    """Relative differences per step. A step that only one of them has is as different as can be."""
+    per_step = [_relative(loss, other) for loss, other in zip(losses, reference, strict=False)]
+    largest = max(per_step, default=math.inf)
+    at_step = per_step.index(largest) + 1 if per_step else None
+    if len(losses) != len(reference):
+        largest, at_step = math.inf, len(per_step) + 1
+    return Difference(per_step=per_step, largest=largest, at_step=at_step)
+
+
+def _relative(loss: float | None, other: float | None) -> float:
+    if loss is None or other is None or not (math.isfinite(loss) and math.isfinite(other)):
+        return math.inf
+    return abs(loss - other) / abs(other) if other else math.inf if loss else 0.0

@@ -1,0 +1,136 @@
+"""What the runs of a parity came to: for a terminal, as JSON, and the exit code."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.table import Table
+
+from tunebook.errors import DifferenceError
+from tunebook.parity.cases import Case
+from tunebook.parity.compare import Difference, compare_losses
+from tunebook.record.manifest import MANIFEST_FILE, read_manifest
+from tunebook.record.metrics import is_training_line, read_metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseResult:
+    """One configuration and how far it is from the reference."""
+
+    case: Case
+    run_folder: Path
+    exit_code: int | None  # None: not started
+    losses: list[float | None]
+    difference: Difference | None  # None: refused, or the run failed
+    tokens_per_second_per_gpu: float | None
+    memory_gib: float | None  # the highest of all ranks
+    found: dict[str, Any] | None  # what the model was wrapped in
+
+    def is_within(self, tolerance: float) -> bool:
+        """Whether it may be as far from the reference as it is."""
+        return self.difference is not None and self.difference.largest <= tolerance
+
+
+def read_case(case: Case, run_folder: Path, exit_code: int | None, reference: CaseResult | None) -> CaseResult:
+    """One run's result, compared with the reference's; the reference is compared with itself."""
+    lines = [line for line in read_metrics(run_folder) if is_training_line(line)]
+    losses = [line["loss"] for line in lines]
+    speeds = [speed for line in lines[len(lines) // 4 :] if (speed := line["tokens_per_second_per_gpu"]) is not None]
+    has_manifest = (run_folder / MANIFEST_FILE).is_file()
+    return CaseResult(
+        case=case,
+        run_folder=run_folder,
+        exit_code=exit_code,
+        losses=losses,
+        difference=compare_losses(losses, reference.losses if reference else losses) if exit_code == 0 else None,
+        tokens_per_second_per_gpu=median(speeds) if speeds else None,
+        memory_gib=max(lines[-1]["memory_gib"]) if lines else None,
+        found=read_manifest(run_folder).get("parallelism_found") if has_manifest else None,
+    )
+
+
+def exit_code_of(results: list[CaseResult], tolerance: float) -> int:
+    """0 where all agree, the code of the first run that failed, else 5 where one is too far from the reference."""
+    ran = [result for result in results if result.case.refused is None]
+    failed = next((result.exit_code for result in ran if result.exit_code), None)
+    if failed is not None:
+        return failed
+    return 0 if all(result.is_within(tolerance) for result in ran) else DifferenceError.exit_code
+
+
+def parity_table(results: list[CaseResult], tolerance: float) -> Table:
+    """One row per configuration, in the order they ran."""
+    table = Table(title=f"Loss per step, compared with {results[0].case.name}; tolerance {tolerance:g}, relative")
+    for heading in ("configuration", "wrapped in", "steps", "first loss", "last loss", "largest difference", ""):
+        table.add_column(heading, justify="left" if heading in ("configuration", "wrapped in", "") else "right")
+    table.add_column("tokens/s/GPU", justify="right")
+    table.add_column("GiB", justify="right")
+    for index, result in enumerate(results):
+        table.add_row(*_row(result, tolerance, is_reference=index == 0))
+    return table
+
+
+def _row(result: CaseResult, tolerance: float, *, is_reference: bool) -> list[str]:
+    if result.case.refused is not None:
+        return [result.case.name, "-", "-", "-", "-", "-", f"not possible: {result.case.refused}", "-", "-"]
+    losses = [f"{loss:.5f}" if loss is not None else "not finite" for loss in result.losses] or ["-"]
+    difference = result.difference
+    shown = "-" if difference is None else f"{difference.largest:.1e} at {difference.at_step}"
+    return [
+        result.case.name,
+        str((result.found or {}).get("strategy", "-")),
+        str(len(result.losses)),
+        losses[0],
+        losses[-1],
+        "reference" if is_reference else shown,
+        verdict(result, tolerance, is_reference=is_reference),
+        "-" if result.tokens_per_second_per_gpu is None else f"{result.tokens_per_second_per_gpu:,.0f}",
+        "-" if result.memory_gib is None else f"{result.memory_gib:.2f}",
+    ]
+
+
+def verdict(result: CaseResult, tolerance: float, *, is_reference: bool) -> str:
+    """One word or two for people."""
+    if result.case.refused is not None:
+        return "not possible"
+    if result.exit_code is None:
+        return "not started"
+    if result.exit_code != 0:
+        return f"failed ({result.exit_code})"
+    return "" if is_reference else "the same" if result.is_within(tolerance) else "DIFFERENT"
+
+
+def to_json(results: list[CaseResult], tolerance: float) -> dict[str, Any]:
+    """The content of parity.json; a difference without a number (a run of other length) is null."""
+    return {
+        "reference": results[0].case.name,
+        "tolerance": tolerance,
+        "cases": [
+            {
+                "name": result.case.name,
+                "overrides": list(result.case.overrides),
+                "verdict": verdict(result, tolerance, is_reference=index == 0),
+                "refused": result.case.refused,
+                "exit_code": result.exit_code,
+                "run_folder": str(result.run_folder),
+                "parallelism_found": result.found,
+                "losses": result.losses,
+                "largest_difference": _finite(result.difference.largest) if result.difference else None,
+                "at_step": result.difference.at_step if result.difference else None,
+                "difference_per_step": [_finite(value) for value in result.difference.per_step]
+                if result.difference
+                else [],
+                "tokens_per_second_per_gpu": result.tokens_per_second_per_gpu,
+                "memory_gib": result.memory_gib,
+            }
+            for index, result in enumerate(results)
+        ],
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

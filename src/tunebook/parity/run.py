@@ -1,0 +1,98 @@
+"""What `tunebook parity` does: train a recipe in several configurations, one after the other, and compare their losses.
+
+Each is an ordinary run in a folder and a process of its own. Exit code: 0 where all losses agree, 5 where one is
+further from the reference than the tolerance allows, the run's own code where one failed, 6 when stopped.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from tunebook.config.schema import RunConfig
+from tunebook.errors import StoppedError
+from tunebook.launch.job import plan_job
+from tunebook.parity.cases import Case, list_cases, mark_refused
+from tunebook.parity.compare import tolerance_of
+from tunebook.parity.page import write_page
+from tunebook.parity.result import CaseResult, exit_code_of, parity_table, read_case, to_json
+from tunebook.record.atomic_files import atomic_write_json
+from tunebook.record.provenance import describe_hardware
+from tunebook.record.run_folder import make_run_folder
+from tunebook.sweep.trial_process import read_trial_end, run_trial
+
+JSON_FILE = "parity.json"
+PAGE_FILE = "parity.html"
+
+
+def parity_command(
+    recipe: str | None,
+    overrides: list[str],
+    recipes_dirs: list[Path],
+    console: Console,
+    *,
+    over: list[str],
+    gpus: str | None,
+    num_steps: int,
+    tolerance: float | None = None,
+) -> int:
+    """Run every configuration, print the table, write `parity.json` and `parity.html`; returns the exit code.
+
+    `over` are words such as `parallelism=ddp,zero2`, `gpus` such as `1,2,4`. Raises: RequestError before anything runs.
+    """
+
+    def plan(case: Case) -> RunConfig:
+        return plan_job(recipe, list(case.overrides), recipes_dirs).config
+
+    cases, reference = mark_refused(list_cases(overrides, over, gpus, num_steps), plan)
+    allowed = tolerance_of(reference) if tolerance is None else tolerance
+    time = datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%SZ")
+    folder = make_run_folder(Path(reference.outputs).expanduser().absolute() / (recipe or "custom") / f"parity-{time}")
+    console.print(Text(f"parity of {len(cases)} configurations: {folder}"), soft_wrap=True)
+    results, was_stopped = _run_all(cases, folder, recipe, recipes_dirs, console)
+    atomic_write_json(
+        folder / JSON_FILE, {"recipe": recipe, "hardware": describe_hardware(None)} | to_json(results, allowed)
+    )
+    console.print(parity_table(results, allowed))
+    if any(result.losses for result in results):
+        write_page(results, allowed, recipe or "custom", folder / PAGE_FILE)
+    console.print(Text(f"written: {folder / JSON_FILE}"), soft_wrap=True)
+    return StoppedError.exit_code if was_stopped else exit_code_of(results, allowed)
+
+
+def _run_all(
+    cases: list[Case], folder: Path, recipe: str | None, recipes_dirs: list[Path], console: Console
+) -> tuple[list[CaseResult], bool]:
+    """The results in the order of the cases, and whether it was stopped on the way.
+
+    Without a reference nothing can be compared, so after its failure nothing else is started.
+    """
+    results: list[CaseResult] = []
+    was_stopped = False
+    for number, case in enumerate(cases, 1):
+        exit_code = None
+        has_reference = not results or results[0].exit_code == 0
+        if case.refused is None and has_reference and not was_stopped:
+            console.print(Text(f"\n{number} of {len(cases)}: {case.name}"))
+            try:
+                run_trial(_command(case, folder, recipe, recipes_dirs), folder / f"{case.name}.json", None)
+            except KeyboardInterrupt:
+                was_stopped = True
+            end = read_trial_end(folder / f"{case.name}.json")
+            exit_code = end.exit_code if end is not None else None
+            # Only its numbers are compared, and one whole model per configuration fills a disk.
+            shutil.rmtree(folder / case.name / "model", ignore_errors=True)
+        results.append(read_case(case, folder / case.name, exit_code, results[0] if results else None))
+    return results, was_stopped
+
+
+def _command(case: Case, folder: Path, recipe: str | None, recipes_dirs: list[Path]) -> list[str]:
+    words = [sys.executable, "-m", "tunebook", "train", *([recipe] if recipe else []), *case.overrides]
+    for recipes in recipes_dirs:
+        words += ["--recipes-dir", str(recipes)]
+    return [*words, "--run-folder", str(folder / case.name)]

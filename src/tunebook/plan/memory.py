@@ -1,0 +1,81 @@
+"""The memory of one GPU or rank, part by part, as far as it is known before a run: what nothing computes yet is None.
+
+The numbers are those of `config.estimate`, by which `auto` decides about activation checkpointing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+
+from tunebook.config.choices import Switch
+from tunebook.config.estimate import USABLE_SHARE, Estimate, estimate_memory
+from tunebook.config.schema import RunConfig
+
+_NOT_KNOWN = "whether it fits is not known"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Estimated GiB of one GPU or rank."""
+
+    weights: float | None = None
+    gradients: float | None = None
+    optimizer: float | None = None
+    activations: float | None = None  # None: some are computed again, and how many are kept meanwhile is not estimated
+    buffers: float | None = None  # what is gathered at a time of a model that is divided or offloaded
+    overhead: float | None = None  # CUDA context, communication, unusable pieces: nothing computes it yet
+    total: float | None = None  # of the parts that are known, where only the overhead is not
+    capacity: float | None
+
+    def to_json(self) -> dict[str, float | None]:
+        """The `memory_gib` part of a plan."""
+        return {key: _rounded(value) for key, value in asdict(self).items()}
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else round(value, 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """The parts, and whether they fit."""
+
+    memory: Memory
+    fits: bool | None  # None: the estimate is too rough to say
+    verdict: str  # the same as a sentence, with its reason
+
+
+def plan_memory(config: RunConfig) -> MemoryPlan:
+    """Estimate a resolved configuration's memory and judge it."""
+    facts, capacity = config.model.facts, config.hardware.memory_gib
+    if facts is None:
+        return MemoryPlan(memory=Memory(capacity=capacity), fits=None, verdict=f"{_NOT_KNOWN}: nor is the model's size")
+    estimate = estimate_memory(config, facts)
+    is_recomputed = config.activation.checkpointing is Switch.enabled
+    parts = Memory(
+        weights=estimate.weights_gib,
+        gradients=estimate.gradients_gib,
+        optimizer=estimate.optimizer_gib,
+        activations=None if is_recomputed else estimate.activations_gib,
+        buffers=estimate.gathered_gib,
+        total=None if is_recomputed else estimate.total_gib,
+        capacity=capacity,
+    )
+    fits, verdict = _judge(estimate, capacity, is_recomputed)
+    return MemoryPlan(memory=parts, fits=fits, verdict=verdict)
+
+
+def _judge(estimate: Estimate, capacity: float | None, is_recomputed: bool) -> tuple[bool | None, str]:
+    """Yes where everything fits into the usable share, no where what cannot be less is more than there is."""
+    if capacity is None:
+        return None, f"{_NOT_KNOWN}: hardware.memory_gib is not set"
+    if estimate.total_gib <= capacity * USABLE_SHARE:
+        return True, f"fits into {USABLE_SHARE:.0%} of {capacity:g} GiB"
+    least = estimate.states_gib if is_recomputed else estimate.total_gib
+    if least > capacity:
+        what = "weights, gradients and optimizer state" + ("" if is_recomputed else " and activations")
+        return False, f"does not fit: {least:.1f} GiB of {what} are more than {capacity:g} GiB"
+    if is_recomputed:
+        return None, f"{_NOT_KNOWN}: how many activations are kept under checkpointing is not estimated"
+    return None, f"{_NOT_KNOWN}: more than {USABLE_SHARE:.0%} of {capacity:g} GiB leaves little for the overhead"

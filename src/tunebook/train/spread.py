@@ -1,0 +1,87 @@
+"""How the model is spread over the ranks: what has to be set up before the trainer, and the check after it wrapped."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import gather_object
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from tunebook.config.choices import Generation, Strategy
+from tunebook.config.schema import RunConfig
+from tunebook.errors import RequestError
+from tunebook.parallel.deepspeed import uses_nvme, zero_stage
+from tunebook.parallel.expected import require_expected
+from tunebook.parallel.found import find_parallelism
+from tunebook.record.atomic_files import atomic_write_json
+from tunebook.record.files import DEEPSPEED_FILE
+from tunebook.record.manifest import MANIFEST_FILE, update_manifest
+
+
+def join_ranks(config: RunConfig) -> None:
+    """Set up what a sharding library looks for before it is asked for anything.
+
+    One rank that no launcher started is made a group of one, or DeepSpeed would look for MPI and accelerate leave FSDP
+    out. ZeRO-3 on a CPU needs its own process group before the model is made.
+    """
+    strategy = config.parallelism.strategy
+    if strategy not in (Strategy.single, Strategy.ddp) and "WORLD_SIZE" not in os.environ:
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        os.environ.update(alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())})
+    if zero_stage(strategy) is not None and config.hardware.generation is Generation.cpu:
+        import deepspeed
+
+        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+    if uses_nvme(config):
+        _require_libaio()
+
+
+def _require_libaio() -> None:
+    """DeepSpeed would look for it after the model is loaded, and end in a traceback."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible():
+        raise RequestError(
+            "parallelism.offload_optimizer=nvme and offload_parameters=nvme go through libaio, which is not found "
+            "here; try `apt install libaio-dev`, or parallelism=zero3_offload",
+            problem_id="libaio-missing",
+        )
+
+
+def _free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port: int = listening.getsockname()[1]
+        return port
+
+
+class ParallelismCheck(TrainerCallback):
+    """Compares the wrapped model with what was asked for, on every rank, and writes down what it is."""
+
+    def __init__(self, config: RunConfig, trainer: Any, folder: Path, unit_classes: list[str]) -> None:
+        self.config = config
+        self.unit_classes = unit_classes
+        self.trainer = trainer
+        self.folder = folder
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """All ranks see all ranks' findings, so that they raise together."""
+        by_rank = gather_object([find_parallelism(self.trainer.model_wrapped)])
+        if state.is_world_process_zero:
+            self._write_down(by_rank[0])
+        require_expected(self.config, by_rank, self.unit_classes)
+
+    def _write_down(self, found: dict[str, Any]) -> None:
+        plugin = getattr(self.trainer.accelerator.state, "deepspeed_plugin", None)
+        if plugin is not None:
+            # accelerate says "never print" as an infinite number of steps, which JSON cannot hold.
+            settings = {key: value for key, value in plugin.deepspeed_config.items() if value != math.inf}
+            atomic_write_json(self.folder / DEEPSPEED_FILE, settings)
+        if (self.folder / MANIFEST_FILE).exists():
+            update_manifest(self.folder, {"parallelism_found": found})

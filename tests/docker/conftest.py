@@ -1,0 +1,202 @@
+"""A machine for the front door: a small checkout, and stand-ins for docker and nvidia-smi.
+
+PATH holds nothing but what docker/front.sh says it needs, so a test also fails where it would call Python.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = (
+    "awk", "bash", "cat", "chmod", "chown", "cut", "date", "df", "dirname", "env", "find", "git", "grep", "head", "id",
+    "make", "mkdir", "mktemp", "mv", "paste", "printf", "realpath", "rm", "sed", "seq", "setsid", "sh", "sha256sum",
+    "sleep", "sort", "stat", "tail", "timeout", "touch", "tr", "uniq", "wc", "xargs",
+)  # fmt: skip
+
+# What `docker info --format '{{json .}}'` printed (Docker 26.1), cut to what is looked at.
+INFO = '{"ID":"fb9c5572","DockerRootDir":"%s","Runtimes":{"runc":{"path":"runc"}%s},"SecurityOptions":["name=seccomp"]}'
+NVIDIA_RUNTIME = ',"nvidia":{"path":"nvidia-container-runtime"}'
+# What nvidia-smi printed on a machine with two H200; the others are of the same form.
+H200 = """\
+0, GPU-a7c27df2-65ec-f664-608d-90a3b6b32cae, 9.0, 580.159.04, NVIDIA H200
+1, GPU-3e876337-490f-1321-336c-fb639725a93c, 9.0, 580.159.04, NVIDIA H200
+"""
+
+FAKE_DOCKER = r"""#!/usr/bin/env bash
+# Writes down what it is called with. `docker ONE TWO` answers from $FAKE/docker-ONE-TWO or $FAKE/docker-ONE: what is in
+# .out and .err, with the exit code in .code; or, first of all, whatever .sh does. Images are files in $FAKE/images.
+printf '%s\n' "$*" >> "$FAKE/calls"
+last=${!#}
+for name in "docker-$1-$2" "docker-$1"; do
+  if [ -f "$FAKE/$name.sh" ]; then . "$FAKE/$name.sh"; fi
+  if [ -f "$FAKE/$name.code" ]; then
+    if [ -f "$FAKE/$name.out" ]; then cat "$FAKE/$name.out"; fi
+    if [ -f "$FAKE/$name.err" ]; then cat "$FAKE/$name.err" >&2; fi
+    exit "$(cat "$FAKE/$name.code")"
+  fi
+done
+case "$1 $2" in
+  "image inspect")
+    if [ ! -f "$FAKE/images/${last//\//_}" ]; then echo "Error: No such image: $last" >&2; exit 1; fi
+    cat "$FAKE/images/${last//\//_}" ;;
+  "compose build")
+    echo "#5 [train venv 1/1] RUN --mount=type=cache,id=tunebook-pip install"
+    . ./.env
+    echo "$TUNEBOOK_LOCK_SHA256 $TUNEBOOK_SOURCES_SHA256" > "$FAKE/images/${TUNEBOOK_IMAGE//\//_}" ;;
+  "compose run" | "compose -f") printf '<%s>\n' "${@:3}" ;;
+  "container inspect") exit 1 ;;
+esac
+"""
+
+FAKE_NVIDIA_SMI = """#!/usr/bin/env bash
+if [ -f "$FAKE/nvidia-smi.sh" ]; then . "$FAKE/nvidia-smi.sh"; fi
+cat "$FAKE/nvidia-smi.out"
+exit "$(cat "$FAKE/nvidia-smi.code")"
+"""
+
+FAKE_TUNEBOOK = """#!/bin/sh
+printf '<%s>\\n' "$@"
+echo "sees ${CUDA_VISIBLE_DEVICES-all}"
+exit "${TUNEBOOK_CODE:-0}"
+"""
+
+
+@dataclass
+class Machine:
+    """A host with a checkout in `checkout`; `tell` and `gpus` decide what its docker and nvidia-smi say."""
+
+    folder: Path
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def checkout(self) -> Path:
+        return self.folder / "tunebook"
+
+    @property
+    def fake(self) -> Path:
+        return self.folder / "fake"
+
+    def install(self, name: str, script: str) -> None:
+        """Put a command into PATH."""
+        path = self.folder / "bin" / name
+        path.unlink(missing_ok=True)
+        path.write_text(script)
+        path.chmod(0o755)
+
+    def remove(self, name: str) -> None:
+        """Take a command out of PATH."""
+        (self.folder / "bin" / name).unlink()
+
+    def tell(self, command: str, out: str = "", err: str = "", code: int = 0) -> None:
+        """Decide what a command answers: `docker-info`, `docker-compose-run`, `nvidia-smi`."""
+        for ending, text in (("out", out), ("err", err), ("code", str(code))):
+            (self.fake / f"{command}.{ending}").write_text(text)
+
+    def act(self, command: str, script: str) -> None:
+        """Let a command do more than answer."""
+        (self.fake / f"{command}.sh").write_text(script)
+
+    def gpus(self, lines: str = H200, *, code: int = 0, has_runtime: bool = True) -> None:
+        """Give it GPUs, or another answer of nvidia-smi's."""
+        self.install("nvidia-smi", FAKE_NVIDIA_SMI)
+        self.tell("nvidia-smi", lines, code=code)
+        self.tell("docker-info", INFO % (self.folder, NVIDIA_RUNTIME if has_runtime else ""))
+
+    def images(self, *names: str) -> None:
+        """Have images that are current by their labels."""
+        for name in names:
+            self.front("env", GPU=name.partition(":")[2])
+            labels = f"{self.setting('TUNEBOOK_LOCK_SHA256')} {self.setting('TUNEBOOK_SOURCES_SHA256')}\n"
+            (self.fake / "images" / name.replace("/", "_")).write_text(labels)
+        (self.checkout / ".env").unlink()
+        (self.fake / "calls").unlink(missing_ok=True)
+
+    def venv(self, generation: str = "cpu") -> None:
+        """Have a .venv that is set up."""
+        tunebook = self.checkout / ".venv" / "bin" / "tunebook"
+        tunebook.parent.mkdir(parents=True)
+        tunebook.write_text(FAKE_TUNEBOOK)
+        tunebook.chmod(0o755)
+        (self.checkout / ".venv" / ".generation").write_text(f"{generation}\n")
+        (self.checkout / ".venv" / ".ready-run").touch()
+
+    def command(self, *words: str, uid: int | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Run a command in the checkout; `uid` is another user's."""
+        return subprocess.run(
+            words, cwd=self.checkout, env=self.environment | variables, capture_output=True, text=True, check=False,
+            timeout=60, stdin=subprocess.DEVNULL, user=uid, group=uid, extra_groups=None if uid is None else [],
+        )  # fmt: skip
+
+    def front(self, *words: str, uid: int | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Call the front door as make does."""
+        return self.command("docker/front.sh", *words, uid=uid, **variables)
+
+    def setting(self, name: str) -> str | None:
+        """What .env says."""
+        found = re.search(rf"^{name}=(.*)$", (self.checkout / ".env").read_text(), flags=re.MULTILINE)
+        return None if found is None else found[1].strip("'")
+
+    def calls(self, start: str) -> list[str]:
+        """What docker was called with, of that which starts so."""
+        file = self.fake / "calls"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [line for line in lines if line.startswith(start)]
+
+
+def copy_checkout(target: Path) -> None:
+    """What the front door needs of a checkout; the locks and sources are short stand-ins."""
+    scripts = [*(ROOT / "docker").glob("*.sh"), *(ROOT / "docker" / "front").glob("*.sh")]
+    settings = [*(ROOT / "docker").glob("*/generation.env"), ROOT / "compose.yaml", ROOT / "docker/cpu/compose.yaml"]
+    for file in [ROOT / "Makefile", *scripts, *settings]:
+        copy = target / file.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, copy)
+    for env in (target / "docker").glob("*/generation.env"):
+        (env.parent / "requirements.lock").write_text(f"# {env.parent.name}\n")
+    (target / "docker" / "requirements-build.lock").touch()
+    for name in ("src/tunebook.py", "hydra_configs/config.yaml", "recipes/quickstart.yaml", "pyproject.toml"):
+        (target / name).parent.mkdir(exist_ok=True)
+        (target / name).write_text(f"# {name}\n")
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    """A machine with Docker and without a GPU."""
+    for folder in ("bin", "fake/images", "home", "tmp"):
+        (tmp_path / folder).mkdir(parents=True)
+    for tool in TOOLS:
+        found = shutil.which(tool)
+        assert found, f"the tests of the front door need {tool}"
+        (tmp_path / "bin" / tool).symlink_to(found)
+    copy_checkout(tmp_path / "tunebook")
+    environment = {
+        "PATH": str(tmp_path / "bin"), "HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "tmp"),
+        "FAKE": str(tmp_path / "fake"), "LC_ALL": "C.UTF-8", "USER": "someone",
+    }  # fmt: skip
+    host = Machine(tmp_path, environment)
+    host.install("docker", FAKE_DOCKER)
+    host.tell("docker-info", INFO % (tmp_path, ""))
+    host.tell("docker-compose-version", "2.26.1-4\n")
+    host.tell("docker-buildx-version", "github.com/docker/buildx 0.13.1+ds1 0.13.1+ds1-3\n")
+    return host
+
+
+@pytest.fixture
+def refused() -> Callable[..., None]:
+    """Check an error: its exit code, and that it says all of these, wherever its lines break."""
+
+    def check(done: subprocess.CompletedProcess[str], *parts: str, code: int = 2) -> None:
+        assert done.returncode == code, done.stderr
+        said = " ".join(done.stderr.split())
+        assert [part for part in parts if part not in said] == [], done.stderr
+        assert "unbound variable" not in said
+
+    return check

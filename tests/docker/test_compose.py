@@ -1,0 +1,276 @@
+"""compose.yaml and the Dockerfile as text: what each service gets, what the sandbox does not, what the build may see.
+
+Docker's own reading of them (`docker compose config`, builds, runs) is in tests/system/docker.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCKER = ROOT / "docker"
+USING = ("train", "sweep", "plan", "chat", "eval")  # the image
+
+
+class Reset:
+    """Compose's `!reset`."""
+
+
+class ComposeLoader(yaml.SafeLoader):
+    """YAML with Compose's own tag."""
+
+
+ComposeLoader.add_constructor("!reset", lambda loader, node: Reset())
+
+
+def read(path: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.load(path.read_text(), ComposeLoader)
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def services() -> dict[str, Any]:
+    found: dict[str, Any] = read(ROOT / "compose.yaml")["services"]
+    return found
+
+
+def targets(service: dict[str, Any]) -> list[str]:
+    """Where a service's volumes are mounted, as written."""
+    return [volume["target"] if isinstance(volume, dict) else volume.rsplit(":", 1)[1] for volume in service["volumes"]]
+
+
+def without_defaults(text: str) -> str:
+    """A text with each `${NAME:-default}` replaced by its default, as where there is no .env."""
+    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
+
+
+def test_the_services_are_those_of_the_design(services: dict[str, Any]) -> None:
+    assert set(services) == {*USING, "sandbox"}
+
+
+@pytest.mark.parametrize("name", USING)
+def test_a_service_is_one_command_and_what_is_typed_is_appended(services: dict[str, Any], name: str) -> None:
+    assert services[name]["entrypoint"] == ["/opt/tunebook/entrypoint.sh", name]
+    assert services[name]["command"] == []
+
+
+@pytest.mark.parametrize("name", USING)
+def test_a_service_has_gpus_and_no_rights(services: dict[str, Any], name: str) -> None:
+    service = services[name]
+    (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": "${TUNEBOOK_GPUS:-all}", "capabilities": ["gpu"]}
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["read_only"] is True
+    assert "privileged" not in service
+    assert "cap_add" not in service
+
+
+@pytest.mark.parametrize("name", USING)
+def test_only_outputs_and_caches_can_be_written(services: dict[str, Any], name: str) -> None:
+    kept = {"/cache", "/cache/huggingface", "/handover", "${TUNEBOOK_OUTPUTS:-/run/no-outputs}"}
+    for volume, target in zip(services[name]["volumes"], targets(services[name]), strict=True):
+        is_read_only = isinstance(volume, dict) and volume.get("read_only", False)
+        assert is_read_only or target in kept
+
+
+def test_the_checkout_is_mounted_where_it_is(services: dict[str, Any]) -> None:
+    checkout = next(volume for volume in services["train"]["volumes"] if "CHECKOUT" in volume["source"])
+    assert checkout["source"].split(":-")[0] == checkout["target"].split(":-")[0] == "${TUNEBOOK_CHECKOUT"
+    assert checkout["read_only"] is True
+    assert services["train"]["working_dir"].startswith("${TUNEBOOK_CHECKOUT")
+
+
+@pytest.mark.parametrize("name", USING)
+def test_tokens_are_passed_by_name_only(services: dict[str, Any], name: str) -> None:
+    environment = services[name]["environment"]
+    assert {"HF_TOKEN", "WANDB_API_KEY"} <= environment.keys()
+    for variable, value in environment.items():
+        assert value is None or value.startswith("${TUNEBOOK_"), f"{variable}={value}"
+        assert value is None or not re.search("TOKEN|KEY|SECRET|PASSWORD", variable)
+
+
+def test_shared_memory_and_limits_are_those_of_training(services: dict[str, Any]) -> None:
+    train = services["train"]
+    assert "shm_size" in train
+    assert train["ulimits"] == {"memlock": -1, "stack": 64 << 20}
+    assert train["stop_grace_period"] == "10m"
+
+
+def test_the_sandbox_has_nothing_of_the_users(services: dict[str, Any]) -> None:
+    sandbox = services["sandbox"]
+    assert sandbox["network_mode"] == "none"
+    assert sandbox["read_only"] is True
+    assert sandbox["cap_drop"] == ["ALL"]
+    assert set(sandbox["cap_add"]) == {"SETUID", "SETGID", "KILL"}
+    assert sandbox["security_opt"] == ["no-new-privileges:true"]
+    assert sandbox["volumes"] == ["handover:/handover"]
+    assert not {"environment", "secrets", "deploy", "devices", "gpus", "privileged", "group_add"} & sandbox.keys()
+    assert {"pids_limit", "mem_limit", "memswap_limit", "cpus"} <= sandbox.keys()
+    assert all("size=" in folder for folder in sandbox["tmpfs"])
+    assert len(sandbox["tmpfs"]) <= sandbox["cpus"]  # else programs would be late because of each other
+
+
+def test_only_eval_shares_the_hand_over_folder(services: dict[str, Any]) -> None:
+    sharing = [name for name, service in services.items() if any("handover" in target for target in targets(service))]
+    assert sorted(sharing) == ["eval", "sandbox"]
+    assert services["eval"]["group_add"] == [services["sandbox"]["user"].split(":")[1]]
+
+
+def test_nobody_gets_dockers_socket() -> None:
+    for name in ("compose.yaml", "docker/cpu/compose.yaml", "docker/Dockerfile"):
+        assert "docker.sock" not in (ROOT / name).read_text()
+
+
+def test_the_cpu_override_takes_the_gpus_away_and_nothing_else(services: dict[str, Any]) -> None:
+    override = read(DOCKER / "cpu" / "compose.yaml")["services"]
+    assert set(override) == set(USING)
+    for service in override.values():
+        assert service.keys() == {"deploy", "ulimits"}
+        assert all(isinstance(value, Reset) for value in service.values())
+
+
+def test_without_env_file_compose_reads_the_same_override_by_itself() -> None:
+    assert (ROOT / "compose.override.yaml").resolve() == DOCKER / "cpu" / "compose.yaml"
+
+
+def test_every_default_of_a_path_exists_on_any_machine(services: dict[str, Any]) -> None:
+    whole = read(ROOT / "compose.yaml")
+    files = [without_defaults(secret["file"]) for secret in whole["secrets"].values()]
+    mounts = [volume["source"] for volume in services["train"]["volumes"] if isinstance(volume, dict)]
+    folders = [services[name]["build"]["additional_contexts"]["wheels"] for name in services]
+    for path in (*files, *map(without_defaults, [*mounts, *folders])):
+        assert (ROOT / path).exists(), path
+    assert list(DOCKER.glob("*.whl")) == []  # docker/ stands in for a folder of wheels
+
+
+def test_without_env_file_the_stage_that_says_so_is_built(services: dict[str, Any]) -> None:
+    assert {without_defaults(services[name]["build"]["target"]) for name in USING} == {"unset"}
+    assert {without_defaults(services[name]["image"]) for name in USING} == {"tunebook:unset"}
+
+
+# --- the Dockerfile
+
+
+def dockerfile() -> str:
+    """Its instructions, each on one line, without comments."""
+    text = "\n".join(line for line in (DOCKER / "Dockerfile").read_text().splitlines() if not line.startswith("#"))
+    return text.replace("\\\n", " ")
+
+
+def stages() -> dict[str, str]:
+    """Stage -> what it starts from."""
+    return {name: base for base, name in re.findall(r"^FROM (\S+) AS (\S+)$", dockerfile(), re.MULTILINE)}
+
+
+def test_every_target_is_a_stage_and_the_image_is_the_default() -> None:
+    assert {"unset", "sandbox", "image", "nvcc", "attention-wheel"} <= stages().keys()
+    assert list(stages())[-1] == "image"
+
+
+def test_every_kind_of_attention_has_a_stage_and_every_build_argument_is_known(services: dict[str, Any]) -> None:
+    for file in DOCKER.glob("*/generation.env"):
+        (attention,) = re.findall(r"^ATTENTION=(\S+)$", file.read_text(), re.MULTILINE)
+        assert f"attention-{attention}" in stages()
+    known = set(re.findall(r"^ARG (\w+)", dockerfile(), re.MULTILINE))
+    for service in services.values():
+        assert service["build"]["args"].keys() <= known
+
+
+def test_the_base_is_an_exact_tag_and_the_only_image_from_outside() -> None:
+    (base,) = re.findall(r"^ARG DEFAULT_BASE_IMAGE=(\S+)$", dockerfile(), re.MULTILINE)
+    assert re.fullmatch(r"debian:\d+\.\d+-slim", base)
+    outside = [start for start in stages().values() if start != "scratch" and start not in stages()]
+    assert outside == ["${BASE_IMAGE:-$DEFAULT_BASE_IMAGE}", "attention-${ATTENTION:-none}"]
+    assert "# syntax" not in (DOCKER / "Dockerfile").read_text().splitlines()[0]
+
+
+def test_installation_sees_locks_and_not_the_sources() -> None:
+    """Else an edit of the sources would install everything again."""
+    venv = re.search(r"^FROM base AS venv$(.*?)^FROM ", dockerfile(), re.MULTILINE | re.DOTALL)
+    assert venv is not None
+    seen = re.findall(r"source=(\S+?),", venv[1]) + re.findall(r"from=(\S+?),", venv[1])
+    assert sorted(seen) == ["docker/with_site.sh", "lock-wheels", "locks"]
+    assert "COPY" not in venv[1]
+    locks = re.search(r"^FROM scratch AS locks$(.*?)^FROM ", dockerfile(), re.MULTILINE | re.DOTALL)
+    assert locks is not None
+    for copied in re.findall(r"^COPY (.*) \S+$", locks[1], re.MULTILINE):
+        assert all(name.endswith((".lock", "install_lock.sh")) for name in copied.split())
+
+
+def test_every_mounted_and_copied_file_exists() -> None:
+    text = dockerfile().replace("${GENERATION}", "hopper")
+    named = re.findall(r"source=(\S+?),", text)
+    for words in re.findall(r"^COPY ((?!--from)\S.*) \S+$", text, re.MULTILINE):
+        named += [word for word in words.split() if not word.startswith("--")]
+    for name in named:
+        assert list(ROOT.glob(name.replace("[^a]", "[!a]"))) or "*" in name, name
+
+
+def test_secrets_are_mounted_where_something_is_fetched_and_never_copied() -> None:
+    for step in re.findall(r"^RUN .*$", dockerfile(), re.MULTILINE):
+        fetches = "with_site.sh " in step
+        assert ("type=secret,id=ca" in step) is fetches
+    assert "--no-index" in dockerfile()
+    assert "/run/secrets" not in dockerfile()
+
+
+# --- what reaches a build, and what an image's hash is over
+
+
+def test_the_hash_leaves_out_what_the_build_does_not_see(tmp_path: Path) -> None:
+    lines = [line for line in (DOCKER / "Dockerfile.dockerignore").read_text().splitlines() if line and line[0] != "#"]
+    assert lines[0] == "*"
+    hashed = {"src", "hydra_configs", "recipes", "docker", "pyproject.toml"}
+    assert {line[1:] for line in lines if line.startswith("!")} == {*hashed, "LICENSE"}
+    left_out = [line for line in lines[1:] if not line.startswith("!")]
+    assert left_out == ["**/__pycache__", "**/*.pyc", "docker/*/image.digest"]
+    for name in (*hashed - {"pyproject.toml"}, "docker/cpu", "src/__pycache__"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "pyproject.toml").touch()
+    before = sources_hash(tmp_path)
+    assert re.fullmatch("[0-9a-f]{64}", before)
+    for name in ("src/__pycache__/a", "src/a.pyc", "docker/cpu/image.digest", "LICENSE"):
+        (tmp_path / name).touch()
+    assert sources_hash(tmp_path) == before
+    for name in ("src/a.py", "docker/image.digest.txt", "recipes/a b\nc", "hydra_configs/.hidden"):
+        (tmp_path / name).touch()
+        assert sources_hash(tmp_path) != before
+        before = sources_hash(tmp_path)
+    (tmp_path / "src" / "a.py").rename(tmp_path / "src" / "b.py")
+    assert sources_hash(tmp_path) != before
+
+
+def sources_hash(folder: Path) -> str:
+    return subprocess.check_output([str(DOCKER / "sources_hash.sh"), str(folder)], text=True).strip()
+
+
+def test_hash_does_not_depend_on_the_language_of_the_shell(tmp_path: Path) -> None:
+    hashes = set()
+    for language in ("C", "C.UTF-8", "en_US.UTF-8"):
+        words = ["env", f"LC_ALL={language}", str(DOCKER / "sources_hash.sh"), str(ROOT)]
+        hashes.add(subprocess.check_output(words, text=True))
+    assert len(hashes) == 1
+
+
+# --- style
+
+
+def test_hadolint_finds_nothing() -> None:
+    hadolint = shutil.which("hadolint", path=str(ROOT / ".venv" / "bin")) or shutil.which("hadolint")
+    assert hadolint, "hadolint is in docker/requirements-dev.in: make setup"
+    done = subprocess.run([hadolint, str(DOCKER / "Dockerfile")], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_every_script_of_the_build_is_executable_and_strict() -> None:
+    for script in DOCKER.glob("*.sh"):
+        assert script.stat().st_mode & 0o111, script
+        assert "\nset -euo pipefail\n" in script.read_text(), script

@@ -1,0 +1,248 @@
+"""What a container refuses before Python starts, and what it becomes otherwise: the script itself, on this machine.
+
+`tini` and `tunebook` are replaced by scripts that print what they were called with.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+DOCKER = Path(__file__).resolve().parents[2] / "docker"
+SOURCES = ("src", "hydra_configs", "recipes", "docker")
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def script(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """Enough of a checkout to be hashed."""
+    folder = tmp_path / "checkout"
+    for name in SOURCES:
+        (folder / name).mkdir(parents=True)
+        (folder / name / "file").write_text(name)
+    (folder / "pyproject.toml").write_text("[project]\n")
+    (folder / "outputs").mkdir()
+    return folder
+
+
+@pytest.fixture
+def image(tmp_path: Path, checkout: Path) -> Path:
+    """The image's folder, as built from the checkout."""
+    folder = tmp_path / "opt"
+    folder.mkdir()
+    for name in ("entrypoint.sh", "sources_hash.sh"):
+        shutil.copy(DOCKER / name, folder)
+    (folder / "image.json").write_text("{}")
+    (folder / "sources.sha256").write_text(hash_of(checkout) + "\n")
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path, image: Path, checkout: Path) -> Run:
+    """Run the entry point as compose would; keywords are environment variables, None takes one away."""
+    programs = tmp_path / "programs"
+    script(programs / "tini", 'shift; exec "$@"')
+    script(
+        programs / "tunebook", 'printf "tunebook:%s" "$*"; printf " home=%s ca=%s" "$TUNEBOOK_HOME" "$SSL_CERT_FILE"'
+    )
+    cache = tmp_path / "cache"
+    usual: dict[str, str | None] = {
+        "PATH": f"{programs}:/usr/bin:/bin", "HOME": str(cache / "home"), "HF_HOME": str(cache / "huggingface"),
+        "TUNEBOOK_CACHE": str(cache / "tunebook"), "TUNEBOOK_CHECKOUT": str(checkout), "TUNEBOOK_HOME": str(checkout),
+        # On a machine nothing is mounted for a test; /dev/shm is a disk of its own, and anybody may write there.
+        "TUNEBOOK_OUTPUTS": "/dev/shm", "TUNEBOOK_SITE_CA": str(tmp_path / "ca"),
+    }  # fmt: skip
+
+    def call(*words: str, **changed: str | None) -> subprocess.CompletedProcess[str]:
+        environment = {key: value for key, value in (usual | changed).items() if value is not None}
+        return subprocess.run(
+            ["bash", str(image / "entrypoint.sh"), *words], cwd=checkout, env=environment, text=True, check=False,
+            capture_output=True, timeout=30,
+        )  # fmt: skip
+
+    return call
+
+
+def hash_of(checkout: Path) -> str:
+    return subprocess.check_output([str(DOCKER / "sources_hash.sh"), str(checkout)], text=True).strip()
+
+
+def refused(done: subprocess.CompletedProcess[str]) -> str:
+    """What a refusal says; a request that is wrong ends with 2 and prints nothing else."""
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    return done.stderr
+
+
+# --- what it becomes
+
+
+def test_it_becomes_tunebook_with_its_words_as_they_are(run: Run, checkout: Path) -> None:
+    done = run("train", "quickstart", "a.b=[1,2]", "m=x y")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"tunebook:train quickstart a.b=[1,2] m=x y home={checkout} ca="
+
+
+def test_the_exit_code_is_passed_on(run: Run, tmp_path: Path) -> None:
+    script(tmp_path / "programs" / "tunebook", "exit 6")
+    assert run("train").returncode == 6
+
+
+def test_a_program_is_run_as_it_is(run: Run) -> None:
+    assert run("bash", "-c", "echo hello").stdout == "hello\n"
+    assert run("/bin/echo", "hello", HF_HOME="/proc/none").stdout == "hello\n"
+
+
+@pytest.mark.parametrize("words", [(), ("--help",), ("train", "-h"), ("sweep", "x=1", "--help")])
+def test_help_comes_whatever_is_wrong(run: Run, words: tuple[str, ...]) -> None:
+    done = run(*words, HF_HOME="/proc/none", TUNEBOOK_OUTPUTS="/proc/none", TUNEBOOK_CHECKOUT="/proc/none")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"tunebook:{' '.join(words)}")
+
+
+def test_no_command_of_tunebook_is_hidden_by_a_program_of_debian() -> None:
+    commands = ("train", "plan", "explain", "doctor", "data", "eval", "chat", "sweep", "verify", "reproduce", "report",
+                "export", "list")  # fmt: skip
+    for folder in ("/usr/local/bin", "/usr/bin", "/bin", "/usr/sbin", "/sbin"):
+        assert [name for name in commands if (Path(folder) / name).exists()] == []
+
+
+def test_a_sites_certificates_are_trusted_at_run_time(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "ca").write_text("")
+    assert run("list").stdout.endswith("ca=")
+    (tmp_path / "ca").write_text("-----BEGIN CERTIFICATE-----")
+    assert run("list").stdout.endswith(f"ca={tmp_path / 'ca'}")
+
+
+# --- what it refuses
+
+
+def test_without_env_file_it_says_make_env(run: Run, image: Path) -> None:
+    (image / "image.json").unlink()
+    assert "    make env\n" in refused(run("train"))
+    assert "    make env\n" in refused(run("--help"))
+
+
+@pytest.mark.parametrize("changed", ["recipes/quickstart.yaml", "src/new.py", "docker/volta.lock", "pyproject.toml"])
+def test_an_image_of_other_sources_is_refused(run: Run, checkout: Path, changed: str) -> None:
+    (checkout / changed).write_text("changed")
+    assert "    make image\n" in refused(run("plan", "quickstart"))
+
+
+def test_files_that_no_image_holds_do_not_count(run: Run, checkout: Path) -> None:
+    for name in ("src/__pycache__/a.pyc", "src/b.pyc", "docker/hopper/image.digest", "tests/t.py", "README.md"):
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        (checkout / name).write_text("new")
+    assert run("plan").returncode == 0
+
+
+def test_the_images_own_sources_can_be_asked_for_and_then_its_recipes_are_used_too(run: Run, checkout: Path) -> None:
+    (checkout / "src" / "file").write_text("changed")
+    done = run("plan", TUNEBOOK_USE_IMAGE_SOURCES="1")
+    assert done.returncode == 0, done.stderr
+    assert " home= " in done.stdout
+
+
+def test_a_checkout_that_moved_is_named(run: Run, tmp_path: Path) -> None:
+    message = refused(run("plan", TUNEBOOK_CHECKOUT=str(tmp_path / "gone")))
+    assert str(tmp_path / "gone") in message
+    assert "make env" in message
+
+
+def test_outputs_that_are_no_folder_of_the_machine_are_refused(run: Run, checkout: Path) -> None:
+    for words in (("train", "quickstart"), ("eval",), ("sweep", "quickstart", "a=1,2"), ("report", "latest")):
+        message = refused(run(*words, TUNEBOOK_OUTPUTS=str(checkout / "missing")))
+        assert "vanish with the container" in message
+
+
+def test_outputs_default_to_the_working_directory(run: Run, checkout: Path) -> None:
+    shutil.rmtree(checkout / "outputs")
+    assert f"{checkout}/outputs is no folder" in refused(run("train", TUNEBOOK_OUTPUTS=None))
+
+
+@pytest.mark.parametrize(
+    "words", [("train", "--dry-run"), ("train", "outputs=/data"), ("eval", "--outputs=/data"), ("plan",), ("list",)]
+)
+def test_what_writes_nothing_there_is_not_held_up_by_outputs(run: Run, words: tuple[str, ...]) -> None:
+    assert run(*words, TUNEBOOK_OUTPUTS="/proc/none").returncode == 0
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere here")
+def test_outputs_of_another_user_are_refused_with_the_line_that_mends_it(run: Run) -> None:
+    message = refused(run("train", TUNEBOOK_OUTPUTS="/proc"))
+    assert f"sudo chown -R {os.getuid()}:{os.getgid()} /proc" in message
+
+
+def test_outputs_that_nobody_may_write_are_refused(run: Run) -> None:
+    assert "sudo chown -R" in refused(run("train", TUNEBOOK_OUTPUTS="/proc/sys"))
+
+
+def test_caches_that_cannot_be_written_are_refused(run: Run) -> None:
+    assert "The cache folder, /proc/none in the container" in refused(run("train", HOME="/proc/none"))
+    assert "COMPOSE_PROJECT_NAME=" in refused(run("train", TUNEBOOK_CACHE="/proc/none"))
+    assert "HF_HUB_OFFLINE=1" in refused(run("train", HF_HOME="/proc/none"))
+
+
+def test_models_may_be_read_only_for_who_is_offline(run: Run) -> None:
+    assert run("train", HF_HOME="/proc/none", HF_HUB_OFFLINE="1").returncode == 0
+    assert run("train", HF_HOME="/proc/none", HF_HUB_OFFLINE="0").returncode == 2
+
+
+def test_a_lock_of_an_interrupted_compilation_is_named_and_an_old_one_removed(run: Run, tmp_path: Path) -> None:
+    lock = tmp_path / "extensions" / "cpu_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    settings = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
+    done = run("train", **settings)
+    assert done.returncode == 0
+    assert f"rm -f {lock}" in done.stderr
+    assert run("plan", **settings).stderr == ""
+    long_ago = time.time() - 3 * 3600
+    os.utime(lock, (long_ago, long_ago))
+    assert run("train", **settings).stderr == ""
+    assert not lock.exists()
+
+
+# --- the scripts of the build
+
+
+def with_site(folder: Path, *words: str) -> str:
+    """Run with_site.sh with the secrets of a folder."""
+    done = subprocess.run(
+        [str(DOCKER / "with_site.sh"), *words], env={"PATH": "/usr/bin:/bin", "TUNEBOOK_SECRETS": str(folder)},
+        capture_output=True, text=True, check=True, timeout=30,
+    )  # fmt: skip
+    return done.stdout
+
+
+SHOW = ("bash", "-c", 'echo "$PIP_CERT|$SSL_CERT_FILE|$PIP_CONFIG_FILE|$APT_CONFIG"; cat "${APT_CONFIG:-/dev/null}"')
+
+
+def test_a_build_without_secrets_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "ca").touch()  # what compose mounts where none is given
+    assert with_site(tmp_path, *SHOW) == "|||\n"
+
+
+def test_a_build_gets_a_sites_secrets_for_one_command_and_leaves_no_file(tmp_path: Path) -> None:
+    for name in ("ca", "pip_conf"):
+        (tmp_path / name).write_text("x")
+    (tmp_path / "apt_conf").write_text('Acquire::Retries "3";\n')
+    before = set(Path("/dev/shm").iterdir())
+    first, *rest = with_site(tmp_path, *SHOW).splitlines()
+    assert first.split("|")[:3] == [str(tmp_path / "ca"), str(tmp_path / "ca"), str(tmp_path / "pip_conf")]
+    assert rest == [f'Acquire::https::CAInfo "{tmp_path}/ca";', 'Acquire::Retries "3";']
+    assert not {path for path in Path("/dev/shm").iterdir() if path.name.startswith("tmp.")} - before

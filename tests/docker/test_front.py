@@ -1,0 +1,233 @@
+"""The front door: where a command runs, in which image, and what becomes of its arguments and its exit code."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+
+from tunebook.config.choices import Generation
+from tunebook.hardware.generations import GENERATIONS, capability_text, generation_of, image_for_driver
+
+TRAIN = ("run", "train", "quickstart")
+ONE_GPU = "0, GPU-5f3c7a10-0000-1111-2222-333344445555, {}, {}, {}\n"
+V100 = ONE_GPU.format("7.0", "580.95.05", "Tesla V100-SXM2-32GB")
+V100_AND_A100 = (
+    V100
+    + "1, GPU-77aa0000-0000-1111-2222-333344445555, 8.0, 580.95.05, NVIDIA A100-SXM4-80GB\n"
+    + "2, GPU-88bb0000-0000-1111-2222-333344445555, 8.0, 580.95.05, NVIDIA A100-SXM4-80GB\n"
+)
+
+
+def words_of(text):
+    """The words that a stand-in was called with."""
+    return re.findall(r"^<(.*)>$", text, flags=re.MULTILINE)
+
+
+# --- where
+
+
+def test_without_a_gpu_it_is_the_venv(machine):
+    machine.venv()
+    done = machine.front(*TRAIN, "training.seed=1")
+    assert (done.returncode, words_of(done.stdout)) == (0, ["train", "quickstart", "training.seed=1"])
+    assert done.stderr == "tunebook: in .venv with the packages of docker/cpu: no GPU here (there is no nvidia-smi)\n"
+    assert machine.calls("") == []
+
+
+def test_with_a_gpu_and_docker_it_is_a_container_of_its_generation(machine):
+    machine.gpus()
+    machine.images("tunebook:hopper")
+    done = machine.front(*TRAIN, "training.seed=1")
+    assert done.returncode == 0
+    assert words_of(done.stdout)[-3:] == ["train", "quickstart", "training.seed=1"]
+    assert done.stderr == (
+        "tunebook: in a container, image tunebook:hopper: 2 x NVIDIA H200, driver 580.159.04\n"
+    )  # fmt: skip
+    (run,) = machine.calls("compose run")
+    assert re.match(r"compose run --rm --name tunebook-train-[\d-]+ -T --interactive=false train quickstart", run)
+
+
+def test_with_a_gpu_but_no_docker_it_is_the_venv_for_that_gpu(machine):
+    machine.gpus()
+    machine.remove("docker")
+    machine.venv("hopper")
+    done = machine.front(*TRAIN)
+    assert done.returncode == 0
+    assert "in .venv with the packages of docker/hopper: 2 x NVIDIA H200" in done.stderr
+    assert "no container: Docker is not installed" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "place", "why"),
+    [
+        ({"GPU": "cpu"}, "a container, image tunebook:cpu", "GPU=cpu"),
+        ({"WHERE": "container"}, "a container, image tunebook:cpu", "WHERE=container and no GPU here"),
+        ({"WHERE": "container", "GPU": "cpu"}, "a container, image tunebook:cpu", "WHERE=container and GPU=cpu"),
+        ({"WHERE": "local"}, ".venv with the packages of docker/cpu", "WHERE=local and no GPU here"),
+        ({"WHERE": "local", "GPU": "cpu"}, ".venv with the packages of docker/cpu", "WHERE=local and GPU=cpu"),
+    ],
+)
+def test_what_was_asked_for_is_obeyed_and_said(machine, variables, place, why):
+    machine.images("tunebook:cpu")
+    machine.venv()
+    done = machine.front(*TRAIN, **variables)
+    assert done.returncode == 0
+    assert done.stderr.startswith(f"tunebook: in {place}: {why}")
+
+
+@pytest.mark.parametrize("command", ["list", "explain", "report", "data"])
+def test_what_needs_no_gpu_runs_in_what_is_set_up(machine, command):
+    machine.gpus()
+    machine.images("tunebook:hopper")
+    machine.front("env")
+    in_a_container = machine.front("run", command)
+    assert "tunebook:hopper: that is set up already" in in_a_container.stderr
+    (run,) = machine.calls("compose -f compose.yaml -f docker/cpu/compose.yaml run")
+    assert run.endswith(f"--entrypoint /opt/tunebook/entrypoint.sh {command} plan")
+    machine.venv("volta")
+    assert "in .venv with the packages of docker/volta: that is set up" in machine.front("run", command).stderr
+
+
+def test_the_venv_is_made_again_for_other_gpus(machine):
+    machine.venv("cpu")
+    setup = machine.checkout / "docker" / "setup_venv.sh"
+    setup.write_text('#!/bin/sh\necho "set up for $*, with $PYTHON"\necho "$2" > .venv/.generation\n')
+    machine.gpus()
+    for expected in ("set up for run hopper, with python3.12\n", ""):
+        done = machine.command("make", "train", "WHERE=local", "PYTHON=python3.12")
+        assert done.returncode == 0, done.stderr
+        assert ("set up" in done.stderr, expected in done.stderr) == (bool(expected), True)
+        assert words_of(done.stdout) == ["train", "quickstart"]
+
+
+def test_gpus_of_the_venv_can_be_counted(machine):
+    machine.gpus()
+    machine.venv("hopper")
+    assert "sees all" in machine.front(*TRAIN, WHERE="local").stdout
+    assert "sees 0\n" in machine.front(*TRAIN, WHERE="local", GPUS="1").stdout
+
+
+# --- which image
+
+
+@pytest.mark.parametrize("generation", [name for name in GENERATIONS if name is not Generation.cpu])
+def test_each_gpu_gets_the_image_that_the_table_says(machine, generation):
+    facts = GENERATIONS[generation]
+    for capability, driver in itertools.product(facts.compute_capabilities, ("580.95.05", "575.51.03", "525.60.13")):
+        machine.gpus(ONE_GPU.format(capability_text(capability), driver, "NVIDIA X"))
+        done = machine.front("env")
+        assert done.returncode == 0, done.stderr
+        assert machine.setting("TUNEBOOK_GENERATION") == image_for_driver(generation, driver).name
+    named = machine.front("env", GPU=generation.name)
+    assert (named.returncode, machine.setting("TUNEBOOK_GENERATION")) == (0, facts.image.name)
+
+
+@pytest.mark.parametrize("capability", ["8.7", "10.3", "11.0", "12.1"])
+def test_a_gpu_that_no_table_has_counts_as_the_newest_known_that_is_not_newer(machine, capability):
+    machine.gpus(ONE_GPU.format(capability, "590.44.01", "NVIDIA X"))
+    assert machine.front("env").returncode == 0
+    major, minor = map(int, capability.split("."))
+    expected = GENERATIONS[generation_of((major, minor)).generation].image.name
+    assert machine.setting("TUNEBOOK_GENERATION") == expected
+
+
+def test_an_old_driver_gets_the_volta_image_and_is_told_what_that_means(machine):
+    machine.gpus(ONE_GPU.format("8.0", "535.183.01", "NVIDIA A100-SXM4-80GB"))
+    done = machine.front("env")
+    assert done.stderr.splitlines()[0] == (
+        "tunebook: driver 535.183.01 is older than 580, which the ampere image (CUDA 13.0) needs, so it is the volta "
+        "image: torch 2.10.0 with CUDA 12.8, and attention by sdpa instead of flash-attn-2"
+    )
+
+
+def test_the_volta_image_may_be_asked_for_on_newer_gpus(machine):
+    machine.gpus()
+    machine.images("tunebook:volta")
+    assert machine.front(*TRAIN, GPU="volta").returncode == 0
+
+
+def test_visible_devices_and_a_count_leave_some_of_the_gpus(machine):
+    machine.gpus(V100_AND_A100)
+    assert machine.front("env").returncode == 2
+    for visible, generation in (("0", "volta"), ("2,1", "ampere"), ("GPU-88bb,GPU-77aa", "ampere"), ("1,7", "ampere")):
+        assert machine.front("env", CUDA_VISIBLE_DEVICES=visible).returncode == 0
+        assert machine.setting("TUNEBOOK_GENERATION") == generation
+        assert machine.setting("TUNEBOOK_GPUS") == "all"
+    assert machine.front("env", CUDA_VISIBLE_DEVICES="").returncode == 0
+    assert machine.setting("TUNEBOOK_GENERATION") == "cpu"
+    assert machine.front("env", GPUS="1").returncode == 0
+    assert (machine.setting("TUNEBOOK_GENERATION"), machine.setting("TUNEBOOK_GPUS")) == ("volta", "1")
+
+
+def test_an_image_is_built_once_and_again_after_an_edit(machine):
+    first = machine.front(*TRAIN, GPU="cpu")
+    assert "building tunebook:cpu; all of the output is in .cache/build-cpu.log" in first.stderr
+    assert "  [train venv 1/1] RUN install" in first.stderr
+    assert first.returncode == 0
+    machine.front(*TRAIN, GPU="cpu")
+    assert len(machine.calls("compose build")) == 1
+    (machine.checkout / "recipes" / "quickstart.yaml").write_text("edited\n")
+    again = machine.front(*TRAIN, GPU="cpu")
+    assert "was built from other sources or another lock: bringing it up to date" in again.stderr
+    assert len(machine.calls("compose build")) == 2
+    (machine.checkout / "docker" / "cpu" / "requirements.lock").write_text("edited\n")
+    machine.front(*TRAIN, GPU="cpu")
+    assert len(machine.calls("compose build")) == 3
+
+
+def test_a_digest_is_used_while_it_is_of_this_checkout(machine):
+    name = "registry.example/path/tunebook@sha256:" + "a" * 64
+    (machine.checkout / "docker" / "cpu" / "image.digest").write_text(f"{name}\n")
+    labels = machine.fake / "images" / name.replace("/", "_")
+    machine.front("env")
+    labels.write_text(f"{machine.setting('TUNEBOOK_LOCK_SHA256')} {machine.setting('TUNEBOOK_SOURCES_SHA256')}\n")
+    done = machine.front(*TRAIN, GPU="cpu")
+    assert f"in a container, image {name}: GPU=cpu" in done.stderr
+    assert machine.setting("TUNEBOOK_IMAGE") == name
+    assert machine.setting("TUNEBOOK_IMAGE_DIGEST") == "sha256:" + "a" * 64
+    (machine.checkout / "recipes" / "quickstart.yaml").write_text("edited\n")
+    machine.tell("docker-buildx-imagetools", '{"config":{"Labels":{"tunebook.lock-sha256":"1"}}}')
+    edited = machine.front(*TRAIN, GPU="cpu")
+    assert f"image.digest is not used: {name} is of other sources or another lock" in edited.stderr
+    assert machine.setting("TUNEBOOK_IMAGE") == "tunebook:cpu"
+    assert len(machine.calls("compose build")) == 1
+    assert machine.calls("pull") == []
+
+
+# --- the command itself
+
+
+def test_arguments_arrive_as_they_were_typed(machine):
+    machine.images("tunebook:cpu")
+    arguments = "optimizer.learning_rate=1e-5,2e-5 'a.b=[1,2]' 'm=x y' 'path=${oc.env:HOME}' 'q=\"*\"'"
+    done = machine.command("make", "train", "GPU=cpu", "RECIPE=mine", f"ARGS={arguments}")
+    assert words_of(done.stdout)[-7:] == [
+        "train", "mine", "optimizer.learning_rate=1e-5,2e-5", "a.b=[1,2]", "m=x y", "path=${oc.env:HOME}", 'q="*"',
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 3, 4, 5, 6, 7, 137])
+def test_exit_codes_come_through_unchanged(machine, code):
+    machine.images("tunebook:cpu")
+    machine.act("docker-compose-run", f'case "$*" in *--entrypoint*) exit 0 ;; *) exit {code} ;; esac')
+    done = machine.front(*TRAIN, GPU="cpu")
+    assert done.returncode == code
+    assert "error" not in done.stderr
+
+
+def test_what_needs_no_gpu_runs_in_any_image_without_one(machine):
+    machine.images("tunebook:hopper")
+    assert machine.front("run", "plan", "quickstart", GPU="hopper").returncode == 0
+    (run,) = machine.calls("compose -f")
+    assert run.startswith("compose -f compose.yaml -f docker/cpu/compose.yaml run --rm")
+
+
+def test_help_names_what_the_front_door_takes(machine):
+    done = machine.command("make")
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout
+    assert re.search(r"^WHERE: container, local .* auto", shown, flags=re.MULTILINE)
+    (gpu,) = re.findall(r"^GPU: .*", shown, flags=re.MULTILINE)
+    assert [name.name for name in Generation if name.name not in gpu] == []

@@ -1,0 +1,99 @@
+"""What the front door writes into .env, which plain `docker compose` reads."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+
+from tunebook.record.provenance import describe_code
+
+TRAIN = ("run", "train", "quickstart")
+
+
+def test_env_says_all_that_compose_asks_for(machine):
+    machine.front("env", GPU="cpu")
+    asked = set(re.findall(r"\$\{(TUNEBOOK_\w+)", (machine.checkout / "compose.yaml").read_text()))
+    written = set(re.findall(r"^(\w+)=", (machine.checkout / ".env").read_text(), flags=re.MULTILINE))
+    left = asked - written  # the user's own: how much memory containers may take
+    assert {name for name in left if not name.startswith("TUNEBOOK_SANDBOX_")} == {"TUNEBOOK_SHM_SIZE"}
+    assert written - asked == {"COMPOSE_FILE"}
+    assert machine.setting("COMPOSE_FILE") == "compose.yaml:docker/cpu/compose.yaml"
+    assert (machine.setting("TUNEBOOK_UID"), machine.setting("TUNEBOOK_GID")) == (str(os.getuid()), str(os.getgid()))
+    assert machine.setting("TUNEBOOK_CHECKOUT") == str(machine.checkout)
+    machine.gpus()
+    machine.front("env")
+    assert machine.setting("COMPOSE_FILE") == "compose.yaml"
+
+
+def test_lines_of_the_users_own_stay_and_nothing_is_written_for_nothing(machine):
+    env = machine.checkout / ".env"
+    env.write_text("# mine\nHF_TOKEN='se cret'\nTUNEBOOK_UID=7\nTUNEBOOK_SHM_SIZE=64gb\n")
+    env.chmod(0o600)
+    machine.front("env", GPU="cpu")
+    lines = env.read_text().splitlines()
+    assert lines[:3] == ["# mine", "HF_TOKEN='se cret'", "TUNEBOOK_SHM_SIZE=64gb"]
+    assert "TUNEBOOK_UID=7" not in lines
+    before = env.stat()
+    assert before.st_mode & 0o777 == 0o600
+    machine.front("env", GPU="cpu")
+    assert env.stat().st_ino == before.st_ino
+    machine.front("env", GPU="hopper")
+    assert env.stat().st_ino != before.st_ino
+    assert [file.name for file in machine.checkout.glob(".env*")] == [".env"]
+    assert env.read_text().count("# By make env") == 1
+
+
+def test_what_a_build_needs_is_kept_until_it_is_given_again(machine):
+    for name in ("ca.pem", "pip.conf"):
+        (machine.folder / name).touch()
+    (machine.folder / "my data").mkdir()
+    given = {"CA": "../ca.pem", "PIP_CONF": "../pip.conf", "BASE_IMAGE": "site/debian:12", "NETWORK": "host"}
+    machine.front("env", GPU="cpu", DATA="../my data", **given)
+    machine.front("env", GPU="cpu", PIP_CONF="")
+    assert machine.setting("TUNEBOOK_CA_FILE") == str(machine.folder / "ca.pem")
+    assert machine.setting("TUNEBOOK_PIP_CONF") == "/dev/null"
+    assert machine.setting("TUNEBOOK_BASE_IMAGE") == "site/debian:12"
+    assert machine.setting("TUNEBOOK_BUILD_NETWORK") == "host"
+    assert machine.setting("TUNEBOOK_DATA") == str(machine.folder / "my data")
+    built = machine.front("image", GPU="cpu")
+    assert f"(BASE_IMAGE=site/debian:12, BUILD_NETWORK=host, CA={machine.folder}/ca.pem)" in built.stderr
+
+
+def test_the_environment_does_not_beat_env_in_composes_eyes(machine):
+    machine.act("docker-compose-run", 'echo "sees ${TUNEBOOK_IMAGE-nothing} ${COMPOSE_FILE-nothing}"')
+    done = machine.front(*TRAIN, GPU="cpu", TUNEBOOK_IMAGE="another", COMPOSE_FILE="/elsewhere.yaml")
+    assert "sees nothing nothing" in done.stdout
+
+
+def test_the_code_is_described_as_the_manifest_describes_it(machine):
+    git = ("git", "-c", "user.name=x", "-c", "user.email=x@example.org")
+    machine.front("env", GPU="cpu")
+    assert machine.setting("TUNEBOOK_GIT_COMMIT") == ""
+    (machine.checkout / ".gitignore").write_text(".env\n.cache/\noutputs/\n")
+    for words in (("init", "-q"), ("add", "-A"), ("commit", "-q", "-m", "x")):
+        assert machine.command(*git, *words).returncode == 0
+    for edited in (None, "recipes/quickstart.yaml", "docker/zwei drei.txt", "elsewhere"):
+        if edited is not None:
+            (machine.checkout / edited).write_text("edited\n")
+        machine.front("env", GPU="cpu")
+        expected = describe_code(machine.checkout)
+        assert machine.setting("TUNEBOOK_GIT_COMMIT") == expected["git_commit"]
+        assert machine.setting("TUNEBOOK_GIT_DIFF_SHA256") == (expected["git_diff_sha256"] or "")
+
+
+def test_under_sudo_files_are_the_users(machine):
+    if os.getuid() != 0:
+        pytest.skip("only root can give files away")
+    machine.front("env", GPU="cpu", SUDO_UID="4321", SUDO_GID="4322")
+    assert (machine.setting("TUNEBOOK_UID"), machine.setting("TUNEBOOK_GID")) == ("4321", "4322")
+    for name in (".env", "outputs", ".cache", ".cache/wheels"):
+        status = (machine.checkout / name).stat()
+        assert (status.st_uid, status.st_gid) == (4321, 4322), name
+
+
+def test_rootless_docker_wants_its_own_root(machine):
+    machine.tell("docker-info", '{"DockerRootDir":"/x","Runtimes":{},"SecurityOptions":["name=rootless"]}')
+    machine.front(*TRAIN, GPU="cpu")
+    assert (machine.setting("TUNEBOOK_UID"), machine.setting("TUNEBOOK_GID")) == ("0", "0")

@@ -1,0 +1,105 @@
+"""Requests to stop: each reaches the container or the build once, its exit code comes back, nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+
+import pytest
+
+TRAIN = ("run", "train", "quickstart")
+# Stands in for `docker compose run` while the container is at work: ends with 6 once it was asked to stop.
+WAITING = """
+case "$*" in *--entrypoint*) exit 0 ;; esac
+echo running > "$FAKE/running"
+for wait in $(seq 200); do
+  if [ -f "$FAKE/killed" ]; then sleep 0.3; exit 6; fi
+  sleep 0.05
+done
+"""
+
+
+def start_front(machine, *words, **variables):
+    """Start the front door as a terminal would: in a process group of its own."""
+    return subprocess.Popen(
+        ["docker/front.sh", *words], cwd=machine.checkout, env=machine.environment | variables, text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+
+
+def wait_for(path):
+    """Wait until a file is there."""
+    end = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < end, path
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_request_to_stop_reaches_the_container_once_and_its_exit_code_comes_back(machine, number):
+    machine.images("tunebook:cpu")
+    machine.act("docker-compose-run", WAITING)
+    machine.act("docker-kill", 'touch "$FAKE/killed"; exit 0')
+    front = start_front(machine, *TRAIN, GPU="cpu")
+    wait_for(machine.fake / "running")
+    os.kill(front.pid, number)  # as make and then `timeout` do, or the terminal
+    time.sleep(0.1)
+    os.killpg(front.pid, number)
+    front.communicate(timeout=30)
+    assert front.returncode == 6
+    (kill,) = machine.calls("kill")
+    assert re.fullmatch(rf"kill --signal {number.name[3:]} tunebook-train-[\d-]+", kill)
+
+
+def test_a_second_request_is_handed_on_too(machine):
+    machine.images("tunebook:cpu")
+    machine.act("docker-compose-run", WAITING)
+    machine.act("docker-kill", 'if [ -f "$FAKE/again" ]; then touch "$FAKE/killed"; fi')
+    front = start_front(machine, *TRAIN, GPU="cpu")
+    wait_for(machine.fake / "running")
+    os.killpg(front.pid, signal.SIGINT)
+    time.sleep(1.2)
+    (machine.fake / "again").touch()
+    os.killpg(front.pid, signal.SIGINT)
+    front.communicate(timeout=30)
+    assert (front.returncode, len(machine.calls("kill"))) == (6, 2)
+
+
+def test_a_run_whose_terminal_was_closed_is_asked_to_save_and_waited_for(machine):
+    machine.images("tunebook:cpu")
+    machine.tell("docker-compose-run", err="write /dev/stdout: input/output error\n", code=1)
+    machine.tell("docker-container", "[{}]")
+    machine.tell("docker-wait", "6\n")
+    done = machine.front(*TRAIN, GPU="cpu")
+    assert done.returncode == 6
+    name = machine.calls("wait")[0].split()[1]
+    assert machine.calls("kill") == [f"kill --signal HUP {name}"]
+    assert machine.calls("rm") == [f"rm --force {name}"]
+
+
+def test_before_the_container_runs_there_is_nothing_to_save(machine):
+    machine.images("tunebook:cpu")
+    machine.act("docker-compose-run", WAITING)
+    machine.tell("docker-kill", err="Error response from daemon: container is not running\n", code=1)
+    machine.tell("docker-container", "[{}]")
+    machine.act("docker-rm", 'touch "$FAKE/killed"; exit 0')
+    front = start_front(machine, *TRAIN, GPU="cpu")
+    wait_for(machine.fake / "running")
+    os.kill(front.pid, signal.SIGTERM)
+    _, errors = front.communicate(timeout=30)
+    assert front.returncode == 128 + signal.SIGTERM
+    assert "stopped before the container ran" in errors
+
+
+def test_a_build_can_be_stopped(machine):
+    building = "for wait in $(seq 200); do sleep 0.05; done"
+    machine.act("docker-compose-build", f'trap "exit 130" TERM; touch "$FAKE/running"; {building}')
+    front = start_front(machine, "image", GPU="cpu")
+    wait_for(machine.fake / "running")
+    os.killpg(front.pid, signal.SIGINT)
+    _, errors = front.communicate(timeout=30)
+    assert front.returncode == 128 + signal.SIGINT
+    assert "building was stopped; what is finished is kept" in errors

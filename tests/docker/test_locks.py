@@ -1,0 +1,278 @@
+"""The locks agree with their `.in` files, with each other, with generation.env and with the table of generations."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tunebook.hardware.generations import GENERATIONS, ImagePins
+
+DOCKER = Path(__file__).resolve().parents[2] / "docker"
+LOCKS = sorted(str(path.relative_to(DOCKER)) for path in DOCKER.rglob("*.lock"))
+FOLDERS = sorted(path.parent.name for path in DOCKER.glob("*/generation.env"))
+IMAGES: dict[str, ImagePins] = {facts.image.name: facts.image for facts in GENERATIONS.values()}
+# Which locks an `.in` file is turned into, where it is not the one of the same name.
+TURNED_INTO = {"cpu/requirements.in": ("cpu/requirements.lock", "cpu/requirements-cuda.lock")}
+SOURCES = sorted(str(path.relative_to(DOCKER)) for path in DOCKER.rglob("*.in"))
+PARTS = {"requirements-common.in", "requirements-gpu.in"}  # named by other `.in` files, no lock of their own
+
+
+def read_requirements(path: Path) -> dict[str, Requirement]:
+    """The requirements of an `.in` or lock file by canonical name, hashes and comments left out; `-r` is followed."""
+    found: dict[str, Requirement] = {}
+    for line in path.read_text().splitlines():
+        if line.startswith("-r "):
+            found |= read_requirements(path.parent / line.split()[1])
+        elif re.match(r"\w", line):
+            requirement = Requirement(re.split(r"\s+(?:\\|#|--hash)", line)[0])
+            found[canonicalize_name(requirement.name)] = requirement
+    return found
+
+
+def pinned(requirement: Requirement) -> str:
+    """The one version that is asked for."""
+    (specifier,) = requirement.specifier
+    assert specifier.operator == "==", f"{requirement} is not pinned"
+    return specifier.version
+
+
+def versions(name: str) -> dict[str, str]:
+    """Package name -> version of one `.in` or lock file."""
+    return {package: pinned(requirement) for package, requirement in read_requirements(DOCKER / name).items()}
+
+
+def facts_of(folder: str) -> dict[str, str]:
+    """A generation.env as its readers see it."""
+    words = shlex.split((DOCKER / folder / "generation.env").read_text(), comments=True)
+    return dict(word.split("=", 1) for word in words)
+
+
+@pytest.fixture(scope="module")
+def make_locks() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_locks", DOCKER / "make_locks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# --- each lock
+
+
+@pytest.mark.parametrize("source", sorted(set(SOURCES) - PARTS))
+def test_a_lock_holds_what_its_in_file_asks_for(source: str) -> None:
+    asked = versions(source)
+    assert asked
+    locked: dict[str, str] = {}
+    for lock in TURNED_INTO.get(source, (source.replace(".in", ".lock"),)):
+        locked |= versions(lock)
+    assert {name: locked.get(name, "is not in the lock: make lock") for name in asked} == asked
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_lock_was_made_after_its_in_file(source: str, make_locks: ModuleType) -> None:
+    """Who asks for a package is written under it, so that a line that came into or left an `.in` file is noticed."""
+    own = [line for line in (DOCKER / source).read_text().splitlines() if re.match(r"\w", line)]
+    asked = {canonicalize_name(Requirement(line.split(" #")[0]).name) for line in own}
+    used = 0
+    for lock in LOCKS:
+        blocks = make_locks.split_blocks((DOCKER / lock).read_text())
+        said = {name for name, block in blocks.items() if re.search(rf"-r docker/{re.escape(source)}$", block, re.M)}
+        assert said in (set(), asked), f"{lock} is older than {source}: make lock"
+        used += bool(said)
+    assert used >= 1
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_every_locked_package_has_one_version_and_a_hash(name: str, make_locks: ModuleType) -> None:
+    blocks = make_locks.split_blocks((DOCKER / name).read_text())
+    assert len(blocks) >= 1
+    without = [package for package, block in blocks.items() if not re.search(r"--hash=sha256:[0-9a-f]{64}\b", block)]
+    assert without == []
+    assert set(versions(name)) == set(blocks)
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_no_lock_names_an_address(name: str) -> None:
+    assert (
+        re.findall(r"\w+://\S*|--(?:index|extra|find|trusted)\S*| @ |(?<=\s)/\w\S*", (DOCKER / name).read_text()) == []
+    )
+
+
+# --- the locks together
+
+
+def test_all_generations_share_every_version_but_those_that_belong_to_their_torch(make_locks: ModuleType) -> None:
+    found: dict[str, dict[str, set[str]]] = {}  # package -> torch -> versions
+    for name in set(LOCKS) - {"cpu/requirements-torch-cpu.lock"}:
+        folder = (DOCKER / name).parent
+        torch = "every" if folder == DOCKER else versions(f"{folder.name}/requirements.lock")["torch"]
+        for package, version in versions(name).items():
+            found.setdefault(package, {}).setdefault(torch, set()).add(version)
+    two = {package: by_torch for package, by_torch in found.items() if any(len(some) > 1 for some in by_torch.values())}
+    assert two == {}, "two versions beside the same torch"
+    differ = {package for package, by_torch in found.items() if len(set.union(*by_torch.values())) > 1}
+    assert {package for package in differ if not make_locks.CUDA_PACKAGE.match(package)} == {"torch"}
+
+
+def test_what_a_cpu_needs_is_part_of_what_every_gpu_generation_needs() -> None:
+    needed = set(versions("cpu/requirements.lock"))
+    assert {"deepspeed", "ninja"} <= needed  # ZeRO on CPU ranks compiles its operators with ninja
+    for folder in set(FOLDERS) - {"cpu"}:
+        assert needed - set(versions(f"{folder}/requirements.lock")) == set()
+
+
+def test_cuda_libraries_of_the_cpu_are_only_in_the_cuda_lock(make_locks: ModuleType) -> None:
+    needed = versions("cpu/requirements.lock")
+    assert [name for name in needed if name.startswith(("nvidia-", "cuda-", "triton"))] == ["nvidia-ml-py"]
+    libraries = versions("cpu/requirements-cuda.lock")
+    assert {"nvidia-nccl-cu13", "nvidia-cudnn-cu13", "triton"} <= set(libraries)
+    beside_the_same_torch = versions("ampere/requirements.lock")
+    assert {name: beside_the_same_torch[name] for name in libraries} == libraries
+
+
+def test_torch_may_be_the_cpu_build_or_the_registrys(make_locks: ModuleType) -> None:
+    block = make_locks.split_blocks((DOCKER / "cpu" / "requirements.lock").read_text())["torch"]
+    cpu_build = make_locks.split_blocks((DOCKER / "cpu" / "requirements-torch-cpu.lock").read_text())["torch"]
+    cpu_hashes = re.findall(r"sha256:\w+", cpu_build)
+    assert cpu_hashes
+    assert make_locks.pinned_version(cpu_build) == make_locks.pinned_version(block) + "+cpu"
+    hashes = re.findall(r"sha256:\w+", block)
+    assert set(cpu_hashes) < set(hashes)
+    assert len(hashes) == len(set(hashes))
+    for folder in set(FOLDERS) - {"cpu"}:  # on a GPU the CPU build would only seem to work
+        assert not set(cpu_hashes) & set(re.findall(r"sha256:\w+", (DOCKER / folder / "requirements.lock").read_text()))
+
+
+# --- the generations
+
+
+def test_there_is_a_folder_for_every_image_and_no_other() -> None:
+    assert set(FOLDERS) == set(IMAGES)
+    assert {path.parent.name for path in DOCKER.glob("*/requirements.in")} == set(IMAGES)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_generation_env_says_what_the_table_and_the_lock_say(folder: str) -> None:
+    image, facts, locked = IMAGES[folder], facts_of(folder), versions(f"{folder}/requirements.lock")
+    assert list(facts) == [
+        "GENERATION", "TORCH", "CUDA", "MIN_DRIVER", "COMPUTE_CAPABILITIES", "TORCH_CUDA_ARCH_LIST", "ATTENTION",
+        "FLASH_ATTN_CUDA_ARCHS", "IMAGE_GIB",
+    ]  # fmt: skip
+    assert facts["GENERATION"] == folder
+    assert facts["TORCH"] == image.torch == locked["torch"]
+    assert facts["CUDA"] == (image.cuda or "")
+    assert facts["MIN_DRIVER"] == str(image.min_driver or "")
+    assert int(facts["IMAGE_GIB"]) > 0
+    members = {
+        member for found in GENERATIONS.values() if found.image == image for member in found.compute_capabilities
+    }
+    assert facts["COMPUTE_CAPABILITIES"].split() == [f"{major}.{minor}" for major, minor in sorted(members)]
+    runtime = next((locked[name] for name in locked if name.startswith("nvidia-cuda-runtime")), "")
+    assert ".".join(runtime.split(".")[:2]) == facts["CUDA"]
+
+
+def covered(capabilities: list[str], architectures: list[str]) -> bool:
+    """Whether each capability has code of its major version that is not newer, and each architecture is of use."""
+
+    def serves(architecture: str, capability: str) -> bool:
+        ours, theirs = (tuple(map(int, text.split("."))) for text in (architecture, capability))
+        return ours[0] == theirs[0] and ours[1] <= theirs[1]
+
+    return all(any(serves(one, capability) for one in architectures) for capability in capabilities) and all(
+        any(serves(one, capability) for capability in capabilities) for one in architectures
+    )
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_architectures_serve_every_gpu_of_the_generation(folder: str) -> None:
+    facts = facts_of(folder)
+    capabilities = facts["COMPUTE_CAPABILITIES"].split()
+    assert covered(capabilities, facts["TORCH_CUDA_ARCH_LIST"].split())
+    has_attention = (DOCKER / folder / "requirements-attention.lock").exists()
+    assert facts["ATTENTION"] == ("flash-attn-2" if has_attention else "none")
+    flags = [flag for flag in facts["FLASH_ATTN_CUDA_ARCHS"].split(";") if flag]
+    assert covered(capabilities if has_attention else [], [f"{flag[:-1]}.{flag[-1]}" for flag in flags])
+
+
+def test_coverage_is_within_a_major_version_and_upwards() -> None:
+    assert covered(["8.0", "8.9"], ["8.0"])
+    assert not covered(["8.0", "8.9"], ["8.6"])
+    assert not covered(["10.0", "12.0"], ["10.0"])
+    assert not covered(["9.0"], ["8.0", "9.0"])
+
+
+def test_the_compiler_is_that_of_the_cuda_of_every_generation_it_compiles_for() -> None:
+    compiler = versions("requirements-nvcc.lock")
+    for folder in FOLDERS:
+        facts = facts_of(folder)
+        if facts["ATTENTION"] != "none":
+            assert compiler["nvidia-cuda-nvcc"].startswith(facts["CUDA"] + ".")
+            locked = versions(f"{folder}/requirements.lock")
+            assert compiler["nvidia-cuda-runtime"] == locked["nvidia-cuda-runtime"]
+            assert {"ninja", "psutil", "packaging", "einops"} <= set(locked)  # what flash-attn is built with
+
+
+def test_volta_keeps_the_cudnn_that_still_knows_it() -> None:
+    locked = versions("volta/requirements.lock")
+    assert locked["nvidia-cudnn-cu12"] == "9.10.2.21"
+    assert not {"flash-attn", "flash-attn-4", "torchao"} & set(locked)
+
+
+# --- make_locks.py
+
+
+def test_a_cpu_build_of_another_version_is_refused(make_locks: ModuleType) -> None:
+    message = r"pins torch 2\.1\.0\+cpu but requirements\.in pins 2\.2\.0.*write torch==2\.2\.0\+cpu"
+    with pytest.raises(SystemExit, match=message):
+        make_locks.allow_cpu_build("torch==2.2.0 \\\n    --hash=sha256:aa\n", "torch==2.1.0+cpu --hash=sha256:bb\n")
+
+
+def test_cpu_hashes_are_added_once(make_locks: ModuleType) -> None:
+    torch = "torch==2.2.0 ; sys_platform == 'linux' \\\n    --hash=sha256:aa\n    # via x\n"
+    once = make_locks.allow_cpu_build(torch, "torch==2.2.0+cpu \\\n    --hash=sha256:bb\n")
+    assert once == torch.replace("    --hash=sha256:aa", "    --hash=sha256:bb \\\n    --hash=sha256:aa")
+    assert make_locks.allow_cpu_build(once, "torch==2.2.0+cpu \\\n    --hash=sha256:bb\n") == once
+
+
+def test_check_names_the_lock_the_package_and_both_versions(
+    make_locks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(make_locks, "ROOT", tmp_path)
+    path, source = tmp_path / "docker" / "requirements.lock", tmp_path / "docker" / "requirements.in"
+    path.parent.mkdir()
+    path.write_text(
+        "# x\nold==1 \\\n    --hash=sha256:aa\nsame==3 \\\n    --hash=sha256:aa\nstale==1 \\\n    --hash=x\n"
+    )
+    resolved = {"old": "old==2 \\\n    --hash=cc\n", "new": "new==1\n", "same": "same==3 \\\n    --hash=y\n"}
+    lock = make_locks.Lock(path=path, source=source, purpose="x", blocks=resolved)
+    assert make_locks.differences(lock) == [
+        "docker/requirements.lock: new: the lock has nothing, but docker/requirements.in resolves to new==1",
+        "docker/requirements.lock: old: the lock has old==1, but docker/requirements.in resolves to old==2",
+        "docker/requirements.lock: stale: the lock has stale==1, but docker/requirements.in resolves to nothing",
+    ]
+
+
+def test_a_generation_takes_the_versions_of_those_before_it_but_for_another_torch(
+    make_locks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(make_locks, "DOCKER", tmp_path)
+    monkeypatch.setattr(make_locks, "TOOLS", tmp_path)
+    for folder, torch in (("cpu", "2.2"), ("ampere", "2.2"), ("hopper", "2.2"), ("blackwell", "2.2"), ("volta", "2.1")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "requirements.in").write_text(f"# why\ntorch=={torch}  # why\n")
+        (tmp_path / folder / "requirements.lock").write_text(f"idna==3\nnvidia-nccl==7\ntorch=={torch}\n{folder}==1\n")
+    assert make_locks.shared_versions("hopper").read_text().split() == [
+        "idna==3", "nvidia-nccl==7", "torch==2.2", "cpu==1", "ampere==1",
+    ]  # fmt: skip
+    assert make_locks.shared_versions("volta").read_text().split() == [
+        "idna==3", "cpu==1", "ampere==1", "hopper==1", "blackwell==1",
+    ]  # fmt: skip

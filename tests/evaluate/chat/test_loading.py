@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tunebook.config.choices import PeftMethod, Weights
+from tunebook.config.frozen import config_to_yaml, load_config
+from tunebook.config.schema import ModelConfig
+from tunebook.errors import DataError, RequestError
+from tunebook.evaluate.chat.answering import ChatModel, Sampling
+from tunebook.evaluate.chat.loading import load, quiet_libraries
+from tunebook.evaluate.chat.session import Session
+from tunebook.evaluate.chat.target import Target
+from tunebook.model.tokenizer import load_tokenizer, tokenizer_hash
+
+Scripted = Callable[..., PreTrainedModel]
+SAMPLING = Sampling(max_new_tokens=16, temperature=0.0, seed=0)
+
+
+@pytest.fixture
+def target(run: Path) -> Target:
+    return Target(run=run, folder=run / "model")
+
+
+@pytest.fixture
+def exported(run: Path, tmp_path: Path) -> Path:
+    """A model folder outside of any run."""
+    return Path(shutil.copytree(run / "model", tmp_path / "exported"))
+
+
+def change(file: Path, **settings: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+
+def answer_of(target: Target) -> str:
+    return Session(load(target).model, SAMPLING, None).ask("rain", lambda _: None).text
+
+
+def adapter_of(model: PreTrainedModel, folder: Path) -> Path:
+    """A LoRA on one projection, whose two parts are not zero."""
+    torch.manual_seed(1)
+    settings = LoraConfig(r=2, lora_alpha=2, target_modules=["o_proj"], task_type="CAUSAL_LM")
+    with warnings.catch_warnings():  # peft asks transformers by a name that has a newer one
+        warnings.simplefilter("ignore", FutureWarning)
+        adapted: Any = get_peft_model(model, settings)
+    with torch.no_grad():
+        for name, weight in adapted.named_parameters():
+            if "lora_" in name:
+                weight.normal_()
+    adapted.save_pretrained(folder)
+    return folder
+
+
+def test_a_run_answers_with_its_own_tokenizer_and_says_so(target: Target) -> None:
+    loaded = load(target)
+    assert loaded.notes == ["the CPU in float32", "template and tokenizer are those of the run"]
+    assert loaded.system_prompt is None
+    assert Session(loaded.model, SAMPLING, None).ask("rain", lambda _: None).text == "apple bird"
+
+
+def test_the_runs_system_prompt_comes_with_it(target: Target, run: Path) -> None:
+    config = load_config(run / "run.yaml")
+    config.dataset.system_prompt = "Answer with words."
+    (run / "run.yaml").write_text(config_to_yaml(config))
+    assert load(target).system_prompt == "Answer with words."
+
+
+def test_a_run_can_be_moved_away_from_where_its_base_model_was(target: Target, run: Path) -> None:
+    config = load_config(run / "run.yaml")
+    config.model.path = "/nowhere/model"
+    (run / "run.yaml").write_text(config_to_yaml(config))
+    assert answer_of(target) == "apple bird"
+
+
+@pytest.mark.parametrize("change", ["{{ 'x' }}", None])
+def test_another_template_than_in_training_is_an_error(target: Target, run: Path, change: str | None) -> None:
+    file = run / "model" / "chat_template.jinja"
+    if change is None:
+        file.unlink()
+    else:
+        file.write_text(file.read_text() + change)
+    with pytest.raises(DataError, match=r"the chat template is not the one that .* was trained with") as raised:
+        load(target)
+    assert raised.value.problem_id == "template-changed"
+
+
+def test_another_tokenizer_than_in_training_is_an_error(target: Target, run: Path) -> None:
+    file = run / "model" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["model"]["merges"].pop()
+    file.write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"the tokenizer .* is not the one that .* was trained with") as raised:
+        load(target)
+    assert raised.value.problem_id == "tokenizer-changed"
+
+
+def test_a_padding_token_that_the_trainer_gave_is_no_difference(target: Target, run: Path) -> None:
+    without: Any = load_tokenizer(ModelConfig(path="book:recipes/quickstart/model"))
+    without.pad_token = None
+    change(run / "manifest.json", tokenizer_sha256=tokenizer_hash(without))
+    assert answer_of(target) == "apple bird"
+
+
+def test_without_a_manifest_it_says_that_nothing_was_compared(target: Target, run: Path) -> None:
+    (run / "manifest.json").unlink()
+    assert load(target).notes[-1] == "without a manifest nothing can be compared"
+
+
+def test_a_runs_adapter_is_loaded_on_the_runs_base(
+    run: Path, scripted: Scripted, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    base = Path(shutil.move(run / "model", tmp_path / "base"))
+    adapter = adapter_of(scripted("apple bird"), run / "model")
+    config = load_config(run / "run.yaml")
+    config.model.path, config.model.weights, config.model.facts = str(base), Weights.pretrained, None
+    config.peft.method, config.peft.target_modules = PeftMethod.lora, ["o_proj"]
+    (run / "run.yaml").write_text(config_to_yaml(config))
+    check_adapted(load(Target(run=run, folder=adapter)).model, base, adapter)
+
+
+def test_an_adapter_without_a_run_is_loaded_on_the_base_that_it_names(
+    exported: Path, scripted: Scripted, tmp_path: Path
+) -> None:
+    adapter = adapter_of(scripted("apple bird"), tmp_path / "adapter")
+    change(adapter / "adapter_config.json", base_model_name_or_path=str(exported))
+    check_adapted(load(Target(folder=adapter)).model, exported, adapter)
+
+
+def check_adapted(model: ChatModel, base: Path, adapter: Path) -> None:
+    """The projection is the base's plus B @ A, and everything else is the base's."""
+    parts = {name.split(".")[-2]: part for name, part in load_file(adapter / "adapter_model.safetensors").items()}
+    weights = load_file(base / "model.safetensors")
+    name = "model.layers.0.self_attn.o_proj.weight"
+    expected = weights[name] + parts["lora_B"] @ parts["lora_A"]
+    assert expected.abs().max() > 1
+    torch.testing.assert_close(model._model.state_dict(), weights | {name: expected})
+
+
+@pytest.mark.parametrize(
+    ("base", "message"),
+    [
+        ("/nowhere/model", "base model, /nowhere/model, is not on this machine; copy it here"),
+        (None, "does not say which base model"),
+        ("someone/model", "hf download"),
+    ],
+)
+def test_an_adapter_whose_base_is_not_here(
+    scripted: Scripted, exported: Path, tmp_path: Path, base: str | None, message: str
+) -> None:
+    adapter = adapter_of(scripted("apple"), tmp_path / "adapter")
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(exported / file, adapter)
+    settings = json.loads((adapter / "adapter_config.json").read_text()) | {"base_model_name_or_path": base}
+    if base is None:
+        del settings["base_model_name_or_path"]
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(RequestError, match=message):
+        load(Target(folder=adapter))
+
+
+def test_a_model_folder_answers_with_its_own_template(exported: Path) -> None:
+    loaded = load(Target(folder=exported))
+    assert loaded.notes == ["the CPU in float32", "the model's own template, without a run"]
+    assert answer_of(Target(folder=exported)) == "apple bird"
+
+
+def test_a_bf16_model_is_computed_in_fp32_on_a_cpu(exported: Path, scripted: Scripted) -> None:
+    half: Any = scripted("apple bird")
+    half.to(torch.bfloat16).save_pretrained(exported)
+    assert json.loads((exported / "config.json").read_text())["dtype"] == "bfloat16"
+    assert load(Target(folder=exported)).notes[0] == "the CPU in float32"
+
+
+def test_every_stop_token_of_the_models_generation_config_counts(
+    exported: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    change(exported / "generation_config.json", eos_token_id=[0, 7])
+    assert load(Target(folder=exported)).model._stop_ids == [0, tokenizer.eos_token_id, 7]
+
+
+def test_a_model_without_a_template_is_refused_with_what_to_do(exported: Path) -> None:
+    (exported / "chat_template.jinja").unlink()
+    with pytest.raises(RequestError, match=r"has no chat template.*save it as chat_template\.jinja beside") as raised:
+        load(Target(folder=exported))
+    assert raised.value.problem_id == "tokenizer-no-template"
+
+
+def test_a_tokenizer_without_eos_says_where_to_set_it(exported: Path) -> None:
+    change(exported / "tokenizer_config.json", eos_token=None, tokenizer_class="PreTrainedTokenizerFast")
+    with pytest.raises(
+        RequestError, match=r"no EOS token.*set it in the model's own folder, in tokenizer_config\.json"
+    ):
+        load(Target(folder=exported))
+
+
+def test_a_hub_name_without_network_says_what_to_type() -> None:
+    with pytest.raises(RequestError, match=r"hf download someone/model --local-dir DIR.*tunebook chat DIR") as raised:
+        load(Target(hub_name="someone/model"))
+    assert raised.value.problem_id == "hub-out-of-reach"
+
+
+@pytest.mark.filterwarnings("default")
+def test_libraries_are_quiet_meanwhile_and_errors_are_not(capfd: pytest.CaptureFixture[str]) -> None:
+    logger = logging.getLogger("transformers")
+    before = logger.level
+    with quiet_libraries():
+        warnings.warn("chatter", stacklevel=1)
+        logger.warning("chatter")
+        assert logger.isEnabledFor(logging.ERROR)
+    assert logger.level == before
+    assert "chatter" not in capfd.readouterr().err

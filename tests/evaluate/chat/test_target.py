@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tunebook.errors import RequestError
+from tunebook.evaluate.chat.target import Target, find_target
+
+
+@pytest.fixture
+def outputs(tmp_path: Path) -> Path:
+    return tmp_path / "outputs"
+
+
+@pytest.fixture
+def run(outputs: Path) -> Path:
+    folder = outputs / "tiny" / "2026-01-02T03-04-05Z"
+    folder.mkdir(parents=True)
+    (folder / "run.yaml").write_text("")
+    (folder / "manifest.json").write_text(json.dumps({"format": 1, "status": {"state": "finished", "reason": None}}))
+    return folder
+
+
+def model_folder(folder: Path, config: str = "config.json", weights: str = "model.safetensors") -> Path:
+    folder.mkdir(parents=True)
+    (folder / config).write_text("{}")
+    (folder / weights).write_text("")
+    return folder
+
+
+def test_a_run_is_found_by_folder_recipe_time_and_latest(run: Path, outputs: Path) -> None:
+    model = model_folder(run / "model")
+    for text in (str(run), "tiny", f"tiny/{run.name}", "latest", str(outputs / "tiny")):
+        assert find_target(text, outputs) == Target(run=run, folder=model), text
+
+
+@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
+def test_a_checkpoint_belongs_to_its_run(run: Path, outputs: Path, weights: str) -> None:
+    checkpoint = model_folder(run / "checkpoints" / "checkpoint-20", weights=weights)
+    assert find_target(str(checkpoint), outputs) == Target(run=run, folder=checkpoint)
+
+
+def test_an_adapter_is_a_model_too(run: Path, outputs: Path) -> None:
+    adapter = model_folder(run / "model", "adapter_config.json", "adapter_model.safetensors")
+    assert find_target("tiny", outputs) == Target(run=run, folder=adapter)
+
+
+def test_a_model_folder_needs_no_run(tmp_path: Path, outputs: Path) -> None:
+    model = model_folder(tmp_path / "exported")
+    assert find_target(str(model), outputs) == Target(folder=model)
+    assert find_target(str(model), outputs).name == str(model)
+
+
+def test_a_folder_beside_a_project_with_a_manifest_belongs_to_no_run(tmp_path: Path, outputs: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    model = model_folder(tmp_path / "exported")
+    assert find_target(str(model), outputs).run is None
+
+
+def test_a_name_with_an_organisation_may_be_on_the_hub(outputs: Path) -> None:
+    assert find_target("someone/model", outputs) == Target(hub_name="someone/model")
+    assert find_target("someone/model", outputs).name == "someone/model"
+
+
+@pytest.mark.parametrize("text", ["tinny", "./someone/model", "/someone/model", "one/two/three", "someone/"])
+def test_what_cannot_be_on_the_hub_is_an_unknown_run(run: Path, outputs: Path, text: str) -> None:
+    with pytest.raises(RequestError, match="there is no run") as raised:
+        find_target(text, outputs)
+    assert raised.value.problem_id == "unknown-run"
+
+
+def test_a_misspelt_recipe_gets_the_nearest(run: Path, outputs: Path) -> None:
+    with pytest.raises(RequestError, match="Did you mean 'tiny'"):
+        find_target("tinny", outputs)
+
+
+def test_a_sharded_checkpoint_is_refused(run: Path, outputs: Path) -> None:
+    sharded = run / "checkpoints" / "checkpoint-20"
+    sharded.mkdir(parents=True)
+    with pytest.raises(RequestError, match=r"checkpoint-20 holds no whole model .*tunebook export RUN"):
+        find_target(str(sharded), outputs)
+    (sharded / "config.json").write_text("{}")
+    with pytest.raises(RequestError, match="holds no whole model"):
+        find_target(str(sharded), outputs)
+
+
+def test_a_run_without_a_model_names_its_checkpoints(run: Path, outputs: Path) -> None:
+    checkpoint = model_folder(run / "checkpoints" / "checkpoint-20")
+    with pytest.raises(RequestError, match=f"has finished.*{checkpoint}"):
+        find_target("tiny", outputs)

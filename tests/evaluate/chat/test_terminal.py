@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import io
+import signal
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tunebook.errors import DoesNotFitError
+from tunebook.evaluate.chat.session import Answer, Session
+from tunebook.evaluate.chat.terminal import HELP, Terminal, printable
+
+Sessions = Callable[..., Session]
+
+
+def talk(session: Any, lines: Iterable[str], *, color: bool = False) -> str:
+    """What the terminal shows while these lines are typed, and then Ctrl-D."""
+    waiting = iter(lines)
+    screen = io.StringIO()
+
+    def read_line(prompt: str) -> str:
+        screen.write(prompt)
+        line = next(waiting, None)
+        if line is None:
+            raise EOFError
+        screen.write(line + "\n")
+        return line
+
+    console = Console(file=screen, width=100, force_terminal=color, color_system="standard" if color else None)
+    Terminal(session, console, read_line).run()
+    return screen.getvalue()
+
+
+class Scene:
+    """A session whose answer is what a test does."""
+
+    def __init__(self, act: Callable[[Callable[[str], None], Callable[[], bool]], Answer]) -> None:
+        self._act = act
+        self.system_prompt: str | None = None
+
+    def ask(self, _question: str, on_text: Callable[[str], None], is_interrupted: Callable[[], bool]) -> Answer:
+        return self._act(on_text, is_interrupted)
+
+
+def saying(text: str) -> Scene:
+    """A session that always answers with this text."""
+
+    def act(on_text: Callable[[str], None], _is_interrupted: Callable[[], bool]) -> Answer:
+        on_text(text)
+        return Answer(text=text, notes=[])
+
+    return Scene(act)
+
+
+def test_questions_are_answered_with_what_was_said_before(session: Sessions) -> None:
+    chat = session("apple bird")
+    assert talk(chat, ["rain", "", "   ", "key"]) == "> rain\napple bird\n> \n>    \n> key\napple bird\n> \n"
+    assert [turn["content"] for turn in chat.turns] == ["rain", "apple bird", "key", "apple bird"]
+
+
+def test_streamed_text_is_no_markup_and_not_wrapped(session: Sessions) -> None:
+    chat = session("[red] :x w", max_new_tokens=40)
+    assert talk(chat, ["[bold]rain[/bold]"], color=True).startswith("> [bold]rain[/bold]\n[red] :x w\n")
+    assert chat.turns[0]["content"] == "[bold]rain[/bold]"
+    long = saying("wort " * 60)
+    assert "wort " * 60 in talk(long, ["x"])
+
+
+def test_what_a_terminal_would_obey_is_not_passed_on() -> None:
+    assert printable("a\x1b[31mb\x07\x9b2Jc\rd\te\nf é🦊") == "a\ufffd[31mb\ufffd\ufffd2Jc\ufffdd\te\nf é🦊"
+    scene = saying("\x1b]0;title\x07")
+    assert "\x1b" not in talk(scene, ["x"])
+
+
+def test_notes_stand_under_the_answer(session: Sessions) -> None:
+    shown = talk(session("apple bird", max_new_tokens=1), ["rain"])
+    assert shown == "> rain\napple\n(cut off after --max-new-tokens 1)\n> \n"
+
+
+def test_reset_and_system(session: Sessions) -> None:
+    chat = session("apple")
+    shown = talk(chat, ["rain", "/reset", "/system", "/system Be [bold] brief", "/system", '/system ""', "/system"])
+    assert shown.splitlines()[2:] == [
+        "> /reset", "(a new conversation)", "> /system", "(no system prompt)", "> /system Be [bold] brief",
+        "(a new conversation under this system prompt)", "> /system", "system prompt: Be [bold] brief",
+        '> /system ""', "(a new conversation without a system prompt)", "> /system", "(no system prompt)", "> ",
+    ]  # fmt: skip
+    assert chat.turns == []
+
+
+@pytest.mark.parametrize("typed", ["/save {}", "/SAVE   {} ", "/save '{}'", '/save "{}"'])
+def test_save(session: Sessions, tmp_path: Path, typed: str) -> None:
+    file = tmp_path / "chat.jsonl"
+    shown = talk(session("apple"), ["rain", typed.format(file), "/save"])
+    assert f"(saved: {file})" in shown
+    assert "say where: /save chat.jsonl" in shown
+    assert '"content": "apple"' in file.read_text()
+
+
+def test_save_to_a_name_with_spaces(session: Sessions, tmp_path: Path) -> None:
+    talk(session("apple"), ["rain", f"/save {tmp_path}/my chat.jsonl", f"/save {tmp_path}/it's.jsonl"])
+    assert (tmp_path / "my chat.jsonl").is_file()
+    assert (tmp_path / "it's.jsonl").is_file()
+
+
+def test_help_and_exit(session: Sessions) -> None:
+    assert talk(session("apple"), ["/help", "/exit", "rain"]) == f"> /help\n{HELP}\n> /exit\n\n"
+    assert all(f"/{name}" in HELP for name in ("reset", "system", "save", "help", "exit"))
+
+
+def test_a_misspelt_command_is_no_question(session: Sessions) -> None:
+    chat = session("apple")
+    shown = talk(chat, ["/rest", "/Reset", "/", "/etc/passwd", " /rest"])
+    assert "there is no command /rest. Did you mean '/reset'? /help lists them" in shown
+    assert [turn["content"] for turn in chat.turns[::2]] == ["/", "/etc/passwd", "/rest"]
+
+
+def test_an_error_does_not_end_the_chat(session: Sessions) -> None:
+    shown = talk(session("apple", context=40), ["rain " * 50, "rain"])
+    assert "the question has" in shown
+    assert shown.endswith("> rain\napple\n> \n")
+
+    def fail(*_: object) -> Answer:
+        raise DoesNotFitError("the GPU ran out of memory")
+
+    assert "the GPU ran out of memory\n> \n" in talk(Scene(fail), ["x"])
+
+
+def test_ctrl_c_ends_the_answer_and_not_the_chat() -> None:
+    def act(on_text: Callable[[str], None], is_interrupted: Callable[[], bool]) -> Answer:
+        on_text("half")
+        assert not is_interrupted()
+        signal.raise_signal(signal.SIGINT)
+        assert is_interrupted()
+        return Answer(text="half", notes=["stopped"])
+
+    before = signal.getsignal(signal.SIGINT)
+    assert talk(Scene(act), ["one", "two"]) == "> one\nhalf\n(stopped)\n> two\nhalf\n(stopped)\n> \n"
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_ctrl_c_ends_the_chat_when_no_token_comes() -> None:
+    def act(*_: object) -> Answer:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("the second one was not heard")
+
+    before = signal.getsignal(signal.SIGINT)
+    assert talk(Scene(act), ["one", "two"]) == "> one\n\n\n"
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_at_the_prompt_ends_the_chat(session: Sessions) -> None:
+    def read_line(_prompt: str) -> str:
+        raise KeyboardInterrupt
+
+    Terminal(session("apple"), Console(file=io.StringIO()), read_line).run()

@@ -1,0 +1,53 @@
+"""The programs that attack the sandbox: every function in attacks/*.py is one, and is handed over as text.
+
+`answer()` is called by the test, and returns 42 if the attack came through. So a program that passes is a breach, and
+one that is stopped fails. The last line of its docstring says how it may be stopped.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / "attacks"
+TEST = "assert answer() == 42"
+RIGHT = "def answer():\n    return 42\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attack:
+    """One program, and what may be said of it: statuses of outcomes."""
+
+    name: str
+    source: str
+    stopped_as: frozenset[str]
+
+    @property
+    def time_limit_s(self) -> float:
+        """Short for those that end by it, and otherwise long enough for a busy machine."""
+        return 2.0 if "timed_out" in self.stopped_as else 15.0
+
+
+def load_attacks() -> list[Attack]:
+    """Every attack, in the order of the files."""
+    return [attack for file in sorted(FOLDER.glob("*.py")) for attack in _attacks_of(file.read_text(encoding="utf-8"))]
+
+
+def _attacks_of(text: str) -> list[Attack]:
+    functions = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+    return [
+        Attack(
+            name=function.name,
+            source=f"{ast.get_source_segment(text, function)}\n\n\n{_start_of(function)}",
+            stopped_as=frozenset(
+                (ast.get_docstring(function) or "").rpartition("Stopped as ")[2].rstrip(".").split(", ")
+            ),
+        )
+        for function in functions
+    ]
+
+
+def _start_of(function: ast.FunctionDef) -> str:
+    """An attack without parameters is the answer itself; `at_once()` runs as the program does, before its test."""
+    return f"{function.name}()" if function.args.args else f"answer = {function.name}"

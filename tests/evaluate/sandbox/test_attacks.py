@@ -1,0 +1,83 @@
+"""Programs that attack, each followed by one that is right: the first must fail, the second pass, and nothing stay."""
+
+from __future__ import annotations
+
+import os
+import runpy
+from pathlib import Path
+
+import pytest
+
+from tunebook.evaluate.sandbox.client import run_programs
+from tunebook.evaluate.sandbox.jobs import Program
+from tunebook.evaluate.sandbox.users import FIRST_UIDS
+
+LIST = runpy.run_path(str(Path(__file__).parent / "attack_list.py"))
+ATTACKS = {attack.name: attack for attack in LIST["load_attacks"]()}
+pytestmark = pytest.mark.slow
+
+
+def attack_all(backend, secrets):
+    """What became of each attack, and of the right program after it."""
+    programs = []
+    for name, attack in ATTACKS.items():
+        source = attack.source.replace("/secrets", str(secrets))
+        programs.append(Program(id=name, source=source, test=LIST["TEST"], time_limit_s=attack.time_limit_s))
+        programs.append(Program(id=f"after {name}", source=LIST["RIGHT"], test=LIST["TEST"], time_limit_s=20.0))
+    return {outcome.id: outcome for outcome in run_programs(programs, backend)}
+
+
+@pytest.fixture(scope="module")
+def secrets(tmp_path_factory):
+    """A file of the user's; bubblewrap hides also what every user of the machine may read."""
+    folder = tmp_path_factory.mktemp("home")
+    (folder / "diary.txt").write_text("secret")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def behind_bubblewrap(bubblewrap, secrets):
+    return attack_all(bubblewrap, secrets)
+
+
+@pytest.fixture(scope="module")
+def behind_users(users, secrets):
+    return attack_all(users, secrets)
+
+
+def test_there_are_at_least_twenty():
+    assert len(ATTACKS) >= 20
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_it_is_stopped_by_bubblewrap(name, behind_bubblewrap):
+    assert behind_bubblewrap[name].status in ATTACKS[name].stopped_as, behind_bubblewrap[name]
+    assert behind_bubblewrap[f"after {name}"].is_passed, behind_bubblewrap[f"after {name}"]
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_it_is_stopped_by_users(name, behind_users):
+    assert behind_users[name].status in ATTACKS[name].stopped_as, behind_users[name]
+    assert behind_users[f"after {name}"].is_passed, behind_users[f"after {name}"]
+
+
+def test_nothing_of_them_is_left(behind_users, service):
+    assert [path for slot in service.slots.iterdir() for path in slot.iterdir()] == []
+    shared = [Path(folder) for folder in ("/tmp", "/dev/shm", "/var/tmp") if Path(folder).is_dir()]
+    owners = {path.lstat().st_uid for folder in shared for path in folder.iterdir()}
+    assert not [owner for owner in owners if owner >= FIRST_UIDS[0]]
+    running = {path.stat().st_uid for path in Path("/proc").iterdir() if path.name.isdigit() and path.exists()}
+    assert not [owner for owner in running if owner >= FIRST_UIDS[0]]
+
+
+def test_the_handover_folder_holds_what_the_runner_wrote(behind_users, service):
+    names = {str(path.relative_to(service.handover)) for path in service.handover.rglob("*")}
+    assert names == {"lock", "runner.json", "jobs", "claimed", "results"}
+    assert {path.stat().st_uid for path in service.handover.rglob("*")} == {os.getuid()}
+
+
+def test_what_a_program_prints_does_not_steer_a_terminal(users):
+    source = "print('\\x1b]0;owned\\x07')\ndef answer():\n    raise ValueError('\\x1b[2J')\n"
+    [outcome] = run_programs([Program(id="x", source=source, test=LIST["TEST"])], users)
+    assert outcome.last_lines == ["\\x1b]0;owned\\x07"]
+    assert outcome.message.startswith("ValueError: \\x1b[2J (program, line 3)")

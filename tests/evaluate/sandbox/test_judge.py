@@ -1,0 +1,87 @@
+"""Verdicts on right and wrong programs: the same as code_eval's, which executes program and test in one process."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tunebook.evaluate.sandbox.jobs import Status
+
+PAIRS = {
+    "carriage returns": ("def area(a, b):\r\n  return a*b", "assert area(10,20)==200\nassert area(4,8)==32"),
+    **{
+        section.partition("\n")[0]: tuple(section.partition("\n")[2].split("--- test\n"))
+        for section in (Path(__file__).parent / "pairs.txt").read_text(encoding="utf-8").split("\n=== ")[1:]
+    },
+    "not even text of Python": ("def f():\n    return '\0'", "assert f() == '\0'"),
+    "half a surrogate pair": ("x = '\ud800'\ndef f():\n    return 1", "assert f() == 1"),
+}
+
+
+def code_eval(program: str, test: str) -> bool:
+    """The verdict of code_eval's method: both in one process, right if nothing is raised. For the pairs above only."""
+    code = "import sys\ntry:\n    exec(eval(sys.argv[1]), {})\nexcept BaseException:\n    sys.exit(1)\n"
+    words = [sys.executable, "-I", "-S", "-c", code, ascii(f"{program}\n{test}")]
+    return subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_verdict_is_that_of_code_eval(name, judge):
+    outcome = judge(*PAIRS[name])
+    assert outcome.is_passed == code_eval(*PAIRS[name]), outcome
+
+
+def test_right_and_wrong_programs_are_among_them():
+    assert list(PAIRS).index("wrong") >= 30
+    assert len(PAIRS) - list(PAIRS).index("wrong") >= 10
+
+
+@pytest.mark.parametrize(
+    ("source", "test", "status", "message"),
+    [
+        ("def f():\n    return 1", "\nassert f() == 2", Status.failed, r"^AssertionError \(test, line 2: assert f\("),
+        ("\n1 / 0", "assert 1", Status.failed, r"^ZeroDivisionError: division by zero \(program, line 2\)$"),
+        ("def f():\n    return {}['x']", "f()", Status.failed, r"^KeyError: 'x' \(program, line 2\) \(test, line 1: f"),
+        ("def f(:", "f()", Status.failed, r"^SyntaxError: .*\(program, line 1\)$"),
+        ("import os\nos._exit(3)", "assert 1", Status.failed, r"^it ended before its test did \(exit code 3\)$"),
+        ("import os\ndef f():\n    os.kill(os.getpid(), 11)\n    os.abort()", "f()", Status.crashed, "killed by SIG"),
+        ("while True:\n    pass", "assert 1", Status.timed_out, r"^it was not done after 1 s$"),
+        ("def f():\n    return 'x' * 10**10", "f()", Status.memory, "^MemoryError"),
+        ("def f():\n    while True:\n        print('spam')", "f()", Status.output, r"^it printed more than 1024 KiB$"),
+        ("def f():\n    open('x', 'wb').write(bytes(70 << 20))", "f()", Status.disk, "File too large|No space left"),
+        ("def f():\n    return 1", "import os\nf()\nos._exit(0)", Status.failed, r"^its test ended without a verdict"),
+        ("def f():\n    return 1", "assert f(", Status.failed, "the test itself cannot be compiled"),
+    ],
+)  # fmt: skip
+def test_what_is_said_of_a_failure(source, test, status, message, judge):
+    outcome = judge(source, test, time_limit_s=1.0 if status is Status.timed_out else 20.0)
+    assert outcome.status is status, outcome
+    assert re.search(message, outcome.message), outcome
+
+
+def test_the_last_lines_that_it_printed_are_kept(judge):
+    outcome = judge("for n in range(100):\n    print('line', n)\nprint('é')", "assert 0")
+    assert outcome.last_lines == [*(f"line {n}" for n in range(91, 100)), "é"]
+
+
+def test_a_test_cannot_hand_over_objects_of_its_own(judge):
+    outcome = judge("def f(x):\n    return 1", "class Own:\n    pass\nassert f(Own()) == 1")
+    assert "TypeError: a test can hand plain data and functions to the program, not Own" in outcome.message
+
+
+def test_builtins_of_the_program_do_not_reach_its_test(judge):
+    source = "abs = len = all = round = lambda *_: 0\ndef f(x):\n    return x"
+    assert not judge(source, "assert abs(f(5) - 3) < 1e-6").is_passed
+    assert not judge(f"class math:\n    isclose = lambda *_: True\n{source}", "assert math.isclose(f(5), 3)").is_passed
+
+
+def test_an_end_that_the_test_expects_as_an_exception_is_no_pass(judge):
+    source = "import os\ndef f():\n    os._exit(0)"
+    for caught in ("Exception", "BaseException"):
+        outcome = judge(source, f"try:\n    f()\nexcept {caught}:\n    pass")
+        assert outcome.status is Status.failed
+        assert "ended before its test" in outcome.message

@@ -1,0 +1,108 @@
+"""What an image says about itself, and for which GPUs the torch in it has code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tunebook.errors import RequestError
+from tunebook.hardware.image import IMAGE_FILE_VARIABLE, Image, read_image
+
+AMPERE: dict[str, Any] = {
+    "generation": "ampere",
+    "torch": "2.13.0",
+    "cuda": "13.0",
+    "min_driver": 580,
+    "compute_capabilities": ["8.0", "8.6", "8.9"],
+    "arch_list": ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"],
+    "attention": "flash-attn-2",
+    "lock_sha256": "1" * 64,
+    "sources_sha256": "2" * 64,
+    "git_commit": "3" * 40,
+    "git_diff_sha256": None,
+    "base_image": "debian:12.12-slim",
+}
+CPU = AMPERE | {
+    "generation": "cpu", "cuda": None, "min_driver": None, "compute_capabilities": [], "arch_list": [],
+    "attention": "none", "git_commit": None,
+}  # fmt: skip
+
+
+def image(tmp_path: Path, facts: Any) -> Image | None:
+    file = tmp_path / "image.json"
+    file.write_text(facts if isinstance(facts, str) else json.dumps(facts), encoding="utf-8")
+    return read_image({IMAGE_FILE_VARIABLE: str(file)})
+
+
+@pytest.mark.parametrize("environment", [{}, {IMAGE_FILE_VARIABLE: ""}])
+def test_without_the_variable_this_is_no_image(environment: dict[str, str]) -> None:
+    assert read_image(environment) is None
+
+
+def test_an_image_for_gpus(tmp_path: Path) -> None:
+    found = image(tmp_path, AMPERE | {"num_packages": 140})  # what a later build adds does not hurt
+    assert found is not None
+    assert (found.generation, found.min_driver, found.attention) == ("ampere", 580, "flash-attn-2")
+    assert found.compute_capabilities == ((8, 0), (8, 6), (8, 9))
+    assert found.is_for_gpus
+
+
+def test_the_image_without_gpus(tmp_path: Path) -> None:
+    found = image(tmp_path, CPU)
+    assert found is not None
+    assert (found.cuda, found.min_driver, found.attention, found.git_commit) == (None, None, None, None)
+    assert not found.is_for_gpus
+    assert not found.has_code_for((8, 0))
+
+
+@pytest.mark.parametrize(
+    ("flags", "capability", "has_code"),
+    [
+        (["sm_75", "sm_80"], (7, 0), False),
+        (["sm_75", "sm_80"], (8, 9), True),  # a newer minor version of the same major one
+        (["sm_86"], (8, 0), False),  # an older one
+        (["sm_80", "sm_90"], (10, 0), False),
+        (["sm_100", "sm_120"], (10, 3), True),
+        (["sm_90a"], (9, 0), True),
+        (["sm_100a"], (10, 3), False),
+        (["sm_100f"], (10, 3), True),
+        (["compute_90"], (12, 0), True),  # the driver compiles PTX for newer GPUs
+        (["compute_120"], (11, 0), False),
+        (["compute_100f"], (12, 0), False),
+        (["gfx90a"], (9, 0), False),
+    ],
+)
+def test_what_torchs_flags_run_on(
+    tmp_path: Path, flags: list[str], capability: tuple[int, int], has_code: bool
+) -> None:
+    found = image(tmp_path, AMPERE | {"arch_list": flags})
+    assert found is not None
+    assert found.has_code_for(capability) is has_code
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ("{", "Expecting property name"),
+        ("[]", "it holds no keys"),
+        ({}, "it has no key 'attention'"),
+        (AMPERE | {"min_driver": "580"}, "min_driver is '580', and no whole number"),
+        (AMPERE | {"torch": None}, "torch is None, and no text"),
+        (AMPERE | {"arch_list": "sm_80"}, "arch_list is 'sm_80', and no list of texts"),
+        (AMPERE | {"compute_capabilities": ["80"]}, "'80', which is not written like 9.0"),
+    ],
+)
+def test_a_damaged_file_is_named_with_what_mends_it(tmp_path: Path, facts: Any, reason: str) -> None:
+    with pytest.raises(RequestError, match=r"build the image again with `make image`") as caught:
+        image(tmp_path, facts)
+    assert reason in caught.value.message
+    assert str(tmp_path / "image.json") in caught.value.message
+    assert caught.value.problem_id == "image-file-broken"
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="No such file"):
+        read_image({IMAGE_FILE_VARIABLE: str(tmp_path / "nothing.json")})

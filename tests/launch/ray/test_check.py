@@ -1,0 +1,85 @@
+"""Whether a Ray run can begin; Ray itself is not needed for any of these."""
+
+import socket
+import sys
+from importlib import metadata
+
+import pytest
+
+from tunebook.config.auto import resolve_auto
+from tunebook.config.compose import compose
+from tunebook.errors import RequestError, RulesError
+from tunebook.hardware.detect import Machine
+from tunebook.launch.ray import check
+from tunebook.launch.ray.__main__ import runtime_env
+from tunebook.launch.ray.check import check_ray, cluster_resources, worker_resources
+
+NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
+
+
+def config_of(*words):
+    return resolve_auto(compose(words[0], list(words[1:])).config, NO_GPU).config
+
+
+@pytest.fixture
+def with_ray(monkeypatch):
+    monkeypatch.setattr(check.metadata, "version", lambda name: "2.60.0")
+
+
+def test_without_the_package_the_line_that_installs_it_is_given(monkeypatch):
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(check.metadata, "version", missing)
+    with pytest.raises(RulesError, match=r"pip install 'ray\[train\]==2.60.0'.*missing-package"):
+        check_ray(config_of("dolly3b_ray_zero3_offload"))
+
+
+def test_a_worker_takes_its_cores_and_a_gpu():
+    assert worker_resources(config_of("dolly3b_ray_zero3_offload")) == {"CPU": 28.0, "GPU": 1.0}
+    assert worker_resources(config_of("quickstart", "launcher=ray")) == {"CPU": 1.0}
+
+
+def test_a_cluster_without_enough_gpus_is_refused(with_ray, monkeypatch):
+    monkeypatch.setattr(check, "cluster_resources", lambda address: {"CPU": 64.0, "GPU": 4.0})
+    with pytest.raises(RequestError, match=r"has 4 GPUs, and 8 workers with 1 each need 8; lower hardware.num_nodes"):
+        check_ray(config_of("qwen3b_zero2", "launcher=ray"))
+    check_ray(config_of("qwen3b_zero2", "launcher=ray", "hardware.gpus_per_node=4"))
+
+
+def test_a_cluster_of_its_own_is_not_asked_for(with_ray, monkeypatch):
+    monkeypatch.setattr(check, "cluster_resources", None)
+    check_ray(config_of("dolly3b_ray_zero3_offload", "launcher.address=local"))
+
+
+def test_an_address_where_nobody_listens_is_said_at_once():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(
+        RequestError, match=rf"launcher.address=127.0.0.1:{port}: no Ray cluster .*refused.*address=local"
+    ):
+        cluster_resources(f"127.0.0.1:{port}")
+
+
+def test_one_that_listens_and_does_not_answer_is_given_up(monkeypatch):
+    monkeypatch.setattr(check.sys, "executable", "/bin/sleep")
+    monkeypatch.setattr(check, "_command", lambda address: ["sleep", "30"])
+    with pytest.raises(RequestError, match=r"no answer within 0.2 s"):
+        cluster_resources("auto", timeout_s=0.2)
+
+
+def test_one_that_breaks_off_shows_its_last_words(monkeypatch):
+    program = "import sys; sys.exit('protocol error')"
+    monkeypatch.setattr(check, "_command", lambda address: [sys.executable, "-c", program])
+    with pytest.raises(RequestError, match=r"\(protocol error\)"):
+        cluster_resources("auto")
+
+
+def test_the_runtime_environment(monkeypatch):
+    monkeypatch.setattr("os.environ", {"HF_TOKEN": "t", "HOME": "/h"})
+    settings = config_of(
+        "quickstart", "launcher=ray", "launcher.pip=['x==1']", "launcher.env_vars=['NCCL_DEBUG=INFO']"
+    ).launcher
+    assert runtime_env(settings) == {"env_vars": {"HF_TOKEN": "t", "NCCL_DEBUG": "INFO"}, "pip": ["x==1"]}
+    settings = config_of("quickstart", "launcher=ray", "launcher.ship_code=true").launcher
+    assert runtime_env(settings)["py_modules"][0].endswith("/tunebook")

@@ -1,0 +1,105 @@
+"""What Slurm's commands say, as the versions from 22.05 on say it, and what is made of that."""
+
+import subprocess
+
+import pytest
+
+from tunebook.config.auto import resolve_auto
+from tunebook.config.compose import compose
+from tunebook.errors import RequestError, TunebookError
+from tunebook.hardware.detect import Machine
+from tunebook.launch.slurm import client
+from tunebook.launch.slurm.client import check_job, job_state, refusal, slurm
+
+NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
+
+
+@pytest.fixture
+def says(monkeypatch, tmp_path):
+    """Put a program in the place of one of Slurm's commands."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    def make(name, output="", errors="", code=0):
+        program = tmp_path / name
+        program.write_text(f"#!/bin/sh\ncat << 'END'\n{output}\nEND\ncat >&2 << 'END'\n{errors}\nEND\nexit {code}\n")
+        program.chmod(0o755)
+
+    return make
+
+
+def config_of(*words):
+    return resolve_auto(compose("llama2_70b_fsdp", list(words)).config, NO_GPU).config
+
+
+def test_without_slurm_it_is_said_where_to_type(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RequestError, match=r"needs Slurm's command sbatch, .* login node .* or use launcher=local"):
+        check_job(config_of())
+
+
+def test_a_controller_that_does_not_answer_is_given_up(says, monkeypatch):
+    says("squeue")
+    monkeypatch.setattr(client, "CLIENT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(client.subprocess, "run", lambda *args, **kwargs: _time_out())
+    with pytest.raises(TunebookError, match=r"squeue did not answer within 0.2 s.*scontrol ping"):
+        slurm("squeue")
+
+
+def _time_out():
+    raise subprocess.TimeoutExpired("squeue", 0.2)
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (
+            "sbatch: error: invalid partition specified: gpus\nallocation failure: Invalid partition name specified",
+            r"invalid partition specified: gpus; Invalid partition name specified. launcher.partition=gpus: Did you "
+            r"mean 'gpu'\? Partitions: cpu, gpu",
+        ),
+        (
+            "allocation failure: Invalid account or account/partition combination specified",
+            r"launcher.account=chem: name an account that may use the partition",
+        ),
+        ("allocation failure: Requested node configuration is not available", r"no 2 nodes of the partition have"),
+        (
+            "sbatch: error: Invalid generic resource (gres) specification",
+            r"lower hardware.num_nodes, hardware.gpus_per_",
+        ),
+        ("allocation failure: Invalid feature specification", r"look at the cluster with: sinfo"),
+    ],
+)
+def test_refusals_say_what_to_change(says, said, words):
+    says("sinfo", "gpu\ncpu\ngpu")
+    says("sbatch", errors=said, code=1)
+    with pytest.raises(RequestError, match=words) as caught:
+        check_job(config_of("launcher.partition=gpus", "launcher.account=chem"))
+    assert caught.value.problem_id == "slurm-refused"
+
+
+def test_a_controller_that_is_down_is_no_refusal():
+    said = "sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)"
+    assert refusal(said, config_of()).exit_code == 1
+
+
+def test_how_a_job_stands(says):
+    says(
+        "scontrol",
+        "JobId=12 JobName=x UserId=root(0) JobState=PENDING Reason=Nodes required for job are DOWN, DRAINED or "
+        "reserved Dependency=(null) Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:0 NodeList=(null) "
+        "NumNodes=2-2 TRES=cpu=4,mem=1G Command=/a b/job.sh",
+    )
+    state = job_state("12")
+    assert state.text() == "PENDING (Nodes required for job are DOWN, DRAINED or reserved)"
+    assert (state.has_ended, state.exit_code) == (False, 0)
+    says("scontrol", "JobId=12 JobState=NODE_FAIL Reason=NodeDown ExitCode=0:9 NodeList=node[1-2] NumNodes=2")
+    state = job_state("12")
+    assert (state.text(), state.has_ended, state.signal) == ("NODE_FAIL (NodeDown) on node[1-2]", True, 9)
+
+
+def test_a_job_that_slurm_has_forgotten(says):
+    says("scontrol", errors="slurm_load_jobs error: Invalid job id specified", code=1)
+    assert job_state("12") is None
+    says("scontrol", errors="slurm_load_jobs error: Unable to contact slurm controller", code=1)
+    with pytest.raises(TunebookError, match="Unable to contact"):
+        job_state("12")

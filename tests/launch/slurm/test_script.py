@@ -1,0 +1,59 @@
+"""The job script, line by line, as a shell and sbatch read it."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tunebook.config.auto import resolve_auto
+from tunebook.config.compose import compose
+from tunebook.hardware.detect import Machine
+from tunebook.launch.slurm.script import job_script, option_words
+
+NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
+FOLDER = Path("/runs/1")
+
+
+def config_of(*words):
+    return resolve_auto(compose(words[0], list(words[1:])).config, NO_GPU).config
+
+
+def test_two_nodes_of_eight_gpus(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    config = config_of("llama2_70b_fsdp", "launcher.partition=gpu", "launcher.time_limit=24:00:00")
+    lines = job_script(config, FOLDER, "/venv/bin/python").splitlines()
+    assert lines[0] == "#!/usr/bin/env bash"
+    assert [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")] == [
+        *["--job-name=llama2_70b_fsdp", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8"],
+        *["--exclusive", "--mem=0", "--partition=gpu", "--time=24:00:00", "--output=/runs/1/slurm-%j.out"],
+        *["--open-mode=append", "--requeue", "--signal=B:USR1@300"],
+    ]
+    assert lines[-2:] == [f"cd {tmp_path}", "exec /venv/bin/python -m tunebook.launch.slurm /runs/1"]
+
+
+def test_shared_nodes_no_requeue_and_more_options():
+    words = option_words(
+        config_of(
+            *["quickstart", "launcher=slurm", "launcher.cpus_per_task=8", "launcher.requeue=false"],
+            *["launcher.account=physics", "launcher.stop_timeout_s=60", "launcher.extra_args=['--qos=high']"],
+        )
+    )
+    assert words == [
+        *["--job-name=quickstart", "--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=8", "--account=physics"],
+        *["--no-requeue", "--signal=B:USR1@60", "--qos=high"],
+    ]
+
+
+@pytest.mark.parametrize("name", ["plain", "with blank", "it's"])
+def test_the_shell_reads_it_whatever_the_folders_are_called(monkeypatch, tmp_path, name):
+    place = tmp_path / name
+    place.mkdir()
+    monkeypatch.chdir(place)
+    program = place / "python"
+    program.write_text('#!/bin/sh\nprintf "%s|" "$PWD" "$SRUN_CPUS_PER_TASK" "$@"\n')
+    program.chmod(0o755)
+    script = job_script(config_of("quickstart", "launcher=slurm"), place / "run", str(program))
+    answer = subprocess.run(
+        ["bash", "-c", script], env={"SLURM_CPUS_ON_NODE": "4", "PATH": "/usr/bin:/bin"}, capture_output=True, text=True
+    )
+    assert answer.stdout == f"{place}|4|-m|tunebook.launch.slurm|{place / 'run'}|", answer.stderr

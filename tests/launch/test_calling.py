@@ -1,0 +1,58 @@
+"""A node's call to the launcher, and what it looks for on its own machine."""
+
+import json
+import signal
+import socket
+
+import pytest
+
+from tunebook.errors import RequestError, StoppedError, TunebookError
+from tunebook.launch import calling
+from tunebook.launch.calling import call_launcher, folder_problem, free_port, socket_interface
+
+
+def test_the_first_address_that_answers_is_taken():
+    said = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        line, reached_at = call_launcher(f"no-such-host.invalid,127.0.0.1:{port}", 5, said.append)
+    assert (reached_at, line.own_address, said) == ("127.0.0.1", "127.0.0.1", [])
+    line.close()
+
+
+def test_nobody_there_is_said_at_once_and_given_up_in_time(monkeypatch):
+    monkeypatch.setattr(calling, "_CALL_EVERY_S", 0.05)
+    said = []
+    port = free_port()
+    with pytest.raises(
+        TunebookError, match=rf"no launcher answers at 127.0.0.1:{port} within 0.2 s .*refused"
+    ) as caught:
+        call_launcher(f"127.0.0.1:{port}", 0.2, said.append)
+    assert caught.value.exit_code == 1
+    assert said == [f"calling 127.0.0.1:{port}, up to 0.2 s (127.0.0.1: Connection refused)"]
+
+
+def test_a_name_that_nobody_knows_is_not_waited_for_to_the_end(monkeypatch):
+    monkeypatch.setattr(calling, "_CALL_EVERY_S", 0.05)
+    monkeypatch.setattr(calling, "_NAME_WITHIN_S", 0.1)
+    with pytest.raises(RequestError, match=r"name node 0 with launcher\.master_address"):
+        call_launcher("no-such-host.invalid:29400", 600, lambda text: None)
+
+
+def test_a_request_to_stop_ends_the_calling():
+    with pytest.raises(StoppedError, match="stopped by SIGTERM before the start"):
+        call_launcher(f"127.0.0.1:{free_port()}", 600, lambda text: None, [signal.SIGTERM])
+
+
+def test_a_folder_that_is_not_shared_is_named(tmp_path):
+    assert "outputs=/a/shared/folder" in folder_problem(tmp_path)
+    (tmp_path / "run.yaml").touch()
+    (tmp_path / "prepared.json").write_text(json.dumps({"folder": str(tmp_path / "gone")}))
+    assert f"the prepared data {tmp_path / 'gone'} is not there; set TUNEBOOK_CACHE" in folder_problem(tmp_path)
+    (tmp_path / "gone").mkdir()
+    assert folder_problem(tmp_path) is None
+
+
+def test_loopback_is_no_interface_between_nodes():
+    assert socket_interface("127.0.0.1") is None
+    assert socket_interface("192.0.2.99") is None

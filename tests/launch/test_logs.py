@@ -1,0 +1,78 @@
+"""What torchrun's report and the ranks' logs are read for."""
+
+import signal
+
+import pytest
+
+from tunebook.launch.logs import Failure, first_failure, last_lines, make_logs, quote_log, rank_log, torchrun_log, where
+
+# As torch 2.13 prints it, shortened.
+REPORT = """E1121 11:40:02 torch/distributed/elastic/api.py:1000] failed (exitcode: {code}) local_rank: 1
+============================================================
+tunebook.launch.rank FAILED
+------------------------------------------------------------
+Failures:
+[1]:
+  time      : 2026-11-21_11:40:01
+  host      : node1
+  rank      : 2 (local_rank: 2)
+  exitcode  : 1 (pid: 4713)
+  error_file: <N/A>
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-21_11:40:01
+  host      : node1
+  rank      : {rank} (local_rank: 1)
+  exitcode  : {code} (pid: 4712)
+  error_file: <N/A>
+  traceback : Signal 9 (SIGKILL) received by PID 4712
+============================================================
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    make_logs(tmp_path)
+    return tmp_path
+
+
+def test_the_first_failure_is_torchruns_root_cause(folder):
+    assert first_failure(folder) is None
+    torchrun_log(folder, 0).write_text("W1121 something else\n" + REPORT.format(rank=5, code=-9))
+    assert first_failure(folder) == Failure(rank=5, exit_code=-9)
+
+
+@pytest.mark.parametrize("codes", [(1, -9, -15), (-15, 1, -9)])
+def test_of_several_nodes_the_one_with_a_killed_rank_is_believed(folder, codes):
+    for node, code in enumerate(codes):
+        torchrun_log(folder, node).write_text(REPORT.format(rank=node, code=code))
+    assert first_failure(folder) == Failure(rank=codes.index(-9), exit_code=-9)
+
+
+def test_a_rank_that_was_ended_for_another_is_no_cause(folder):
+    torchrun_log(folder, 0).write_text(REPORT.format(rank=0, code=1))
+    torchrun_log(folder, 1).write_text(REPORT.format(rank=1, code=-signal.SIGTERM))
+    assert first_failure(folder).rank == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [(-9, "killed by SIGKILL (the system"), (-6, "killed by SIGABRT"), (3, "ended with exit code 3")],
+)
+def test_endings_in_words(code, words):
+    assert words in Failure(rank=0, exit_code=code).how
+
+
+def test_the_last_lines_of_a_log(folder):
+    file = rank_log(folder, 3)
+    assert quote_log(file, folder) == ""
+    file.write_text("".join(f"line {number}\n\n" for number in range(100_000)))
+    assert last_lines(file) == [f"line {number}" for number in range(99_992, 100_000)]
+    assert quote_log(file, folder).startswith("the last lines of logs/rank-3.log:\n    line 99992\n")
+    make_logs(folder)
+    assert last_lines(file) == []
+
+
+def test_a_rank_and_its_host():
+    assert (where(1, {1: "node2"}), where(1, {})) == ("rank 1 on node2", "rank 1")

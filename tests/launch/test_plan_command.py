@@ -1,0 +1,141 @@
+"""`plan` and `train --dry-run`: what is printed for people and for programs, and the exit code."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tunebook.config.book import find_recipes
+from tunebook.errors import DoesNotFitError, RequestError, RulesError
+from tunebook.hardware.detect import Machine
+from tunebook.launch import draft
+from tunebook.launch.plan_command import plan_command
+
+TOO_LARGE = ("hardware=cpu", "parallelism=single", "model.liger_kernel=false")  # 46 GiB of states on 8 GiB
+KEYS = {
+    "recipe", "hardware", "precision", "attention", "packing", "batch", "memory_gib", "fits", "choices", "problems",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two cores and 8 GiB, wherever this runs."""
+    machine = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
+    monkeypatch.setattr(draft, "detect_machine", lambda: machine)
+
+
+def shown(recipe: str | None, *words: str, folder: Path | None = None) -> str:
+    console = Console(file=io.StringIO(), width=160)
+    assert plan_command(recipe, [*words], [], console, folder=folder) == 0
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.fixture
+def as_json(capsys: pytest.CaptureFixture[str]) -> Any:
+    """`as_json("quickstart", "training.seed=1")`: the exit code and what was printed."""
+
+    def plan(recipe: str | None, *words: str) -> tuple[int, dict[str, Any]]:
+        code = plan_command(recipe, [*words], [], Console(), as_json=True)
+        plan: dict[str, Any] = json.loads(capsys.readouterr().out)
+        assert set(plan) == KEYS
+        return code, plan
+
+    return plan
+
+
+def test_the_choices_the_batch_the_launch_and_the_memory_are_shown() -> None:
+    text = shown("qwen3b_zero2", folder=Path("/a/run"))
+    for part in (
+        "hardware.generation",
+        "one optimizer step: 528 documents",
+        "-m tunebook.launch.rank /a/run",
+        "Memory of each GPU or rank (estimated, GiB, of 32)\n  weights 11.5 + gradients 1.4 + optimizer 2.9 + ",
+        "  not estimated: activations, overhead\n",
+    ):
+        assert part in text
+
+
+def test_the_run_folder_is_made_up_where_none_is_named() -> None:
+    assert "outputs/quickstart/<time>" in shown("quickstart")
+
+
+@pytest.mark.parametrize("recipe", sorted(find_recipes([])))
+def test_every_recipe_has_a_whole_plan(as_json: Any, recipe: str) -> None:
+    code, plan = as_json(recipe)
+    assert code == 0
+    assert plan["recipe"] == recipe
+    assert set(plan["hardware"]) == {"generation", "num_nodes", "gpus_per_node", "memory_gib"}
+    assert {"global_samples", "micro", "accumulation", "world_size"} <= set(plan["batch"])
+    assert plan["memory_gib"]["overhead"] is None  # nothing computes it
+    assert plan["memory_gib"]["weights"] >= 0
+    assert all(set(choice) == {"key", "value", "why"} for choice in plan["choices"])
+    assert not any(problem["is_error"] for problem in plan["problems"])
+
+
+def test_broken_rules_are_in_the_json_and_end_it_with_2(as_json: Any) -> None:
+    code, plan = as_json("qwen3b_zero2", "precision=bf16", "training.max_length=-1")
+    assert code == 2
+    assert {"bf16-on-volta", "out-of-range"} <= {problem["id"] for problem in plan["problems"]}
+    bf16 = next(problem for problem in plan["problems"] if problem["id"] == "bf16-on-volta")
+    assert (bf16["key"], bf16["fix"]) == ("precision.compute", "precision.compute=fp32")
+    assert bf16["place"] == "override 'precision=bf16'"
+    assert plan["precision"] == "bf16"  # as asked
+    assert (plan["batch"], plan["memory_gib"], plan["fits"]) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "word", "id"),
+    [
+        ("qwen3b_zero", "training.seed=0", "unknown-recipe"),
+        ("quickstart", "training.sead=0", "unknown-key"),
+        ("qwen3b_zero2", "training.global_samples=4", "batch-too-small"),
+    ],
+)
+def test_what_does_not_compose_or_divide_is_in_the_json_too(as_json: Any, recipe: str, word: str, id: str) -> None:
+    code, plan = as_json(recipe, word)
+    assert code == 2
+    assert [problem["id"] for problem in plan["problems"] if problem["is_error"]] == [id]
+    assert plan["recipe"] == recipe
+
+
+def test_a_number_that_json_does_not_have_is_a_text(as_json: Any) -> None:
+    code, plan = as_json("qwen3b_zero2", "hardware.memory_gib=inf")
+    assert code == 2
+    assert plan["hardware"]["memory_gib"] == "inf"
+
+
+def test_a_plan_that_cannot_fit_ends_with_3(as_json: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    code, plan = as_json("qwen3b_zero2", *TOO_LARGE)
+    assert (code, plan["fits"]) == (3, False)
+    assert [problem["id"] for problem in plan["problems"]] == ["does-not-fit"]
+    with pytest.raises(DoesNotFitError, match=r"does not fit: 46\.0 GiB of weights.*more than 8 GiB.*zero3"):
+        plan_command("qwen3b_zero2", [*TOO_LARGE], [], Console())
+    assert "does not fit: 46.0 GiB" in capsys.readouterr().out  # below the plan itself
+
+
+def test_for_people_errors_are_raised() -> None:
+    with pytest.raises(RulesError, match="bf16 cannot run on volta"):
+        shown("qwen3b_zero2", "precision=bf16")
+    with pytest.raises(RequestError, match="Did you mean 'quickstart'"):
+        shown("quickstrat")
+
+
+@pytest.mark.slow
+def test_planning_imports_neither_torch_nor_transformers() -> None:
+    program = (
+        "import sys, time; sys.argv = ['tunebook', 'plan', 'qwen3b_zero2', '--json']\n"
+        "from tunebook import cli\n"
+        "try: cli.main()\n"
+        "finally: print({'torch', 'transformers', 'datasets'} & set(sys.modules), file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr == "set()\n"
+    assert json.loads(done.stdout)["recipe"] == "qwen3b_zero2"

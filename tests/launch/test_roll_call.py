@@ -1,0 +1,224 @@
+"""The roll call over real connections: who is let in, who is missing, what the others hear."""
+
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from tunebook.errors import RequestError
+from tunebook.launch.line import Line
+from tunebook.launch.roll_call import RollCall
+
+FOLDER = Path("/runs/1")
+
+
+@pytest.fixture
+def opened():
+    made = []
+
+    def make(num_members=2, *, start_timeout_s=60, stop_timeout_s=60, begins=True, **settings):
+        roll = RollCall(num_members=num_members, token="word", **settings)
+        made.append(roll)
+        if begins:
+            roll.begin(FOLDER, start_timeout_s=start_timeout_s, stop_timeout_s=stop_timeout_s)
+        return roll
+
+    yield make
+    for roll in made:
+        roll.close(1)
+
+
+class Caller:
+    """A node that calls."""
+
+    def __init__(self, roll, node, **said):
+        self.roll = roll
+        self.line = Line(socket.create_connection(("127.0.0.1", roll.port)))
+        usual = {
+            "token": "word", "node": node, "ranks": [node], "host": f"host{node}", "address": "127.0.0.1",
+            "reached_at": "127.0.0.1", "port": 4000 + node, "versions": "torch 1", "problems": [], "place": None,
+        }  # fmt: skip
+        self.line.send("hello", **(usual | said))
+        settle(roll)
+
+    def heard(self):
+        settle(self.roll)
+        return self.line.receive(0.05)
+
+
+@pytest.fixture
+def call():
+    """Call as a node; the lines are closed after the test."""
+    made = []
+
+    def begin(roll, node, **said):
+        made.append(Caller(roll, node, **said))
+        return made[-1]
+
+    yield begin
+    for caller in made:
+        caller.line.close()
+
+
+def settle(roll):
+    for _ in range(6):
+        roll.poll(0.01)
+
+
+def test_all_are_told_to_go_together_and_where_to_meet(opened, call):
+    went = []
+    roll = opened(on_go=went.append)
+    first = call(roll, 0)
+    assert first.heard() == []
+    assert roll.missing() == "node 1 of 2 nodes has not called in"
+    second = call(roll, 1, address="10.0.0.2", reached_at="10.0.0.1")
+    go = {"kind": "go", "folder": "/runs/1", "master_address": "10.0.0.1", "master_port": 4000}
+    assert first.heard() == second.heard() == [go]  # node 0 came over loopback: the others reached its machine at .1
+    assert went == [0]
+    assert roll.hosts == {0: "host0", 1: "host1"}
+
+
+def test_who_calls_before_the_launcher_has_prepared_waits_in_line(opened, call):
+    roll = opened(num_members=1, begins=False)
+    caller = call(roll, 0)
+    assert caller.heard() == []
+    roll.begin(FOLDER, start_timeout_s=60, stop_timeout_s=60)
+    early = call(roll, 0)  # as in line: heard only now
+    assert [message["kind"] for message in (caller.heard() + early.heard())] != []
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"node": 2}, r"node 2 \(host1\) called in, and the run has 2: numbers go from 0 to 1; set launcher.node_rank"),
+        ({"node": 0}, r"node 0 \(host1\) called in, and so did host0 by that number"),
+        (
+            {"versions": "torch 2"},
+            r"node 1 \(host1\) has other software than node 0 \(host0\): torch 2, and there",
+        ),
+        (
+            {"problems": ["hardware.generation: hopper"]},
+            r"node 1 \(host1\) cannot take part: hardware.generation",
+        ),
+        ({"config_sha256": "b"}, r"node 1 \(host1\) was asked for another run: type the same words on every node"),
+    ],
+)
+def test_a_node_that_does_not_fit_sends_all_home(opened, said, message, call):
+    roll = opened(config_sha256="a")
+    first = call(roll, 0)
+    second = call(roll, **({"node": 1, "host": "host1"} | said))
+    with pytest.raises(RequestError, match=message):
+        raise roll.failure
+    assert [each["kind"] for each in first.heard()] == ["refuse"]
+    assert [each["kind"] for each in second.heard()] == ["refuse"]
+    assert roll.is_over
+
+
+def test_a_stranger_is_turned_away_and_changes_nothing(opened, call):
+    roll = opened()
+    for said in ({"token": "guess"}, {"ranks": None}):
+        (answer,) = call(roll, 0, **said).heard()
+        assert answer["kind"] == "refuse"
+        assert "another run, or another version of Tunebook, is at work on this port" in answer["message"]
+    assert (roll.failure, roll.is_over) == (None, False)
+
+
+def test_who_is_missing_is_named_when_the_time_is_up(opened, call):
+    roll = opened(3, start_timeout_s=0.1, names={2: "gpu07"})
+    call(roll, 0)
+    time.sleep(0.1)
+    settle(roll)
+    assert roll.failure.message == (
+        "node 1, node 2 (gpu07) of 3 nodes have not called in within 0.1 s (launcher.start_timeout_s)"
+    )
+    assert (roll.failure.exit_code, roll.is_over) == (1, True)
+
+
+def test_a_node_that_came_too_early_and_left_may_come_again(opened, call):
+    roll = opened()
+    call(roll, 0).line.close()
+    settle(roll)
+    first, second = call(roll, 0), call(roll, 1)
+    assert [each["kind"] for each in first.heard() + second.heard()] == ["go", "go"]
+
+
+def test_when_one_is_lost_the_others_get_time_to_save(opened, call):
+    roll = opened(stop_timeout_s=40)
+    first, second = call(roll, 0), call(roll, 1)
+    first.heard()
+    second.line.close()
+    assert first.heard() == [{"kind": "stop", "signal": "SIGTERM", "kill_after_s": 40}]
+    assert roll.failure.message == "node 1 (host1) was lost: its launcher was killed, or the machine"
+    assert not roll.is_over
+    first.line.send("ended", exit_code=0, why=None)
+    settle(roll)
+    assert roll.is_over
+
+
+def test_when_ranks_of_one_fail_the_others_are_ended_soon(opened, call):
+    roll = opened()
+    first, second = call(roll, 0), call(roll, 1)
+    first.heard()
+    second.line.send("ended", exit_code=-9, why=None)
+    assert first.heard() == [{"kind": "stop", "signal": "SIGTERM", "kill_after_s": 30}]
+    assert (roll.failed.rank, roll.failed.exit_code) == (1, -9)
+    first.line.send("ended", exit_code=1, why=None)
+    settle(roll)
+    assert roll.is_over
+    assert roll.failure is None  # the ranks say why
+    roll.close(7)
+    assert second.line.receive(1)[-1] == {"kind": "end", "exit_code": 7}
+
+
+def test_a_request_of_one_node_reaches_all(opened, call):
+    roll = opened()
+    first, second = call(roll, 0), call(roll, 1)
+    first.heard()
+    second.heard()
+    second.line.send("asked", signal="SIGINT")
+    stop = {"kind": "stop", "signal": "SIGINT", "kill_after_s": None}
+    assert first.heard() == [stop]
+    assert second.heard() == [stop]
+    assert roll.stopped_by == "SIGINT"
+
+
+def test_a_request_before_the_start_sends_all_home(opened, call):
+    roll = opened()
+    first = call(roll, 0)
+    roll.stop(signal.SIGTERM)
+    assert first.heard() == [{"kind": "refuse", "message": "stopped by SIGTERM before the start"}]
+    assert roll.is_over
+
+
+def test_lost_workers_may_be_replaced(opened, call):
+    went = []
+    roll = opened(reassembles=True, unit="rank", on_go=went.append)
+    first, second = call(roll, 0), call(roll, 1)
+    second.line.close()
+    settle(roll)
+    first.line.send("ended", exit_code=1, why=None)
+    settle(roll)
+    assert (roll.is_over, roll.failure) == (False, None)
+    assert first.line.receive(1)[-1] == {"kind": "end", "exit_code": 1}
+    again = [call(roll, 0), call(roll, 1)]
+    assert went == [0, 1]
+    for caller in again:
+        caller.line.send("ended", exit_code=0, why=None)
+    settle(roll)
+    assert roll.is_over
+
+
+def test_workers_on_other_machines_than_planned_are_refused(opened, call):
+    roll = opened(num_places=2, unit="rank")
+    call(roll, 0, place="a")
+    call(roll, 1, place="a")
+    with pytest.raises(RequestError, match=r"the ranks were placed on 1 machine, and hardware.num_nodes=2 was planned"):
+        raise roll.failure
+
+
+def test_a_port_in_use_names_another(opened):
+    roll = opened()
+    with pytest.raises(RequestError, match=f"launcher.master_port={roll.port}: .* Try launcher.master_port="):
+        opened(port=roll.port)

@@ -1,0 +1,46 @@
+"""Small models, and a process group of one rank, which is all that wrapping needs."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tunebook.config.choices import Generation, Strategy
+from tunebook.config.compose import compose
+
+
+@pytest.fixture
+def one_rank():
+    """gloo over one rank, for this test."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    torch.distributed.init_process_group("gloo", init_method=address, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def qwen2(project_root) -> nn.Module:
+    """The quickstart's architecture: 2 blocks of 443,328 parameters, attention 148,032 and MLP 294,912 of them."""
+    architecture = AutoConfig.from_pretrained(project_root / "recipes" / "quickstart" / "model")
+    return AutoModelForCausalLM.from_config(architecture)
+
+
+@pytest.fixture
+def config_on():
+    """`config_on("fsdp", 4, ...)`: a resolved run of a strategy on so many GPUs."""
+
+    def resolved(choice: str, ranks: int, *overrides: str):
+        words = [f"parallelism={choice}", f"hardware.gpus_per_node={ranks}", "precision=bf16", *overrides]
+        config = compose("qwen3b_zero2", words).config
+        config.hardware.generation = Generation.hopper
+        if config.parallelism.strategy is Strategy.hsdp:
+            config.parallelism.shard_group_size = config.parallelism.shard_group_size or ranks
+        return config
+
+    return resolved

@@ -1,0 +1,54 @@
+"""The recorded GPU runs are within the tolerances that parity allows, and say what they are."""
+
+import json
+
+import pytest
+
+from tunebook.parity.compare import FP32_TOLERANCE, LOW_PRECISION_TOLERANCE, compare_losses
+
+NUM_STEPS = 50
+
+
+@pytest.fixture(scope="module")
+def recorded(project_root):
+    lines = (project_root / "tests/bench/results/h200x4_parity.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize(("series", "tolerance"), [("fp32", FP32_TOLERANCE), ("bf16", LOW_PRECISION_TOLERANCE)])
+def test_every_strategy_has_the_losses_of_one_gpu(recorded, series, tolerance):
+    runs = {line["name"]: line for line in recorded if line["series"] == series}
+    reference = runs.pop("single")["losses"]
+    assert len(reference) == NUM_STEPS
+    assert {"ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp_grad_op", "hsdp", "zero2_offload", "zero3_offload",
+            "fsdp_offload", "fsdp_by_size"} <= set(runs)  # fmt: skip
+    for name, run in runs.items():
+        difference = compare_losses(run["losses"], reference[: run["steps_run"]])
+        assert difference.largest <= tolerance, name
+        assert difference.largest == pytest.approx(run["largest_difference"], rel=0.01, abs=2e-7)
+        assert run["steps_run"] == NUM_STEPS or f"after {run['steps_run']} of 50 steps" in run["ended"]
+
+
+def test_each_was_wrapped_in_what_it_is_called(recorded):
+    for line in recorded:
+        strategy = line["name"].removesuffix("_cast").removesuffix("_2").removesuffix("_alone")
+        found = line["parallelism_found"]
+        assert strategy.startswith(found["strategy"]), line["name"]
+        assert found["ranks"] == line["gpus"]
+        if strategy.endswith("_offload"):
+            assert "cpu" in (found["offload_parameters"], found.get("offload_optimizer"))
+
+
+def test_casting_costs_zero_2_more_loss_than_it_gains_speed(recorded):
+    """Why parallelism.mixed_precision=autocast is the default."""
+    runs = {line["name"]: line for line in recorded if line["series"] == "speed"}
+    speeds = [runs[name]["tokens_per_second_per_gpu"] for name in ("zero2", "zero2_cast")]
+    assert speeds[1] / speeds[0] == pytest.approx(1.13, abs=0.01)
+    assert runs["zero2_cast"]["losses"][-1] > 1.15 * runs["zero2"]["losses"][-1]
+    assert runs["fsdp"]["losses"][-1] == pytest.approx(runs["zero2"]["losses"][-1], rel=1e-3)
+
+
+def test_every_line_says_what_it_was_run_on(recorded):
+    for line in recorded:
+        assert {"date", "hardware", "torch", "transformers", "deepspeed", "weights", "data"} <= set(line)
+        assert line["weights"] == "random"

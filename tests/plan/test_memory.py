@@ -1,0 +1,85 @@
+"""The estimated memory part by part, what is left open, and the verdict."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tunebook.config.auto import resolve_auto
+from tunebook.config.choices import Switch
+from tunebook.config.compose import compose
+from tunebook.config.schema import RunConfig
+from tunebook.hardware.detect import Machine
+from tunebook.plan.memory import Memory, plan_memory
+
+GIB = 2**30
+NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
+
+
+def resolved(recipe: str, *overrides: str) -> RunConfig:
+    return resolve_auto(compose(recipe, [*overrides]).config, NO_GPU).config
+
+
+def test_zero2_divides_gradients_and_optimizer_state_among_8_gpus() -> None:
+    config = resolved("qwen3b_zero2")
+    assert config.model.facts is not None
+    num_parameters = config.model.facts.num_parameters
+    memory = plan_memory(config).memory
+    assert memory.weights == pytest.approx(4 * num_parameters / GIB)
+    assert memory.gradients == pytest.approx(4 * num_parameters / 8 / GIB)
+    assert memory.optimizer == pytest.approx(8 * num_parameters / 8 / GIB)
+    assert (memory.buffers, memory.overhead, memory.capacity) == (0, None, 32.0)
+
+
+def test_what_is_kept_under_checkpointing_is_left_open() -> None:
+    plan = plan_memory(resolved("qwen3b_zero2"))
+    assert (plan.memory.activations, plan.memory.total, plan.fits) == (None, None, None)
+    assert plan.verdict.startswith("whether it fits is not known: how many activations")
+
+
+def test_with_every_activation_kept_the_parts_add_up() -> None:
+    plan = plan_memory(resolved("qwen05b_single"))
+    memory = plan.memory
+    parts = (memory.weights, memory.gradients, memory.optimizer, memory.buffers, memory.activations)
+    assert memory.total == pytest.approx(sum(part for part in parts if part is not None))
+    assert plan.fits is True
+    assert plan.verdict == "fits into 80% of 32 GiB"
+
+
+@pytest.mark.parametrize(
+    ("capacity", "checkpointing", "fits", "said"),
+    [
+        (8.0, Switch.enabled, None, "checkpointing is not estimated"),  # 7.4 GiB of states
+        (7.0, Switch.enabled, False, "7.4 GiB of weights, gradients and optimizer state are more than 7 GiB"),
+        (19.0, Switch.disabled, False, "optimizer state and activations are more than 19 GiB"),  # 19.1 GiB in all
+        (20.0, Switch.disabled, None, "more than 80% of 20 GiB leaves little for the overhead"),
+        (24.0, Switch.enabled, True, "fits into 80% of 24 GiB"),
+        (None, Switch.disabled, None, "hardware.memory_gib is not set"),
+    ],
+)
+def test_the_verdict_is_no_only_where_it_cannot_be_yes(
+    capacity: float | None, checkpointing: Switch, fits: bool | None, said: str
+) -> None:
+    config = resolved("qwen05b_single")
+    config.hardware.memory_gib = capacity
+    config.activation.checkpointing = checkpointing
+    plan = plan_memory(config)
+    assert plan.fits is fits
+    assert said in plan.verdict
+
+
+def test_a_model_of_unknown_size_has_no_numbers() -> None:
+    config = resolved("qwen05b_single")
+    plan = plan_memory(replace(config, model=replace(config.model, facts=None)))
+    assert plan.memory == Memory(capacity=32.0)
+    assert plan.fits is None
+    assert "nor is the model's size" in plan.verdict
+
+
+def test_json_has_every_part_and_no_infinity() -> None:
+    expected: dict[str, Any] = dict.fromkeys(
+        ("weights", "gradients", "optimizer", "activations", "buffers", "overhead", "total", "capacity")
+    )
+    assert Memory(weights=1.23456, capacity=float("inf")).to_json() == expected | {"weights": 1.235}

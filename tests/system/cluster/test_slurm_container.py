@@ -1,0 +1,81 @@
+"""`launcher=slurm` with the ranks in containers of plain Docker: a real engine, an image without any Python.
+
+The interpreter is this one, mounted; a container shares the network of the machine, not that of the host it runs for.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .conftest import at_work, required, train_words
+
+IMAGE = "tunebook-base:bookworm"
+
+
+@pytest.fixture(scope="module")
+def engine(project_root):
+    """A Docker Engine; what its client needs in the environment."""
+    script = str(project_root / ".ci" / "engine")
+    required([script, "up"], 300, "Docker Engine")
+    required([script, "base"], 300, "image")
+    shell = f'eval "$({script} env)"; echo "$PATH"; echo "$DOCKER_CONFIG"'
+    path, config = subprocess.run(["bash", "-c", shell], check=True, capture_output=True, text=True).stdout.split()
+    return {"PATH": path, "DOCKER_CONFIG": config}
+
+
+@pytest.fixture
+def in_containers(project_root, start, slurm, in_slurm, engine, tmp_path):
+    """Start the quickstart on both nodes, each in a container."""
+
+    def begin(*overrides, steps):
+        interpreter = Path(sys.executable).resolve().parents[1]
+        mounts = [str(project_root), str(interpreter), str(Path(sys.prefix).resolve())]
+        words = train_words(
+            *[tmp_path / "outputs", "hardware=cpu", "parallelism=ddp", "hardware.num_nodes=2"],
+            *["hardware.gpus_per_node=1", "launcher=slurm", "launcher.wait=true", "launcher.stop_timeout_s=20"],
+            *[f"launcher.container_image={IMAGE}", "launcher.container_runtime=docker"],
+            *[f"launcher.container_mounts=[{','.join(mounts)}]", f"launcher.container_python={sys.executable}"],
+            *overrides,
+            steps=steps,
+        )
+        path = f"{project_root / '.venv' / 'bin'}:{engine['PATH']}"
+        return start(words, **slurm, **{**engine, "PATH": path}), tmp_path / "outputs" / "quickstart" / "latest"
+
+    return begin
+
+
+def containers(engine):
+    """The containers of the image that run."""
+    words = ["docker", "ps", "--quiet", "--filter", f"ancestor={IMAGE}"]
+    return subprocess.run(words, env=os.environ | engine, check=True, capture_output=True, text=True).stdout.split()
+
+
+def test_ranks_in_containers_train_and_leave_none_behind(in_containers, engine, read_run, leaves_nothing):
+    running, folder = in_containers(
+        *["evaluation=quickstart", "evaluation.before=false", "evaluation.limit=2"], steps=6
+    )
+    ended = running.wait(240)
+    assert ended.exit_code == 0, ended.output
+    assert "docker run --rm" in ended.output
+    assert len(read_run(folder).losses) == 6
+    assert (folder / "evaluation" / "after.json").exists()
+    assert containers(engine) == []
+    leaves_nothing()
+
+
+def test_containers_whose_job_is_killed_do_not_train_on(in_containers, engine, read_run, leaves_nothing):
+    running, folder = in_containers(steps=400)
+    running.wait_for(lambda: folder.exists() and len(read_run(folder).losses) >= 3, 180)
+    assert len(containers(engine)) == 2
+    (head,) = [process for process, words in at_work(folder.resolve()).items() if "-m tunebook.launch.slurm " in words]
+    os.kill(head, signal.SIGKILL)  # Slurm kills Docker's clients then, but no container
+    ended = running.wait(120)
+    assert ended.exit_code == 1, ended.output
+    leaves_nothing(60)
+    assert containers(engine) == []

@@ -1,0 +1,103 @@
+"""The same loss everywhere: over gloo in fp32, 20 steps agree to 1e-5 whatever the strategy, ranks and accumulation.
+
+Every run also records what its model was wrapped in, and refuses a wrapping that is not what was asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tunebook.record.atomic_files import read_json
+
+NUM_STEPS = 20
+SAMPLES = 16  # documents of a step
+TIMEOUT_S = 400  # DeepSpeed compiles a small operator when it is first used
+
+
+def command(outputs: Path, strategy: str, ranks: int, *overrides: str) -> list[str]:
+    return ["tunebook", "train", "quickstart", "evaluation=none", "hardware=cpu", f"training.max_steps={NUM_STEPS}",
+            f"training.global_samples={SAMPLES}", f"parallelism={strategy}", f"hardware.gpus_per_node={ranks}",
+            f"outputs={outputs}", *overrides]  # fmt: skip
+
+
+def padded(ranks: int, accumulation: int) -> list[str]:
+    """One document per row, in so many passes per step."""
+    return ["packing=padded", f"training.micro_batch_size={SAMPLES // ranks // accumulation}"]
+
+
+@pytest.fixture(scope="module")
+def losses_of(run, read_run, tmp_path_factory):
+    """Train; returns the run, whose strategy has been checked by its own record."""
+
+    def train(strategy: str, ranks: int, *overrides: str):
+        outputs = tmp_path_factory.mktemp("outputs")
+        ended = run(command(outputs, strategy, ranks, *overrides), timeout_s=TIMEOUT_S)
+        assert ended.exit_code == 0, ended.output
+        return read_run(outputs / "quickstart" / "latest")
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def reference(losses_of):
+    """One rank, packed rows, one pass per step."""
+    losses = losses_of("single", 1).losses
+    assert len(losses) == NUM_STEPS
+    return losses
+
+
+@pytest.mark.parametrize(("ranks", "accumulation"), [(1, 2), (1, 4), (2, 1), (2, 2), (4, 1), (4, 4)])
+def test_ranks_and_accumulation(losses_of, reference, ranks, accumulation):
+    trained = losses_of("ddp" if ranks > 1 else "single", ranks, *padded(ranks, accumulation))
+    assert read_json(trained.folder / "plan.json")["batch"]["accumulation"] == accumulation
+    assert trained.losses == pytest.approx(reference, rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("ranks", "rows"), [(2, ["packing=isolated"]), (4, padded(4, 2))], ids=["2-packed", "4-padded-accumulated"]
+)
+def test_zero(losses_of, reference, stage, ranks, rows):
+    trained = losses_of(f"zero{stage}", ranks, *rows)
+    assert trained.losses == pytest.approx(reference, rel=1e-5)
+    found = read_json(trained.folder / "manifest.json")["parallelism_found"]
+    assert (found["strategy"], found["wrapper"], found["ranks"]) == (f"zero{stage}", "DeepSpeedEngine", ranks)
+    assert read_json(trained.folder / "deepspeed.json")["zero_optimization"]["stage"] == stage
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("zero2_offload", 2), ("zero3_offload", 2), ("zero3_offload", 1)])
+def test_offload_is_found_where_it_was_asked_for(losses_of, reference, strategy, ranks):
+    trained = losses_of(strategy, ranks)
+    assert trained.losses == pytest.approx(reference, rel=1e-5)
+    found = read_json(trained.folder / "manifest.json")["parallelism_found"]
+    assert found["offload_optimizer"] == "cpu"
+    assert found["offload_parameters"] == ("cpu" if strategy == "zero3_offload" else "none")
+
+
+def test_zero_in_bf16_computes_as_ddp_does(losses_of):
+    """DeepSpeed's own way, parallelism.mixed_precision=cast, is 1.6e-2 away after five of these steps."""
+    ddp = losses_of("ddp", 2, "precision=bf16").losses
+    for stage in (2, 3):
+        trained = losses_of(f"zero{stage}", 2, "precision=bf16")
+        assert read_json(trained.folder / "manifest.json")["parallelism_found"]["autocast"] == "bf16"
+        assert trained.losses == pytest.approx(ddp, rel=2e-3)
+
+
+def test_a_strategy_that_a_library_replaces_ends_with_7_on_every_rank(losses_of, start, tmp_path):
+    """fsdp on a CPU is refused by a rule. Past the rule, in the ranks, accelerate wraps DDP without a word."""
+    folder = losses_of("ddp", 2).folder
+    frozen = (folder / "run.yaml").read_text()
+    asked = frozen.replace("strategy: ddp", "strategy: fsdp\n  wrap_policy: transformer")
+    assert asked != frozen
+    for file in [*folder.glob("outcome-*.json"), folder / "metrics.jsonl"]:
+        file.unlink()
+    (folder / "run.yaml").write_text(asked)
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    ended = start([*words, "-m", "tunebook.train", str(folder)]).wait(TIMEOUT_S)
+    outcomes = [json.loads((folder / f"outcome-{rank}.json").read_text()) for rank in (0, 1)]
+    assert [outcome["exit_code"] for outcome in outcomes] == [7, 7], ended.output
+    assert "on rank 0 strategy fsdp was asked for and ddp found" in outcomes[1]["reason"]
