@@ -1,4 +1,4 @@
-"""The texts for errors about how a model is spread over its ranks, and whether that changed its losses."""
+"""The texts for errors about how a model is spread over its ranks, what its rows let through, and its losses."""
 
 from __future__ import annotations
 
@@ -11,6 +11,15 @@ SPREADING: dict[str, Explanation] = {
         "something else than what was asked for. So every rank looks at its wrapped model before the first step.",
         advice="Choose a strategy that works here, such as parallelism=ddp. If the installed packages are not those of "
         "the lock, install them first.",
+    ),
+    "leak": Explanation(
+        summary="Documents that share a packed row see each other.",
+        why="Then the model learns to continue a document from a stranger's, and no loss curve shows it. Before the "
+        "first step every rank sends two documents through its own model and kernels: the second one's logits may not "
+        "move when the first changes, and the row's loss must be the sum of the two. What was measured is in "
+        "manifest.json under leak_probe.",
+        advice="packing=padded is always right. Faster: another attention that isolates this model, such as "
+        "attention=sdpa. If the installed packages are not those of the lock, install them first.",
     ),
     "units-too-large": Explanation(
         summary="FSDP's units by size would be larger than any part of the model.",

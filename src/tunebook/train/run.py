@@ -21,7 +21,7 @@ from transformers import EarlyStoppingCallback, PrinterCallback
 from trl import SFTConfig
 
 from tunebook.checkpoint.newest import checkpoint_to_load, newest_checkpoint
-from tunebook.config.choices import Generation, PackingMode, Switch, Weights
+from tunebook.config.choices import Generation, PackingMode, Switch
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import RunConfig
 from tunebook.data.prepared import Prepared, PreparedPart, load_prepared
@@ -29,7 +29,7 @@ from tunebook.data.sampler import RankBatches, Schedule, StepSize
 from tunebook.errors import DoesNotFitError, InvalidTrainingError, StoppedError, TunebookError
 from tunebook.hardware.peaks import peak_of
 from tunebook.model.adapters import adapter_config
-from tunebook.model.load import load_model
+from tunebook.model.load import begin_loading, finish_loading
 from tunebook.model.token_ids import trainer_tokenizer
 from tunebook.model.tokenizer import stop_token_ids
 from tunebook.parallel.fsdp import is_fsdp, mixed_precision_policy, uses_autocast
@@ -42,6 +42,7 @@ from tunebook.record.metrics import MetricsWriter, attended_length_tokens, flops
 from tunebook.record.run_folder import write_outcome
 from tunebook.train.arguments import tracker_environment, trainer_arguments
 from tunebook.train.callbacks import FiniteLoss, Records, StopOnRequest
+from tunebook.train.leak_probe import LeakProbe
 from tunebook.train.progress import TrainingProgress
 from tunebook.train.quiet import quiet_libraries
 from tunebook.train.signals import StopRequest
@@ -120,13 +121,13 @@ def _build_trainer(
     assert plan.total_steps is not None
     validation = prepared.validation
     os.environ.update(tracker_environment(config, folder))
-    # Random weights are drawn before the arguments announce ZeRO-3: under its zero.Init the same seed gives others.
-    model = load_model(config) if config.model.weights is Weights.random else None
+    begun = begin_loading(config, rank=int(os.environ.get("RANK", "0")))
     join_ranks(config)
     arguments = SFTConfig(**trainer_arguments(config, plan, folder, has_validation=validation is not None))
     rank, ranks = arguments.process_index, arguments.world_size
     tokenizer = trainer_tokenizer(config)
-    model = model or load_model(config)
+    model = finish_loading(config, begun, rank, arguments.device)
+    del begun
     units = unit_classes(config, model) if is_fsdp(config.parallelism.strategy) else []
     if units:  # the arguments have no name for these two
         policy = mixed_precision_policy(config)
@@ -150,6 +151,7 @@ def _build_trainer(
         autocast_dtype=torch.bfloat16 if uses_autocast(config) else None,
     )
     trainer.add_callback(ParallelismCheck(config, trainer, folder, units))
+    trainer.add_callback(LeakProbe(config, trainer, folder))  # of the model that was just seen to be the right one
     trainer.remove_callback(PrinterCallback)  # the base class adds it in place of its progress bar
     return trainer
 

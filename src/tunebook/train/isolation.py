@@ -1,0 +1,126 @@
+"""How far documents in one packed row see each other, measured by forward passes alone.
+
+Two documents of random tokens share a row. If the row is isolated, the second one's logits are those it has alone, stay
+as they are when every token of the first is replaced, and the row's loss is the sum of the documents' own. What a leak
+would look like is measured too, on the same tokens as one document: a probe that could not see it proves nothing.
+
+Distances are relative: for each token the norm of the difference of two logit vectors over that of the logits about
+their mean; the largest over the tokens counts. So they do not depend on the size of the vocabulary or of the logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from tunebook.config.choices import Compute
+
+FIRST_LENGTH, SECOND_LENGTH = 48, 32  # tokens; the first is longer, so that a leak outweighs what is its own
+
+# The unit roundoff of what products are computed in: 2 ** -(bits of the mantissa + 1).
+_UNIT_ROUNDOFF = {Compute.fp32: 2.0**-24, Compute.fp16: 2.0**-11, Compute.bf16: 2.0**-8, Compute.fp8: 2.0**-4}
+_TF32_UNIT_ROUNDOFF = 2.0**-11
+# Rounding errors of 100 layers add up to about sqrt(2 x 100) of one, and kernels choose tiles by a row's length.
+_LOGIT_ROUNDOFFS = 32.0
+_LOSS_ROUNDOFFS = 8.0  # a mean over many tokens, in which single errors cancel
+
+
+class Forward(Protocol):
+    """The run's own forward pass over one row, given as its documents' token ids."""
+
+    def logits(self, documents: list[list[int]]) -> torch.Tensor:
+        """Logits (num_tokens, vocab_size) in float32 of all documents' tokens, end to end."""
+
+    def loss(self, documents: list[list[int]]) -> tuple[float, int]:
+        """The summed negative log-likelihood as training computes it, and how many tokens it counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Isolation:
+    """What the probe found on one rank; the distances are relative, the losses are sums."""
+
+    moved: float  # of the second document's logits when the first one changes
+    alone: float  # of the second document's logits in the row from those it has alone
+    leaking: float  # the same where it does see the first
+    loss_together: float
+    loss_apart: float
+    tokens_together: int
+    tokens_apart: int
+
+    @property
+    def loss_difference(self) -> float:
+        """Of the row's loss from the documents' own, relative to theirs."""
+        return abs(self.loss_together - self.loss_apart) / max(abs(self.loss_apart), 1e-30)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tolerance:
+    """What rounding alone may do; derived from the precision that products are computed in."""
+
+    logits: float
+    loss: float
+
+    def sees_leaks(self, found: Isolation) -> bool:
+        """Whether a leak would have been well above rounding."""
+        return found.leaking > 2 * self.logits
+
+
+def tolerance(compute: Compute, *, uses_tf32: bool) -> Tolerance:
+    """The tolerance for a precision."""
+    roundoff = _TF32_UNIT_ROUNDOFF if compute is Compute.fp32 and uses_tf32 else _UNIT_ROUNDOFF[compute]
+    return Tolerance(logits=_LOGIT_ROUNDOFFS * roundoff, loss=_LOSS_ROUNDOFFS * roundoff)
+
+
+def compile_kernels(forward: Forward) -> None:
+    """The first passes of a model, in which kernels are compiled and loaded: of a row with two documents."""
+    row = [[0] * FIRST_LENGTH, [1] * SECOND_LENGTH]
+    forward.logits(row)
+    forward.loss(row)
+
+
+def measure_isolation(forward: Forward, vocab_size: int) -> Isolation:
+    """Seven forward passes over at most 80 tokens. Draws from no random generator but one of its own."""
+    draw = np.random.default_rng(0)
+    first = draw.integers(0, vocab_size, FIRST_LENGTH)
+    second = draw.integers(0, vocab_size, SECOND_LENGTH).tolist()
+    other = ((first + draw.integers(1, vocab_size, FIRST_LENGTH)) % vocab_size).tolist()
+    first = first.tolist()
+    together = forward.logits([first, second])[FIRST_LENGTH:]
+    moved = _distance(forward.logits([other, second])[FIRST_LENGTH:], together)
+    alone = _distance(together, forward.logits([second]))
+    leaking = _distance(forward.logits([first + second])[FIRST_LENGTH:], together)
+    (loss_together, tokens_together) = forward.loss([first, second])
+    apart = [forward.loss([document]) for document in (first, second)]
+    return Isolation(
+        moved=moved,
+        alone=alone,
+        leaking=leaking,
+        loss_together=loss_together,
+        loss_apart=sum(loss for loss, _ in apart),
+        tokens_together=tokens_together,
+        tokens_apart=sum(count for _, count in apart),
+    )
+
+
+def _distance(logits: torch.Tensor, others: torch.Tensor) -> float:
+    """Of two (num_tokens, vocab_size); zero where they agree, not a number where one is not finite."""
+    size = (others - others.mean(dim=-1, keepdim=True)).norm(dim=-1)
+    difference = (logits - others).norm(dim=-1)
+    return float((difference / size.clamp(min=torch.finfo(torch.float32).tiny)).max())
+
+
+def leaks(found: Isolation, allowed: Tolerance) -> list[str]:
+    """What is wrong, in words; empty where the documents are isolated. A number that is not finite is wrong."""
+    wrong = []
+    if not found.moved <= allowed.logits:
+        wrong.append(f"the second document's logits move by {found.moved:.2g} when the first one changes")
+    if not found.alone <= allowed.logits:
+        wrong.append(f"they differ by {found.alone:.2g} from those that it has alone")
+    if found.tokens_together != found.tokens_apart:
+        wrong.append(f"the row's loss counts {found.tokens_together} tokens, the two documents' {found.tokens_apart}")
+    elif not found.loss_difference <= allowed.loss:
+        wrong.append(f"the row's loss differs by {found.loss_difference:.2g} from the two documents' own")
+    return wrong

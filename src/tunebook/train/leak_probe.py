@@ -1,0 +1,147 @@
+"""The leak probe: before step 0 every rank proves, on its own wrapped model and kernels, that packed rows are isolated.
+
+Runs as a callback when training begins, through the run's own collator and forward pass, so that whatever would let
+documents see each other in training does so here: a mask, a cache, wrong positions, a kernel that ignores boundaries.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from tunebook.config.choices import PackingMode, Switch
+from tunebook.config.schema import RunConfig
+from tunebook.errors import InvalidTrainingError
+from tunebook.record.manifest import MANIFEST_FILE, update_manifest
+from tunebook.train.isolation import Isolation, Tolerance, compile_kernels, leaks, measure_isolation, tolerance
+
+LEAK_PROBE_KEY = "leak_probe"  # in the manifest
+
+
+class LeakProbe(TrainerCallback):
+    """Stops a run whose packed documents see each other, on all ranks together, and records what was measured."""
+
+    def __init__(self, config: RunConfig, trainer: Any, folder: Path) -> None:
+        self.config = config
+        self.trainer = trainer
+        self.folder = folder
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Raises: InvalidTrainingError where documents leak on any rank."""
+        if self.config.packing.mode is not PackingMode.isolated:
+            self._record(state, {"checked": False, "why": "padded rows hold one document each"})
+            return
+        precision = self.config.precision
+        allowed = tolerance(precision.compute, uses_tf32=precision.tf32 is Switch.enabled)
+        found, warm_up_s, probe_s = self._measure()
+        ranks: list[Isolation] = gather_object([found])
+        worst = max(range(len(ranks)), key=lambda rank: _severity(ranks[rank], allowed))
+        measured = asdict(ranks[worst]) | {"loss_difference": ranks[worst].loss_difference}
+        self._record(
+            state,
+            {"checked": True, "ranks": len(ranks), "worst_rank": worst, "tolerance": asdict(allowed)}
+            | {"sees_leaks": all(allowed.sees_leaks(one) for one in ranks)}
+            | {"warm_up_s": round(warm_up_s, 3), "probe_s": round(probe_s, 3)}
+            | measured,
+        )
+        if wrong := leaks(ranks[worst], allowed):
+            raise self._leak(wrong, ranks[worst], allowed, worst)
+
+    def _measure(self) -> tuple[Isolation, float, float]:
+        """What was found, the seconds of the passes that compile kernels, and those of the probe itself."""
+        vocab_size = self.trainer.model.config.get_text_config().vocab_size
+        forward = TrainingForward(self.trainer)
+        with torch.no_grad(), _in_evaluation_mode(self.trainer.model_wrapped), _generators_kept():
+            start = time.monotonic()
+            compile_kernels(forward)
+            middle = time.monotonic()
+            found = measure_isolation(forward, vocab_size)
+        return found, middle - start, time.monotonic() - middle
+
+    def _record(self, state: TrainerState, entry: dict[str, Any]) -> None:
+        if state.is_world_process_zero and (self.folder / MANIFEST_FILE).exists():
+            update_manifest(self.folder, {LEAK_PROBE_KEY: entry})
+
+    def _leak(self, wrong: list[str], found: Isolation, allowed: Tolerance, rank: int) -> InvalidTrainingError:
+        implementation = self.config.attention.implementation.value
+        return InvalidTrainingError(
+            f"documents that share a packed row see each other: {'; '.join(wrong)} (rank {rank}, "
+            f"{type(self.trainer.model).__name__}, attention={implementation}). Rounding in "
+            f"{self.config.precision.compute.value} explains at most {allowed.logits:.2g} in logits and "
+            f"{allowed.loss:.2g} in the loss; seeing all of the other document makes {found.leaking:.2g}. Nothing was "
+            "trained. Try packing=padded, or another attention, such as attention=sdpa",
+            problem_id="leak",
+        )
+
+
+class TrainingForward:
+    """Rows as the trainer's collator makes them, through the model as it is wrapped, as its loss calls it."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def logits(self, documents: list[list[int]]) -> torch.Tensor:
+        """Logits (num_tokens, vocab_size) in float32 of all documents' tokens, end to end."""
+        inputs = self._inputs(documents)
+        del inputs["labels"]
+        logits: torch.Tensor = self._call(inputs).logits
+        return logits.reshape(-1, logits.shape[-1]).float()
+
+    def loss(self, documents: list[list[int]]) -> tuple[float, int]:
+        """The summed negative log-likelihood from the fused head, and how many tokens it counts."""
+        outputs = self._call(self._inputs(documents) | {"fused_lm_head": True})
+        return -float(outputs.log_probs.double().sum()), int(outputs.label_mask.sum())
+
+    def _inputs(self, documents: list[list[int]]) -> dict[str, Any]:
+        tokens = [token for document in documents for token in document]
+        row = {"input_ids": tokens, "labels": list(tokens), "seq_lengths": [len(document) for document in documents]}
+        inputs: dict[str, Any] = self.trainer._prepare_inputs(self.trainer.data_collator([row]))
+        return inputs
+
+    def _call(self, inputs: dict[str, Any]) -> Any:
+        with self.trainer.compute_loss_context_manager():
+            return self.trainer.model_wrapped(**inputs, use_cache=False)
+
+
+def _severity(found: Isolation, allowed: Tolerance) -> tuple[int, float]:
+    """By which the worst rank is found; what is not a number is worst."""
+    distances = [one if math.isfinite(one) else math.inf for one in (found.moved, found.alone)]
+    return len(leaks(found, allowed)), max(distances)
+
+
+@contextmanager
+def _in_evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Without dropout, which would differ between two passes; afterwards every module is as it was."""
+    was_training = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in was_training:
+            module.training = training
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    """Leave every random generator as it was: the run draws the same numbers with the probe and without."""
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

@@ -1,0 +1,96 @@
+"""What the probe's numbers say, with forward passes that are written by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tunebook.config.choices import Compute
+from tunebook.train.isolation import FIRST_LENGTH, SECOND_LENGTH, Isolation, leaks, measure_isolation, tolerance
+
+VOCAB = 101
+
+
+class Embedding:
+    """Each token's logits are a row of a table, plus `leak` times the mean of the documents before it in the row."""
+
+    def __init__(self, leak=0.0, counts_joins=False):
+        generator = torch.Generator().manual_seed(1)
+        self.table = torch.randn(VOCAB, VOCAB, generator=generator)
+        self.leak, self.counts_joins = leak, counts_joins
+        self.rows = []
+
+    def logits(self, documents):
+        self.rows.append([len(document) for document in documents])
+        parts, before = [], torch.zeros(VOCAB)
+        for document in documents:
+            own = self.table[torch.tensor(document)]
+            seen = own.cumsum(0) / torch.arange(1, len(document) + 1)[:, None]  # a token sees its own document
+            parts.append(seen + self.leak * before)
+            before = own.mean(0)
+        return torch.cat(parts)
+
+    def loss(self, documents):
+        logits = self.logits(documents)
+        tokens = torch.tensor([token for document in documents for token in document])
+        losses = torch.nn.functional.cross_entropy(logits[:-1], tokens[1:], reduction="none")
+        if not self.counts_joins and len(documents) == 2:
+            losses = torch.cat([losses[: FIRST_LENGTH - 1], losses[FIRST_LENGTH:]])
+        return float(losses.sum()), len(losses)
+
+
+def test_isolated_documents_are_found_isolated_and_a_leak_would_have_been_seen():
+    found = measure_isolation(Embedding(), VOCAB)
+    allowed = tolerance(Compute.fp32, uses_tf32=False)
+    assert (found.moved, found.alone) == (0.0, 0.0)
+    assert found.tokens_together == found.tokens_apart == FIRST_LENGTH + SECOND_LENGTH - 2
+    assert found.loss_difference < allowed.loss
+    assert found.leaking > 0.1
+    assert leaks(found, allowed) == []
+    assert allowed.sees_leaks(found)
+
+
+@pytest.mark.parametrize("compute", [Compute.fp32, Compute.bf16])
+def test_the_distance_is_the_leak_relative_to_the_logits(compute):
+    exact, leaking = measure_isolation(Embedding(), VOCAB), measure_isolation(Embedding(leak=1.0), VOCAB)
+    assert exact.moved == 0
+    half = measure_isolation(Embedding(leak=0.5), VOCAB)
+    assert half.alone == pytest.approx(leaking.alone / 2, rel=1e-4)  # linear in what leaks: of the same tokens alone
+    assert leaking.moved > 0.1
+    assert len(leaks(leaking, tolerance(compute, uses_tf32=False))) >= 2
+
+
+def test_a_label_across_the_join_is_found_by_counting():
+    found = measure_isolation(Embedding(counts_joins=True), VOCAB)
+    (wrong,) = leaks(found, tolerance(Compute.bf16, uses_tf32=False))
+    assert "counts 79 tokens, the two documents' 78" in wrong
+
+
+@pytest.mark.parametrize("field", ["moved", "alone", "loss_together"])
+def test_what_is_not_a_number_is_a_leak(field):
+    found = measure_isolation(Embedding(), VOCAB)
+    assert leaks(replace(found, **{field: float("nan")}), tolerance(Compute.fp32, uses_tf32=False))
+
+
+def test_the_tolerance_follows_the_precision():
+    logits = [tolerance(one, uses_tf32=False).logits for one in (Compute.fp32, Compute.fp16, Compute.bf16, Compute.fp8)]
+    assert logits == [32 * 2.0**-24, 32 * 2.0**-11, 32 * 2.0**-8, 32 * 2.0**-4]
+    assert tolerance(Compute.fp32, uses_tf32=True).logits == 32 * 2.0**-11
+    assert tolerance(Compute.bf16, uses_tf32=True).loss == 8 * 2.0**-8
+
+
+def test_a_probe_that_could_not_see_a_leak_says_so():
+    found = Isolation(
+        moved=0.0, alone=0.0, leaking=0.2, loss_together=1.0, loss_apart=1.0, tokens_together=1, tokens_apart=1
+    )
+    assert not tolerance(Compute.bf16, uses_tf32=False).sees_leaks(found)
+    assert tolerance(Compute.fp16, uses_tf32=False).sees_leaks(found)
+
+
+def test_documents_differ_in_every_token_and_keep_their_lengths():
+    model = Embedding()
+    measure_isolation(model, VOCAB)
+    pair, joined = [FIRST_LENGTH, SECOND_LENGTH], [FIRST_LENGTH + SECOND_LENGTH]
+    assert model.rows == [pair, pair, [SECOND_LENGTH], joined, pair, [FIRST_LENGTH], [SECOND_LENGTH]]

@@ -1,0 +1,144 @@
+"""The leak probe in real runs of a tiny model: isolated rows pass, each known way to leak ends the run with 7."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen2Model
+
+from tunebook.config.choices import Attention, PackingMode
+from tunebook.record.manifest import read_manifest, start_manifest
+from tunebook.train import leak_probe
+from tunebook.train.leak_probe import LeakProbe, TrainingForward
+from tunebook.train.trainer import RecipeTrainer
+
+
+@pytest.fixture
+def probed(config, run, changed, tmp_path):
+    """Run one step; returns the exit code, the reason, the manifest's entry and the metrics."""
+
+    def train(**groups):
+        (tmp_path / "run").mkdir()
+        asked = changed(config, **({"training": {"max_steps": 1}} | groups))
+        start_manifest(tmp_path / "run", asked, world_size=1, command=["tunebook"])
+        folder, code, lines = run(asked)
+        reason = json.loads((folder / "outcome-0.json").read_text())["reason"]
+        return code, reason, read_manifest(folder).get("leak_probe"), lines
+
+    return train
+
+
+@pytest.mark.parametrize("attention", [Attention.sdpa, Attention.eager])
+def test_isolated_rows_pass_and_what_was_measured_is_recorded(probed, attention):
+    code, _, entry, lines = probed(attention={"implementation": attention})
+    assert (code, len(lines)) == (0, 1)
+    assert entry["checked"] is entry["sees_leaks"] is True
+    assert (entry["ranks"], entry["worst_rank"]) == (1, 0)
+    assert entry["moved"] <= entry["alone"] <= entry["tolerance"]["logits"] == 32 * 2.0**-24
+    assert entry["leaking"] > 1000 * entry["tolerance"]["logits"]
+    assert entry["loss_difference"] <= entry["tolerance"]["loss"]
+    assert entry["tokens_together"] == entry["tokens_apart"] == 78
+    assert 0 < entry["probe_s"] < 60
+
+
+def refused(code, reason, entry, lines):
+    """How every leaking run ends: before its first step, with what was measured."""
+    assert code == 7
+    assert "documents that share a packed row see each other" in reason
+    assert "packing=padded" in reason
+    assert lines == []
+    return entry
+
+
+def test_an_all_ones_mask_is_caught(probed, monkeypatch):
+    inputs_of = TrainingForward._inputs
+
+    def with_mask(self, documents):
+        inputs = inputs_of(self, documents)
+        return inputs | {"attention_mask": torch.ones_like(inputs["input_ids"])}
+
+    monkeypatch.setattr(TrainingForward, "_inputs", with_mask)
+    entry = refused(*probed())
+    assert entry["moved"] > 0.01
+    assert entry["alone"] > 0.01
+
+
+def test_a_cache_is_caught(probed, monkeypatch):
+    forward = Qwen2Model.forward
+    monkeypatch.setattr(Qwen2Model, "forward", lambda self, **inputs: forward(self, **inputs | {"use_cache": True}))
+    assert refused(*probed())["moved"] > 0.01
+
+
+def test_positions_that_are_not_reset_are_caught(probed, monkeypatch):
+    prepare = RecipeTrainer._prepare_inputs
+
+    def counted_through(self, inputs):
+        inputs = prepare(self, inputs)
+        positions = torch.arange(inputs["input_ids"].shape[1])[None]
+        return inputs | {"position_ids": positions}
+
+    monkeypatch.setattr(RecipeTrainer, "_prepare_inputs", counted_through)
+    assert refused(*probed())["moved"] > 0.01
+
+
+def test_positions_that_are_reset_one_token_late_are_caught(probed, monkeypatch):
+    """The first token of a document sees all of the one before."""
+    prepare = RecipeTrainer._prepare_inputs
+
+    def late(self, inputs):
+        inputs = prepare(self, inputs)
+        positions = inputs["position_ids"].clone()
+        (starts,) = (positions[0] == 0).nonzero(as_tuple=True)
+        for start in starts[1:].tolist():
+            positions[0, start] = positions[0, start - 1] + 1
+            positions[0, start + 1 :] -= 1
+        return inputs | {"position_ids": positions}
+
+    monkeypatch.setattr(RecipeTrainer, "_prepare_inputs", late)
+    entry = refused(*probed())
+    assert entry["moved"] > 0.01
+
+
+def test_padded_rows_need_no_proof(probed):
+    code, _, entry, _ = probed(packing={"mode": PackingMode.padded})
+    assert code == 0
+    assert entry == {"checked": False, "why": "padded rows hold one document each"}
+
+
+def test_the_run_is_the_same_with_the_probe_and_without(config, run, changed, monkeypatch):
+    asked = changed(config, training={"max_steps": 3})
+    with_probe = run(asked, "with")[2]
+    monkeypatch.setattr(LeakProbe, "on_train_begin", lambda *arguments, **words: None)
+    without = run(asked, "without")[2]
+    assert [line["loss"] for line in with_probe] == [line["loss"] for line in without]
+    assert [line["grad_norm"] for line in with_probe] == [line["grad_norm"] for line in without]
+
+
+def test_it_leaves_every_generator_and_every_mode_as_it_was():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5))
+    model[1].eval()
+    before = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+    with leak_probe._generators_kept(), leak_probe._in_evaluation_mode(model):
+        assert not any(module.training for module in model.modules())
+        random.random()
+        np.random.rand()
+        torch.rand(1)
+    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
+    assert [module.training for module in model.modules()] == [True, True, False]
+
+
+def test_ranks_that_leak_are_worse_than_those_that_do_not(config):
+    allowed = leak_probe.tolerance(config.precision.compute, uses_tf32=False)
+    fine = leak_probe.Isolation(
+        moved=0.0, alone=1e-7, leaking=1.0, loss_together=2.0, loss_apart=2.0, tokens_together=9, tokens_apart=9
+    )
+    worse, broken = (
+        leak_probe.Isolation(**{**vars(fine), name: value}) for name, value in (("moved", 0.3), ("alone", float("nan")))
+    )
+    ranks = [fine, broken, worse]
+    assert max(ranks, key=lambda one: leak_probe._severity(one, allowed)) in (broken, worse)
+    assert leak_probe._severity(broken, allowed)[1] == float("inf")
