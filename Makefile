@@ -40,8 +40,8 @@ plan:  ## What RECIPE would take: batch, memory per GPU, time; ARGS=--json for p
 data:  ## Prepare RECIPE's data and show samples, lengths and what was cut
 	$(FRONT) run data $(RECIPE) $(value ARGS)
 
-eval:  ## Evaluate RECIPE's newest run, or another: ARGS="run=outputs/quickstart/<time>"
-	$(FRONT) run eval run=$(RECIPE) $(value ARGS)
+eval:  ## Evaluate the newest finished run, RECIPE's if it is given, or another: ARGS="run=outputs/quickstart/<time>"
+	$(FRONT) run eval $(if $(filter-out file,$(origin RECIPE)),run=$(RECIPE)) $(value ARGS)
 
 chat:  ## Talk to RECIPE's newest run; ARGS="--prompt 'Hello'" for one answer
 	$(FRONT) run chat $(RECIPE) $(value ARGS)

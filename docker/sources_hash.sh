@@ -7,6 +7,6 @@ set -euo pipefail
 
 cd "${1:-.}"
 # Sorted by bytes, since the order of the names counts; names are hashed with the contents.
-find src hydra_configs recipes docker pyproject.toml -name __pycache__ -prune -o -type f \
-  ! -name '*.pyc' ! -path 'docker/*/image.digest' -print0 \
+find src hydra_configs recipes docker pyproject.toml \( -name __pycache__ -o -path docker/front \) -prune -o -type f \
+  ! -name '*.pyc' ! -path docker/front.sh ! -path 'docker/*/image.digest' -print0 \
   | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum | cut -d ' ' -f 1

@@ -107,6 +107,7 @@ def test_shared_memory_and_limits_are_those_of_training(services: dict[str, Any]
 def test_the_sandbox_has_nothing_of_the_users(services: dict[str, Any]) -> None:
     sandbox = services["sandbox"]
     assert sandbox["network_mode"] == "none"
+    assert sandbox["ipc"] == "none"
     assert sandbox["read_only"] is True
     assert sandbox["cap_drop"] == ["ALL"]
     assert set(sandbox["cap_add"]) == {"SETUID", "SETGID", "KILL"}
@@ -231,13 +232,13 @@ def test_the_hash_leaves_out_what_the_build_does_not_see(tmp_path: Path) -> None
     hashed = {"src", "hydra_configs", "recipes", "docker", "pyproject.toml"}
     assert {line[1:] for line in lines if line.startswith("!")} == {*hashed, "LICENSE"}
     left_out = [line for line in lines[1:] if not line.startswith("!")]
-    assert left_out == ["**/__pycache__", "**/*.pyc", "docker/*/image.digest"]
-    for name in (*hashed - {"pyproject.toml"}, "docker/cpu", "src/__pycache__"):
+    assert left_out == ["**/__pycache__", "**/*.pyc", "docker/*/image.digest", "docker/front", "docker/front.sh"]
+    for name in (*hashed - {"pyproject.toml"}, "docker/cpu", "docker/front", "src/__pycache__"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "pyproject.toml").touch()
     before = sources_hash(tmp_path)
     assert re.fullmatch("[0-9a-f]{64}", before)
-    for name in ("src/__pycache__/a", "src/a.pyc", "docker/cpu/image.digest", "LICENSE"):
+    for name in ("src/__pycache__/a", "src/a.pyc", "docker/cpu/image.digest", "docker/front.sh", "docker/front/a", "LICENSE"):
         (tmp_path / name).touch()
     assert sources_hash(tmp_path) == before
     for name in ("src/a.py", "docker/image.digest.txt", "recipes/a b\nc", "hydra_configs/.hidden"):

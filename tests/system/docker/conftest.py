@@ -70,7 +70,7 @@ def checkout(project_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     for name in filter(None, listed):
         if (project_root / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(project_root / name, copy / name)
+            shutil.copy2(project_root / name, copy / name, follow_symlinks=False)
     shutil.copytree(project_root / ".git", copy / ".git", symlinks=True)
     for folder in [*copy.parents][:3]:  # pytest's folders are closed to the other users that the tests run as
         folder.chmod(folder.stat().st_mode | 0o055)
