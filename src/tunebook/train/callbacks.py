@@ -127,7 +127,7 @@ class Records(TrainerCallback):
             self.progress.stop()
 
     def _write_step(self, logs: dict[str, Any], state: TrainerState) -> None:
-        memory = _memory_gib_per_rank()
+        memory = _memory_of_every_rank()
         if self.writer is None:
             return
         step = state.global_step
@@ -151,19 +151,29 @@ class Records(TrainerCallback):
                 if has_peak and self.flops_per_token and self.peak_tflops
                 else None,
                 "peak_tflops": self.peak_tflops,
-                "memory_gib": memory,
                 "seconds": round(seconds, 4),
             }
+            | memory
         )
         if self.progress is not None:
             self.progress.advance(step, logs["loss"], speed * self.batches.world_size)
 
 
-def _memory_gib_per_rank() -> list[float]:
-    """The peak of every rank so far: allocated GPU memory, or the process' resident memory on a CPU."""
+def _memory_of_every_rank() -> dict[str, list[float]]:
+    """GiB by rank: `memory_gib`, the peak so far of what tensors take, or of the process' resident memory on a CPU.
+
+    On GPUs also `memory_reserved_gib`, the peak of what the allocator holds for them, and `memory_device_gib`, what is
+    in use of the whole GPU now: with CUDA's and NCCL's contexts, and with whatever else uses it.
+    """
     if torch.cuda.is_available() and PartialState().device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated() / _GIB
+        free, total = torch.cuda.mem_get_info()
+        found = {
+            "memory_gib": torch.cuda.max_memory_allocated(),
+            "memory_reserved_gib": torch.cuda.max_memory_reserved(),
+            "memory_device_gib": total - free,
+        }
     else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB
-    peaks = gather(torch.tensor([peak], device=PartialState().device))
-    return [round(value, 3) for value in peaks.tolist()]
+        found = {"memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    mine = torch.tensor([[size / _GIB for size in found.values()]], device=PartialState().device)
+    by_rank = gather(mine).T.tolist()
+    return {key: [round(value, 3) for value in values] for key, values in zip(found, by_rank, strict=True)}
