@@ -5,20 +5,21 @@
 # signal on twice or not at all. So it is started in a session of its own, where only this script reaches it, and each
 # request is handed on once.
 
-stop_requests=0 stopped_by="" stoppable_pid=""
+stop_requests=0 stopped_by="" stoppable_pid="" early_request=""
 last_request_ms=0
 same_request_ms=1000 # what arrives within this is the same request, come another way
 
 run_stoppable() { # run_stoppable STOP COMMAND [ARGUMENT...]; STOP is called with a signal's name
   local stop=$1 code=0 seen again name
   shift
-  stop_requests=0
-  setsid "$@" <&0 &
-  stoppable_pid=$!
-  for name in INT TERM HUP; do
+  stop_requests=0 stoppable_pid="" early_request=""
+  for name in INT TERM HUP; do # before it starts, or a request in between would end this script and leave it alone
     # shellcheck disable=SC2064  # these values, now
     trap "request_stop $stop $name" "$name"
   done
+  setsid "$@" <&0 &
+  stoppable_pid=$!
+  if [ -n "$early_request" ]; then "$stop" "$early_request"; fi
   while true; do
     seen=$stop_requests
     wait "$stoppable_pid" && again=0 || again=$?
@@ -37,5 +38,5 @@ request_stop() { # request_stop STOP SIGNAL
   if ((now - last_request_ms < same_request_ms)); then return 0; fi
   last_request_ms=$now
   stopped_by=${stopped_by:-$2}
-  "$1" "$2"
+  if [ -n "$stoppable_pid" ]; then "$1" "$2"; else early_request=$2; fi
 }
