@@ -155,7 +155,7 @@ def test_the_services_of_a_gpu_image_reserve_the_gpus(generation, cpu_image, in_
     assert "deploy" not in config["services"]["sandbox"]
 
 
-@pytest.mark.skipif(not os.environ.get("TUNEBOOK_TEST_GPU_IMAGES"), reason="several GB are fetched and installed")
+@pytest.mark.skipif(not os.environ.get("BUILD_GPU_IMAGES"), reason="several GB are fetched and installed")
 def test_volta_is_built_whole_and_has_code_for_its_gpus(cpu_image, in_checkout, inspect):
     """The image with nothing to compile. Its own check has read the architectures out of torch when this is reached."""
     root = subprocess.check_output(["docker", "info", "--format", "{{.DockerRootDir}}"], text=True).strip()
