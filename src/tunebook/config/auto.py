@@ -170,7 +170,7 @@ def _fits_without_recomputing(config: RunConfig, row: int) -> bool:
     if facts is None or memory is None:
         return False
     longer = replace(config, packing=replace(config.packing, row_length=row))
-    return estimate_memory(longer, facts).total_gib <= memory * USABLE_SHARE
+    return estimate_memory(longer, facts, is_recomputed=False).total_gib <= memory * USABLE_SHARE
 
 
 def _micro_batch_size(config: RunConfig) -> tuple[int | None, str]:
@@ -193,8 +193,9 @@ def _checkpointing(config: RunConfig) -> tuple[Switch, str]:
         return Switch.enabled, "the model's size is not known before it is loaded, and this is the safe side"
     if memory is None:
         return Switch.enabled, "the memory is not known, and this is the safe side"
-    estimate = estimate_memory(config, facts)
-    parts = f"{_gib(estimate.states_gib)} of states and {_gib(estimate.activations_gib)} of activations"
+    estimate = estimate_memory(config, facts, is_recomputed=False)
+    working = estimate.buffers_gib + estimate.activations_gib
+    parts = f"{_gib(estimate.states_gib)} of states and {_gib(working)} of activations and buffers"
     usable = memory * USABLE_SHARE
     if estimate.total_gib <= usable:
         return Switch.disabled, f"estimated {parts} fit into {USABLE_SHARE:.0%} of {memory:g} GiB, and it is faster"

@@ -14,13 +14,11 @@ from typing import Any
 import numpy as np
 
 from tunebook.config.choices import PackingMode
+from tunebook.config.estimate.activations import PADDED_TOKENS_PER_PASS
 from tunebook.config.schema import RunConfig
 from tunebook.data.packing import Lengths, rows_needed
 from tunebook.data.sampler import Schedule, StepSize, cut_into_steps, documents_in_steps, epoch_order
 from tunebook.errors import RequestError
-
-# Padded rows per pass where nobody says: as many as stay within this many tokens, when all are of the full length.
-_PADDED_TOKENS_PER_PASS = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +181,7 @@ def _other_micro(samples: int, ranks: int, micro: int | None) -> str:
 
 
 def _largest_micro(samples_per_rank: int, max_length: int) -> int:
-    cap = max(1, _PADDED_TOKENS_PER_PASS // max_length)
+    cap = max(1, PADDED_TOKENS_PER_PASS // max_length)
     return max(size for size in range(1, min(cap, samples_per_rank) + 1) if samples_per_rank % size == 0)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 
-from tunebook.config.choices import Switch
 from tunebook.config.estimate import USABLE_SHARE, Estimate, estimate_memory
 from tunebook.config.schema import RunConfig
 
@@ -22,8 +21,8 @@ class Memory:
     weights: float | None = None
     gradients: float | None = None
     optimizer: float | None = None
-    activations: float | None = None  # None: some are computed again, and how many are kept meanwhile is not estimated
-    buffers: float | None = None  # what is gathered at a time of a model that is divided or offloaded
+    activations: float | None = None  # and the output head
+    buffers: float | None = None  # what is whole or in another number format for a time, and DDP's buckets
     overhead: float | None = None  # CUDA context, communication, unusable pieces: nothing computes it yet
     total: float | None = None  # of the parts that are known, where only the overhead is not
     capacity: float | None
@@ -52,30 +51,25 @@ def plan_memory(config: RunConfig) -> MemoryPlan:
     if facts is None:
         return MemoryPlan(memory=Memory(capacity=capacity), fits=None, verdict=f"{_NOT_KNOWN}: nor is the model's size")
     estimate = estimate_memory(config, facts)
-    is_recomputed = config.activation.checkpointing is Switch.enabled
     parts = Memory(
         weights=estimate.weights_gib,
         gradients=estimate.gradients_gib,
         optimizer=estimate.optimizer_gib,
-        activations=None if is_recomputed else estimate.activations_gib,
-        buffers=estimate.gathered_gib,
-        total=None if is_recomputed else estimate.total_gib,
+        activations=estimate.activations_gib,
+        buffers=estimate.buffers_gib,
+        total=estimate.total_gib,
         capacity=capacity,
     )
-    fits, verdict = _judge(estimate, capacity, is_recomputed)
+    fits, verdict = _judge(estimate, capacity)
     return MemoryPlan(memory=parts, fits=fits, verdict=verdict)
 
 
-def _judge(estimate: Estimate, capacity: float | None, is_recomputed: bool) -> tuple[bool | None, str]:
-    """Yes where everything fits into the usable share, no where what cannot be less is more than there is."""
+def _judge(estimate: Estimate, capacity: float | None) -> tuple[bool | None, str]:
+    """Yes where everything fits into the usable share, no where it is more than there is."""
     if capacity is None:
         return None, f"{_NOT_KNOWN}: hardware.memory_gib is not set"
     if estimate.total_gib <= capacity * USABLE_SHARE:
         return True, f"fits into {USABLE_SHARE:.0%} of {capacity:g} GiB"
-    least = estimate.states_gib if is_recomputed else estimate.total_gib
-    if least > capacity:
-        what = "weights, gradients and optimizer state" + ("" if is_recomputed else " and activations")
-        return False, f"does not fit: {least:.1f} GiB of {what} are more than {capacity:g} GiB"
-    if is_recomputed:
-        return None, f"{_NOT_KNOWN}: how many activations are kept under checkpointing is not estimated"
+    if estimate.total_gib > capacity:
+        return False, f"does not fit: {estimate.total_gib:.1f} GiB are more than {capacity:g} GiB"
     return None, f"{_NOT_KNOWN}: more than {USABLE_SHARE:.0%} of {capacity:g} GiB leaves little for the overhead"

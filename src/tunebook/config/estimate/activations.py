@@ -1,0 +1,104 @@
+"""What the forward pass keeps for the backward pass.
+
+Counted for a decoder layer with two RMS norms, grouped-query attention and a gated feed-forward network, as
+transformers 5.23 computes it; a test counts the tensors that autograd really saves. `hidden` and `inner` stand for one
+token's numbers of hidden_size and intermediate_size, `element` for the bytes of one number in a product.
+"""
+
+from __future__ import annotations
+
+from tunebook.config.choices import Attention, Compute, Generation, MixedPrecision, PackingMode, PeftMethod
+from tunebook.config.estimate.states import weight_element
+from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig
+
+# TRL's output head works on tiles of this many tokens and words (trl 1.16, kernels/chunked_logprob.py).
+_HEAD_TOKENS, _HEAD_WORDS = 4096, 32768
+# Padded rows per pass where nobody says: as many as stay within this many tokens, when all are of the full length.
+PADDED_TOKENS_PER_PASS = 8192
+_REPEATING = (Attention.sdpa, Attention.eager)  # keys and values once for each query's head, where there is a mask
+
+
+def activation_bytes(config: RunConfig, facts: ModelFacts, *, is_recomputed: bool) -> float:
+    """Bytes of all layers' activations for one pass.
+
+    With activation checkpointing each layer keeps its input, and one layer at a time everything.
+    """
+    tokens = tokens_per_pass(config)
+    layer = tokens * layer_bytes_per_token(config, facts)
+    if is_recomputed:
+        return tokens * facts.num_layers * _stream_element(config) * facts.hidden_size + layer
+    return facts.num_layers * layer
+
+
+def tokens_per_pass(config: RunConfig) -> int:
+    """Tokens of one micro batch whose rows are full; where its size is left open, of the largest that may be taken."""
+    rows = config.training.micro_batch_size
+    if rows is None and config.packing.mode is PackingMode.padded:
+        rows = PADDED_TOKENS_PER_PASS // config.training.max_length
+    return max(1, rows or 1) * _row_length(config)
+
+
+def layer_bytes_per_token(config: RunConfig, facts: ModelFacts) -> float:
+    """What one layer keeps of one token."""
+    element = 4 if config.precision.compute is Compute.fp32 else 2
+    norms = _norm_bytes(config) * facts.hidden_size
+    inner = 4 * element * facts.intermediate_size  # gate, its activation, up, their product
+    if config.model.liger_kernel:
+        inner = 3 * element * facts.intermediate_size  # the activation is computed again
+    return norms + inner + _attention_bytes(config, facts, element) + _dropout_bytes(config, facts)
+
+
+def _norm_bytes(config: RunConfig) -> float:
+    """Of both norms and of the five products that read their outputs, per number of the hidden size."""
+    is_adapter = config.peft.method is not PeftMethod.full
+    if config.precision.compute is Compute.fp32:
+        return 16 if is_adapter else 24  # input, normalised input (for the norm's own weight), output
+    if _stream_element(config) == 2:
+        return 20 if is_adapter else 16  # the input in fp32; normalised and output in bf16
+    inputs = 8 if is_adapter or config.model.liger_kernel else 16  # the input and, normalised, once more
+    return inputs + (12 if is_adapter else 10)  # autocast casts the output anew for each product
+
+
+def _attention_bytes(config: RunConfig, facts: ModelFacts, element: int) -> float:
+    """Query, key, value, output, and what the kernel keeps of the mask."""
+    row, heads = _row_length(config), facts.num_attention_heads
+    kernel = config.attention.implementation
+    repeated = heads if kernel in _REPEATING else facts.num_key_value_heads
+    key_width = facts.hidden_size * repeated / heads
+    kept = element * (2 * facts.hidden_size + 2 * key_width)
+    if kernel is Attention.eager:
+        return kept + heads * row * (4 + element)  # the softmax in fp32 and in the number format of the product
+    if kernel is Attention.sdpa:
+        kept += element * row  # one mask per layer, added to the scores of all heads
+        # Measured on an H200: in fp32 with a mask PyTorch takes its plain kernel, which keeps all scores.
+        if config.precision.compute is Compute.fp32 and config.hardware.generation is not Generation.cpu:
+            kept += 4 * heads * row
+    return kept
+
+
+def _dropout_bytes(config: RunConfig, facts: ModelFacts) -> float:
+    """A byte for each number that an adapter's dropout has looked at: the inputs of seven products."""
+    if config.peft.method is PeftMethod.full or not config.peft.dropout:
+        return 0.0
+    return 6 * facts.hidden_size + facts.intermediate_size
+
+
+def head_bytes(config: RunConfig, facts: ModelFacts) -> float:
+    """The last norm, the output head's tiles and, where it is trained, its gradient in fp32."""
+    element = 4 if config.precision.compute is Compute.fp32 else 2
+    tokens = tokens_per_pass(config)
+    tile = min(tokens, _HEAD_TOKENS) * min(facts.vocab_size, _HEAD_WORDS) * element
+    weight = min(facts.vocab_size, _HEAD_WORDS) * facts.hidden_size * element
+    gradient = 4 * facts.vocab_size * facts.hidden_size if config.peft.method is PeftMethod.full else 0
+    return float(16 * tokens * facts.hidden_size + tile + weight + gradient)
+
+
+def _stream_element(config: RunConfig) -> int:
+    """Bytes of a number between the layers: what the weights are in when a layer sees them."""
+    settings = config.parallelism
+    is_cast = isinstance(settings, FsdpConfig) and settings.mixed_precision is MixedPrecision.cast
+    return 2 if is_cast and config.precision.compute is not Compute.fp32 else weight_element(config)
+
+
+def _row_length(config: RunConfig) -> int:
+    return config.packing.row_length or config.training.max_length

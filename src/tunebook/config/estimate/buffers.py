@@ -1,0 +1,51 @@
+"""What a rank holds whole, or in another number format, while the backward pass begins."""
+
+from __future__ import annotations
+
+from tunebook.config.choices import Compute, MasterWeights, Offload, PeftMethod, Strategy
+from tunebook.config.estimate.parameters import count_parameters
+from tunebook.config.estimate.states import divided_among, weight_element
+from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig, ZeroConfig
+
+
+def buffer_bytes(config: RunConfig, facts: ModelFacts, *, is_recomputed: bool) -> float:
+    """All of it, in bytes."""
+    return _cast(config, facts, is_recomputed) + _gathered(config, facts) + _buckets(config, facts)
+
+
+def _cast(config: RunConfig, facts: ModelFacts, is_recomputed: bool) -> float:
+    """Autocast's copies of the layers' weights, which the backward pass needs.
+
+    With activation checkpointing they are there at the end of the forward pass, in autocast's cache; it holds nothing
+    of frozen weights, nor under FSDP, where weights are gathered in bf16.
+    """
+    is_mixed = config.precision.compute is not Compute.fp32 and weight_element(config) == 4
+    if not is_mixed or config.precision.master_weights is MasterWeights.bf16:
+        return 0.0
+    if config.peft.method is PeftMethod.qlora:
+        return 0.0  # dequantised for each product and not kept
+    layers = count_parameters(config, facts).layers
+    if isinstance(config.parallelism, FsdpConfig) or (is_recomputed and config.peft.method is not PeftMethod.full):
+        layers //= max(1, facts.num_layers)  # one at a time
+    return 2.0 * layers
+
+
+def _gathered(config: RunConfig, facts: ModelFacts) -> float:
+    """What is whole of a sharded or offloaded model: the embeddings and two layers, with their gradients."""
+    settings = config.parallelism
+    is_away = isinstance(settings, ZeroConfig | FsdpConfig) and settings.offload_parameters is not Offload.none
+    if divided_among(config).weights == 1 and not is_away:
+        return 0.0
+    parameters = count_parameters(config, facts)
+    embeddings = parameters.embeddings * (1 if facts.tie_word_embeddings else 2)
+    layer = parameters.layers / max(1, facts.num_layers)
+    element = 4 if config.precision.compute is Compute.fp32 else 2
+    return 2 * element * (embeddings + 2 * layer)
+
+
+def _buckets(config: RunConfig, facts: ModelFacts) -> float:
+    """DDP reduces gradients in buckets of its own, which together are as large as they are."""
+    ranks = max(1, config.hardware.num_nodes) * max(1, config.hardware.gpus_per_node or 1)
+    if config.parallelism.strategy is not Strategy.ddp or ranks == 1:
+        return 0.0
+    return float(count_parameters(config, facts).trained * weight_element(config))

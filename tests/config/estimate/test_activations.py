@@ -1,0 +1,94 @@
+"""The counted activations against the tensors that autograd really saves, and against a peak measured on a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tunebook.config.auto import resolve_auto
+from tunebook.config.choices import Attention, Compute, Generation, MasterWeights, PeftMethod
+from tunebook.config.compose import compose
+from tunebook.config.estimate import estimate_memory
+from tunebook.config.estimate.activations import layer_bytes_per_token
+from tunebook.hardware.detect import Machine
+
+RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
+TOKENS, RANK = 40, 4  # like no size of a weight, by which those are told apart
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 32
+}  # fmt: skip
+# Small things that the estimate leaves out: the logarithm of each softmax's sum, a scale per norm, adapters' middles.
+NOT_COUNTED = 4 * SIZES["num_attention_heads"] + 2 * 4
+
+
+def saved_bytes(num_layers, *, weights, is_mixed, attention="sdpa", is_adapter=False):
+    """Bytes of what autograd saves of two documents of half a row each, copies of weights left out."""
+    config = AutoConfig.for_model("qwen2", num_hidden_layers=num_layers, tie_word_embeddings=True, **SIZES)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=weights)
+    decoder = model.base_model
+    if is_adapter:
+        lora = LoraConfig(r=RANK, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")
+        wrapped = get_peft_model(model, lora)
+        wrapped.enable_input_require_grads()
+        decoder = wrapped.base_model.model.model
+    decoder.train()
+    of_weights = {parameter.untyped_storage().data_ptr() for parameter in decoder.parameters()}
+    shapes = {shape for one in decoder.parameters() for shape in (tuple(one.shape), tuple(reversed(one.shape)))}
+    saved = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in of_weights and tuple(tensor.shape) not in shapes:
+            saved[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    half = torch.arange(TOKENS // 2)
+    row = {"input_ids": torch.randint(0, 32, (1, TOKENS)), "position_ids": torch.cat([half, half])[None]}
+    mixed = torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_mixed)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), mixed:
+        decoder(**row, use_cache=False)
+    return sum(size for size, _ in saved.values())
+
+
+CASES = {
+    "autocast": (Compute.bf16, MasterWeights.fp32, Attention.sdpa, PeftMethod.full),
+    "fp32": (Compute.fp32, MasterWeights.fp32, Attention.sdpa, PeftMethod.full),
+    "all_bf16": (Compute.bf16, MasterWeights.bf16, Attention.sdpa, PeftMethod.full),
+    "lora": (Compute.bf16, MasterWeights.fp32, Attention.sdpa, PeftMethod.lora),
+    "lora_on_bf16": (Compute.bf16, MasterWeights.bf16, Attention.sdpa, PeftMethod.lora),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft asks by the old name
+@pytest.mark.parametrize("case", CASES)
+def test_a_layer_keeps_what_was_counted(sound, case):
+    compute, master, attention, method = CASES[case]
+    sound.hardware.generation = Generation.cpu
+    sound.precision.compute, sound.precision.master_weights = compute, master
+    sound.attention.implementation, sound.peft.method, sound.peft.dropout = attention, method, 0.0
+    sound.packing.row_length = TOKENS
+    facts = sound.model.facts
+    for key, value in SIZES.items():
+        setattr(facts, key, value)
+    weights = torch.bfloat16 if master is MasterWeights.bf16 else torch.float32
+    options = {"weights": weights, "is_mixed": compute is Compute.bf16, "is_adapter": method is PeftMethod.lora}
+    two, three = (saved_bytes(number, attention=attention.value, **options) for number in (2, 3))
+    adapters = 7 * RANK * 2 if method is PeftMethod.lora else 0
+    assert (three - two) / TOKENS - NOT_COUNTED - adapters == layer_bytes_per_token(sound, facts)
+
+
+def test_the_peak_of_a_run_with_full_rows_on_an_h200():
+    """Recorded with the run: Qwen2.5-0.5B, one GPU, bf16 autocast, sdpa, rows of 4,096 tokens."""
+    lines = map(json.loads, (RESULTS / "h200_qwen05b_single.jsonl").read_text().splitlines())
+    (run,) = [line for line in lines if line["name"] == "single"]
+    machine = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
+    config = resolve_auto(compose(run["recipe"], [*run["overrides"], "hardware=hopper"]).config, machine).config
+    assert config.packing.row_length == 4096
+    assert config.model.facts is not None
+    estimate = estimate_memory(config, config.model.facts)
+    assert estimate.total_gib == pytest.approx(max(run["memory_gib"]), rel=0.02)
