@@ -61,10 +61,11 @@ def test_with_every_activation_kept_the_parts_add_up() -> None:
 @pytest.mark.parametrize(
     ("capacity", "checkpointing", "fits", "said"),
     [
-        (7.0, Switch.enabled, False, "does not fit: 8.9 GiB are more than 7 GiB"),
+        (7.0, Switch.enabled, False, "does not fit: 8.9 GiB are more than 7 GiB"),  # 7.4 GiB of states
         (10.0, Switch.enabled, None, "more than 80% of 10 GiB leaves little for the overhead"),
         (12.0, Switch.enabled, True, "fits into 80% of 12 GiB"),
-        (18.0, Switch.disabled, False, "GiB are more than 18 GiB"),
+        (16.0, Switch.disabled, False, "does not fit: 19.1 GiB are more than 16 GiB"),
+        (18.0, Switch.disabled, None, "more than 80% of 18 GiB leaves little for the overhead"),
         (20.0, Switch.disabled, None, "more than 80% of 20 GiB leaves little for the overhead"),
         (None, Switch.disabled, None, "hardware.memory_gib is not set"),
     ],

@@ -14,6 +14,7 @@ from tunebook.config.rules import check
 from tunebook.config.schema import RunConfig
 from tunebook.hardware.detect import Machine
 from tunebook.plan.batch import solve_batch
+from tunebook.plan.memory import plan_memory
 
 NAMES = list(find_recipes([]))
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
@@ -101,6 +102,11 @@ def test_paged_adamw_of_the_llama2_source_is_refused_under_fsdp() -> None:
 
 def test_fp8_recipe_needs_every_rank_to_load() -> None:
     assert errors(resolved("llama3_8b_fp8", "parallelism=fsdp")) != []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_recipe_is_too_large_for_the_machine_it_was_published_on(name: str) -> None:
+    assert plan_memory(resolved(name)).fits is not False
 
 
 def test_ddp_copy_of_llama3_is_120_gib_on_every_gpu() -> None:

@@ -12,6 +12,8 @@ from tunebook.config.estimate import USABLE_SHARE, Estimate, estimate_memory
 from tunebook.config.schema import RunConfig
 
 _NOT_KNOWN = "whether it fits is not known"
+# Rows may be shorter than planned and the estimate too high: only what is this much more than the memory is refused.
+SURELY_TOO_LARGE = 1.15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +72,6 @@ def _judge(estimate: Estimate, capacity: float | None) -> tuple[bool | None, str
         return None, f"{_NOT_KNOWN}: hardware.memory_gib is not set"
     if estimate.total_gib <= capacity * USABLE_SHARE:
         return True, f"fits into {USABLE_SHARE:.0%} of {capacity:g} GiB"
-    if estimate.total_gib > capacity:
+    if estimate.states_gib > capacity or estimate.total_gib > capacity * SURELY_TOO_LARGE:
         return False, f"does not fit: {estimate.total_gib:.1f} GiB are more than {capacity:g} GiB"
     return None, f"{_NOT_KNOWN}: more than {USABLE_SHARE:.0%} of {capacity:g} GiB leaves little for the overhead"

@@ -16,22 +16,22 @@ def buffer_bytes(config: RunConfig, facts: ModelFacts, *, is_recomputed: bool) -
 def _cast(config: RunConfig, facts: ModelFacts, is_recomputed: bool) -> float:
     """Autocast's copies of the layers' weights, which the backward pass needs.
 
-    With activation checkpointing they are there at the end of the forward pass, in autocast's cache; it holds nothing
-    of frozen weights, nor under FSDP, where weights are gathered in bf16.
+    With activation checkpointing they are there at the end of the forward pass, in autocast's cache, which holds nothing
+    of frozen weights. FSDP gathers weights in bf16: there is nothing to copy.
     """
     is_mixed = config.precision.compute is not Compute.fp32 and weight_element(config) == 4
     if not is_mixed or config.precision.master_weights is MasterWeights.bf16:
         return 0.0
-    if config.peft.method is PeftMethod.qlora:
-        return 0.0  # dequantised for each product and not kept
+    if config.peft.method is PeftMethod.qlora or isinstance(config.parallelism, FsdpConfig):
+        return 0.0  # four bits are widened for each product and not kept
     layers = count_parameters(config, facts).layers
-    if isinstance(config.parallelism, FsdpConfig) or (is_recomputed and config.peft.method is not PeftMethod.full):
+    if is_recomputed and config.peft.method is not PeftMethod.full:
         layers //= max(1, facts.num_layers)  # one at a time
     return 2.0 * layers
 
 
 def _gathered(config: RunConfig, facts: ModelFacts) -> float:
-    """What is whole of a sharded or offloaded model: the embeddings and two layers, with their gradients."""
+    """What is whole of a sharded or offloaded model: the embeddings and two layers, and the gradient of one layer."""
     settings = config.parallelism
     is_away = isinstance(settings, ZeroConfig | FsdpConfig) and settings.offload_parameters is not Offload.none
     if divided_among(config).weights == 1 and not is_away:
@@ -39,8 +39,8 @@ def _gathered(config: RunConfig, facts: ModelFacts) -> float:
     parameters = count_parameters(config, facts)
     embeddings = parameters.embeddings * (1 if facts.tie_word_embeddings else 2)
     layer = parameters.layers / max(1, facts.num_layers)
-    element = 4 if config.precision.compute is Compute.fp32 else 2
-    return 2 * element * (embeddings + 2 * layer)
+    gradients = layer if config.peft.method is PeftMethod.full else 0
+    return (4 if config.precision.compute is Compute.fp32 else 2) * (embeddings + 2 * layer + gradients)
 
 
 def _buckets(config: RunConfig, facts: ModelFacts) -> float:
