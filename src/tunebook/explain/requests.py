@@ -81,10 +81,16 @@ COMPOSING: dict[str, Explanation] = {
         why="The message is Hydra's own; it is nearly always about the last override or recipe that was changed.",
         advice="Take overrides away until it composes, then add them again one by one.",
     ),
+    "compare-form": Explanation(
+        summary="--compare is not given a key with several values.",
+        why="It plans the recipe once for each value and prints a table.",
+        advice="Such as `tunebook plan qwen3b_zero2 --compare parallelism=ddp,zero1,zero2,zero3,fsdp`.",
+    ),
     "does-not-fit": Explanation(
         summary="The plan needs more memory than each GPU or rank has.",
-        why="The estimate adds up weights, gradients and optimizer state, and activations where all of them are kept. "
-        "It says no only where these alone are more than there is; what else a run needs comes on top.",
+        why="The estimate adds up weights, gradients, optimizer state, activations and buffers. It says no only where "
+        "the first three alone are more than there is, or all of it is by more than 15%; what else a run needs, such "
+        "as CUDA's context, comes on top.",
         advice="Divide more among the GPUs (parallelism=zero3 or fsdp), offload (parallelism=zero3_offload), recompute "
         "(activation=checkpointing), train an adapter (peft=lora), or take more GPUs or larger ones.",
     ),

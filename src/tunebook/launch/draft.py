@@ -41,13 +41,8 @@ class Draft:
 
     def raise_if_too_large(self) -> None:
         """Raises: DoesNotFitError where the estimate says that it cannot fit."""
-        if self.memory is not None and self.memory.fits is False:
-            raise DoesNotFitError(
-                f"by estimate this plan {self.memory.verdict} on each GPU or rank; try a strategy that divides more "
-                "among the GPUs (parallelism=zero3 or fsdp), one that offloads (parallelism=zero3_offload), "
-                "activation=checkpointing, peft=lora, or more GPUs",
-                problem_id="does-not-fit",
-            )
+        if self.memory is not None:
+            refuse_too_large(self.memory)
 
     @property
     def exit_code(self) -> int:
@@ -58,6 +53,17 @@ class Draft:
         except (RequestError, DoesNotFitError) as error:
             return error.exit_code
         return 0
+
+
+def refuse_too_large(memory: MemoryPlan) -> None:
+    """Raises: DoesNotFitError where the estimate says that it cannot fit."""
+    if memory.fits is False:
+        raise DoesNotFitError(
+            f"by estimate this plan {memory.verdict} on each GPU or rank; `tunebook plan` with the same words names "
+            "what would fit, such as a strategy that divides more among the GPUs (parallelism=fsdp), one that offloads "
+            "(parallelism=zero3_offload), activation=checkpointing or peft=lora",
+            problem_id="does-not-fit",
+        )
 
 
 def draft_run(recipe: str | None, overrides: list[str], recipes_dirs: list[Path]) -> Draft:

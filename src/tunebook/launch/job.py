@@ -21,7 +21,7 @@ from tunebook.errors import Problem, RequestError, RulesError
 from tunebook.evaluate.task_files import check_tasks
 from tunebook.launch.attempt import Attempt
 from tunebook.launch.commands import JOB_SCRIPT, launch_command
-from tunebook.launch.draft import Draft, draft_json, draft_run
+from tunebook.launch.draft import Draft, draft_json, draft_run, refuse_too_large
 from tunebook.launch.lock import working_in
 from tunebook.launch.plans_only import refuse_plans_only
 from tunebook.launch.resume import check_run_folder, is_trained, unfinished_run
@@ -107,13 +107,14 @@ def run_job(job: Job, console: Console, *, folder: Path | None = None) -> int:
 
 
 def require_runnable(job: Job) -> None:
-    """Refuse what can be planned but not run here. Raises: RequestError or RulesError."""
+    """Refuse what can be planned but not run here. Raises: RequestError, RulesError, DoesNotFitError."""
     problem = job.resolution.problem
     if problem is not None:
         raise RequestError(job.resolution.why_not_runnable, problem_id=problem.id)
     refuse_plans_only(job.config)
     if missing := check_environment(job.config):
         raise RulesError(missing)
+    refuse_too_large(plan_memory(job.config))
     check_launcher(job.config)
     check_model(job.config.model)
     if job.config.evaluation.tasks:

@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 from rich.console import Console
+from rich.text import Text
 
+from tunebook.launch.changes import Fitting, changes_that_fit
 from tunebook.launch.draft import draft_json, draft_run
 from tunebook.launch.job import Job, show_job
 from tunebook.launch.show import show_memory
@@ -28,8 +30,11 @@ def plan_command(
     wrong request, DoesNotFitError (after printing) for a plan that cannot fit.
     """
     draft = draft_run(recipe, overrides, recipes_dirs)
+    is_too_large = draft.memory is not None and draft.memory.fits is False
+    fitting = changes_that_fit(recipe, overrides, recipes_dirs, draft) if is_too_large else []
     if as_json:
-        json.dump(draft_json(draft), sys.stdout, indent=2, ensure_ascii=False, allow_nan=False)
+        content = draft_json(draft) | {"would_fit": [change.to_json() for change in fitting]}
+        json.dump(content, sys.stdout, indent=2, ensure_ascii=False, allow_nan=False)
         print()
         return draft.exit_code
     draft.raise_errors()
@@ -37,5 +42,16 @@ def plan_command(
     job = Job(resolution=draft.resolution, problems=draft.problems, plan=draft.batch)
     show_job(job, console, folder or Path(job.config.outputs) / (recipe or "custom") / "<time>")
     show_memory(draft.memory, console)
+    if is_too_large:
+        _show_changes(fitting, console)
     draft.raise_if_too_large()
     return 0
+
+
+def _show_changes(fitting: list[Fitting], console: Console) -> None:
+    lines = [f"  {change.line()}" for change in fitting]
+    if lines:
+        lines.insert(0, "What would fit, by estimate, to be typed after the recipe:")
+    else:
+        lines = ["Nothing that this machine can do makes it fit: take more or larger GPUs, or a smaller model"]
+    console.print(Text("\n".join(lines)), highlight=False, soft_wrap=True)

@@ -16,7 +16,7 @@ from rich.text import Text
 from tunebook.config.auto import Choice
 from tunebook.errors import Problem
 from tunebook.plan.batch import BatchPlan
-from tunebook.plan.memory import MemoryPlan
+from tunebook.plan.memory import Memory, MemoryPlan
 from tunebook.record.run_folder import Outcome
 
 
@@ -64,8 +64,10 @@ def batch_lines(plan: BatchPlan) -> list[str]:
 
 
 def show_memory(plan: MemoryPlan, console: Console) -> None:
-    """The estimated memory part by part, and which parts are not in it."""
+    """The estimated memory part by part as numbers and as a bar, and which parts are not in it."""
     console.print(Text("\n".join(memory_lines(plan))), highlight=False, soft_wrap=True)
+    if bar := memory_bar(plan.memory, width=min(console.width, 100) - 4):
+        console.print(Text("  ").append_text(bar))
 
 
 def memory_lines(plan: MemoryPlan) -> list[str]:
@@ -78,6 +80,35 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
     if known:
         lines.append(f"  {' + '.join(known)}" + (f" = {_gib(total)}" if total is not None else ""))
     return [*lines, f"  not estimated: {', '.join(missing)}", f"  {plan.verdict}"]
+
+
+# By part: what it is drawn with, where there are colours and where there are none.
+_BAR = {
+    "weights": ("blue", "W"), "gradients": ("cyan", "G"), "optimizer": ("magenta", "O"), "activations": ("yellow", "A"),
+    "buffers": ("green", "B"),
+}  # fmt: skip
+
+
+def memory_bar(memory: Memory, width: int) -> Text | None:
+    """The parts end to end, to the scale of the memory there is, or of the total where that is more; with a key.
+
+    None where nothing is known.
+    """
+    values = {name: getattr(memory, name) for name in _BAR}
+    total = memory.total
+    if not total:
+        return None
+    scale = (width - 2) / max(total, memory.capacity or 0.0)
+    bar, drawn, reached = Text("["), 0, 0.0
+    for name, (colour, letter) in _BAR.items():
+        reached += values[name] or 0.0
+        cells = round(reached * scale) - drawn
+        bar.append(letter * cells, style=f"{colour} reverse")
+        drawn += cells
+    bar.append("." * (width - 2 - drawn) + "]")
+    if memory.capacity is not None and total > memory.capacity:
+        bar.append(f" {total / memory.capacity:.1f} x what there is", style="red")
+    return bar.append("\n  " + "  ".join(f"{letter} {name}" for name, (_, letter) in _BAR.items() if values[name]))
 
 
 def _gib(value: float) -> str:

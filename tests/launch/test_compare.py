@@ -1,0 +1,54 @@
+"""`plan --compare`: a row for each value, refusals with their reason, what is typed wrongly."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from tunebook.errors import RequestError
+from tunebook.hardware.detect import Machine
+from tunebook.launch import draft
+from tunebook.launch.compare import compare_plans, split_compared
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    machine = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
+    monkeypatch.setattr(draft, "detect_machine", lambda: machine)
+
+
+def table(recipe, overrides, compared):
+    console = Console(file=io.StringIO(), width=160)
+    code = compare_plans(recipe, overrides, [], compared, console)
+    return code, [line.split() for line in console.file.getvalue().splitlines()]
+
+
+def test_strategies_side_by_side():
+    code, lines = table("qwen3b_zero2", ["hardware=volta"], "parallelism=ddp,zero2,hsdp")
+    assert code == 0
+    rows = {line[0]: line[1:] for line in lines[2:]}
+    # 3.086 billion parameters on 8 GPUs: 4 bytes each of weights and of gradients, 8 of moments, 4 of master copy
+    assert rows["ddp"][:4] == ["11.5", "11.5", "23.0", "11.5"]
+    assert rows["ddp"][-1] == "no"
+    assert rows["zero2"][:4] == ["11.5", "1.4", "4.3", "0.0"]
+    assert rows["zero2"][-1] == "yes"
+    assert rows["hsdp"][0] == "refused:"
+
+
+def test_the_exit_code_is_that_of_the_best():
+    assert table("qwen3b_zero2", ["hardware=volta"], "parallelism=ddp,zero2")[0] == 0
+    assert table("qwen3b_zero2", ["hardware=volta", "parallelism=ddp"], "training.seed=0,1")[0] == 3
+
+
+@pytest.mark.parametrize("compared", ["parallelism", "parallelism=", "parallelism=ddp", "=a,b", "a=b,,c"])
+def test_what_is_no_comparison_is_refused_with_an_example(compared):
+    with pytest.raises(RequestError, match="--compare parallelism=ddp,zero2,zero3,fsdp"):
+        split_compared(compared)
+
+
+def test_a_value_that_is_there_twice():
+    with pytest.raises(RequestError, match="a value is there twice"):
+        split_compared("training.seed=1,1")
+    assert split_compared("training.seed= 1, 2") == ("training.seed", ["1", "2"])
