@@ -12,7 +12,8 @@ from rich.console import Console
 from tunebook.config.choices import Compute, Generation
 from tunebook.errors import Problem, RulesError
 from tunebook.parity import run
-from tunebook.record.atomic_files import atomic_write_json, read_json
+from tunebook.record.atomic_files import read_json
+from tunebook.sweep.trial_process import TrialEnd
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def parity(tmp_path, monkeypatch):
                 raise RulesError([Problem(id="some-rule", key="a.key", message="forbidden", fix="a.key=b")])
             return SimpleNamespace(config=config)
 
-        def trial(words, end_file, output):
+        def trial(words, stopping):
             folder = Path(words[words.index("--run-folder") + 1])
             started.append(words)
             (folder / "model").mkdir(parents=True)
@@ -43,9 +44,9 @@ def parity(tmp_path, monkeypatch):
             (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
             was_stopped = folder.name == stopped
             code = 6 if was_stopped else (codes or {}).get(folder.name, 0)
-            atomic_write_json(end_file, {"exit_code": code, "seconds": 1.0, "was_interrupted": was_stopped})
             if was_stopped:
-                raise KeyboardInterrupt
+                stopping.request()
+            return TrialEnd(exit_code=code, seconds=1.0, was_interrupted=was_stopped)
 
         monkeypatch.setattr(run, "plan_job", plan)
         monkeypatch.setattr(run, "run_trial", trial)

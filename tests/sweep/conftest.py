@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -32,6 +31,9 @@ def make_result(tmp_path: Path) -> MakeResult:
         state: str = "finished",
         reason: str | None = None,
         was_interrupted: bool = False,
+        pruned: str | None = None,
+        killed: str | None = None,
+        recorded_exit_code: int | None = None,
     ) -> TrialResult:
         overrides = ("optimizer=adamw", f"training.seed={number}")
         trial = Trial(number=number, overrides=overrides, swept={"training.seed": str(number)})
@@ -44,16 +46,22 @@ def make_result(tmp_path: Path) -> MakeResult:
         if validation_loss is not None:
             steps += [{"step": 1, "validation_loss": 9.0}, {"step": len(losses), "validation_loss": validation_loss}]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
-        status = {"state": state, "exit_code": exit_code, "reason": reason}
+        recorded = exit_code if recorded_exit_code is None else recorded_exit_code
+        status = {"state": state, "exit_code": recorded, "reason": reason}
         (folder / "manifest.json").write_text(json.dumps({"format": 1, "status": status}))
         if score is not None:
             task = {"value": score, "higher_is_better": is_higher_better, "subtasks": []}
             (folder / "evaluation").mkdir()
             (folder / "evaluation" / "after.json").write_text(json.dumps({"tasks": {"words": task}}))
-        end_file = tmp_path / f"{trial.name}.json"
+        end = None
         if exit_code is not None:
-            end = TrialEnd(exit_code=exit_code, seconds=1.5, was_interrupted=was_interrupted)
-            end_file.write_text(json.dumps(asdict(end)))
-        return read_result(trial, folder, end_file)
+            end = TrialEnd(
+                exit_code=exit_code,
+                seconds=1.5,
+                was_interrupted=was_interrupted,
+                was_pruned=pruned is not None,
+                reason=pruned or killed,
+            )
+        return read_result(trial, folder, end)
 
     return make

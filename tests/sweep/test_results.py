@@ -4,13 +4,14 @@ from collections.abc import Callable
 
 import pytest
 
-from tunebook.sweep.results import Measure, TrialResult, rank, sweep_exit_code
+from tunebook.sweep.options import Direction
+from tunebook.sweep.results import Goal, Measure, TrialResult, rank, sweep_exit_code
 
 MakeResult = Callable[..., TrialResult]
 
 
-def order(results: list[TrialResult]) -> tuple[Measure | None, list[int], list[int]]:
-    ranking = rank(results)
+def order(results: list[TrialResult], goal: Goal | None = None) -> tuple[str | None, list[int], list[int]]:
+    ranking = rank(results, goal)
     numbers = [[result.trial.number for result in part] for part in (ranking.ranked, ranking.unranked)]
     return ranking.measure, numbers[0], numbers[1]
 
@@ -40,12 +41,12 @@ def test_ranked_by_the_evaluation_score_before_any_loss(make_result: MakeResult)
         make_result(1, losses=(2.0,), validation_loss=2.0, score=0.9),
         make_result(2, losses=(0.1,), score=0.7),
     ]
-    assert order(results) == (Measure.evaluation_score, [1, 2, 0], [])
+    assert order(results) == (Measure.evaluation_score.value, [1, 2, 0], [])
 
 
 def test_a_score_that_is_better_low_is_ranked_low_first(make_result: MakeResult) -> None:
     results = [make_result(n, losses=(1.0,), score=s, is_higher_better=False) for n, s in enumerate((12.0, 8.0))]
-    assert order(results) == (Measure.evaluation_score, [1, 0], [])
+    assert order(results) == (Measure.evaluation_score.value, [1, 0], [])
 
 
 def test_without_a_score_for_all_the_validation_loss_decides(make_result: MakeResult) -> None:
@@ -53,18 +54,18 @@ def test_without_a_score_for_all_the_validation_loss_decides(make_result: MakeRe
         make_result(0, losses=(0.1,), validation_loss=1.5, score=0.9),
         make_result(1, losses=(0.2,), validation_loss=1.4),
     ]
-    assert order(results) == (Measure.validation_loss, [1, 0], [])
+    assert order(results) == (Measure.validation_loss.value, [1, 0], [])
 
 
 def test_equal_scores_are_ordered_by_the_loss(make_result: MakeResult) -> None:
     losses = (0.5, 0.3, 0.4)
     results = [make_result(n, losses=(loss,), score=1.0) for n, loss in enumerate(losses)]
-    assert order(results) == (Measure.evaluation_score, [1, 2, 0], [])
+    assert order(results) == (Measure.evaluation_score.value, [1, 2, 0], [])
 
 
 def test_otherwise_the_final_loss_and_equal_ones_stay_in_order(make_result: MakeResult) -> None:
     results = [make_result(n, losses=(9.0, loss)) for n, loss in enumerate((0.5, 0.3, 0.5))]
-    assert order(results) == (Measure.final_loss, [1, 0, 2], [])
+    assert order(results) == (Measure.final_loss.value, [1, 0, 2], [])
 
 
 def test_failed_trials_are_last_however_good_their_loss(make_result: MakeResult) -> None:
@@ -74,7 +75,7 @@ def test_failed_trials_are_last_however_good_their_loss(make_result: MakeResult)
         make_result(2, exit_code=None),
         make_result(3, losses=(0.4,)),
     ]
-    assert order(results) == (Measure.final_loss, [3, 1], [0, 2])
+    assert order(results) == (Measure.final_loss.value, [3, 1], [0, 2])
 
 
 def test_without_a_common_measurement_nothing_is_ranked(make_result: MakeResult) -> None:
@@ -87,3 +88,42 @@ def test_the_exit_code_is_that_of_the_first_trial_that_did_not_finish(
 ) -> None:
     results = [make_result(number, exit_code=code, reason="why") for number, code in enumerate(codes)]
     assert sweep_exit_code(results) == expected
+
+
+def test_a_goal_decides_alone_and_in_its_direction(make_result: MakeResult) -> None:
+    speeds = (10.0, 30.0, 20.0)
+    results = [make_result(n, losses=(1.0 + n,), speeds=(speed,), score=0.5) for n, speed in enumerate(speeds)]
+    fastest = Goal(metric="tokens_per_second_per_gpu", direction=Direction.maximize)
+    assert order(results, fastest) == ("tokens per second per gpu", [1, 2, 0], [])
+    worst = Goal(metric="final_loss", direction=Direction.maximize)
+    assert order(results, worst) == ("final loss", [2, 1, 0], [])
+
+
+def test_a_trial_without_the_goals_metric_is_not_ranked(make_result: MakeResult) -> None:
+    results = [
+        make_result(0, exit_code=7, losses=(0.1,), state="invalid", reason="a leak"),
+        make_result(1, losses=(None,)),
+        make_result(2, losses=(0.4,)),
+        make_result(3, losses=(0.3,)),
+    ]
+    goal = Goal(metric="final_loss", direction=Direction.minimize)
+    assert [goal.value_of(result) for result in results] == [None, None, 0.4, 0.3]
+    assert order(results, goal) == ("final loss", [3, 2], [1, 0])
+    assert order(results[:2], goal) == (None, [], [1, 0])
+
+
+def test_a_pruned_trial_is_no_failure_and_says_why(make_result: MakeResult) -> None:
+    pruned = make_result(0, exit_code=6, losses=(3.0,), pruned="at step 1, loss 3 is worse", was_interrupted=True)
+    assert pruned.how_it_ended == "pruned: at step 1, loss 3 is worse"
+    assert sweep_exit_code([pruned, make_result(1)]) == 0
+    assert sweep_exit_code([pruned, make_result(2, exit_code=4)]) == 4
+
+
+def test_a_killed_trial_says_what_killed_it(make_result: MakeResult) -> None:
+    killed = make_result(0, exit_code=1, state="running", killed="its process was killed by signal 9")
+    assert killed.how_it_ended == "failed: its process was killed by signal 9"
+
+
+def test_an_earlier_attempts_reason_is_not_taken_for_the_last_ones(make_result: MakeResult) -> None:
+    found = make_result(0, exit_code=1, state="stopped", reason="stopped after step 6", recorded_exit_code=6)
+    assert found.how_it_ended == "failed: it ended unexpectedly (exit code 1), see what it printed"

@@ -4,7 +4,7 @@ import pytest
 
 from tunebook.config.compose import compose
 from tunebook.errors import RequestError
-from tunebook.sweep.trials import Trial, check_trials, expand_trials, split_launcher
+from tunebook.sweep.trials import Trial, check_trials, expand_trials
 
 
 def check_with_compose(overrides: list[str]) -> None:
@@ -44,21 +44,18 @@ def test_ranges_choices_groups_and_lists_are_understood() -> None:
         (["training.seed=0,[1"], r"cannot be read"),
         (["training.seed=glob(*)"], r"glob\(\.\.\.\).*write them out with commas"),
         (["optimizer.learning_rate=interval(0,1)"], r"interval\(\.\.\.\)"),
-        (["training.seed=0,1", "hydra.sweep.dir=/tmp"], r"override 'hydra.sweep.dir=/tmp': of Hydra's own keys"),
+        (["optimizer.learning_rate=interval(0,1)"], r"--search=optuna --num-trials=20"),
+        (["training.seed=0,1", "hydra.sweep.dir=/tmp"], r"override 'hydra.sweep.dir=/tmp': Hydra's own keys"),
+        (["training.seed=0,1", "hydra/launcher=joblib"], r"--launcher=joblib --jobs=2"),
+        (["training.seed=0,1", "training.seed=5"], r"training.seed is given 2 times.*the last one win"),
+        (["training.seed=0,1,0"], r"two trials would be the same \(training.seed=0\)"),
+        (["training.seed=shuffle(0,1)"], r"shuffle\(\.\.\.\) would order the trials differently each time"),
         (["training.seed=0,1", "recipes=quickstart"], r"name the recipe as the first word"),
     ],
 )
 def test_what_is_no_sweep_is_refused(words: list[str], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         expand_trials(words)
-
-
-def test_the_launcher_is_told_from_the_runs_own_overrides() -> None:
-    words = ["launcher=local", "hydra/launcher=joblib", "training.seed=0,1", "hydra.launcher.n_jobs=2"]
-    assert split_launcher(words) == (
-        ["launcher=local", "training.seed=0,1"],
-        ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"],
-    )
 
 
 def test_good_trials_pass() -> None:

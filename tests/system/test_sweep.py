@@ -1,10 +1,21 @@
-"""A real sweep: four trials of which two cannot be trained, a ranked table, and a file of it."""
+"""Real sweeps: one with trials that cannot be trained, one side by side that is killed and goes on, and a search."""
 
 from __future__ import annotations
 
 import csv
 import json
+import os
 import shutil
+import signal
+
+import pytest
+
+SHORT = ("evaluation=none", "schedule.warmup_steps=0")
+
+
+def rows_of(folder):
+    with (folder / "sweep.csv").open() as file:
+        return list(csv.DictReader(file))
 
 
 def test_a_failing_trial_stops_no_other(run, project_root, tmp_path):
@@ -22,8 +33,7 @@ def test_a_failing_trial_stops_no_other(run, project_root, tmp_path):
     assert "ranked by final loss" in ended.output
     assert "Traceback" not in ended.output
     (folder,) = (outputs / "quickstart").glob("sweep-*")
-    with (folder / "sweep.csv").open() as file:
-        lines = list(csv.DictReader(file))
+    lines = rows_of(folder)
     assert [line["rank"] for line in lines] == ["1", "2", "", ""]
     assert [line["model.path"] for line in lines] == [str(good), str(good), str(wild), str(wild)]
     assert {line["training.seed"] for line in lines[:2]} == {"0", "1"}
@@ -31,3 +41,61 @@ def test_a_failing_trial_stops_no_other(run, project_root, tmp_path):
     assert float(lines[0]["final_loss"]) <= float(lines[1]["final_loss"])
     assert all("not finite at step" in line["how_it_ended"] for line in lines[2:])
     assert all((folder / f"trial-{number:03d}" / "report.html").exists() for number in range(4))
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two trials at a time need two cores")
+def test_trials_side_by_side_whose_sweep_is_killed_save_and_go_on(start, run, read_run, tmp_path):
+    words = [
+        *["tunebook", "sweep", "quickstart", "optimizer.learning_rate=1e-3,2e-3", "training.seed=0,1", *SHORT],
+        *["training.max_steps=30", f"outputs={tmp_path}", "--launcher=joblib", "--jobs=2"],
+    ]
+    sweep = start(words)
+
+    def losses(number):
+        folders = list(tmp_path.glob(f"quickstart/sweep-*/trial-{number:03d}"))
+        return len(read_run(folders[0]).losses) if folders else 0
+
+    sweep.wait_for(lambda: losses(2) >= 3 and losses(3) >= 3, 400)
+    (folder,) = (tmp_path / "quickstart").glob("sweep-*")
+    records = {name: (folder / name).stat().st_mtime for name in ("trial-000/manifest.json", "trial-001/manifest.json")}
+    os.kill(sweep.process.pid, signal.SIGKILL)
+    sweep.process.wait()
+    refused = run([*words, "--jobs=64"])
+    assert refused.exit_code == 2, refused.output
+    assert "type --jobs=" in refused.output
+
+    ended = run(words, timeout_s=300)
+    assert ended.exit_code == 0, ended.output
+    assert "2 of 4 trials are done" in ended.output
+    assert [path.name for path in (tmp_path / "quickstart").glob("sweep-*")] == [folder.name]
+    assert [line["exit_code"] for line in rows_of(folder)] == ["0"] * 4
+    assert {name: (folder / name).stat().st_mtime for name in records} == records  # finished ones were left alone
+    for number in (2, 3):
+        finished = read_run(folder / f"trial-{number:03d}")
+        assert len(finished.losses) == 30
+        assert "going on after" in (folder / f"trial-{number:03d}.log").read_text()
+
+
+def test_a_search_learns_what_is_best_and_goes_on_after_ctrl_c(start, run, tmp_path):
+    words = [
+        *["tunebook", "sweep", "quickstart", "optimizer.learning_rate=tag(log,interval(1e-5,1e-2))", *SHORT],
+        *["training.max_steps=6", f"outputs={tmp_path}", "--search=optuna", "--num-trials=4", "--metric=final_loss"],
+    ]
+    sweep = start(words)
+    sweep.wait_for(lambda: list(tmp_path.glob("quickstart/sweep-*/trial-001/metrics.jsonl")), 200)
+    sweep.interrupt()
+    stopped = sweep.wait(120)
+    assert stopped.exit_code == 6, stopped.output
+    assert "the same command goes on with it" in stopped.output
+
+    ended = run(words, timeout_s=300)
+    assert ended.exit_code == 0, ended.output
+    assert "1 of 4 trials are done" in ended.output
+    (folder,) = (tmp_path / "quickstart").glob("sweep-*")
+    lines = rows_of(folder)
+    assert [line["rank"] for line in lines] == ["1", "2", "3", "4"]
+    losses = [float(line["final_loss"]) for line in lines]
+    assert losses == sorted(losses)
+    assert len({line["optimizer.learning_rate"] for line in lines}) == 4
+    assert all(1e-5 <= float(line["optimizer.learning_rate"]) <= 1e-2 for line in lines)
+    assert f"optimizer.learning_rate={lines[0]['optimizer.learning_rate']}" in ended.output.split("best: ")[1]

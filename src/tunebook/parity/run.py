@@ -7,7 +7,6 @@ further from the reference than the tolerance allows, the run's own code where o
 from __future__ import annotations
 
 import shutil
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -24,7 +23,8 @@ from tunebook.parity.result import CaseResult, exit_code_of, parity_table, read_
 from tunebook.record.atomic_files import atomic_write_json
 from tunebook.record.provenance import describe_hardware
 from tunebook.record.run_folder import make_run_folder
-from tunebook.sweep.trial_process import read_trial_end, run_trial
+from tunebook.sweep.stopping import Stopping
+from tunebook.sweep.trial_process import run_trial, train_command, write_trial_end
 
 JSON_FILE = "parity.json"
 PAGE_FILE = "parity.html"
@@ -73,26 +73,17 @@ def _run_all(
     Without a reference nothing can be compared, so after its failure nothing else is started.
     """
     results: list[CaseResult] = []
-    was_stopped = False
-    for number, case in enumerate(cases, 1):
-        exit_code = None
-        has_reference = not results or results[0].exit_code == 0
-        if case.refused is None and has_reference and not was_stopped:
-            console.print(Text(f"\n{number} of {len(cases)}: {case.name}"))
-            try:
-                run_trial(_command(case, folder, recipe, recipes_dirs), folder / f"{case.name}.json", None)
-            except KeyboardInterrupt:
-                was_stopped = True
-            end = read_trial_end(folder / f"{case.name}.json")
-            exit_code = end.exit_code if end is not None else None
-            # Only its numbers are compared, and one whole model per configuration fills a disk.
-            shutil.rmtree(folder / case.name / "model", ignore_errors=True)
-        results.append(read_case(case, folder / case.name, exit_code, results[0] if results else None))
-    return results, was_stopped
-
-
-def _command(case: Case, folder: Path, recipe: str | None, recipes_dirs: list[Path]) -> list[str]:
-    words = [sys.executable, "-m", "tunebook", "train", *([recipe] if recipe else []), *case.overrides]
-    for recipes in recipes_dirs:
-        words += ["--recipes-dir", str(recipes)]
-    return [*words, "--run-folder", str(folder / case.name)]
+    stopping = Stopping()
+    with stopping.listening():
+        for number, case in enumerate(cases, 1):
+            exit_code = None
+            has_reference = not results or results[0].exit_code == 0
+            if case.refused is None and has_reference and not stopping.num_requests:
+                console.print(Text(f"\n{number} of {len(cases)}: {case.name}"))
+                end = run_trial(train_command(recipe, case.overrides, folder / case.name, recipes_dirs), stopping)
+                write_trial_end(end, folder / f"{case.name}.json")
+                exit_code = end.exit_code
+                # Only its numbers are compared, and one whole model per configuration fills a disk.
+                shutil.rmtree(folder / case.name / "model", ignore_errors=True)
+            results.append(read_case(case, folder / case.name, exit_code, results[0] if results else None))
+    return results, stopping.num_requests > 0

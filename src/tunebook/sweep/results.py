@@ -14,7 +14,8 @@ from tunebook.evaluate.results import mean_score
 from tunebook.record.atomic_files import read_json
 from tunebook.record.manifest import MANIFEST_FILE, read_manifest
 from tunebook.record.metrics import is_training_line, read_metrics
-from tunebook.sweep.trial_process import EXIT_STOPPED, TrialEnd, read_trial_end
+from tunebook.sweep.options import Direction
+from tunebook.sweep.trial_process import EXIT_STOPPED, TrialEnd
 from tunebook.sweep.trials import Trial
 
 _MEANINGS = {2: "the request is wrong", 3: "it does not fit", 4: "the data is wrong", EXIT_STOPPED: "it was stopped"}
@@ -42,6 +43,7 @@ class TrialResult:
     is_higher_better: bool  # of the evaluation score
     tokens_per_second_per_gpu: float | None  # the median over the logged steps
     seconds: float | None
+    was_pruned: bool = False
 
     @property
     def has_finished(self) -> bool:
@@ -53,14 +55,26 @@ class TrialResult:
 class Ranking:
     """The finished trials, best first, then the others; and what `best` means."""
 
-    measure: Measure | None  # None: no measure that all finished trials have
+    measure: str | None  # None: no measure that all finished trials have
     ranked: list[TrialResult]
     unranked: list[TrialResult]
 
 
-def read_result(trial: Trial, run_folder: Path, end_file: Path) -> TrialResult:
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """The metric of a search, or the one that a list is to be ranked by."""
+
+    metric: str  # of options.METRICS
+    direction: Direction
+
+    def value_of(self, result: TrialResult) -> float | None:
+        """What a trial came to; None where that was not measured or not finite, and for one that did not finish."""
+        value: float | None = getattr(result, self.metric) if result.has_finished else None
+        return value
+
+
+def read_result(trial: Trial, run_folder: Path, end: TrialEnd | None) -> TrialResult:
     """One trial's result, as far as its folder tells."""
-    end = read_trial_end(end_file)
     exit_code, how_it_ended = _ending(end, run_folder)
     metrics = read_metrics(run_folder)
     training = [line for line in metrics if is_training_line(line)]
@@ -79,23 +93,40 @@ def read_result(trial: Trial, run_folder: Path, end_file: Path) -> TrialResult:
         is_higher_better=is_higher_better,
         tokens_per_second_per_gpu=median(known_speeds) if known_speeds else None,
         seconds=None if end is None else end.seconds,
+        was_pruned=end is not None and end.was_pruned,
     )
 
 
-def rank(results: list[TrialResult]) -> Ranking:
-    """Order the trials by the first measure that every finished one has, and equal ones by the next such measure."""
+def rank(results: list[TrialResult], goal: Goal | None = None) -> Ranking:
+    """Order the trials by the goal.
+
+    Without one: by the first measure that every finished one has, and equal ones by the next such measure.
+    """
+    if goal is not None:
+        return _rank_by(goal, results)
     finished = [result for result in results if result.has_finished]
     others = [result for result in results if not result.has_finished]
     measures = [measure for measure in Measure if all(_value(result, measure) is not None for result in finished)]
     if not finished or not measures:
         return Ranking(measure=None, ranked=[], unranked=[*finished, *others])
     ranked = sorted(finished, key=lambda result: [_sort_key(result, measure) for measure in measures])
-    return Ranking(measure=measures[0], ranked=ranked, unranked=others)
+    return Ranking(measure=measures[0].value, ranked=ranked, unranked=others)
+
+
+def _rank_by(goal: Goal, results: list[TrialResult]) -> Ranking:
+    values = {id(result): goal.value_of(result) for result in results}
+    sign = -1 if goal.direction is Direction.maximize else 1
+    keyed = [(sign * value, result) for result in results if (value := values[id(result)]) is not None]
+    ranked = [result for _, result in sorted(keyed, key=lambda pair: pair[0])]
+    unranked = [result for result in results if values[id(result)] is None]
+    unranked.sort(key=lambda result: not result.has_finished)
+    return Ranking(measure=goal.metric.replace("_", " ") if ranked else None, ranked=ranked, unranked=unranked)
 
 
 def sweep_exit_code(results: list[TrialResult]) -> int:
-    """0 when every trial finished, otherwise the code of the first one that did not; 6 where that never started."""
-    codes = [EXIT_STOPPED if result.exit_code is None else result.exit_code for result in results]
+    """0 when every trial finished (or was pruned), otherwise the code of the first that did not; 6 if never started."""
+    left = [result for result in results if not result.was_pruned]
+    codes = [EXIT_STOPPED if result.exit_code is None else result.exit_code for result in left]
     return next((code for code in codes if code != 0), 0)
 
 
@@ -118,10 +149,14 @@ def _ending(end: TrialEnd | None, run_folder: Path) -> tuple[int | None, str]:
     status = _status(run_folder)
     if end.exit_code == 0:
         return 0, "finished"
+    if end.was_pruned:
+        return end.exit_code, f"pruned: {end.reason}"
     if end.was_interrupted:
         return end.exit_code, "stopped with the sweep"
-    if status is None or status["reason"] is None:
-        # It failed before its run folder was made, or was killed; what it printed says more.
+    if end.reason is not None:
+        return end.exit_code, f"failed: {' '.join(end.reason.split())}"
+    if status is None or status["reason"] is None or status["exit_code"] != end.exit_code:
+        # It failed before its run folder was made, or taken up again, or was killed; what it printed says more.
         meaning = _MEANINGS.get(end.exit_code, "it ended unexpectedly")
         return end.exit_code, f"failed: {meaning} (exit code {end.exit_code}), see what it printed"
     return end.exit_code, f"{status['state']}: {' '.join(status['reason'].split())}"

@@ -1,36 +1,33 @@
-"""What `tunebook sweep` does: list the trials, check them all, run each in its own folder, rank them.
+"""What `tunebook sweep` does: list or propose the trials, check them, run each in its own folder, rank them.
 
-Exit code: 0 when every trial finished, otherwise that of the first trial (in the order of the sweep) that did not; 6
-when the sweep was stopped.
+Exit code: 0 when every trial finished or was pruned, otherwise that of the first trial (in the order of the sweep) that
+did not finish; 6 when the sweep was stopped.
 """
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
-from itertools import count
 from pathlib import Path
-from types import FrameType
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
-from tunebook.launch.job import plan_job
-from tunebook.sweep.multirun import check_launcher, run_multirun, visible_to_hydra
-from tunebook.sweep.results import rank, read_result, sweep_exit_code
-from tunebook.sweep.table import sweep_table, write_csv
-from tunebook.sweep.trial_process import EXIT_STOPPED, run_trial, train_command
-from tunebook.sweep.trials import Trial, check_trials, expand_trials, split_launcher
+from tunebook.record.config_hash import config_hash
+from tunebook.sweep.folder import Request, SweepFolder, create, newest_with, working_on
+from tunebook.sweep.launching import CommandOf, RunHere, RunTrial, TrialList, TrialSource, work_off
+from tunebook.sweep.options import SweepLauncher, SweepOptions, check_options
+from tunebook.sweep.planning import SweepPlan, plan_sweep
+from tunebook.sweep.results import Ranking, TrialResult, rank, read_result, sweep_exit_code
+from tunebook.sweep.shares import machine_shares
+from tunebook.sweep.stopping import Stopping
+from tunebook.sweep.table import best_line, sweep_table, trial_table, write_csv
+from tunebook.sweep.trial_process import EXIT_STOPPED, wait_until_free
+from tunebook.sweep.trials import Trial
 
 CSV_FILE = "sweep.csv"
 _WITHOUT_RECIPE = "custom"  # the folder of runs that name no recipe
-
-CommandOf = Callable[[Trial, Path], list[str]]  # what to run for a trial, given its run folder
 
 
 def sweep_command(
@@ -39,6 +36,7 @@ def sweep_command(
     recipes_dirs: list[Path],
     console: Console,
     *,
+    options: SweepOptions | None = None,
     dry_run: bool = False,
     command_of: CommandOf | None = None,
 ) -> int:
@@ -46,99 +44,117 @@ def sweep_command(
 
     Raises: RequestError, before anything runs, when any trial would be refused.
     """
-    overrides, launcher = split_launcher(words)
-    trials = expand_trials(overrides)
-    configs: list[RunConfig] = []
-    check_trials(trials, lambda trial: configs.append(_plan(recipe, trial, recipes_dirs, is_started=not dry_run)))
-    check_launcher(recipe, trials[0], launcher, recipes_dirs)
+    options = options or SweepOptions()
+    check_options(options)
+    plan = plan_sweep(recipe, words, recipes_dirs, options, is_started=not dry_run)
     if dry_run:
-        console.print(_trial_table(trials))
+        console.print(trial_table(plan.trials, plan.space))
+        console.print(Text(plan.describe()), soft_wrap=True)
         return 0
-    folder = _create_sweep_folder(Path(configs[0].outputs), recipe or _WITHOUT_RECIPE)
-    console.print(Text(f"sweep of {len(trials)} trials: {folder}"), soft_wrap=True)
-    command_of = command_of or (lambda trial, run_folder: train_command(recipe, trial, run_folder, recipes_dirs))
-    was_stopped = False
-    try:
-        with _terminate_as_interrupt():
-            visible = visible_to_hydra(overrides, trials[0])
-            job = _job(trials, folder, command_of, is_parallel=bool(launcher))
-            run_multirun(recipe, visible, launcher, recipes_dirs, folder, job)
-    except KeyboardInterrupt:
-        was_stopped = True
-    results = [read_result(trial, folder / trial.name, _end_file(folder, trial)) for trial in trials]
-    ranking = rank(results)
-    write_csv(ranking, folder / CSV_FILE)
-    console.print(sweep_table(ranking))
-    console.print(Text(f"written: {folder / CSV_FILE}"), soft_wrap=True)
-    return EXIT_STOPPED if was_stopped else sweep_exit_code(results)
-
-
-def _plan(recipe: str | None, overrides: list[str], recipes_dirs: list[Path], *, is_started: bool) -> RunConfig:
-    """One trial's configuration; where it is to be started, this must be the machine and the image for it."""
-    job = plan_job(recipe, overrides, recipes_dirs)
-    if is_started and job.resolution.problem is not None:
-        raise RequestError(job.resolution.why_not_runnable, problem_id=job.resolution.problem.id)
-    return job.config
-
-
-def _job(trials: list[Trial], folder: Path, command_of: CommandOf, *, is_parallel: bool) -> Callable[[int], None]:
-    """What Hydra calls for each trial; trials that may run side by side print to files of their own."""
-
-    def job(number: int) -> None:
-        trial = trials[number]
-        print(f"\ntrial {number + 1} of {len(trials)}: {trial.title}", flush=True)
-        run_folder = folder / trial.name
-        output = folder / f"{trial.name}.log" if is_parallel else None
-        run_trial(command_of(trial, run_folder), _end_file(folder, trial), output)
-
-    return job
-
-
-def _end_file(folder: Path, trial: Trial) -> Path:
-    return folder / f"{trial.name}.json"
-
-
-def _create_sweep_folder(outputs: Path, recipe: str) -> Path:
-    """Make `outputs/<recipe>/sweep-<UTC time>[-NNN]/`. Raises: RequestError when it cannot be written to."""
-    recipe_folder = outputs.expanduser().absolute() / recipe
-    time = datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%SZ")
-    try:
-        recipe_folder.mkdir(parents=True, exist_ok=True)
-        for number in count(1):
-            folder = recipe_folder / (f"sweep-{time}" if number == 1 else f"sweep-{time}-{number:03d}")
-            try:
-                folder.mkdir()
-            except FileExistsError:
-                continue
-            return folder
-    except OSError as error:
-        raise RequestError(
-            f"no sweep folder can be made in {recipe_folder}: {error.strerror}; make it writable, or write elsewhere: "
-            "outputs=/a/folder/of/yours",
-            problem_id="outputs-not-writable",
-        ) from error
-    raise AssertionError("there is always a next number")
+    stopping = Stopping()
+    with _at_work(plan, console) as (folder, source), stopping.listening():
+        if plan.options.way is not SweepLauncher.slurm:
+            _wait_for_leftovers(folder, source.trials, console)
+        work_off(source, _run_one(plan, folder, stopping, command_of or plan.command), stopping, plan.num_at_once)
+        return _conclude(plan, folder, source.trials, console, was_stopped=stopping.num_requests > 0)
 
 
 @contextmanager
-def _terminate_as_interrupt() -> Iterator[None]:
-    """Let SIGTERM end a sweep as Ctrl-C does: the running trial saves, and the table is written."""
+def _at_work(plan: SweepPlan, console: Console) -> Iterator[tuple[SweepFolder, TrialSource]]:
+    """The folder of an interrupted sweep that was asked for the same, or a new one, held; and the trials to run."""
+    config = plan.configs[0]
+    request = Request(
+        recipe=plan.recipe, overrides=plan.words, config_sha256=config_hash(config), search=plan.search_record()
+    )
+    outputs, recipe = Path(config.outputs), plan.recipe or _WITHOUT_RECIPE
+    earlier = newest_with(request, outputs, recipe) if config.training.resume != "never" else None
+    if earlier is not None:
+        with working_on(earlier):
+            source = _source(plan, earlier)
+            num_done = sum(earlier.is_done(trial) for trial in source.trials)
+            if num_done < plan.num_trials:
+                told = f"going on with the sweep in {earlier.path}: {num_done} of {plan.num_trials} trials are done"
+                console.print(Text(f"{told}; to start anew: training.resume=never"), soft_wrap=True)
+                yield earlier, source
+                return
+    folder = create(request, outputs, recipe)
+    with working_on(folder):
+        console.print(Text(f"sweep of {plan.num_trials} trials: {folder.path}\n{plan.describe()}"), soft_wrap=True)
+        yield folder, _source(plan, folder)
 
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _source(plan: SweepPlan, folder: SweepFolder) -> TrialSource:
+    if plan.space is None:
+        return TrialList(plan.trials, folder)
+    from tunebook.sweep.study import Search
+
+    return Search(plan.search_plan(), folder)
 
 
-def _trial_table(trials: list[Trial]) -> Table:
-    table = Table(title=f"{len(trials)} trials")
-    table.add_column("trial", justify="right")
-    for key in trials[0].swept:
-        table.add_column(key, justify="right", overflow="fold")
+def _wait_for_leftovers(folder: SweepFolder, trials: list[Trial], console: Console) -> None:
+    """Wait for trials that a killed sweep left at work: they save and end, and their GPUs are not free until then."""
     for trial in trials:
-        table.add_row(str(trial.number + 1), *trial.swept.values())
-    return table
+        run_folder = folder.run_folder(trial)
+
+        def say(name: str = trial.name) -> None:
+            console.print(f"waiting for {name}, which still saves")
+
+        if not wait_until_free(run_folder, say):
+            raise RequestError(
+                f"{run_folder} is still at work, on what this sweep would use; end it, or start a sweep beside it: "
+                "training.resume=never",
+                problem_id="sweep-is-running",
+            )
+
+
+def _run_one(plan: SweepPlan, folder: SweepFolder, stopping: Stopping, command_of: CommandOf) -> RunTrial:
+    if plan.options.way is SweepLauncher.slurm:
+        from tunebook.sweep.slurm_trials import RunInSlurm
+
+        return RunInSlurm(
+            folder=folder,
+            command_of=command_of,
+            config_of=plan.config_of,
+            stopping=stopping,
+            num_trials=plan.num_trials,
+        )
+    return RunHere(
+        folder=folder,
+        command_of=command_of,
+        config_of=plan.config_of,
+        shares=machine_shares(plan.num_at_once),
+        stopping=stopping,
+        num_trials=plan.num_trials,
+        prints_to_files=plan.num_at_once > 1,
+    )
+
+
+def _conclude(plan: SweepPlan, folder: SweepFolder, trials: list[Trial], console: Console, *, was_stopped: bool) -> int:
+    """Write and print what the trials came to; the exit code."""
+    results = [read_result(trial, folder.run_folder(trial), folder.end_of(trial)) for trial in trials]
+    if results:
+        ranking = rank(results, plan.goal)
+        write_csv(ranking, folder.path / CSV_FILE)
+        console.print(sweep_table(ranking))
+        if ranking.ranked:
+            console.print(Text(best_line(plan.recipe, ranking.ranked[0])), soft_wrap=True)
+        console.print(Text(f"written: {folder.path / CSV_FILE}"), soft_wrap=True)
+    if was_stopped:
+        console.print("stopped; the same command goes on with it")
+        return EXIT_STOPPED
+    _require_metric(plan, ranking, results)
+    return sweep_exit_code(results)
+
+
+def _require_metric(plan: SweepPlan, ranking: Ranking, results: list[TrialResult]) -> None:
+    """Refuse to call a search a success that had nothing to go by."""
+    if plan.goal is None or ranking.ranked or not any(result.has_finished for result in results):
+        return
+    measured = [
+        name for name in ("validation_loss", "final_loss") if any(getattr(r, name) is not None for r in results)
+    ]
+    instead = " or ".join(f"--metric={name}" for name in measured or ["seconds"])
+    raise RequestError(
+        f"--metric={plan.goal.metric}: no trial has it; type {instead}",
+        problem_id="sweep-metric",
+    )

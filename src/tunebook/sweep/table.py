@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import csv
 import io
+import shlex
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from tunebook.record.atomic_files import atomic_write_text
 from tunebook.sweep.results import Ranking, TrialResult
+from tunebook.sweep.trials import Trial
+
+if TYPE_CHECKING:
+    from tunebook.sweep.space import Space
 
 _MEASUREMENTS = ("exit_code", "how_it_ended", "final_loss", "validation_loss", "evaluation_score")
+_MAX_DIGITS = 9
 _COSTS = ("tokens_per_second_per_gpu", "seconds", "run_folder")
 
 
@@ -31,7 +39,7 @@ def write_csv(ranking: Ranking, file: Path) -> None:
 
 def sweep_table(ranking: Ranking) -> Table:
     """The same for a terminal: only what was swept over, and only measurements that some trial has."""
-    by = f"ranked by {ranking.measure.value}" if ranking.measure else "not ranked: no trial finished with a measurement"
+    by = f"ranked by {ranking.measure}" if ranking.measure else "not ranked: no trial finished with a measurement"
     table = Table(title=f"Sweep, {by}")
     results = [result for _, result in _lines(ranking)]
     swept = list(results[0].trial.swept)
@@ -46,9 +54,37 @@ def sweep_table(ranking: Ranking) -> Table:
     for rank, result in _lines(ranking):
         cells = [_cell(getattr(result, column), _COLUMNS[column][1]) for column in shown]
         table.add_row(
-            rank, *(result.trial.swept[key] for key in swept), *cells, result.how_it_ended, result.run_folder.name
+            rank,
+            *(_shortened(result.trial.swept[key]) for key in swept),
+            *cells,
+            result.how_it_ended,
+            result.run_folder.name,
         )
     return table
+
+
+def trial_table(trials: list[Trial], space: Space | None) -> Table:
+    """The trials of a list, or what a search chooses from."""
+    if space is not None:
+        from tunebook.sweep.space import chosen_from
+
+        table = Table("key", "chosen from", title="search")
+        for key, distribution in space.items():
+            table.add_row(key, chosen_from(distribution))
+        return table
+    table = Table(title=f"{len(trials)} trials")
+    table.add_column("trial", justify="right")
+    for key in trials[0].swept:
+        table.add_column(key, justify="right", overflow="fold")
+    for trial in trials:
+        table.add_row(str(trial.number + 1), *trial.swept.values())
+    return table
+
+
+def best_line(recipe: str | None, best: TrialResult) -> str:
+    """What trains the best trial again."""
+    words = [*([recipe] if recipe else []), *best.trial.overrides]
+    return f"best: trial {best.trial.number + 1}, again: {shlex.join(['tunebook', 'train', *words])}"
 
 
 # Attribute of a result -> heading, format.
@@ -73,6 +109,15 @@ def _override_keys(ranking: Ranking) -> list[str]:
     first = next(result for _, result in _lines(ranking)).trial
     constant = [override.split("=", 1)[0] for override in first.overrides]
     return [*first.swept, *(key for key in constant if key not in first.swept)]
+
+
+def _shortened(value: str) -> str:
+    """A proposed number has 17 digits; the file has all of them."""
+    if len(value) <= _MAX_DIGITS:
+        return value
+    with suppress(ValueError):
+        return f"{float(value):.6g}"
+    return value
 
 
 def _cell(value: float | None, style: str) -> str:

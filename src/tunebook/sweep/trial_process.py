@@ -2,7 +2,7 @@
 
 The child gets a process group of its own, so that Ctrl-C does not reach it twice: it is asked to stop once, from here,
 and can save and end cleanly. It is asked by SIGTERM, because a child of a sweep in the background inherits that SIGINT
-is ignored. A second Ctrl-C stops it without saving, a third kills it.
+is ignored. Should the sweep be killed, the kernel asks it in the same way.
 """
 
 from __future__ import annotations
@@ -12,14 +12,22 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tunebook.launch.lock import LOCK_FILE, is_worked_in
 from tunebook.record.atomic_files import atomic_write_json, read_json
-from tunebook.sweep.trials import Trial
+from tunebook.sweep.stopping import Stopping
+from tunebook.train.death import ask_to_stop_when_parent_dies
 
 EXIT_STOPPED = 6  # a run that was asked to stop
+_WATCH_EVERY_S = 1.0
+_FREE_WITHIN_S = 600.0  # what a killed trial leaves behind saves a large model first
+_POLL_S = 0.2
+
+Watch = Callable[[], str | None]  # why a running trial is not worth going on with, if it is not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,55 +37,109 @@ class TrialEnd:
     exit_code: int
     seconds: float
     was_interrupted: bool  # the sweep was stopped while it ran
+    was_pruned: bool = False  # the search ended it early
+    reason: str | None = None  # where the sweep knows it: the run's own records may not
 
 
-def train_command(recipe: str | None, trial: Trial, run_folder: Path, recipes_dirs: list[Path]) -> list[str]:
+def train_command(recipe: str | None, overrides: Collection[str], run_folder: Path, dirs: list[Path]) -> list[str]:
     """The argument list that trains one trial."""
-    command = [sys.executable, "-m", "tunebook", "train", *([recipe] if recipe else []), *trial.overrides]
-    for folder in recipes_dirs:
+    command = [sys.executable, "-m", "tunebook", "train", *([recipe] if recipe else []), *overrides]
+    for folder in dirs:
         command += ["--recipes-dir", str(folder)]
     return [*command, "--run-folder", str(run_folder)]
 
 
-def run_trial(command: list[str], end_file: Path, output: Path | None) -> None:
-    """Run a trial to its end and write that down. Raises: KeyboardInterrupt when stopped, after it is written.
+def run_trial(
+    command: list[str],
+    stopping: Stopping,
+    *,
+    output: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    cores: Collection[int] = (),
+    watch: Watch | None = None,
+) -> TrialEnd:
+    """Run a trial to its end. `output` takes what it prints (added at the end); None leaves it on the terminal.
 
-    `output` takes what the trial prints; None leaves it on the terminal.
+    It runs on `cores`, if any are named. Where `watch` finds a reason it is asked to stop, once.
     """
     started = time.monotonic()
-    was_interrupted = False
-    stream = None if output is None else output.open("wb")
+    stream = None if output is None else output.open("ab")
     try:
-        process = subprocess.Popen(command, stdout=stream, stderr=stream, start_new_session=True)
-        try:
-            process.wait()
-        except KeyboardInterrupt:
-            was_interrupted = True
-            _stop(process)
+        process = subprocess.Popen(
+            command, stdout=stream, stderr=stream, env=environment, start_new_session=True, preexec_fn=_prepare
+        )
+        if cores and hasattr(os, "sched_setaffinity"):  # while it is still one thread: all that follow inherit it
+            with suppress(ProcessLookupError):
+                os.sched_setaffinity(process.pid, cores)
+        with stopping.asking(lambda num_requests: ask_to_stop(process, num_requests)):
+            pruned = _wait(process, watch)
     finally:
         if stream is not None:
             stream.close()
-    exit_code = process.returncode if process.returncode >= 0 else 1  # below zero: killed by that signal
-    end = TrialEnd(exit_code=exit_code, seconds=round(time.monotonic() - started, 1), was_interrupted=was_interrupted)
+    exit_code = max(process.returncode, 1) if process.returncode else 0
+    how = f"its process was killed by signal {-process.returncode}" if process.returncode < 0 else None
+    return TrialEnd(
+        exit_code=exit_code,
+        seconds=round(time.monotonic() - started, 1),
+        was_interrupted=stopping.num_requests > 0 and exit_code != 0,
+        was_pruned=pruned is not None and exit_code == EXIT_STOPPED,
+        reason=pruned or how,
+    )
+
+
+def _prepare() -> None:
+    """What the child does before it becomes the trial."""
+    ask_to_stop_when_parent_dies()
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # Slurm sends submitit's signal to every process of a job's step
+
+
+def ask_to_stop(process: subprocess.Popen[bytes], num_requests: int) -> None:
+    """Save and stop, then stop at once; after that, end it by force: what it started is asked by the kernel."""
+    if process.returncode is not None:
+        return
+    with suppress(ProcessLookupError):
+        if num_requests <= 2:
+            os.kill(process.pid, signal.SIGTERM)
+        else:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _wait(process: subprocess.Popen[bytes], watch: Watch | None) -> str | None:
+    """Wait for the end; the reason for which it was pruned, if it was."""
+    reason: str | None = None
+    while True:
+        try:
+            process.wait(_WATCH_EVERY_S)
+            return reason
+        except subprocess.TimeoutExpired:
+            if watch is not None and reason is None:
+                reason = watch()
+                if reason is not None:
+                    ask_to_stop(process, 1)
+
+
+def wait_until_free(run_folder: Path, say: Callable[[], None] = lambda: None) -> bool:
+    """Wait for what a killed trial left at work in its folder, which saves and ends; whether it has ended.
+
+    Until then its GPUs are not free, and nothing can go on in the folder.
+    """
+    end = time.monotonic() + _FREE_WITHIN_S
+    has_said = False
+    while (run_folder / LOCK_FILE).is_file() and is_worked_in(run_folder):
+        if time.monotonic() > end:
+            return False
+        if not has_said:
+            say()
+            has_said = True
+        time.sleep(_POLL_S)
+    return True
+
+
+def write_trial_end(end: TrialEnd, end_file: Path) -> None:
+    """Record how a trial ended."""
     atomic_write_json(end_file, asdict(end))
-    if was_interrupted:
-        raise KeyboardInterrupt
 
 
 def read_trial_end(end_file: Path) -> TrialEnd | None:
     """How a trial ended; None when it never did, or was never started."""
     return TrialEnd(**read_json(end_file)) if end_file.is_file() else None
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Hand each request to stop on to the trial: save and stop, then stop at once; after that, end it by force."""
-    for _ in range(2):
-        try:
-            process.terminate()
-            process.wait()
-            return
-        except KeyboardInterrupt:
-            continue
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # what it started is asked to stop by the kernel
-    process.wait()

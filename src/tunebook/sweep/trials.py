@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,8 +14,7 @@ from hydra.errors import HydraException
 from tunebook.config.compose import parse_overrides
 from tunebook.errors import RequestError, TunebookError
 
-LAUNCHER_KEY = "hydra/launcher"
-_LAUNCHER_OPTION = "hydra.launcher."
+_LOOKS_LIKE_A_RANGE = re.compile(r"=.*\b(interval|range|choice|tag|log|int)\(")
 _MAX_EXAMPLES = 3  # combinations named for one problem; the others are counted
 
 
@@ -37,15 +37,9 @@ class Trial:
         return " ".join(f"{key}={value}" for key, value in self.swept.items())
 
 
-def split_launcher(words: list[str]) -> tuple[list[str], list[str]]:
-    """Tell the run's overrides from those that choose Hydra's launcher."""
-    launcher = [word for word in words if word.startswith((f"{LAUNCHER_KEY}=", _LAUNCHER_OPTION))]
-    return [word for word in words if word not in launcher], launcher
-
-
 def expand_trials(overrides: list[str]) -> list[Trial]:
     """Every combination. Raises: RequestError for what is no override, and when none lists several values."""
-    parsed = [_parse(word) for word in overrides]
+    parsed = parse_words(overrides)
     swept_keys = [override.key_or_group for override in parsed if override.is_sweep_override()]
     if not swept_keys:
         raise RequestError(
@@ -58,9 +52,11 @@ def expand_trials(overrides: list[str]) -> list[Trial]:
     except (HydraException, TypeError) as error:
         raise RequestError(
             "the values of this sweep cannot be listed beforehand, as with glob(...) and interval(...); write them out "
-            "with commas, or as range(1,4) or choice(a,b)",
+            "with commas, or as range(1,4) or choice(a,b), or let a search choose from an interval: add "
+            "--search=optuna --num-trials=20",
             problem_id="sweep-form",
         ) from error
+    _refuse_repeats(combinations)
     return [_trial(number, words, swept_keys) for number, words in enumerate(combinations)]
 
 
@@ -91,22 +87,60 @@ def _without_values(message: str, trial: Trial) -> str:
     return message
 
 
+def parse_words(words: list[str]) -> list[Override]:
+    """A sweep's overrides, each understood. Raises: RequestError for what Hydra would misread or quietly ignore."""
+    parsed = [_parse(word) for word in words]
+    keys = [override.key_or_group for override in parsed]
+    for override in parsed:
+        key = override.key_or_group
+        if override.is_sweep_override() and keys.count(key) > 1:
+            raise _bad_form(
+                f"{key} is given {keys.count(key)} times, once with several values; Hydra would let the last one win "
+                f"and run trials that differ in name only; type it once, with all values: {key}=1,2,3"
+            )
+        if override.is_sweep_override() and getattr(override.value(), "shuffle", False):
+            raise _bad_form(
+                f"override '{override.input_line}': shuffle(...) would order the trials differently each time, and an "
+                "interrupted sweep could not go on; write the values in the order they are to be tried in"
+            )
+    return parsed
+
+
 def _parse(word: str) -> Override:
     """One override; those without several values are checked as everywhere else."""
-    if word.startswith(("+", "~")) or not word.startswith("hydra"):
-        try:
-            override: Override = OverridesParser.create().parse_override(word)
-        except HydraException:
-            parse_overrides([word])
-            raise
-        if word.startswith(("+", "~")) or not override.is_sweep_override():
-            parse_overrides([word])
-        return override
-    raise RequestError(
-        f"override '{word}': of Hydra's own keys a sweep takes {LAUNCHER_KEY}=NAME and {_LAUNCHER_OPTION}KEY=VALUE "
-        "only; the values to try are listed with commas",
-        problem_id="override-form",
-    )
+    if word.startswith("hydra"):
+        raise _bad_form(
+            f"override '{word}': Hydra's own keys are not set in a sweep; its launcher is chosen by --launcher=basic, "
+            "--launcher=joblib --jobs=2 or --launcher=slurm, a search by --search=optuna, and the values to try are "
+            "listed with commas"
+        )
+    try:
+        override: Override = OverridesParser.create().parse_override(word)
+    except HydraException as error:
+        if _LOOKS_LIKE_A_RANGE.search(word):
+            said = " ".join(str(error).split()).partition(" See ")[0]
+            raise RequestError(
+                f"override '{word}' is no range ({said}); write numbers, as in key=interval(1e-6,1e-4), "
+                "key=int(interval(1,8)), key=tag(log,interval(1e-6,1e-4)), key=range(1,4) or key=choice(a,b)",
+                problem_id="sweep-range",
+            ) from error
+        parse_overrides([word])
+        raise
+    if word.startswith(("+", "~")) or not override.is_sweep_override():
+        parse_overrides([word])
+    return override
+
+
+def _refuse_repeats(combinations: list[list[str]]) -> None:
+    seen: set[tuple[str, ...]] = set()
+    for words in map(tuple, combinations):
+        if words in seen:
+            raise _bad_form(f"two trials would be the same ({' '.join(words)}); name each value of a key once")
+        seen.add(words)
+
+
+def _bad_form(message: str) -> RequestError:
+    return RequestError(message, problem_id="sweep-form")
 
 
 def _trial(number: int, words: list[str], swept_keys: list[str]) -> Trial:

@@ -1,0 +1,128 @@
+"""Run the trials of a sweep: one after the other, or side by side in threads that each wait for a process or a job."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from tunebook.config.schema import RunConfig
+from tunebook.errors import TunebookError
+from tunebook.sweep.folder import SweepFolder
+from tunebook.sweep.shares import Shares
+from tunebook.sweep.stopping import Stopping
+from tunebook.sweep.trial_process import TrialEnd, Watch, run_trial, wait_until_free, write_trial_end
+from tunebook.sweep.trials import Trial
+
+CommandOf = Callable[[Trial, Path], list[str]]  # what to run for a trial, given its run folder
+RunTrial = Callable[[Trial, Watch | None], None]
+
+
+class TrialSource(Protocol):
+    """Where the next trial comes from, and who wants to know how it ended."""
+
+    @property
+    def trials(self) -> list[Trial]:
+        """Those known so far, in order."""
+
+    def next_trial(self) -> Trial | None:
+        """The next one to run; None when there is none left."""
+
+    def tell(self, trial: Trial) -> None:
+        """Take note that a trial has ended."""
+
+    def watch(self, trial: Trial) -> Watch | None:
+        """What may end it early."""
+
+
+class TrialList:
+    """Trials that were known beforehand, in their order; those that are done are not run again."""
+
+    def __init__(self, trials: list[Trial], folder: SweepFolder) -> None:
+        self.trials = list(trials)
+        self._left = [trial for trial in trials if not folder.is_done(trial)]
+        self._lock = threading.Lock()
+
+    def next_trial(self) -> Trial | None:
+        """The next of the list."""
+        with self._lock:
+            return self._left.pop(0) if self._left else None
+
+    def tell(self, trial: Trial) -> None:
+        """Nobody wants to know."""
+
+    def watch(self, trial: Trial) -> Watch | None:
+        """None is ended early."""
+        return None
+
+
+def work_off(source: TrialSource, run_one: RunTrial, stopping: Stopping, num_at_once: int) -> None:
+    """Run trials until there are none left or the sweep is asked to stop."""
+
+    def work() -> None:
+        try:
+            while stopping.num_requests == 0 and (trial := source.next_trial()) is not None:
+                run_one(trial, source.watch(trial))
+                source.tell(trial)
+        except BaseException:
+            stopping.request()  # the others save and end, and this is raised once they have
+            raise
+
+    if num_at_once == 1:
+        work()
+        return
+    from joblib import Parallel, delayed
+
+    # Threads, since each only waits for the process that trains: joblib's own processes would be ended by force with
+    # all they started on Ctrl-C, and no trial could save.
+    Parallel(n_jobs=num_at_once, backend="threading")(delayed(work)() for _ in range(num_at_once))
+
+
+@dataclass(kw_only=True)
+class RunHere:
+    """Run trials on this machine, each on its share of it."""
+
+    folder: SweepFolder
+    command_of: CommandOf
+    config_of: Callable[[Trial], RunConfig]
+    shares: Shares
+    stopping: Stopping
+    num_trials: int
+    prints_to_files: bool  # trials side by side would print into each other
+    _printing: threading.Lock = field(default_factory=threading.Lock)
+
+    def __call__(self, trial: Trial, watch: Watch | None) -> None:
+        """Run one to its end and write that down."""
+        try:
+            config = self.config_of(trial)
+        except TunebookError as error:  # values that were proposed may break a rule together
+            self._say(trial, trial.title)
+            end = TrialEnd(exit_code=error.exit_code, seconds=0.0, was_interrupted=False, reason=error.message)
+            write_trial_end(end, self.folder.end_file(trial))
+            return
+        with self.shares.share_of(config) as share:
+            if self.stopping.num_requests:
+                return
+            self._say(trial, trial.title)
+            run_folder = self.folder.run_folder(trial)
+            self.folder.begin(trial)
+            end = run_trial(
+                self.command_of(trial, run_folder),
+                self.stopping,
+                output=self.folder.output(trial) if self.prints_to_files else None,
+                environment=share.environment(os.environ),
+                cores=share.cores,
+                watch=watch,
+            )
+            # What a killed trial leaves behind saves first; until then its share is not free.
+            wait_until_free(run_folder)
+            write_trial_end(end, self.folder.end_file(trial))
+        if self.prints_to_files:
+            self._say(trial, f"ended with exit code {end.exit_code} after {end.seconds:.0f} s")
+
+    def _say(self, trial: Trial, text: str) -> None:
+        with self._printing:
+            print(f"\ntrial {trial.number + 1} of {self.num_trials}: {text}", flush=True)

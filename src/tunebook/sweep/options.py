@@ -1,0 +1,111 @@
+"""What is typed with dashes after `tunebook sweep`: how the trials are launched, and how values are searched for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from tunebook.errors import RequestError, did_you_mean
+
+
+class SweepLauncher(Enum):
+    """What starts the trials."""
+
+    basic = "basic"  # one after the other, here
+    joblib = "joblib"  # side by side on this machine
+    slurm = "slurm"  # each as a Slurm job, through submitit
+
+
+class Direction(Enum):
+    """Which values of a metric are better."""
+
+    minimize = "minimize"
+    maximize = "maximize"
+
+
+# What a trial's results hold, and which values of it are better unless --direction says otherwise.
+METRICS = {
+    "evaluation_score": Direction.maximize,
+    "validation_loss": Direction.minimize,
+    "final_loss": Direction.minimize,
+    "tokens_per_second_per_gpu": Direction.maximize,
+    "seconds": Direction.minimize,
+}
+# Those that a running trial already shows, and the key of their lines in metrics.jsonl.
+SHOWN_WHILE_RUNNING = {"final_loss": "loss", "validation_loss": "validation_loss"}
+SEARCHES = ("optuna",)
+_EXAMPLE = (
+    "--search=optuna --num-trials=20 --metric=validation_loss 'optimizer.learning_rate=tag(log,interval(1e-6,1e-4))'"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions:
+    """The options as typed; None where one was left out."""
+
+    launcher: str = SweepLauncher.basic.name
+    jobs: int | None = None
+    search: str | None = None
+    num_trials: int | None = None
+    metric: str | None = None
+    direction: str | None = None
+    seed: int | None = None
+    prune: int | None = None  # the first step at which a trial may be ended early
+
+    @property
+    def way(self) -> SweepLauncher:
+        """The launcher, once checked."""
+        return SweepLauncher[self.launcher]
+
+
+def check_options(options: SweepOptions) -> None:
+    """Refuse options that are wrong by themselves or together. Raises: RequestError with what to type."""
+    _check_name("--launcher", options.launcher, [launcher.name for launcher in SweepLauncher])
+    if options.jobs is not None and options.jobs < 1:
+        raise _wrong(f"--jobs={options.jobs}: at least one trial must run at a time; type --jobs=2")
+    if options.way is SweepLauncher.basic and (options.jobs or 1) > 1:
+        raise _wrong(
+            f"--jobs={options.jobs}: the basic launcher runs one trial at a time; type --launcher=joblib "
+            f"--jobs={options.jobs}, or --launcher=slurm --jobs={options.jobs}"
+        )
+    if options.metric is not None:
+        _check_name("--metric", options.metric, list(METRICS))
+    if options.direction is not None:
+        _check_name("--direction", options.direction, [direction.name for direction in Direction])
+        if options.metric is None:
+            raise _wrong(f"--direction={options.direction} says nothing without a metric; add --metric=NAME")
+    _check_search(options)
+
+
+def _check_search(options: SweepOptions) -> None:
+    if options.search is None:
+        named = {"--num-trials": options.num_trials, "--seed": options.seed, "--prune": options.prune}
+        for name, value in named.items():
+            if value is not None:
+                raise _wrong(f"{name} belongs to a search, and none was asked for; type {_EXAMPLE}")
+        return
+    _check_name("--search", options.search, list(SEARCHES))
+    if options.num_trials is None:
+        raise _wrong("a search needs to know how many trials it may take; add --num-trials=20")
+    if options.num_trials < 1:
+        raise _wrong(f"--num-trials={options.num_trials}: a search needs at least one trial; type --num-trials=20")
+    if options.seed is not None and not 0 <= options.seed < 2**31:
+        raise _wrong(f"--seed={options.seed}: a seed is a whole number from 0 to {2**31 - 1}; type --seed=0")
+    if options.prune is not None and options.prune < 1:
+        raise _wrong(f"--prune={options.prune}: this is the step from which trials may be ended early; type --prune=50")
+    if options.prune and options.metric is not None and options.metric not in SHOWN_WHILE_RUNNING:
+        raise _wrong(
+            f"--prune: a running trial does not show its {options.metric} yet; type --metric=validation_loss or "
+            "--metric=final_loss, or leave --prune out"
+        )
+
+
+def _check_name(option: str, value: str, known: list[str]) -> None:
+    if value not in known:
+        raise _wrong(
+            f"{option}={value}: there is no such choice.{did_you_mean(value, known)} Choose {', '.join(known)}"
+        )
+
+
+def _wrong(message: str) -> RequestError:
+    return RequestError(message, problem_id="sweep-option")

@@ -1,0 +1,133 @@
+"""How parallel trials share one machine: GPUs and cores are dealt out, each to one trial at a time.
+
+A trial sees its own GPUs alone (CUDA_VISIBLE_DEVICES). On a CPU it runs on cores of its own, so that neither its
+threads nor its data workers take another's.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+from tunebook.config.choices import Generation, LauncherName
+from tunebook.config.schema import RayConfig, RunConfig
+from tunebook.errors import RequestError
+from tunebook.hardware.detect import VISIBLE_VARIABLE, detect_machine
+from tunebook.sweep.options import SweepLauncher, SweepOptions
+
+_T = TypeVar("_T")
+_ELSEWHERE_AT_ONCE = 8  # trials that run on a cluster only wait here
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What one trial may use; empty where nothing is divided."""
+
+    gpus: tuple[str, ...] = ()  # as CUDA_VISIBLE_DEVICES names them
+    cores: tuple[int, ...] = ()
+    num_threads: int | None = None  # of each of its ranks
+
+    def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """The environment of a trial with this share. The user's own number of threads stays."""
+        environment = dict(inherited)
+        if self.gpus:
+            environment[VISIBLE_VARIABLE] = ",".join(self.gpus)
+        if self.num_threads is not None:
+            environment.setdefault("OMP_NUM_THREADS", str(self.num_threads))
+        return environment
+
+
+class Shares:
+    """Deals out GPUs and cores for `num_at_once` trials; safe to use from several threads."""
+
+    def __init__(self, gpus: list[str], cores: list[int], num_at_once: int) -> None:
+        size = max(1, len(cores) // num_at_once)
+        self._gpus = list(gpus)
+        self._num_gpus = len(gpus)
+        self._num_cores = len(cores)
+        self._slots = [tuple(cores[start : start + size]) for start in range(0, size * num_at_once, size)]
+        self._num_at_once = num_at_once
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def share_of(self, config: RunConfig) -> Iterator[Share]:
+        """Hold what a trial needs until it has ended; waits while others hold it."""
+        num_ranks = config.hardware.gpus_per_node or 1
+        if not uses_this_machine(config):
+            yield Share()
+            return
+        if config.hardware.generation is Generation.cpu:
+            with self._taken(self._slots, 1) as slots:
+                is_divided = self._num_at_once > 1
+                threads = max(1, len(slots[0]) // num_ranks) if is_divided else None
+                yield Share(cores=slots[0] if is_divided else (), num_threads=threads)
+            return
+        with self._taken(self._gpus, min(num_ranks, self._num_gpus)) as gpus:
+            threads = max(1, self._num_cores // (self._num_at_once * num_ranks)) if self._num_at_once > 1 else None
+            yield Share(gpus=tuple(gpus), num_threads=threads)
+
+    @contextmanager
+    def _taken(self, free: list[_T], count: int) -> Iterator[list[_T]]:
+        with self._changed:
+            self._changed.wait_for(lambda: len(free) >= count)
+            taken = free[:count]
+            del free[:count]
+        try:
+            yield taken
+        finally:
+            with self._changed:
+                free[:0] = taken
+                self._changed.notify_all()
+
+
+def machine_shares(num_at_once: int) -> Shares:
+    """What this machine has to deal out, of what this process may use."""
+    # By their ids: numbers mean another order to CUDA than to the driver unless CUDA_DEVICE_ORDER says so.
+    gpus = [gpu.uuid or str(gpu.index) for gpu in detect_machine().gpus]
+    return Shares(gpus, _cores(), num_at_once)
+
+
+def uses_this_machine(config: RunConfig) -> bool:
+    """Whether a trial's ranks run here, rather than wherever a cluster's scheduler puts them."""
+    if isinstance(config.launcher, RayConfig):
+        return config.launcher.address == "local"
+    return config.launcher.name is LauncherName.local
+
+
+def num_at_once(options: SweepOptions, configs: list[RunConfig], num_trials: int) -> int:
+    """How many trials run at a time. Raises: RequestError when that many do not fit on this machine."""
+    if options.way is SweepLauncher.basic:
+        return 1
+    here = [config for config in configs if uses_this_machine(config)]
+    if options.way is SweepLauncher.slurm or not here:
+        return min(options.jobs or _ELSEWHERE_AT_ONCE, num_trials)
+    most_needed = max(config.hardware.gpus_per_node or 1 for config in here)
+    is_on_cpu = all(config.hardware.generation is Generation.cpu for config in here)
+    available = len(_cores()) if is_on_cpu else len(detect_machine().gpus)
+    fit = max(1, available // most_needed)
+    wanted = options.jobs or fit
+    if wanted > fit:
+        unit, rank = ("CPU core", "rank") if is_on_cpu else ("GPU", "GPU")
+        fewer = f", or fewer {rank}s per trial: hardware.gpus_per_node=1" if most_needed > 1 else ""
+        raise RequestError(
+            f"--jobs={options.jobs}: a trial takes {_count(most_needed, rank)}, and this machine has "
+            f"{_count(available, unit)} for them, so {fit} at a time fit and more would share what they compute on; "
+            f"type --jobs={fit}{fewer}",
+            problem_id="sweep-jobs",
+        )
+    return min(wanted, num_trials)
+
+
+def _cores() -> list[int]:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # Linux only
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def _count(number: int, unit: str) -> str:
+    return f"{number} {unit}{'' if number == 1 else 's'}"

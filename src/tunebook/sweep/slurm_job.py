@@ -1,0 +1,67 @@
+"""What a sweep's Slurm job runs, on its node: submitit brings the object there and calls it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from submitit.helpers import DelayedSubmission
+
+from tunebook.checkpoint.newest import newest_checkpoint
+from tunebook.sweep.stopping import Stopping
+from tunebook.sweep.trial_process import TrialEnd, run_trial, wait_until_free, write_trial_end
+
+
+@dataclass(kw_only=True)
+class TrialJob:
+    """One trial, and how it hears from the sweep: by a file, since Slurm's signals reach every process of the job."""
+
+    command: list[str]
+    run_folder: Path
+    end_file: Path
+    output: Path
+    stop_file: Path  # holds how often the trial was asked to stop
+    num_ranks: int
+    is_requeued: bool
+    _stopping: Stopping = field(default_factory=Stopping, repr=False)
+    _before: Path | None = None  # the newest checkpoint when this turn began
+
+    def __call__(self) -> int:
+        """Train; the exit code, which is also in the end file."""
+        self._stopping = Stopping()
+        self._before = newest_checkpoint(self.run_folder)
+        wait_until_free(self.run_folder)
+        end = run_trial(
+            self.command, self._stopping, output=self.output, environment=self._environment(), watch=self._listen
+        )
+        write_trial_end(end, self.end_file)
+        return end.exit_code
+
+    def checkpoint(self) -> DelayedSubmission | None:
+        """Let the trial save before Slurm takes the job away; None, so no other turn, where it came no further.
+
+        submitit calls this from a signal's handler, while the call above waits.
+        """
+        self._stopping.request()
+        wait_until_free(self.run_folder)
+        has_progress = newest_checkpoint(self.run_folder) not in (None, self._before)
+        if not self.is_requeued or not has_progress:
+            why = "launcher.requeue=false" if has_progress else "it saved nothing in this turn"
+            reason = f"Slurm took the job away, and {why}, so it was not requeued; launcher.time_limit says how long"
+            end = TrialEnd(exit_code=6, seconds=0.0, was_interrupted=False, reason=reason)
+            write_trial_end(end, self.end_file)
+            return None
+        return DelayedSubmission(replace(self, _stopping=Stopping(), _before=None))
+
+    def _listen(self) -> None:
+        asked = int(self.stop_file.read_text() or 0) if self.stop_file.is_file() else 0
+        while self._stopping.num_requests < asked:
+            self._stopping.request()
+
+    def _environment(self) -> dict[str, str]:
+        """As many threads as the job has cores: without Slurm's cgroups a process sees all of the node's."""
+        environment = dict(os.environ)
+        cores = int(environment.get("SLURM_CPUS_PER_TASK") or environment.get("SLURM_CPUS_ON_NODE") or 1)
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // self.num_ranks)))
+        return environment

@@ -1,0 +1,199 @@
+"""Run the trials of a sweep as Slurm jobs through submitit: submitted from here, followed, and found again.
+
+submitit writes the batch script, brings the trial to the node and requeues it. Its own way of following a job is not
+used: it asks sacct, which only answers where Slurm keeps accounts, and raises when a job is lost. Its limit of five
+minutes is left out of the script; the job's options are those of launcher=slurm.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import submitit
+from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+from tunebook.config.schema import RunConfig, SlurmConfig
+from tunebook.errors import RequestError, TunebookError
+from tunebook.launch.slurm.client import JobState, job_state, refusal, slurm
+from tunebook.launch.slurm.script import option_words
+from tunebook.record.atomic_files import atomic_write_json, atomic_write_text, read_json
+from tunebook.sweep.folder import SweepFolder
+from tunebook.sweep.launching import CommandOf
+from tunebook.sweep.slurm_job import TrialJob
+from tunebook.sweep.stopping import Stopping
+from tunebook.sweep.trial_process import TrialEnd, Watch, write_trial_end
+from tunebook.sweep.trials import Trial
+
+_POLL_S = 2.0
+_RECORD_WITHIN_S = 20.0  # for a network file system to show what the job has written
+_SILENT_WITHIN_S = 600.0  # a controller that is restarted, or busy
+_NO_LIMIT_MINUTES = 10**7  # what submitit counts with where the limit is the partition's
+_OF_SUBMITIT = ("output", "error", "open-mode", "signal")  # of its options, those that stay
+
+
+@dataclass(kw_only=True)
+class RunInSlurm:
+    """Run trials as jobs."""
+
+    folder: SweepFolder
+    command_of: CommandOf
+    config_of: Callable[[Trial], RunConfig]  # with launcher=slurm: the job's options are in it
+    stopping: Stopping
+    num_trials: int
+    _submitting: threading.Lock = field(default_factory=threading.Lock)
+
+    def __call__(self, trial: Trial, watch: Watch | None) -> None:
+        """Submit one, or find its job, and wait until it has ended."""
+        try:
+            job_id = self._find(trial) or self._submit(trial, self.config_of(trial))
+        except RequestError as error:
+            reason = TrialEnd(exit_code=error.exit_code, seconds=0.0, was_interrupted=False, reason=error.message)
+            write_trial_end(reason, self.folder.end_file(trial))
+            return
+        end = self._follow(trial, job_id, watch)
+        if end is not None:
+            write_trial_end(end, self.folder.end_file(trial))
+        how = "not started" if end is None else f"ended with exit code {end.exit_code} after {end.seconds:.0f} s"
+        self._say(trial, how)
+
+    def _find(self, trial: Trial) -> str | None:
+        """The trial's job of an earlier time, if it still waits or runs."""
+        file = self._job_file(trial)
+        job_id = str(read_json(file)["job_id"]) if file.is_file() else None
+        state = job_state(job_id) if job_id is not None else None
+        if job_id is None or state is None or state.has_ended:
+            return None
+        if self._stop_file(trial).is_file():
+            self._say(trial, f"waits for job {job_id}, which was asked to stop")
+            while (state := job_state(job_id)) is not None and not state.has_ended:
+                time.sleep(_POLL_S)
+            return None
+        self._say(trial, f"{trial.title}: is job {job_id}, {state.text()}")
+        return job_id
+
+    def _submit(self, trial: Trial, config: RunConfig) -> str:
+        assert isinstance(config.launcher, SlurmConfig)
+        self.folder.begin(trial)
+        self._stop_file(trial).unlink(missing_ok=True)
+        run_folder = self.folder.run_folder(trial)
+        job = TrialJob(
+            command=self.command_of(trial, run_folder),
+            run_folder=run_folder,
+            end_file=self.folder.end_file(trial),
+            output=self.folder.output(trial),
+            stop_file=self._stop_file(trial),
+            num_ranks=config.hardware.gpus_per_node or 1,
+            is_requeued=config.launcher.requeue,
+        )
+        with self._submitting:
+            executor = _Executor(self.folder.path / "submitit", option_words(config))
+            time_min = _minutes(config.launcher.time_limit)
+            # submitit's copy of the limit tells a time-out from a preemption; Slurm gets the original.
+            executor.update_parameters(time=time_min, signal_delay_s=config.launcher.stop_timeout_s)
+            try:
+                job_id = str(executor.submit(job).job_id)
+            except (FailedJobError, FailedSubmissionError) as error:
+                raise refusal(str(error), config) from error
+        atomic_write_json(self._job_file(trial), {"job_id": job_id})
+        self._say(trial, f"{trial.title}: submitted as job {job_id}, prints to {self.folder.output(trial)}")
+        return job_id
+
+    def _follow(self, trial: Trial, job_id: str, watch: Watch | None) -> TrialEnd | None:
+        """Wait for a job's end; None where it was taken back before it began."""
+        asked, pruned, lost_at = 0, None, None
+        while True:
+            state = _patient_job_state(job_id)
+            is_over = state is None or state.has_ended
+            end = self.folder.end_of(trial) if is_over or self.folder.end_file(trial).is_file() else None
+            if end is not None:
+                return end if pruned is None else replace(end, was_pruned=end.exit_code == 6, reason=pruned)
+            if is_over:
+                lost_at = lost_at or time.monotonic()
+                if asked and not self.folder.run_folder(trial).exists():
+                    return None
+                if time.monotonic() - lost_at > _RECORD_WITHIN_S:
+                    return self._lost(trial, job_id, state.text() if state is not None else "gone from Slurm's list")
+            elif self.stopping.num_requests > asked:
+                asked = self.stopping.num_requests
+                self._ask_to_stop(trial, job_id, asked, is_running=state is not None and state.name == "RUNNING")
+            elif watch is not None and pruned is None and (pruned := watch()) is not None:
+                self._ask_to_stop(trial, job_id, 1, is_running=True)
+            time.sleep(_POLL_S)
+
+    def _ask_to_stop(self, trial: Trial, job_id: str, num_requests: int, *, is_running: bool) -> None:
+        """Let a running trial save; take back a job that waits, or that was asked often enough."""
+        atomic_write_text(self._stop_file(trial), str(num_requests))
+        if not is_running or num_requests > 2:
+            slurm("scancel", job_id)
+
+    def _lost(self, trial: Trial, job_id: str, how: str) -> TrialEnd:
+        logs = self.folder.path / "submitit"
+        reason = f"Slurm's job {job_id} ended without a word: {how}; look at {logs}/{job_id}_0_log.err"
+        interrupted = self.stopping.num_requests > 0
+        return TrialEnd(exit_code=1, seconds=0.0, was_interrupted=interrupted, reason=reason)
+
+    def _job_file(self, trial: Trial) -> Path:
+        return self.folder.path / f"{trial.name}.slurm.json"
+
+    def _stop_file(self, trial: Trial) -> Path:
+        return self.folder.path / f"{trial.name}.stop"
+
+    def _say(self, trial: Trial, text: str) -> None:
+        print(f"\ntrial {trial.number + 1} of {self.num_trials}: {text}", flush=True)
+
+
+class _Executor(submitit.SlurmExecutor):
+    """submitit's executor, whose scripts have the options of launcher=slurm in the place of its own defaults."""
+
+    def __init__(self, folder: Path, options: list[str]) -> None:
+        try:
+            super().__init__(folder=folder, max_num_timeout=1000)
+        except RuntimeError as error:
+            raise TunebookError(f"submitit: {error}", problem_id="slurm-not-found") from error
+        self._options = [word for word in options if not word.startswith("--signal=")]
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        lines = super()._make_submission_file_text(command, uid).splitlines()
+        own = [line for line in lines if _is_kept(line)]
+        place = own.index("# Parameters") + 1
+        # srun no longer takes the cores from the job, and would use one.
+        cores = "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_ON_NODE"
+        return "\n".join(
+            [*own[:place], *(f"#SBATCH {word}" for word in self._options), *own[place:-1], cores, own[-1], ""]
+        )
+
+
+def _patient_job_state(job_id: str) -> JobState | None:
+    """How a job stands. It goes on without the controller, so one that is silent for a while is waited for."""
+    end = time.monotonic() + _SILENT_WITHIN_S
+    while True:
+        try:
+            return job_state(job_id)
+        except TunebookError:
+            if time.monotonic() > end:
+                raise
+        time.sleep(_POLL_S)
+
+
+def _is_kept(line: str) -> bool:
+    option = re.match(r"#SBATCH --([a-z-]+)", line)
+    return option is None or option[1] in _OF_SUBMITIT
+
+
+def _minutes(limit: str | None) -> int:
+    """A time limit as sbatch takes it, in minutes: 90, 90:00, 1:30:00, 2-12, 2-12:30 or 2-12:30:00."""
+    if limit is None:
+        return _NO_LIMIT_MINUTES
+    days, _, rest = limit.rpartition("-")
+    numbers = [int(part) for part in rest.split(":")] if re.fullmatch(r"\d+(:\d+)*", rest) else []
+    if days.isdecimal() and numbers:
+        hours, minutes, *_ = [*numbers, 0]
+        return int(days) * 1440 + hours * 60 + minutes
+    if not numbers or days:
+        return _NO_LIMIT_MINUTES
+    return numbers[0] * 60 + numbers[1] if len(numbers) == 3 else numbers[0]

@@ -1,0 +1,138 @@
+"""What a search chooses from, written as Hydra's own Optuna sweeper reads it.
+
+key=interval(1e-6,1e-4)             a number; whole ones only: int(interval(1,8)); in magnitudes: tag(log,interval(...))
+key=range(8,65,8)                   a number in steps; as everywhere in Hydra the end is not one of them
+key=a,b  key=choice(a,b)            one of these
+"""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
+
+from tunebook.errors import RequestError
+from tunebook.sweep.trials import Trial, parse_words
+
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
+
+Space = dict[str, "BaseDistribution"]
+
+
+def read_space(words: list[str]) -> tuple[list[str], Space]:
+    """The overrides that every trial shares, and what is chosen from for the other keys.
+
+    Raises: RequestError for a range that is none, and when there is nothing to choose from.
+    """
+    fixed: list[str] = []
+    space: Space = {}
+    for word, override in zip(words, parse_words(words), strict=True):
+        if override.is_sweep_override():
+            space[override.key_or_group] = _distribution(override, word)
+        else:
+            fixed.append(word)
+    if not space:
+        raise RequestError(
+            "no override gives the search anything to choose from; write a range, such as "
+            "'optimizer.learning_rate=tag(log,interval(1e-6,1e-4))' or 'training.global_samples=range(8,65,8)', or "
+            "choices, such as schedule=cosine,linear",
+            problem_id="sweep-without-values",
+        )
+    return fixed, space
+
+
+def trial_of(number: int, fixed: list[str], params: dict[str, Any]) -> Trial:
+    """The trial with these values. A number is written so that it is read back as the same."""
+    values = {key: value if isinstance(value, str) else repr(value) for key, value in params.items()}
+    return Trial(number=number, overrides=(*fixed, *(f"{key}={value}" for key, value in values.items())), swept=values)
+
+
+def corners(fixed: list[str], space: Space) -> list[Trial]:
+    """Trials at the ends of every range and at each choice: what can be checked before any value is proposed."""
+    ends = {key: _ends(distribution) for key, distribution in space.items()}
+    most = max(len(values) for values in ends.values())
+    return [
+        trial_of(number, fixed, {key: values[min(number, len(values) - 1)] for key, values in ends.items()})
+        for number in range(most)
+    ]
+
+
+def describe(space: Space) -> dict[str, Any]:
+    """The space as JSON."""
+    from optuna.distributions import distribution_to_json
+
+    return {key: distribution_to_json(distribution) for key, distribution in space.items()}
+
+
+def chosen_from(distribution: BaseDistribution) -> str:
+    """What a search chooses from, for people."""
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    if isinstance(distribution, CategoricalDistribution):
+        return ", ".join(map(str, distribution.choices))
+    assert isinstance(distribution, FloatDistribution | IntDistribution)
+    kind = "whole numbers, " if isinstance(distribution, IntDistribution) else ""
+    step = f", in steps of {distribution.step}" if distribution.step not in (None, 1) else ""
+    return f"{kind}{distribution.low} to {distribution.high}{step}{', by magnitude' if distribution.log else ''}"
+
+
+def _ends(distribution: BaseDistribution) -> list[Any]:
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    if isinstance(distribution, CategoricalDistribution):
+        return list(distribution.choices)
+    assert isinstance(distribution, FloatDistribution | IntDistribution)
+    return [distribution.low, distribution.high]
+
+
+def _distribution(override: Override, word: str) -> BaseDistribution:
+    from optuna.distributions import CategoricalDistribution
+
+    sweep: Any = override.value()
+    tags: set[str] = getattr(sweep, "tags", set())  # a glob has none
+    if unknown := tags - {"log"}:
+        raise _bad(word, f"the tag '{sorted(unknown)[0]}' means nothing here", "tag(log,interval(low,high))")
+    if isinstance(sweep, IntervalSweep):
+        return _interval(sweep, word)
+    if tags:
+        raise _bad(word, "only an interval can be searched in magnitudes", "tag(log,interval(low,high))")
+    if isinstance(sweep, RangeSweep):
+        return _steps(sweep, word)
+    if isinstance(sweep, ChoiceSweep) and not any(isinstance(part, IntervalSweep | RangeSweep) for part in sweep.list):
+        values = list(override.sweep_string_iterator())
+        if len(set(values)) == len(values):
+            return CategoricalDistribution(values)
+        raise _bad(word, "a value is named twice", "each value once")
+    raise _bad(word, "a search cannot choose from this", "one interval(low,high), one range(start,stop,step), or a,b,c")
+
+
+def _interval(sweep: IntervalSweep, word: str) -> BaseDistribution:
+    from optuna.distributions import FloatDistribution, IntDistribution
+
+    low, high, is_log = sweep.start, sweep.end, "log" in sweep.tags
+    assert low is not None and high is not None
+    if low >= high:
+        raise _bad(word, f"the low end {low} is not below the high end {high}", f"interval({high},{low})")
+    if is_log and low <= 0:
+        raise _bad(word, f"there is no magnitude of {low}", "a low end above 0, or leave tag(log,...) out")
+    if isinstance(low, int) and isinstance(high, int):
+        return IntDistribution(low, high, log=is_log)
+    return FloatDistribution(float(low), float(high), log=is_log)
+
+
+def _steps(sweep: RangeSweep, word: str) -> BaseDistribution:
+    from optuna.distributions import FloatDistribution, IntDistribution
+
+    values = list(sweep.range())
+    if len(values) < 2 or sweep.step <= 0:
+        raise _bad(word, f"this range has {len(values)} values going up", "range(start,stop,step)")
+    if all(isinstance(value, int) for value in values):
+        return IntDistribution(int(values[0]), int(values[-1]), step=int(sweep.step))
+    low, step = Decimal(str(values[0])), Decimal(str(sweep.step))  # sums of floats would miss the end
+    return FloatDistribution(float(low), float(low + (len(values) - 1) * step), step=float(step))
+
+
+def _bad(word: str, why: str, instead: str) -> RequestError:
+    return RequestError(f"override '{word}': {why}; type {instead}", problem_id="sweep-range")

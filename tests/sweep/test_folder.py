@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tunebook.errors import RequestError
+from tunebook.sweep.folder import Request, SweepFolder, create, newest_with, working_on
+from tunebook.sweep.trial_process import TrialEnd, write_trial_end
+from tunebook.sweep.trials import Trial
+
+REQUEST = Request(recipe="quickstart", overrides=["training.seed=0,1"], config_sha256="ab", search=None)
+TRIAL = Trial(number=3, overrides=("training.seed=0",), swept={"training.seed": "0"})
+
+
+def test_the_newest_sweep_of_the_same_request_is_found(tmp_path: Path) -> None:
+    assert newest_with(REQUEST, tmp_path, "quickstart") is None
+    folders = [create(REQUEST, tmp_path, "quickstart") for _ in range(3)]
+    create(replace(REQUEST, overrides=["training.seed=0,2"]), tmp_path, "quickstart")
+    assert len({folder.path for folder in folders}) == 3
+    assert newest_with(REQUEST, tmp_path, "quickstart") == folders[-1]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(REQUEST, recipe=None),
+        replace(REQUEST, overrides=["training.seed=1,0"]),
+        replace(REQUEST, config_sha256="cd"),
+        replace(REQUEST, search={"seed": 0}),
+    ],
+)
+def test_another_request_is_another_sweep(tmp_path: Path, other: Request) -> None:
+    create(REQUEST, tmp_path, "quickstart")
+    assert newest_with(other, tmp_path, "quickstart") is None
+
+
+def test_a_damaged_record_of_another_sweep_stops_nobody(tmp_path: Path) -> None:
+    folder = create(REQUEST, tmp_path, "quickstart")
+    (create(REQUEST, tmp_path, "quickstart").path / "sweep.json").write_text("{")
+    assert newest_with(REQUEST, tmp_path, "quickstart") == folder
+
+
+def test_two_processes_do_not_work_on_one_sweep(tmp_path: Path) -> None:
+    folder = create(REQUEST, tmp_path, "quickstart")
+    with (
+        working_on(folder),
+        pytest.raises(RequestError, match=r"this sweep is at work in .*training.resume=never") as raised,
+        working_on(folder),
+    ):
+        pass
+    assert raised.value.problem_id == "sweep-is-running"
+    with working_on(folder):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("end", "is_done"),
+    [
+        *(((code, False), True) for code in (0, 2, 3, 4, 5, 7)),
+        *(((code, False), False) for code in (1, 6)),
+        ((6, True), True),
+    ],
+)
+def test_what_would_end_the_same_way_again_is_done(tmp_path: Path, end: tuple[int, bool], is_done: bool) -> None:
+    folder = SweepFolder(path=tmp_path)
+    assert not folder.is_done(TRIAL)
+    record = TrialEnd(exit_code=end[0], seconds=1.0, was_interrupted=False, was_pruned=end[1])
+    write_trial_end(record, folder.end_file(TRIAL))
+    assert folder.is_done(TRIAL) is is_done
+    folder.begin(TRIAL)
+    assert folder.end_of(TRIAL) is None
+
+
+def test_a_trial_that_outlived_its_sweep_is_read_from_its_run(tmp_path: Path) -> None:
+    folder = SweepFolder(path=tmp_path)
+    run_folder = folder.run_folder(TRIAL)
+    run_folder.mkdir()
+    manifest = run_folder / "manifest.json"
+    status = {"state": "running", "exit_code": None, "seconds": None}
+    manifest.write_text(json.dumps({"format": 1, "status": status}))
+    assert folder.end_of(TRIAL) is None
+    manifest.write_text(json.dumps({"format": 1, "status": {"state": "finished", "exit_code": 0, "seconds": 8.0}}))
+    assert folder.end_of(TRIAL) == TrialEnd(exit_code=0, seconds=8.0, was_interrupted=False)
+    assert folder.end_file(TRIAL).is_file()
+    folder.begin(TRIAL)
+    manifest.write_text(json.dumps({"format": 1, "status": {"state": "stopped", "exit_code": 6, "seconds": 8.0}}))
+    assert folder.end_of(TRIAL) == TrialEnd(exit_code=6, seconds=8.0, was_interrupted=True)
+    assert not folder.is_done(TRIAL)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_an_unwritable_folder_is_named(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(RequestError, match=r"no sweep folder can be made in .*: Permission denied"):
+        create(REQUEST, tmp_path, "quickstart")
+
+
+def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "quickstart").write_text("")
+    with pytest.raises(RequestError, match=r"no sweep folder can be made in .*quickstart: File exists"):
+        create(REQUEST, tmp_path, "quickstart")

@@ -1,0 +1,109 @@
+"""What runs inside a sweep's Slurm job, without Slurm around it."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import submitit
+
+from tunebook.sweep.slurm_job import TrialJob
+from tunebook.sweep.trial_process import read_trial_end
+
+# Holds its folder as a run does, saves when asked, and ends with 6; survives the signal that submitit is sent.
+TRAINS = """
+import fcntl, os, pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[1]); folder.mkdir(exist_ok=True)
+lock = open(folder / ".lock", "w"); fcntl.flock(lock, fcntl.LOCK_EX)
+def stop(*_):
+    time.sleep(0.3)
+    (folder / "checkpoints" / "checkpoint-4").mkdir(parents=True)
+    (folder / "checkpoints" / "checkpoint-4" / "trainer_state.json").touch()
+    sys.exit(6)
+signal.signal(signal.SIGTERM, stop)
+print("threads", os.environ["OMP_NUM_THREADS"], flush=True)
+(folder / "running").touch()
+time.sleep(20)
+"""
+
+
+def job(tmp_path: Path, program: str, *, is_requeued: bool = True, num_ranks: int = 1) -> TrialJob:
+    folder = tmp_path / "trial-000"
+    return TrialJob(
+        command=[sys.executable, "-c", program, str(folder)],
+        run_folder=folder,
+        end_file=tmp_path / "trial-000.json",
+        output=tmp_path / "trial-000.log",
+        stop_file=tmp_path / "trial-000.stop",
+        num_ranks=num_ranks,
+        is_requeued=is_requeued,
+    )
+
+
+def in_thread(trial: TrialJob, folder: Path) -> threading.Thread:
+    thread = threading.Thread(target=trial)
+    thread.start()
+    while not (folder / "running").exists():
+        time.sleep(0.01)
+    return thread
+
+
+def test_its_end_is_written_down(tmp_path: Path) -> None:
+    assert job(tmp_path, "raise SystemExit(4)")() == 4
+    end = read_trial_end(tmp_path / "trial-000.json")
+    assert end is not None
+    assert (end.exit_code, end.was_interrupted) == (4, False)
+
+
+def test_it_hears_from_the_sweep_by_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "8")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    thread = in_thread(job(tmp_path, TRAINS, num_ranks=2), tmp_path / "trial-000")
+    (tmp_path / "trial-000.stop").write_text("1")
+    thread.join(10)
+    end = read_trial_end(tmp_path / "trial-000.json")
+    assert end is not None
+    assert (end.exit_code, end.was_interrupted) == (6, True)
+    assert (tmp_path / "trial-000.log").read_text() == "threads 4\n"  # 8 cores, 2 ranks
+
+
+@pytest.mark.parametrize("is_requeued", [True, False])
+def test_a_trial_saves_before_slurm_takes_the_job_away(tmp_path: Path, is_requeued: bool) -> None:
+    trial = job(tmp_path, TRAINS, is_requeued=is_requeued)
+    thread = in_thread(trial, tmp_path / "trial-000")
+    again = trial.checkpoint()
+    assert (tmp_path / "trial-000" / "checkpoints" / "checkpoint-4").is_dir()
+    thread.join(10)
+    assert (again is not None) is is_requeued
+    if isinstance(again, submitit.helpers.DelayedSubmission):
+        again.dump(tmp_path / "pickle")  # submitit brings it to the next turn in this form
+        restored = submitit.core.utils.DelayedSubmission.load(tmp_path / "pickle").function
+        assert restored.command == trial.command
+
+
+@pytest.mark.parametrize("has_earlier", [False, True])
+def test_a_trial_that_came_no_further_is_not_requeued(tmp_path: Path, has_earlier: bool) -> None:
+    if has_earlier:  # of the turn before
+        earlier = tmp_path / "trial-000" / "checkpoints" / "checkpoint-2"
+        earlier.mkdir(parents=True)
+        (earlier / "trainer_state.json").touch()
+    program = "".join(line for line in TRAINS.splitlines(keepends=True) if "checkpoint-4" not in line)
+    trial = job(tmp_path, program)
+    thread = in_thread(trial, tmp_path / "trial-000")
+    assert trial.checkpoint() is None
+    end = read_trial_end(tmp_path / "trial-000.json")
+    thread.join(10)
+    assert end is not None
+    assert end.exit_code == 6
+    assert end.reason is not None
+    assert end.reason.startswith("Slurm took the job away, and it saved nothing in this turn, so it was not requeued")
+
+
+def test_submitits_signal_ends_no_process_of_the_trial(tmp_path: Path) -> None:
+    program = "import os, signal; os.kill(os.getpid(), signal.SIGUSR2)"
+    assert job(tmp_path, program)() == 0
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL

@@ -1,0 +1,232 @@
+"""Trials as Slurm jobs, with answers in the place of Slurm; tests/system/cluster has a real one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import submitit
+
+from tunebook.config.compose import compose
+from tunebook.config.schema import RunConfig
+from tunebook.errors import TunebookError
+from tunebook.launch.slurm.client import JobState
+from tunebook.sweep import slurm_trials as module
+from tunebook.sweep.folder import SweepFolder
+from tunebook.sweep.slurm_trials import RunInSlurm, _Executor, _minutes
+from tunebook.sweep.stopping import Stopping
+from tunebook.sweep.trial_process import TrialEnd, write_trial_end
+from tunebook.sweep.trials import Trial
+
+TRIAL = Trial(number=2, overrides=("training.seed=0",), swept={"training.seed": "0"})
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_POLL_S", 0.001)
+    monkeypatch.setattr(module, "_RECORD_WITHIN_S", 0.05)
+    monkeypatch.setattr(submitit.SlurmExecutor, "affinity", classmethod(lambda _cls: 2))
+
+
+def config() -> RunConfig:
+    return compose("quickstart", ["hardware=cpu", "hardware.gpus_per_node=1", "launcher=slurm"]).config
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> SweepFolder:
+    return SweepFolder(path=tmp_path)
+
+
+class Slurm:
+    """Answers with one state after the other, and remembers what was cancelled and submitted."""
+
+    def __init__(self, states: Iterator[str | Callable[[], str]]) -> None:
+        self.states, self.cancelled, self.submitted = states, list[str](), 0
+
+    def job_state(self, job_id: str) -> JobState:
+        state = next(self.states)
+        name = state if isinstance(state, str) else state()
+        return JobState(name=name, reason="None", nodes="node1", exit_code=0, signal=0)
+
+    def slurm(self, *words: str) -> None:
+        self.cancelled.append(" ".join(words))
+
+
+@pytest.fixture
+def following(monkeypatch: pytest.MonkeyPatch, folder: SweepFolder) -> Callable[..., tuple[RunInSlurm, Slurm]]:
+    def begin(*states: str | Callable[[], str]) -> tuple[RunInSlurm, Slurm]:
+        answers = Slurm(iter(states))
+        monkeypatch.setattr(module, "job_state", answers.job_state)
+        monkeypatch.setattr(module, "slurm", answers.slurm)
+        run = RunInSlurm(
+            folder=folder,
+            command_of=lambda _trial, _folder: ["train"],
+            config_of=lambda _trial: config(),
+            stopping=Stopping(),
+            num_trials=4,
+        )
+
+        def submit(_trial: Trial, _config: RunConfig) -> str:
+            answers.submitted += 1
+            return "17"
+
+        monkeypatch.setattr(run, "_submit", submit)
+        return run, answers
+
+    return begin
+
+
+def test_the_script_has_the_launchers_options_and_no_limit_of_submitits_own(tmp_path: Path) -> None:
+    executor = _Executor(tmp_path, ["--partition=gpus", "--time=1-0", "--signal=B:USR1@300", "--constraint=a100"])
+    executor.update_parameters(time=1440, signal_delay_s=300)
+    lines = executor._make_submission_file_text("python job", "uid").splitlines()
+    options = [line.removeprefix("#SBATCH ").partition("=")[0] for line in lines if line.startswith("#SBATCH ")]
+    assert sorted(options) == [
+        *("--constraint", "--error", "--open-mode", "--output", "--partition", "--signal", "--time")
+    ]
+    assert "#SBATCH --time=1-0" in lines
+    assert "#SBATCH --signal=USR2@300" in lines
+    assert lines[-2] == "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_ON_NODE"
+    assert lines[-1].startswith("srun ")
+
+
+@pytest.mark.parametrize(
+    ("limit", "minutes"),
+    [
+        ("90", 90),
+        ("90:30", 90),
+        ("1:30:00", 90),
+        ("2-12", 2 * 1440 + 720),
+        ("2-12:30", 2 * 1440 + 750),
+        ("2-12:30:15", 2 * 1440 + 750),
+        (None, 10**7),
+        ("UNLIMITED", 10**7),
+    ],
+)
+def test_a_time_limit_in_minutes(limit: str | None, minutes: int) -> None:
+    assert _minutes(limit) == minutes
+
+
+def test_a_job_is_followed_to_the_end_that_it_wrote(
+    following: Callable[..., tuple[RunInSlurm, Slurm]], folder: SweepFolder
+) -> None:
+    end = TrialEnd(exit_code=7, seconds=9.0, was_interrupted=False)
+
+    def write() -> str:
+        write_trial_end(end, folder.end_file(TRIAL))
+        return "COMPLETING"
+
+    run, answers = following("PENDING", "RUNNING", write)
+    run(TRIAL, None)
+    assert folder.end_of(TRIAL) == end
+    assert answers.cancelled == []
+
+
+def test_a_controller_that_is_silent_for_a_while_ends_nothing(
+    following: Callable[..., tuple[RunInSlurm, Slurm]], folder: SweepFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def silent() -> str:
+        raise TunebookError("no answer", problem_id="slurm-out-of-reach")
+
+    def end() -> str:
+        write_trial_end(TrialEnd(exit_code=0, seconds=1.0, was_interrupted=False), folder.end_file(TRIAL))
+        return "COMPLETED"
+
+    run, _ = following("RUNNING", silent, silent, end)
+    run(TRIAL, None)
+    assert folder.is_done(TRIAL)
+    monkeypatch.setattr(module, "_SILENT_WITHIN_S", 0.01)
+    run, _ = following("RUNNING", *[silent] * 1000)
+    folder.begin(TRIAL)
+    with pytest.raises(TunebookError, match="no answer"):
+        run(TRIAL, None)
+
+
+def test_a_job_that_is_lost_is_a_failed_trial(
+    following: Callable[..., tuple[RunInSlurm, Slurm]], folder: SweepFolder
+) -> None:
+    run, _ = following("RUNNING", *["NODE_FAIL"] * 1000)
+    run(TRIAL, None)
+    end = folder.end_of(TRIAL)
+    assert end is not None
+    assert (end.exit_code, end.was_interrupted) == (1, False)
+    assert end.reason is not None
+    assert "Slurm's job 17 ended without a word: NODE_FAIL on node1" in end.reason
+
+
+def test_a_waiting_job_is_taken_back_and_counts_as_not_started(
+    following: Callable[..., tuple[RunInSlurm, Slurm]], folder: SweepFolder
+) -> None:
+    run, answers = following("PENDING", *["CANCELLED"] * 1000)
+    run.stopping.request()
+    run(TRIAL, None)
+    assert answers.cancelled == ["scancel 17"]
+    assert folder.end_of(TRIAL) is None
+
+
+def test_a_running_job_is_asked_by_file_and_cancelled_at_the_third_request(
+    following: Callable[..., tuple[RunInSlurm, Slurm]], folder: SweepFolder
+) -> None:
+    asked: list[str] = []
+    stop_file = folder.path / "trial-002.stop"
+
+    def again() -> str:
+        asked.append(stop_file.read_text() if stop_file.exists() else "")
+        run.stopping.request()
+        return "RUNNING"
+
+    def end() -> str:
+        asked.append(stop_file.read_text())
+        write_trial_end(TrialEnd(exit_code=6, seconds=1.0, was_interrupted=True), folder.end_file(TRIAL))
+        return "CANCELLED"
+
+    run, answers = following(again, again, again, end)
+    run(TRIAL, None)
+    assert asked == ["", "1", "2", "3"]
+    assert answers.cancelled == ["scancel 17"]
+
+
+def test_a_pruned_job_is_told_so(following: Callable[..., tuple[RunInSlurm, Slurm]], folder: SweepFolder) -> None:
+    def end() -> str:
+        assert (folder.path / "trial-002.stop").read_text() == "1"
+        write_trial_end(TrialEnd(exit_code=6, seconds=1.0, was_interrupted=True), folder.end_file(TRIAL))
+        return "COMPLETED"
+
+    run, _ = following("RUNNING", end)
+    run(TRIAL, lambda: "at step 3, loss 9 is worse")
+    found = folder.end_of(TRIAL)
+    assert found is not None
+    assert (found.was_pruned, found.reason) == (True, "at step 3, loss 9 is worse")
+
+
+def test_a_job_that_still_runs_is_found_again_and_not_submitted_twice(
+    following: Callable[..., tuple[RunInSlurm, Slurm]], folder: SweepFolder
+) -> None:
+    (folder.path / "trial-002.slurm.json").write_text('{"job_id": "12"}')
+
+    def end() -> str:
+        write_trial_end(TrialEnd(exit_code=0, seconds=1.0, was_interrupted=False), folder.end_file(TRIAL))
+        return "COMPLETED"
+
+    run, answers = following("RUNNING", "RUNNING", end)
+    run(TRIAL, None)
+    assert answers.submitted == 0
+    run, answers = following("COMPLETED", "RUNNING", end)  # gone: it is submitted again
+    run(TRIAL, None)
+    assert answers.submitted == 1
+
+
+def test_a_job_that_was_asked_to_stop_is_waited_for_before_it_is_submitted_again(
+    following: Callable[..., tuple[RunInSlurm, Slurm]], folder: SweepFolder
+) -> None:
+    (folder.path / "trial-002.slurm.json").write_text('{"job_id": "12"}')
+    (folder.path / "trial-002.stop").write_text("1")
+
+    def end() -> str:
+        write_trial_end(TrialEnd(exit_code=0, seconds=1.0, was_interrupted=False), folder.end_file(TRIAL))
+        return "COMPLETED"
+
+    run, answers = following("RUNNING", "RUNNING", "COMPLETING", "CANCELLED", end)
+    run(TRIAL, None)
+    assert answers.submitted == 1
