@@ -13,14 +13,14 @@ LOCKS := $(wildcard docker/$(VENV_GENERATION)/requirements*.lock) docker/require
 RUN_READY := .venv/.ready-run
 DEV_READY := .venv/.ready-dev
 FRONT := @exec docker/front.sh
-SCRIPTS := .ci/run .ci/engine $(wildcard docker/*.sh)
+SCRIPTS := $(wildcard .ci/* docker/*.sh)
 
 # What is typed after make reaches front.sh through the environment, all but ARGS, which make would expand on the way.
 export PYTHON
 unexport ARGS
 
 .DEFAULT_GOAL := help
-.PHONY: help train plan data eval chat sweep report list explain env image push pull \
+.PHONY: help train plan data eval chat sweep report list explain doctor env image push pull \
 	check lint format type test test-system setup lock clean-venv
 
 help:  ## This list
@@ -58,6 +58,9 @@ list:  ## The recipes, with their hardware and strategy
 explain:  ## What a rule or an error means and what to do: ARGS=<its id>, or all of them
 	$(FRONT) run explain $(or $(value ARGS),all)
 
+doctor:  ## Look at GPUs, driver, links, disks and limits, and at what RECIPE needs of them; ARGS=--json for programs
+	$(FRONT) run doctor $(RECIPE) $(value ARGS)
+
 env:  ## Find the GPUs, pick the image and write .env; every target that uses a container does this
 	$(FRONT) env
 
@@ -90,7 +93,7 @@ test: $(DEV_READY)  ## The tests that need no GPU, engine or cluster; ARGS="test
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS) --dist loadfile $(value ARGS)
 
 test-system: $(DEV_READY)  ## The tests that use the project as a whole, as its users do
-	.venv/bin/python -m pytest -m system tests/system $(value ARGS)
+	.venv/bin/python -m pytest -m system $(if $(findstring tests/,$(filter-out --%,$(value ARGS))),,tests/system) $(value ARGS)
 
 setup: $(DEV_READY)  ## Set up .venv for development, or bring it up to date with the locks
 

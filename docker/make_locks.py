@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCKER = ROOT / "docker"
-TOOLS = (ROOT / ".cache" / "locks").resolve()  # a virtual environment of its own, so the resolver never meets what it resolves
+TOOLS = ROOT / ".cache" / "locks"  # a virtual environment of its own, so the resolver never meets what it resolves
 RESOLVER = "uv==0.13.8"
 OLDEST_PYTHON = "3.11"
 GPU_GENERATIONS = ("ampere", "hopper", "blackwell", "volta")  # in the order in which they are resolved
@@ -144,18 +144,19 @@ def gpu_locks(generation: str, upgrade: bool) -> Iterator[Lock]:
 
 
 def tool_locks(upgrade: bool) -> Iterator[Lock]:
-    """What builds packages, what checks the project, what compiles for GPUs."""
+    """What builds packages, what checks the project, what Ray needs, what compiles for GPUs."""
     run = DOCKER / "cpu" / "requirements.lock"
-    build, dev, nvcc = (DOCKER / f"requirements-{name}.lock" for name in ("build", "dev", "nvcc"))
+    build, dev, ray, nvcc = (DOCKER / f"requirements-{name}.lock" for name in ("build", "dev", "ray", "nvcc"))
     # Installed first and alone, so it repeats setuptools and packaging, at the versions of requirements.lock.
     source = build.with_suffix(".in")
     blocks = resolve(source, [build], [run], upgrade)
     yield Lock(path=build, source=source, purpose="What builds packages.", blocks=blocks)
-    source = dev.with_suffix(".in")
-    tools = resolve(source, [dev], [run, build], upgrade)
     there = split_blocks(run.read_text())
-    blocks = {name: block for name, block in tools.items() if name not in there}
-    yield Lock(path=dev, source=source, purpose="What `make check` needs besides.", blocks=blocks)
+    for besides, purpose in ((dev, "What `make check` needs besides."), (ray, "What launcher=ray needs besides.")):
+        source = besides.with_suffix(".in")
+        every = resolve(source, [besides], [run, build], upgrade)
+        blocks = {name: block for name, block in every.items() if name not in there}
+        yield Lock(path=besides, source=source, purpose=purpose, blocks=blocks)
     source = nvcc.with_suffix(".in")
     blocks = resolve(source, [nvcc], [DOCKER / "ampere" / "requirements.lock"], upgrade)
     yield Lock(path=nvcc, source=source, purpose="What compiles for GPUs.", blocks=blocks)
@@ -197,7 +198,7 @@ def main() -> int:
     mode.add_argument("--check", action="store_true", help="change nothing; fail where a lock is not what its .in says")
     arguments = parser.parse_args()
     if not (TOOLS / "bin" / "uv").exists():
-        venv.create(TOOLS, with_pip=True, clear=True)
+        venv.create(TOOLS.resolve(), with_pip=True, clear=True)  # it refuses a link
     subprocess.run([str(TOOLS / "bin" / "python"), "-m", "pip", "install", "--quiet", RESOLVER], check=True)
     found: list[str] = []
     for lock in every_lock(arguments.upgrade):

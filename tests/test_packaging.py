@@ -65,7 +65,7 @@ def test_what_the_package_asks_for_is_what_is_pinned() -> None:
     asked, chosen = by_name(PROJECT["dependencies"]), by_name(EXTRAS)
     on_cpu = read_pins(DOCKER / "cpu" / "requirements.in")
     everywhere: dict[str, set[str]] = {}
-    for path in DOCKER.glob("*/requirements*.in"):
+    for path in (*DOCKER.glob("*/requirements*.in"), DOCKER / "requirements-ray.in"):
         for name, version in read_pins(path).items():
             everywhere.setdefault(name, set()).add(version)
     assert set(asked) == set(on_cpu) - {"deepspeed"}

@@ -5,7 +5,7 @@ place="" place_why=""
 ready_stamp=.venv/.ready-run # the Makefile's
 
 uses_gpus() { # uses_gpus COMMAND
-  case $1 in train | eval | sweep | chat) ;; *) return 1 ;; esac
+  case $1 in train | eval | sweep | chat | doctor) ;; *) return 1 ;; esac
 }
 
 choose_place() { # choose_place COMMAND; sets place and place_why

@@ -81,13 +81,52 @@ def train(
 def plan(
     words: Words = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, whatever is wrong.")] = False,
+    compare: Annotated[
+        str | None, typer.Option(metavar="KEY=A,B", help="The memory by the values of a key, as a table.")
+    ] = None,
     recipes_dir: RecipesDir = None,
 ) -> None:
     """Show what a recipe would do: choices and why, batch, memory, launch command. No GPU, no download."""
     from tunebook.launch.plan_command import plan_command
 
     recipe, overrides = _split(words)
+    if compare is not None:
+        from tunebook.launch.compare import compare_plans
+
+        if as_json:
+            raise RequestError(
+                "--compare prints a table and --json one plan; type one of them", problem_id="compare-form"
+            )
+        raise typer.Exit(compare_plans(recipe, overrides, recipes_dir or [], compare, _console()))
     raise typer.Exit(plan_command(recipe, overrides, recipes_dir or [], _console(), as_json=as_json))
+
+
+@app.command()
+def doctor(
+    words: Words = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, whatever is wrong.")] = False,
+    bandwidth: Annotated[
+        bool, typer.Option("--bandwidth/--no-bandwidth", help="Measure between the GPUs, which takes up to 20 s.")
+    ] = True,
+    cpu_ranks: Annotated[
+        int | None, typer.Option("--cpu-ranks", min=2, help="Measure between so many processes instead, over gloo.")
+    ] = None,
+    recipes_dir: RecipesDir = None,
+) -> None:
+    """Look at GPUs, driver, torch, links, disks and limits, and at what RECIPE needs of them; each with its fix."""
+    from tunebook.doctor.command import doctor_command
+
+    recipe, overrides = _split(words)
+    code = doctor_command(
+        recipe,
+        overrides,
+        recipes_dir or [],
+        _console(),
+        as_json=as_json,
+        is_measured=bandwidth,
+        cpu_ranks=cpu_ranks,
+    )
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -195,13 +234,67 @@ def _settings(words: list[str] | None, known: tuple[str, ...]) -> dict[str, str]
 def sweep(
     words: Words = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the trials and stop.")] = False,
+    launcher: Annotated[
+        str,
+        typer.Option(
+            "--launcher",
+            help="basic: one trial after the other; joblib: several at a time on this machine, each on GPUs or cores "
+            "of its own; slurm: each a Slurm job, with the keys launcher.partition=... of launcher=slurm.",
+        ),
+    ] = "basic",
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", help="Trials at a time; if unset, as many as fit, in Slurm 8.")
+    ] = None,
+    search: Annotated[
+        str | None,
+        typer.Option(
+            "--search",
+            help="optuna: let it choose from key=interval(1e-6,1e-4), tag(log,interval(...)), int(interval(1,8)), "
+            "range(8,65,8) or a,b,c.",
+        ),
+    ] = None,
+    num_trials: Annotated[int | None, typer.Option("--num-trials", help="How many trials a search takes.")] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            "--metric",
+            help="What counts: evaluation_score, validation_loss, final_loss, tokens_per_second_per_gpu or seconds; if "
+            "unset, the first of these that the trials measure.",
+        ),
+    ] = None,
+    direction: Annotated[
+        str | None, typer.Option("--direction", help="minimize or maximize, where the metric does not say it.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Of a search's proposals; if unset, 0.")] = None,
+    prune: Annotated[
+        int | None,
+        typer.Option(
+            "--prune", help="End trials of a search that, from this step on, are worse than the median of 5 or more."
+        ),
+    ] = None,
     recipes_dir: RecipesDir = None,
 ) -> None:
-    """Train a recipe once per combination of values (key=1,2 key=a,b) and rank the results."""
+    """Train a recipe once per combination of values (key=1,2 key=a,b), or search for the best, and rank the results.
+
+    After an interruption the same command goes on: finished trials are kept, the others go on from their checkpoints.
+    training.resume=never starts anew.
+    """
+    from tunebook.sweep.options import SweepOptions
     from tunebook.sweep.run import sweep_command
 
     recipe, overrides = _split(words)
-    raise typer.Exit(sweep_command(recipe, overrides, recipes_dir or [], _console(), dry_run=dry_run))
+    options = SweepOptions(
+        launcher=launcher,
+        jobs=jobs,
+        search=search,
+        num_trials=num_trials,
+        metric=metric,
+        direction=direction,
+        seed=seed,
+        prune=prune,
+    )
+    code = sweep_command(recipe, overrides, recipes_dir or [], _console(), options=options, dry_run=dry_run)
+    raise typer.Exit(code)
 
 
 @app.command()

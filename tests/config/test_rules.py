@@ -16,6 +16,7 @@ from tunebook.config import schema
 from tunebook.config.choices import (
     Attention,
     Compute,
+    ContainerRuntime,
     Format,
     Generation,
     LauncherName,
@@ -281,6 +282,13 @@ CASES = [
         {"parallelism.wrap_classes": ["LlamaDecoderLayer"]},
         fsdp(Strategy.fsdp),
     ),
+    case("qlora-without-gpu", "on GPUs", {"peft.method": PeftMethod.qlora}, ON_CPU),
+    case(
+        "qlora-parameters-on-nvme",
+        "DeepSpeed's files",
+        {"peft.method": PeftMethod.qlora},
+        zero(Strategy.zero3, offload_parameters=Offload.nvme, nvme_path="/disk"),
+    ),
     case("launcher-settings-mismatch", "slurm is set", {"launcher.name": LauncherName.slurm}),
     case("launcher-settings-mismatch", "local is set", {"launcher": RayConfig(name=LauncherName.local)}),
     # optimizing
@@ -363,15 +371,30 @@ CASES = [
     case("node-settings-ignored", "does not read this", {"launcher.master_port": 3000}, SLURM),
     case("time-limit-too-short", "300 s of warning", {"launcher.time_limit": "5"}, SLURM),
     case("time-limit-too-short", "300 s of warning", {"launcher.time_limit": "4:59"}, SLURM),
+    case("time-limit-too-short", "300 s of warning, up to 60 s early", {"launcher.time_limit": "0:05:01"}, SLURM),
     case("time-limit-too-short", "90000 s of warning", {"launcher.stop_timeout_s": 90_000}, ONE_DAY),
+    case("time-limit-too-short-for-a-slow-start", "^60 s before the", {"launcher.time_limit": "0:06:01"}, SLURM),
+    case("time-limit-too-short-for-a-slow-start", "600 s before .*=600", {"launcher.time_limit": "16"}, SLURM),
+    case("time-limit-too-short-for-a-slow-start", "^86040 s", {"launcher.start_timeout_s": 86_040}, ONE_DAY),
     case("sbatch-option-reserved", "same run folder", {"launcher.extra_args": ["--array=0-3"]}, SLURM),
     case("sbatch-option-reserved", "num_nodes says it", {"launcher.extra_args": ["-N 4", "--qos=x"]}, SLURM),
+    case("sbatch-option-reserved", "time_limit says it", {"launcher.extra_args": ["--time=1"]}, SLURM),
     case("container-settings", "no launcher.container_image", {"launcher.container_mounts": ["/data"]}, SLURM),
     case(
         "container-settings",
         "'data' is no absolute path",
         {"launcher.container_mounts": ["/a", "data"]},
         {"launcher": SlurmConfig(name=LauncherName.slurm, container_image="image")},
+    ),
+    case(
+        "container-on-shared-node",
+        "docker does not keep to 8 cores",
+        {"launcher.cpus_per_task": 8},
+        {
+            "launcher": SlurmConfig(
+                name=LauncherName.slurm, container_image="image", container_runtime=ContainerRuntime.docker
+            )
+        },
     ),
     case("ray-variable-form", "'NCCL_DEBUG' is not of the form", {"launcher.env_vars": ["A=1", "NCCL_DEBUG"]}, RAY),
     case("ray-address-form", "neither auto, local nor HOST:PORT", {"launcher.address": "ray://head:10001"}, RAY),
@@ -434,6 +457,11 @@ def test_every_rule_of_a_module_is_in_its_table(module):
     assert set(module.RULES) <= set(RULES)
 
 
+@pytest.mark.parametrize("limit", ["17", "16:01", "0:17:00", "0-1", "0", None])
+def test_a_time_limit_that_holds_start_warning_and_its_minute_is_sound(limit, sound, changed):
+    assert check(changed(sound, SLURM | {"launcher.time_limit": limit})) == []  # 600 + 300 + 60 s, and Slurm rounds up
+
+
 def test_a_sound_configuration_breaks_nothing(sound):
     assert check(sound) == []
 
@@ -476,6 +504,7 @@ def test_warnings_are_the_ones_a_run_can_live_with():
         "row-length-without-packing",
         "sharding-on-one-rank",
         "system-prompt-ignored",
+        "time-limit-too-short-for-a-slow-start",
         "warm-up-ignored",
         "warm-up-longer-than-run",
     }

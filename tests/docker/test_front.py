@@ -90,6 +90,29 @@ def test_what_needs_no_gpu_runs_in_what_is_set_up(machine, command):
     assert "in .venv with the packages of docker/volta: that is set up" in machine.front("run", command).stderr
 
 
+def test_the_doctor_gets_the_gpus_in_a_container_of_their_image(machine):
+    machine.gpus()
+    machine.images("tunebook:hopper")
+    done = machine.front("run", "doctor", "quickstart", "--json")
+    assert done.returncode == 0, done.stderr
+    assert "in a container, image tunebook:hopper: 2 x NVIDIA H200" in done.stderr
+    (run,) = machine.calls("compose run")  # without docker/cpu/compose.yaml, which takes the GPUs away
+    assert re.search(r" --entrypoint /opt/tunebook/entrypoint.sh doctor plan quickstart --json$", run)
+    assert done.stdout.splitlines()[-2:] == ["<quickstart>", "<--json>"]
+
+
+def test_the_doctor_is_refused_where_docker_cannot_hand_over_gpus(machine, refused):
+    machine.gpus(has_runtime=False)
+    machine.images("tunebook:hopper")
+    refused(machine.front("run", "doctor", "quickstart"), "Docker cannot hand GPUs to containers")
+
+
+def test_the_doctor_of_a_machine_without_gpus_is_in_the_venv(machine):
+    machine.venv()
+    done = machine.command("make", "doctor", "RECIPE=mine", "ARGS=--json 'a.b=[1,2]'")
+    assert words_of(done.stdout) == ["doctor", "mine", "--json", "a.b=[1,2]"]
+
+
 def test_the_venv_is_made_again_for_other_gpus(machine):
     machine.venv("cpu")
     setup = machine.checkout / "docker" / "setup_venv.sh"

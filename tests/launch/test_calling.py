@@ -6,9 +6,40 @@ import socket
 
 import pytest
 
+from tunebook.config.auto import resolve_auto
+from tunebook.config.choices import Generation
+from tunebook.config.compose import compose
 from tunebook.errors import RequestError, StoppedError, TunebookError
+from tunebook.hardware.detect import Gpu, Machine
 from tunebook.launch import calling
-from tunebook.launch.calling import call_launcher, folder_problem, free_port, socket_interface
+from tunebook.launch.calling import call_launcher, folder_problem, free_port, node_problems, socket_interface
+
+
+def machine_of(name, capability, generation):
+    gpus = [
+        Gpu(name=name, memory_gib=80.0, compute_capability=capability, generation=generation, index=index)
+        for index in range(8)
+    ]
+    return Machine(gpus=gpus, driver="590.10", num_cpus=64, host_memory_gib=500.0)
+
+
+H100S = machine_of("NVIDIA H100 80GB HBM3", (9, 0), Generation.hopper)
+A100S = machine_of("NVIDIA A100-SXM4-80GB", (8, 0), Generation.ampere)
+
+
+@pytest.mark.parametrize("launcher", ["local", "slurm", "ray"])
+def test_a_node_with_gpus_of_another_generation_says_what_to_change(monkeypatch, launcher):
+    words = ["hardware.num_nodes=2", f"launcher={launcher}"]
+    config = resolve_auto(compose("qwen3b_zero2", words).config, H100S).config
+    monkeypatch.setattr(calling, "detect_machine", lambda: H100S)
+    assert [problem for problem in node_problems(config) if problem.startswith("hardware.generation: hopper is")] == []
+    monkeypatch.setattr(calling, "detect_machine", lambda: A100S)
+    (problem,) = node_problems(config)
+    assert problem == (
+        "hardware.generation: hopper is set, and this machine has NVIDIA A100-SXM4-80GB (ampere) (fix: run on nodes "
+        "with GPUs of one generation, under Slurm by launcher.partition or launcher.extra_args=[--constraint=FEATURE]; "
+        "where all of them have ampere, hardware=ampere)"
+    )
 
 
 def test_the_first_address_that_answers_is_taken():

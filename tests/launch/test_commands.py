@@ -7,7 +7,14 @@ import pytest
 from tunebook.config.auto import resolve_auto
 from tunebook.config.compose import compose
 from tunebook.hardware.detect import Machine
-from tunebook.launch.commands import has_callers, launch_command, rank_command, ranks_command, torchrun_command
+from tunebook.launch.commands import (
+    evaluation_command,
+    has_callers,
+    launch_command,
+    rank_command,
+    ranks_command,
+    torchrun_command,
+)
 
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
 FOLDER = Path("/runs/1")
@@ -77,3 +84,13 @@ def test_rays_trainer_is_a_program_that_its_workers_call_back():
 )
 def test_who_calls_the_launcher(words, expected):
     assert has_callers(config_of(*words)) is expected
+
+
+def test_an_evaluation_in_a_container_takes_the_first_node_of_the_job(monkeypatch):
+    monkeypatch.chdir("/")
+    config = config_of("qwen3b_zero2", "launcher=slurm", "hardware.num_nodes=2", "launcher.container_image=x")
+    assert evaluation_command(config, FOLDER, "a:1", "after") == [
+        *["srun", "--nodes", "1", "--ntasks", "1", "--ntasks-per-node", "1", "--kill-on-bad-exit=0"],
+        *["--container-image=x", "--container-mounts=/:/,/runs/1:/runs/1", "--container-workdir=/"],
+        *["python", "-m", "tunebook.launch.node", "/runs/1", "--meet", "a:1", "--evaluate", "after"],
+    ]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tunebook.errors import RequestError
+from tunebook.errors import RequestError, TunebookError
 from tunebook.launch.line import Line
 from tunebook.launch.roll_call import RollCall
 
@@ -150,11 +150,21 @@ def test_when_one_is_lost_the_others_get_time_to_save(opened, call):
     first.heard()
     second.line.close()
     assert first.heard() == [{"kind": "stop", "signal": "SIGTERM", "kill_after_s": 40}]
-    assert roll.failure.message == "node 1 (host1) was lost: its launcher was killed, or the machine"
+    assert roll.failure.message == "node 1 (host1) was lost with rank 1: its launcher was killed, or the machine"
+    assert roll.lost_ranks == [1]
     assert not roll.is_over
     first.line.send("ended", exit_code=0, why=None)
     settle(roll)
     assert roll.is_over
+
+
+def test_a_lost_node_of_several_ranks_names_the_first_and_the_last(opened, call):
+    roll = opened()
+    call(roll, 0, ranks=[0, 1, 2])
+    call(roll, 1, ranks=[3, 4, 5]).line.close()
+    settle(roll)
+    assert roll.failure.message.startswith("node 1 (host1) was lost with ranks 3 to 5: ")
+    assert roll.lost_ranks == [3, 4, 5]
 
 
 def test_when_ranks_of_one_fail_the_others_are_ended_soon(opened, call):
@@ -208,6 +218,60 @@ def test_lost_workers_may_be_replaced(opened, call):
         caller.line.send("ended", exit_code=0, why=None)
     settle(roll)
     assert roll.is_over
+
+
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [
+        (lambda worker: worker.line.close(), r"after rank 1 \(host1\) was lost"),
+        (
+            lambda worker: worker.line.send("ended", exit_code=-9, why=None),
+            r"after rank 1 on host1 had failed: it was killed by SIGKILL",
+        ),
+    ],
+    ids=["lost", "killed"],
+)
+def test_lost_workers_that_nobody_replaces_are_named_when_the_time_is_up(opened, call, ends, said):
+    roll = opened(reassembles=True, unit="rank", start_timeout_s=0.3)
+    first, second = call(roll, 0), call(roll, 1)
+    ends(second)
+    settle(roll)
+    first.line.send("ended", exit_code=1, why=None)
+    settle(roll)
+    assert roll.failure is None
+    call(roll, 0)  # comes again, alone
+    time.sleep(0.3)
+    settle(roll)
+    with pytest.raises(TunebookError, match=r"rank 1 of 2 ranks has not called in within 0.3 s \(.*\) " + said):
+        raise roll.failure
+
+
+def test_what_ended_the_last_attempt_is_said_where_no_other_follows(opened, call):
+    roll = opened(reassembles=True, unit="rank")
+    first, second = call(roll, 0), call(roll, 1)
+    second.line.close()
+    settle(roll)
+    first.line.send("ended", exit_code=1, why=None)
+    settle(roll)
+    assert (roll.is_over, roll.failure) == (False, None)  # others may come in their place
+    roll.conclude()
+    assert roll.is_over
+    assert roll.failure.message == "rank 1 (host1) was lost: its launcher was killed, or the machine"
+    assert roll.lost_ranks == [1]
+
+
+def test_what_ended_an_earlier_attempt_is_no_failure_of_the_next(opened, call):
+    roll = opened(reassembles=True, unit="rank")
+    first, second = call(roll, 0), call(roll, 1)
+    second.line.close()
+    settle(roll)
+    first.line.send("ended", exit_code=1, why=None)
+    settle(roll)
+    for caller in (call(roll, 0), call(roll, 1)):
+        caller.line.send("ended", exit_code=0, why=None)
+    settle(roll)
+    roll.conclude()
+    assert (roll.failure, roll.lost_ranks) == (None, [])
 
 
 def test_workers_on_other_machines_than_planned_are_refused(opened, call):

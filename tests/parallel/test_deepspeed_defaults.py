@@ -18,6 +18,7 @@ stages = {stage: DeepSpeedZeroConfig(stage=stage) for stage in (2, 3)}
 names = ("allgather_bucket_size", "sub_group_size", "max_live_parameters", "max_reuse_distance")
 print(json.dumps({name: getattr(stages[3], name) for name in names} | {
     "overlap_comm": [stages[stage].overlap_comm for stage in (2, 3)],
+    "buffer_size": Parameters(device="nvme").buffer_size,
     "pin_memory": [Optimizer(device="cpu").pin_memory, Parameters(device="cpu").pin_memory],
 }))
 """
@@ -36,5 +37,6 @@ def test_the_defaults_that_recipes_rely_on():
         "max_live_parameters": 1_000_000_000,
         "max_reuse_distance": 1_000_000_000,
         "overlap_comm": [False, True],
+        "buffer_size": 100_000_000,
         "pin_memory": [True, True],
     }

@@ -82,6 +82,14 @@ def test_a_parameter_that_fsdp_left_whole_is_counted(one_rank):
     assert find_parallelism(model)["whole_parameters"] == 1
 
 
+def test_a_frozen_parameter_that_was_left_whole_is_counted_too(one_rank):
+    """accelerate leaves 4-bit weights that are stored as bytes out of the sharding, with a warning only."""
+    model = blocks()
+    frozen = model[0].linear.weight.requires_grad_(False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)), ignored_params={frozen})
+    assert find_parallelism(model)["whole_parameters"] == 1
+
+
 def tensor(device="cuda", dtype=torch.float32):
     return SimpleNamespace(device=SimpleNamespace(type=device), dtype=dtype, numel=lambda: 1)
 

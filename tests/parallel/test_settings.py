@@ -48,6 +48,16 @@ def test_nvme_names_its_folder():
     assert zero["offload_param"]["nvme_path"] == "/mnt/nvme"
 
 
+def test_nvme_buffers_hold_what_a_rank_has_of_the_embedding():
+    """DeepSpeed ends a run whose largest parameter is above its default of 1e8 elements: 50,280 x 2,560 of Dolly's."""
+    one = config_of("model=dolly_v2_3b", "parallelism=zero3_nvme", "hardware.gpus_per_node=1")
+    two = config_of("model=dolly_v2_3b", "parallelism=zero3_nvme", "hardware.gpus_per_node=2")
+    settings = [deepspeed_settings(config)["zero_optimization"] for config in (one, two)]
+    assert settings[0]["offload_param"]["buffer_size"] == 128_716_800
+    assert "buffer_size" not in settings[1]["offload_param"]
+    assert "buffer_size" not in settings[0]["offload_optimizer"]
+
+
 def test_a_said_setting_is_written_and_a_silent_one_is_not():
     zero = zero_of("parallelism=zero3", "parallelism.max_live_parameters=1000", "parallelism.sub_group_size=5")
     assert (zero["stage3_max_live_parameters"], zero["sub_group_size"]) == (1000, 5)

@@ -72,7 +72,7 @@ class ConversationRenderer:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         self._template = require_template(tokenizer)
-        self._is_marked = _GENERATION_MARKER.search(self._template) is not None
+        self.is_marked = _GENERATION_MARKER.search(self._template) is not None
         self._render_jinja: Any = render_jinja_template
         self._variables = dict(tokenizer.special_tokens_map)
         self.stop_tokens = sorted(str(tokenizer.convert_ids_to_tokens(token)) for token in stop_token_ids(tokenizer))
@@ -95,7 +95,7 @@ class ConversationRenderer:
         be found in the text, or they do not end with a token that generation stops at.
         """
         wanted = [i for i, message in enumerate(messages) if message["role"] == "assistant" and message["train"]]
-        if self._is_marked:
+        if self.is_marked:
             marked = self._marked(messages, wanted, origin)
             if marked is not None:
                 return marked

@@ -12,13 +12,26 @@ from tunebook.config.rules.environment import EXPLANATIONS
 from tunebook.config.rules.frame import Explanation
 from tunebook.errors import RequestError, did_you_mean
 from tunebook.explain.chat import CHAT
+from tunebook.explain.doctor import DOCTOR
 from tunebook.explain.launching import LAUNCHING
 from tunebook.explain.requests import COMPOSING, MODELS
 from tunebook.explain.runs import DATA, RUNS
 from tunebook.explain.sandbox import SANDBOX
 from tunebook.explain.spreading import SPREADING
+from tunebook.explain.sweeping import SWEEPING
 
-ERRORS: dict[str, Explanation] = {**COMPOSING, **MODELS, **DATA, **RUNS, **LAUNCHING, **CHAT, **SANDBOX, **SPREADING}
+ERRORS: dict[str, Explanation] = {
+    **COMPOSING,
+    **MODELS,
+    **DATA,
+    **RUNS,
+    **LAUNCHING,
+    **CHAT,
+    **SANDBOX,
+    **SPREADING,
+    **SWEEPING,
+    **DOCTOR,
+}
 
 
 def _texts() -> dict[str, Explanation]:

@@ -217,26 +217,6 @@ RUNS: dict[str, Explanation] = {
         why="It would run in bf16 without a word.",
         advice="Use precision=bf16.",
     ),
-    "sweep-form": Explanation(
-        summary="The words of a sweep cannot be read.",
-        why="Values to try are separated by commas: key=a,b.",
-        advice="Write it as the message shows.",
-    ),
-    "sweep-without-values": Explanation(
-        summary="A sweep with nothing to vary.",
-        why="At least one override needs several values: key=a,b.",
-        advice="Add one, or use `tunebook train` for a single run.",
-    ),
-    "sweep-launcher": Explanation(
-        summary="Hydra cannot launch the sweep as asked.",
-        why="Launchers and sweepers other than basic are packages of their own, which must be installed.",
-        advice="Install the package that the message names, or leave hydra/launcher and hydra/sweeper at basic.",
-    ),
-    "sweep-broken": Explanation(
-        summary="A sweep ended before its trials did.",
-        why="Hydra's multirun failed outside the trials; its message is above.",
-        advice="The finished trials are kept; correct the cause and start the rest.",
-    ),
     "unknown-suite": Explanation(
         summary="There is no set of tasks of that name for this run.",
         why="A suite is an evaluation group of hydra_configs/evaluation, or `quick`, the tasks that the run's recipe "

@@ -5,6 +5,18 @@ from __future__ import annotations
 from tunebook.config.rules.frame import Explanation
 
 SPREADING: dict[str, Explanation] = {
+    "weights-file-missing": Explanation(
+        summary="A file with weights is not where its index, or its configuration, says.",
+        why="model.safetensors.index.json says which file holds which weight, and an adapter's weights belong beside "
+        "its adapter_config.json. What is in a missing file would be random numbers.",
+        advice="Copy the missing files, or download again: `hf download NAME --local-dir DIR` fetches what is missing.",
+    ),
+    "weights-file-damaged": Explanation(
+        summary="A file with weights, or the index of such files, cannot be read.",
+        why="Its header says how long it must be, and it is shorter, or is no header at all: a download or a copy "
+        "broke off, or Git LFS left its pointer in place of the file.",
+        advice="Remove the file and download it again; `git lfs pull` replaces pointers by files.",
+    ),
     "other-parallelism": Explanation(
         summary="The model was not wrapped as parallelism says.",
         why="Libraries replace a strategy that they cannot do by another without a word, and what is measured then is "

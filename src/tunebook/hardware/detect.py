@@ -53,10 +53,10 @@ class _Card:
     slices: list[Gpu]
 
 
-def detect_machine() -> Machine:
-    """Look at this machine. Never raises; see `Machine.notes`."""
-    notes: list[str] = []
-    cards, driver = _read_cards(notes)
+def detect_machine(no_gpu_because: str | None = None) -> Machine:
+    """Look at this machine. Never raises; see `Machine.notes`. NVML is left alone where a reason for that is given."""
+    notes: list[str] = [] if no_gpu_because is None else [no_gpu_because]
+    cards, driver = _read_cards(notes) if no_gpu_because is None else ([], None)
     gpus = _visible(cards, os.environ.get(VISIBLE_VARIABLE), notes)
     kinds = sorted({gpu.name for gpu in gpus})
     if len(kinds) > 1:

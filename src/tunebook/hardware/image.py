@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,12 @@ class Image:
         Source: CUDA C++ Programming Guide, "Application Compatibility": machine code runs on the same major version
         from its own minor one on, PTX on everything that is not older.
         """
-        return any(_runs_on(flag, capability) for flag in self.arch_list)
+        return runs_on_any(self.arch_list, capability)
+
+
+def runs_on_any(flags: Iterable[str], capability: ComputeCapability) -> bool:
+    """Whether a torch that was compiled with these flags has code for a GPU; see `Image.has_code_for`."""
+    return any(_runs_on(flag, capability) for flag in flags)
 
 
 def read_image(environment: Mapping[str, str] = os.environ) -> Image | None:

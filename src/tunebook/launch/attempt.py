@@ -6,8 +6,9 @@ It runs where `tunebook train` was typed, or on the first node of a Slurm job, i
 from __future__ import annotations
 
 import os
+import signal
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,8 +18,8 @@ from rich.text import Text
 from tunebook.config.choices import LauncherName
 from tunebook.config.schema import RunConfig
 from tunebook.errors import DoesNotFitError, StoppedError, TunebookError
-from tunebook.evaluate.command import run_worker, score_table, worker_command, worker_error
-from tunebook.launch.commands import has_callers, ranks_command, step_command
+from tunebook.evaluate.command import run_worker, score_table, worker_error
+from tunebook.launch.commands import evaluation_command, has_callers, ranks_command
 from tunebook.launch.local import ProcessEnd, rank_environment, run_and_wait
 from tunebook.launch.logs import (
     first_failure,
@@ -35,7 +36,7 @@ from tunebook.launch.resume import is_trained
 from tunebook.launch.roll_call import RollCall
 from tunebook.launch.show import show_command, show_end
 from tunebook.launch.slurm.client import node_names
-from tunebook.launch.slurm.container import in_container, is_contained
+from tunebook.launch.slurm.container import is_contained
 from tunebook.plan.batch import world_size
 from tunebook.record.atomic_files import read_json
 from tunebook.record.disk import disk_full
@@ -56,6 +57,7 @@ class Attempt:
     console: Console
     roll: RollCall | None = None  # of the nodes, where they were told a port beforehand
     stopped_by: str | None = None
+    asked: Sequence[signal.Signals] = ()  # requests to stop that came while nothing was at work to hand them to
     hosts: Mapping[int, str] = field(default_factory=dict)  # of ranks
 
     def carry_out(self) -> int:
@@ -79,26 +81,48 @@ class Attempt:
             self._evaluate("after")
         return outcome
 
+    def _refuse_if_asked(self) -> None:
+        """Begin nothing new after a request to stop. Raises: StoppedError."""
+        if self.asked:
+            self.stopped_by = self.asked[0].name
+            raise StoppedError(f"stopped by {self.stopped_by} between two steps", problem_id="stopped")
+
     def _evaluate(self, when: str) -> None:
-        config, folder, limit = self.config, self.folder, self.config.evaluation.limit
-        if is_contained(config):  # as the ranks: what runs here need not even have torch
-            command = [
-                *step_command(config, 1),
-                *in_container(config, folder, worker_command(folder, when, limit=limit)),
-            ]
-            end = run_and_wait(command, rank_environment(config, os.environ))
+        self._refuse_if_asked()
+        if is_contained(self.config):
+            end = self._evaluate_in_container(when)
         else:
-            end = run_worker(folder, when, limit=limit)
+            end = run_worker(self.folder, when, limit=self.config.evaluation.limit)
         self.stopped_by = self.stopped_by or end.stopped_by
         if end.exit_code != 0:
             raise worker_error(end, when)
+
+    def _evaluate_in_container(self, when: str) -> ProcessEnd:
+        """As the ranks: followed on a line of its own, because a container may outlive what started it."""
+        roll = new_roll_call(self.config, num_members=1)
+        launcher_log(self.folder).parent.mkdir(exist_ok=True)
+        command = evaluation_command(self.config, self.folder, meeting_place(roll), when)
+        show_command(command, self.console)
+
+        def exit_code() -> int:
+            return roll.failed.exit_code if roll.failed is not None else 0
+
+        end = self._run_on_nodes(command, roll, exit_code)
+        if end.failure is not None or end.failed is not None:
+            self._quote(launcher_log(self.folder))
+        if end.failure is not None:
+            raise end.failure
+        return replace(end, exit_code=exit_code())
 
     def _train(self) -> Outcome:
         """Launch the ranks and wait for them, unless an earlier attempt has trained already."""
         if is_trained(self.folder, self.config):
             return self._read_outcomes()
+        self._refuse_if_asked()
         end = self._start_ranks()
         self.stopped_by = end.stopped_by
+        for rank in end.lost_ranks[:1]:
+            self._quote(rank_log(self.folder, rank))
         if not (self.folder / RUN_FILE).is_file():
             message = f"the run folder {self.folder} was removed while its run was at work"
             raise TunebookError(message, problem_id="run-lost")
@@ -127,19 +151,17 @@ class Attempt:
         roll = self.roll or new_roll_call(config)
         if config.launcher.name is LauncherName.ray:
             roll.on_go = lambda attempt: clear_outcomes(folder) if attempt else None
-        command = ranks_command(config, folder, f"{','.join(own_addresses())}:{roll.port}")
+        command = ranks_command(config, folder, meeting_place(roll))
         show_command(command, self.console)
-        end = run_on_nodes(
-            command,
-            dict(os.environ),
-            roll,
-            config,
-            folder,
-            exit_code_of=lambda: self._read_outcomes().exit_code,
-            keep_open=[self.lock],
-        )
+        end = self._run_on_nodes(command, roll, lambda: self._read_outcomes().exit_code)
         self.hosts = roll.hosts
         return end
+
+    def _run_on_nodes(self, command: list[str], roll: RollCall, exit_code_of: Callable[[], int]) -> ProcessEnd:
+        environment = dict(os.environ)
+        return run_on_nodes(
+            command, environment, roll, self.config, self.folder, exit_code_of=exit_code_of, keep_open=[self.lock]
+        )
 
     def _read_outcomes(self) -> Outcome:
         return read_outcomes(self.folder, world_size(self.config))
@@ -221,8 +243,8 @@ class Attempt:
         return True
 
 
-def new_roll_call(config: RunConfig) -> RollCall:
-    """The roll call of a Slurm job's nodes, or of a Ray run's ranks, on any free port of this machine."""
+def new_roll_call(config: RunConfig, num_members: int | None = None) -> RollCall:
+    """The roll call of a Slurm job's nodes (the first of them), or of a Ray run's ranks, on any free port."""
     if config.launcher.name is LauncherName.ray:
         return RollCall(
             num_members=world_size(config),
@@ -231,7 +253,13 @@ def new_roll_call(config: RunConfig) -> RollCall:
             reassembles=True,
             num_places=config.hardware.num_nodes,
         )
-    return RollCall(num_members=config.hardware.num_nodes, token=new_token(), names=dict(enumerate(node_names())))
+    count = num_members or config.hardware.num_nodes
+    return RollCall(num_members=count, token=new_token(), names=dict(enumerate(node_names())))
+
+
+def meeting_place(roll: RollCall) -> str:
+    """Where the nodes of a roll call reach this machine, as `call_launcher` reads it."""
+    return f"{','.join(own_addresses())}:{roll.port}"
 
 
 def show_scores(folder: Path, console: Console) -> None:

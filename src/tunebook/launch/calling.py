@@ -16,7 +16,8 @@ from pathlib import Path
 from tunebook.config.choices import LauncherName
 from tunebook.config.rules import check_environment
 from tunebook.config.schema import LauncherConfig, RunConfig
-from tunebook.errors import RequestError, StoppedError, TunebookError
+from tunebook.errors import Problem, RequestError, StoppedError, TunebookError
+from tunebook.hardware.detect import Machine, detect_machine
 from tunebook.launch.line import Line, is_loopback
 from tunebook.record.atomic_files import read_json
 from tunebook.record.files import PREPARED_FILE, RUN_FILE
@@ -111,8 +112,20 @@ def _version(name: str) -> str | None:
 def node_problems(config: RunConfig) -> list[str]:
     """What this machine lacks for its ranks."""
     launcher = LauncherConfig(name=LauncherName.local)  # a node is judged by the machine it is
-    found = check_environment(replace(config, launcher=launcher))
-    return [f"{problem.key}: {problem.message} (fix: {problem.fix})" for problem in found]
+    machine = detect_machine()
+    found = check_environment(replace(config, launcher=launcher), machine)
+    return [f"{problem.key}: {problem.message} (fix: {_fix_on_nodes(problem, machine)})" for problem in found]
+
+
+def _fix_on_nodes(problem: Problem, machine: Machine) -> str:
+    """What to change where one node of several has the problem: `auto` would look at another machine."""
+    if problem.id != "other-gpu-here":
+        return problem.fix
+    kind = machine.gpus[0].generation.name
+    return (
+        "run on nodes with GPUs of one generation, under Slurm by launcher.partition or launcher.extra_args="
+        f"[--constraint=FEATURE]; where all of them have {kind}, hardware={kind}"
+    )
 
 
 def folder_problem(folder: Path) -> str | None:

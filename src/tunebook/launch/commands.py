@@ -82,6 +82,14 @@ def node_command(folder: Path, meet: str, node: int | None, python: str) -> list
     return [python, "-m", _NODE, str(folder), "--meet", meet, *number]
 
 
+def evaluation_command(
+    config: RunConfig, folder: Path, meet: str, when: str, python: str = sys.executable
+) -> list[str]:
+    """An evaluation in a container on the first node of a Slurm job, where Python need not even have torch."""
+    inside = [*node_command(folder, meet, None, python), "--evaluate", when]
+    return [*step_command(config, 1), *in_container(config, folder, inside)]
+
+
 def submit_command(folder: Path) -> list[str]:
     """Hand the job script to Slurm; it answers with the job's number alone."""
     return ["sbatch", "--parsable", str(folder / JOB_SCRIPT)]

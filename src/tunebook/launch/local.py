@@ -41,6 +41,7 @@ class ProcessEnd:
     stopped_by: str | None  # the first request to stop that came in meanwhile
     failed: Failure | None = None  # the rank that failed first, where its own launcher says so
     failure: TunebookError | None = None  # what the launcher ended it for: a node that never came, or was lost
+    lost_ranks: tuple[int, ...] = ()  # of a node that was lost
 
 
 def run_and_wait(

@@ -1,7 +1,9 @@
 """`python -m tunebook.launch.node RUN_FOLDER --meet ADDRESS:PORT`: one node's part of a run, started on that node.
 
 It calls the launcher, starts torchrun when all nodes are there, hands requests to stop on to its ranks, and ends them
-when the launcher is gone. It ends when the launcher says so, with the run's exit code.
+when the launcher is gone. It ends when the launcher says so, with the run's exit code. With `--evaluate WHEN` the same
+is done for an evaluation, which runs on one node: a container of Docker's outlives what started it, and nobody else
+would end it.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from pathlib import Path
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError, StoppedError, TunebookError
+from tunebook.evaluate.command import worker_command
 from tunebook.launch.calling import call_launcher, folder_problem, free_port, hello, node_problems, socket_interface
 from tunebook.launch.commands import torchrun_command
 from tunebook.launch.descendants import adopting_orphans, children_of, end_children
@@ -99,9 +102,15 @@ def _sooner(kill_at: float | None, after_s: float | None) -> float | None:
 
 
 def take_part(
-    config: RunConfig, meet: str, node: int, say: Callable[[str], None], config_sha256: str | None = None
+    config: RunConfig,
+    meet: str,
+    node: int,
+    say: Callable[[str], None],
+    config_sha256: str | None = None,
+    *,
+    evaluation: str | None = None,
 ) -> int:
-    """This node's part, from the call to the end; the run's exit code.
+    """This node's part, from the call to the end; the run's exit code. `evaluation`: which to do instead of training.
 
     Raises: RequestError when the launcher refuses, TunebookError when it is not there.
     """
@@ -110,13 +119,11 @@ def take_part(
     with StopRequests(asked.append).listening(), adopting_orphans():
         line, reached_at = call_launcher(meet, launcher.start_timeout_s, say, asked)
         agent = Agent(line=line, stop_timeout_s=launcher.stop_timeout_s, asked=asked)
-        per_node = config.hardware.gpus_per_node
-        assert per_node is not None
         hello(
             line,
             reached_at,
             node=node,
-            ranks=list(range(node * per_node, (node + 1) * per_node)),
+            ranks=_ranks_of(node, config, evaluation),
             port=free_port(),
             problems=node_problems(config),
             config_sha256=config_sha256,
@@ -126,17 +133,36 @@ def take_part(
         if problem := folder_problem(folder):
             agent.wait_for_end(RequestError.exit_code, problem)
             raise RequestError(f"node {node}: {problem}", problem_id="folder-not-shared")
-        say(f"node {node}: starts its ranks of the run in {folder}")
+        what = "its ranks" if evaluation is None else f"the evaluation {evaluation}"
+        say(f"node {node}: starts {what} of the run in {folder}")
         before = set(children_of(os.getpid()))
-        ranks = start_command(
-            torchrun_command(config, folder, node, go["master_address"], go["master_port"]),
-            _environment(config, line.own_address),
-            log=torchrun_log(folder, node),
-        )
+        ranks = _start(config, go, node, line, evaluation)
         exit_code = agent.follow(ranks)
         end_children(exclude=before, timeout_s=launcher.stop_timeout_s if exit_code < 0 else 0)
         code = agent.wait_for_end(exit_code)
         return code if code is not None else _end_alone(config, folder)
+
+
+def _ranks_of(node: int, config: RunConfig, evaluation: str | None) -> list[int]:
+    """The ranks of a node; an evaluation is one process."""
+    if evaluation is not None:
+        return [0]
+    per_node = config.hardware.gpus_per_node
+    assert per_node is not None
+    return list(range(node * per_node, (node + 1) * per_node))
+
+
+def _start(config: RunConfig, go: Message, node: int, line: Line, evaluation: str | None) -> Started:
+    """Start what this node is there for."""
+    folder = Path(go["folder"])
+    if evaluation is not None:
+        command = worker_command(folder, evaluation, limit=config.evaluation.limit)
+        return start_command(command, rank_environment(config, os.environ))
+    return start_command(
+        torchrun_command(config, folder, node, go["master_address"], go["master_port"]),
+        _environment(config, line.own_address),
+        log=torchrun_log(folder, node),
+    )
 
 
 def _end_alone(config: RunConfig, folder: Path) -> int:
@@ -162,13 +188,18 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--meet", required=True)
     parser.add_argument("--node", type=int, default=os.environ.get("SLURM_NODEID", "0"))
+    parser.add_argument("--evaluate", choices=("before", "after"))
     words = parser.parse_args()
     ask_to_stop_when_parent_dies()
     try:
         if not (words.folder / RUN_FILE).is_file():
             raise RequestError(str(folder_problem(words.folder)), problem_id="folder-not-shared")
         return take_part(
-            load_config(words.folder / RUN_FILE), words.meet, words.node, lambda text: print(text, flush=True)
+            load_config(words.folder / RUN_FILE),
+            words.meet,
+            words.node,
+            lambda text: print(text, flush=True),
+            evaluation=words.evaluate,
         )
     except TunebookError as error:
         print(f"node {words.node}: {error.message}", file=sys.stderr)

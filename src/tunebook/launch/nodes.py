@@ -82,6 +82,7 @@ def run_on_nodes(
         stopped_by=requests.first or roll.stopped_by,
         failed=roll.failed,
         failure=roll.failure,
+        lost_ranks=tuple(roll.lost_ranks),
     )
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tunebook.errors import RequestError, TunebookError
 from tunebook.launch.line import DEAD_AFTER_S, Line, Message, is_loopback
-from tunebook.launch.logs import Failure
+from tunebook.launch.logs import Failure, where
 
 # Seconds that ranks get to end after one of them has failed: no save can succeed without it. torchrun gives as many.
 KILL_AFTER_S = 30
@@ -70,6 +70,7 @@ class RollCall:
     failure: TunebookError | None = None  # why the run was ended from here
     stopped_by: str | None = None  # the signal by which a node, or this process, was asked to stop
     failed: Failure | None = None  # the rank that failed first, where a member is one rank
+    lost_ranks: list[int] = field(default_factory=list)  # of the node that was lost last
     hosts: dict[int, str] = field(default_factory=dict)  # of ranks
 
     def __post_init__(self) -> None:
@@ -77,6 +78,8 @@ class RollCall:
         self._strangers: list[_Call] = []
         self._folder: Path | None = None
         self._attempt = 0
+        self._after_what = ""  # how the attempt before ended
+        self._last_failure: TunebookError | None = None  # of the attempt before
         self._is_concluded = False
         self.is_running = False  # whether every node has been told to go
         self._start_by: float | None = None
@@ -92,8 +95,9 @@ class RollCall:
         self._start_by = time.monotonic() + start_timeout_s
 
     def conclude(self) -> None:
-        """Nobody will call any more."""
+        """Nobody will call any more; what ended the last attempt has ended the run."""
         self._is_concluded = True
+        self.failure = self.failure or self._last_failure
 
     @property
     def has_been_running(self) -> bool:
@@ -199,26 +203,26 @@ class RollCall:
 
     def _problem_with(self, node: int, member: Member) -> str | None:
         """Why a node cannot take part."""
-        where = f"{self.unit} {node} ({member.host})"
+        who = f"{self.unit} {node} ({member.host})"
         before = self._members.get(node)
         if not 0 <= node < self.num_members:
             return (
-                f"{where} called in, and the run has {self.num_members}: numbers go from 0 to {self.num_members - 1}; "
+                f"{who} called in, and the run has {self.num_members}: numbers go from 0 to {self.num_members - 1}; "
                 "set launcher.node_rank and hardware.num_nodes"
             )
         if before is not None and not before.line.is_closed:
-            return f"{where} called in, and so did {before.host} by that number: each node needs a launcher.node_rank"
+            return f"{who} called in, and so did {before.host} by that number: each node needs a launcher.node_rank"
         for other, first in self._members.items():
             if member.hello["versions"] != first.hello["versions"]:
                 return (
-                    f"{where} has other software than {self.unit} {other} ({first.host}): {member.hello['versions']}, "
+                    f"{who} has other software than {self.unit} {other} ({first.host}): {member.hello['versions']}, "
                     f"and there {first.hello['versions']}"
                 )
         asked_for = member.hello.get("config_sha256")
         if asked_for is not None and asked_for != self.config_sha256:
-            return f"{where} was asked for another run: type the same words on every node, but for launcher.node_rank"
+            return f"{who} was asked for another run: type the same words on every node, but for launcher.node_rank"
         problems = member.hello["problems"]
-        return f"{where} cannot take part: {'; '.join(problems)}" if problems else None
+        return f"{who} cannot take part: {'; '.join(problems)}" if problems else None
 
     def _go(self) -> None:
         places = {member.hello["place"] for member in self._members.values()}
@@ -231,7 +235,8 @@ class RollCall:
             self.give_up(RequestError(wrong, problem_id="node-refused"))
             return
         self.on_go(self._attempt)
-        self.failed = None
+        self.failed = self._last_failure = None
+        self.lost_ranks = []
         self.is_running, self._start_by = True, None
         self.hosts = {rank: m.host for m in self._members.values() for rank in m.hello["ranks"]}
         master = next(m for m in self._members.values() if 0 in m.hello["ranks"])
@@ -255,11 +260,11 @@ class RollCall:
                 self.stop(signal.Signals[message["signal"]])
         if not was_at_work or member.is_at_work or not self.is_running:
             return
-        where = f"{self.unit} {node} ({member.host})"
+        who = f"{self.unit} {node} ({member.host})"
         if member.exit_code is None:
             self._kill_at = self._kill_at or time.monotonic() + self._stop_timeout_s + KILL_AFTER_S
-            lost = f"{where} was lost: its launcher was killed, or the machine"
-            self.give_up(node_missing(lost), timeout_s=self._stop_timeout_s)
+            self.lost_ranks = member.hello["ranks"]
+            self.give_up(node_missing(_lost(who, self.lost_ranks, self.unit)), timeout_s=self._stop_timeout_s)
         elif member.exit_code != 0 and any(other.is_at_work for other in self._members.values()):
             self._kill_at = self._kill_at or time.monotonic() + 2 * KILL_AFTER_S
             self._tell_all("stop", signal=signal.SIGTERM.name, kill_after_s=KILL_AFTER_S)
@@ -270,7 +275,7 @@ class RollCall:
             for node in [node for node, member in self._members.items() if member.line.is_closed]:
                 self._members.pop(node).line.close()  # gone before the start: it, or its successor, may call again
         if self._start_by is not None and now > self._start_by and self.failure is None:
-            late = f"{self.missing()} within {self._start_timeout_s:g} s (launcher.start_timeout_s)"
+            late = f"{self.missing()} within {self._start_timeout_s:g} s (launcher.start_timeout_s){self._after_what}"
             self.give_up(node_missing(late))
         if self._kill_at is not None and now > self._kill_at:
             self._kill_at = now + DEAD_AFTER_S
@@ -283,6 +288,11 @@ class RollCall:
         if all(member.exit_code == 0 for member in self._members.values()) or self.stopped_by is not None:
             return
         self._attempt += 1
+        self._last_failure = self.failure
+        if self.failure is not None:
+            self._after_what = f" after {self.failure.message}"
+        elif self.failed is not None:
+            self._after_what = f" after {where(self.failed.rank, self.hosts)} had failed: {self.failed.how}"
         self.is_running, self.failure, self._kill_at = False, None, None
         self._tell_all("end", exit_code=1)
         self._hang_up()
@@ -303,6 +313,13 @@ class RollCall:
 def _is_hello(message: Message) -> bool:
     """Whether a message is a whole hello: anybody may call a port."""
     return message["kind"] == "hello" and all(isinstance(message.get(key), kind) for key, kind in _HELLO.items())
+
+
+def _lost(who: str, ranks: list[int], unit: str) -> str:
+    """What is said of a member whose line was closed from the other end."""
+    last = f" to {ranks[-1]}" if len(ranks) > 1 else ""
+    with_ranks = f" with rank{'s' if last else ''} {ranks[0]}{last}" if ranks and unit != "rank" else ""
+    return f"{who} was lost{with_ranks}: its launcher was killed, or the machine"
 
 
 def node_missing(why: str) -> TunebookError:

@@ -6,14 +6,20 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunebook.config.choices import PeftMethod
-from tunebook.config.schema import PeftSettings
+from tunebook.config.choices import Compute, PeftMethod, Strategy
+from tunebook.config.schema import PeftSettings, RunConfig
+from tunebook.errors import RequestError
+from tunebook.model.completeness import require_complete
+from tunebook.model.weight_files import Shapes, read_shapes
 
 if TYPE_CHECKING:
+    import torch
     from peft import LoraConfig
     from transformers import PreTrainedModel
 
 ADAPTER_FILE = "adapter_config.json"
+_SHARDS_PARAMETERS = (Strategy.zero3, Strategy.fsdp, Strategy.fsdp_grad_op, Strategy.hsdp)
+_ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 def adapter_config(settings: PeftSettings) -> LoraConfig | None:
@@ -33,6 +39,37 @@ def adapter_config(settings: PeftSettings) -> LoraConfig | None:
     )
 
 
+def four_bit(config: RunConfig) -> Any:
+    """How bitsandbytes quantises the frozen base of a QLoRA run.
+
+    Where parameters are sharded, two 4-bit weights are stored as one number of the format that the run computes in, and
+    not as bytes: accelerate leaves bytes out of the sharding, with a warning only (`fsdp2_prepare_model`, 1.15), and
+    FSDP2 and DeepSpeed send parameters in the format of the computation, which must not change any bit of these.
+    """
+    import torch
+    from transformers import BitsAndBytesConfig
+
+    make: Any = BitsAndBytesConfig  # untyped upstream
+    computed = {Compute.fp32: torch.float32, Compute.fp16: torch.float16}.get(config.precision.compute, torch.bfloat16)
+    return make(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=computed,
+        bnb_4bit_quant_storage=computed if config.parallelism.strategy in _SHARDS_PARAMETERS else torch.uint8,
+    )
+
+
+def keep_format(model: Any, dtype: torch.dtype) -> None:
+    """Put what is trained back into the format that the run keeps its weights in.
+
+    Over a quantised base TRL 1.16 turns adapters into bf16, whatever the GPU can do and however small their updates.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+
+
 def holds_model(folder: Path) -> bool:
     """Whether a folder is a whole model's or an adapter's."""
     return (folder / "config.json").is_file() or is_adapter(folder)
@@ -44,11 +81,48 @@ def is_adapter(folder: Path) -> bool:
 
 
 def with_adapter(base: PreTrainedModel, folder: Path, method: PeftMethod) -> PreTrainedModel:
-    """The base model with a trained adapter merged into it; over quantised weights the adapter stays beside them."""
+    """The base model with a trained adapter merged into it; over quantised weights the adapter stays beside them.
+
+    Raises: RequestError for an adapter without weights, with damaged ones, or with others than its modules have: PEFT
+    would warn, and answer with what the missing ones were initialised to.
+    """
     from peft import PeftModel
 
+    stored = read_shapes(_adapter_files(folder))
     with warnings.catch_warnings():  # peft asks transformers by a name that has a newer one
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
-        adapted: Any = PeftModel.from_pretrained(base, str(folder))
+        warnings.filterwarnings("ignore", message="Found missing adapter keys", category=UserWarning)
+        warnings.filterwarnings("ignore", message="Some weights of .* were not initialized", category=UserWarning)
+        adapted: Any = PeftModel.from_pretrained(base, str(folder), ignore_mismatched_sizes=True)
+    _require_whole_adapter(adapted, stored, folder)
     model: PreTrainedModel = adapted if method is PeftMethod.qlora else adapted.merge_and_unload()
     return model
+
+
+def _adapter_files(folder: Path) -> list[Path]:
+    files = [file for name in _ADAPTER_WEIGHTS if (file := folder / name).is_file()]
+    if not files:
+        raise RequestError(
+            f"{folder} has {ADAPTER_FILE} and no weights ({' or '.join(_ADAPTER_WEIGHTS)}); copy the whole folder "
+            "again, or name another run",
+            problem_id="weights-file-missing",
+        )
+    return files[:1]
+
+
+def _require_whole_adapter(adapted: Any, stored: Shapes, folder: Path) -> None:
+    from peft import get_peft_model_state_dict
+
+    # False: the embeddings of a base model whose vocabulary was changed, which no run of ours does.
+    weights = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    expected = {name: tuple(weight.shape) for name, weight in weights.items()}
+    require_complete(
+        missing=sorted(set(expected) - set(stored)),
+        unexpected=sorted(set(stored) - set(expected)),
+        mismatched=[
+            f"{name} of shape {list(shape)}, where the adapter has {list(expected[name])}"
+            for name, shape in sorted(stored.items())
+            if shape != expected.get(name, shape)
+        ],
+        place=str(folder),
+    )

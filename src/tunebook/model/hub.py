@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tunebook.config.schema import ModelConfig
 from tunebook.errors import RequestError
+from tunebook.model.weight_files import STORED_PATTERNS, find_weight_files
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
@@ -52,6 +53,24 @@ def fetch_config(model: ModelConfig) -> Path:
         raise hub_problem(error, "model", model.name) from error
     if not (folder / "config.json").is_file():
         raise hub_problem(FileNotFoundError("it has no config.json"), "model", model.name)
+    return folder
+
+
+def fetch_weights(model: ModelConfig) -> Path:
+    """The folder with a hub model's weight files, fetched or from the cache: those that transformers would read.
+
+    Raises: RequestError.
+    """
+    from huggingface_hub import snapshot_download
+
+    assert model.name is not None
+    try:
+        for patterns in STORED_PATTERNS:
+            folder = Path(snapshot_download(model.name, revision=model.revision, allow_patterns=list(patterns)))
+            if find_weight_files(folder):
+                break
+    except (OSError, ValueError) as error:  # the hub's own errors are kinds of these
+        raise hub_problem(error, "model", model.name) from error
     return folder
 
 

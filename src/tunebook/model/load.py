@@ -6,16 +6,24 @@ that small updates are not lost. Random weights are always drawn on the CPU in f
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunebook.config.base_model import model_folder_problem
 from tunebook.config.book import resolve_path
-from tunebook.config.choices import MasterWeights, PeftMethod, Weights
-from tunebook.config.schema import ModelConfig, ModelFacts, RunConfig
+from tunebook.config.choices import MasterWeights, PeftMethod, Strategy, Weights
+from tunebook.config.schema import ModelConfig, ModelFacts, ParallelismConfig, RunConfig
 from tunebook.errors import RequestError
-from tunebook.model.hub import WEIGHT_FILES, check_hub_model, fetch_config, hub_problem
+from tunebook.model.adapters import four_bit
+from tunebook.model.completeness import check_stored_weights, require_complete
+from tunebook.model.hub import WEIGHT_FILES, check_hub_model, fetch_config, fetch_weights, hub_problem
+from tunebook.model.sharing import Sharing, copy_from_first_rank, sharing_of, stays_whole
+from tunebook.model.weight_files import find_weight_files, read_shapes
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PretrainedConfig, PreTrainedModel
 
 # Our name of a planned number -> where transformers keeps it in an architecture's config.
@@ -52,6 +60,9 @@ def check_model(model: ModelConfig) -> None:
             "add them, or train from scratch with model.weights=random",
             problem_id="model-without-weights",
         )
+    if model.weights is Weights.pretrained:
+        safetensors = [file for file in find_weight_files(folder) if file.suffix == ".safetensors"]
+        read_shapes(safetensors)  # files that are missing or cut off; pickles would need torch for it
 
 
 def load_architecture(model: ModelConfig) -> PretrainedConfig:
@@ -125,64 +136,130 @@ def _compare(architecture: PretrainedConfig, facts: ModelFacts) -> None:
 
 
 def load_model(config: RunConfig) -> PreTrainedModel:
-    """The model that training starts from, on the CPU, with the attention kernel of the run.
+    """The model that training starts from, whole, on the CPU, for a process by itself. Raises: as `begin_loading`."""
+    alone = replace(config, parallelism=ParallelismConfig(strategy=Strategy.single))
+    return finish_loading(alone, begin_loading(alone))
 
-    Raises: RequestError for a folder without weights, missing or unexpected weights, a hub out of reach.
+
+def begin_loading(config: RunConfig, rank: int = 0) -> PreTrainedModel:
+    """A rank's model before the Trainer's arguments announce a strategy: drawn from the seed, or with room only.
+
+    Under ZeRO-3's zero.Init the same seed would give other weights, and no whole model could be compared with the
+    names and shapes that are stored: every rank does that here, so that all of them end alike.
+    Raises: RequestError for a folder without weights, for missing, unexpected or misshapen weights and for damaged
+    files, for a hub out of reach.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
     architecture = load_architecture(config.model)
-    dtype = torch.bfloat16 if config.precision.master_weights is MasterWeights.bf16 else torch.float32
-    loader: Any = AutoModelForCausalLM  # its methods are untyped upstream
-    options: dict[str, Any] = {
+    if config.model.weights is Weights.pretrained:
+        model = _without_weights(config, architecture)
+        check_stored_weights(model, weights_folder(config.model))
+        return model
+    if rank != 0 and (sharing_of(config) is not Sharing.each or stays_whole(config)):
+        return _without_weights(config, architecture)
+    torch.manual_seed(config.training.seed)
+    drawn: PreTrainedModel = _loader().from_config(architecture, dtype=torch.float32, **_options(config))
+    drawn.to(master_dtype(config))  # type: ignore[arg-type]
+    return drawn
+
+
+def finish_loading(
+    config: RunConfig, begun: PreTrainedModel, rank: int = 0, device: torch.device | None = None
+) -> PreTrainedModel:
+    """A rank's model as the trainer gets it, once the arguments have announced the strategy and the ranks have met.
+
+    `begun` is what `begin_loading` gave this rank; `device`, where this rank trains: None for a process by itself.
+    `model.sharing` says what ranks other than 0 get. Afterwards all ranks draw the same random numbers.
+    """
+    import torch
+
+    sharing, model = sharing_of(config), begun
+    if config.model.weights is Weights.random:
+        if sharing is Sharing.scatter and device is not None:
+            model = _scatter_drawn(config, begun, rank)
+        elif stays_whole(config) and device is not None and torch.distributed.is_initialized():
+            copy_from_first_rank(begun, device)
+    elif rank == 0 or sharing is not Sharing.send:
+        model = _read(config, begun.config, device)
+    torch.manual_seed(config.training.seed)
+    return model
+
+
+def master_dtype(config: RunConfig) -> torch.dtype:
+    """The format of the weights as they are loaded, and of what is trained."""
+    import torch
+
+    return torch.bfloat16 if config.precision.master_weights is MasterWeights.bf16 else torch.float32
+
+
+def weights_folder(model: ModelConfig) -> Path:
+    """The folder with the weights of a pretrained model; those of a hub model are fetched, or taken from the cache."""
+    return resolve_path(model.path) if model.path is not None else fetch_weights(model)
+
+
+def _loader() -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM  # its methods are untyped upstream
+
+
+def _options(config: RunConfig) -> dict[str, Any]:
+    return {
         "attn_implementation": config.attention.implementation.value,
         "trust_remote_code": config.model.trust_remote_code,
     }
-    model: PreTrainedModel
-    if config.model.weights is Weights.random:
-        torch.manual_seed(config.training.seed)
-        model = loader.from_config(architecture, dtype=torch.float32, **options)
-        model.to(dtype)  # type: ignore[arg-type]
-        return model
+
+
+def _without_weights(config: RunConfig, architecture: PretrainedConfig) -> PreTrainedModel:
+    """The model with room for its weights, which takes no memory as long as nobody writes there.
+
+    Buffers are computed: they are not stored, and nobody sends them.
+    """
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
+        model: PreTrainedModel = _loader().from_config(
+            copy.deepcopy(architecture), dtype=master_dtype(config), **_options(config)
+        )
+    model.tie_weights()
+    return model
+
+
+def _scatter_drawn(config: RunConfig, begun: PreTrainedModel, rank: int) -> PreTrainedModel:
+    """Rank 0's drawn weights in the shards of all ranks, by the way that stored ones go."""
+    import torch
+
+    drawn = dict(begun.state_dict())  # without torch's notes beside it, which transformers loses on the way
+    if rank != 0:  # only names and shapes are asked of these
+        drawn = {name: torch.empty_like(weight, device="meta") for name, weight in drawn.items()}
+    loader: Any = type(begun)
+    model: PreTrainedModel = loader.from_pretrained(
+        None, config=begun.config, state_dict=drawn, dtype=master_dtype(config), **_options(config)
+    )
+    return model
+
+
+def _read(config: RunConfig, architecture: PretrainedConfig, device: torch.device | None) -> PreTrainedModel:
+    options = _options(config)
     if config.peft.method is PeftMethod.qlora:
-        options["quantization_config"] = _four_bit()
+        options["quantization_config"] = four_bit(config)
+    elif device is not None and device.type != "cpu" and stays_whole(config):
+        options["device_map"] = {"": device}
     location = model_location(config.model)
     try:
-        model, info = loader.from_pretrained(
+        model, info = _loader().from_pretrained(
             location,
             revision=config.model.revision,
             config=architecture,
-            dtype=dtype,
+            dtype=master_dtype(config),
             output_loading_info=True,
             **options,
         )
     except (OSError, ValueError) as error:
         raise hub_problem(error, "model", location) from error
-    _check_loading(info, location)
-    return model
-
-
-def _four_bit() -> Any:
-    import torch
-    from transformers import BitsAndBytesConfig
-
-    make: Any = BitsAndBytesConfig  # untyped upstream
-    return make(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )
-
-
-def _check_loading(info: dict[str, Any], location: str) -> None:
-    wrong = {kind: sorted(map(str, info.get(kind) or ())) for kind in ("missing_keys", "mismatched_keys")}
-    wrong["unexpected_keys"] = sorted(map(str, info.get("unexpected_keys") or ()))
-    found = [f"{len(keys)} {kind.replace('_', ' ')} such as {keys[0]}" for kind, keys in wrong.items() if keys]
-    if found:
-        raise RequestError(
-            f"the weights in {location} do not fill the model: {'; '.join(found)}; a missing weight would be random. "
-            "Name a complete checkpoint of this architecture",
-            problem_id="weights-incomplete",
-        )
+    # Again, by the library: it knows what became of weights that are converted while they are read.
+    kinds = {kind: sorted(map(str, info.get(f"{kind}_keys") or ())) for kind in ("missing", "unexpected", "mismatched")}
+    require_complete(**kinds, place=location)
+    loaded: PreTrainedModel = model
+    return loaded

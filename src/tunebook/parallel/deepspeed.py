@@ -6,12 +6,15 @@ left at null is not written, so DeepSpeed's own default stands; "auto" is filled
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from tunebook.config.choices import MixedPrecision, Offload, Strategy
 from tunebook.config.schema import RunConfig, ZeroConfig
 from tunebook.parallel.precision import mixes_formats
+from tunebook.plan.batch import world_size
 
+_NVME_BUFFER_ELEMENTS = 100_000_000  # DeepSpeed's default; a larger parameter ends the run before its first step
 _STAGES = {Strategy.zero1: 1, Strategy.zero2: 2, Strategy.zero3: 3}
 
 
@@ -42,7 +45,7 @@ def deepspeed_settings(config: RunConfig) -> dict[str, Any]:
         **_number_format(config),
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": _zero_optimization(zero),
+        "zero_optimization": _zero_optimization(zero, largest=_largest_share(config)),
     }
 
 
@@ -60,7 +63,15 @@ def _number_format(config: RunConfig) -> dict[str, Any]:
     return {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
 
 
-def _zero_optimization(zero: ZeroConfig) -> dict[str, Any]:
+def _largest_share(config: RunConfig) -> int | None:
+    """Elements that a rank holds of the largest parameter: the embedding, as a rule. None where sizes are not known."""
+    facts = config.model.facts
+    if facts is None:
+        return None
+    return math.ceil(max(facts.vocab_size, facts.intermediate_size) * facts.hidden_size / world_size(config))
+
+
+def _zero_optimization(zero: ZeroConfig, *, largest: int | None) -> dict[str, Any]:
     stage = _STAGES[zero.strategy]
     settings: dict[str, Any] = {"stage": stage}
     said = {
@@ -82,6 +93,8 @@ def _zero_optimization(zero: ZeroConfig) -> dict[str, Any]:
     for key, target in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_parameters)):
         if target is not Offload.none:
             settings[key] = _offload(target, zero)
+    if zero.offload_parameters is Offload.nvme and largest is not None and largest > _NVME_BUFFER_ELEMENTS:
+        settings["offload_param"]["buffer_size"] = largest
     return settings
 
 

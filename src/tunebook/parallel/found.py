@@ -47,7 +47,7 @@ def _find_fsdp(model: Any) -> Found:
         "wrapper": type(model).__name__,
         "units": len(units),
         "unit_classes": sorted({type(unit).__name__.removeprefix("FSDP") for unit in units}),
-        "whole_parameters": len(parameters) - len(sharded),
+        "whole_parameters": sum(not isinstance(parameter, DTensor) for parameter in model.parameters()),
     }
     if not sharded:
         return {"strategy": Strategy.fsdp.name, **found}

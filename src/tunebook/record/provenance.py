@@ -22,6 +22,7 @@ from tunebook.config.book import BOOK_PREFIX, book_root
 from tunebook.config.choices import Generation
 from tunebook.hardware.generations import GENERATIONS
 from tunebook.hardware.image import Image, read_image
+from tunebook.hardware.topology import ask_topology
 from tunebook.record.atomic_files import sha256_file, sha256_text
 
 IMAGE_DIGEST_VARIABLE = "TUNEBOOK_IMAGE_DIGEST"  # set where a published image is used: it cannot know its own digest
@@ -102,7 +103,7 @@ def describe_hardware(nccl: str | None) -> dict[str, Any]:
         ],
         "driver": machine.driver,
         "nccl": nccl,
-        "topology": _topology() if machine.gpus else None,
+        "topology": ask_topology().text if machine.gpus else None,
         "cpus": machine.num_cpus,
         "memory_gib": machine.host_memory_gib,
         "host": host_fingerprint(),
@@ -169,17 +170,3 @@ def _package_versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return versions
-
-
-def _topology() -> str | None:
-    """`nvidia-smi topo -m` as plain text: which GPUs are joined by NVLink and which by PCIe."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    try:
-        answer = subprocess.run(
-            ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", answer.stdout).strip()  # it underlines its header with escape codes
-    return plain if answer.returncode == 0 and plain else None

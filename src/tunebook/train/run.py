@@ -21,15 +21,15 @@ from transformers import EarlyStoppingCallback, PrinterCallback
 from trl import SFTConfig
 
 from tunebook.checkpoint.newest import checkpoint_to_load, newest_checkpoint
-from tunebook.config.choices import Generation, PackingMode, Switch
+from tunebook.config.choices import Generation, PackingMode, PeftMethod, Switch
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import RunConfig
 from tunebook.data.prepared import Prepared, PreparedPart, load_prepared
 from tunebook.data.sampler import RankBatches, Schedule, StepSize
 from tunebook.errors import DoesNotFitError, InvalidTrainingError, StoppedError, TunebookError
 from tunebook.hardware.peaks import peak_of
-from tunebook.model.adapters import adapter_config
-from tunebook.model.load import begin_loading, finish_loading
+from tunebook.model.adapters import adapter_config, keep_format
+from tunebook.model.load import begin_loading, finish_loading, master_dtype
 from tunebook.model.token_ids import trainer_tokenizer
 from tunebook.model.tokenizer import stop_token_ids
 from tunebook.parallel.fsdp import is_fsdp, mixed_precision_policy, uses_autocast
@@ -150,6 +150,8 @@ def _build_trainer(
         validation_batches=_validation_batches(config, plan, validation, rank, ranks) if validation else None,
         autocast_dtype=torch.bfloat16 if uses_autocast(config) else None,
     )
+    if config.peft.method is PeftMethod.qlora:
+        keep_format(trainer.model, master_dtype(config))
     trainer.add_callback(ParallelismCheck(config, trainer, folder, units))
     trainer.add_callback(LeakProbe(config, trainer, folder))  # of the model that was just seen to be the right one
     trainer.remove_callback(PrinterCallback)  # the base class adds it in place of its progress bar

@@ -84,7 +84,7 @@ def test_outcomes_come_in_the_order_of_the_programs_with_their_names(runner):
     assert [outcome.id for outcome in outcomes] == [f"task/{n}" for n in range(50)]
     assert [outcome.is_passed for outcome in outcomes] == [bool(n % 2) for n in range(50)]
     assert sorted(outcome.id for outcome in reported) == sorted(outcome.id for outcome in outcomes)
-    assert runner.made[0].most_waiting <= 12  # never all at once
+    assert runner.made[0].most_waiting <= 12 + 1  # never all at once; one may have its result and still be there
     left = [backend.handover.jobs, backend.handover.results, backend.handover.claimed]
     assert [path for folder in left for path in folder.iterdir()] == []
 

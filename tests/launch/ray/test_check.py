@@ -3,6 +3,7 @@
 import socket
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -26,12 +27,37 @@ def with_ray(monkeypatch):
     monkeypatch.setattr(check.metadata, "version", lambda name: "2.60.0")
 
 
-def test_without_the_package_the_line_that_installs_it_is_given(monkeypatch):
+@pytest.fixture
+def without_ray(monkeypatch):
     def missing(name):
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(check.metadata, "version", missing)
-    with pytest.raises(RulesError, match=r"pip install 'ray\[train\]==2.60.0'.*missing-package"):
+
+
+def test_without_the_package_the_line_that_installs_its_lock_is_given(without_ray, project_root):
+    with pytest.raises(RulesError, match="not installed in this environment") as caught:
+        check_ray(config_of("dolly3b_ray_zero3_offload"))
+    (problem,) = caught.value.problems
+    assert problem.id == "missing-package"
+    program, *words = problem.fix.split()
+    assert program == sys.executable
+    assert words == [
+        *["-m", "pip", "install", "--no-deps", "--require-hashes", "-r"],
+        str(project_root / "docker" / "requirements-ray.lock"),
+    ]
+    assert Path(words[-1]).is_file()
+
+
+def test_without_the_package_and_a_checkout_the_extra_is_named(without_ray, monkeypatch, tmp_path):
+    monkeypatch.setattr(check, "book_root", lambda: tmp_path)
+    with pytest.raises(RulesError, match=r"pip install 'tunebook\[ray\]'"):
+        check_ray(config_of("dolly3b_ray_zero3_offload"))
+
+
+def test_in_an_image_nothing_is_installed_while_it_runs(without_ray, monkeypatch):
+    monkeypatch.setattr(check, "read_image", object)
+    with pytest.raises(RulesError, match=r"(?s)not installed in this image.*an image of your own.*or WHERE=local"):
         check_ray(config_of("dolly3b_ray_zero3_offload"))
 
 

@@ -66,6 +66,12 @@ def _time_out():
             "sbatch: error: Invalid generic resource (gres) specification",
             r"lower hardware.num_nodes, hardware.gpus_per_",
         ),
+        ("allocation failure: More processors requested than permitted", r"no 2 nodes of the partition have"),
+        ("allocation failure: Required node not available (down, drained or reserved)", r"no 2 nodes of the partition"),
+        (
+            "allocation failure: Invalid node name specified",
+            r"specified\. a host in launcher\.extra_args is no node of this cluster: cpu, gpu",
+        ),
         ("allocation failure: Invalid feature specification", r"look at the cluster with: sinfo"),
     ],
 )
@@ -77,23 +83,37 @@ def test_refusals_say_what_to_change(says, said, words):
     assert caught.value.problem_id == "slurm-refused"
 
 
-def test_a_controller_that_is_down_is_no_refusal():
-    said = "sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)"
-    assert refusal(said, config_of()).exit_code == 1
+@pytest.mark.parametrize(
+    "said",
+    [
+        "sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)",
+        "sbatch: fatal: Could not establish a configuration source",
+    ],
+)
+def test_a_controller_that_is_down_is_no_refusal(said):
+    error = refusal(said, config_of())
+    assert (error.exit_code, error.problem_id) == (1, "slurm-out-of-reach")
 
 
 def test_how_a_job_stands(says):
     says(
         "scontrol",
         "JobId=12 JobName=x UserId=root(0) JobState=PENDING Reason=Nodes required for job are DOWN, DRAINED or "
-        "reserved Dependency=(null) Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:0 NodeList=(null) "
+        "reserved Dependency=(null) Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:0 RunTime=00:00:00 "
+        "TimeLimit=UNLIMITED TimeMin=N/A NodeList=(null) "
         "NumNodes=2-2 TRES=cpu=4,mem=1G Command=/a b/job.sh",
     )
     state = job_state("12")
     assert state.text() == "PENDING (Nodes required for job are DOWN, DRAINED or reserved)"
     assert (state.has_ended, state.exit_code) == (False, 0)
-    says("scontrol", "JobId=12 JobState=NODE_FAIL Reason=NodeDown ExitCode=0:9 NodeList=node[1-2] NumNodes=2")
+    assert (state.run_s, state.limit_s) == (0, None)
+    says(
+        "scontrol",
+        "JobId=12 JobState=NODE_FAIL Reason=NodeDown ExitCode=0:9 RunTime=00:01:05 TimeLimit=1-00:00:00 "
+        "NodeList=node[1-2] NumNodes=2",
+    )
     state = job_state("12")
+    assert (state.run_s, state.limit_s) == (65, 86400)
     assert (state.text(), state.has_ended, state.signal) == ("NODE_FAIL (NodeDown) on node[1-2]", True, 9)
 
 

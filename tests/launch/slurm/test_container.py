@@ -28,6 +28,7 @@ def test_pyxis_takes_options_of_srun(monkeypatch, tmp_path):
     assert in_container(config, tmp_path, COMMAND) == [
         "--container-image=registry/x:1",
         f"--container-mounts=/:/,{tmp_path}:{tmp_path},/data:/data,/cache/prepared/1:/cache/prepared/1",
+        "--container-workdir=/",
         *["python", "-m", "tunebook.launch.node", "/runs/1"],
     ]
 

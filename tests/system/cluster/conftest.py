@@ -1,21 +1,23 @@
 """Several nodes on one machine: hosts that are network namespaces, a Slurm and a Ray cluster on them, real ones.
 
-They need root and Debian's packages. Where they cannot be made their tests are skipped, except in CI.
+They need root and Debian's packages. Where they cannot be made their tests are skipped, except in CI. Much of their
+time is time-outs that pass, so files may run beside each other (`-n 3 --dist loadfile`), but for those of one cluster.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-NODES = ("node1", "node2")
+NUM_STEPS_COMPARED = 6
 
 
 def required(command: list[str], timeout_s: float, what: str) -> str:
@@ -31,23 +33,52 @@ def required(command: list[str], timeout_s: float, what: str) -> str:
     pytest.skip(f"no {what}: {why}")
 
 
+@contextmanager
+def locked(name: str, how: int) -> Iterator[None]:
+    """Hold a lock of this machine."""
+    with Path(f"/tmp/tunebook-ci-{name}.lock").open("w") as lock:
+        fcntl.flock(lock, how)
+        yield
+
+
+@contextmanager
+def alone(script: Path, timeout_s: float, what: str) -> Iterator[None]:
+    """What a script of .ci brings up, for this process while others wait."""
+    with locked(script.name, fcntl.LOCK_EX):
+        required([str(script), "up"], timeout_s, what)
+        yield
+        subprocess.run([str(script), "down"], check=True, timeout=60)
+
+
+@contextmanager
+def together(script: Path, timeout_s: float, what: str) -> Iterator[None]:
+    """What a script of .ci brings up, for this process and others beside it; the last to leave takes it down."""
+    with ExitStack() as stack:
+        with locked(f"{script.name}-up", fcntl.LOCK_EX):
+            required([str(script), "up"], timeout_s, what)
+            stack.enter_context(locked(script.name, fcntl.LOCK_SH))
+        yield
+        with locked(f"{script.name}-up", fcntl.LOCK_EX), suppress(BlockingIOError):
+            stack.close()
+            with locked(script.name, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                subprocess.run([str(script), "down"], check=True, timeout=60)
+
+
 @pytest.fixture(scope="session")
 def hosts(project_root: Path) -> Iterator[Callable[..., list[str]]]:
-    """Two hosts with addresses and names of their own: `hosts("node1", words)` is a command as if typed on one."""
-    script = str(project_root / ".ci" / "hosts")
-    required([script, "up"], 120, "hosts")
-    yield lambda host, words: [script, "run", host, "--", *words]
-    subprocess.run([script, "down"], check=True, timeout=30)
+    """Hosts with addresses and names of their own: `hosts("node1", words)` is a command as if typed on one."""
+    script = project_root / ".ci" / "hosts"
+    with together(script, 120, "hosts"):
+        yield lambda host, words: [str(script), "run", host, "--", *words]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def slurm(project_root: Path, hosts: Callable[..., list[str]]) -> Iterator[dict[str, str]]:
     """A cluster of the two hosts; what its commands need in their environment."""
-    script = str(project_root / ".ci" / "slurm")
-    required([script, "up"], 300, "Slurm")
-    line = subprocess.run([script, "env"], check=True, capture_output=True, text=True).stdout
-    yield {"SLURM_CONF": line.strip().partition("=")[2]}
-    subprocess.run([script, "down"], check=True, timeout=60)
+    script = project_root / ".ci" / "slurm"
+    with alone(script, 300, "Slurm"):  # a job takes whole nodes
+        line = subprocess.run([script, "env"], check=True, capture_output=True, text=True).stdout
+        yield {"SLURM_CONF": line.strip().partition("=")[2]}
 
 
 @pytest.fixture
@@ -109,20 +140,24 @@ def leaves_nothing(tmp_path: Path) -> Iterator[Callable[[float], None]]:
             os.kill(process, signal.SIGKILL)
 
 
-@pytest.fixture
-def one_rank(run: Callable[..., object], read_run: Callable[..., object], tmp_path: Path) -> list[float]:
+@pytest.fixture(scope="session")
+def one_rank(
+    run: Callable[..., object], read_run: Callable[..., object], tmp_path_factory: pytest.TempPathFactory
+) -> list[float]:
     """The losses of the quickstart's first steps in one process."""
-    outputs = tmp_path / "one-rank"
-    ended = run(train_words(outputs, steps=6))
+    outputs = tmp_path_factory.mktemp("one-rank")
+    ended = run(train_words(outputs, steps=NUM_STEPS_COMPARED))
     assert ended.exit_code == 0, ended.output
-    return read_run(outputs / "quickstart" / "latest").losses
+    losses: list[float] = read_run(outputs / "quickstart" / "latest").losses
+    assert len(losses) == NUM_STEPS_COMPARED
+    return losses
 
 
 def train_words(outputs: Path, *overrides: str, steps: int = 400) -> list[str]:
-    """The quickstart without its evaluation, a few steps of it."""
+    """The quickstart without its evaluation, some steps of it; a step is the same however many follow."""
     return [
         *["tunebook", "train", "quickstart", "evaluation=none", f"training.max_steps={steps}", f"outputs={outputs}"],
-        *["schedule.warmup_steps=0", "packing=padded", "training.micro_batch_size=1", *overrides],
+        *["schedule=constant", "packing=padded", "training.micro_batch_size=1", *overrides],
     ]
 
 

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from .conftest import at_work, ranks_of, train_words
+from .conftest import at_work, train_words
 
 TWO_RANKS = ("hardware=cpu", "parallelism=ddp", "hardware.gpus_per_node=2", "launcher.stop_timeout_s=20")
 
@@ -18,7 +18,7 @@ def at_step_3(start, read_run, tmp_path):
     outputs = tmp_path / "outputs"
     running = start(train_words(outputs, *TWO_RANKS))
     folder = outputs / "quickstart" / "latest"
-    running.wait_for(lambda: folder.exists() and len(read_run(folder).losses) >= 3, 120)
+    running.wait_for(lambda: folder.exists() and len(read_run(folder).losses) >= 3, 180)
     return running, folder.resolve()
 
 
@@ -33,20 +33,9 @@ def test_after_a_killed_torchrun_the_launcher_waits_for_the_ranks_to_save(at_ste
     running, folder = at_step_3
     (torchrun,) = [process for process, words in at_work(folder).items() if "torch.distributed.run" in words]
     os.kill(torchrun, signal.SIGKILL)
-    ended = running.wait(60)
+    ended = running.wait(120)
     leaves_nothing(0)
     assert ended.exit_code == 6, ended.output
     stopped = read_run(folder)
     assert stopped.status["state"] == "stopped"
     assert stopped.checkpoints == [f"checkpoint-{len(stopped.losses)}"]
-
-
-def test_a_rank_that_is_killed_shows_what_it_said_last(at_step_3, read_run, leaves_nothing):
-    running, folder = at_step_3
-    (folder / "logs" / "rank-1.log").write_text("the last thing it said\n")
-    os.kill(ranks_of(folder)[1], signal.SIGKILL)
-    ended = running.wait(60)
-    assert ended.exit_code == 1, ended.output
-    assert "the last lines of logs/rank-1.log:\n    the last thing it said" in ended.output
-    assert "rank 1 ended without a word: it was killed by SIGKILL" in read_run(folder).status["reason"]
-    leaves_nothing()

@@ -5,12 +5,10 @@ The cluster's processes are known by its folder; `ray stop` would end those of o
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -18,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import at_work, ranks_of, train_words
+from .conftest import at_work, ranks_of, required, train_words
 
 HEAD = "10.213.77.11:6379"
 SECRET = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a" * 64}  # whatever this machine's user has
@@ -26,25 +24,32 @@ RAY = ("hardware=cpu", "parallelism=ddp", "launcher=ray", "launcher.stop_timeout
 ON_TWO = (*RAY, "hardware.num_nodes=2", "hardware.gpus_per_node=1", f"launcher.address={HEAD}")
 
 
-def train(outputs, *overrides, steps=400):
-    """The command, by this interpreter: Ray's workers are started by the same."""
-    return [sys.executable, "-m", "tunebook", *train_words(outputs, *overrides, steps=steps)[1:]]
-
-
 class Cluster:
     """A head on node1 and a second node on node2, with one core each."""
 
-    def __init__(self, hosts, start):
+    def __init__(self, python, hosts, start):
         self.folder = Path(tempfile.mkdtemp(prefix="tb-ray-", dir="/tmp"))  # short: sockets are in it
         self.hosts, self.start = hosts, start
-        ray = [sys.executable, "-m", "ray.scripts.scripts"]
+        self.ray = [python, "-m", "ray.scripts.scripts"]
+        self.head = self.second = None
+
+    def mend(self):
+        """Start what is not at work."""
+        if self.head is None or self.head.process.poll() is not None:
+            self.end()
+            self.head = self._begin(
+                "node1",
+                *["--head", "--port=6379", "--node-ip-address=10.213.77.11", "--include-dashboard=false"],
+                f"--temp-dir={self.folder}",
+            )
+        if self.second is None or self.second.process.poll() is not None:
+            self.second = self._begin("node2", f"--address={HEAD}", "--node-ip-address=10.213.77.12")
+
+    def _begin(self, host, *words):
         usual = ["--num-cpus=1", "--object-store-memory=100000000", "--disable-usage-stats", "--block"]
-        head = ["start", "--head", "--port=6379", "--node-ip-address=10.213.77.11", "--include-dashboard=false"]
-        self.head = start(hosts("node1", [*ray, *head, *usual, f"--temp-dir={self.folder}"]), **SECRET)
-        self.head.wait_for(lambda: "Ray runtime started" in self.head.output, 120)
-        second = ["start", f"--address={HEAD}", "--node-ip-address=10.213.77.12"]
-        self.second = start(hosts("node2", [*ray, *second, *usual]), **SECRET)
-        self.second.wait_for(lambda: "Ray runtime started" in self.second.output, 120)
+        running = self.start(self.hosts(host, [*self.ray, "start", *words, *usual]), **SECRET)
+        running.wait_for(lambda: "Ray runtime started" in running.output, 120)
+        return running
 
     def kill(self, *names):
         """End those of its processes whose program or arguments hold one of some words."""
@@ -55,40 +60,43 @@ class Cluster:
 
     def end(self):
         """End all of it."""
-        self.head.kill()
-        self.second.kill()
+        for running in (self.head, self.second):
+            if running is not None:
+                running.kill()
         for _ in range(3):  # what is just being started
             self.kill("")
             time.sleep(0.2)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _ray():
-    if importlib.util.find_spec("ray") is None:
-        message = "no ray in this environment: pip install 'ray[train]==2.60.0'"
-        if os.environ.get("CI"):
-            pytest.fail(message)
-        pytest.skip(message)
+@pytest.fixture(scope="module")
+def python(project_root):
+    """An interpreter that has Ray beside everything else; Ray's workers are started by the one that asks for them."""
+    return required([str(project_root / ".ci" / "ray"), "up"], 300, "Ray").strip()
 
 
 @pytest.fixture(scope="module")
-def cluster(hosts, start):
-    made = Cluster(hosts, start)
+def train(python):
+    """The command, by that interpreter."""
+    return lambda *words, **steps: [python, "-m", "tunebook", *train_words(*words, **steps)[1:]]
+
+
+@pytest.fixture(scope="module")
+def shared_cluster(python, hosts, start):
+    made = Cluster(python, hosts, start)
     yield made
     made.end()
 
 
 @pytest.fixture
-def own_cluster(hosts, start):
-    """One that a test may break; used after those that share one."""
-    made = Cluster(hosts, start)
-    yield made
-    made.end()
+def cluster(shared_cluster):
+    """Both nodes at work, whatever an earlier test did to them."""
+    shared_cluster.mend()
+    return shared_cluster
 
 
 @pytest.fixture
-def start_on(hosts, start, tmp_path):
+def start_on(train, hosts, start, tmp_path):
     """Train on a cluster's head node; returns the command and its newest run folder."""
 
     def begin(*overrides, steps=400):
@@ -99,52 +107,42 @@ def start_on(hosts, start, tmp_path):
     return begin
 
 
+def host_of(process):
+    """The name of the host that a process runs on."""
+    words = ["nsenter", f"--target={process}", "--uts", "hostname"]
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
+
+
 def wait_for_steps(running, read_run, folder, count):
-    running.wait_for(lambda: folder.exists() and len(read_run(folder).losses) >= count, 180)
+    running.wait_for(lambda: folder.exists() and len(read_run(folder).losses) >= count, 240)
 
 
-def test_two_nodes_take_the_steps_of_one_rank(cluster, start_on, read_run, one_rank, leaves_nothing):
-    running, folder = start_on(steps=6)
-    ended = running.wait(180)
-    assert ended.exit_code == 0, ended.output
-    assert read_run(folder).losses == pytest.approx(one_rank, rel=1e-5)
-    leaves_nothing()
-
-
-def test_a_rank_that_is_killed_is_started_again_and_goes_on_after_the_newest_checkpoint(
-    cluster, start_on, read_run, leaves_nothing
+def test_two_nodes_take_the_steps_of_one_rank_and_those_after_a_killed_rank_too(
+    cluster, start_on, read_run, one_rank, leaves_nothing
 ):
     running, folder = start_on("training.save_every_steps=2", steps=40)
-    running.wait_for(lambda: folder.exists() and len(read_run(folder).checkpoints) >= 1, 180)
+    wait_for_steps(running, read_run, folder, len(one_rank))
+    assert read_run(folder).losses[: len(one_rank)] == pytest.approx(one_rank, rel=1e-5)
     os.kill(ranks_of(folder.resolve())[1], signal.SIGKILL)
-    ended = running.wait(240)
+    ended = running.wait(300)
     assert ended.exit_code == 0, ended.output
     finished = read_run(folder)
     assert finished.status["state"] == "finished"
     assert len(finished.losses) == 40
+    assert finished.losses[: len(one_rank)] == pytest.approx(one_rank, rel=1e-5)  # those trained again among them
     leaves_nothing()
 
 
 def test_one_that_may_not_be_started_again_ends_with_the_rank_that_died(cluster, start_on, read_run, leaves_nothing):
     running, folder = start_on("launcher.max_failures=0")
     wait_for_steps(running, read_run, folder, 3)
-    os.kill(ranks_of(folder.resolve())[1], signal.SIGKILL)
+    process = ranks_of(folder.resolve())[1]
+    host = host_of(process)  # Ray decides
+    os.kill(process, signal.SIGKILL)
     ended = running.wait(120)
     assert ended.exit_code == 1, ended.output
     assert "rank 1 ended without a word: it was killed by SIGKILL" in read_run(folder).status["reason"]
-    assert "[rank 1 on node2]" in read_run(folder).status["reason"]
-    leaves_nothing()
-
-
-def test_ctrl_c_saves_and_ends_the_workers(cluster, start_on, read_run, leaves_nothing):
-    running, folder = start_on()
-    wait_for_steps(running, read_run, folder, 3)
-    running.interrupt()
-    ended = running.wait(120)
-    assert ended.exit_code == 6, ended.output
-    stopped = read_run(folder)
-    assert stopped.status["state"] == "stopped"
-    assert stopped.checkpoints == [f"checkpoint-{len(stopped.losses)}"]
+    assert f"[rank 1 on {host}]" in read_run(folder).status["reason"]
     leaves_nothing()
 
 
@@ -155,28 +153,33 @@ def test_after_a_killed_launcher_no_worker_trains_on(cluster, start_on, read_run
     leaves_nothing(60)
 
 
-def test_a_cluster_that_is_too_small_is_said_before_anything_is_prepared(cluster, hosts, run, tmp_path):
+def test_a_cluster_that_is_too_small_is_said_before_anything_is_prepared(cluster, train, hosts, run, tmp_path):
     ended = run(hosts("node1", train(tmp_path, *ON_TWO, "hardware.gpus_per_node=4")), timeout_s=90, **SECRET)
     assert ended.exit_code == 2, ended.output
     assert "the Ray cluster has 2 CPUs, and 8 workers with 1 each need 8" in ended.output
     assert not (tmp_path / "quickstart").exists()
 
 
-def test_an_address_that_nobody_answers_at_is_said_in_time(hosts, run, tmp_path):
-    started = time.monotonic()
-    ended = run(hosts("node1", train(tmp_path, *ON_TWO, "launcher.address=10.213.77.99:6379")), timeout_s=120, **SECRET)
+def test_an_address_that_nobody_answers_at_is_said_in_time(train, hosts, run, tmp_path):
+    words = train(tmp_path, *ON_TWO, "launcher.address=10.213.77.99:6379")
+    ended = run(hosts("node1", words), timeout_s=60, **SECRET)
     assert ended.exit_code == 2, ended.output
     assert "launcher.address=10.213.77.99:6379: no Ray cluster answers there" in ended.output
-    assert time.monotonic() - started < 45
     assert not (tmp_path / "quickstart").exists()
 
 
-def test_a_cluster_of_its_own_is_started_and_ended(run, read_run, tmp_path, leaves_nothing):
+def test_ctrl_c_saves_and_ends_a_cluster_of_its_own(train, start, read_run, tmp_path, leaves_nothing):
     before = daemons()
-    words = train(tmp_path, *RAY, "hardware.gpus_per_node=2", "launcher.address=local", steps=3)
-    ended = run(words, timeout_s=240, **SECRET)
-    assert ended.exit_code == 0, ended.output
-    assert len(read_run(tmp_path / "quickstart" / "latest").losses) == 3
+    alone = ("parallelism=single", "hardware.gpus_per_node=1", "launcher.address=local")
+    running = start(train(tmp_path, *RAY, *alone), **SECRET)
+    folder = tmp_path / "quickstart" / "latest"
+    wait_for_steps(running, read_run, folder, 3)
+    running.interrupt()
+    ended = running.wait(120)
+    assert ended.exit_code == 6, ended.output
+    stopped = read_run(folder)
+    assert stopped.status["state"] == "stopped"
+    assert stopped.checkpoints == [f"checkpoint-{len(stopped.losses)}"]
     leaves_nothing()
     assert daemons() <= before
 
@@ -187,24 +190,27 @@ def daemons():
     return {line.split()[0] for line in listed.splitlines() if line.split()[1] in ("raylet", "gcs_server")}
 
 
-def test_a_lost_node_that_nobody_replaces_ends_the_run_in_time(own_cluster, start_on, read_run, leaves_nothing):
-    running, folder = start_on("launcher.start_timeout_s=30", "training.save_every_steps=2")
+def test_a_lost_node_that_nobody_replaces_ends_the_run_in_time(cluster, start_on, read_run, leaves_nothing):
+    running, folder = start_on("launcher.start_timeout_s=100", "training.save_every_steps=2")
     wait_for_steps(running, read_run, folder, 3)
-    own_cluster.second.kill()
-    own_cluster.kill("--node_ip_address=10.213.77.12", "--node-ip-address=10.213.77.12")
-    ended = running.wait(200)
+    lost = {host_of(process): rank for rank, process in ranks_of(folder.resolve()).items()}["node2"]
+    cluster.second.kill()
+    cluster.kill("--node_ip_address=10.213.77.12", "--node-ip-address=10.213.77.12")
+    ended = running.wait(300)
     assert ended.exit_code == 1, ended.output
     reason = read_run(folder).status["reason"]
-    assert "has not called in within 30 s" in reason or "rank 1" in reason
+    assert "not called in within 100 s (launcher.start_timeout_s) after" in reason
+    assert f"after rank {lost} (node2) was lost" in reason
     leaves_nothing()
 
 
-def test_a_lost_head_ends_the_run_in_time(own_cluster, start_on, read_run, leaves_nothing):
+def test_a_lost_head_ends_the_run_in_time(cluster, start_on, read_run, leaves_nothing):
     running, folder = start_on()
     wait_for_steps(running, read_run, folder, 3)
-    own_cluster.head.kill()
-    own_cluster.kill("gcs_server", "--node_ip_address=10.213.77.11", "--node-ip-address=10.213.77.11")
-    ended = running.wait(200)
-    assert ended.exit_code != 0, ended.output
-    assert read_run(folder).status["state"] in ("failed", "stopped")
+    lost = {host_of(process): rank for rank, process in ranks_of(folder.resolve()).items()}["node1"]
+    cluster.head.kill()
+    cluster.kill("gcs_server", "--node_ip_address=10.213.77.11", "--node-ip-address=10.213.77.11")
+    ended = running.wait(300)
+    assert ended.exit_code == 1, ended.output
+    assert f"rank {lost} (node1) was lost" in read_run(folder).status["reason"]
     leaves_nothing(60)

@@ -25,13 +25,13 @@ class Pair:
     second: object
     folder: Path  # its newest run
 
-    def wait(self, timeout_s=60):
+    def wait(self, timeout_s=120):
         end = time.monotonic() + timeout_s
         first = self.first.wait(timeout_s)
         return first, self.second.wait(max(1, end - time.monotonic()))
 
     def wait_for_steps(self, read_run, count):
-        self.first.wait_for(lambda: self.folder.exists() and len(read_run(self.folder).losses) >= count)
+        self.first.wait_for(lambda: self.folder.exists() and len(read_run(self.folder).losses) >= count, 180)
 
 
 @pytest.fixture
@@ -41,10 +41,10 @@ def start_pair(hosts, start, tmp_path):
     def begin(*overrides, second=(), ranks=1, steps=400, **environment):
         outputs = tmp_path / "outputs"
         words = train_words(outputs, *ON_TWO, f"hardware.gpus_per_node={ranks}", *overrides, steps=steps)
-        later = [*words, "launcher.node_rank=1", "launcher.master_address=node1", *second]
+        later = [*words, "launcher.node_rank=1", "launcher.master_address=node3", *second]
         return Pair(
-            first=start(hosts("node1", words), **environment),
-            second=start(hosts("node2", later), **environment),
+            first=start(hosts("node3", words), **environment),
+            second=start(hosts("node4", later), **environment),
             folder=outputs / "quickstart" / "latest",
         )
 
@@ -52,13 +52,13 @@ def start_pair(hosts, start, tmp_path):
 
 
 def test_two_hosts_of_two_ranks_take_the_steps_of_one_rank(start_pair, read_run, one_rank, leaves_nothing):
-    pair = start_pair(ranks=2, steps=6)
+    pair = start_pair(ranks=2, steps=len(one_rank))
     first, second = pair.wait(120)
     assert (first.exit_code, second.exit_code) == (0, 0), first.output + second.output
     run = read_run(pair.folder)
     assert run.losses == pytest.approx(one_rank, rel=1e-5)
     assert run.status["state"] == "finished"
-    assert "launcher.node_rank=1 launcher.master_address=node1" in first.output
+    assert "launcher.node_rank=1 launcher.master_address=node3" in first.output
     assert "node 1: starts its ranks" in second.output
     leaves_nothing()
 
@@ -66,23 +66,27 @@ def test_two_hosts_of_two_ranks_take_the_steps_of_one_rank(start_pair, read_run,
 def test_a_rank_that_is_killed_ends_the_run_on_both_and_is_named(start_pair, read_run, leaves_nothing):
     pair = start_pair("training.save_every_steps=2")
     pair.wait_for_steps(read_run, 4)
+    (pair.folder / "logs" / "rank-1.log").write_text("the last thing it said\n")
     os.kill(ranks_of(pair.folder.resolve())[1], signal.SIGKILL)
     first, second = pair.wait()
     assert (first.exit_code, second.exit_code) == (1, 1), first.output + second.output
     reason = read_run(pair.folder).status["reason"]
     assert "rank 1 ended without a word: it was killed by SIGKILL" in reason
-    assert "[rank 1 on node2]" in reason
-    assert "rank 1 on node2" in first.output
+    assert "[rank 1 on node4]" in reason
+    assert "rank 1 on node4" in first.output
+    assert "the last lines of logs/rank-1.log:\n    the last thing it said" in first.output
     leaves_nothing()
 
 
 def test_a_node_that_is_killed_is_named_and_the_run_goes_on_later(start_pair, read_run, leaves_nothing):
     pair = start_pair()
     pair.wait_for_steps(read_run, 3)
+    (pair.folder / "logs" / "rank-1.log").write_text("the last thing it said\n")
     pair.second.process.kill()
-    first = pair.first.wait(60)
+    first = pair.first.wait(120)
     assert first.exit_code == 6, first.output
-    assert "node 1 (node2) was lost" in first.output
+    assert "node 1 (node4) was lost with rank 1" in first.output
+    assert "the last lines of logs/rank-1.log:\n    the last thing it said" in first.output
     stopped = read_run(pair.folder)
     assert stopped.status["state"] == "stopped"
     assert stopped.checkpoints
@@ -93,7 +97,7 @@ def test_after_a_killed_head_nothing_runs_on_and_the_same_command_goes_on(start_
     pair = start_pair(steps=60)
     pair.wait_for_steps(read_run, 3)
     pair.first.process.kill()
-    second = pair.second.wait(60)
+    second = pair.second.wait(120)
     assert second.exit_code == 6, second.output
     assert "the launcher on node 0 was lost; stopped by SIGTERM after step" in second.output
     leaves_nothing()
@@ -101,7 +105,7 @@ def test_after_a_killed_head_nothing_runs_on_and_the_same_command_goes_on(start_
     assert killed.status["state"] == "running"
     assert killed.checkpoints  # the ranks saved before they left
     pair = start_pair(steps=60)
-    first, second = pair.wait(90)
+    first, second = pair.wait(150)
     assert (first.exit_code, second.exit_code) == (0, 0), first.output + second.output
     assert f"going on after {killed.folder}" in first.output
     assert len(read_run(pair.folder).losses) == 60
@@ -110,14 +114,14 @@ def test_after_a_killed_head_nothing_runs_on_and_the_same_command_goes_on(start_
 def test_a_cable_that_is_cut_ends_the_run_on_both_sides(start_pair, read_run, leaves_nothing):
     pair = start_pair("launcher.stop_timeout_s=5")
     pair.wait_for_steps(read_run, 3)
-    cable = ["ip", "-n", "tb-node2", "link", "set", "eth0"]
+    cable = ["ip", "-n", "tb-node4", "link", "set", "eth0"]
     subprocess.run([*cable, "down"], check=True)
     try:
-        first, second = pair.wait(90)
+        first, second = pair.wait(150)
     finally:
         subprocess.run([*cable, "up"], check=True)
     assert (first.exit_code, second.exit_code) == (1, 1), first.output + second.output
-    assert "node 1 (node2) was lost" in first.output
+    assert "node 1 (node4) was lost" in first.output
     leaves_nothing()
 
 
@@ -136,19 +140,23 @@ def test_ctrl_c_on_any_node_saves_on_all(start_pair, read_run, leaves_nothing):
 
 def test_a_node_that_does_not_come_up_is_named_in_time(hosts, run, tmp_path, leaves_nothing):
     words = train_words(tmp_path, *ON_TWO, "hardware.gpus_per_node=1", "launcher.start_timeout_s=4")
-    ended = run(hosts("node1", words), timeout_s=60)
+    ended = run(hosts("node3", words), timeout_s=60)
     assert ended.exit_code == 1, ended.output
     assert "node 1 of 2 nodes has not called in within 4 s (launcher.start_timeout_s)" in ended.output
     leaves_nothing(2)
 
 
-def test_a_node_whose_head_does_not_come_up_says_so_in_time(hosts, run, tmp_path, leaves_nothing):
-    later = ("launcher.node_rank=1", "launcher.master_address=node1", "launcher.start_timeout_s=3")
-    started = time.monotonic()
-    ended = run(hosts("node2", train_words(tmp_path, *ON_TWO, "hardware.gpus_per_node=1", *later)), timeout_s=60)
+@pytest.mark.parametrize(
+    ("address", "why"), [("node3", "Connection refused"), ("10.213.77.99", "No route to host")], ids=["head", "host"]
+)
+def test_a_node_whose_head_is_not_there_says_so_in_time(hosts, run, tmp_path, leaves_nothing, address, why):
+    later = ("launcher.node_rank=1", f"launcher.master_address={address}", "launcher.start_timeout_s=3")
+    ended = run(hosts("node4", train_words(tmp_path, *ON_TWO, "hardware.gpus_per_node=1", *later)), timeout_s=60)
     assert ended.exit_code == 1, ended.output
-    assert "no launcher answers at node1:29400 within 3 s" in ended.output
-    assert time.monotonic() - started < 30
+    assert (
+        f"no launcher answers at {address}:29400 within 3 s (launcher.start_timeout_s): {address}: {why}"
+        in ended.output
+    )
     leaves_nothing(2)
 
 
@@ -167,7 +175,7 @@ def test_nodes_that_were_asked_for_different_runs_do_not_start(start_pair, leave
     first, second = start_pair(second=("training.seed=1",)).wait()
     assert (first.exit_code, second.exit_code) == (2, 2), first.output + second.output
     for ended in (first, second):
-        assert "node 1 (node2) was asked for another run" in ended.output
+        assert "node 1 (node4) was asked for another run" in ended.output
     leaves_nothing(2)
 
 
@@ -183,10 +191,10 @@ def test_nodes_that_were_asked_for_different_runs_do_not_start(start_pair, leave
     ids=["never-arrives", "first-collective-hangs"],
 )
 def test_a_hang_before_the_first_step_ends_in_time(start_pair, read_run, tmp_path, leaves_nothing, program, says):
-    pair = start_pair("launcher.start_timeout_s=15", **fault(tmp_path, 1, program))
-    first, second = pair.wait(90)
+    pair = start_pair("launcher.start_timeout_s=40", **fault(tmp_path, 1, program))
+    first, second = pair.wait(150)
     assert (first.exit_code, second.exit_code) == (1, 1), first.output + second.output
     reason = read_run(pair.folder).status["reason"]
-    assert "waited 15 s (launcher.start_timeout_s) for the first collective" in reason
+    assert "waited 40 s (launcher.start_timeout_s) for the first collective" in reason
     assert says in reason
     leaves_nothing()

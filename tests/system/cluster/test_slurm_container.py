@@ -20,13 +20,17 @@ IMAGE = "tunebook-base:bookworm"
 
 @pytest.fixture(scope="module")
 def engine(project_root):
-    """A Docker Engine; what its client needs in the environment."""
+    """A Docker Engine; what its client needs in the environment. One that was there before stays."""
     script = str(project_root / ".ci" / "engine")
+    with_client = f'eval "$({script} env)"'
+    is_there = subprocess.run(["bash", "-c", f"{with_client}; docker info"], capture_output=True).returncode == 0
     required([script, "up"], 300, "Docker Engine")
     required([script, "base"], 300, "image")
-    shell = f'eval "$({script} env)"; echo "$PATH"; echo "$DOCKER_CONFIG"'
+    shell = f'{with_client}; echo "$PATH"; echo "$DOCKER_CONFIG"'
     path, config = subprocess.run(["bash", "-c", shell], check=True, capture_output=True, text=True).stdout.split()
-    return {"PATH": path, "DOCKER_CONFIG": config}
+    yield {"PATH": path, "DOCKER_CONFIG": config}
+    if not is_there:
+        subprocess.run([script, "down"], check=True, timeout=60)
 
 
 @pytest.fixture
@@ -69,13 +73,30 @@ def test_ranks_in_containers_train_and_leave_none_behind(in_containers, engine, 
     leaves_nothing()
 
 
+def kill_the_head(folder):
+    """Slurm kills Docker's clients then, but no container."""
+    (head,) = [process for process, words in at_work(folder.resolve()).items() if "-m tunebook.launch.slurm " in words]
+    os.kill(head, signal.SIGKILL)
+
+
 def test_containers_whose_job_is_killed_do_not_train_on(in_containers, engine, read_run, leaves_nothing):
     running, folder = in_containers(steps=400)
     running.wait_for(lambda: folder.exists() and len(read_run(folder).losses) >= 3, 180)
     assert len(containers(engine)) == 2
-    (head,) = [process for process, words in at_work(folder.resolve()).items() if "-m tunebook.launch.slurm " in words]
-    os.kill(head, signal.SIGKILL)  # Slurm kills Docker's clients then, but no container
+    kill_the_head(folder)
     ended = running.wait(120)
     assert ended.exit_code == 1, ended.output
     leaves_nothing(60)
     assert containers(engine) == []
+
+
+def test_a_container_whose_job_is_killed_does_not_evaluate_on(in_containers, engine, leaves_nothing):
+    running, folder = in_containers("evaluation=quickstart", "evaluation.before=true", steps=6)
+    running.wait_for(lambda: "node 0: starts the evaluation before" in running.output, 120)
+    assert len(containers(engine)) == 1
+    kill_the_head(folder)
+    ended = running.wait(120)
+    assert ended.exit_code == 1, ended.output
+    leaves_nothing(60)
+    assert containers(engine) == []
+    assert not (folder / "evaluation" / "before.json").exists()

@@ -16,8 +16,8 @@ def buffer_bytes(config: RunConfig, facts: ModelFacts, *, is_recomputed: bool) -
 def _cast(config: RunConfig, facts: ModelFacts, is_recomputed: bool) -> float:
     """Autocast's copies of the layers' weights, which the backward pass needs.
 
-    With activation checkpointing they are there at the end of the forward pass, in autocast's cache, which holds nothing
-    of frozen weights. FSDP gathers weights in bf16: there is nothing to copy.
+    With activation checkpointing they are there at the end of the forward pass, in autocast's cache, which holds
+    nothing of frozen weights. FSDP gathers weights in bf16: there is nothing to copy.
     """
     is_mixed = config.precision.compute is not Compute.fp32 and weight_element(config) == 4
     if not is_mixed or config.precision.master_weights is MasterWeights.bf16:

@@ -21,7 +21,14 @@ from tunebook.hardware.detect import VISIBLE_VARIABLE, Machine, detect_machine
 from tunebook.hardware.generations import OLDEST_SUPPORTED, capability_text, driver_major, image_for_driver
 from tunebook.hardware.image import read_image
 
-__all__ = ["EXPLANATIONS", "check_environment", "hardware_problem", "installed_version", "starts_elsewhere"]
+__all__ = [
+    "EXPLANATIONS",
+    "check_environment",
+    "hardware_problem",
+    "installed_version",
+    "starts_elsewhere",
+    "torch_problems",
+]
 
 # torch on the registry: up to 2.10 CUDA 12.8 with code for 7.0, from 2.11 CUDA 13.0 with code from 7.5.
 _FIRST_TORCH_ON_CUDA_13 = (2, 11)
@@ -146,17 +153,16 @@ def check_environment(config: RunConfig, machine: Machine | None = None) -> list
     problems = [*packages.missing_packages(config, installed_version, image)]
     # An image's torch was checked when it was built, and its GPU and driver by `hardware_problem`.
     if image is None and config.hardware.generation not in (Generation.cpu, Generation.auto):
-        problems += _torch_problems(config, machine)
+        problems += torch_problems(config.hardware.generation, machine)
     settings = config.parallelism
     if isinstance(settings, ZeroConfig) and Offload.nvme in (settings.offload_optimizer, settings.offload_parameters):
         problems += _nvme_problems(settings)
     return problems
 
 
-def _torch_problems(config: RunConfig, machine: Machine) -> Iterator[Problem]:
-    """Whether the installed torch has code for the GPUs here and runs on their driver."""
+def torch_problems(generation: Generation, machine: Machine) -> Iterator[Problem]:
+    """Whether the installed torch has code for the GPUs here, which are of a generation, and runs on their driver."""
     version, key = installed_version("torch"), "hardware.generation"
-    generation = config.hardware.generation
     numbers = re.match(r"(\d+)\.(\d+)", version or "")
     if version is None or numbers is None:
         return  # a missing torch is missing for everything and is reported as such

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import fields
 
-from tunebook.config.choices import LauncherName
-from tunebook.config.rules.frame import Finding, Rule, rule
+from tunebook.config.choices import ContainerRuntime, LauncherName
+from tunebook.config.rules.frame import Finding, Level, Rule, rule
 from tunebook.config.schema import LauncherConfig, RayConfig, RunConfig, SlurmConfig
 
 # Options of sbatch that the rendered script sets, and those that would run the same folder more than once.
@@ -25,10 +25,13 @@ _RESERVED = {
     "--ntasks-per-node": "one task per node starts all ranks of it",
     "--requeue": "launcher.requeue says it",
     "--no-requeue": "launcher.requeue says it",
+    "--time": "launcher.time_limit says it",
+    "-t": "launcher.time_limit says it",
     "--wait": "launcher.wait says it",
     "-W": "launcher.wait says it",
     "--parsable": "Tunebook reads sbatch's answer",
 }
+_EARLIER_S = 60  # than asked for Slurm may send its warning (`man sbatch`, --signal)
 _ADDRESS = re.compile(r"[^/:\s]+:\d{1,5}")
 
 
@@ -85,24 +88,62 @@ def node_settings_ignored(config: RunConfig) -> Iterator[Finding]:
 @rule(
     "time-limit-too-short",
     summary="A Slurm job would be asked to stop as soon as it starts.",
-    why="Slurm warns a run launcher.stop_timeout_s before launcher.time_limit, so that it can save.",
+    why="Slurm warns a run launcher.stop_timeout_s before launcher.time_limit, or up to a minute earlier, so that it "
+    "can save and be requeued. A turn that ends before its first step saves nothing, and the next would not either.",
     advice="Raise launcher.time_limit, or lower launcher.stop_timeout_s to what a save takes.",
 )
 def time_limit_too_short(config: RunConfig) -> Finding | None:
-    """The warning comes before the first step."""
+    """The warning may come before the first step."""
     settings = config.launcher
+    left_s = _seconds_before_the_warning(settings)
+    if left_s is None or left_s > 0:
+        return None
+    assert isinstance(settings, SlurmConfig)
+    limit = f"launcher.time_limit={settings.time_limit}"
+    message = f"{settings.stop_timeout_s} s of warning, up to {_EARLIER_S} s early, leave nothing of {limit}"
+    return Finding(key="launcher.time_limit", message=message, fix=_long_enough(settings))
+
+
+@rule(
+    "time-limit-too-short-for-a-slow-start",
+    level=Level.warning,
+    summary="A turn of a Slurm job that starts slowly would end before its first step.",
+    why="A start may take launcher.start_timeout_s before it is given up. Where it takes that long, and "
+    "launcher.time_limit holds no more than that and the warning before its end (launcher.stop_timeout_s, up to a "
+    "minute early), the turn saves nothing and is not requeued.",
+    advice="Raise launcher.time_limit, or lower launcher.start_timeout_s to what a start takes on this cluster.",
+)
+def time_limit_too_short_for_a_slow_start(config: RunConfig) -> Finding | None:
+    """Enough for the warning, but not for the longest start that is waited for and one step."""
+    settings = config.launcher
+    left_s = _seconds_before_the_warning(settings)
+    if left_s is None or left_s <= 0 or left_s > settings.start_timeout_s:
+        return None
+    message = (
+        f"{left_s} s before the run is warned are less than the start may take "
+        f"(launcher.start_timeout_s={settings.start_timeout_s})"
+    )
+    return Finding(key="launcher.time_limit", message=message, fix=_long_enough(settings))
+
+
+def _seconds_before_the_warning(settings: LauncherConfig) -> int | None:
+    """What a turn of a Slurm job has at least to start and train; None without a limit that can be read."""
     if not isinstance(settings, SlurmConfig) or settings.time_limit is None:
         return None
-    limit_s = _seconds(settings.time_limit)
-    if limit_s is None or limit_s > settings.stop_timeout_s:
+    limit_s = slurm_seconds(settings.time_limit)
+    if not limit_s:  # sbatch takes 0 for no limit
         return None
-    message = f"{settings.stop_timeout_s} s of warning leave nothing of launcher.time_limit={settings.time_limit}"
-    fix = f"launcher.stop_timeout_s={max(1, limit_s // 4)}"
-    return Finding(key="launcher.stop_timeout_s", message=message, fix=fix)
+    return -(-limit_s // 60) * 60 - settings.stop_timeout_s - _EARLIER_S  # Slurm rounds a limit up to minutes
 
 
-def _seconds(time_limit: str) -> int | None:
-    """What sbatch makes of a time: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
+def _long_enough(settings: LauncherConfig) -> str:
+    """A limit that holds the longest start that is waited for, as long again for steps, and the end."""
+    minutes = -(-(2 * settings.start_timeout_s + settings.stop_timeout_s + _EARLIER_S) // 60)
+    return f"launcher.time_limit={minutes}"
+
+
+def slurm_seconds(time_limit: str) -> int | None:
+    """What Slurm makes of a time: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time_limit)
     if match is None:
         return None
@@ -151,6 +192,24 @@ def container_settings(config: RunConfig) -> Iterator[Finding]:
     if wrong:
         rest = ",".join(place for place in settings.container_mounts if place not in wrong)
         yield Finding(key=key, message=f"{wrong[0]!r} is no absolute path of a folder", fix=f"{key}=[{rest}]")
+
+
+@rule(
+    "container-on-shared-node",
+    summary="Containers of plain Docker on nodes that are shared with other jobs.",
+    why="Slurm confines a job to its GPUs and cores by control groups, which a container of Docker's is not in: it "
+    "sees all GPUs of the node, those of other jobs too. pyxis starts containers inside the job.",
+    advice="Take whole nodes (launcher.cpus_per_task=null), or launcher.container_runtime=pyxis.",
+)
+def container_on_shared_node(config: RunConfig) -> Finding | None:
+    """Docker and a part of a node's cores."""
+    settings = config.launcher
+    if not isinstance(settings, SlurmConfig) or settings.container_image is None or settings.cpus_per_task is None:
+        return None
+    if settings.container_runtime is not ContainerRuntime.docker:
+        return None
+    message = f"docker does not keep to {settings.cpus_per_task} cores and the job's GPUs on a node shared with others"
+    return Finding(key="launcher.container_runtime", message=message, fix="launcher.cpus_per_task=null")
 
 
 @rule(
@@ -212,8 +271,10 @@ RULES: tuple[Rule, ...] = (
     master_address_missing,
     node_settings_ignored,
     time_limit_too_short,
+    time_limit_too_short_for_a_slow_start,
     sbatch_option_reserved,
     container_settings,
+    container_on_shared_node,
     ray_address_form,
     ray_variable_form,
     launcher_settings_mismatch,

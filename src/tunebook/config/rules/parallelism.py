@@ -189,6 +189,43 @@ def bf16_weights_under_zero(config: RunConfig) -> Finding | None:
 
 
 @rule(
+    "qlora-without-gpu",
+    summary="QLoRA on a CPU.",
+    why="On CPUs with AVX-512 BF16 bitsandbytes repacks 4-bit weights for inference, and the first training step then "
+    "fails in its layers.",
+    advice="Use peft=lora on a CPU.",
+)
+def qlora_without_gpu(config: RunConfig) -> Finding | None:
+    """4-bit layers without a GPU."""
+    # Linear4bit.forward, bitsandbytes 0.50.2, seen: "a view of a leaf Variable that requires grad is being used in an
+    # in-place operation".
+    if config.peft.method is not PeftMethod.qlora or config.hardware.generation is not Generation.cpu:
+        return None
+    return Finding(key="peft.method", message="4-bit layers are trained on GPUs", fix="peft.method=lora")
+
+
+@rule(
+    "qlora-parameters-on-nvme",
+    summary="A 4-bit base model whose parameters are offloaded to NVMe.",
+    why="DeepSpeed reads parameters from files into buffers of one number format, the run's; a 4-bit base is stored in "
+    "another, and its bits would be read as something else.",
+    advice="Offload the parameters to host memory: a 4-bit base needs about half a byte of it per parameter. The "
+    "optimizer's states may stay on NVMe.",
+)
+def qlora_parameters_on_nvme(config: RunConfig) -> Finding | None:
+    """QLoRA with zero3_nvme."""
+    # AsyncPartitionedParameterSwapper(ds_config, self.dtype): dtype of its buffers and its element size (DeepSpeed
+    # 0.19.8, runtime/swap_tensor/partitioned_param_swapper.py).
+    settings = config.parallelism
+    if config.peft.method is not PeftMethod.qlora or not isinstance(settings, ZeroConfig):
+        return None
+    if settings.offload_parameters is not Offload.nvme:
+        return None
+    message, key = "4-bit weights cannot go through DeepSpeed's files", "parallelism.offload_parameters"
+    return Finding(key=key, message=message, fix=f"{key}=cpu")
+
+
+@rule(
     "offload-not-possible",
     summary="An offload that the strategy does not have.",
     why="DeepSpeed moves parameters off the GPU in stage 3 only, and NVMe needs stage 3 as well; FSDP offloads to host "
@@ -256,6 +293,8 @@ RULES: tuple[Rule, ...] = (
     hsdp_group,
     parallelism_setting_ignored,
     bf16_weights_under_zero,
+    qlora_without_gpu,
+    qlora_parameters_on_nvme,
     offload_not_possible,
     nvme_path_missing,
     wrap_class_unknown,

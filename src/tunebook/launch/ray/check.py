@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import shlex
 import socket
 import subprocess
 import sys
 from importlib import metadata
 from typing import Any
 
+from tunebook.config.book import book_root
 from tunebook.config.choices import Generation
 from tunebook.config.schema import RayConfig, RunConfig
 from tunebook.errors import Problem, RequestError, RulesError, TunebookError
+from tunebook.hardware.image import read_image
 
-RAY_VERSION = "2.60.0"  # tried; Ray Train changes from one minor version to the next
+_RAY_LOCK = "docker/requirements-ray.lock"
 CLUSTER_TIMEOUT_S = 60.0
 _CONNECT_TIMEOUT_S = 10.0  # Ray itself tries for half a minute and more
 
@@ -25,11 +28,20 @@ def check_ray(config: RunConfig) -> None:
     try:
         metadata.version("ray")
     except metadata.PackageNotFoundError as error:
-        message = "the package ray is not installed in this environment"
-        fix = f"pip install 'ray[train]=={RAY_VERSION}'"
-        raise RulesError([Problem(id="missing-package", key="launcher", message=message, fix=fix)]) from error
+        message = f"the package ray is not installed in this {'image' if read_image() else 'environment'}"
+        problem = Problem(id="missing-package", key="launcher", message=message, fix=_how_to_get_ray())
+        raise RulesError([problem]) from error
     if settings.address != "local":
         _check_size(config, cluster_resources(settings.address))
+
+
+def _how_to_get_ray() -> str:
+    if read_image() is not None:
+        return f"an image of your own with {_RAY_LOCK} on top (docker/README.md), or WHERE=local after make"
+    lock = book_root() / _RAY_LOCK
+    if not lock.is_file():  # installed as a package, without a checkout
+        return "pip install 'tunebook[ray]'"
+    return f"{shlex.quote(sys.executable)} -m pip install --no-deps --require-hashes -r {shlex.quote(str(lock))}"
 
 
 def cluster_resources(address: str, timeout_s: float = CLUSTER_TIMEOUT_S) -> dict[str, float]:

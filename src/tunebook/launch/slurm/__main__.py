@@ -1,112 +1,18 @@
-"""`python -m tunebook.launch.slurm RUN_FOLDER`: the run of a folder inside its Slurm job, on the job's first node."""
+"""`python -m tunebook.launch.slurm RUN_FOLDER`: what a job script starts; see `turn`."""
 
-from __future__ import annotations
-
-import os
+import signal
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
-
-from tunebook.checkpoint.newest import newest_checkpoint
-from tunebook.config.frozen import load_config
-from tunebook.config.schema import SlurmConfig
-from tunebook.errors import RequestError, StoppedError, TunebookError
-from tunebook.launch.attempt import Attempt
-from tunebook.launch.calling import folder_problem
-from tunebook.launch.lock import working_in
-from tunebook.launch.resume import is_trained
-from tunebook.launch.slurm.client import slurm
-from tunebook.record.files import RUN_FILE
-from tunebook.record.manifest import RunState, read_manifest, update_manifest
-from tunebook.record.provenance import describe_hardware
-from tunebook.record.run_folder import clear_outcomes
-
-_LOCK_WITHIN_S = 60.0  # the one who submitted this job still holds the folder for a moment
-_BY_SLURM = "SIGUSR1"  # what the job script asks Slurm to send before it takes the job away
 
 
 def main() -> int:
-    """Carry out one turn of the job; its exit code is the run's."""
-    folder = Path(sys.argv[1])
-    console = Console(width=160)
-    try:
-        if problem := folder_problem(folder):
-            raise RequestError(problem, problem_id="folder-not-shared")
-        config = load_config(folder / RUN_FILE)
-        assert isinstance(config.launcher, SlurmConfig)
-        with _holding(folder) as lock:
-            _begin(folder, is_done=is_trained(folder, config))
-            before = newest_checkpoint(folder)
-            attempt = Attempt(config=config, folder=folder, lock=lock, console=console)
-            try:
-                code = attempt.carry_out()
-            except TunebookError as error:
-                console.print(f"error: {error.message}", markup=False, highlight=False, soft_wrap=True)
-                code = error.exit_code
-            has_progress = newest_checkpoint(folder) != before or is_trained(folder, config)
-        if code == StoppedError.exit_code and attempt.stopped_by == _BY_SLURM and config.launcher.requeue:
-            _requeue(console, has_progress=has_progress)
-    except TunebookError as error:
-        console.print(f"error: {error.message}", markup=False, highlight=False, soft_wrap=True)
-        return error.exit_code
-    return code
+    """Note requests to stop from the first moment: Slurm may want the nodes back while Python still imports."""
+    asked: list[signal.Signals] = []
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, lambda number, _frame: asked.append(signal.Signals(number)))
+    from tunebook.launch.slurm.turn import carry_out_turn
 
-
-@contextmanager
-def _holding(folder: Path) -> Iterator[int]:
-    end = time.monotonic() + _LOCK_WITHIN_S
-    while True:
-        context = working_in(folder)
-        try:
-            lock = context.__enter__()
-            break
-        except RequestError:
-            if time.monotonic() > end:
-                raise
-            time.sleep(1)
-    try:
-        yield lock
-    finally:
-        context.__exit__(None, None, None)
-
-
-def _begin(folder: Path, *, is_done: bool) -> None:
-    """Bring the records to the start of this turn: where it runs, and what became of the turns before."""
-    manifest = read_manifest(folder)
-    facts: dict[str, Any] = {
-        "hardware": describe_hardware(None),
-        "slurm": {
-            "job_id": os.environ["SLURM_JOB_ID"],
-            "nodes": os.environ.get("SLURM_JOB_NODELIST"),
-            "restarts": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
-        },
-    }
-    status = manifest["status"]
-    if status["state"] != RunState.running.name:
-        facts["earlier_attempts"] = [*manifest["earlier_attempts"], status]
-        started = datetime.now(UTC).isoformat(timespec="seconds")
-        running = {"state": RunState.running.name, "exit_code": None, "reason": None, "started": started}
-        facts["status"] = running | {"ended": None, "seconds": None}
-    update_manifest(folder, facts)
-    if not is_done:
-        clear_outcomes(folder)
-
-
-def _requeue(console: Console, *, has_progress: bool) -> None:
-    """Ask for another turn, unless this one brought the run no further: then the next would not either."""
-    job_id = os.environ["SLURM_JOB_ID"]
-    if not has_progress:
-        console.print("not requeued: this turn saved nothing; a longer launcher.time_limit is needed")
-        return
-    answer = slurm("scontrol", "requeue", job_id)
-    said = "requeued: it goes on in this folder" if answer.returncode == 0 else f"not requeued: {answer.stderr.strip()}"
-    console.print(f"job {job_id} {said}", markup=False, highlight=False)
+    return carry_out_turn(Path(sys.argv[1]), asked)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
+from tunebook.config.rules.launching import slurm_seconds
 from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.errors import RequestError, TunebookError, did_you_mean
 from tunebook.launch.slurm.script import option_words
@@ -15,6 +16,8 @@ from tunebook.launch.slurm.script import option_words
 # A controller that does not answer: Slurm's commands themselves try for minutes.
 CLIENT_TIMEOUT_S = 60.0
 _FIELD = re.compile(r"(?:^| )(\w+)=(.*?)(?= [A-Za-z/:]+=|\s*$)")  # a reason has blanks
+_OUT_OF_REACH = ("unable to contact slurm controller", "socket timed out", "establish a configuration source")
+_TOO_MUCH = ("node configuration", "node count", "generic resource", "processors requested", "required node")
 _ENDED = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT",
 }  # fmt: skip
@@ -29,6 +32,8 @@ class JobState:
     nodes: str  # where it runs
     exit_code: int
     signal: int
+    run_s: int = 0  # of this turn
+    limit_s: int | None = None  # of a turn; None: none
 
     @property
     def has_ended(self) -> bool:
@@ -73,35 +78,42 @@ def check_job(config: RunConfig) -> None:
 
 def refusal(said: str, config: RunConfig) -> TunebookError:
     """The error for a job that sbatch refuses."""
-    settings = config.launcher
-    assert isinstance(settings, SlurmConfig)
     why = "; ".join(re.sub(r"^(sbatch|allocation failure): (error: )?", "", line) for line in said.strip().splitlines())
     lowered = said.lower()
-    if "unable to contact slurm controller" in lowered or "socket timed out" in lowered:
+    if any(words in lowered for words in _OUT_OF_REACH):
         message = f"Slurm's controller is not reachable ({why}); look with: scontrol ping"
         return TunebookError(message, problem_id="slurm-out-of-reach")
-    fix = "look at the cluster with: sinfo; sacctmgr show assoc user=$USER"
-    if "account" in lowered:
-        fix = (
+    return RequestError(f"Slurm refuses the job: {why}. {_what_to_change(lowered, config)}", problem_id="slurm-refused")
+
+
+def _what_to_change(said: str, config: RunConfig) -> str:
+    """What to type instead, by the words of Slurm's own errors (slurm_errno.c), in lower case."""
+    settings, hardware = config.launcher, config.hardware
+    assert isinstance(settings, SlurmConfig)
+    if "account" in said:
+        return (
             f"launcher.account={settings.account}: name an account that may use the partition, or null for your default"
         )
-    elif "partition" in lowered:
-        known = _partitions()
-        fix = f"launcher.partition={settings.partition}:{did_you_mean(settings.partition or '', known)} " + (
+    if "partition" in said:
+        known = _listed("%R")
+        return f"launcher.partition={settings.partition}:{did_you_mean(settings.partition or '', known)} " + (
             f"Partitions: {', '.join(known)}" if known else "sinfo lists them"
         )
-    elif "node configuration" in lowered or "node count" in lowered or "generic resource" in lowered:
-        hardware = config.hardware
-        fix = (
+    if "invalid node name" in said:
+        known = _listed("%N", "--Node")
+        return "a host in launcher.extra_args is no node of this cluster" + (f": {', '.join(known)}" if known else "")
+    if any(words in said for words in _TOO_MUCH):
+        return (
             f"no {hardware.num_nodes} nodes of the partition have what is asked for; lower hardware.num_nodes, "
             "hardware.gpus_per_node or launcher.cpus_per_task, or name another launcher.partition; what nodes have: "
-            "sinfo -N -o '%N %P %c %G'"
+            "sinfo -N -o '%N %P %c %G %T'"
         )
-    return RequestError(f"Slurm refuses the job: {why}. {fix}", problem_id="slurm-refused")
+    return "look at the cluster with: sinfo; sacctmgr show assoc user=$USER"
 
 
-def _partitions() -> list[str]:
-    answer = slurm("sinfo", "--noheader", "--format=%R")
+def _listed(what: str, *options: str) -> list[str]:
+    """One column of sinfo, in order and each once."""
+    answer = slurm("sinfo", "--noheader", *options, f"--format={what}")
     return sorted(set(answer.stdout.split())) if answer.returncode == 0 else []
 
 
@@ -127,4 +139,6 @@ def job_state(job_id: str) -> JobState | None:
         nodes="" if nodes == "(null)" else nodes,
         exit_code=int(code),
         signal=int(number or 0),
+        run_s=slurm_seconds(values.get("RunTime", "")) or 0,
+        limit_s=slurm_seconds(values.get("TimeLimit", "")),  # UNLIMITED is no number
     )

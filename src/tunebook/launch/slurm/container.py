@@ -31,7 +31,8 @@ def in_container(config: RunConfig, folder: Path, command: list[str]) -> list[st
     mounts = container_mounts(config, folder)
     if settings.container_runtime is ContainerRuntime.pyxis:
         places = ",".join(f"{place}:{place}" for place in mounts)
-        return [f"--container-image={settings.container_image}", f"--container-mounts={places}", *inside]
+        options = {"image": settings.container_image, "mounts": places, "workdir": Path.cwd()}
+        return [*(f"--container-{name}={value}" for name, value in options.items()), *inside]
     volumes = [word for place in mounts for word in ("--volume", f"{place}:{place}")]
     passed = [word for name in (*sorted(handed_on(os.environ)), *_OF_THE_TASK) for word in ("--env", name)]
     is_on_gpu = config.hardware.generation is not Generation.cpu

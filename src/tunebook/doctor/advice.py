@@ -1,0 +1,218 @@
+"""ZeRO-2 or ZeRO-3 for a recipe on these links: by arithmetic from the measured bandwidth, which the finding shows.
+
+Per optimizer step of `a` passes, P parameters of b bytes and n GPUs, each GPU sends and receives (n-1)/n times
+
+    ZeRO-2   (a + 1) P b    gradients are reduced after every pass, updated weights are gathered once
+    ZeRO-3   3 a P b        weights are gathered before and again after the forward pass, gradients are reduced
+
+which is 1.5 times as much for a = 1. Source: Rajbhandari et al., ZeRO, section 7 (for a = 1). ZeRO-3 costs no time as
+long as its 3 P b (n-1)/n bytes of a pass take no longer than the pass computes, at the least F P T / peak seconds for T
+tokens and F operations per parameter and token: P falls out, and the bandwidth must be 3 b (n-1)/n x peak / (F T).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+
+from tunebook.config.choices import Compute, PeftMethod, Strategy, Switch
+from tunebook.config.schema import FsdpConfig, ParallelismConfig, RunConfig, ZeroConfig
+from tunebook.doctor.collectives.formulas import ALL_GATHER, ALL_REDUCE
+from tunebook.doctor.collectives.run import Bandwidth
+from tunebook.doctor.findings import Finding, Kind, Level
+from tunebook.hardware.peaks import peak_of
+from tunebook.plan.batch import BatchPlan
+from tunebook.plan.memory import plan_memory
+
+_GB, _TERA = 1e9, 1e12
+_GATHERS = (Strategy.zero3, Strategy.fsdp)
+_NAMES = {Strategy.zero2: "ZeRO-2", Strategy.zero3: "ZeRO-3", Strategy.fsdp_grad_op: "FSDP without resharding",
+          Strategy.fsdp: "FSDP"}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """The arithmetic of one GPU, from which everything else follows."""
+
+    num_parameters: int
+    element_bytes: int
+    num_gpus: int
+    tokens_per_pass: int
+    passes_per_step: int
+    operations_per_token: int  # per parameter: 2 forward, 4 backward, 2 more where activations are computed again
+    trains_all: bool  # False: an adapter, whose gradients are too small to count
+    peak_tflops: float
+    bus_gb_per_s: float
+
+    @property
+    def share(self) -> float:
+        """What of everything one GPU sends: (n-1)/n."""
+        return (self.num_gpus - 1) / self.num_gpus
+
+    @property
+    def gathered_bytes_per_pass(self) -> float:
+        """What ZeRO-3 moves through one GPU in a pass."""
+        return (3 if self.trains_all else 2) * self.num_parameters * self.element_bytes * self.share
+
+    @property
+    def gathering_s(self) -> float:
+        """How long that takes at the measured bandwidth."""
+        return self.gathered_bytes_per_pass / (self.bus_gb_per_s * _GB)
+
+    @property
+    def kept_bytes_per_step(self) -> float:
+        """What ZeRO-2 moves through one GPU in a step."""
+        times = self.passes_per_step + 1 if self.trains_all else 0
+        return times * self.num_parameters * self.element_bytes * self.share
+
+    @property
+    def computing_s(self) -> float:
+        """The least time that a pass computes."""
+        operations = self.operations_per_token * self.num_parameters * self.tokens_per_pass
+        return operations / (self.peak_tflops * _TERA)
+
+    @property
+    def needed_gb_per_s(self) -> float:
+        """The bandwidth from which on ZeRO-3 hides behind the computation."""
+        return self.gathered_bytes_per_pass / self.computing_s / _GB
+
+    @property
+    def needed_tokens(self) -> int:
+        """The tokens of a pass from which on it hides at the measured bandwidth."""
+        return math.ceil(self.tokens_per_pass * self.gathering_s / self.computing_s)
+
+    @property
+    def hides(self) -> bool:
+        """Whether ZeRO-3's communication takes no longer than the computation."""
+        return self.gathering_s <= self.computing_s
+
+    def text(self, kept: str, gathered: str) -> str:
+        """The arithmetic in words, for strategies of these names."""
+        kinds = 3 if self.trains_all else 2
+        operations = self.operations_per_token * self.num_parameters * self.tokens_per_pass / _TERA
+        ratio = kinds * self.passes_per_step / (self.passes_per_step + 1)
+        times = f"{ratio:.3g} times what {kept} moves a step" if self.trains_all else f"{kept} moves an adapter only"
+        return (
+            f"{gathered} moves {kinds} x {self.num_parameters / 1e9:.3g}e9 parameters x {self.element_bytes} bytes x "
+            f"{self.num_gpus - 1}/{self.num_gpus} = {self.gathered_bytes_per_pass / _GB:.3g} GB through each GPU in a "
+            f"pass ({times}), {_milliseconds(self.gathering_s)} at the measured {self.bus_gb_per_s:.3g} GB/s. The pass "
+            f"computes {self.operations_per_token} x {self.num_parameters / 1e9:.3g}e9 x {self.tokens_per_pass} tokens "
+            f"= {operations:.3g} TFLOP, at least {_milliseconds(self.computing_s)} at {self.peak_tflops:g} TFLOP/s: it "
+            f"hides from {self.needed_gb_per_s:.3g} GB/s or {self.needed_tokens} tokens a pass on"
+        )
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.0f} ms" if seconds >= 0.1 else f"{1e3 * seconds:.3g} ms"
+
+
+def advise(config: RunConfig, batch: BatchPlan, bandwidth: Bandwidth, gpu_name: str) -> Finding | None:
+    """The finding for a recipe, or None where the question does not arise: one GPU, or a size that is not known."""
+    strategy = config.parallelism.strategy
+    if config.model.facts is None or batch.world_size < 2 or strategy in (Strategy.single, Strategy.hsdp):
+        return None
+    if config.hardware.num_nodes > 1:
+        what = f"the links between the {config.hardware.num_nodes} nodes were not measured, so no strategy is advised"
+        return Finding(id="sharding-advice", kind=Kind.links, what=what)
+    costs = costs_of(config, batch, bandwidth, gpu_name)
+    if costs is None:
+        return None
+    uses_fsdp = isinstance(config.parallelism, FsdpConfig)
+    keeping, gathering = (Strategy.fsdp_grad_op, Strategy.fsdp) if uses_fsdp else (Strategy.zero2, Strategy.zero3)
+    fits = _fits(config, keeping)
+    title = config.recipe or "this run"
+    return _finding(costs, strategy, (keeping, gathering), fits, title, batch.micro_batch_size)
+
+
+def costs_of(config: RunConfig, batch: BatchPlan, bandwidth: Bandwidth, gpu_name: str) -> Costs | None:
+    """What goes into the arithmetic; None where the GPU's peak or the bandwidth is not known."""
+    facts, compute = config.model.facts, config.precision.compute
+    assert facts is not None
+    uses_tf32 = config.precision.tf32 is Switch.enabled
+    peak = peak_of(config.hardware.generation, compute, gpu_name=gpu_name, uses_tf32=uses_tf32)
+    element_bytes = 4 if compute is Compute.fp32 else 2
+    layer_bytes = facts.num_parameters / facts.num_layers * element_bytes
+    speed = _speed_at(bandwidth, layer_bytes)
+    if peak is None or speed is None:
+        return None
+    trains_all = config.peft.method is PeftMethod.full
+    again = 2 if config.activation.checkpointing is Switch.enabled else 0
+    return Costs(
+        num_parameters=facts.num_parameters,
+        element_bytes=element_bytes,
+        num_gpus=batch.world_size,
+        tokens_per_pass=batch.micro_batch_size * _tokens_per_row(config, batch),
+        passes_per_step=batch.accumulation or 1,
+        operations_per_token=(6 if trains_all else 4) + again,
+        trains_all=trains_all,
+        peak_tflops=peak.tflops,
+        bus_gb_per_s=speed,
+    )
+
+
+def _tokens_per_row(config: RunConfig, batch: BatchPlan) -> int:
+    """A packed row is full; a padded one holds one document."""
+    mean = config.dataset.mean_tokens
+    return batch.row_length if batch.is_packed or mean is None else round(min(mean, batch.row_length))
+
+
+def _speed_at(bandwidth: Bandwidth, num_bytes: float) -> float | None:
+    """The slower operation's bus bandwidth at the measured size nearest to what is moved at a time: a layer."""
+    speeds = []
+    for operation in (ALL_GATHER, ALL_REDUCE):
+        found = [one for one in bandwidth.measurements if one.operation == operation]
+        if not found:
+            return None
+        nearest = min(found, key=lambda one: abs(math.log(one.bytes / num_bytes)))
+        speeds.append(nearest.bus_gb_per_s)
+    return min(speeds)
+
+
+def _fits(config: RunConfig, strategy: Strategy) -> bool | None:
+    """Whether a strategy with nothing offloaded is estimated to fit."""
+    if config.parallelism.strategy is strategy:
+        return plan_memory(config).fits
+    kind = FsdpConfig if strategy is Strategy.fsdp_grad_op else ZeroConfig
+    other: ParallelismConfig = kind(strategy=strategy)
+    return plan_memory(replace(config, parallelism=other)).fits
+
+
+def _finding(
+    costs: Costs, strategy: Strategy, choices: tuple[Strategy, Strategy], fits: bool | None, title: str, micro: int
+) -> Finding:
+    """`choices` are the strategy that keeps whole weights and the one that gathers them."""
+    keeping, gathering = choices
+    does_gather = strategy in _GATHERS
+    kept, gathered = _NAMES[keeping], _NAMES[gathering]
+    level, fix = Level.ok, None
+    if fits is False:
+        advised, why = gathering, f"{kept} is estimated not to fit"
+        if not does_gather:
+            level, fix = Level.warning, f"parallelism={gathering.name}"
+        elif not costs.hides:
+            level, fix = Level.warning, _more_tokens(costs, micro)
+            why += f", and {gathered} waits for its links here"
+    else:
+        known = "fits" if fits else "may fit"
+        advised, why = keeping, f"{kept} {known} and moves less"
+        if does_gather and costs.hides:
+            why += f"; the bytes of {gathered} hide behind the computation here, if not its wait for each layer"
+        elif does_gather:
+            why += f", and {gathered} waits for its links here"
+            level, fix = Level.warning, f"parallelism={keeping.name}"
+    what = f"for {title} {_NAMES[advised]} is advised: {why}. {costs.text(kept, gathered)}"
+    data = asdict(costs) | {
+        "advised": advised.name,
+        "hides": costs.hides,
+        "needed_gb_per_s": round(costs.needed_gb_per_s, 3),
+        "needed_tokens_per_pass": costs.needed_tokens,
+        "gathering_s": costs.gathering_s,
+        "computing_s": costs.computing_s,
+    }
+    return Finding(id="sharding-advice", kind=Kind.links, level=level, fix=fix, what=what, data=data)
+
+
+def _more_tokens(costs: Costs, micro_batch_size: int) -> str:
+    """More rows a pass; or an adapter, with which the weights fit on each GPU and need not be gathered."""
+    times = math.ceil(costs.needed_tokens / costs.tokens_per_pass)
+    return f"training.micro_batch_size={micro_batch_size * times} if that fits; else peft=lora parallelism=zero2"

@@ -1,0 +1,132 @@
+"""`python -m tunebook.doctor.collectives.rank FOLDER BACKEND`: one rank of the measurement; torchrun starts it.
+
+Rank 0 appends a JSON object per measurement to `FOLDER/measured.jsonl`, so that what was measured before a link hung is
+kept. A rank that fails writes why to `FOLDER/failed.<rank>`; one that got a wrong sum writes `FOLDER/wrong.<rank>`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tunebook.doctor.collectives.formulas import (
+    ALL_REDUCE,
+    OPERATIONS,
+    algorithm_gb_per_s,
+    bus_gb_per_s,
+)
+from tunebook.launch.descendants import die_with_parent
+
+MEASURED_FILE = "measured.jsonl"
+NCCL_SIZES = (2**20, 2**23, 2**26, 2**28, 2**30)  # bytes: from latency to what a large layer is
+GLOO_SIZES = (2**16, 2**20, 2**24)
+BUDGET_S = 20.0  # for everything that is measured
+_SECONDS_EACH = 0.4
+_NUM_WARM_UPS, _MIN_RUNS, _MAX_RUNS = 3, 3, 200
+_ELEMENT_BYTES = 4  # fp32, which every backend and GPU sums
+
+
+def main() -> int:
+    """Measure; the exit code is for torchrun."""
+    die_with_parent()  # torchrun puts ranks into sessions of their own: a signal for its group does not reach them
+    folder, backend = Path(sys.argv[1]), sys.argv[2]
+    rank = int(os.environ["RANK"])
+    try:
+        _measure_all(folder, backend)
+    except Exception as error:  # torch's, NCCL's, CUDA's
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        (folder / f"failed.{rank}").write_text(lines[0], encoding="utf-8")
+        raise
+    return 0
+
+
+def _measure_all(folder: Path, backend: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    rank = int(os.environ["LOCAL_RANK"])
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if backend == "nccl":
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, device_id=device if backend == "nccl" else None)
+    try:
+        start = time.perf_counter()
+        for num_bytes in NCCL_SIZES if backend == "nccl" else GLOO_SIZES:
+            for operation in OPERATIONS:
+                is_late = _slowest(torch, time.perf_counter() - start, device) > BUDGET_S
+                if not is_late:
+                    _measure(torch, operation, num_bytes, device, folder)
+    finally:
+        dist.destroy_process_group()
+
+
+def _measure(torch: Any, operation: str, num_bytes: int, device: Any, folder: Path) -> None:
+    dist = torch.distributed
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    run, is_right = _operation(torch, operation, num_bytes, device)
+    run()
+    if not is_right():
+        (folder / f"wrong.{rank}").write_text(f"{operation} of {num_bytes} bytes", encoding="utf-8")
+    _time(torch, run, _NUM_WARM_UPS, device)
+    once = _slowest(torch, _time(torch, run, 1, device), device)
+    count = max(_MIN_RUNS, min(_MAX_RUNS, int(_SECONDS_EACH / once)))
+    seconds = _slowest(torch, _time(torch, run, count, device), device) / count
+    if rank == 0:
+        measured = {
+            "operation": operation,
+            "bytes": num_bytes,
+            "runs": count,
+            "seconds": seconds,
+            "algorithm_gb_per_s": round(algorithm_gb_per_s(num_bytes, seconds), 3),
+            "bus_gb_per_s": round(bus_gb_per_s(operation, num_bytes, seconds, ranks), 3),
+        }
+        with (folder / MEASURED_FILE).open("a", encoding="utf-8") as stream:
+            stream.write(f"{json.dumps(measured)}\n")
+
+
+def _operation(
+    torch: Any, operation: str, num_bytes: int, device: Any
+) -> tuple[Callable[[], None], Callable[[], bool]]:
+    """What is timed, and whether its first run gave the right numbers."""
+    dist = torch.distributed
+    ranks, mine = dist.get_world_size(), dist.get_rank() + 1
+    if operation == ALL_REDUCE:
+        buffer = torch.full((num_bytes // _ELEMENT_BYTES,), float(mine), device=device)
+        return lambda: dist.all_reduce(buffer), lambda: bool((buffer == ranks * (ranks + 1) / 2).all())
+    share = torch.full((num_bytes // _ELEMENT_BYTES // ranks,), float(mine), device=device)
+    whole = torch.empty(share.numel() * ranks, device=device)
+
+    def is_right() -> bool:
+        parts = whole.view(ranks, -1)
+        return all(bool((parts[other] == other + 1).all()) for other in range(ranks))
+
+    return lambda: dist.all_gather_into_tensor(whole, share), is_right
+
+
+def _time(torch: Any, run: Callable[[], None], count: int, device: Any) -> float:
+    """Seconds of so many runs after each other, from when every rank is ready."""
+    torch.distributed.barrier()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    for _ in range(count):
+        run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def _slowest(torch: Any, seconds: float, device: Any) -> float:
+    """The longest time of all ranks: every rank must decide alike how often it runs."""
+    longest = torch.tensor([seconds], dtype=torch.float64, device=device)
+    torch.distributed.all_reduce(longest, op=torch.distributed.ReduceOp.MAX)
+    return float(longest.item())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,284 @@
+"""The GPUs: which there are, whether they are healthy, and whether somebody else is on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from tunebook.doctor.findings import Finding, Kind, Level, listed
+from tunebook.hardware.detect import VISIBLE_VARIABLE, Machine
+from tunebook.hardware.generations import OLDEST_SUPPORTED, capability_text
+from tunebook.hardware.nvidia_smi import SmiAnswer, listed_gpus
+
+Health = list[dict[str, Any]]  # of `probes.nvml`, one per GPU of the machine
+
+# What it says on machines without a GPU whose users share a driver package with those that have one.
+_WITHOUT_GPU = ("No devices", "couldn't communicate with the NVIDIA driver")
+_FREE_GIB = 1.0  # what a driver, a display or a monitor takes of an idle GPU is less
+
+
+def look_at_gpus(machine: Machine, health: Health, problem: str | None, listing: SmiAnswer | None) -> list[Finding]:
+    """The findings; `problem` is why NVML could not be asked. GPUs that are hidden from this process are left out.
+
+    `listing` is what `nvidia-smi -L` said where NVML found no driver.
+    """
+    if problem is not None:
+        return [_silent(problem)]
+    if not machine.gpus:
+        return [_none(machine), *_listed_elsewhere(machine, listing)]
+    visible = {gpu.index for gpu in machine.gpus}
+    seen = [gpu for gpu in health if gpu["index"] in visible and gpu["problem"] is None]
+    return [
+        _found(machine),
+        *_too_old(machine),
+        *_notes(machine),
+        *_memory_in_use(seen),
+        *_compute_mode(seen),
+        *_split(machine),
+        *_memory_errors(seen),
+        *_persistence(seen),
+        *_pcie_width(seen),
+    ]
+
+
+def _silent(problem: str) -> Finding:
+    return Finding(
+        id="driver-silent",
+        kind=Kind.gpus,
+        level=Level.error,
+        what=f"the NVIDIA driver was asked about its GPUs and did not answer properly: {problem}",
+        fix="nvidia-smi; if it hangs too, a GPU has fallen off the bus: sudo dmesg | grep -i nvrm, then sudo reboot",
+        data={"problem": problem},
+    )
+
+
+def _none(machine: Machine) -> Finding:
+    reasons = "; ".join(machine.notes) or "none is listed"
+    data: dict[str, Any] = {"gpus": [], "driver": machine.driver, "notes": machine.notes}
+    what = f"no GPU here: {reasons}"
+    if machine.driver is None:  # a machine for which that is right, most often
+        return Finding(id="gpus-found", kind=Kind.gpus, what=what, data=data)
+    return Finding(
+        id="gpus-found",
+        kind=Kind.gpus,
+        level=Level.warning,
+        what=what,
+        fix=f"nvidia-smi -L lists the GPUs that the driver knows; unset {VISIBLE_VARIABLE} if it hides them",
+        data=data,
+    )
+
+
+def _listed_elsewhere(machine: Machine, listing: SmiAnswer | None) -> Iterator[Finding]:
+    """A machine with nvidia-smi most often has GPUs, so it is worth a word when Python finds none."""
+    if listing is None or listing.is_absent or machine.driver is not None:
+        return
+    said = listing.problem or listing.text or ""
+    if any(words in said for words in _WITHOUT_GPU):
+        return
+    gpus = listed_gpus(listing.text) if listing.text is not None else []
+    if gpus:
+        what = f"nvidia-smi lists {len(gpus)} GPUs ({gpus[0]}), and Python finds none: {'; '.join(machine.notes)}"
+        fix = "pip install nvidia-ml-py in the environment that tunebook is in; ldconfig -p | grep nvidia-ml"
+    else:
+        reason = listing.problem or f"it printed {said[:80]!a}"
+        what = f"nvidia-smi is here, and it is not known which GPUs there are: {reason}"
+        fix = "nvidia-smi by itself; after an update of the driver sudo reboot; sudo dmesg | grep -i nvrm says more"
+    level = Level.error if gpus else Level.warning
+    yield Finding(id="nvidia-smi", kind=Kind.gpus, level=level, what=what, fix=fix, data={"listed": gpus})
+
+
+def _found(machine: Machine) -> Finding:
+    kinds = sorted({(gpu.name, gpu.memory_gib, gpu.compute_capability) for gpu in machine.gpus})
+    parts = []
+    for name, memory, capability in kinds:
+        count = sum((gpu.name, gpu.memory_gib) == (name, memory) for gpu in machine.gpus)
+        parts.append(f"{count} x {name} ({memory:g} GiB, compute capability {capability_text(capability)})")
+    gpus = [
+        {
+            "index": gpu.index,
+            "name": gpu.name,
+            "memory_gib": gpu.memory_gib,
+            "compute_capability": capability_text(gpu.compute_capability),
+            "generation": gpu.generation.name,
+            "is_mig": gpu.is_mig,
+        }
+        for gpu in machine.gpus
+    ]
+    return Finding(
+        id="gpus-found", kind=Kind.gpus, what="; ".join(parts), data={"gpus": gpus, "driver": machine.driver}
+    )
+
+
+def _too_old(machine: Machine) -> Iterator[Finding]:
+    old = [gpu for gpu in machine.gpus if gpu.compute_capability < OLDEST_SUPPORTED]
+    if old:
+        yield Finding(
+            id="gpu-too-old",
+            kind=Kind.gpus,
+            level=Level.error,
+            what=f"{old[0].name} has compute capability {capability_text(old[0].compute_capability)}; torch starts at "
+            f"{capability_text(OLDEST_SUPPORTED)}",
+            fix="a newer GPU, or hardware.generation=cpu",
+            data={"indices": [gpu.index for gpu in old]},
+        )
+
+
+def _notes(machine: Machine) -> Iterator[Finding]:
+    """What detection found unusual: GPUs that do not answer, are hidden, or of different kinds."""
+    for note in machine.notes:
+        if note.startswith(VISIBLE_VARIABLE):  # as somebody asked for
+            yield Finding(id="gpu-note", kind=Kind.gpus, what=note)
+            continue
+        yield Finding(
+            id="gpu-note",
+            kind=Kind.gpus,
+            level=Level.warning,
+            what=note,
+            fix=f"nvidia-smi -L lists all GPUs; {VISIBLE_VARIABLE}=0,1,... in front of the command says which to use",
+        )
+
+
+def _memory_in_use(health: Health) -> Iterator[Finding]:
+    used = [gpu for gpu in health if (gpu["used_gib"] or 0) > _FREE_GIB]
+    data = {"used_gib": {str(gpu["index"]): gpu["used_gib"] for gpu in health}}
+    if not used:
+        if health:
+            yield Finding(id="gpu-in-use", kind=Kind.gpus, what="nobody else computes on the GPUs", data=data)
+        return
+    busy = "; ".join(
+        f"GPU {gpu['index']}: {gpu['used_gib']:g} of {gpu['total_gib']:g} GiB in use{_by(gpu['processes'])}"
+        for gpu in used
+    )
+    yield Finding(
+        id="gpu-in-use",
+        kind=Kind.gpus,
+        level=Level.warning,
+        what=busy,
+        fix=f"end what runs there (nvidia-smi shows it), or take the others: {_the_others(health, used)}",
+        data=data | {"processes": {str(gpu["index"]): gpu["processes"] for gpu in used}},
+    )
+
+
+def _by(processes: list[dict[str, Any]] | None) -> str:
+    if not processes:
+        return ", by a process that is not seen from here"
+    return ", by process " + ", ".join(
+        f"{process['pid']}" + (f" ({process['gib']:g} GiB)" if process["gib"] is not None else "")
+        for process in processes
+    )
+
+
+def _the_others(health: Health, used: Health) -> str:
+    free = [str(gpu["index"]) for gpu in health if gpu not in used]
+    return f"{VISIBLE_VARIABLE}={','.join(free)} in front of the command" if free else "none is free"
+
+
+def _compute_mode(health: Health) -> Iterator[Finding]:
+    shut = [gpu["index"] for gpu in health if gpu["compute_mode"] == "prohibited"]
+    if shut:
+        yield Finding(
+            id="gpu-compute-mode",
+            kind=Kind.gpus,
+            level=Level.error,
+            what=f"GPU {listed(shut)}: the compute mode is `prohibited`, so no program may use it",
+            fix=f"sudo nvidia-smi -i {','.join(map(str, shut))} -c 0",
+            data={"indices": shut},
+        )
+
+
+def _split(machine: Machine) -> Iterator[Finding]:
+    slices = [gpu for gpu in machine.gpus if gpu.is_mig]
+    if slices:
+        indices = sorted({gpu.index for gpu in slices})
+        yield Finding(
+            id="gpu-split",
+            kind=Kind.gpus,
+            level=Level.warning,
+            what=f"GPU {listed(indices)} is split (MIG): a run gets a slice of {slices[0].memory_gib:g} GiB, and NCCL "
+            "cannot connect slices, so only one rank can train",
+            fix=f"parallelism=single; or for the whole GPU, with nothing on it: sudo nvidia-smi -i "
+            f"{','.join(map(str, indices))} -mig 0",
+            data={"indices": indices},
+        )
+
+
+def _memory_errors(health: Health) -> Iterator[Finding]:
+    """Uncorrected errors since the driver was loaded, and repairs that wait for a restart or were not possible."""
+    bad = [gpu for gpu in health if _is_damaged(gpu)]
+    waiting = [gpu for gpu in health if gpu not in bad and _awaits_repair(gpu)]
+    data = {
+        "uncorrected_since_start": {str(gpu["index"]): gpu["uncorrected_since_start"] for gpu in health},
+        "uncorrected_ever": {str(gpu["index"]): gpu["uncorrected_ever"] for gpu in health},
+        "remapping": {str(gpu["index"]): gpu["remapping"] for gpu in health},
+    }
+    if bad:
+        yield Finding(
+            id="gpu-memory-errors",
+            kind=Kind.gpus,
+            level=Level.error,
+            what="; ".join(f"GPU {gpu['index']}: {_damage(gpu)}" for gpu in bad),
+            fix="nvidia-smi -q -d ECC,ROW_REMAPPER; reset the GPU or restart the machine, and replace a GPU on which "
+            f"it comes back; meanwhile {_the_others(health, bad)}",
+            data=data,
+        )
+    if waiting:
+        yield Finding(
+            id="gpu-memory-errors",
+            kind=Kind.gpus,
+            level=Level.warning,
+            what=f"GPU {listed([gpu['index'] for gpu in waiting])}: bad memory is replaced at the next restart",
+            fix="sudo nvidia-smi -r with nothing on the GPUs, or sudo reboot",
+            data=data,
+        )
+    if health and not bad and not waiting:
+        protected = [gpu["index"] for gpu in health if gpu["ecc"]]
+        what = (
+            f"no uncorrected memory errors (ECC is on for GPU {listed(protected)})"
+            if protected
+            else ("memory errors are not counted: ECC is off, or the GPUs have none")
+        )
+        yield Finding(id="gpu-memory-errors", kind=Kind.gpus, what=what, data=data)
+
+
+def _is_damaged(gpu: dict[str, Any]) -> bool:
+    return bool(gpu["uncorrected_since_start"]) or bool(gpu["remapping"] and gpu["remapping"]["has_failed"])
+
+
+def _awaits_repair(gpu: dict[str, Any]) -> bool:
+    return bool(gpu["retirement_pending"]) or bool(gpu["remapping"] and gpu["remapping"]["is_pending"])
+
+
+def _damage(gpu: dict[str, Any]) -> str:
+    if gpu["uncorrected_since_start"]:
+        return f"{gpu['uncorrected_since_start']} uncorrected memory errors since the driver was loaded"
+    return "bad memory could not be replaced"
+
+
+def _persistence(health: Health) -> Iterator[Finding]:
+    off = [gpu["index"] for gpu in health if gpu["persistence"] is False]
+    if off:
+        yield Finding(
+            id="gpu-persistence",
+            kind=Kind.gpus,
+            level=Level.warning,
+            what=f"GPU {listed(off)}: persistence mode is off, so each first use waits seconds for the driver to load",
+            fix="sudo nvidia-smi -pm 1, or the service nvidia-persistenced",
+            data={"indices": off},
+        )
+
+
+def _pcie_width(health: Health) -> Iterator[Finding]:
+    """A card that is not seated well runs with fewer lanes; the speed of each lane also drops in an idle GPU."""
+    known = [gpu for gpu in health if gpu["pcie_width"] and gpu["pcie_max_width"]]
+    narrow = [gpu for gpu in known if gpu["pcie_width"] < gpu["pcie_max_width"]]
+    if narrow:
+        yield Finding(
+            id="gpu-pcie-width",
+            kind=Kind.gpus,
+            level=Level.warning,
+            what="; ".join(
+                f"GPU {gpu['index']}: {gpu['pcie_width']} of {gpu['pcie_max_width']} PCIe lanes" for gpu in narrow
+            ),
+            fix="lspci -vv says whether the slot has no more (LnkCap); if it has, seat the card and its riser again",
+            data={"lanes": {str(gpu["index"]): [gpu["pcie_width"], gpu["pcie_max_width"]] for gpu in known}},
+        )

@@ -1,0 +1,236 @@
+"""How the GPUs are connected, and what was measured over it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tunebook.doctor.collectives.formulas import ALL_GATHER, ALL_REDUCE
+from tunebook.doctor.collectives.run import Bandwidth, Measurement
+from tunebook.doctor.findings import Finding, Kind, Level, size_text
+from tunebook.hardware.detect import VISIBLE_VARIABLE, Machine
+from tunebook.hardware.nvidia_smi import SmiAnswer
+from tunebook.hardware.topology import Connection, Link, Topology, parse_topology
+
+# Of one link in one direction, from NVLink 2 to 4 (V100, A100, H100); 5 has twice that. Source: NVIDIA's datasheets.
+_NVLINK_GB_PER_S = 25.0
+# Rings reach 70% to 80% of it; less than half means that NCCL takes another way.
+_NVLINK_SHARE = 0.5
+# PCIe 3 x 16 reaches 10 and more between GPUs; less means a detour through the host's memory, or few lanes.
+_PCIE_GB_PER_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopologyLook:
+    """The matrix where there is one, and what to say of it."""
+
+    topology: Topology | None
+    findings: list[Finding]
+
+
+def look_at_topology(machine: Machine, answer: SmiAnswer, num_nodes: int) -> TopologyLook:
+    """What nvidia-smi printed, read and judged for the GPUs that this process sees."""
+    problem = answer.problem
+    topology = None
+    if answer.text is not None:
+        try:
+            topology = parse_topology(answer.text)
+        except ValueError as error:
+            problem = f"it printed something else than a matrix: {error}"
+    if topology is None:
+        return TopologyLook(topology=None, findings=[_unknown(str(problem))] if machine.gpus else [])
+    findings = [_cards(machine, topology, num_nodes)] if topology.cards else []
+    return TopologyLook(topology=topology, findings=[_between(machine, topology), *findings])
+
+
+def _unknown(problem: str) -> Finding:
+    return Finding(
+        id="topology",
+        kind=Kind.links,
+        level=Level.warning,
+        what=f"how the GPUs are connected is not known: nvidia-smi topo -m: {problem}",
+        fix="nvidia-smi topo -m by itself; in a container it needs NVIDIA_DRIVER_CAPABILITIES=compute,utility",
+        data={"problem": problem},
+    )
+
+
+def _between(machine: Machine, topology: Topology) -> Finding:
+    visible = {f"GPU{gpu.index}" for gpu in machine.gpus}
+    pairs = [pair for pair in topology.between_gpus() if pair[0] in visible and pair[1] in visible]
+    if not pairs:
+        return Finding(id="topology", kind=Kind.links, what="one GPU: it needs no link to another")
+    worst_one, worst_two, worst = pairs[0]
+    kinds = sorted({connection for *_, connection in pairs}, key=lambda connection: connection.rank)
+    data = {"pairs": {f"{one}-{two}": connection.text for one, two, connection in pairs}}
+    what = " and ".join(f"{connection.text} ({connection.words})" for connection in kinds)
+    if worst.link is not Link.sys or _all_reach_each_other(pairs):
+        return Finding(id="topology", kind=Kind.links, what=f"the GPUs are connected by {what}", data=data)
+    near = _same_socket(topology, visible)
+    return Finding(
+        id="topology",
+        kind=Kind.links,
+        level=Level.warning,
+        what=f"the GPUs are connected by {what}; {worst_one} and {worst_two} are on different CPU sockets, which slows "
+        "every collective operation",
+        fix=f"for a run on one socket: {VISIBLE_VARIABLE}={near} in front of the command; over all of them a strategy "
+        "that communicates once a step (parallelism=ddp or zero2) rather than in every layer (zero3, fsdp)",
+        data=data,
+    )
+
+
+def _all_reach_each_other(pairs: list[tuple[str, str, Connection]]) -> bool:
+    """Whether NVLinks alone lead from each GPU to every other, over others if need be, as NCCL's rings go."""
+    names = {name for one, two, _ in pairs for name in (one, two)}
+    reached = {min(names)}
+    while True:
+        more = {
+            name
+            for one, two, connection in pairs
+            if connection.link is Link.nvlink and {one, two} & reached
+            for name in (one, two)
+        }
+        if more <= reached:
+            return reached == names
+        reached |= more
+
+
+def _same_socket(topology: Topology, visible: set[str]) -> str:
+    """The indices of the largest group of GPUs with no connection between sockets among them."""
+    best: list[str] = []
+    names = [gpu.name for gpu in topology.gpus if gpu.name in visible]
+    for first in names:
+        near = [two for two in names if two == first or topology.connections[first, two].link is not Link.sys]
+        best = max(best, near, key=len)
+    return ",".join(name.removeprefix("GPU") for name in best)
+
+
+def _cards(machine: Machine, topology: Topology, num_nodes: int) -> Finding:
+    """Network cards: over which a run on several nodes communicates, best by one on the GPU's own PCIe switch."""
+    nearest = {}
+    for gpu in machine.gpus:
+        name = f"GPU{gpu.index}"
+        if name in {device.name for device in topology.gpus} and (card := topology.nearest_card(name)) is not None:
+            nearest[name] = card
+    interfaces = {card.name: card.interface or card.name for card in topology.cards}
+    data = {name: {"card": interfaces[card], "link": link.text} for name, (card, link) in nearest.items()}
+    far = [name for name, (_, link) in nearest.items() if link.link is Link.sys]
+    text = ", ".join(f"{name} {interfaces[card]} ({link.text})" for name, (card, link) in nearest.items())
+    what = f"{len(topology.cards)} network card{'s' if len(topology.cards) > 1 else ''}; the nearest: {text}"
+    if not far or num_nodes == 1:
+        return Finding(id="network-cards", kind=Kind.links, what=what, data={"nearest": data})
+    return Finding(
+        id="network-cards",
+        kind=Kind.links,
+        level=Level.warning,
+        what=f"{what}; {', '.join(far)} reach one only over the other CPU socket",
+        fix="NCCL_IB_HCA names the cards to use; a run on fewer GPUs can take those near a card by "
+        f"{VISIBLE_VARIABLE}=...",
+        data={"nearest": data},
+    )
+
+
+def why_not_measured(machine: Machine, free_gib: list[float]) -> str | None:
+    """Why the links between the GPUs cannot be measured, None where they can; `free_gib` is of each GPU's memory."""
+    if any(gpu.is_mig for gpu in machine.gpus):
+        return "NCCL connects no MIG slices"
+    if len({gpu.name for gpu in machine.gpus}) > 1:
+        return f"the GPUs are of different kinds; choose those of one by {VISIBLE_VARIABLE}"
+    if len(free_gib) < len(machine.gpus):
+        return "CUDA does not work on all GPUs"
+    if min(free_gib) < NEEDED_GIB:
+        return f"a GPU has only {min(free_gib):g} GiB of free memory, and {NEEDED_GIB:g} are needed"
+    return None
+
+
+NEEDED_GIB = 4.0  # the largest buffer and its shares, NCCL's own, and CUDA's context
+
+
+def not_measured(reason: str) -> Finding:
+    """The finding for links that could not be measured."""
+    return Finding(
+        id="bandwidth",
+        kind=Kind.links,
+        level=Level.warning,
+        what=f"the bandwidth between the GPUs was not measured: {reason}",
+        fix="free the GPUs and type the same again",
+        data={"problem": reason},
+    )
+
+
+def look_at_bandwidth(bandwidth: Bandwidth, topology: Topology | None) -> list[Finding]:
+    """What was measured, against what such links reach."""
+    data = {"backend": bandwidth.backend, "num_ranks": bandwidth.num_ranks, "problem": bandwidth.problem}
+    findings = []
+    if bandwidth.wrong:
+        findings.append(_wrong(bandwidth.wrong))
+    if bandwidth.problem is not None:
+        findings.append(_failed(bandwidth))
+        return findings
+    reduce, gather = bandwidth.best(ALL_REDUCE), bandwidth.best(ALL_GATHER)
+    assert reduce is not None and gather is not None, "ranks that end well have measured both"
+    what = f"{_ranks(bandwidth)}: all-reduce {_speed(reduce)}, all-gather {_speed(gather)} (bus bandwidth)"
+    if bandwidth.backend != "nccl":
+        what += "; of this machine's memory: it says nothing of GPUs"
+    expected = _expected(topology) if bandwidth.backend == "nccl" else 0.0
+    if reduce.bus_gb_per_s >= expected:
+        return [*findings, Finding(id="bandwidth", kind=Kind.links, what=what, data=data)]
+    slow = Finding(
+        id="bandwidth",
+        kind=Kind.links,
+        level=Level.warning,
+        what=f"{what}; such links reach at least {expected:.0f} GB/s",
+        fix="NCCL_DEBUG=INFO tunebook doctor says which way NCCL takes; unset NCCL_P2P_DISABLE, NCCL_SHM_DISABLE and "
+        "NCCL_P2P_LEVEL; nvidia-smi nvlink -s lists links that are down",
+        data=data,
+    )
+    return [*findings, slow]
+
+
+def _expected(topology: Topology | None) -> float:
+    """The bus bandwidth in GB/s below which something is wrong."""
+    if topology is None:
+        return 0.0
+    connections = [connection for *_, connection in topology.between_gpus()]
+    if connections and all(connection.link is Link.nvlink for connection in connections):
+        return _NVLINK_SHARE * _NVLINK_GB_PER_S * min(connection.num_nvlinks for connection in connections)
+    return _PCIE_GB_PER_S
+
+
+def _ranks(bandwidth: Bandwidth) -> str:
+    return f"{bandwidth.num_ranks} {'GPUs' if bandwidth.backend == 'nccl' else 'CPU ranks'}"
+
+
+def _speed(one: Measurement) -> str:
+    return f"{one.bus_gb_per_s:.3g} GB/s at {size_text(one.bytes)}"
+
+
+def _wrong(wrong: list[str]) -> Finding:
+    return Finding(
+        id="wrong-sums",
+        kind=Kind.links,
+        level=Level.error,
+        what=f"numbers arrived changed: {'; '.join(wrong)}. A training over these links learns nonsense",
+        fix="NCCL_P2P_DISABLE=1 tunebook doctor; if that is right, turn off PCIe access control (ACS) and the IOMMU in "
+        "the firmware, or keep the variable",
+        data={"ranks": wrong},
+    )
+
+
+def _failed(bandwidth: Bandwidth) -> Finding:
+    done = len(bandwidth.measurements)
+    after = f"after {done} measurements" if done else "before the first measurement"
+    what = f"{_ranks(bandwidth)} could not communicate: {bandwidth.problem} ({after})"
+    advice = "NCCL_DEBUG=INFO tunebook doctor shows where it stops; "
+    if bandwidth.is_late:
+        advice += (
+            "NCCL_P2P_DISABLE=1 in front of it: if that works, PCIe access control (ACS) or the IOMMU is in the way"
+        )
+    else:
+        advice += "a /dev/shm that is too small is the most frequent cause (see shm-size)"
+    return Finding(
+        id="bandwidth",
+        kind=Kind.links,
+        level=Level.error,
+        what=what,
+        fix=advice,
+        data={"backend": bandwidth.backend, "num_ranks": bandwidth.num_ranks, "problem": bandwidth.problem},
+    )

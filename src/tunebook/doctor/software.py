@@ -1,0 +1,177 @@
+"""Driver, image, torch's build, CUDA as it really works, NCCL, and the container that this may be."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tunebook.config.rules.environment import check_environment, starts_elsewhere, torch_problems
+from tunebook.config.rules.image import gpu_problem, no_gpu_problem
+from tunebook.config.schema import HardwareConfig, RunConfig
+from tunebook.doctor.findings import Finding, Kind, Level, finding_of, finding_of_error, listed
+from tunebook.doctor.probes import Probe
+from tunebook.errors import Problem, RequestError
+from tunebook.hardware.detect import Gpu, Machine
+from tunebook.hardware.generations import capability_text
+from tunebook.hardware.image import IMAGE_FILE_VARIABLE, Image, read_image, runs_on_any
+
+_IMAGE_DIGEST_VARIABLE = "TUNEBOOK_IMAGE_DIGEST"
+# Docker and Podman leave a file each; what Slurm and Kubernetes start is seen by the variables they set.
+_CONTAINER_FILES = {Path("/.dockerenv"): "Docker", Path("/run/.containerenv"): "Podman"}
+_CONTAINER_VARIABLES = {
+    "KUBERNETES_SERVICE_HOST": "Kubernetes",
+    "SINGULARITY_NAME": "Apptainer",
+    "container": "a container",
+}
+
+
+def look_at_software(machine: Machine, config: RunConfig | None, torch: Probe) -> list[Finding]:
+    """The findings. `torch` is what `probes.torch_build` answered."""
+    try:
+        image = read_image()
+    except RequestError as error:
+        return [finding_of_error(error, Kind.software, otherwise="image-file-broken"), *_torch(machine, torch)]
+    problems = _problems(machine, config, image)
+    return [
+        *_container(image, os.environ),
+        *(finding_of(problem, Kind.software) for problem in problems),
+        *_driver(machine, problems),
+        *_torch(machine, torch),
+    ]
+
+
+def _problems(machine: Machine, config: RunConfig | None, image: Image | None) -> list[Problem]:
+    """What the rules say of this machine: all of them for a recipe, else those of any run on its GPUs."""
+    if config is not None and not starts_elsewhere(config):
+        return check_environment(config, machine)
+    hardware = HardwareConfig(gpus_per_node=len(machine.gpus))
+    recipe = config.recipe if config is not None else None
+    if image is not None:
+        find = gpu_problem if machine.gpus else no_gpu_problem
+        problem = find(hardware, recipe, machine, image)
+        return [problem] if problem is not None else []
+    return [*torch_problems(machine.gpus[0].generation, machine)] if machine.gpus else []
+
+
+def _container(image: Image | None, environment: Mapping[str, str]) -> Iterator[Finding]:
+    runtime = next((name for file, name in _CONTAINER_FILES.items() if file.exists()), None) or next(
+        (name for variable, name in _CONTAINER_VARIABLES.items() if environment.get(variable)), None
+    )
+    data: dict[str, Any] = {
+        "runtime": runtime,
+        "digest": environment.get(_IMAGE_DIGEST_VARIABLE) or None,
+        "image": None,
+    }
+    if image is None:
+        where = f"in a container of {runtime}, but" if runtime else "not in a container:"
+        what = f"{where} none of Tunebook's images ({IMAGE_FILE_VARIABLE} is not set)"
+        yield Finding(id="container", kind=Kind.software, what=what, data=data)
+        return
+    data["image"] = {
+        "generation": image.generation,
+        "torch": image.torch,
+        "cuda": image.cuda,
+        "min_driver": image.min_driver,
+        "attention": image.attention,
+        "git_commit": image.git_commit,
+    }
+    cuda = f"CUDA {image.cuda}, driver {image.min_driver} or newer" if image.cuda else "no CUDA"
+    what = f"the {image.generation} image (torch {image.torch}, {cuda}, attention: {image.attention or 'sdpa'})"
+    yield Finding(id="container", kind=Kind.software, what=what + (f" in {runtime}" if runtime else ""), data=data)
+
+
+def _driver(machine: Machine, problems: list[Problem]) -> Iterator[Finding]:
+    if machine.driver is not None and not any(problem.id == "driver-too-old" for problem in problems):
+        what = f"driver {machine.driver} is new enough for what is installed here"
+        yield Finding(id="driver", kind=Kind.software, what=what, data={"driver": machine.driver})
+
+
+def _torch(machine: Machine, torch: Probe) -> Iterator[Finding]:
+    facts = torch.facts
+    if facts is None:
+        yield Finding(
+            id="torch-import",
+            kind=Kind.software,
+            level=Level.error,
+            what=f"torch cannot be loaded here: {torch.problem}",
+            fix="python -c 'import torch' shows all of it; install the lock again: make setup",
+        )
+        return
+    build = f"CUDA {facts['cuda']}" if facts["cuda"] else "a CPU build"
+    yield Finding(id="torch-import", kind=Kind.software, what=f"torch {facts['version']}, {build}", data=facts)
+    if not machine.gpus:
+        return
+    if facts["cuda"] is not None:
+        yield from _architectures(machine.gpus, facts["architectures"])
+    yield from _cuda(machine.gpus, facts)
+    yield from _nccl(machine.gpus, facts)
+
+
+def _architectures(gpus: list[Gpu], flags: list[str]) -> Iterator[Finding]:
+    missing = sorted({gpu.compute_capability for gpu in gpus if not runs_on_any(flags, gpu.compute_capability)})
+    compiled = " ".join(flags) or "none"
+    if missing:
+        yield Finding(
+            id="torch-architectures",
+            kind=Kind.software,
+            level=Level.error,
+            what=f"torch has no code for compute capability {', '.join(map(capability_text, missing))}; it is compiled "
+            f"for: {compiled}",
+            fix="make train picks the image of the GPU's generation; outside of one, the torch that tunebook explain "
+            "torch-without-gpu-code names",
+            data={"architectures": flags},
+        )
+        return
+    what = f"torch has code for these GPUs; it is compiled for: {compiled}"
+    yield Finding(id="torch-architectures", kind=Kind.software, what=what, data={"architectures": flags})
+
+
+def _cuda(gpus: list[Gpu], facts: dict[str, Any]) -> Iterator[Finding]:
+    """Whether each GPU gave the right answer to a small product."""
+    if facts["cuda"] is None:
+        yield Finding(
+            id="cuda-works",
+            kind=Kind.software,
+            level=Level.error,
+            what=f"{len(gpus)} GPUs are here, and torch {facts['version']} is a CPU build that cannot use them",
+            fix="make train, which runs in the GPUs' image; or install a CUDA build of torch",
+        )
+        return
+    devices = facts["devices"]
+    problems = [f"GPU {device['index']}: {device['problem']}" for device in devices if device["problem"]]
+    if facts["cuda_problem"]:
+        problems.insert(0, str(facts["cuda_problem"]))
+    if len(devices) < len(gpus) and not problems:
+        problems.append(f"torch sees {len(devices)} of {len(gpus)} GPUs")
+    if problems:
+        yield Finding(
+            id="cuda-works",
+            kind=Kind.software,
+            level=Level.error,
+            what=f"the GPUs cannot all be used: {'; '.join(problems)}",
+            fix="nvidia-smi shows what else runs there; on NVSwitch machines systemctl status nvidia-fabricmanager "
+            "must be active and of the driver's version; sudo dmesg | grep -i xid names hardware errors",
+            data={"devices": devices},
+        )
+        return
+    what = f"GPU {listed([device['index'] for device in devices])}: a small product on each is right"
+    yield Finding(id="cuda-works", kind=Kind.software, what=what, data={"devices": devices})
+
+
+def _nccl(gpus: list[Gpu], facts: dict[str, Any]) -> Iterator[Finding]:
+    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")}
+    said = f"; set: {' '.join(f'{name}={value}' for name, value in variables.items())}" if variables else ""
+    data = {"nccl": facts["nccl"], "variables": variables}
+    if facts["nccl"] is not None:
+        yield Finding(id="nccl", kind=Kind.software, what=f"NCCL {facts['nccl']}{said}", data=data)
+    elif len(gpus) > 1:
+        yield Finding(
+            id="nccl",
+            kind=Kind.software,
+            level=Level.error,
+            what=f"torch {facts['version']} has no NCCL, without which several GPUs cannot train together",
+            fix="install a CUDA build of torch, or parallelism=single",
+            data=data,
+        )

@@ -1,0 +1,206 @@
+"""Disks against what a recipe writes and downloads, and the hub's cache and token."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tunebook.config.choices import MasterWeights, OptimizerName, PeftMethod, Weights
+from tunebook.config.schema import RunConfig, ZeroConfig
+from tunebook.data.file_hashes import cache_root
+from tunebook.doctor.findings import Finding, Kind, Level, size_text
+
+GIB = 2**30
+_MIN_FREE_GIB = 5.0  # records, prepared data, compiled operators
+_EIGHT_BIT = (OptimizerName.adamw_8bit, OptimizerName.paged_adamw_8bit)
+_PUBLISHED_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_OFFLINE = ("1", "on", "yes", "true")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """What a folder is for, and the bytes that a recipe is going to put into it."""
+
+    purpose: str
+    folder: Path
+    needed: int
+    why: str = ""
+
+
+def look_at_storage(config: RunConfig | None, outputs: Path) -> list[Finding]:
+    """The findings. Spaces on the same disk are added up."""
+    from huggingface_hub import constants
+
+    spaces = [
+        checkpoint_space(config, outputs),
+        hub_space(config, Path(constants.HF_HUB_CACHE)),
+        Space(purpose="prepared data and compiled operators", folder=cache_root(), needed=0),
+    ]
+    return [*disks(spaces), *_hub_model(config), _token(config)]
+
+
+def checkpoint_space(config: RunConfig | None, outputs: Path) -> Space:
+    """What the run folder takes: the model at the end, and the checkpoints kept with the one being written."""
+    purpose = "run folders"
+    facts = config.model.facts if config is not None else None
+    if config is None or facts is None or config.peft.method is not PeftMethod.full:
+        return Space(purpose=purpose, folder=outputs, needed=0)
+    weight, optimizer = checkpoint_bytes(config)
+    count = config.training.keep_checkpoints + 1 if config.training.save_every_steps else 0
+    needed = facts.num_parameters * (weight + count * (weight + optimizer))
+    why = f"the model at the end ({size_text(facts.num_parameters * weight)})"
+    if count:
+        one = size_text(facts.num_parameters * (weight + optimizer))
+        why += f" and {count} checkpoints of {one} (training.keep_checkpoints={count - 1} and the one in writing)"
+    return Space(purpose=purpose, folder=outputs, needed=needed, why=why)
+
+
+def checkpoint_bytes(config: RunConfig) -> tuple[int, int]:
+    """Bytes a parameter takes in a checkpoint: of weights, and of optimizer state (two moments).
+
+    DeepSpeed writes the weights once more as module states, and an fp32 copy of them beside the moments. Measured
+    on the quickstart, without its tokenizer's 0.7 MB: 12 bytes a parameter on one rank, 20 with ZeRO-2 on two.
+    """
+    weight = 2 if config.precision.master_weights is MasterWeights.bf16 else 4
+    moments = 2 if config.optimizer.name in _EIGHT_BIT else 2 * weight
+    return weight, moments + (weight + 4 if isinstance(config.parallelism, ZeroConfig) else 0)
+
+
+def hub_space(config: RunConfig | None, cache: Path) -> Space:
+    """What the hub's cache takes: the published weights, unless they are there or not asked for."""
+    purpose = "downloaded models and data sets"
+    facts = config.model.facts if config is not None else None
+    if config is None or facts is None or not _downloads(config):
+        return Space(purpose=purpose, folder=cache, needed=0)
+    needed = facts.num_parameters * _PUBLISHED_BYTES.get(facts.dtype, 4)
+    return Space(purpose=purpose, folder=cache, needed=needed, why=f"{config.model.name} ({size_text(needed)})")
+
+
+def _downloads(config: RunConfig) -> bool:
+    """Whether the weights come from the hub and are not in its cache."""
+    model = config.model
+    return model.name is not None and model.weights is Weights.pretrained and not is_cached(model.name, model.revision)
+
+
+def is_cached(name: str, revision: str | None) -> bool:
+    """Whether weights of a hub model are in the hub's cache; single files and indices of several."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    files = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+    try:
+        return any(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in files)
+    except HFValidationError:
+        return False
+
+
+def disks(spaces: list[Space]) -> Iterator[Finding]:
+    """One finding per disk, and one per folder that cannot be written to."""
+    by_disk: dict[int, list[Space]] = {}
+    for space in spaces:
+        there = existing(space.folder)
+        if not os.access(there, os.W_OK):
+            yield Finding(
+                id="folder-not-writable",
+                kind=Kind.storage,
+                level=Level.error,
+                what=f"{there} cannot be written to, and {space.purpose} go to {space.folder}",
+                fix=f"sudo chown $(id -u) {there}, or another folder: outputs=FOLDER, TUNEBOOK_CACHE, HF_HOME",
+                data={"folder": str(space.folder)},
+            )
+        by_disk.setdefault(there.stat().st_dev, []).append(space)
+    for together in by_disk.values():
+        yield disk(together, shutil.disk_usage(existing(together[0].folder)).free)
+
+
+def disk(spaces: list[Space], free: int) -> Finding:
+    """The free bytes of one disk against what is going to be put there."""
+    needed = sum(space.needed for space in spaces)
+    where = "; ".join(f"{space.folder} ({space.purpose})" for space in spaces)
+    reasons = "; ".join(space.why for space in spaces if space.why)
+    what = f"{size_text(free)} free for {where}" + (f"; needed: {size_text(needed)}: {reasons}" if needed else "")
+    data = {
+        "free_gib": round(free / GIB, 2),
+        "needed_gib": round(needed / GIB, 2),
+        "folders": [str(space.folder) for space in spaces],
+    }
+    if needed > free:
+        return Finding(
+            id="disk-space",
+            kind=Kind.storage,
+            level=Level.error,
+            what=what,
+            fix="training.keep_checkpoints=1, or another disk: outputs=FOLDER, HF_HOME=FOLDER in front of the command",
+            data=data,
+        )
+    if free - needed < _MIN_FREE_GIB * GIB:
+        return Finding(
+            id="disk-space",
+            kind=Kind.storage,
+            level=Level.warning,
+            what=f"{what}; that leaves less than {_MIN_FREE_GIB:g} GiB",
+            fix="free some space: du -xhd1 / | sort -h, docker system df, hf cache ls",
+            data=data,
+        )
+    return Finding(id="disk-space", kind=Kind.storage, what=what, data=data)
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or the nearest one above that is there."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+
+
+def _hub_model(config: RunConfig | None) -> Iterator[Finding]:
+    """A model that must come from the hub, on a machine that is told to stay offline."""
+    if config is None or not _downloads(config):
+        return
+    name = config.model.name
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in _OFFLINE:
+        yield Finding(
+            id="hub-model",
+            kind=Kind.storage,
+            level=Level.error,
+            what=f"the weights of {name} are not in the hub's cache, and HF_HUB_OFFLINE forbids to fetch them",
+            fix=f"where there is a network: hf download {name}; then copy the cache here, or unset HF_HUB_OFFLINE",
+            data={"name": name},
+        )
+    else:
+        what = f"{name} is not in the hub's cache: the first run downloads it"
+        yield Finding(id="hub-model", kind=Kind.storage, what=what, data={"name": name})
+
+
+def _token(config: RunConfig | None) -> Finding:
+    """Whether there is a token for the hub; it is never printed, nor is the hub asked."""
+    from huggingface_hub import constants, get_token
+
+    file = Path(constants.HF_TOKEN_PATH)
+    is_there = get_token() is not None
+    source = "HF_TOKEN" if os.environ.get("HF_TOKEN") else str(file)
+    target = config.training.push_to_hub if config is not None else None
+    data = {"is_there": is_there, "source": source if is_there else None}
+    if not is_there and target is not None:
+        return Finding(
+            id="hub-token",
+            kind=Kind.storage,
+            level=Level.error,
+            what=f"training.push_to_hub={target} needs a token for the hub, and there is none",
+            fix="hf auth login, or HF_TOKEN in the environment; or training.push_to_hub=null",
+            data=data,
+        )
+    if not is_there:
+        what = "no token for the hub: gated models cannot be downloaded (hf auth login, or HF_TOKEN)"
+        return Finding(id="hub-token", kind=Kind.storage, what=what, data=data)
+    if file.is_file() and stat.S_IMODE(file.stat().st_mode) & 0o044:
+        return Finding(
+            id="hub-token",
+            kind=Kind.storage,
+            level=Level.warning,
+            what=f"the hub's token in {file} can be read by other users",
+            fix=f"chmod 600 {file}",
+            data=data,
+        )
+    return Finding(id="hub-token", kind=Kind.storage, what=f"a token for the hub is in {source}", data=data)

@@ -1,0 +1,262 @@
+"""What the operating system gives a run: shared memory, limits, host memory, and a clock."""
+
+from __future__ import annotations
+
+import os
+import resource
+import tempfile
+import time
+from pathlib import Path
+
+from tunebook.config.choices import Offload
+from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
+from tunebook.doctor.findings import Finding, Kind, Level, size_text
+from tunebook.hardware.detect import Machine
+
+GIB, MIB = 2**30, 2**20
+SHARED_MEMORY = Path("/dev/shm")
+_MEMINFO = Path("/proc/meminfo")
+
+# Docker's own 64 MB end in a bus error; NCCL takes about 10 MB for each pair of ranks that PCIe keeps apart, and data
+# loaders pass whole batches through it.
+_TOO_LITTLE_SHM, _ENOUGH_SHM = 128 * MIB, GIB
+_ENOUGH_FILES = 4096  # each shard of weights and data, each socket between ranks, each loader's tensor is one
+_ENOUGH_STACK = 8 * MIB  # Linux's own default
+_MIN_FREE_GIB = 2.0  # Python, torch and a rank's share of the data take this much before anything is loaded
+_SWAPPED_SHARE = 0.25
+_CLOCK_S = 2.0  # file systems round to a second
+
+
+def look_at_system(machine: Machine, config: RunConfig | None, outputs: Path, *, has_cards: bool) -> list[Finding]:
+    """The findings; `has_cards`: RDMA network cards, which need locked memory."""
+    memory = read_meminfo(_MEMINFO)
+    findings = [_shared_memory(SHARED_MEMORY, num_gpus=len(machine.gpus)), *limits(config, has_cards=has_cards)]
+    if memory:
+        findings += [host_memory(machine, config, memory), swap(memory)]
+    return [*findings, *clock(outputs, config)]
+
+
+def _shared_memory(folder: Path, num_gpus: int) -> Finding:
+    try:
+        facts = os.statvfs(folder)
+    except OSError as error:
+        return Finding(
+            id="shm-size",
+            kind=Kind.system,
+            level=Level.warning,
+            what=f"{folder} cannot be looked at: {error.strerror}; NCCL and data loaders need it",
+            fix=f"sudo mount -t tmpfs -o size=16g tmpfs {folder}",
+        )
+    size, free = facts.f_blocks * facts.f_frsize, facts.f_bavail * facts.f_frsize
+    return shared_memory(size, free, num_gpus=num_gpus)
+
+
+def shared_memory(size: int, free: int, *, num_gpus: int) -> Finding:
+    """Bytes of /dev/shm, in all and unused. Too little is an error only where several GPUs share it."""
+    what = f"/dev/shm has {size_text(size)}, {size_text(free)} of them free"
+    data = {"size_gib": round(size / GIB, 3), "free_gib": round(free / GIB, 3)}
+    if free >= _ENOUGH_SHM:
+        return Finding(id="shm-size", kind=Kind.system, what=what, data=data)
+    is_error = free < _TOO_LITTLE_SHM and num_gpus > 1
+    return Finding(
+        id="shm-size",
+        kind=Kind.system,
+        level=Level.error if is_error else Level.warning,
+        what=f"{what}; a run of several ranks can end in a bus error",
+        fix="docker run --shm-size=16g (in compose.yaml TUNEBOOK_SHM_SIZE); on a host: sudo mount -o "
+        "remount,size=16g /dev/shm, and remove what programs left in it",
+        data=data,
+    )
+
+
+def limits(config: RunConfig | None, *, has_cards: bool) -> list[Finding]:
+    """Locked memory, open files and stack, as this process has them and its children inherit."""
+    locked, files, stack = (
+        resource.getrlimit(number)[0]
+        for number in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE, resource.RLIMIT_STACK)
+    )
+    return [_locked(locked, _locks_memory(config, has_cards=has_cards)), _files(files), _stack(stack)]
+
+
+def _locks_memory(config: RunConfig | None, *, has_cards: bool) -> str | None:
+    """What in this run locks host memory."""
+    if config is not None and isinstance(config.parallelism, ZeroConfig):
+        settings = config.parallelism
+        if Offload.nvme in (settings.offload_optimizer, settings.offload_parameters):
+            return "offload to NVMe"
+    return "InfiniBand" if has_cards else None
+
+
+def _locked(limit: int, needed_by: str | None) -> Finding:
+    is_limited = limit != resource.RLIM_INFINITY
+    text = f"ulimit -l (locked memory): {size_text(limit) if is_limited else 'unlimited'}"
+    data = {"bytes": limit if is_limited else None, "needed_by": needed_by}
+    if not is_limited or needed_by is None:
+        what = text if not is_limited else f"{text}; nothing here needs more"
+        return Finding(id="limit-memlock", kind=Kind.system, what=what, data=data)
+    return Finding(
+        id="limit-memlock",
+        kind=Kind.system,
+        level=Level.warning,
+        what=f"{text}; {needed_by} locks gigabytes",
+        fix="ulimit -l unlimited; for good: `* - memlock unlimited` in /etc/security/limits.conf; in Docker: "
+        "--ulimit memlock=-1",
+        data=data,
+    )
+
+
+def _files(limit: int) -> Finding:
+    is_limited = limit != resource.RLIM_INFINITY
+    what = f"ulimit -n (open files): {limit if is_limited else 'unlimited'}"
+    data = {"limit": limit if is_limited else None}
+    if not is_limited or limit >= _ENOUGH_FILES:
+        return Finding(id="limit-nofile", kind=Kind.system, what=what, data=data)
+    return Finding(
+        id="limit-nofile",
+        kind=Kind.system,
+        level=Level.warning,
+        what=f"{what}; many ranks, data workers and shards can need more than that",
+        fix="ulimit -n 65536; for good: `* - nofile 65536` in /etc/security/limits.conf",
+        data=data,
+    )
+
+
+def _stack(limit: int) -> Finding:
+    is_limited = limit != resource.RLIM_INFINITY
+    what = f"ulimit -s (stack): {size_text(limit) if is_limited else 'unlimited'}"
+    data = {"bytes": limit if is_limited else None}
+    if not is_limited or limit >= _ENOUGH_STACK:
+        return Finding(id="limit-stack", kind=Kind.system, what=what, data=data)
+    return Finding(
+        id="limit-stack",
+        kind=Kind.system,
+        level=Level.warning,
+        what=f"{what}; less than the {size_text(_ENOUGH_STACK)} that libraries expect ends in a crash without a word",
+        fix="ulimit -s 8192; in Docker: --ulimit stack=67108864",
+        data=data,
+    )
+
+
+def read_meminfo(file: Path) -> dict[str, int]:
+    """Bytes by the kernel's names; empty where there is no such file."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return {}
+    found = {}
+    for line in lines:
+        name, _, rest = line.partition(":")
+        number = rest.split()
+        if number and number[0].isdecimal():
+            found[name] = int(number[0]) * 1024
+    return found
+
+
+def host_memory(machine: Machine, config: RunConfig | None, memory: dict[str, int]) -> Finding:
+    """What is free of the host's memory, against what a recipe offloads to it."""
+    free = min(memory.get("MemAvailable", 0) / GIB, machine.host_memory_gib)
+    needed = offloaded_gib(config) if config is not None else 0.0
+    what = f"host memory: {machine.host_memory_gib:g} GiB may be used, {free:.1f} are free"
+    data = {"usable_gib": machine.host_memory_gib, "free_gib": round(free, 2), "offloaded_gib": round(needed, 2)}
+    if needed > machine.host_memory_gib:
+        return Finding(
+            id="host-memory",
+            kind=Kind.system,
+            level=Level.error,
+            what=f"{what}; {needed:.1f} GiB of states are offloaded to it",
+            fix="parallelism=zero3_nvme parallelism.nvme_path=FOLDER, fewer states offloaded, or more nodes",
+            data=data,
+        )
+    if free < max(_MIN_FREE_GIB, needed):
+        return Finding(
+            id="host-memory",
+            kind=Kind.system,
+            level=Level.warning,
+            what=what + (f"; {needed:.1f} GiB of states are offloaded to it" if needed else ""),
+            fix="end what else runs here (top -o %MEM shows it); in a container, raise its memory limit",
+            data=data,
+        )
+    if needed:
+        what += f"; {needed:.1f} GiB of states are offloaded to it"
+    return Finding(id="host-memory", kind=Kind.system, what=what, data=data)
+
+
+def offloaded_gib(config: RunConfig) -> float:
+    """The states of all ranks of one node that a recipe keeps in host memory: 12 bytes a parameter of the optimizer's
+    (fp32 weights and two moments), 4 more of gradients where the step runs on the host; 0 where the size is unknown.
+
+    Source: Rajbhandari et al., ZeRO, section 3.1. Adapters are too small to count.
+    """
+    facts, settings = config.model.facts, config.parallelism
+    if facts is None or config.peft.method.value != "full":
+        return 0.0
+    per_parameter = 0
+    if isinstance(settings, ZeroConfig):
+        per_parameter += 16 if settings.offload_optimizer is Offload.cpu else 0
+        per_parameter += 2 if settings.offload_parameters is Offload.cpu else 0
+    elif isinstance(settings, FsdpConfig):
+        per_parameter = 16 if settings.offload_parameters is Offload.cpu else 0
+    return facts.num_parameters * per_parameter / max(1, config.hardware.num_nodes) / GIB
+
+
+def swap(memory: dict[str, int]) -> Finding:
+    """Swap in use slows every rank that meets a page of it."""
+    total = memory.get("SwapTotal", 0)
+    used = total - memory.get("SwapFree", total)
+    data = {"total_gib": round(total / GIB, 2), "used_gib": round(used / GIB, 2)}
+    if total == 0:
+        return Finding(id="swap", kind=Kind.system, what="no swap", data=data)
+    what = f"swap: {used / GIB:.1f} of {total / GIB:.1f} GiB in use"
+    if used <= _SWAPPED_SHARE * total:
+        return Finding(id="swap", kind=Kind.system, what=what, data=data)
+    return Finding(
+        id="swap",
+        kind=Kind.system,
+        level=Level.warning,
+        what=f"{what}, so memory was short; a rank whose pages are there holds up all others",
+        fix="end what took it, then: sudo swapoff -a && sudo swapon -a",
+        data=data,
+    )
+
+
+def clock(folder: Path, config: RunConfig | None) -> list[Finding]:
+    """This machine's clock against that of the file system with the run folders, which a server may keep."""
+    difference = clock_difference(folder)
+    num_nodes = config.hardware.num_nodes if config is not None else 1
+    others = num_nodes - 1
+    unchecked = f"; the clocks of {others} other node{'s' if others > 1 else ''} were not looked at" if others else ""
+    if difference is None:
+        return []
+    data = {"difference_s": round(difference, 3), "nodes_not_checked": others}
+    if abs(difference) > _CLOCK_S:
+        finding = Finding(
+            id="clock",
+            kind=Kind.system,
+            level=Level.warning,
+            what=f"the file system of {folder} is {abs(difference):.1f} s {'ahead of' if difference > 0 else 'behind'} "
+            f"this machine's clock{unchecked}",
+            fix="timedatectl set-ntp true here and on the file server; chronyc tracking shows the difference",
+            data=data,
+        )
+    else:
+        what = f"the clock agrees with the file system's to {_CLOCK_S:g} s{unchecked}"
+        if unchecked:
+            what += " (chronyc tracking on each)"
+        finding = Finding(id="clock", kind=Kind.system, what=what, data=data)
+    return [finding]
+
+
+def clock_difference(folder: Path) -> float | None:
+    """Seconds that the file system's clock is ahead of this machine's; None where nothing can be written."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".tunebook-doctor-") as stream:
+            before = time.time()
+            stream.write(b"clock")
+            stream.flush()
+            os.fsync(stream.fileno())
+            written = os.fstat(stream.fileno()).st_mtime
+            after = time.time()
+    except OSError:
+        return None
+    # What lies between the two looks at the clock agrees; coarse time stamps may be a little earlier.
+    return written - before if written < before else max(0.0, written - after)

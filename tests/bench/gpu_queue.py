@@ -1,0 +1,256 @@
+"""Run many `tunebook train` commands on one GPU machine in little time: all start at once, and take turns on the GPUs.
+
+Most of a short run is spent without a GPU: imports, preparing, drawing random weights, saving. Those parts overlap
+here, while the training itself has its GPUs for itself (`is_alone`) or shares them with a few others whose speed
+nobody asks for. `gpu_turns/sitecustomize.py` is the other end. A line of JSON is written for each run as it ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tarfile
+import time
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+WARM_UP_STEPS = 5  # left out of the median speed
+KEPT = ("run.yaml", "manifest.json", "metrics.jsonl", "deepspeed.json", "log.txt", "plan.json")
+SHARES = 3  # runs that are not alone on a GPU at a time
+_TICK_S = 0.05
+_PACKAGES = ("torch", "transformers", "trl", "accelerate", "deepspeed", "peft", "torchao")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run, and which of the machine's GPUs it trains on."""
+
+    name: str
+    gpus: tuple[int, ...]
+    words: list[str]  # after `tunebook train`
+    line: dict[str, Any]  # written into its line of results as it is
+    priority: int = 0  # of those that are ready, the lowest goes first
+    is_alone: bool = True
+    holds_gpus: bool = True  # False: trains at once, beside whatever else runs, and nobody waits for it
+    host_gib: float = 0.0  # that its ranks fill with weights before they train
+    needs: str | None = None  # the name of a command of `GpuQueue.before` that must have ended
+    turn_timeout_s: float = 90
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class _Running:
+    job: Job
+    process: subprocess.Popen[bytes]
+    turn: Path
+    started: float
+    went: float | None = None  # when it got its GPUs
+    done: float | None = None  # when its training ended
+    ended: str | None = None  # why it was stopped
+
+    def is_ready(self) -> bool:
+        return self.went is None and len(list(self.turn.glob("ready-*"))) == len(self.job.gpus)
+
+    def is_training(self) -> bool:
+        return self.went is not None and self.done is None
+
+
+class GpuQueue:
+    """`run` starts the jobs in their order, and returns the lines of those that ended."""
+
+    def __init__(
+        self,
+        jobs: list[Job],
+        output: Path,
+        *,
+        runs: Path,
+        deadline_s: float,
+        max_ranks: int = 80,
+        max_host_gib: float = 190,
+        before: dict[str, subprocess.Popen[bytes]] | None = None,
+        logs: Path | None = None,
+    ) -> None:
+        self.waiting = list(jobs)
+        self.logs = logs or output / "logs"
+        self.output = output
+        self.runs = runs  # run folders, models and all: not kept
+        self.max_ranks = max_ranks  # that have not finished training
+        self.max_host_gib = max_host_gib  # of weights of runs that have not finished training
+        self.before = before or {}
+        self.running: list[_Running] = []
+        self.lines: list[dict[str, Any]] = []
+        self._start = time.monotonic()
+        self._deadline = self._start + deadline_s
+
+    def run(self) -> list[dict[str, Any]]:
+        """Until everything has ended or the deadline has come."""
+        self.output.mkdir(parents=True, exist_ok=True)
+        while (self.waiting or self.running) and time.monotonic() < self._deadline:
+            self._start_some()
+            self._let_some_go()
+            self._watch()
+            time.sleep(_TICK_S)
+        self._end(self.running, "cut short: the time was up")
+        for run in list(self.running):
+            self._collect(run, "cut short")
+        self._keep_logs()
+        return self.lines
+
+    def _start_some(self) -> None:
+        for job in list(self.waiting):
+            unfinished = [run.job for run in self.running if run.done is None]
+            ranks = sum(len(other.gpus) for other in [*unfinished, job])
+            host_gib = sum(other.host_gib for other in [*unfinished, job])
+            if ranks <= self.max_ranks and (host_gib <= self.max_host_gib or not job.host_gib):
+                self.waiting.remove(job)
+                self.running.append(self._launch(job))
+
+    def _launch(self, job: Job) -> _Running:
+        kept = self.logs / job.name
+        kept.mkdir(parents=True, exist_ok=True)
+        turn = self.runs / "turns" / job.name
+        turn.mkdir(parents=True)
+        turns = Path(__file__).parent / "gpu_turns"
+        path = os.pathsep.join([str(turns), job.environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))])
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "TUNEBOOK_BENCH_TURN": str(turn)}
+        environment |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, job.gpus))} | job.environment | {"PYTHONPATH": path}
+        command = [sys.executable, "-m", "tunebook", "train", *job.words, "--run-folder", str(self.runs / job.name)]
+        with (kept / "terminal.txt").open("w") as terminal:
+            process = subprocess.Popen(command, stdout=terminal, stderr=subprocess.STDOUT, env=environment)
+        return _Running(job=job, process=process, turn=turn, started=time.monotonic())
+
+    def _let_some_go(self) -> None:
+        ready = [run for run in self.running if run.is_ready() and self._is_prepared(run.job)]
+        training = [run.job for run in self.running if run.is_training()]
+        chosen = who_goes([run.job for run in ready], training)
+        for run in ready:
+            if run.job in chosen:
+                run.went = time.monotonic()
+                (run.turn / "go").touch()
+
+    def _is_prepared(self, job: Job) -> bool:
+        return job.needs is None or job.needs not in self.before or self.before[job.needs].poll() is not None
+
+    def _watch(self) -> None:
+        now = time.monotonic()
+        for run in list(self.running):
+            if run.is_training() and len(list(run.turn.glob("done-*"))) == len(run.job.gpus):
+                run.done = now
+            if run.process.poll() is not None:
+                self._collect(run, run.process.returncode)
+            elif run.is_training() and run.ended is None and now - (run.went or now) > run.job.turn_timeout_s:
+                self._end([run], f"stopped after {run.job.turn_timeout_s:g} s on the GPUs")
+
+    def _end(self, runs: list[_Running], why: str) -> None:
+        """The third request makes Tunebook kill its ranks."""
+        for _ in range(3):
+            for run in runs:
+                run.ended = why
+                run.process.send_signal(signal.SIGTERM)
+            time.sleep(0.3)
+
+    def _collect(self, run: _Running, exit_code: int | str) -> None:
+        self.running.remove(run)
+        now, job = time.monotonic(), run.job
+        kept, folder = self.logs / job.name, self.runs / job.name
+        for file in [*KEPT, *(path.name for path in folder.glob("outcome-*.json"))]:
+            if (folder / file).exists():
+                shutil.copy(folder / file, kept / file)
+        for log in (folder / "logs").glob("*.log"):
+            shutil.copy(log, kept / log.name)
+        line = {"name": job.name, "gpus": len(job.gpus), **job.line, "exit_code": exit_code}
+        line |= {"ended": run.ended} if run.ended else {}
+        line |= {"wall_s": round(now - run.started, 1), "ready_after_s": _seconds(run.started, run.went)}
+        line |= {"turn_s": _seconds(run.went, run.done or now), "clock_s": round(now - self._start, 1)}
+        line |= measured(kept)
+        line |= {"machine": _machine()}
+        self.lines.append(line)
+        with (self.output / "results.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        short = {key: value for key, value in line.items() if key in ("name", "exit_code", "ended", "turn_s", "clock_s",
+                 "ready_after_s", "first_loss", "last_loss", "steps", "tokens_per_second_per_gpu")}  # fmt: skip
+        print(json.dumps(short), flush=True)
+        shutil.rmtree(folder / "model", ignore_errors=True)
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+
+    def _keep_logs(self) -> None:
+        with tarfile.open(self.output / "logs.tgz", "w:gz") as archive:
+            archive.add(self.logs, arcname="logs")
+
+
+def who_goes(ready: list[Job], training: list[Job]) -> list[Job]:
+    """Of the jobs that are ready, those whose turn it is beside what is training.
+
+    GPUs that a job waits for are kept for it. Jobs that share are short, though, and may take them as long as another
+    job has some of those GPUs for itself, for which it has to wait anyway.
+    """
+    busy, chosen = [job for job in training if job.holds_gpus], []
+    kept: set[int] = set()
+    kept_from_alone: set[int] = set()
+    for job in sorted(ready, key=lambda job: job.priority):
+        gpus = set(job.gpus)
+        refused = kept | kept_from_alone if job.is_alone else kept
+        if not job.holds_gpus:
+            chosen.append(job)
+        elif not gpus & refused and all(_has_room(gpu, job, busy) for gpu in gpus):
+            chosen.append(job)
+            busy.append(job)
+        elif gpus & refused or any(other.is_alone and gpus & set(other.gpus) for other in busy):
+            kept_from_alone |= gpus
+        else:
+            kept |= gpus
+    return chosen
+
+
+def _has_room(gpu: int, job: Job, busy: list[Job]) -> bool:
+    there = [other for other in busy if gpu in other.gpus]
+    if job.is_alone or any(other.is_alone for other in there):
+        return not there
+    return len(there) < SHARES
+
+
+def measured(folder: Path) -> dict[str, Any]:
+    """What a run folder's records say: losses, speed, memory, what the model was wrapped in."""
+    manifest, metrics = folder / "manifest.json", folder / "metrics.jsonl"
+    found: dict[str, Any] = {}
+    if manifest.exists():
+        content = json.loads(manifest.read_text())
+        found = {"parallelism_found": content.get("parallelism_found")}
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    lines = [line for line in lines if "loss" in line]
+    if not lines:
+        return found
+    timed = lines[WARM_UP_STEPS:] or lines
+    found |= {key: lines[-1][key] for key in ("memory_reserved_gib", "memory_device_gib") if key in lines[-1]}
+    return found | {
+        "steps": lines[-1]["step"],
+        "losses": [round(line["loss"], 6) for line in lines],
+        "grad_norms": [round(line["grad_norm"] or 0.0, 5) for line in lines],
+        "first_loss": round(lines[0]["loss"], 6),
+        "last_loss": round(lines[-1]["loss"], 6),
+        "tokens_per_step": round(lines[-1]["tokens_seen"] / lines[-1]["step"]),
+        "tokens_per_second_per_gpu": statistics.median(line["tokens_per_second_per_gpu"] for line in timed),
+        "seconds_per_step": round(statistics.median(line["seconds"] for line in timed), 4),
+        "memory_gib": lines[-1]["memory_gib"],
+    }
+
+
+def _seconds(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else round(end - start, 1)
+
+
+def _machine() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,71 @@
+"""Python reads this at its start where `gpu_queue` puts this folder on PYTHONPATH: training waits for its turn.
+
+Everything up to `trainer.train()` (imports, data, random weights) is done on the CPU and can overlap with other runs;
+from there on the ranks of a run wait until `gpu_queue` gives them their GPUs, and say when they are through. Files in
+$TUNEBOOK_BENCH_TURN carry the messages, so that nothing of Tunebook itself has to know of it.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_TRAINER = "tunebook.train.trainer"
+_POLL_S = 0.02
+
+
+class _PatchedTrainer(importlib.abc.MetaPathFinder):
+    """Finds the trainer's module where it is, and makes its `train` wait once it is loaded."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != _TRAINER:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        loader: Any = spec.loader if spec else None
+        execute = loader.exec_module
+
+        def execute_and_patch(module: Any) -> None:
+            execute(module)
+            _take_turns(module.RecipeTrainer, Path(os.environ["TUNEBOOK_BENCH_TURN"]))
+
+        loader.exec_module = execute_and_patch
+        return spec
+
+
+def _take_turns(trainer: Any, turn: Path) -> None:
+    train = trainer.train
+
+    def train_in_turn(self: Any, *args: Any, **kwargs: Any) -> Any:
+        rank = os.environ.get("RANK", "0")
+        (turn / f"ready-{rank}").touch()
+        while not (turn / "go").exists():
+            time.sleep(_POLL_S)
+        try:
+            return train(self, *args, **kwargs)
+        finally:
+            (turn / f"done-{rank}").touch()
+
+    trainer.train = train_in_turn
+
+
+def _run_the_other() -> None:
+    """An environment may have a sitecustomize of its own, which this one hides."""
+    elsewhere = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+_run_the_other()
+if "TUNEBOOK_BENCH_TURN" in os.environ:
+    sys.meta_path.insert(0, _PatchedTrainer())

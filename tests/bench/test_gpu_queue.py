@@ -1,0 +1,117 @@
+"""Whose turn it is on the GPUs, what the jobs are made of, and the hook that makes a run wait."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parent
+sys.path.insert(0, str(BENCH))
+
+import gpu_parity  # noqa: E402
+import gpu_recipes  # noqa: E402
+from gpu_queue import Job, measured, who_goes  # noqa: E402
+
+
+def job(name, gpus, **keys):
+    return Job(name=name, gpus=gpus, words=[], line={}, **keys)
+
+
+ALL, PAIR, OTHER = job("all", (0, 1, 2, 3)), job("pair", (0, 1), priority=1), job("other", (2, 3), priority=2)
+
+
+def test_disjoint_gpus_are_used_together_and_the_lowest_priority_goes_first():
+    assert who_goes([OTHER, PAIR], []) == [PAIR, OTHER]
+    assert who_goes([OTHER, PAIR, ALL], []) == [ALL]
+
+
+def test_gpus_that_a_job_waits_for_are_kept_for_it():
+    assert who_goes([ALL, OTHER], [PAIR]) == []
+    shared = [job(f"share{number}", (0,), is_alone=False, priority=5) for number in range(2)]
+    assert who_goes([PAIR, shared[1]], [shared[0]]) == []
+
+
+def test_short_runs_may_take_what_is_kept_while_another_is_alone_on_a_part_of_it():
+    short = job("short", (2, 3), is_alone=False, priority=9)
+    assert who_goes([ALL, short, OTHER], [PAIR]) == [short]
+
+
+def test_three_share_a_gpu_and_none_joins_one_that_is_alone():
+    shared = [job(f"share{number}", (0, 1), is_alone=False, priority=number) for number in range(4)]
+    assert who_goes(shared, []) == shared[:3]
+    assert who_goes(shared, [PAIR]) == []
+
+
+def test_a_job_that_holds_no_gpus_waits_for_nobody_and_nobody_for_it():
+    free = job("free", (3,), holds_gpus=False)
+    assert who_goes([free], [ALL]) == [free]
+    assert who_goes([ALL], [free]) == [ALL]
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "total"),
+    [("qwen25_3b", 2, 465_320_960), ("dolly_v2_3b", 32, 2_775_086_080), ("llama2_70b_chat", 4, 3_946_913_792)],
+)
+def test_a_slice_has_the_parameters_of_its_layers(model, layers, total):
+    words, counted = gpu_recipes.slice_words(model, layers)
+    assert counted == total
+    assert words == [f"model.facts.num_layers={layers}", f"model.facts.num_parameters={total}"]
+
+
+def test_every_recipe_of_the_sources_is_a_job():
+    jobs = {name: gpu_recipes.recipe_job(name, 0) for name in gpu_recipes.RECIPES}
+    assert len(jobs) == 11
+    for name, made in jobs.items():
+        assert made.words[0] == name
+        assert f"hardware.gpus_per_node={len(made.gpus)}" in made.words
+    assert jobs["llama2_70b_fsdp"].host_gib == pytest.approx(4 * 4 * 3.9469 / 1.073742, rel=1e-3)
+
+
+def test_runs_on_fewer_gpus_take_turns_on_different_ones():
+    jobs = {made.line["name"]: made for made in gpu_parity.parity_jobs("fp32_fewer", 0)}
+    assert [jobs[name].gpus for name in ("ddp_2", "zero1_2", "zero2_2")] == [(0, 1), (2, 3), (0, 1)]
+    assert [jobs[name].gpus for name in ("zero2_alone", "zero3_alone")] == [(0,), (1,)]
+
+
+def test_a_series_on_fewer_gpus_is_compared_with_the_whole_one(tmp_path):
+    lines = [
+        {"name": "a recipe, of no series", "losses": [3.0, 1.0]},
+        {"series": "fp32", "name": "single", "losses": [2.0, 1.0]},
+        {"series": "fp32_fewer", "name": "ddp_2", "losses": [2.0, 1.1]},
+    ]
+    compared = gpu_parity.write_compared(lines, tmp_path)
+    assert [line["largest_difference"] for line in compared] == [0.0, pytest.approx(0.1)]
+    assert len((tmp_path / "compared.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_run_without_records_has_measured_nothing(tmp_path):
+    assert measured(tmp_path) == {}
+
+
+TRAINER = """
+import sys, types
+from pathlib import Path
+from tunebook.train.trainer import RecipeTrainer
+print(RecipeTrainer().train())
+"""
+
+
+def test_training_waits_for_its_turn_and_says_when_it_is_through(tmp_path):
+    package = tmp_path / "site/tunebook/train"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "__init__.py").touch()
+    (package / "trainer.py").write_text("class RecipeTrainer:\n    def train(self):\n        return 'trained'\n")
+    turn = tmp_path / "turn"
+    turn.mkdir()
+    path = os.pathsep.join([str(BENCH / "gpu_turns"), str(tmp_path / "site")])
+    environment = os.environ | {"PYTHONPATH": path, "TUNEBOOK_BENCH_TURN": str(turn), "RANK": "3"}
+    with subprocess.Popen([sys.executable, "-c", TRAINER], env=environment, stdout=subprocess.PIPE) as process:
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.communicate(timeout=2)
+        assert [file.name for file in turn.iterdir()] == ["ready-3"]
+        (turn / "go").touch()
+        assert process.communicate(timeout=30)[0].strip() == b"trained"
+    assert (turn / "done-3").exists()

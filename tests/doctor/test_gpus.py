@@ -1,0 +1,168 @@
+"""What is said of GPUs, healthy and not."""
+
+from __future__ import annotations
+
+import pytest
+
+from tunebook.doctor.findings import Level
+from tunebook.doctor.gpus import look_at_gpus
+from tunebook.hardware.detect import Machine
+from tunebook.hardware.nvidia_smi import SmiAnswer
+
+from .conftest import CPU_ONLY, h200, health, machine_with, only
+
+TWO = machine_with(h200(0), h200(1))
+
+
+def look(*gpus: dict, machine: Machine = TWO):
+    return look_at_gpus(machine, list(gpus), None, None)
+
+
+def test_healthy_gpus() -> None:
+    findings = look(health(0), health(1))
+    assert [finding.level for finding in findings] == [Level.ok] * 3
+    found = only(findings, "gpus-found")
+    assert found.what == "2 x NVIDIA H200 (140.4 GiB, compute capability 9.0)"
+    assert [gpu["generation"] for gpu in found.data["gpus"]] == ["hopper", "hopper"]
+    assert only(findings, "gpu-memory-errors").what == "no uncorrected memory errors (ECC is on for GPU 0-1)"
+
+
+def test_without_a_driver_there_is_nothing_wrong() -> None:
+    (found,) = look_at_gpus(CPU_ONLY, [], None, None)
+    assert (found.level, found.what) == (Level.ok, "no GPU here: no NVIDIA driver answers here")
+
+
+def test_a_driver_without_a_gpu_is_a_warning() -> None:
+    (found,) = look_at_gpus(machine_with(notes=("CUDA_VISIBLE_DEVICES='' leaves 0 of 2 GPUs visible",)), [], None, None)
+    assert found.level is Level.warning
+    assert "leaves 0 of 2" in found.what
+
+
+def test_a_driver_that_does_not_answer_is_the_only_finding() -> None:
+    (found,) = look_at_gpus(CPU_ONLY, [], "no answer within 40 s", None)
+    assert (found.id, found.level) == ("driver-silent", Level.error)
+    assert "no answer within 40 s" in found.what
+    assert "sudo reboot" in found.fix
+
+
+def test_a_gpu_that_somebody_else_is_on_names_process_memory_and_the_free_one() -> None:
+    busy = health(0, used_gib=26.1, processes=[{"pid": 12806, "gib": 25.6}, {"pid": 7, "gib": None}])
+    found = only(look(busy, health(1)), "gpu-in-use")
+    assert found.level is Level.warning
+    assert found.what == "GPU 0: 26.1 of 140.4 GiB in use, by process 12806 (25.6 GiB), 7"
+    assert "CUDA_VISIBLE_DEVICES=1 in front" in found.fix
+    assert found.data["used_gib"] == {"0": 26.1, "1": 0.5}
+
+
+def test_all_in_use_by_processes_outside_of_the_container() -> None:
+    found = only(look(health(0, used_gib=3.0), health(1, used_gib=2.0, processes=None)), "gpu-in-use")
+    assert found.what.count("by a process that is not seen from here") == 2
+    assert "none is free" in found.fix
+
+
+@pytest.mark.parametrize("used", [None, 0.0, 1.0])
+def test_what_a_driver_takes_of_an_idle_gpu_is_not_in_use(used: float | None) -> None:
+    assert only(look(health(0, used_gib=used), health(1)), "gpu-in-use").level is Level.ok
+
+
+@pytest.mark.parametrize(
+    ("changes", "level", "said"),
+    [
+        ({"uncorrected_since_start": 2}, Level.error, "GPU 1: 2 uncorrected memory errors since the driver was loaded"),
+        ({"remapping": {"is_pending": False, "has_failed": True}}, Level.error, "GPU 1: bad memory could not be"),
+        ({"remapping": {"is_pending": True, "has_failed": False}}, Level.warning, "GPU 1: bad memory is replaced"),
+        ({"retirement_pending": True}, Level.warning, "GPU 1: bad memory is replaced at the next restart"),
+    ],
+)
+def test_memory_errors(changes: dict, level: Level, said: str) -> None:
+    found = only(look(health(0), health(1, **changes)), "gpu-memory-errors")
+    assert found.level is level
+    assert found.what.startswith(said)
+
+
+def test_errors_of_the_past_are_data_only() -> None:
+    found = only(look(health(0, uncorrected_ever=5), health(1)), "gpu-memory-errors")
+    assert (found.level, found.data["uncorrected_ever"]) == (Level.ok, {"0": 5, "1": 0})
+
+
+def test_gpus_without_error_correction() -> None:
+    questions = {"ecc": None, "uncorrected_since_start": None, "remapping": None}
+    found = only(look(health(0, **questions), health(1, **questions)), "gpu-memory-errors")
+    assert (found.level, "not counted" in found.what) == (Level.ok, True)
+
+
+def test_persistence_compute_mode_and_lanes() -> None:
+    bad = health(1, persistence=False, compute_mode="prohibited", pcie_width=8)
+    findings = look(health(0, persistence=None), bad)
+    assert only(findings, "gpu-persistence").what.startswith("GPU 1: persistence mode is off")
+    assert only(findings, "gpu-compute-mode").level is Level.error
+    assert only(findings, "gpu-compute-mode").fix == "sudo nvidia-smi -i 1 -c 0"
+    assert only(findings, "gpu-pcie-width").what == "GPU 1: 8 of 16 PCIe lanes"
+
+
+def test_a_slice_cannot_train_with_others() -> None:
+    machine = machine_with(h200(0, is_mig=True, memory_gib=16.0))
+    found = only(look_at_gpus(machine, [health(0)], None, None), "gpu-split")
+    assert "parallelism=single" in found.fix
+    assert "16 GiB" in found.what
+
+
+def test_gpus_that_are_hidden_are_left_out() -> None:
+    hidden = health(0, used_gib=100.0, uncorrected_since_start=7)
+    findings = look(hidden, health(1), machine=machine_with(h200(1)))
+    assert {finding.level for finding in findings} == {Level.ok}
+    assert list(only(findings, "gpu-in-use").data["used_gib"]) == ["1"]
+
+
+def test_one_that_does_not_answer_is_told_by_detection() -> None:
+    lost = {"index": 0, "problem": "GPU is lost"}
+    machine = machine_with(h200(1), notes=("GPU 0 does not answer (GPU is lost) and is left out",))
+    note = only(look_at_gpus(machine, [lost, health(1)], None, None), "gpu-note")
+    assert (note.level, note.what) == (Level.warning, "GPU 0 does not answer (GPU is lost) and is left out")
+
+
+def test_gpus_that_somebody_chose_to_hide_are_only_mentioned() -> None:
+    machine = machine_with(h200(1), notes=("CUDA_VISIBLE_DEVICES='1' leaves 1 of 2 GPUs visible",))
+    assert only(look_at_gpus(machine, [health(0), health(1)], None, None), "gpu-note").level is Level.ok
+
+
+def test_one_that_torch_has_no_code_for() -> None:
+    machine = machine_with(h200(0, name="Tesla P100", compute_capability=(6, 0)))
+    found = only(look_at_gpus(machine, [health(0)], None, None), "gpu-too-old")
+    assert (found.level, found.what) == (Level.error, "Tesla P100 has compute capability 6.0; torch starts at 7.0")
+
+
+LISTING = """\
+GPU 0: NVIDIA A100-SXM4-80GB (UUID: GPU-5f3c7a10-0000-1111-2222-333344445555)
+  MIG 3g.40gb     Device  0: (UUID: MIG-c6d4f1ef-0000-1111-2222-333344445555)
+GPU 1: NVIDIA A100-SXM4-80GB (UUID: GPU-77aa0000-0000-1111-2222-333344445555)
+"""
+
+
+@pytest.mark.parametrize(
+    ("answer", "level", "said"),
+    [
+        (SmiAnswer(text=LISTING, problem=None), Level.error, "nvidia-smi lists 2 GPUs (GPU 0: NVIDIA A100"),
+        (SmiAnswer(text=None, problem="no answer within 40 s"), Level.warning, "no answer within 40 s"),
+        (SmiAnswer(text=None, problem="it ended with exit code 18: Driver/library version mismatch"), Level.warning,
+         "version mismatch"),
+        (SmiAnswer(text="\x00\x01 GPU?", problem=None), Level.warning, r"there are: it printed '\x00\x01 GPU?'"),
+    ],
+)  # fmt: skip
+def test_an_nvidia_smi_where_python_finds_no_driver(answer: SmiAnswer, level: Level, said: str) -> None:
+    found = only(look_at_gpus(CPU_ONLY, [], None, answer), "nvidia-smi")
+    assert found.level is level
+    assert said in found.what
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        SmiAnswer(text=None, problem="there is no nvidia-smi", is_absent=True),
+        SmiAnswer(text="No devices found.", problem=None),
+        SmiAnswer(text=None, problem="it ended with exit code 9: NVIDIA-SMI has failed because it couldn't communicate "
+                  "with the NVIDIA driver. Make sure that the latest NVIDIA driver is installed and running."),
+    ],
+)  # fmt: skip
+def test_an_nvidia_smi_that_says_that_there_is_no_gpu(answer: SmiAnswer) -> None:
+    assert [finding.id for finding in look_at_gpus(CPU_ONLY, [], None, answer)] == ["gpus-found"]

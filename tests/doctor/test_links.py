@@ -1,0 +1,164 @@
+"""Connections and measured bandwidths, judged."""
+
+from __future__ import annotations
+
+import pytest
+
+from tunebook.doctor.findings import Level
+from tunebook.doctor.links import look_at_bandwidth, look_at_topology, why_not_measured
+from tunebook.hardware.nvidia_smi import SmiAnswer
+from tunebook.hardware.topology import parse_topology
+
+from .conftest import CPU_ONLY, TOPOLOGIES, h200, machine_with, measured, only, topology_of
+
+
+def look(name: str, num_gpus: int, num_nodes: int = 1, first: int = 0):
+    text = (TOPOLOGIES / f"{name}.txt").read_text()
+    machine = machine_with(*(h200(index) for index in range(first, first + num_gpus)))
+    return look_at_topology(machine, SmiAnswer(text=text, problem=None), num_nodes).findings
+
+
+def test_nvlink_everywhere() -> None:
+    found = only(look("h100x8", 8), "topology")
+    assert (found.level, found.what) == (Level.ok, "the GPUs are connected by NV18 (18 NVLinks)")
+    assert len(found.data["pairs"]) == 28
+
+
+def test_a_mesh_in_which_nvlink_leads_everywhere_over_others() -> None:
+    found = only(look("v100x8", 8), "topology")
+    assert found.level is Level.ok
+    assert "NV2 (2 NVLinks) and NV1 (1 NVLink) and SYS" in found.what
+
+
+def test_two_of_the_mesh_without_a_way_of_nvlinks() -> None:
+    text = (TOPOLOGIES / "v100x8.txt").read_text()
+    machine = machine_with(h200(0), h200(7))
+    (found, _) = look_at_topology(machine, SmiAnswer(text=text, problem=None), 1).findings
+    assert found.level is Level.warning
+    assert "GPU0 and GPU7 are on different CPU sockets" in found.what
+
+
+def test_over_two_sockets_the_gpus_of_one_are_named() -> None:
+    found = only(look("pcie_two_sockets", 4), "topology")
+    assert found.level is Level.warning
+    assert "CUDA_VISIBLE_DEVICES=0,1 in front" in found.fix
+    assert only(look("pcie_two_sockets", 2), "topology").level is Level.ok  # both on one
+
+
+def test_only_gpus_that_are_seen_count() -> None:
+    found = only(look("pcie_two_sockets", 2, first=2), "topology")
+    assert (found.level, list(found.data["pairs"])) == (Level.ok, ["GPU2-GPU3"])
+
+
+def test_one_gpu() -> None:
+    assert only(look("one_gpu", 1), "topology").what.startswith("one GPU")
+
+
+def test_the_nearest_cards() -> None:
+    found = only(look("h100x8", 8), "network-cards")
+    assert found.level is Level.ok
+    assert found.what.startswith("4 network cards; the nearest: GPU0 mlx5_0 (PXB), GPU1 mlx5_0 (PXB), GPU2 mlx5_1")
+    assert found.data["nearest"]["GPU7"] == {"card": "mlx5_bond_0", "link": "PXB"}
+
+
+def test_a_card_on_the_other_socket_matters_only_between_nodes() -> None:
+    text = (
+        "\tGPU0\tGPU1\tNIC0\tCPU Affinity\nGPU0\t X \tNV4\tPIX\t0-3\nGPU1\tNV4\t X \tSYS\t4-7\nNIC0\tPIX\tSYS\t X \t\n"
+    )
+    machine, answer = machine_with(h200(0), h200(1)), SmiAnswer(text=text, problem=None)
+    assert only(look_at_topology(machine, answer, 1).findings, "network-cards").level is Level.ok
+    found = only(look_at_topology(machine, answer, 2).findings, "network-cards")
+    assert (found.level, "GPU1 reach one only over" in found.what) == (Level.warning, True)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (SmiAnswer(text=None, problem="there is no nvidia-smi"), "there is no nvidia-smi"),
+        (SmiAnswer(text=None, problem="no answer within 40 s"), "no answer within 40 s"),
+        (SmiAnswer(text="GPU is lost\n", problem=None), "something else than a matrix"),
+        (SmiAnswer(text="\x00\x7f", problem=None), "something else than a matrix"),
+    ],
+)
+def test_without_a_matrix_it_is_a_warning(answer: SmiAnswer, said: str) -> None:
+    look = look_at_topology(machine_with(h200(0), h200(1)), answer, 1)
+    assert look.topology is None
+    (found,) = look.findings
+    assert (found.id, found.level) == ("topology", Level.warning)
+    assert said in found.what
+    assert look_at_topology(CPU_ONLY, answer, 1).findings == []
+
+
+def test_a_bandwidth_that_such_links_reach() -> None:
+    (found,) = look_at_bandwidth(measured(360.0), topology_of("h100x8"))
+    assert found.level is Level.ok
+    assert found.what == "4 GPUs: all-reduce 360 GB/s at 1 GiB, all-gather 360 GB/s at 1 GiB (bus bandwidth)"
+
+
+@pytest.mark.parametrize(("speed", "level"), [(224.0, Level.warning), (226.0, Level.ok)])  # half of 18 x 25 is 225
+def test_half_of_what_nvlinks_carry_is_too_slow(speed: float, level: Level) -> None:
+    (found,) = look_at_bandwidth(measured(speed), topology_of("h100x8"))
+    assert found.level is level
+    assert ("reach at least 225 GB/s" in found.what) is (level is Level.warning)
+
+
+def test_the_fewest_nvlinks_of_a_pair_decide() -> None:
+    text = "\tGPU0\tGPU1\tGPU2\nGPU0\t X \tNV4\tNV2\nGPU1\tNV4\t X \tNV4\nGPU2\tNV2\tNV4\t X \n"
+    (found,) = look_at_bandwidth(measured(26.0, num_ranks=3), parse_topology(text))  # above half of 2 x 25, below of 4
+    assert found.level is Level.ok
+
+
+@pytest.mark.parametrize(("speed", "level"), [(4.9, Level.warning), (5.1, Level.ok)])
+def test_pcie_has_a_floor_too(speed: float, level: Level) -> None:
+    (found,) = look_at_bandwidth(measured(speed), topology_of("pcie_two_sockets"))
+    assert found.level is level
+
+
+def test_without_a_matrix_there_is_no_floor() -> None:
+    (found,) = look_at_bandwidth(measured(0.1), None)
+    assert found.level is Level.ok
+
+
+def test_cpu_ranks_are_not_judged() -> None:
+    (found,) = look_at_bandwidth(measured(0.1, backend="gloo", num_ranks=2), topology_of("h100x8"))
+    assert found.level is Level.ok
+    assert found.what.startswith("2 CPU ranks: ")
+    assert "says nothing of GPUs" in found.what
+
+
+def test_a_link_that_hangs_is_an_error_and_names_what_to_try() -> None:
+    bandwidth = measured(300.0, problem="no answer within 120 s", is_late=True)
+    (found,) = look_at_bandwidth(bandwidth, None)
+    assert found.level is Level.error
+    assert "no answer within 120 s (after 2 measurements)" in found.what
+    assert "NCCL_P2P_DISABLE=1" in found.fix
+
+
+def test_ranks_that_fail() -> None:
+    bandwidth = measured(sizes=(), problem="it ended with exit code 1; rank 0: No space left on device")
+    (found,) = look_at_bandwidth(bandwidth, None)
+    assert found.level is Level.error
+    assert "rank 0: No space left on device (before the first measurement)" in found.what
+    assert "/dev/shm" in found.fix
+
+
+def test_wrong_sums_are_an_error_whatever_the_speed() -> None:
+    findings = look_at_bandwidth(measured(360.0, wrong=["rank 1: all_reduce of 8 bytes"]), topology_of("h100x8"))
+    assert only(findings, "wrong-sums").level is Level.error
+    assert "rank 1: all_reduce of 8 bytes" in only(findings, "wrong-sums").what
+    assert only(findings, "bandwidth").level is Level.ok
+
+
+@pytest.mark.parametrize(
+    ("gpus", "free", "said"),
+    [
+        ([h200(0), h200(1)], [139.0, 139.0], None),
+        ([h200(0), h200(1)], [139.0, 3.9], "only 3.9 GiB of free memory"),
+        ([h200(0), h200(1)], [139.0], "CUDA does not work on all GPUs"),
+        ([h200(0, is_mig=True), h200(1)], [9.0, 9.0], "NCCL connects no MIG slices"),
+        ([h200(0), h200(1, name="NVIDIA A100")], [9.0, 9.0], "different kinds"),
+    ],
+)
+def test_what_cannot_be_measured(gpus: list, free: list[float], said: str | None) -> None:
+    reason = why_not_measured(machine_with(*gpus), free)
+    assert reason is None if said is None else said in (reason or "")

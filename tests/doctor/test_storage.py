@@ -1,0 +1,162 @@
+"""Disks against what recipes write, and the hub's cache and token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from tunebook.doctor import storage
+from tunebook.doctor.findings import Level
+from tunebook.doctor.storage import Space, checkpoint_bytes, checkpoint_space, disk, disks, existing, hub_space
+
+from .conftest import only, resolved
+
+GIB = 2**30
+P = 3085938688  # of Qwen2.5-3B
+
+
+@pytest.mark.parametrize(
+    ("words", "weight", "optimizer"),
+    [
+        (["parallelism=ddp"], 4, 8),
+        (["parallelism=fsdp"], 4, 8),
+        (["parallelism=zero2"], 4, 16),  # two moments, and DeepSpeed's copies of the weights
+        (["parallelism=ddp", "precision.master_weights=bf16"], 2, 4),
+        (["parallelism=ddp", "optimizer=adamw_8bit"], 4, 2),
+    ],
+)
+def test_bytes_of_a_checkpoint(words: list[str], weight: int, optimizer: int) -> None:
+    assert checkpoint_bytes(resolved("qwen3b_zero2", *words)) == (weight, optimizer)
+
+
+def test_checkpoints_kept_one_more_in_writing_and_the_model_at_the_end(tmp_path: Path) -> None:
+    config = resolved("qwen3b_zero2", "parallelism=ddp")  # saves, and keeps 2
+    space = checkpoint_space(config, tmp_path)
+    assert space.needed == P * (4 + 3 * 12)
+    assert "3 checkpoints of 34.49 GiB (training.keep_checkpoints=2" in space.why
+
+
+def test_only_the_model_at_the_end_where_nothing_is_saved_meanwhile(tmp_path: Path) -> None:
+    config = resolved("qwen3b_zero2", "parallelism=ddp", "training.save_every_steps=null")
+    assert checkpoint_space(config, tmp_path).needed == P * 4
+
+
+def test_an_adapter_is_too_small_to_count(tmp_path: Path) -> None:
+    assert checkpoint_space(resolved("zero2_lora"), tmp_path).needed == 0
+    assert checkpoint_space(None, tmp_path).needed == 0
+
+
+def test_downloads_are_in_the_published_format(tmp_path: Path) -> None:
+    space = hub_space(resolved("qwen3b_zero2"), tmp_path)
+    assert space.needed == P * 2
+    assert space.why.startswith("Qwen/Qwen2.5-3B")
+    for word in ("model.weights=random", "model=quickstart"):
+        assert hub_space(resolved("qwen3b_zero2", word), tmp_path).needed == 0
+
+
+def test_what_is_in_the_cache_is_not_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(storage, "is_cached", lambda name, revision: name == "Qwen/Qwen2.5-3B")
+    assert hub_space(resolved("qwen3b_zero2"), tmp_path).needed == 0
+
+
+def test_a_name_that_the_hub_cannot_have_is_not_cached() -> None:
+    assert not storage.is_cached("no/such/form", None)
+    assert not storage.is_cached("some-organisation/some-model", None)
+
+
+def space(needed: int) -> Space:
+    return Space(purpose="run folders", folder=Path("/a"), needed=needed, why="checkpoints")
+
+
+@pytest.mark.parametrize(
+    ("needed", "free", "level"),
+    [
+        (10 * GIB, 15 * GIB, Level.ok),
+        (10 * GIB, 15 * GIB - 1, Level.warning),
+        (10 * GIB, 10 * GIB, Level.warning),
+        (10 * GIB, 10 * GIB - 1, Level.error),
+        (0, 5 * GIB, Level.ok),
+        (0, GIB, Level.warning),
+    ],
+)
+def test_free_space_at_its_thresholds(needed: int, free: int, level: Level) -> None:
+    assert disk([space(needed)], free).level is level
+
+
+def test_what_goes_to_the_same_disk_is_added_up(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    spaces = [
+        Space(purpose="runs", folder=tmp_path / "a" / "outputs", needed=2**60, why="checkpoints"),
+        Space(purpose="models", folder=tmp_path / "b", needed=2**60, why="weights"),
+    ]
+    (found,) = disks(spaces)
+    assert found.level is Level.error
+    assert found.data["needed_gib"] == 2 * 2**30
+    assert "checkpoints; weights" in found.what
+
+
+def test_a_folder_that_cannot_be_written_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(storage.os, "access", lambda path, mode: False)
+    found = only(list(disks([Space(purpose="run folders", folder=tmp_path / "x", needed=0)])), "folder-not-writable")
+    assert found.level is Level.error
+    assert str(tmp_path) in found.what
+
+
+def test_the_nearest_folder_that_is_there(tmp_path: Path) -> None:
+    assert existing(tmp_path / "a" / "b") == tmp_path
+    assert existing(tmp_path) == tmp_path
+
+
+# --- the hub
+
+
+@pytest.fixture
+def token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """A token's file with these permissions, where the hub's library looks."""
+    file = tmp_path / "token"
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(file))
+
+    def write(mode: int) -> Path:
+        file.write_text("hf_secretsecretsecret")
+        file.chmod(mode)
+        return file
+
+    return write
+
+
+def look(*words: str):
+    config = resolved("qwen3b_zero2", *words)
+    return storage.look_at_storage(config, Path("outputs"))
+
+
+def test_without_a_token(token) -> None:
+    found = only(look(), "hub-token")
+    assert (found.level, found.data["is_there"]) == (Level.ok, False)
+    assert only(look("training.push_to_hub=me/model"), "hub-token").level is Level.error
+
+
+@pytest.mark.parametrize(("mode", "level"), [(0o600, Level.ok), (0o644, Level.warning), (0o640, Level.warning)])
+def test_a_token_is_never_printed(token, mode: int, level: Level) -> None:
+    file = token(mode)
+    findings = look("training.push_to_hub=me/model")
+    found = only(findings, "hub-token")
+    assert (found.level, found.data) == (level, {"is_there": True, "source": str(file)})
+    assert "secret" not in repr(findings)
+
+
+def test_a_token_in_the_environment(token, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secretsecretsecret")
+    findings = look()
+    assert only(findings, "hub-token").what == "a token for the hub is in HF_TOKEN"
+    assert "secret" not in repr(findings)
+
+
+def test_a_model_to_download_and_a_machine_told_to_stay_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    found = only(look(), "hub-model")
+    assert (found.level, "hf download Qwen/Qwen2.5-3B" in found.fix) == (Level.error, True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    assert only(look(), "hub-model").level is Level.ok
+    assert "hub-model" not in {found.id for found in look("model.weights=random")}

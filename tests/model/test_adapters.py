@@ -1,0 +1,114 @@
+"""Adapters: how a quantised base is stored for each strategy, and that an adapter is only merged whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from tunebook.config.choices import Compute, PeftMethod
+from tunebook.config.compose import compose
+from tunebook.errors import RequestError
+from tunebook.model.adapters import four_bit, keep_format, with_adapter
+
+# peft asks transformers by a name that has a newer one
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
+WEIGHTS = "adapter_model.safetensors"
+NAME = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+
+
+def base() -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    architecture = AutoConfig.for_model("llama", vocab_size=64, num_key_value_heads=1, **sizes)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(architecture)
+    return model
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    """A LoRA of rank 4 on q_proj, away from zero."""
+    adapted = get_peft_model(base(), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"]))
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.ones_(weight)
+    adapted.save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def change(adapter: Path, edit: Any) -> None:
+    weights = load_file(adapter / WEIGHTS)
+    edit(weights)
+    save_file(weights, adapter / WEIGHTS)
+
+
+def test_a_whole_adapter_is_merged(adapter: Path) -> None:
+    stored = load_file(adapter / WEIGHTS)
+    first, second = stored[NAME], stored[NAME.replace("lora_A", "lora_B")]
+    merged = with_adapter(base(), adapter, PeftMethod.lora)
+    expected = base().model.layers[1].self_attn.q_proj.weight + second @ first * (8 / 4)  # peft's alpha of 8
+    torch.testing.assert_close(merged.model.layers[1].self_attn.q_proj.weight, expected)
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (lambda weights: weights.pop(NAME), f"1 missing keys such as {NAME};"),
+        (lambda weights: weights.update({"extra.weight": torch.zeros(1)}), "1 unexpected keys such as extra.weight;"),
+        (
+            lambda weights: weights.update({NAME: torch.zeros(2, 16)}),
+            f"1 mismatched keys such as {NAME} of shape [2, 16], where the adapter has [4, 16];",
+        ),
+    ],
+    ids=["missing", "unexpected", "misshapen"],
+)
+def test_an_adapter_that_is_not_whole_is_refused(adapter: Path, edit: Any, says: str) -> None:
+    change(adapter, edit)
+    with pytest.raises(RequestError) as raised:
+        with_adapter(base(), adapter, PeftMethod.lora)
+    assert (raised.value.exit_code, raised.value.problem_id) == (2, "weights-incomplete")
+    assert says in raised.value.message and str(adapter) in raised.value.message
+
+
+def test_an_adapter_without_weights_or_with_damaged_ones_is_refused(adapter: Path) -> None:
+    file = adapter / WEIGHTS
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(RequestError, match=r"adapter_model\.safetensors .* was cut off"):
+        with_adapter(base(), adapter, PeftMethod.lora)
+    file.unlink()
+    with pytest.raises(RequestError, match=r"has adapter_config\.json and no weights \(adapter_model\.safetensors or"):
+        with_adapter(base(), adapter, PeftMethod.lora)
+
+
+@pytest.mark.parametrize("compute", [Compute.bf16, Compute.fp32, Compute.fp16])
+@pytest.mark.parametrize(
+    ("choice", "is_sharded"),
+    [("single", False), ("ddp", False), ("zero2", False), ("zero3", True), ("zero3_offload", True), ("fsdp", True),
+     ("fsdp_grad_op", True), ("hsdp", True), ("fsdp_offload", True)],
+)  # fmt: skip
+def test_a_sharded_base_is_stored_in_the_format_of_the_computation(
+    monkeypatch: pytest.MonkeyPatch, choice: str, is_sharded: bool, compute: Compute
+) -> None:
+    """In another float format FSDP2 would convert its bits, and bytes are left out of the sharding."""
+    monkeypatch.setattr(transformers, "BitsAndBytesConfig", SimpleNamespace)  # the real one asks for bitsandbytes
+    config = compose("quickstart", [f"parallelism={choice}", "peft=qlora"]).config
+    config.precision.compute = compute
+    dtype = {Compute.bf16: torch.bfloat16, Compute.fp32: torch.float32, Compute.fp16: torch.float16}[compute]
+    settings = four_bit(config)
+    assert settings.bnb_4bit_compute_dtype is dtype
+    assert settings.bnb_4bit_quant_storage is (dtype if is_sharded else torch.uint8)
+    assert settings.load_in_4bit
+
+
+def test_what_is_trained_goes_back_to_the_runs_format() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)).to(torch.bfloat16)
+    model[0].requires_grad_(False)
+    keep_format(model, torch.float32)
+    assert [parameter.dtype for parameter in model.parameters()] == [torch.bfloat16] * 2 + [torch.float32] * 2
