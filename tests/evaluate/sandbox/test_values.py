@@ -43,7 +43,7 @@ def there_and_back(value):
         Decimal("1.10"), Fraction(1, 3), deque([1, 2], maxlen=3), datetime.date(2024, 2, 29),
         datetime.datetime(2024, 1, 2, 3, 4, 5, 6), datetime.time(1, 2), datetime.timedelta(-1, 2, 3),
     ],
-    ids=repr,
+    ids=lambda value: type(value).__name__,  # not its text: a set is written in another order by each process
 )  # fmt: skip
 def test_plain_values_come_back_as_they_were(value):
     back = there_and_back(value)
