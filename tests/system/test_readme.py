@@ -33,7 +33,7 @@ EXPECTED = {
     "make sweep RECIPE=qwen3b_zero2": "2 trials",
     'make sweep ARGS="training.seed=0,1 --launcher=joblib': "each on GPUs or cores of its own",
     'make sweep ARGS="training.seed=0,1 --launcher=slurm': "as Slurm jobs",
-    "make sweep ARGS=\"'optimizer.learning_rate=tag(log": "1e-4 to 1e-2, by magnitude",
+    "make sweep ARGS=\"'optimizer.learning_rate=tag(log": "0.0001 to 0.01, by magnitude",
     "make data RECIPE=quickstart": "15,000",
     "make sweep RECIPE=quickstart": "4 trials",
     "make doctor RECIPE=quickstart": "0 errors",
