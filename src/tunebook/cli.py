@@ -17,6 +17,20 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from tunebook.cli_options import (
+    Direction,
+    Jobs,
+    Launcher,
+    Metric,
+    NumTrials,
+    Outputs,
+    Prune,
+    RecipesDir,
+    RunFolder,
+    Search,
+    SearchSeed,
+    Words,
+)
 from tunebook.errors import DoesNotFitError, RequestError, StoppedError, TunebookError
 from tunebook.record.disk import is_disk_full
 
@@ -30,18 +44,6 @@ app = typer.Typer(
 )
 
 _TYPER_INTERRUPTED = 130  # what typer makes of a KeyboardInterrupt, which it does not let through
-
-Words = Annotated[
-    list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="A recipe, then Hydra overrides.")
-]
-RecipesDir = Annotated[
-    list[Path] | None,
-    typer.Option("--recipes-dir", help="A folder with recipes of your own; may be given again. Also TUNEBOOK_RECIPES."),
-]
-RunFolder = Annotated[
-    Path | None, typer.Option("--run-folder", help="Make the run here instead of in outputs/<recipe>/<time>.")
-]
-Outputs = Annotated[Path, typer.Option("--outputs", help="The folder that holds the run folders.")]
 
 
 def _split(words: list[str] | None) -> tuple[str | None, list[str]]:
@@ -234,44 +236,14 @@ def _settings(words: list[str] | None, known: tuple[str, ...]) -> dict[str, str]
 def sweep(
     words: Words = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the trials and stop.")] = False,
-    launcher: Annotated[
-        str,
-        typer.Option(
-            "--launcher",
-            help="basic: one trial after the other; joblib: several at a time on this machine, each on GPUs or cores "
-            "of its own; slurm: each a Slurm job, with the keys launcher.partition=... of launcher=slurm.",
-        ),
-    ] = "basic",
-    jobs: Annotated[
-        int | None, typer.Option("--jobs", help="Trials at a time; if unset, as many as fit, in Slurm 8.")
-    ] = None,
-    search: Annotated[
-        str | None,
-        typer.Option(
-            "--search",
-            help="optuna: let it choose from key=interval(1e-6,1e-4), tag(log,interval(...)), int(interval(1,8)), "
-            "range(8,65,8) or a,b,c.",
-        ),
-    ] = None,
-    num_trials: Annotated[int | None, typer.Option("--num-trials", help="How many trials a search takes.")] = None,
-    metric: Annotated[
-        str | None,
-        typer.Option(
-            "--metric",
-            help="What counts: evaluation_score, validation_loss, final_loss, tokens_per_second_per_gpu or seconds; if "
-            "unset, the first of these that the trials measure.",
-        ),
-    ] = None,
-    direction: Annotated[
-        str | None, typer.Option("--direction", help="minimize or maximize, where the metric does not say it.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Of a search's proposals; if unset, 0.")] = None,
-    prune: Annotated[
-        int | None,
-        typer.Option(
-            "--prune", help="End trials of a search that, from this step on, are worse than the median of 5 or more."
-        ),
-    ] = None,
+    launcher: Launcher = "basic",
+    jobs: Jobs = None,
+    search: Search = None,
+    num_trials: NumTrials = None,
+    metric: Metric = None,
+    direction: Direction = None,
+    seed: SearchSeed = None,
+    prune: Prune = None,
     recipes_dir: RecipesDir = None,
 ) -> None:
     """Train a recipe once per combination of values (key=1,2 key=a,b), or search for the best, and rank the results.

@@ -7,6 +7,7 @@ import resource
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from tunebook.config.choices import Offload
 from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
@@ -90,51 +91,47 @@ def _locks_memory(config: RunConfig | None, *, has_cards: bool) -> str | None:
 def _locked(limit: int, needed_by: str | None) -> Finding:
     is_limited = limit != resource.RLIM_INFINITY
     text = f"ulimit -l (locked memory): {size_text(limit) if is_limited else 'unlimited'}"
-    data = {"bytes": limit if is_limited else None, "needed_by": needed_by}
-    if not is_limited or needed_by is None:
-        what = text if not is_limited else f"{text}; nothing here needs more"
-        return Finding(id="limit-memlock", kind=Kind.system, what=what, data=data)
-    return Finding(
+    return _limit(
         id="limit-memlock",
-        kind=Kind.system,
-        level=Level.warning,
-        what=f"{text}; {needed_by} locks gigabytes",
+        text=text if needed_by or not is_limited else f"{text}; nothing here needs more",
+        data={"bytes": limit if is_limited else None, "needed_by": needed_by},
+        too_little=f"{needed_by} locks gigabytes" if needed_by and is_limited else None,
         fix="ulimit -l unlimited; for good: `* - memlock unlimited` in /etc/security/limits.conf; in Docker: "
         "--ulimit memlock=-1",
-        data=data,
     )
 
 
 def _files(limit: int) -> Finding:
     is_limited = limit != resource.RLIM_INFINITY
-    what = f"ulimit -n (open files): {limit if is_limited else 'unlimited'}"
-    data = {"limit": limit if is_limited else None}
-    if not is_limited or limit >= _ENOUGH_FILES:
-        return Finding(id="limit-nofile", kind=Kind.system, what=what, data=data)
-    return Finding(
+    return _limit(
         id="limit-nofile",
-        kind=Kind.system,
-        level=Level.warning,
-        what=f"{what}; many ranks, data workers and shards can need more than that",
+        text=f"ulimit -n (open files): {limit if is_limited else 'unlimited'}",
+        data={"limit": limit if is_limited else None},
+        too_little="many ranks, data workers and shards can need more than that"
+        if is_limited and limit < _ENOUGH_FILES
+        else None,
         fix="ulimit -n 65536; for good: `* - nofile 65536` in /etc/security/limits.conf",
-        data=data,
     )
 
 
 def _stack(limit: int) -> Finding:
     is_limited = limit != resource.RLIM_INFINITY
-    what = f"ulimit -s (stack): {size_text(limit) if is_limited else 'unlimited'}"
-    data = {"bytes": limit if is_limited else None}
-    if not is_limited or limit >= _ENOUGH_STACK:
-        return Finding(id="limit-stack", kind=Kind.system, what=what, data=data)
-    return Finding(
+    return _limit(
         id="limit-stack",
-        kind=Kind.system,
-        level=Level.warning,
-        what=f"{what}; less than the {size_text(_ENOUGH_STACK)} that libraries expect ends in a crash without a word",
+        text=f"ulimit -s (stack): {size_text(limit) if is_limited else 'unlimited'}",
+        data={"bytes": limit if is_limited else None},
+        too_little=f"less than the {size_text(_ENOUGH_STACK)} that libraries expect ends in a crash without a word"
+        if is_limited and limit < _ENOUGH_STACK
+        else None,
         fix="ulimit -s 8192; in Docker: --ulimit stack=67108864",
-        data=data,
     )
+
+
+def _limit(*, id: str, text: str, data: dict[str, Any], too_little: str | None, fix: str) -> Finding:
+    """Fine where nothing says why it is too little."""
+    if too_little is None:
+        return Finding(id=id, kind=Kind.system, what=text, data=data)
+    return Finding(id=id, kind=Kind.system, level=Level.warning, what=f"{text}; {too_little}", fix=fix, data=data)
 
 
 def read_meminfo(file: Path) -> dict[str, int]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
-import sys
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+from tunebook.train.death import prctl
+
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _POLL_S = 0.1
 
 
@@ -21,21 +21,11 @@ def adopting_orphans() -> Iterator[None]:
 
     torchrun starts ranks in sessions of their own: after a `kill -9` of it nobody else would know them.
     """
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:
         yield
     finally:
-        _prctl(_PR_SET_CHILD_SUBREAPER, 0)
-
-
-def die_with_parent() -> None:
-    """Let the kernel kill this process when the thread that started it is gone (Linux)."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value)
+        prctl(_PR_SET_CHILD_SUBREAPER, 0)
 
 
 def children_of(process: int) -> list[int]:

@@ -22,7 +22,7 @@ from tunebook.config.schema import RunConfig
 from tunebook.errors import TunebookError
 from tunebook.launch.descendants import adopting_orphans, children_of, end_children
 from tunebook.launch.logs import Failure
-from tunebook.train.death import ask_to_stop_when_parent_dies
+from tunebook.train.death import stopping_with_parent
 
 TORCHRUN = "torch.distributed.run"
 # What is sent on for a request: 1 finish the step and save, 2 end without saving (a rank takes a second request by
@@ -112,13 +112,12 @@ def start_command(
     stream = None if log is None else log.open("ab")
     try:
         process = subprocess.Popen(
-            command,
+            stopping_with_parent(command),
             env=environment,
             cwd=working_folder,
             stderr=stream,
             process_group=0,
             pass_fds=tuple(keep_open),
-            preexec_fn=ask_to_stop_when_parent_dies,
         )
     finally:
         if stream is not None:

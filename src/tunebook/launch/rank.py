@@ -16,11 +16,10 @@ from pathlib import Path
 from tunebook.config.frozen import load_config
 from tunebook.errors import InvalidTrainingError, StoppedError
 from tunebook.launch.commands import DIES_WITH_PARENT
-from tunebook.launch.descendants import die_with_parent
 from tunebook.launch.logs import rank_log, where
 from tunebook.launch.meeting import StartWatch, meet
 from tunebook.record.run_folder import write_outcome
-from tunebook.train.death import ask_to_stop_when_parent_dies
+from tunebook.train.death import ask_to_stop_when_parent_dies, die_with_parent
 from tunebook.train.signals import StopRequest
 
 # Endings that the ranks take together, each by itself. torchrun need not hear of them: it would call them a failure,

@@ -20,25 +20,12 @@ from pathlib import Path
 from tunebook.launch.lock import LOCK_FILE, is_worked_in
 from tunebook.record.atomic_files import atomic_write_json, read_json
 from tunebook.sweep.stopping import Stopping
+from tunebook.train.death import stopping_with_parent
 
 EXIT_STOPPED = 6  # a run that was asked to stop
 _WATCH_EVERY_S = 1.0
 _FREE_WITHIN_S = 600.0  # what a killed trial leaves behind saves a large model first
 _POLL_S = 0.2
-
-# What a child does before it becomes the trial: it asks the kernel for SIGTERM when the sweep dies (prctl 1, see
-# train.death), and ignores SIGUSR2, which Slurm sends on submitit's behalf to every process of a job's step. In a
-# program of its own, because a fork that goes on in Python crashed where torch was loaded and threads were at work.
-_BEGIN_PROGRAM = """
-import ctypes, os, signal, sys
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-    if os.getppid() != int(sys.argv[1]):
-        os.kill(os.getpid(), signal.SIGTERM)
-signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-os.execvp(sys.argv[2], sys.argv[2:])
-"""
-_BEGIN = [sys.executable, "-I", "-S", "-c", _BEGIN_PROGRAM]
 
 Watch = Callable[[], str | None]  # why a running trial is not worth going on with, if it is not
 
@@ -78,9 +65,9 @@ def run_trial(
     started = time.monotonic()
     stream = None if output is None else output.open("ab")
     try:
-        process = subprocess.Popen(
-            [*_BEGIN, str(os.getpid()), *command], stdout=stream, stderr=stream, env=environment, start_new_session=True
-        )
+        # Slurm sends submitit's signal, SIGUSR2, to every process of a job's step: it is not meant for the trial.
+        begin = stopping_with_parent(command, ignoring=(signal.SIGUSR2,))
+        process = subprocess.Popen(begin, stdout=stream, stderr=stream, env=environment, start_new_session=True)
         if cores and hasattr(os, "sched_setaffinity"):  # while it is still one thread: all that follow inherit it
             with suppress(ProcessLookupError):
                 os.sched_setaffinity(process.pid, cores)

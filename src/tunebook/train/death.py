@@ -1,15 +1,52 @@
-"""A process that ends when the one that started it is gone, so that nobody trains on unseen after a `kill -9`."""
+"""A process that ends when the one that started it is gone, so that nobody trains on unseen after a `kill -9` (Linux).
+
+The kernel minds the thread that started the process: it has to live as long as the process is wanted.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
+# A program of its own that becomes the command, because a fork that goes on in Python (`preexec_fn`) crashed where
+# torch was loaded and threads were at work. Its arguments: its parent, the signals to be ignored, the command.
+_PROGRAM = f"""
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, signal.SIGTERM)
+    if os.getppid() != int(sys.argv[1]):
+        os.kill(os.getpid(), signal.SIGTERM)
+for number in sys.argv[2].split(","):
+    if number:
+        signal.signal(int(number), signal.SIG_IGN)
+os.execvp(sys.argv[3], sys.argv[3:])
+"""
+
+
+def prctl(option: int, value: int) -> None:
+    """Ask the kernel for something about this process; nothing where there is no such call."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value)
+
 
 def ask_to_stop_when_parent_dies() -> None:
-    """Let the kernel send this process SIGTERM, on which a rank saves and ends, when its parent dies (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    """Let the kernel send this process SIGTERM, on which a rank saves and ends, when its parent dies."""
+    prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process when its parent dies."""
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def stopping_with_parent(command: list[str], ignoring: tuple[signal.Signals, ...] = ()) -> list[str]:
+    """The command, to be started by this process: it is sent SIGTERM when this process dies.
+
+    Signals in `ignoring` are ignored from the start. Exit code 1, with a traceback, where the command does not exist.
+    """
+    ignored = ",".join(str(int(number)) for number in ignoring)
+    return [sys.executable, "-I", "-S", "-c", _PROGRAM, str(os.getpid()), ignored, *command]

@@ -17,6 +17,7 @@ from tunebook.evaluate.sandbox.limits import Limits
 from tunebook.evaluate.sandbox.processes import descendants
 from tunebook.evaluate.sandbox.runner import HandoverError, main, serving
 from tunebook.evaluate.sandbox.users import FIRST_UIDS, FreshUsers, WallError, find_slots
+from tunebook.record.atomic_files import atomic_write_text
 
 RIGHT = Program(id="right", source="def f():\n    return 1", test="assert f() == 1", time_limit_s=20.0)
 SLOW = replace(RIGHT, id="slow", source="import time\ndef f():\n    time.sleep(100)", time_limit_s=60.0)
@@ -122,7 +123,7 @@ def test_jobs_that_nobody_waits_for_any_more_are_dropped(users):
 
 
 def test_a_job_that_is_none_gets_an_answer(users):
-    (users.handover.jobs / "odd.json").write_text('{"program": 5}')
+    atomic_write_text(users.handover.jobs / "odd.json", '{"program": 5}')
     wait_until(lambda: (users.handover.results / "odd.json").exists())
     outcome = read_result(users.handover.results / "odd.json")
     assert outcome.status is Status.broken
