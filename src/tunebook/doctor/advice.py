@@ -25,7 +25,7 @@ from tunebook.plan.batch import BatchPlan
 from tunebook.plan.memory import plan_memory
 
 _GB, _TERA = 1e9, 1e12
-_GATHERS = (Strategy.zero3, Strategy.fsdp)
+GATHERING = (Strategy.zero3, Strategy.fsdp)
 _NAMES = {Strategy.zero2: "ZeRO-2", Strategy.zero3: "ZeRO-3", Strategy.fsdp_grad_op: "FSDP without resharding",
           Strategy.fsdp: "FSDP"}  # fmt: skip
 
@@ -182,7 +182,7 @@ def _finding(
 ) -> Finding:
     """`choices` are the strategy that keeps whole weights and the one that gathers them."""
     keeping, gathering = choices
-    does_gather = strategy in _GATHERS
+    does_gather = strategy in GATHERING
     kept, gathered = _NAMES[keeping], _NAMES[gathering]
     level, fix = Level.ok, None
     if fits is False:

@@ -24,6 +24,7 @@ from tunebook.doctor.findings import Finding, Kind, exit_code_of, finding_of, fi
 from tunebook.doctor.gpus import look_at_gpus
 from tunebook.doctor.links import look_at_bandwidth, look_at_topology, not_measured, why_not_measured
 from tunebook.doctor.probes import Probe, run_probe
+from tunebook.doctor.remembered import remember
 from tunebook.doctor.show import show_findings
 from tunebook.doctor.software import look_at_software
 from tunebook.doctor.storage import existing, look_at_storage
@@ -203,6 +204,7 @@ def _look_at_links(
             return
         say("measuring the bandwidth between the GPUs")
         found.bandwidth = measure_bandwidth(len(machine.gpus), "nccl")
+        remember(found.bandwidth, machine)
     if found.bandwidth is None:
         return
     found.findings += look_at_bandwidth(found.bandwidth, found.topology)

@@ -128,6 +128,13 @@ _LINKS: dict[str, Explanation] = {
         "17,289 tokens a second on each GPU with ZeRO-2 and 7,969 with ZeRO-3.",
         advice="Take the one that keeps whole weights if it fits. If not, compute more tokens per pass.",
     ),
+    "slow-links": Explanation(
+        summary="ZeRO-3 or FSDP over links that `tunebook doctor` measured to be too slow for them.",
+        why="Divided weights are gathered before each layer, forward and backward. Where that takes longer than the "
+        "layer computes, the GPUs wait; the message shows the arithmetic with the bandwidth measured here.",
+        advice="Take what the message names. After a change of cards or cables `tunebook doctor` measures again; a run "
+        "is not stopped by this.",
+    ),
 }
 
 _SYSTEM: dict[str, Explanation] = {

@@ -15,6 +15,7 @@ from tunebook.config.compose import compose
 from tunebook.config.decisions import ChoiceValue
 from tunebook.config.rules import check
 from tunebook.config.schema import RunConfig
+from tunebook.doctor.remembered import slow_links
 from tunebook.errors import DoesNotFitError, Problem, RequestError, RulesError
 from tunebook.hardware.detect import detect_machine
 from tunebook.plan.batch import BatchPlan, solve_batch
@@ -71,12 +72,14 @@ def draft_run(recipe: str | None, overrides: list[str], recipes_dirs: list[Path]
     draft = Draft(recipe=recipe)
     try:
         composition = compose(recipe, overrides, recipes_dirs)
-        draft.resolution = resolve_auto(composition.config, detect_machine())
+        machine = detect_machine()
+        draft.resolution = resolve_auto(composition.config, machine)
         config = draft.resolution.config
         draft.problems = check(config, composition.origins.set_by)
         if not any(problem.is_error for problem in draft.problems):
             draft.memory = plan_memory(config)
             draft.batch = solve_batch(config, None)
+            draft.problems += slow_links(config, draft.batch, machine)
     except RequestError as error:
         draft.error = error
     return draft

@@ -1,0 +1,64 @@
+"""What `tunebook doctor` measured between this machine's GPUs, kept for the plans and runs that come after.
+
+Kept in the cache by the GPUs' identities and the driver, so that a card that was exchanged is measured again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from tunebook.config.rules.environment import starts_elsewhere
+from tunebook.config.schema import RunConfig
+from tunebook.data.file_hashes import cache_root
+from tunebook.doctor.advice import GATHERING, advise
+from tunebook.doctor.collectives.run import Bandwidth, Measurement
+from tunebook.doctor.findings import Level
+from tunebook.errors import Problem
+from tunebook.hardware.detect import Machine
+from tunebook.plan.batch import BatchPlan
+from tunebook.record.atomic_files import atomic_write_json
+
+
+def remember(bandwidth: Bandwidth, machine: Machine) -> None:
+    """Keep a measurement between GPUs that ended well; a cache that cannot be written is no reason to fail."""
+    if bandwidth.backend != "nccl" or bandwidth.problem is not None or bandwidth.wrong:
+        return
+    file = _file(machine, bandwidth.num_ranks)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write_json(file, bandwidth.to_json())
+    except OSError:
+        return
+
+
+def recall(machine: Machine, num_gpus: int) -> Bandwidth | None:
+    """What was last measured between the first `num_gpus` visible GPUs; None where nothing readable is kept."""
+    try:
+        kept: dict[str, Any] = json.loads(_file(machine, num_gpus).read_text(encoding="utf-8"))
+        measurements = [Measurement(**one) for one in kept["measurements"]]
+        return Bandwidth(backend=str(kept["backend"]), num_ranks=int(kept["num_ranks"]), measurements=measurements)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def slow_links(config: RunConfig, batch: BatchPlan, machine: Machine) -> list[Problem]:
+    """A warning where a strategy that gathers weights in every layer waits for links that were measured here."""
+    num_gpus = config.hardware.gpus_per_node or 1
+    if config.parallelism.strategy not in GATHERING:
+        return []
+    if starts_elsewhere(config) or config.hardware.num_nodes > 1 or not 2 <= num_gpus <= len(machine.gpus):
+        return []
+    bandwidth = recall(machine, num_gpus)
+    finding = advise(config, batch, bandwidth, machine.gpus[0].name) if bandwidth is not None else None
+    if finding is None or finding.level is not Level.warning or finding.fix is None:
+        return []
+    return [Problem(id="slow-links", key="parallelism", message=finding.what, fix=finding.fix, is_error=False)]
+
+
+def _file(machine: Machine, num_gpus: int) -> Path:
+    gpus = [gpu.uuid or f"{gpu.index}: {gpu.name}" for gpu in machine.gpus[:num_gpus]]
+    identity = json.dumps([machine.driver, gpus])
+    return cache_root() / "links" / f"{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
