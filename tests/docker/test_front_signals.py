@@ -30,12 +30,16 @@ def start_front(machine, *words, **variables):
     )  # fmt: skip
 
 
+def wait_until(condition):
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
 def wait_for(path):
     """Wait until a file is there."""
-    end = time.monotonic() + 30
-    while not path.exists():
-        assert time.monotonic() < end, path
-        time.sleep(0.02)
+    wait_until(path.exists)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -61,7 +65,8 @@ def test_a_second_request_is_handed_on_too(machine):
     front = start_front(machine, *TRAIN, GPU="cpu")
     wait_for(machine.fake / "running")
     os.killpg(front.pid, signal.SIGINT)
-    time.sleep(1.2)
+    wait_until(lambda: len(machine.calls("kill")) == 1)
+    time.sleep(1.2)  # what comes within a second is the same request
     (machine.fake / "again").touch()
     os.killpg(front.pid, signal.SIGINT)
     front.communicate(timeout=30)

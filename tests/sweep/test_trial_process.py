@@ -139,8 +139,12 @@ def test_what_watches_ends_a_trial_early_and_says_why(tmp_path: Path) -> None:
 
 
 def test_a_trial_that_finishes_all_the_same_is_not_pruned(tmp_path: Path) -> None:
-    finishes = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(2.5)"
-    end = run_trial(python(finishes), Stopping(), watch=lambda: "worse")
+    finishes = (
+        "import pathlib, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "pathlib.Path(sys.argv[1]).touch(); time.sleep(2.5)"
+    )
+    ready = tmp_path / "ready"
+    end = run_trial(python(finishes, ready), Stopping(), watch=lambda: "worse" if ready.exists() else None)
     assert (end.exit_code, end.was_pruned) == (0, False)
 
 

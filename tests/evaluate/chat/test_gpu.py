@@ -16,7 +16,7 @@ from tunebook.errors import DoesNotFitError
 from tunebook.evaluate.chat.answering import ChatModel, Ending, Sampling
 from tunebook.evaluate.chat.loading import load
 from tunebook.evaluate.chat.session import Session
-from tunebook.evaluate.chat.target import Target
+from tunebook.evaluate.target import Target
 from tunebook.model import placement
 
 SAMPLING = Sampling(max_new_tokens=16, temperature=0.0, seed=0)

@@ -21,7 +21,7 @@ from tunebook.errors import DataError, RequestError
 from tunebook.evaluate.chat.answering import ChatModel, Sampling
 from tunebook.evaluate.chat.loading import load, quiet_libraries
 from tunebook.evaluate.chat.session import Session
-from tunebook.evaluate.chat.target import Target
+from tunebook.evaluate.target import Target
 from tunebook.model.tokenizer import load_tokenizer, tokenizer_hash
 
 Scripted = Callable[..., PreTrainedModel]

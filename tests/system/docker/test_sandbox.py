@@ -134,5 +134,5 @@ def test_it_comes_back_after_it_was_killed(outcomes, compose, container, in_serv
 def test_stopping_it_is_quick_and_clean(outcomes, compose):
     started = time.monotonic()
     compose("stop", "sandbox")
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 9  # from 10 s on Docker kills it
     assert "sandbox: stopped" in compose("logs", "sandbox")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tunebook.errors import RequestError
-from tunebook.evaluate.chat.target import Target, find_target
+from tunebook.evaluate.target import Target, find_target
 
 
 @pytest.fixture
