@@ -20,7 +20,7 @@ export PYTHON
 unexport ARGS
 
 .DEFAULT_GOAL := help
-.PHONY: help train plan data eval chat sweep report list explain doctor env image push pull \
+.PHONY: help train plan data eval fetch chat sweep report verify list explain doctor env image push pull \
 	check lint format type test test-system setup lock clean-venv
 
 help:  ## This list
@@ -43,6 +43,9 @@ data:  ## Prepare RECIPE's data and show samples, lengths and what was cut
 eval:  ## Evaluate the newest finished run, RECIPE's if it is given, or another: ARGS="run=outputs/quickstart/<time>"
 	$(FRONT) run eval $(if $(filter-out file,$(origin RECIPE)),run=$(RECIPE)) $(value ARGS)
 
+fetch:  ## Download what RECIPE needs, to work without a network later; only a suite's data: ARGS=suite=leaderboard
+	$(FRONT) run fetch $(if $(filter-out file,$(origin RECIPE)),$(RECIPE),$(if $(value ARGS),,$(RECIPE))) $(value ARGS)
+
 chat:  ## Talk to RECIPE's newest run; ARGS="--prompt 'Hello'" for one answer
 	$(FRONT) run chat $(RECIPE) $(value ARGS)
 
@@ -51,6 +54,9 @@ sweep:  ## Train RECIPE once per combination of ARGS="key=a,b key=c,d" and rank 
 
 report:  ## Write the report of RECIPE's newest run again, or of others: ARGS="RUN RUN"
 	$(FRONT) run report $(or $(value ARGS),$(RECIPE))
+
+verify:  ## Compare RECIPE's newest run with the recipe's evidence, or another: ARGS=RUN
+	$(FRONT) run verify $(or $(value ARGS),$(RECIPE))
 
 list:  ## The recipes, with their hardware and strategy
 	$(FRONT) run list $(value ARGS)

@@ -27,6 +27,7 @@ os.environ.update(
 )
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as inherited from a shell that put the tests in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and so would every process that a test starts
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: more threads only get in each other's way
 for name in [name for name in os.environ if name.startswith("TUNEBOOK_") or name in {"FORCE_COLOR", "CLICOLOR_FORCE"}]:
     del os.environ[name]

@@ -11,9 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.table import Table
 
 from tunebook import cli
-from tunebook.errors import DataError
+from tunebook.errors import DataError, RequestError
+from tunebook.evaluate.command import EvaluationReport, EvaluationRequest
 
 
 @pytest.fixture
@@ -119,21 +121,69 @@ def test_a_plan_that_does_not_fit_is_shown_and_ends_with_3(run, words):
     assert said.endswith("more: tunebook explain does-not-fit\n")
 
 
-def test_eval_takes_a_suite(run, monkeypatch, tmp_path):
-    asked = {}
+def test_eval_hands_on_what_was_asked(run, monkeypatch, tmp_path):
+    asked = []
 
-    def evaluate(target, outputs, **settings):
-        asked.update(settings, target=target, outputs=outputs)
+    def evaluate(request, outputs):
+        asked.append((request, outputs))
         raise DataError("that is all")
 
     monkeypatch.setattr("tunebook.evaluate.command.evaluate_command", evaluate)
-    assert run("eval", "run=a/b", "suite=quick", "--limit", "3", "--outputs", str(tmp_path))[0] == 4
-    assert asked == {"target": "a/b", "suite": "quick", "tasks": None, "limit": 3, "outputs": tmp_path}
-    run("eval", "tasks=[gsm8k,ifeval]")
-    assert (asked["target"], asked["suite"], asked["tasks"]) == ("latest", None, ["gsm8k", "ifeval"])
+    options = ("--limit", "3", "--num-fewshot", "0", "--batch-size", "auto", "--allow-mismatch", "template,tokenizer")
+    assert run("eval", "run=a/b", "suite=quick", *options, "--outputs", str(tmp_path))[0] == 4
+    expected = EvaluationRequest(
+        run="a/b", suite="quick", limit=3, num_fewshot=0, batch_size="auto", allow_mismatch="template,tokenizer"
+    )
+    assert asked.pop() == (expected, tmp_path)
+    run("eval", "a/b", "evaluation.code.num_samples=5", "--fresh", "--processes", "2", "--confirm_run_unsafe_code")
+    words = ["--code", "evaluation.code.num_samples=5", "--fresh", "--processes", "2", "--confirm_run_unsafe_code"]
+    assert asked.pop() == (EvaluationRequest(run="a/b", words=words), Path("outputs"))
     code, _, said = run("eval", "suit=quick")
     assert code == 2
     assert "there is no setting 'suit' here. Did you mean 'suite'?" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "tasks"),
+    [
+        (["tasks=[gsm8k,ifeval]"], ["gsm8k", "ifeval"]),
+        (["task=gsm8k"], ["gsm8k"]),
+        (["tasks=gsm8k, ifeval"], ["gsm8k", "ifeval"]),
+        (["tasks="], []),
+        (["model=a/b"], None),
+    ],
+)
+def test_eval_takes_tasks_in_either_spelling(run, monkeypatch, words, tasks):
+    asked = []
+    monkeypatch.setattr("tunebook.evaluate.command.evaluate_command", lambda request, _: asked.append(request) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run("eval", *words)
+    assert asked[0].tasks == tasks
+
+
+def test_eval_shows_what_was_evaluated_before_it_says_what_was_not(run, monkeypatch, tmp_path):
+    report = EvaluationReport(
+        file=tmp_path / "eval.json", record={}, table=Table("task", "items"), error=RequestError("gpqa was left out")
+    )
+    monkeypatch.setattr("tunebook.evaluate.command.evaluate_command", lambda *_: report)
+    code, shown, said = run("eval")
+    assert code == 2
+    assert f"written: {tmp_path / 'eval.json'}" in shown
+    assert "error: gpqa was left out" in said
+
+
+def test_fetch_tells_a_recipe_from_a_suite(run, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "tunebook.evaluate.needs.command.fetch_command",
+        lambda recipe, overrides, _dirs, _console, **named: asked.append((recipe, overrides, named)),
+    )
+    assert run("fetch", "quickstart", "training.seed=1", "task=gsm8k")[0] == 0
+    assert run("fetch", "suite=leaderboard")[0] == 0
+    assert asked == [
+        ("quickstart", ["training.seed=1"], {"suite": None, "tasks": ["gsm8k"]}),
+        (None, [], {"suite": "leaderboard", "tasks": None}),
+    ]
 
 
 def test_chat_hands_its_options_on_and_ends_with_its_code(run, monkeypatch, tmp_path):

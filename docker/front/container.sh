@@ -15,6 +15,7 @@ run_in_container() { # run_in_container COMMAND [ARGUMENT...]
   container=tunebook-$1-$(date +%Y%m%d-%H%M%S)-$$
   local code=0 compose service words
   compose_words "$@"
+  if asks_for_programs "$@"; then start_sandbox; fi
   if [ "$1" = chat ] && [ -t 0 ]; then
     # The terminal belongs to the conversation: keys, Ctrl-C among them, go to the container as they are.
     "${words[@]}" || code=$?
@@ -47,6 +48,26 @@ compose_words() { # compose_words COMMAND [ARGUMENT...]; sets the caller's compo
       words+=(--entrypoint "/opt/tunebook/entrypoint.sh $1") ;;
   esac
   words+=("$service" "${@:2}")
+}
+
+asks_for_programs() { # asks_for_programs COMMAND [ARGUMENT...]; whether a model is to write programs, as far as is typed
+  local word found=1
+  case $1 in train | eval | sweep) ;; *) return 1 ;; esac
+  for word in "${@:2}"; do
+    case $word in
+      --dry-run) return 1 ;;
+      suite=code* | evaluation=code*) found=0 ;;
+      task=*humaneval* | task=*mbpp* | task=*small_python*) found=0 ;;
+      tasks=*humaneval* | tasks=*mbpp* | tasks=*small_python*) found=0 ;;
+      evaluation.tasks=*humaneval* | evaluation.tasks=*mbpp* | evaluation.tasks=*small_python*) found=0 ;;
+    esac
+  done
+  return "$found"
+}
+
+start_sandbox() { # one command is to be enough; where this fails, the evaluation says what it lacks and what helps
+  say "the sandbox executes what the model writes; it stays up until: docker compose stop sandbox"
+  "${compose[@]}" up --detach --build sandbox >&2 || say "the sandbox could not be started; why is above"
 }
 
 hand_on() { # hand_on SIGNAL

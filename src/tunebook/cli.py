@@ -18,19 +18,26 @@ from rich.console import Console
 from rich.text import Text
 
 from tunebook.cli_options import (
+    AllowMismatch,
+    BatchSize,
     Direction,
     Jobs,
     Launcher,
     Metric,
+    NumFewshot,
     NumTrials,
     Outputs,
+    Processes,
     Prune,
     RecipesDir,
     RunFolder,
     Search,
     SearchSeed,
+    UnsafeCode,
     Words,
 )
+from tunebook.cli_records import make_console, records_app
+from tunebook.cli_words import settings, split, task_names
 from tunebook.errors import DoesNotFitError, RequestError, StoppedError, TunebookError
 from tunebook.record.disk import is_disk_full
 
@@ -46,20 +53,6 @@ app = typer.Typer(
 _TYPER_INTERRUPTED = 130  # what typer makes of a KeyboardInterrupt, which it does not let through
 
 
-def _split(words: list[str] | None) -> tuple[str | None, list[str]]:
-    """A recipe's name, if the first word is one, and the overrides."""
-    first, *rest = words or [""]
-    if first and "=" not in first and not first.startswith(("+", "~")):
-        return first, rest
-    return None, [word for word in (first, *rest) if word]
-
-
-def _console() -> Console:
-    # Without a terminal rich assumes 80 columns, which breaks paths and commands that people copy.
-    console = Console()
-    return console if console.is_terminal else Console(width=160)
-
-
 @app.command()
 def train(
     words: Words = None,
@@ -71,8 +64,8 @@ def train(
     from tunebook.launch.job import plan_job, run_job
     from tunebook.launch.plan_command import plan_command
 
-    recipe, overrides = _split(words)
-    console = _console()
+    recipe, overrides = split(words)
+    console = make_console()
     if dry_run:
         raise typer.Exit(plan_command(recipe, overrides, recipes_dir or [], console, folder=run_folder))
     job = plan_job(recipe, overrides, recipes_dir or [])
@@ -84,14 +77,14 @@ def plan(
     words: Words = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, whatever is wrong.")] = False,
     compare: Annotated[
-        str | None, typer.Option(metavar="KEY=A,B", help="The memory by the values of a key, as a table.")
+        str | None, typer.Option(metavar="KEY=A,B", help="Memory and speed by the values of a key, as a table.")
     ] = None,
     recipes_dir: RecipesDir = None,
 ) -> None:
-    """Show what a recipe would do: choices and why, batch, memory, launch command. No GPU, no download."""
+    """Show what a recipe would do: choices and why, batch, launch command, memory, time. No GPU, no download."""
     from tunebook.launch.plan_command import plan_command
 
-    recipe, overrides = _split(words)
+    recipe, overrides = split(words)
     if compare is not None:
         from tunebook.launch.compare import compare_plans
 
@@ -99,8 +92,8 @@ def plan(
             raise RequestError(
                 "--compare prints a table and --json one plan; type one of them", problem_id="compare-form"
             )
-        raise typer.Exit(compare_plans(recipe, overrides, recipes_dir or [], compare, _console()))
-    raise typer.Exit(plan_command(recipe, overrides, recipes_dir or [], _console(), as_json=as_json))
+        raise typer.Exit(compare_plans(recipe, overrides, recipes_dir or [], compare, make_console()))
+    raise typer.Exit(plan_command(recipe, overrides, recipes_dir or [], make_console(), as_json=as_json))
 
 
 @app.command()
@@ -118,12 +111,12 @@ def doctor(
     """Look at GPUs, driver, torch, links, disks and limits, and at what RECIPE needs of them; each with its fix."""
     from tunebook.doctor.command import doctor_command
 
-    recipe, overrides = _split(words)
+    recipe, overrides = split(words)
     code = doctor_command(
         recipe,
         overrides,
         recipes_dir or [],
-        _console(),
+        make_console(),
         as_json=as_json,
         is_measured=bandwidth,
         cpu_ranks=cpu_ranks,
@@ -140,8 +133,8 @@ def data(
     """Prepare a recipe's data and show samples, what is trained on, lengths, and what was cut or dropped and why."""
     from tunebook.launch.job import plan_job, prepare_data
 
-    recipe, overrides = _split(words)
-    console = _console()
+    recipe, overrides = split(words)
+    console = make_console()
     job = plan_job(recipe, overrides, recipes_dir or [])
     for warning in job.problems:
         if warning.key.startswith("dataset."):
@@ -161,21 +154,74 @@ def data(
 def evaluate(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[run=RUN] [suite=NAME | tasks=a,b]", help="The run, and other tasks than its own."),
+        typer.Argument(
+            metavar="[run=RUN | model=MODEL] [suite=NAME | tasks=a,b]",
+            help="A run or checkpoint, or a model folder or a model's name on the hub; other tasks than the run's own.",
+        ),
     ] = None,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Items per task.")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", help="Items per task.")] = None,
+    num_fewshot: NumFewshot = None,
+    batch_size: BatchSize = None,
+    allow_mismatch: AllowMismatch = "",
+    fresh: Annotated[bool, typer.Option("--fresh", help="Evaluate finished tasks once more.")] = False,
+    processes: Processes = None,
+    confirm_run_unsafe_code: UnsafeCode = False,
     outputs: Outputs = Path("outputs"),
 ) -> None:
-    """Evaluate the newest finished run, or run=DIR, run=RECIPE; suite=quick takes the tasks that its recipe ships."""
-    from tunebook.evaluate.command import evaluate_command
-    from tunebook.record.run_folder import LATEST
+    """Evaluate the newest finished run, or run=DIR, run=RECIPE, model=FOLDER; suite=quick: the tasks its recipe ships.
 
-    said = _settings(words, ("run", "suite", "tasks"))
-    tasks = said["tasks"].strip("[]").split(",") if "tasks" in said else None
-    report = evaluate_command(said.get("run", LATEST), outputs, suite=said.get("suite"), tasks=tasks, limit=limit)
-    console = _console()
+    Tasks whose data is not here are named first; `tunebook fetch` brings it. evaluation.code.KEY=VALUE sets how
+    programs are sampled.
+    """
+    from tunebook.evaluate.command import EvaluationRequest, evaluate_command
+
+    code_words = [word for word in words or [] if word.startswith("evaluation.code.")]
+    said = settings(
+        [word for word in words or [] if word not in code_words], ("run", "model", "suite", "tasks", "task")
+    )
+    request = EvaluationRequest(
+        run=said.get("run"),
+        model=said.get("model"),
+        suite=said.get("suite"),
+        tasks=task_names(said),
+        limit=limit,
+        num_fewshot=num_fewshot,
+        batch_size=batch_size,
+        allow_mismatch=allow_mismatch,
+        words=[
+            *(part for word in code_words for part in ("--code", word)),
+            *(["--fresh"] if fresh else []),
+            *([] if processes is None else ["--processes", str(processes)]),
+            *(["--confirm_run_unsafe_code"] if confirm_run_unsafe_code else []),
+        ],
+    )
+    report = evaluate_command(request, outputs)
+    console = make_console()
     console.print(report.table)
     console.print(Text(f"written: {report.file}"), soft_wrap=True)
+    if report.error is not None:
+        raise report.error
+
+
+@app.command()
+def fetch(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RECIPE] [KEY=VALUE]... [suite=NAME | tasks=a,b]",
+            help="A recipe: its model, data and tasks. A suite or tasks: what they need.",
+        ),
+    ] = None,
+    recipes_dir: RecipesDir = None,
+) -> None:
+    """Download what a recipe, a suite or tasks need (models, data sets, resources), to work without a network later."""
+    from tunebook.evaluate.needs.command import fetch_command
+
+    keys = ("suite", "tasks", "task")
+    own = [word for word in words or [] if word.partition("=")[0] in keys]
+    said = settings(own, keys)
+    recipe, overrides = split([word for word in words or [] if word not in own])
+    fetch_command(recipe, overrides, recipes_dir or [], make_console(), suite=said.get("suite"), tasks=task_names(said))
 
 
 @app.command()
@@ -200,7 +246,7 @@ def chat(
     from tunebook.evaluate.chat import chat_command
     from tunebook.record.run_folder import LATEST
 
-    target = _settings(words, ("run",)).get("run", LATEST)
+    target = settings(words, ("run",)).get("run", LATEST)
     refuse_wrong_image()
     code = chat_command(
         target,
@@ -212,24 +258,6 @@ def chat(
         seed=seed,
     )
     raise typer.Exit(code)
-
-
-def _settings(words: list[str] | None, known: tuple[str, ...]) -> dict[str, str]:
-    """`key=value` words of a command that composes nothing; a single bare word is the first key's value."""
-    from tunebook.errors import did_you_mean
-
-    said: dict[str, str] = {}
-    for word in words or []:
-        key, has_value, value = word.partition("=")
-        if not has_value:
-            key, value = known[0], word
-        if key not in known:
-            raise RequestError(
-                f"there is no setting '{key}' here.{did_you_mean(key, known)} Settings: {', '.join(known)}",
-                problem_id="unknown-key",
-            )
-        said[key] = value
-    return said
 
 
 @app.command()
@@ -254,7 +282,7 @@ def sweep(
     from tunebook.sweep.options import SweepOptions
     from tunebook.sweep.run import sweep_command
 
-    recipe, overrides = _split(words)
+    recipe, overrides = split(words)
     options = SweepOptions(
         launcher=launcher,
         jobs=jobs,
@@ -265,7 +293,7 @@ def sweep(
         seed=seed,
         prune=prune,
     )
-    code = sweep_command(recipe, overrides, recipes_dir or [], _console(), options=options, dry_run=dry_run)
+    code = sweep_command(recipe, overrides, recipes_dir or [], make_console(), options=options, dry_run=dry_run)
     raise typer.Exit(code)
 
 
@@ -287,12 +315,12 @@ def parity(
     """Train a recipe split in several ways and compare every step's loss with the first; exit 5 where they differ."""
     from tunebook.parity.run import parity_command
 
-    recipe, overrides = _split(words)
+    recipe, overrides = split(words)
     code = parity_command(
         recipe,
         overrides,
         recipes_dir or [],
-        _console(),
+        make_console(),
         over=over or [],
         gpus=gpus,
         num_steps=steps,
@@ -301,20 +329,7 @@ def parity(
     raise typer.Exit(code)
 
 
-@app.command()
-def report(
-    runs: Annotated[list[str], typer.Argument(help="Run folders, recipes (their newest run) or `latest`.")],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="The HTML file to write.")] = None,
-    outputs: Outputs = Path("outputs"),
-) -> None:
-    """Write one self-contained HTML page about a run, or comparing several."""
-    from tunebook.record.report import write_report
-    from tunebook.record.run_folder import resolve_run
-
-    folders = [resolve_run(run, outputs) for run in runs]
-    file = output or (folders[0] / "report.html" if len(folders) == 1 else outputs / "comparison.html")
-    write_report(folders, file)
-    _console().print(Text(f"written: {file}"), soft_wrap=True)
+app.add_typer(records_app)  # report, verify, reproduce, diff: what is done with the records of runs
 
 
 @app.command(name="list")
@@ -322,7 +337,7 @@ def list_recipes(recipes_dir: RecipesDir = None) -> None:
     """List the recipes: title, model, strategy, reference hardware."""
     from tunebook.launch.listing import recipes_table
 
-    _console().print(recipes_table(recipes_dir or []))
+    make_console().print(recipes_table(recipes_dir or []))
 
 
 @app.command()
@@ -333,7 +348,7 @@ def explain(
     from tunebook.explain import all_ids
     from tunebook.explain import explain as text_of
 
-    _console().print(Text("\n".join(all_ids()) if id == "all" else text_of(id)), soft_wrap=True)
+    make_console().print(Text("\n".join(all_ids()) if id == "all" else text_of(id)), soft_wrap=True)
 
 
 def _interrupt_on_sigterm() -> None:

@@ -19,6 +19,29 @@ RunFolder = Annotated[
 ]
 Outputs = Annotated[Path, typer.Option("--outputs", help="The folder that holds the run folders.")]
 
+# Of an evaluation.
+NumFewshot = Annotated[
+    int | None, typer.Option("--num-fewshot", help="Examples before each item; if unset, the task's own.")
+]
+BatchSize = Annotated[
+    str | None,
+    typer.Option("--batch-size", help="Requests computed at once, or auto: the most that the memory takes."),
+]
+AllowMismatch = Annotated[
+    str,
+    typer.Option(
+        "--allow-mismatch",
+        help="What may differ from the training: template, tokenizer, system_prompt, with commas; it is recorded.",
+    ),
+]
+Processes = Annotated[
+    int | None, typer.Option("--processes", min=1, help="That share the requests; if unset, one for each GPU.")
+]
+UnsafeCode = Annotated[
+    bool,
+    typer.Option("--confirm_run_unsafe_code", help="Run programs that a model wrote without a sandbox; recorded."),
+]
+
 # Of a sweep.
 Launcher = Annotated[
     str,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -154,6 +155,20 @@ def test_the_nvme_folder_must_be_there(sound, changed, machine, installed, tmp_p
     assert problem.id == "nvme-path-not-found"
     (tmp_path / "disk").mkdir()
     assert check_environment(config, machine(H200)) == []
+
+
+def test_the_nvme_disk_must_hold_the_states(sound, changed, machine, installed, tmp_path, monkeypatch):
+    """16 bytes for each of 494,032,768 parameters are 7.36 GiB."""
+    installed({**GPU_PACKAGES, "deepspeed": "0.19.8"})
+    config = changed(sound, zero(Strategy.zero3, offload_optimizer=Offload.nvme, nvme_path=str(tmp_path)))
+    free = 16 * 494_032_768
+    monkeypatch.setattr(environment.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    assert check_environment(config, machine(H200)) == []
+    free -= 1
+    (problem,) = check_environment(config, machine(H200))
+    assert (problem.id, problem.key) == ("nvme-too-small", "parallelism.nvme_path")
+    assert problem.message.startswith("7.4 GiB are free on the disk of ")
+    assert problem.message.endswith("and the states take 7.4")
 
 
 def test_every_environment_problem_is_explained_and_every_explanation_used():

@@ -119,10 +119,13 @@ def test_the_sandbox_has_nothing_of_the_users(services: dict[str, Any]) -> None:
     assert len(sandbox["tmpfs"]) <= sandbox["cpus"]  # else programs would be late because of each other
 
 
-def test_only_eval_shares_the_hand_over_folder(services: dict[str, Any]) -> None:
+def test_only_what_evaluates_shares_the_hand_over_folder(services: dict[str, Any]) -> None:
     sharing = [name for name, service in services.items() if any("handover" in target for target in targets(service))]
-    assert sorted(sharing) == ["eval", "sandbox"]
-    assert services["eval"]["group_add"] == [services["sandbox"]["user"].split(":")[1]]
+    assert sorted(sharing) == ["eval", "sandbox", "sweep", "train"]
+    group = services["sandbox"]["user"].split(":")[1]
+    assert {name: service.get("group_add") for name, service in services.items()} == {
+        "train": [group], "sweep": [group], "eval": [group], "plan": None, "chat": None, "sandbox": None,
+    }  # fmt: skip
 
 
 def test_nobody_gets_dockers_socket() -> None:

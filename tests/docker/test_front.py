@@ -254,3 +254,48 @@ def test_help_names_what_the_front_door_takes(machine):
     assert re.search(r"^WHERE: container, local .* auto", shown, flags=re.MULTILINE)
     (gpu,) = re.findall(r"^GPU: .*", shown, flags=re.MULTILINE)
     assert [name.name for name in Generation if name.name not in gpu] == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["eval", "run=quickstart", "suite=code"],
+        ["eval", "run=quickstart", "tasks=gsm8k,humaneval"],
+        ["train", "quickstart", "evaluation=code_completion"],
+        ["sweep", "quickstart", "evaluation.tasks=[small_python]", "training.seed=0,1"],
+    ],
+    ids=lambda words: words[-1],
+)
+def test_the_sandbox_is_up_before_a_model_writes_programs(machine, words):
+    machine.images("tunebook:cpu")
+    done = machine.front("run", *words, GPU="cpu")
+    assert done.returncode == 0
+    calls = [call for call in machine.calls("compose") if call.split()[1] in ("up", "run")]
+    assert calls[0] == "compose up --detach --build sandbox"
+    assert calls[1].startswith("compose run --rm")
+    assert "it stays up until: docker compose stop sandbox" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["eval", "run=quickstart", "suite=quick"],
+        ["train", "quickstart", "evaluation=code", "--dry-run"],
+        ["plan", "quickstart", "evaluation=code"],
+        ["chat", "quickstart", "suite=code"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_the_sandbox_is_not_started_for_anything_else(machine, words):
+    machine.images("tunebook:cpu")
+    assert machine.front("run", *words, GPU="cpu").returncode == 0
+    assert machine.calls("compose up") == []
+
+
+def test_a_sandbox_that_does_not_start_is_left_to_the_evaluation_to_explain(machine):
+    machine.images("tunebook:cpu")
+    machine.tell("docker-compose-up", err="no room\n", code=1)
+    done = machine.front("run", "eval", "suite=code", GPU="cpu")
+    assert done.returncode == 0  # as the command itself ended
+    assert "no room" in done.stderr and "the sandbox could not be started; why is above" in done.stderr
+    assert len(machine.calls("compose run")) == 1

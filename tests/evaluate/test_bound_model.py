@@ -12,11 +12,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tunebook.config.choices import Attention, Compute, Generation, Weights
 from tunebook.config.compose import compose
-from tunebook.config.schema import RunConfig
-from tunebook.data.template import template_hash
-from tunebook.errors import DataError
-from tunebook.evaluate.bound_model import check_tokenizer, compute_dtype, load_trained, stop_ids, uses_gpu
-from tunebook.model.tokenizer import tokenizer_hash
+from tunebook.config.schema import ModelConfig, RunConfig
+from tunebook.evaluate.bound_model import (
+    compute_dtype,
+    load_padded_tokenizer,
+    load_trained,
+    stop_ids,
+    tokenizer_of_run,
+    uses_gpu,
+)
 
 
 @pytest.fixture
@@ -26,34 +30,6 @@ def config() -> RunConfig:
     config.precision.compute = Compute.fp32
     config.hardware.generation = Generation.cpu
     return config
-
-
-def manifest(run: Path, **hashes: object) -> None:
-    recorded = {"format": 1, "chat_template_sha256": None, "tokenizer_sha256": None} | hashes
-    (run / "manifest.json").write_text(json.dumps(recorded))
-
-
-def test_hashes_as_in_training_pass(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    check_tokenizer(tmp_path, tokenizer)  # nothing recorded, nothing compared
-    manifest(tmp_path)
-    check_tokenizer(tmp_path, tokenizer)
-    manifest(tmp_path, chat_template_sha256=template_hash(tokenizer), tokenizer_sha256=tokenizer_hash(tokenizer))
-    before = tokenizer.pad_token
-    check_tokenizer(tmp_path, tokenizer)
-    assert tokenizer.pad_token == before
-
-
-@pytest.mark.parametrize(
-    ("hash", "problem_id"),
-    [("chat_template_sha256", "template-changed"), ("tokenizer_sha256", "tokenizer-changed")],
-)
-def test_other_hashes_are_an_error(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, hash: str, problem_id: str
-) -> None:
-    manifest(tmp_path, **{hash: "0" * 64})
-    with pytest.raises(DataError, match=r"is not the one that .* was trained with") as raised:
-        check_tokenizer(tmp_path, tokenizer)
-    assert raised.value.problem_id == problem_id
 
 
 @pytest.mark.parametrize(("named", "expected"), [(None, [2]), (0, [0, 2]), ([7, 2], [2, 7])])
@@ -102,3 +78,22 @@ def test_without_a_folder_it_is_what_training_starts_from_and_with_one_that_fold
     assert loaded.model.norm.weight.tolist() == [2.0] * 192
     assert torch.equal(loaded.model.embed_tokens.weight, start.model.embed_tokens.weight)
     assert config.model.weights is Weights.random  # the run's own configuration is left as it is
+
+
+def test_the_tokenizer_beside_the_weights_is_the_runs(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    base = ModelConfig(path="/somewhere/base", trust_remote_code=True)
+    assert tokenizer_of_run(base, None) is base
+    assert tokenizer_of_run(base, tmp_path) is base  # a checkpoint without one
+    tokenizer.save_pretrained(tmp_path)
+    assert tokenizer_of_run(base, tmp_path) == ModelConfig(path=str(tmp_path), trust_remote_code=True)
+
+
+def test_rows_are_padded_with_the_end_of_text_where_there_is_no_padding_token(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    own = load_padded_tokenizer(ModelConfig(path="book:recipes/quickstart/model"))
+    assert own.pad_token == tokenizer.pad_token != tokenizer.eos_token
+    tokenizer.save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"pad_token": None}))
+    assert load_padded_tokenizer(ModelConfig(path=str(tmp_path))).pad_token == tokenizer.eos_token

@@ -1,5 +1,8 @@
+"""`tunebook eval` up to its worker, which is stood in for; what the worker does is tried in test_worker.py."""
+
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,12 +12,58 @@ import pytest
 from rich.console import Console
 
 from tunebook.config.compose import compose
-from tunebook.errors import RequestError, TunebookError
+from tunebook.config.frozen import config_to_yaml, load_config
+from tunebook.errors import RequestError
 from tunebook.evaluate import command
-from tunebook.evaluate.command import evaluate_command, find_model, score_table, worker_command, worker_error
+from tunebook.evaluate.command import (
+    EvaluationRequest,
+    evaluate_command,
+    run_worker,
+    score_table,
+    worker_command,
+    worker_error,
+)
+from tunebook.evaluate.needs.check import Lack
 from tunebook.launch.local import ProcessEnd
+from tunebook.record.origin import ORIGIN_FILE
 
 MakeRun = Callable[..., Path]
+QUICKSTART = "book:recipes/quickstart/tasks/quickstart.yaml"
+
+
+class Worker:
+    """Stands in for the worker: notes its words and writes a record."""
+
+    def __init__(self) -> None:
+        self.words: list[str] = []
+        self.environment: dict[str, str] = {}
+        self.exit_code = 0
+        self.is_written = True
+
+    def __call__(self, words: list[str], environment: dict[str, str]) -> ProcessEnd:
+        self.words, self.environment = words[3:], environment
+        if self.is_written:
+            folder = Path(self.value("--run")) / "evaluation"
+            folder.mkdir()
+            written = record(self.value("--when"), 0.5)
+            (folder / f"{self.value('--when')}.json").write_text(json.dumps(written))
+        return ProcessEnd(exit_code=self.exit_code, stopped_by=None)
+
+    def value(self, name: str) -> str:
+        return self.words[self.words.index(name) + 1]
+
+    @property
+    def tasks(self) -> list[str]:
+        return [self.words[index + 1] for index, word in enumerate(self.words) if word == "--task"]
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
+    worker = Worker()
+    monkeypatch.setattr(command, "run_and_wait", worker)
+    monkeypatch.setattr(command, "find_lacks", lambda _: [])
+    monkeypatch.setattr(command, "harness_environment", lambda _: {})
+    return worker
 
 
 def model_folder(folder: Path) -> Path:
@@ -24,28 +73,200 @@ def model_folder(folder: Path) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def run_yaml() -> str:
+    config = compose("quickstart", []).config
+    config.hardware.gpus_per_node = 1
+    return config_to_yaml(config)
+
+
 @pytest.fixture
-def run(make_run: MakeRun) -> Path:
-    """A run that says it has finished, without a model."""
-    return make_run("tiny", 5)
+def run(make_run: MakeRun, run_yaml: str) -> Path:
+    """A finished run of the quickstart, which evaluates its own task."""
+    run = make_run("quickstart", 5)
+    (run / "run.yaml").write_text(run_yaml)
+    model_folder(run / "model")
+    return run
 
 
-def test_a_run_is_evaluated_by_its_final_model(run: Path, tmp_path: Path) -> None:
-    model = model_folder(run / "model")
-    for target in (str(run), "latest", "tiny"):
-        assert find_model(target, tmp_path / "outputs") == (run, model)
+@pytest.fixture
+def outputs(tmp_path: Path) -> Path:
+    return tmp_path / "outputs"
 
 
-def test_a_checkpoint_is_evaluated_in_its_run(run: Path, tmp_path: Path) -> None:
+def asked(**settings: Any) -> EvaluationRequest:
+    return EvaluationRequest(**settings)
+
+
+def test_a_run_is_evaluated_on_its_own_tasks_with_its_own_model(run: Path, outputs: Path, worker: Worker) -> None:
+    report = evaluate_command(asked(), outputs)
+    assert (worker.value("--run"), worker.value("--model"), worker.tasks) == (
+        str(run), str(run / "model"), [QUICKSTART],
+    )  # fmt: skip
+    assert worker.value("--when").startswith("eval-20")
+    assert report.file == run / "evaluation" / f"{worker.value('--when')}.json"
+    assert report.record["tasks"]["words"]["value"] == 0.5
+    assert report.error is None
+    assert "--config" not in worker.words
+
+
+def test_a_checkpoint_is_evaluated_in_its_run(run: Path, outputs: Path, worker: Worker) -> None:
     checkpoint = model_folder(run / "checkpoints" / "checkpoint-20")
-    assert find_model(str(checkpoint), tmp_path / "outputs") == (run, checkpoint)
+    for request in (asked(run=str(checkpoint)), asked(model=str(checkpoint))):
+        evaluate_command(request, outputs)
+        assert (worker.value("--run"), worker.value("--model")) == (str(run), str(checkpoint))
+        for file in (run / "evaluation").iterdir():
+            file.unlink()
+        (run / "evaluation").rmdir()
 
 
-def test_a_run_that_trained_an_adapter_is_evaluated_by_it(run: Path, tmp_path: Path) -> None:
-    (run / "model").mkdir()
-    (run / "model" / "adapter_config.json").write_text("{}")
-    (run / "model" / "adapter_model.safetensors").write_text("")
-    assert find_model("latest", tmp_path / "outputs") == (run, run / "model")
+def test_what_was_asked_reaches_the_worker(run: Path, outputs: Path, worker: Worker) -> None:
+    request = asked(
+        suite="quick", limit=7, num_fewshot=0, batch_size="auto", allow_mismatch="template,tokenizer", words=["--fresh"]
+    )
+    evaluate_command(request, outputs)
+    words = ["--suite", "quick", "--limit", "7", "--num-fewshot", "0", "--batch-size", "auto"]
+    words += ["--allow-mismatch", "template", "--allow-mismatch", "tokenizer", "--fresh"]
+    start = worker.words.index("--suite")
+    assert worker.words[start : start + len(words)] == words
+    assert [Path(task).name for task in worker.tasks] == ["quickstart.yaml"]
+
+
+def test_a_model_without_a_run_has_a_folder_of_its_own(
+    tmp_path: Path, outputs: Path, worker: Worker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = model_folder(tmp_path / "some model")
+    for request in (asked(model=str(model), tasks=[QUICKSTART]), asked(run=str(model), tasks=[QUICKSTART])):
+        report = evaluate_command(request, outputs)
+        folder = Path(worker.value("--run"))
+        assert folder.parent == outputs / "evaluations"
+        assert folder.name.startswith("some-model-")
+        assert (worker.value("--model"), worker.value("--config")) == (str(model), str(folder / "model.yaml"))
+        assert load_config(folder / "model.yaml").model.path == str(model)
+        assert report.file.parent == folder / "evaluation"
+        assert "without a run: nothing to compare with" in capsys.readouterr().err
+        report.file.unlink()
+        report.file.parent.rmdir()
+
+
+def test_an_exported_model_says_whose_it_is_and_brings_its_prompt_and_recipe(
+    tmp_path: Path, outputs: Path, worker: Worker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = {
+        "format": 1, "run": "quickstart/now", "recipe": "quickstart", "config_sha256": "c", "tokenizer_sha256": "t",
+        "chat_template_sha256": "t", "system_prompt": "Be short.",
+    }  # fmt: skip
+    exported = model_folder(tmp_path / "exported")
+    (exported / ORIGIN_FILE).write_text(json.dumps(said))
+    evaluate_command(asked(model=str(exported), suite="quick"), outputs)
+    config = load_config(Path(worker.value("--config")))
+    assert (config.dataset.system_prompt, config.recipe) == ("Be short.", "quickstart")
+    assert [Path(task).name for task in worker.tasks] == ["quickstart.yaml"]
+    assert "exported from the run quickstart/now" in capsys.readouterr().err
+
+
+def test_a_model_without_a_run_names_its_tasks(tmp_path: Path, outputs: Path, worker: Worker) -> None:
+    model = model_folder(tmp_path / "model")
+    with pytest.raises(RequestError, match=rf"{model} names no tasks of its own.*tasks=gsm8k") as raised:
+        evaluate_command(asked(model=str(model)), outputs)
+    assert raised.value.problem_id == "no-tasks"
+
+
+def test_a_hub_model_out_of_reach_says_what_to_type(
+    outputs: Path, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RequestError, match=r"hf download someone/model.*tunebook eval model=DIR") as raised:
+        evaluate_command(asked(model="someone/model", tasks=[QUICKSTART]), outputs)
+    assert raised.value.problem_id == "hub-out-of-reach"
+
+
+@pytest.mark.parametrize(
+    ("request_", "problem_id", "message"),
+    [
+        (asked(run="a", model="b"), "run-and-model", "run=a and model=b are two answers"),
+        (asked(suite="quick", tasks=["a", "b"]), "suite-and-tasks", "suite=quick and tasks=a,b are two answers"),
+        (asked(tasks=[]), "no-tasks", "tasks= names no task"),
+        (asked(limit=0), "evaluation-option", "--limit 0: it must be 1 or more; leave it out for all items"),
+        (asked(num_fewshot=-1), "evaluation-option", "--num-fewshot -1: it must be 0 or more"),
+        (asked(batch_size="big"), "batch-size", "--batch-size big"),
+        (asked(allow_mismatch="prompt"), "unknown-mismatch", "there is no 'prompt' to differ"),
+        (asked(tasks=["gsm8kk"]), "unknown-task", "Did you mean 'gsm8k'"),
+        (asked(tasks=["leaderboard_math_hard"]), "leaderboard-math-hard", "suite=leaderboard is the other five"),
+        (asked(suite="leaderbord"), "unknown-suite", "Did you mean 'leaderboard'"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_said_before_anything_is_loaded(
+    run: Path, outputs: Path, worker: Worker, request_: EvaluationRequest, problem_id: str, message: str
+) -> None:
+    with pytest.raises(RequestError, match=message) as raised:
+        evaluate_command(request_, outputs)
+    assert raised.value.problem_id == problem_id
+    assert worker.words == []
+
+
+def test_a_run_without_tasks_of_its_own_says_what_to_type(run: Path, outputs: Path, worker: Worker) -> None:
+    config = load_config(run / "run.yaml")
+    config.evaluation.tasks = []
+    (run / "run.yaml").write_text(config_to_yaml(config))
+    with pytest.raises(RequestError, match=r"names no tasks of its own.*suite=leaderboard") as raised:
+        evaluate_command(asked(), outputs)
+    assert raised.value.problem_id == "no-tasks"
+
+
+def test_tasks_that_lack_something_are_named_and_left_out_and_the_others_run(
+    run: Path, outputs: Path, worker: Worker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lacks = [Lack(task="gsm8k", lacks="its data is not here"), Lack(task="arc_easy", lacks="no package", fix="get it")]
+    monkeypatch.setattr(command, "find_lacks", lambda _: lacks)
+    report = evaluate_command(asked(tasks=["gsm8k", QUICKSTART, "arc_easy"]), outputs)
+    assert worker.tasks == [QUICKSTART]
+    said = capsys.readouterr().err
+    assert "left out:\n  gsm8k: its data is not here\n  arc_easy: no package\n" in said
+    assert "  with a network, type: tunebook fetch tasks=gsm8k\n  get it\n" in said
+    written = json.loads(report.file.read_text())
+    assert [entry["task"] for entry in written["left_out"]] == ["gsm8k", "arc_easy"]
+    assert written["tasks"]["words"]["value"] == 0.5
+    assert isinstance(report.error, RequestError)
+    assert "not evaluated, for what this machine lacks: gsm8k, arc_easy" in report.error.message
+
+
+def test_where_every_task_lacks_something_nothing_is_started(
+    run: Path, outputs: Path, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "find_lacks", lambda _: [Lack(task="gsm8k", lacks="its data is not here")])
+    with pytest.raises(RequestError, match=r"a task cannot be evaluated.*\n  gsm8k: its data") as raised:
+        evaluate_command(asked(tasks=["gsm8k"]), outputs)
+    assert raised.value.problem_id == "task-data-missing"
+    assert worker.words == []
+
+
+def test_nothing_is_evaluated_in_an_image_that_cannot_run_it(
+    run: Path, outputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TUNEBOOK_IMAGE_FILE", str(tmp_path / "image.json"))
+    with pytest.raises(RequestError, match="make image"):
+        evaluate_command(asked(run=str(run)), outputs)
+
+
+def test_what_was_allowed_to_differ_and_does_is_said(
+    run: Path, outputs: Path, worker: Worker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    differing = record("now", 0.5) | {"bound": {"mismatches": ["template"]}}
+    monkeypatch.setattr(command, "read_json", lambda _: differing)
+    evaluate_command(asked(allow_mismatch="template,tokenizer"), outputs)
+    assert "not as in training: template\n" in capsys.readouterr().err
+
+
+def test_a_failed_worker_hands_on_its_exit_code_and_what_it_wrote(run: Path, outputs: Path, worker: Worker) -> None:
+    worker.exit_code = 4
+    report = evaluate_command(asked(), outputs)
+    assert report.error is not None
+    assert (report.error.exit_code, report.record["tasks"]["words"]["value"]) == (4, 0.5)
+    report.file.unlink()
+    worker.is_written = False
+    with pytest.raises(type(report.error), match="its message is above") as raised:
+        evaluate_command(asked(), outputs)
+    assert raised.value.exit_code == 4
 
 
 def test_a_request_to_stop_ends_an_evaluation_with_6() -> None:
@@ -58,74 +279,19 @@ def test_a_request_to_stop_ends_an_evaluation_with_6() -> None:
     )
 
 
-def test_an_unfinished_run_names_its_checkpoints(run: Path, tmp_path: Path) -> None:
-    checkpoint = model_folder(run / "checkpoints" / "checkpoint-20")
-    with pytest.raises(RequestError, match=f"has no model/ folder.*checkpoints: {checkpoint}"):
-        find_model(str(run), tmp_path / "outputs")
-
-
-def test_a_sharded_checkpoint_is_refused(run: Path, tmp_path: Path) -> None:
-    (model_folder(run / "model") / "model.safetensors").unlink()
-    with pytest.raises(RequestError, match=r"has no weights .*tunebook export RUN"):
-        find_model("latest", tmp_path / "outputs")
-
-
-def test_a_model_outside_of_any_run_is_refused(tmp_path: Path) -> None:
-    model = model_folder(tmp_path / "somewhere")
-    with pytest.raises(RequestError, match=f"{model} is a model, but lies in no run folder"):
-        find_model(str(model), tmp_path / "outputs")
-
-
 def test_the_workers_arguments() -> None:
-    assert worker_command(Path("/run"), "after", model=Path("/m"), tasks=["a", "b.yaml"], limit=7) == [
-        *(sys.executable, "-m", "tunebook.evaluate", "--run", "/run", "--when", "after"),
-        *("--model", "/m", "--task", "a", "--task", "b.yaml", "--limit", "7"),
+    assert worker_command(Path("/run"), "after", ["--limit", "7"]) == [
+        *(sys.executable, "-m", "tunebook.evaluate", "--run", "/run", "--when", "after", "--limit", "7"),
     ]
 
 
-def test_a_suite_is_handed_to_the_worker() -> None:
-    assert worker_command(Path("/run"), "after", suite="quick")[-2:] == ["--suite", "quick"]
-
-
-def test_a_suite_and_tasks_are_one_answer_too_many(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="suite=quick and tasks=a,b are two answers") as raised:
-        evaluate_command("latest", tmp_path, suite="quick", tasks=["a", "b"])
-    assert raised.value.problem_id == "suite-and-tasks"
-
-
-def test_a_run_without_tasks_of_its_own_is_told_before_anything_is_loaded(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_trainings_evaluation_is_what_its_configuration_says(
+    run: Path, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model_folder(run / "model")
-    config = compose("zero1_lora", []).config
-    monkeypatch.setattr(command, "load_config", lambda _: config)
-    with pytest.raises(RequestError, match=r"names no tasks of its own.*suite=leaderboard") as raised:
-        evaluate_command("latest", tmp_path / "outputs")
-    assert raised.value.problem_id == "no-tasks"
-
-
-def test_nothing_is_evaluated_in_an_image_that_cannot_run_it(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TUNEBOOK_IMAGE_FILE", str(tmp_path / "image.json"))
-    with pytest.raises(RequestError, match="make image"):
-        evaluate_command(str(run), tmp_path / "outputs")
-
-
-def test_what_is_evaluated_is_said(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model_folder(run / "model")
-    find_model("latest", tmp_path / "outputs")
-    assert capsys.readouterr() == ("", f"the newest finished run: {run}\n")
-
-
-def test_a_failed_worker_hands_on_its_exit_code(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model_folder(run / "model")
-    monkeypatch.setattr(command, "worker_command", lambda *_, **__: [sys.executable, "-c", "raise SystemExit(4)"])
-    monkeypatch.setattr(command, "load_config", lambda _: None)  # it has no tasks, and none are looked for
-    monkeypatch.setattr(command, "rank_environment", lambda _, inherited: dict(inherited))
-    with pytest.raises(TunebookError, match="its message is above") as raised:
-        evaluate_command("latest", tmp_path / "outputs", tasks=["book:recipes/quickstart/tasks/quickstart.yaml"])
-    assert raised.value.exit_code == 4
+    monkeypatch.setattr(command, "harness_environment", lambda tasks: {"TASKS": ",".join(tasks)})
+    assert run_worker(run, "before").exit_code == 0
+    assert worker.words == ["--run", str(run), "--when", "before"]
+    assert worker.environment["TASKS"] == QUICKSTART
 
 
 def record(when: str, value: float, **more: Any) -> dict[str, Any]:
@@ -133,7 +299,8 @@ def record(when: str, value: float, **more: Any) -> dict[str, Any]:
         "metric": "exact_match", "value": value, "stderr": 0.025, "num_items": 8, "higher_is_better": True,
         "groups": {"reverse": {"value": value, "num_items": 4}},
     }  # fmt: skip
-    return {"when": when, "tasks": {"words": task | more}, "baseline": {"name": "look-up", "value": 0.08}}
+    baseline = {"name": "look-up", "value": 0.08}
+    return {"when": when, "tasks": {"words": task | more}, "baseline": baseline, "bound": {"mismatches": []}}
 
 
 def shown(*records: dict[str, Any]) -> str:
@@ -150,6 +317,14 @@ def test_the_table_shows_scores_with_errors_groups_and_the_baseline() -> None:
     assert "93.8% ± 2.5" in words
     assert [line for line in text.splitlines() if "reverse" in line and "93.8%" in line]
     assert [line for line in text.splitlines() if "baseline: look-up" in line and "8.0%" in line]
+
+
+def test_the_table_of_two_evaluations_shows_their_difference_with_its_error() -> None:
+    lines = shown(record("before", 0.0), record("after", 0.9375)).splitlines()
+    assert [line for line in lines if "words (exact_match)" in line and "+93.8 ± 3.5 points" in line]
+    # the group's own error: sqrt(0.9375 x 0.0625 / 3), and none at 0
+    assert [line for line in lines if "reverse" in line and "+93.8 ± 14.0 points" in line]
+    assert "change" not in shown(record("after", 0.9375))
 
 
 def test_a_perplexity_is_no_percentage() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tunebook.errors import RequestError
-from tunebook.evaluate.finished import choose_run, why_not_finished
+from tunebook.evaluate.finished import checkpoints_of, choose_run, why_not_finished
 
 MakeRun = Callable[..., Path]
 
@@ -68,17 +68,31 @@ def test_a_folder_that_is_named_is_taken_whatever_became_of_it(make_run: MakeRun
 def test_no_finished_run_names_what_there_is(make_run: MakeRun, outputs: Path) -> None:
     for minute in range(5):
         newest = make_run("a", minute, "failed", "no memory")
-    (newest / "checkpoints" / "checkpoint-20").mkdir(parents=True)
+    whole = newest / "checkpoints" / "checkpoint-20"
+    for folder in (whole, newest / "checkpoints" / "checkpoint-40"):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+    (whole / "model.safetensors").write_text("")  # the newer one is sharded, so it cannot be named
     with pytest.raises(
         RequestError, match=r"^no run has finished: a/2026-01-02T03-04-00Z: it failed: no mem"
     ) as raised:
         choose_run("latest", outputs, print)
     assert "; 2 more that did not finish." in raised.value.message
     assert f"(run={newest})" in raised.value.message
-    assert raised.value.message.endswith(str(newest / "checkpoints" / "checkpoint-20"))
+    assert raised.value.message.endswith(f"one of its checkpoints: {whole}")
     assert raised.value.problem_id == "run-without-model"
     with pytest.raises(RequestError, match=r"^no run of a has finished"):
         choose_run("a", outputs, print)
+
+
+def test_checkpoints_that_hold_no_whole_model_are_counted_only(make_run: MakeRun) -> None:
+    run = make_run("a", 1, "failed")
+    assert checkpoints_of(run) == "there is none, so train again"
+    (run / "checkpoints" / "checkpoint-20").mkdir(parents=True)
+    assert checkpoints_of(run).startswith("the only one holds no whole model (sharded or unfinished)")
+    (run / "checkpoints" / "checkpoint-40").mkdir()
+    assert checkpoints_of(run).startswith("none of the 2 holds a whole model")
+    assert checkpoints_of(run).endswith(f"tunebook export {run}")
 
 
 def test_an_unknown_name_suggests_the_nearest(make_run: MakeRun, outputs: Path) -> None:

@@ -12,11 +12,20 @@ from lm_eval import evaluator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tunebook.errors import DataError, RequestError
-from tunebook.evaluate.harness import HarnessSettings, run_harness
+from tunebook.evaluate.batch_size import BatchSize
+from tunebook.evaluate.harness import (
+    HarnessSettings,
+    LoadedTasks,
+    Prompting,
+    asked_in,
+    load_tasks,
+    requests_of,
+    run_task,
+)
 from tunebook.evaluate.progress import AnswerProgress
+from tunebook.evaluate.request_model import RequestModel
 from tunebook.evaluate.results import task_answers, task_scores
-from tunebook.evaluate.run_model import RunModel
-from tunebook.evaluate.task_files import read_task_file
+from tunebook.evaluate.task_files import TaskFile, read_task_file
 
 pytestmark = pytest.mark.usefixtures("quiet_harness")
 
@@ -90,12 +99,21 @@ def exact_match_task(folder: Path, held_out: list[tuple[str, str, str, str]]) ->
 
 
 @pytest.fixture
-def run_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> RunModel:
-    return RunModel(model, tokenizer, batch_size=2, compute_dtype=None, progress=AnswerProgress("test"))
+def run_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> RequestModel:
+    return RequestModel(model, tokenizer, batch_size=BatchSize(2), compute_dtype=None, progress=AnswerProgress("test"))
+
+
+def loaded(model: RequestModel, task: TaskFile, settings: HarnessSettings) -> LoadedTasks:
+    return load_tasks([task], Prompting(tokenizer=model.tokenizer, max_length=model.max_length), settings)
+
+
+def run_harness(model: RequestModel, tasks: list[TaskFile], settings: HarnessSettings) -> dict[str, Any]:
+    (task,) = loaded(model, tasks[0], settings).tasks.values()
+    return run_task(model, task, settings)
 
 
 def test_exact_match_by_hand(
-    tmp_path: Path, run_model: RunModel, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run_model: RequestModel, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by_heart = AnswersByHeart(tokenizer, {chat(asked): said for asked, _, said, _ in HELD_OUT})
     monkeypatch.setattr(run_model.model, "generate", by_heart)
@@ -115,7 +133,7 @@ def test_exact_match_by_hand(
 
 
 def test_changed_conversations_are_not_hidden_by_a_cache(
-    tmp_path: Path, run_model: RunModel, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run_model: RequestModel, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = {chat(asked): said for asked, _, said, _ in HELD_OUT}
     monkeypatch.setattr(run_model.model, "generate", AnswersByHeart(tokenizer, answers))
@@ -130,7 +148,7 @@ def test_changed_conversations_are_not_hidden_by_a_cache(
 
 
 def test_the_limit_takes_the_first_items(
-    tmp_path: Path, run_model: RunModel, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run_model: RequestModel, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         run_model.model, "generate", AnswersByHeart(tokenizer, {chat("one"): "eins", chat("two"): "falsch"})
@@ -141,7 +159,7 @@ def test_the_limit_takes_the_first_items(
 
 
 def test_multiple_choice_takes_the_likeliest_continuation_of_the_chat_prompt(
-    tmp_path: Path, run_model: RunModel, tokenizer: PreTrainedTokenizerBase
+    tmp_path: Path, run_model: RequestModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     questions = ["it barks", "it swims", "it purrs"]
     choices = ["cat", "dog", "fish"]
@@ -175,21 +193,41 @@ def best_choice(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prom
     return scores.index(max(scores))
 
 
-def test_a_prompt_that_would_be_cut_is_refused(tmp_path: Path, run_model: RunModel) -> None:
+def test_a_prompt_that_would_be_cut_is_refused(tmp_path: Path, run_model: RequestModel) -> None:
     long = [("word " * 200, "x", "x", "a")]
     with pytest.raises(DataError, match=r"longer than the 120 tokens"):  # 128 of context - 8 of answer
         run_harness(run_model, [read_task_file(exact_match_task(tmp_path, long))], settings(tmp_path))
 
 
-def test_a_task_the_harness_refuses_is_named(tmp_path: Path, run_model: RunModel) -> None:
+def test_a_task_the_harness_refuses_is_named(tmp_path: Path, run_model: RequestModel) -> None:
     file = exact_match_task(tmp_path, HELD_OUT)
     file.write_text(file.read_text().replace("generate_until", "generate_unti"))
     with pytest.raises(RequestError, match=rf"refuses task {file}: Got invalid output_type 'generate_unti'"):
         run_harness(run_model, [read_task_file(file)], settings(tmp_path))
 
 
-def test_missing_data_is_named_before_anything_runs(tmp_path: Path, run_model: RunModel) -> None:
+def test_missing_data_is_named_before_anything_runs(tmp_path: Path, run_model: RequestModel) -> None:
     file = tmp_path / "choices.yaml"
     file.write_text(CHOICES.replace("DATA", str(tmp_path / "gone.jsonl")).replace("CACHE", str(tmp_path / "cache")))
     with pytest.raises(RequestError, match=rf"the data of task {file} is not on this machine"):
+        run_harness(run_model, [read_task_file(file)], settings(tmp_path))
+
+
+def test_what_will_be_asked_is_known_without_a_model(
+    tmp_path: Path, run_model: RequestModel, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_heart = AnswersByHeart(tokenizer, {chat(asked): said for asked, _, said, _ in HELD_OUT})
+    monkeypatch.setattr(run_model.model, "generate", by_heart)
+    wanted = settings(tmp_path, limit=3)
+    (task,) = loaded(run_model, read_task_file(exact_match_task(tmp_path, HELD_OUT)), wanted).tasks.values()
+    prompting = Prompting(tokenizer=tokenizer, max_length=run_model.max_length)
+    foretold = requests_of(task, prompting, wanted)
+    assert [arguments[0][0] for _, _, arguments in foretold] == [chat(asked) for asked, *_ in HELD_OUT[:3]]
+    assert foretold == asked_in(run_task(run_model, task, wanted)["samples"]["words"])
+
+
+def test_a_tasks_function_that_cannot_be_imported_is_named(tmp_path: Path, run_model: RequestModel) -> None:
+    file = exact_match_task(tmp_path, HELD_OUT)
+    file.write_text(file.read_text() + "process_docs: !function gone.docs\n")
+    with pytest.raises(RequestError, match=rf"refuses task {file}: .*gone"):
         run_harness(run_model, [read_task_file(file)], settings(tmp_path))

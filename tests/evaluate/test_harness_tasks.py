@@ -26,7 +26,7 @@ def scanned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HarnessTasks:
         file = tmp_path / name
         file.parent.mkdir(exist_ok=True)
         file.write_text(text)
-    monkeypatch.setattr(harness_tasks, "_task_folder", lambda: tmp_path)
+    monkeypatch.setattr(harness_tasks, "task_folder", lambda: tmp_path)
     return harness_tasks.harness_tasks.__wrapped__()
 
 
@@ -47,7 +47,9 @@ def test_the_installed_harness_has(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["humaneval", "humaneval_instruct", "mbpp", "mbpp_plus"])
 def test_the_installed_harness_code_tasks_are_refused(name: str) -> None:
-    with pytest.raises(RequestError, match=f"'{name}' executes programs that a model wrote.*no sandbox"):
+    with pytest.raises(
+        RequestError, match=f"'{name}' executes programs .*only the sandbox does that here.*small_python"
+    ):
         check_harness_name(name)
 
 
@@ -55,3 +57,5 @@ def test_a_misspelt_name_is_answered_with_the_nearest() -> None:
     with pytest.raises(RequestError, match=r"no task 'helaswag'.*Did you mean 'hellaswag'\?") as raised:
         check_harness_name("helaswag")
     assert raised.value.exit_code == 2
+    with pytest.raises(RequestError, match=r"Did you mean 'small_python'\?"):  # of this book's own
+        check_harness_name("smal_python")

@@ -1,10 +1,20 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tunebook.evaluate.results import Answer, choose_samples, mean_score, task_answers, task_scores
+from tunebook.errors import TunebookError
+from tunebook.evaluate.results import (
+    Answer,
+    as_stored,
+    choose_samples,
+    is_evaluated,
+    mean_score,
+    task_answers,
+    task_scores,
+)
 
 
 def sample(prompt: str, answer: str, expected: str, group: str | None, filter_name: str = "strip") -> dict[str, Any]:
@@ -124,3 +134,35 @@ def test_the_mean_counts_no_task_twice_and_mixes_no_directions(
     tasks: dict[str, dict[str, Any]], expected: tuple[float, bool] | None
 ) -> None:
     assert mean_score(tasks) == expected
+
+
+def test_every_generated_text_is_kept_and_of_choices_their_likelihoods() -> None:
+    generated = sample("1", "x", "x", None) | {"resps": [["x", "y"]], "doc_id": 7}
+    (found,) = task_answers("words", results([generated], **{"exact_match,strip": 1.0}))
+    assert (found.item, found.responses) == (7, ["x", "y"])
+    chosen = sample("1", "x", "x", None) | {"resps": [[(-1.5, True)], [(float("-inf"), False)]]}
+    (found,) = task_answers("words", results([chosen], **{"exact_match,strip": 1.0}))
+    assert found.responses == [-1.5, None]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_score_that_is_not_finite_is_an_error_and_its_error_is_left_out(value: float) -> None:
+    with pytest.raises(TunebookError, match=f"the exact_match of words is {value}: most likely") as raised:
+        task_scores(results([], **{"exact_match,strip": value}))
+    assert raised.value.problem_id == "score-not-finite"
+    found = task_scores(results([], **{"exact_match,strip": 1.0, "exact_match_stderr,strip": value}))
+    assert found["words"]["stderr"] is None
+
+
+def test_what_is_no_json_is_stored_as_text_and_what_is_not_finite_as_nothing() -> None:
+    stored = as_stored({"a": (1, 2.5, float("nan"), None, True), 3: {"b": Path("c")}})
+    assert stored == {"a": [1, 2.5, None, None, True], "3": {"b": "c"}}
+
+
+def test_an_evaluation_is_finished_when_no_task_of_it_failed(tmp_path: Path) -> None:
+    assert not is_evaluated(tmp_path, "before")
+    (tmp_path / "evaluation").mkdir()
+    file = tmp_path / "evaluation" / "before.json"
+    for text, expected in (('{"failed": {}}', True), ('{"failed": {"a": "why"}}', False), ("{}", True)):
+        file.write_text(text)
+        assert is_evaluated(tmp_path, "before") is expected

@@ -8,7 +8,7 @@ from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from tunebook.evaluate.progress import AnswerProgress
+from tunebook.evaluate.request_model import RequestModel
 from tunebook.evaluate.run_model import RunModel
 
 pytestmark = pytest.mark.usefixtures("quiet_harness")
@@ -17,7 +17,7 @@ WRITES_BOS = "{{ '<s>' }}{% for message in messages %}{{ message.content }} {% e
 
 
 def wrap(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> RunModel:
-    return RunModel(model, tokenizer, batch_size=4, compute_dtype=None, progress=AnswerProgress("test"))
+    return RunModel(model, tokenizer, batch_size=4, compute_dtype=None)
 
 
 def tokenizer_that_adds_bos(chat_template: str | None) -> PreTrainedTokenizerFast:
@@ -60,13 +60,12 @@ def test_bos_is_where_training_had_it(
 
 
 def test_the_harness_still_has_the_methods_that_are_overridden() -> None:
-    overridden = [name for name in RunModel.__dict__ if callable(getattr(HFLM, name, None)) and name != "__init__"]
+    overridden = [name for name in RequestModel.__dict__ if callable(getattr(HFLM, name, None)) and name != "__init__"]
     first_parameters = {name: list(inspect.signature(getattr(HFLM, name)).parameters)[1] for name in overridden}
     assert first_parameters == {
-        "generate_until": "requests",
         "loglikelihood": "requests",
-        "_model_generate": "context",
-        "_model_call": "inps",
+        "loglikelihood_rolling": "requests",
+        "generate_until": "requests",
     }
 
 

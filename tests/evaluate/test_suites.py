@@ -50,7 +50,7 @@ def test_without_shipped_tasks_quick_is_the_runs_own_files(config: RunConfig) ->
     without = replace(config, recipe=None, evaluation=replace(config.evaluation, tasks=["gsm8k", "tasks/mine.yaml"]))
     assert suite_settings("quick", without).tasks == ["tasks/mine.yaml"]
     nothing = replace(without, evaluation=replace(config.evaluation, tasks=["gsm8k"]))
-    with pytest.raises(RequestError, match=r"this run has no recipe; name another suite \(leaderboard, quickstart\)"):
+    with pytest.raises(RequestError, match=r"has no recipe; name another suite \(code, .*, quickstart\)"):
         suite_settings("quick", nothing)
     with pytest.raises(RequestError, match="zero1_lora ships none"):
         suite_settings("quick", replace(nothing, recipe="zero1_lora"))
@@ -58,7 +58,9 @@ def test_without_shipped_tasks_quick_is_the_runs_own_files(config: RunConfig) ->
 
 @pytest.mark.parametrize("name", ["leaderbord", "none", "tasks"])
 def test_an_unknown_suite_lists_those_with_tasks(config: RunConfig, name: str) -> None:
-    with pytest.raises(RequestError, match=r"Suites: leaderboard, quick, quickstart\. Single tasks") as raised:
+    with pytest.raises(
+        RequestError, match=r"Suites: code, code_completion, leaderboard, quick, quickstart\. Single"
+    ) as raised:
         suite_settings(name, config)
     assert ("Did you mean 'leaderboard'?" in raised.value.message) is (name == "leaderbord")
     assert raised.value.problem_id == "unknown-suite"

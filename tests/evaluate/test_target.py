@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from tunebook.errors import RequestError
-from tunebook.evaluate.target import Target, find_target
+from tunebook.evaluate.target import Target, find_named_model, find_target
+from tunebook.record.origin import ORIGIN_FILE
 
 
 @pytest.fixture
@@ -90,3 +91,49 @@ def test_a_run_without_a_model_names_its_checkpoints(run: Path, outputs: Path) -
     checkpoint = model_folder(run / "checkpoints" / "checkpoint-20")
     with pytest.raises(RequestError, match=f"has finished.*{checkpoint}"):
         find_target("tiny", outputs)
+
+
+def test_a_named_model_may_be_one_word_on_the_hub_but_no_path(run: Path, outputs: Path, tmp_path: Path) -> None:
+    model = model_folder(run / "model")
+    assert find_named_model("gpt2", outputs) == Target(hub_name="gpt2")
+    assert find_named_model("someone/model", outputs) == Target(hub_name="someone/model")
+    assert find_named_model("tiny", outputs) == Target(run=run, folder=model)
+    for text in ("./gpt2", str(tmp_path / "gone"), "a b", "one/two/three"):
+        with pytest.raises(RequestError, match=r"there is no such folder.*model=organisation/name") as raised:
+            find_named_model(text, outputs)
+        assert raised.value.problem_id == "model-folder"
+
+
+def test_an_exported_folder_may_say_where_it_comes_from(run: Path, tmp_path: Path, outputs: Path) -> None:
+    said = {
+        "format": 1, "run": "tiny/x", "recipe": "tiny", "config_sha256": "c", "tokenizer_sha256": "t",
+        "chat_template_sha256": None, "system_prompt": "Be short.",
+    }  # fmt: skip
+    exported = model_folder(tmp_path / "exported")
+    (exported / ORIGIN_FILE).write_text(json.dumps(said))
+    found = find_target(str(exported), outputs)
+    assert found.run is None
+    assert found.origin is not None
+    assert (found.origin.run, found.origin.system_prompt) == ("tiny/x", "Be short.")
+    inside = model_folder(run / "model")
+    (inside / ORIGIN_FILE).write_text("not read, because the run itself is there")
+    assert find_target("tiny", outputs).origin is None
+    assert find_target(str(inside), outputs).origin is None
+
+
+def test_a_run_whose_model_has_no_weights_is_refused(run: Path, outputs: Path) -> None:
+    (model_folder(run / "model") / "model.safetensors").unlink()
+    with pytest.raises(RequestError, match=r"holds no whole model .*tunebook export RUN"):
+        find_target("latest", outputs)
+
+
+def test_an_unfinished_run_that_is_named_tells_its_checkpoints(run: Path, outputs: Path) -> None:
+    checkpoint = model_folder(run / "checkpoints" / "checkpoint-20")
+    with pytest.raises(RequestError, match=f"has no model/ folder.*checkpoints: {checkpoint}"):
+        find_target(str(run), outputs)
+
+
+def test_what_was_chosen_is_said(run: Path, outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model_folder(run / "model")
+    find_target("latest", outputs)
+    assert capsys.readouterr() == ("", f"the newest finished run: {run}\n")

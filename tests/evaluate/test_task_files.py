@@ -89,9 +89,9 @@ def test_a_broken_file_is_refused(tmp_path: Path, text: str, message: str) -> No
 def test_all_wrong_tasks_are_reported_together(tmp_path: Path) -> None:
     gone = tmp_path / "gone.yaml"
     with pytest.raises(RequestError) as raised:
-        check_tasks([QUICKSTART, str(gone), "mbpp", "hellaswagg"])
+        check_tasks([QUICKSTART, str(gone), "mbpp_plus", "mbpp", "hellaswagg"])
     lines = raised.value.message.splitlines()
     assert len(lines) == 3
     assert f"no task file {gone}" in lines[0]
-    assert "'mbpp' executes programs" in lines[1]
+    assert "'mbpp_plus' executes programs" in lines[1]  # mbpp is a task of this book's own
     assert "Did you mean 'hellaswag'?" in lines[2]

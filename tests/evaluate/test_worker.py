@@ -102,7 +102,9 @@ def test_a_run_without_a_trained_model_has_no_after(run: Path, capsys: pytest.Ca
 def test_a_suite_takes_the_place_of_the_runs_own_evaluation(run: Path, config: RunConfig) -> None:
     small = replace(config, evaluation=replace(config.evaluation, tasks=[], batch_size=2))
     (run / "run.yaml").write_text(config_to_yaml(small))
-    asked = worker._read_request(["--run", str(run), "--when", "before", "--suite", "quickstart", "--limit", "3"])
+    asked = worker._evaluation_of(
+        worker._parse(["--run", str(run), "--when", "before", "--suite", "quickstart", "--limit", "3"])
+    )
     assert [task.name for task in asked.tasks if not isinstance(task, str)] == ["quickstart"]
     assert (asked.config.evaluation.batch_size, asked.limit) == (64, 3)
 

@@ -28,7 +28,8 @@ def test_three_changes_are_offered_and_each_is_a_plan_that_fits():
     words = ["parallelism=ddp", "hardware=volta"]
     assert draft_run("qwen3b_zero2", words, []).memory.fits is False
     fitting = offered("qwen3b_zero2", *words)
-    assert words_of(fitting) == ["parallelism=fsdp", "parallelism=zero2", "parallelism=zero3"]
+    # zero3 before zero2: only zero3 fits without checkpointing, which costs more on a V100 than zero3 loses
+    assert words_of(fitting) == ["parallelism=fsdp", "parallelism=zero3", "parallelism=zero2"]
     for one in fitting:
         tried = draft_run("qwen3b_zero2", [*words, *one.change.words], [])
         assert (tried.exit_code, tried.memory.fits) == (0, True)
@@ -59,15 +60,50 @@ def test_nothing_is_offered_where_nothing_fits():
 
 
 def test_speeds_of_a_pair_multiply_and_an_unknown_one_stays_unknown():
-    fast, slow = Change(words=("a=1",), speed=0.8, cost="x"), Change(words=("b=2",), speed=0.5, cost="y")
+    fast, slow = Change(words=("a=1",), speed=0.8, note="x"), Change(words=("b=2",), speed=0.5, note="y")
     both = changes._both(fast, slow)
-    assert (both.words, both.speed, both.cost) == (("a=1", "b=2"), 0.4, "x; and y")
-    unknown = changes._both(fast, Change(words=("c=3",), speed=None, cost="z", changes_learning=True))
-    assert (unknown.speed, unknown.changes_learning) == (None, True)
+    assert (both.words, both.speed, both.note) == (("a=1", "b=2"), 0.4, "x; y")
+    unknown = changes._both(fast, Change(words=("c=3",), speed=None, changes_learning=True))
+    assert (unknown.speed, unknown.note, unknown.changes_learning) == (None, "x", True)
+
+
+def test_the_cost_of_each_is_its_own_estimate_beside_that_of_the_run_as_asked():
+    words = ["parallelism=ddp", "hardware=ampere", "activation=stored"]
+    asked = draft_run("llama3_8b_ddp", words, []).time.tokens_per_second_per_gpu
+    fitting = offered("llama3_8b_ddp", *words)
+    assert len(fitting) == 3
+    for one in fitting:
+        tried = draft_run("llama3_8b_ddp", [*words, *one.change.words], []).time.tokens_per_second_per_gpu
+        assert one.tokens_per_second_per_gpu == pytest.approx(tried)
+        assert one.speed == pytest.approx(tried / asked)
+        assert one.cost == f"estimated {tried:,.0f} tokens/s per GPU, {tried / asked:.0%} of the run as asked"
+    speeds = [one.speed for one in fitting]
+    assert speeds == sorted(speeds, reverse=True)
+
+
+def test_the_order_follows_from_what_was_measured():
+    by_words = {change.words: change.speed for change in (*changes._SHARDED, changes._CHECKPOINTING)}
+    assert by_words == {
+        ("parallelism=fsdp",): 1.0,
+        ("parallelism=zero2",): pytest.approx(17_289 / 17_578),
+        ("parallelism=zero3",): pytest.approx(7_969 / 17_578),
+        ("activation=checkpointing",): pytest.approx(17_810 / 22_233),
+    }
 
 
 def test_as_json():
-    change = Change(words=("parallelism=zero3",), speed=0.45, cost="slower")
-    assert Fitting(change=change, total_gib=12.34567).to_json() == {
-        "overrides": ["parallelism=zero3"], "total_gib": 12.346, "speed": 0.45, "cost": "slower",
+    change = Change(words=("parallelism=zero3",), speed=0.45)
+    fitting = Fitting(change=change, total_gib=12.34567, tokens_per_second_per_gpu=1234.56, speed=0.45678)
+    assert fitting.to_json() == {
+        "overrides": ["parallelism=zero3"], "total_gib": 12.346, "tokens_per_second_per_gpu": 1234.6, "speed": 0.457,
+        "cost": "estimated 1,235 tokens/s per GPU, 46% of the run as asked",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("speed", "cost"),
+    [(None, "on the host; speed not estimated"), (50.0, "on the host; estimated 50 tokens/s per GPU")],
+)
+def test_what_has_no_estimate_says_so(speed, cost):
+    change = Change(words=("parallelism=zero3_offload",), speed=None, note="on the host")
+    assert Fitting(change=change, total_gib=1.0, tokens_per_second_per_gpu=speed).cost == cost

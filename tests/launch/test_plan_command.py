@@ -21,7 +21,7 @@ from tunebook.launch.plan_command import plan_command
 TOO_LARGE = ("hardware=cpu", "parallelism=single", "model.liger_kernel=false")  # 46 GiB of states on 8 GiB
 KEYS = {
     "recipe", "hardware", "precision", "attention", "packing", "batch", "memory_gib", "fits", "choices", "problems",
-    "would_fit",
+    "would_fit", "host_memory_gib", "nvme_gib", "time",
 }  # fmt: skip
 
 
@@ -59,7 +59,9 @@ def test_the_choices_the_batch_the_launch_and_the_memory_are_shown() -> None:
         "one optimizer step: 528 documents",
         "-m tunebook.launch.rank /a/run",
         "Memory of each GPU or rank (estimated, GiB, of 32)\n  weights 11.5 + gradients 1.4 + optimizer 4.3 + ",
-        "  not estimated: overhead\n",
+        "Host memory of each node (estimated, GiB)\n  processes 16.0, ",
+        " of 15.7 TFLOP/s\n  how many tokens is not known before the data is prepared",
+        "\n      never measured on volta, whose peak is taken from the V100-SXM2-32GB;\n",
     ):
         assert part in text
 
@@ -75,8 +77,19 @@ def test_every_recipe_has_a_whole_plan(as_json: Any, recipe: str) -> None:
     assert plan["recipe"] == recipe
     assert set(plan["hardware"]) == {"generation", "num_nodes", "gpus_per_node", "memory_gib"}
     assert {"global_samples", "micro", "accumulation", "world_size"} <= set(plan["batch"])
-    assert plan["memory_gib"]["overhead"] is None  # nothing computes it
+    parts = ("weights", "gradients", "optimizer", "activations", "buffers", "overhead")
+    memory, host = plan["memory_gib"], plan["host_memory_gib"]
+    assert memory["total"] == pytest.approx(sum(memory[part] for part in parts), abs=0.01)
+    assert memory["overhead"] > 0.4  # at least Python itself
+    assert host["total"] >= max(host["processes"] + host["loading"], host["offload"] + host["saving"]) - 0.01
+    assert (plan["nvme_gib"] > 0) == ("nvme" in recipe)
     assert plan["memory_gib"]["weights"] >= 0
+    time = plan["time"]
+    assert set(time) == {
+        "tokens_per_second_per_gpu", "tokens_per_second", "tokens", "hours", "gpu_hours", "efficiency", "peak_tflops",
+        "assumption",
+    }  # fmt: skip
+    assert (time["tokens_per_second"] is None) == time["assumption"].startswith("not estimated: ")
     assert all(set(choice) == {"key", "value", "why"} for choice in plan["choices"])
     assert not any(problem["is_error"] for problem in plan["problems"])
 
@@ -89,7 +102,7 @@ def test_broken_rules_are_in_the_json_and_end_it_with_2(as_json: Any) -> None:
     assert (bf16["key"], bf16["fix"]) == ("precision.compute", "precision.compute=fp32")
     assert bf16["place"] == "override 'precision=bf16'"
     assert plan["precision"] == "bf16"  # as asked
-    assert (plan["batch"], plan["memory_gib"], plan["fits"]) == (None, None, None)
+    assert (plan["batch"], plan["memory_gib"], plan["fits"], plan["time"]) == (None, None, None, None)
 
 
 @pytest.mark.parametrize(
@@ -122,6 +135,17 @@ def test_a_plan_that_cannot_fit_ends_with_3(as_json: Any, capsys: pytest.Capture
     out = capsys.readouterr().out
     assert "GiB are more than 8 GiB\n" in out  # below the plan itself
     assert "Nothing that this machine can do makes it fit" in out
+
+
+def test_a_plan_whose_host_is_too_small_ends_with_3(as_json: Any) -> None:
+    words = ("hardware.host_memory_gib=931",)
+    code, plan = as_json("llama2_70b_fsdp_1node", *words)
+    assert (code, plan["fits"], plan["host_memory_gib"]["capacity"]) == (3, False, 931)
+    assert plan["host_memory_gib"]["offload"] == pytest.approx(1027.8, abs=0.1)
+    assert [problem["id"] for problem in plan["problems"] if problem["is_error"]] == ["host-memory-too-small"]
+    assert plan["would_fit"]  # and what would
+    with pytest.raises(DoesNotFitError, match=r"1,027\.8 GiB are offloaded to a host of 931 GiB"):
+        plan_command("llama2_70b_fsdp_1node", [*words], [], Console(file=io.StringIO()))
 
 
 def test_for_people_errors_are_raised() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from tunebook.launch.show import memory_bar
+from tunebook.launch.show import memory_bar, time_lines
 from tunebook.plan.memory import Memory
+from tunebook.plan.throughput import TimePlan
 
 
 def bar_of(width=42, **parts):
@@ -42,3 +43,37 @@ def test_rounding_never_changes_the_length():
 
 def test_nothing_known_is_no_bar():
     assert memory_bar(Memory(capacity=32.0), width=42) is None
+
+
+def test_the_time_with_what_it_rests_on():
+    plan = TimePlan(
+        tokens_per_second_per_gpu=1000.0,
+        tokens_per_second=8000.0,
+        tokens=288_000_000.0,
+        hours=10.0,
+        gpu_hours=80.0,
+        efficiency=0.25,
+        peak_tflops=989.0,
+        assumption="assumed: one thing; and another",
+    )
+    assert time_lines(plan) == [
+        "Time (estimated)",
+        "  1,000 tokens/s per GPU, 8,000 in all, at 25.0% of 989 TFLOP/s",
+        "  288,000,000 tokens take 10 hours = 80 GPU-hours; loading, validation, saving and evaluation come on top",
+        "  assumed: one thing;",
+        "      and another",
+    ]
+
+
+def test_a_speed_without_a_number_of_tokens_and_no_speed_at_all():
+    plan = TimePlan(
+        tokens_per_second_per_gpu=10.0, tokens_per_second=10.0, efficiency=0.1, peak_tflops=8.1, assumption="assumed: a"
+    )
+    assert time_lines(plan)[1:3] == [
+        "  10 tokens/s per GPU, at 10.0% of 8.1 TFLOP/s",
+        "  how many tokens is not known before the data is prepared, nor is dataset.mean_tokens set",
+    ]
+    assert time_lines(TimePlan(tokens=5.0, assumption="not estimated: why")) == [
+        "Time (estimated)",
+        "  not estimated: why",
+    ]

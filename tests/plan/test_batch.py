@@ -22,6 +22,7 @@ from tunebook.config.schema import (
     TrackingConfig,
     TrainingConfig,
 )
+from tunebook.data.sampler import RankBatches
 from tunebook.errors import RequestError
 from tunebook.plan.batch import schedule_of, solve_batch
 
@@ -130,3 +131,31 @@ def test_steps_follow_from_epochs_unless_said(max_steps, expected):
     lengths = np.full(100, 10, dtype=np.int64)
     config = config_of(PackingMode.isolated, 1, global_samples=10, num_epochs=1.5, max_steps=max_steps)
     assert solve_batch(config, lengths).total_steps == expected
+
+
+@pytest.mark.parametrize("documents", [1500, 1503])
+def test_the_padding_is_what_the_ranks_will_count(documents):
+    lengths = np.random.default_rng(1).integers(20, 1024, documents).astype(np.int64)
+    config = config_of(PackingMode.padded, 2, global_samples=24, micro_batch_size=4)
+    plan = solve_batch(config, lengths)
+    batches = RankBatches(
+        schedule_of(config, plan, lengths), num_steps=plan.steps_per_epoch, micro_batch_size=4, rank=0, world_size=2
+    )
+    assert len(list(batches)) == plan.steps_per_epoch * plan.accumulation
+    counted = batches.totals(0, plan.steps_per_epoch)
+    assert counted.documents == documents
+    assert plan.padding_share == pytest.approx(1 - counted.tokens / counted.computed_tokens)
+    assert 0.3 < plan.padding_share < 0.5
+
+
+def test_packed_rows_have_no_padding_and_unknown_lengths_no_share():
+    lengths = np.array([100] * 30 + [300] * 30, dtype=np.int64)
+    plan = solve_batch(config_of(PackingMode.isolated, 1, global_samples=6), lengths)
+    assert (plan.padding_share, plan.attended_length) == (0.0, 250.0)  # (10,000 + 90,000) / 400
+    unknown = solve_batch(config_of(PackingMode.padded, 1, global_samples=6), None)
+    assert (unknown.padding_share, unknown.attended_length) == (None, None)
+
+
+def test_a_stated_mean_beyond_the_longest_document_is_cut():
+    plan = solve_batch(config_of(PackingMode.isolated, 1, global_samples=4, mean_tokens=5000.0), None)
+    assert plan.tokens_per_step == 4 * 1024

@@ -30,7 +30,10 @@ def test_zero2_divides_gradients_and_optimizer_state_among_8_gpus() -> None:
     assert memory.weights == pytest.approx(4 * num_parameters / GIB)
     assert memory.gradients == pytest.approx(4 * num_parameters / 8 / GIB)
     assert memory.optimizer == pytest.approx(12 * num_parameters / 8 / GIB)  # with DeepSpeed's master copy
-    assert (memory.buffers, memory.overhead, memory.capacity) == (0, None, 32.0)
+    assert (memory.buffers, memory.capacity) == (0, 32.0)
+    assert memory.allocated is not None and memory.overhead is not None
+    # CUDA's context, the communicator of 8 GPUs, and what the allocator holds besides
+    assert memory.overhead == pytest.approx((781 + 688) / 1024 + 0.05 * memory.allocated)
 
 
 def test_checkpointing_keeps_each_layers_input_and_one_layer() -> None:
@@ -53,7 +56,8 @@ def test_with_every_activation_kept_the_parts_add_up() -> None:
     plan = plan_memory(resolved("qwen05b_single"))
     memory = plan.memory
     parts = (memory.weights, memory.gradients, memory.optimizer, memory.buffers, memory.activations)
-    assert memory.total == pytest.approx(sum(part for part in parts if part is not None))
+    assert memory.allocated == pytest.approx(sum(part for part in parts if part is not None))
+    assert memory.total == pytest.approx((memory.allocated or 0) * 1.05 + 781 / 1024)  # one GPU talks to no other
     assert plan.fits is True
     assert plan.verdict == "fits into 80% of 32 GiB"
 
@@ -91,6 +95,17 @@ def test_a_model_of_unknown_size_has_no_numbers() -> None:
 
 def test_json_has_every_part_and_no_infinity() -> None:
     expected: dict[str, Any] = dict.fromkeys(
-        ("weights", "gradients", "optimizer", "activations", "buffers", "overhead", "total", "capacity")
+        ("weights", "gradients", "optimizer", "activations", "buffers", "overhead", "total", "capacity", "allocated")
     )
     assert Memory(weights=1.23456, capacity=float("inf")).to_json() == expected | {"weights": 1.235}
+
+
+def test_an_overhead_larger_than_what_is_left_takes_the_yes_away() -> None:
+    """A small model on a slice of a GPU: CUDA's context alone is 781 MiB."""
+    config = resolved("quickstart", "hardware=hopper", "hardware.memory_gib=0.7")
+    plan = plan_memory(config)
+    assert plan.memory.allocated is not None and plan.memory.allocated < 0.8 * 0.7
+    assert plan.fits is None
+    assert "with an overhead of about 0.8 GiB it is more than 0.7 GiB" in plan.verdict
+    config.hardware.memory_gib = 2.0
+    assert plan_memory(config).fits is True

@@ -15,12 +15,14 @@ from tunebook.record.manifest import (
     read_manifest,
     start_manifest,
     state_of_exit_code,
+    system_prompt_hash,
     update_manifest,
 )
 
 KEYS = {
     "format", "recipe", "title", "status", "earlier_attempts", "code", "environment", "config_sha256", "model",
-    "tokenizer_sha256", "chat_template_sha256", "dataset", "hardware", "world_size", "seed", "command",
+    "tokenizer_sha256", "chat_template_sha256", "system_prompt_sha256", "dataset", "hardware", "world_size", "seed",
+    "command",
 }  # fmt: skip
 
 
@@ -67,6 +69,12 @@ def test_an_end_is_added_with_its_reason_and_duration(tmp_path: Path, run_config
     assert status["last_checkpoint"] == "checkpoints/step-50"
     assert status["started"] <= status["ended"]
     assert 0 <= status["seconds"] < 60
+
+
+def test_a_manifest_tells_a_system_prompt_from_none(tmp_path: Path, run_config: RunConfig) -> None:
+    without = start(tmp_path, run_config)["system_prompt_sha256"]
+    run_config.dataset.system_prompt = "Answer in one word."
+    assert start(tmp_path, run_config)["system_prompt_sha256"] == system_prompt_hash("Answer in one word.") != without
 
 
 def test_later_facts_are_added_to_their_section(tmp_path: Path, run_config: RunConfig) -> None:

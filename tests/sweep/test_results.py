@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from tunebook.sweep.options import Direction
-from tunebook.sweep.results import Goal, Measure, TrialResult, rank, sweep_exit_code
+from tunebook.sweep.results import Goal, Measure, TrialResult, _evaluation_score, rank, sweep_exit_code
 
 MakeResult = Callable[..., TrialResult]
 
@@ -127,3 +129,12 @@ def test_a_killed_trial_says_what_killed_it(make_result: MakeResult) -> None:
 def test_an_earlier_attempts_reason_is_not_taken_for_the_last_ones(make_result: MakeResult) -> None:
     found = make_result(0, exit_code=1, state="stopped", reason="stopped after step 6", recorded_exit_code=6)
     assert found.how_it_ended == "failed: it ended unexpectedly (exit code 1), see what it printed"
+
+
+def test_a_mean_over_the_tasks_that_did_not_fail_is_no_score(tmp_path: Path) -> None:
+    (tmp_path / "evaluation").mkdir()
+    task = {"value": 0.75, "higher_is_better": True, "subtasks": []}
+    for failed, expected in (({}, 0.75), ({"numbers": "ValueError"}, None)):
+        record = {"tasks": {"words": task}, "failed": failed}
+        (tmp_path / "evaluation" / "after.json").write_text(json.dumps(record))
+        assert _evaluation_score(tmp_path) == (expected, True)

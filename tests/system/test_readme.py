@@ -19,7 +19,12 @@ INSTEAD = {
     "make test": "run whole by .ci/run, through make check",
     "make train RECIPE=qwen3b_zero2": "needs GPUs; the dry run below says what it would do",
     "tunebook parity quickstart --over parallelism=ddp,zero2 --gpus 1,2": "its runs are those of test_same_loss.py",
+    "tunebook verify quickstart": "run on the whole run by test_evidence.py",
+    "tunebook reproduce outputs/quickstart/latest": "a short run is made again by test_evidence.py",
+    "tunebook diff RUN RUN": "run by test_evidence.py",
+    "tunebook verify RUN RUN --record --label cpu": "run by tests/evidence on made-up runs; the book's own was made so",
     "docker compose run eval": "run in a container by docker/test_quickstart_in_a_container.py",
+    'make eval ARGS="run=qwen05b_single suite=code"': "needs the hub; test_code.py runs the shipped problems",
     "make chat ARGS=\"--prompt 'Reverse the order: rain key'\"": "asked of the run itself by test_chat.py",
 }
 # Those that work on the quickstart's newest run, which lies elsewhere in tests.

@@ -39,6 +39,7 @@ class Resolution:
     is_runnable_here: bool
     where: str  # one sentence: where it runs, or why it cannot run here
     problem: Problem | None = None  # why it cannot run here
+    host_memory_gib: float | None = None  # of one node; None: not known
 
     @property
     def why_not_runnable(self) -> str:
@@ -74,7 +75,15 @@ def resolve_auto(config: RunConfig, machine: Machine) -> Resolution:
         is_runnable_here=problem is None,
         where=problem.message if problem is not None else _where(resolved),
         problem=problem,
+        host_memory_gib=_host_memory_gib(resolved, machine, problem),
     )
+
+
+def _host_memory_gib(config: RunConfig, machine: Machine, problem: Problem | None) -> float | None:
+    """As set; else this machine's, where the ranks start here. It decides nothing, so it is no choice of the run's."""
+    if config.hardware.host_memory_gib is not None:
+        return config.hardware.host_memory_gib
+    return None if problem is not None or starts_elsewhere(config) else machine.host_memory_gib
 
 
 def _where(config: RunConfig) -> str:

@@ -1,4 +1,4 @@
-"""What planning needs to know of a base model, read from its config.json without torch, transformers or network.
+"""What planning needs to know of a base model, read from its config.json without weights or network.
 
 A model group file carries the facts. Without them they are read here: from `model.path`, or for a hub model from the
 copy that an earlier run left in the hub's cache. `None` means "cannot be known before the model is loaded".
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tunebook.config.book import resolve_path
+from tunebook.config.meta_device import measured_facts
 from tunebook.config.schema import ModelConfig, ModelFacts
 from tunebook.errors import RequestError
 
@@ -25,9 +26,8 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "vocab_size": ("vocab_size",),
     "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_seq_len"),
 }
-# Decoders whose feed-forward block is two matrices; all later ones have three (gate, up, down).
-_UNGATED = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "gpt_bigcode", "opt", "bloom", "falcon", "mpt", "phi", "codegen")
-_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+# Whose layers the formulas of `config.estimate` are for; all others are built on the meta device.
+_LLAMA_LIKE = ("llama", "mistral", "qwen2")
 _DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -48,65 +48,105 @@ def model_folder_problem(model: ModelConfig) -> str | None:
 def read_config(model: ModelConfig) -> dict[str, Any] | None:
     """A model's config.json, or None where there is none at hand.
 
-    Raises: RequestError when the file is there but is not a JSON object.
+    Raises: RequestError when the file is there but is no model's config.json.
     """
     file = _config_file(model)
     if file is None or not file.is_file():
         return None
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RequestError(
-            f"{file} cannot be read as JSON ({error}); download or copy the model again", problem_id="model-config"
-        ) from error
-    if not isinstance(config, dict):
-        raise RequestError(
-            f"{file} holds no JSON object, so it is no model's config.json; name the model's own folder in model.path",
-            problem_id="model-config",
+    except (OSError, ValueError, RecursionError) as error:
+        raise _broken(f"{file} cannot be read as JSON ({error}); download or copy the model again") from error
+    if not isinstance(config, dict) or not isinstance(config.get("text_config", {}), dict):
+        raise _broken(
+            f"{file} holds no JSON object, so it is no model's config.json; name the model's own folder in model.path"
+        )
+    if not config.get("model_type") and not config.get("architectures"):
+        raise _broken(
+            f"{file} names neither model_type nor architectures, so it is no model's config.json; name the model's own "
+            "folder in model.path"
         )
     return config
+
+
+def _broken(message: str) -> RequestError:
+    return RequestError(message, problem_id="model-config")
 
 
 def read_facts(model: ModelConfig) -> ModelFacts | None:
     """The facts of a model: its group file's, else read from its config.json; None where a size is not stated there.
 
-    Raises: RequestError when the file cannot be read, or states a size below one.
+    Models of kinds that no formula knows are built on the meta device, which takes seconds, once.
+    Raises: RequestError when the file cannot be read, states sizes that no model has, or an unknown architecture.
     """
     if model.facts is not None:
         return model.facts
-    config = read_config(model)
-    if config is None:
+    config, file = read_config(model), _config_file(model)
+    if config is None or file is None:
         return None
     text = config.get("text_config", config)  # a model of text and images keeps its language part there
     sizes = {name: _first_stated(text, keys) for name, keys in _NAMES.items()}
-    _refuse_sizes_below_one(model, sizes)
-    if sizes["intermediate_size"] is None and sizes["hidden_size"] is not None:
-        sizes["intermediate_size"] = 4 * sizes["hidden_size"]  # what an absent size means in GPT-2 and its kin
-    architectures = config.get("architectures") or []
-    dtype = _dtype_of(config) or _dtype_of(text)
-    if not architectures or dtype is None or any(not isinstance(size, int) for size in sizes.values()):
+    _refuse_impossible(file, text, sizes)
+    if sizes["num_layers"] is None or sizes["vocab_size"] is None:
+        return None  # a file that leaves everything to transformers' defaults describes no published model
+    if (model.trust_remote_code and config.get("auto_map")) or not _is_llama_like(config, sizes):
+        return measured_facts(file, trust_remote_code=model.trust_remote_code)
+    dtype = _dtype_of(config)
+    if dtype is None:
         return None
-    is_tied = bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", True)))
-    num_parameters = _num_parameters(model, text, sizes, is_tied)
-    if num_parameters is None:
-        return None
+    is_tied = bool(config.get("tie_word_embeddings", False))
+    architectures = config["architectures"]
+    counted = _count_in_headers(model)
     return ModelFacts(
-        architecture=architectures[0], num_parameters=num_parameters, tie_word_embeddings=is_tied, dtype=dtype, **sizes
+        architecture=str(architectures[0]),
+        num_parameters=counted if counted is not None else _num_parameters(config, sizes, is_tied),
+        tie_word_embeddings=is_tied,
+        dtype=dtype,
+        **sizes,
     )
+
+
+def _is_llama_like(config: dict[str, Any], sizes: dict[str, Any]) -> bool:
+    """Whether the formulas for parameters and activations are for this very model."""
+    kind, architectures = config.get("model_type"), config.get("architectures")
+    if kind not in _LLAMA_LIKE or not all(isinstance(size, int) for size in sizes.values()):
+        return False
+    if not isinstance(architectures, list) or not str(architectures[:1]).endswith("ForCausalLM']"):
+        return False
+    if config.get("text_config") or config.get("quantization_config"):
+        return False
+    says_keys = kind == "llama" or config.get("num_key_value_heads") is not None  # the others' defaults are numbers
+    return says_keys and config.get("head_dim") in (None, sizes["hidden_size"] // sizes["num_attention_heads"])
 
 
 def _first_stated(config: dict[str, Any], keys: tuple[str, ...]) -> Any:
     return next((config[key] for key in keys if config.get(key) is not None), None)
 
 
-def _refuse_sizes_below_one(model: ModelConfig, sizes: dict[str, Any]) -> None:
+def _refuse_impossible(file: Path, text: dict[str, Any], sizes: dict[str, Any]) -> None:
+    """Raises: RequestError for a size that is no whole number or below one, and for heads that do not divide."""
+    correct = "correct the file or download or copy the model again"
     for name, size in sizes.items():
-        if isinstance(size, int | float) and size < 1:
-            raise RequestError(
-                f"{_config_file(model)} says {name}={size}, and a model has at least 1; correct the file or copy the "
-                "model again",
-                problem_id="model-config",
-            )
+        is_number = isinstance(size, int | float) and not isinstance(size, bool)
+        if is_number and size < 1:
+            raise _broken(f"{file} says {name}={size}, and a model has at least 1; {correct}")
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
+            if isinstance(size, list):  # one per layer, as some architectures have it: the meta device knows
+                continue
+            raise _broken(f"{file} says {name}={json.dumps(size)}, which is no whole number; {correct}")
+    hidden, heads, keys = (sizes[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    if not all(isinstance(size, int) for size in (hidden, heads, keys)):
+        return
+    if hidden % heads and not text.get("head_dim"):
+        raise _broken(
+            f"{file} says hidden_size={hidden} and num_attention_heads={heads}, which does not divide it, and no "
+            f"head_dim; {correct}"
+        )
+    if heads % keys:
+        raise _broken(
+            f"{file} says num_attention_heads={heads} and num_key_value_heads={keys}, which does not divide them: "
+            f"each key serves the same number of queries; {correct}"
+        )
 
 
 def read_dtype(model: ModelConfig) -> str | None:
@@ -137,19 +177,17 @@ def _config_file(model: ModelConfig) -> Path | None:
     return Path(cached) if isinstance(cached, str) else None
 
 
-def _num_parameters(model: ModelConfig, text: dict[str, Any], sizes: dict[str, Any], is_tied: bool) -> int | None:
-    """Counted in the safetensors headers where they are at hand, else from the sizes of a dense decoder."""
-    counted = _count_in_headers(model)
-    if counted is not None:
-        return counted
-    if any(text.get(key) for key in _EXPERT_KEYS):
-        return None  # each mixture of experts counts its layers differently: the meta device knows, we do not
-    hidden, layers, vocabulary = sizes["hidden_size"], sizes["num_layers"], sizes["vocab_size"]
-    head_size = text.get("head_dim") or hidden // sizes["num_attention_heads"]
-    queries, keys = sizes["num_attention_heads"] * head_size, sizes["num_key_value_heads"] * head_size
-    num_matrices = 2 if text.get("model_type") in _UNGATED else 3
-    per_layer = 2 * hidden * (queries + keys) + num_matrices * hidden * sizes["intermediate_size"]
-    return int(vocabulary * hidden * (1 if is_tied else 2) + layers * (per_layer + 2 * hidden) + hidden)
+def _num_parameters(config: dict[str, Any], sizes: dict[str, Any], is_tied: bool) -> int:
+    """Of a Llama-like model: weights, two norms per layer and the last one, and the biases of its linear layers."""
+    hidden, inner, vocabulary = sizes["hidden_size"], sizes["intermediate_size"], sizes["vocab_size"]
+    keys = hidden // sizes["num_attention_heads"] * sizes["num_key_value_heads"]
+    per_layer = 2 * hidden * (hidden + keys) + 3 * hidden * inner + 2 * hidden
+    is_qwen2, is_llama = (config["model_type"] == kind for kind in ("qwen2", "llama"))
+    if is_qwen2 or (is_llama and config.get("attention_bias")):
+        per_layer += hidden + 2 * keys + (0 if is_qwen2 else hidden)  # Qwen2's output has none
+    if is_llama and config.get("mlp_bias"):
+        per_layer += 2 * inner + hidden
+    return int(vocabulary * hidden * (1 if is_tied else 2) + sizes["num_layers"] * per_layer + hidden)
 
 
 def _count_in_headers(model: ModelConfig) -> int | None:

@@ -35,23 +35,7 @@ from tunebook.config.choices import (
     Weights,
     WrapPolicy,
 )
-
-
-@dataclass(kw_only=True)
-class ModelFacts:
-    """What planning needs to know of an architecture without reading its config; checked against it at run time."""
-
-    architecture: str = MISSING  # the class transformers loads, such as Qwen2ForCausalLM
-    num_parameters: int = MISSING  # all of them, tied embeddings counted once
-    num_layers: int = MISSING
-    hidden_size: int = MISSING
-    intermediate_size: int = MISSING
-    num_attention_heads: int = MISSING
-    num_key_value_heads: int = MISSING
-    vocab_size: int = MISSING
-    max_position_embeddings: int = MISSING  # tokens
-    tie_word_embeddings: bool = MISSING
-    dtype: str = MISSING  # of the published weights: float32, float16 or bfloat16
+from tunebook.config.model_facts import ModelFacts as ModelFacts  # part of the schema, whoever asks for it
 
 
 @dataclass(kw_only=True)
@@ -185,6 +169,7 @@ class HardwareConfig:
     num_nodes: int = 1
     gpus_per_node: int | None = None  # null: all that are found, one for parallelism=single
     memory_gib: float | None = None  # of one GPU; null: as found, or the generation's usual size
+    host_memory_gib: float | None = None  # of one node; null: this machine's where the ranks start here, else not known
     reference: ReferenceHardware = field(default_factory=ReferenceHardware)
 
 
@@ -307,6 +292,17 @@ class TrackingConfig:
 
 
 @dataclass(kw_only=True)
+class CodeConfig:
+    """How programs are asked for and counted by the tasks that have a model write code."""
+
+    num_samples: int | None = None  # programs per problem; null: the task's own, mostly 1
+    temperature: float | None = None  # 0: always the likeliest token; null: the task's own
+    top_p: float | None = None  # share of the likelihood that is sampled from; null: the task's own
+    max_new_tokens: int | None = None  # of one program; null: the task's own
+    pass_at_k: list[int] | None = None  # the ks that are reported, the first as the score; null: the task's own
+
+
+@dataclass(kw_only=True)
 class EvaluationConfig:
     """lm-evaluation-harness before and after the training."""
 
@@ -314,8 +310,10 @@ class EvaluationConfig:
     before: bool = False  # also evaluate the untrained model, to compare with
     after: bool = True
     limit: int | None = None  # documents per task; null: all
-    batch_size: int = 16  # prompts generated at once
+    batch_size: int | None = 16  # requests computed at once; null: the most that the memory takes
     num_fewshot: int | None = None  # null: the task's own
+    code: CodeConfig = field(default_factory=CodeConfig)
+    confirm_run_unsafe_code: bool = False  # without a sandbox, run programs that a model wrote beside everything else
 
 
 @dataclass(kw_only=True)

@@ -14,7 +14,7 @@ def main() -> int:
 
         return work()
     except KeyboardInterrupt:
-        print("evaluation: stopped; nothing was written", file=sys.stderr)
+        print("evaluation: stopped; the finished tasks are kept", file=sys.stderr)
         return StoppedError.exit_code
 
 

@@ -1,4 +1,4 @@
-"""A run's model as it was trained: weights or adapter, number format, tokenizer and template by their hashes.
+"""A run's model as it was trained: weights or adapter, number format, tokenizer, where generation ends.
 
 What an evaluation scores and what a chat talks to is loaded here, so that both answer alike.
 """
@@ -10,25 +10,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tunebook.config.choices import Attention, Compute, Generation, Weights
-from tunebook.config.schema import AttentionConfig, PeftSettings, RunConfig
-from tunebook.errors import DataError
+from tunebook.config.schema import AttentionConfig, ModelConfig, PeftSettings, RunConfig
 from tunebook.model.adapters import is_adapter, with_adapter
-from tunebook.model.tokenizer import stop_token_ids, tokenizer_hash
-from tunebook.record.manifest import MANIFEST_FILE, read_manifest
+from tunebook.model.tokenizer import has_padding_token, load_tokenizer, stop_token_ids
+from tunebook.model.tokenizer_files import has_vocabulary
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
-def load_trained(config: RunConfig, folder: Path | None) -> PreTrainedModel:
-    """The model in `folder` on the CPU (quantised weights: on the GPU); without one, what training starts from."""
+def load_trained(config: RunConfig, folder: Path | None, *, is_sharded: bool = False) -> PreTrainedModel:
+    """The model in `folder` on the CPU (quantised weights: on the GPU); without one, what training starts from.
+
+    `is_sharded` reads it straight onto all GPUs that this process sees, a few layers on each.
+    """
     from tunebook.model.load import load_model
 
-    model = load_model(_config_to_load(config, folder))
+    model = load_model(_config_to_load(config, folder), is_sharded=is_sharded)
     if folder is not None and is_adapter(folder):
         return with_adapter(model, folder, config.peft.method)
     return model
+
+
+def trained_architecture(config: RunConfig, folder: Path | None) -> PretrainedConfig:
+    """The settings of the model that `load_trained` would load, without its weights."""
+    from tunebook.model.load import load_architecture
+
+    return load_architecture(_config_to_load(config, folder).model)
 
 
 def uses_gpu(config: RunConfig) -> bool:
@@ -55,36 +64,19 @@ def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list
     return sorted({*stop_token_ids(tokenizer), *known})
 
 
-def check_tokenizer(run: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a chat template or tokenizer other than the manifest says was trained with. Raises: DataError."""
-    from tunebook.data.template import template_hash
-
-    if not (run / MANIFEST_FILE).is_file():
-        return
-    manifest = read_manifest(run)
-    template = manifest["chat_template_sha256"]
-    if template is not None and template != template_hash(tokenizer):
-        raise DataError(
-            f"the chat template is not the one that {run} was trained with: it changed since (the tokenizer is "
-            f"{tokenizer.name_or_path}); put it back, since a model answers badly under another template",
-            problem_id="template-changed",
-        )
-    if manifest["tokenizer_sha256"] not in (None, *_hashes(tokenizer)):
-        raise DataError(
-            f"the tokenizer {tokenizer.name_or_path} is not the one that {run} was trained with: it changed since; put "
-            "it back, since the same text would become other tokens",
-            problem_id="tokenizer-changed",
-        )
+def tokenizer_of_run(model: ModelConfig, folder: Path | None) -> ModelConfig:
+    """Where the tokenizer is: saved beside the weights, which holds wherever the run is copied, or else the base's."""
+    if folder is None or not has_vocabulary(folder):
+        return model
+    return ModelConfig(path=str(folder), trust_remote_code=model.trust_remote_code)
 
 
-def _hashes(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """The tokenizer's hash, and the one without a padding token: the trainer gives one to a tokenizer that has none."""
-    padding = tokenizer.pad_token
-    hashes = {tokenizer_hash(tokenizer)}
-    tokenizer.pad_token = None
-    hashes.add(tokenizer_hash(tokenizer))
-    tokenizer.pad_token = padding
-    return hashes
+def load_padded_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """A tokenizer that can fill up rows: with its end-of-text token where it has no other, since padding is masked."""
+    tokenizer = load_tokenizer(model, is_padded=False)
+    if not has_padding_token(tokenizer):
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
 
 
 def _config_to_load(config: RunConfig, folder: Path | None) -> RunConfig:

@@ -4,72 +4,200 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from tunebook.config.frozen import load_config
+from tunebook.config.frozen import config_to_yaml, load_config
 from tunebook.config.rules.image import refuse_wrong_image
+from tunebook.config.schema import EvaluationConfig, RunConfig
 from tunebook.errors import RequestError, StoppedError, TunebookError
-from tunebook.evaluate.finished import checkpoints_of, choose_run
+from tunebook.evaluate.bare_model import MODEL_FILE, bare_config, results_folder, without_overrides
+from tunebook.evaluate.batch_size import read_batch_size
+from tunebook.evaluate.binding import allowed_mismatches
+from tunebook.evaluate.code.checks import check_code
+from tunebook.evaluate.code.choice import take_options
+from tunebook.evaluate.needs.check import Lack, find_lacks, harness_environment, lacks_error, told
+from tunebook.evaluate.spread import evaluation_environment
 from tunebook.evaluate.suites import suite_settings
+from tunebook.evaluate.target import Target, find_named_model, find_target
 from tunebook.evaluate.task_files import check_tasks
-from tunebook.launch.local import ProcessEnd, rank_environment, run_and_wait
-from tunebook.model.adapters import holds_model
-from tunebook.model.hub import WEIGHT_FILES
-from tunebook.record.atomic_files import read_json
+from tunebook.launch.local import ProcessEnd, run_and_wait
+from tunebook.record.atomic_files import atomic_write_json, atomic_write_text, read_json
+from tunebook.record.differences import Answers, answers_of, task_difference
 from tunebook.record.files import RUN_FILE
+from tunebook.record.page.evaluation import change_text
+from tunebook.record.page.numbers import Unit
+from tunebook.record.run_folder import LATEST
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationRequest:
+    """What `tunebook eval` was asked for; None where nothing was said."""
+
+    run: str | None = None  # a run, a recipe, a checkpoint
+    model: str | None = None  # a model folder or a name on the hub; neither: the newest finished run
+    suite: str | None = None
+    tasks: list[str] | None = None
+    limit: int | None = None  # items per task
+    num_fewshot: int | None = None  # examples before each item
+    batch_size: str | None = None  # of requests, or auto
+    allow_mismatch: str = ""  # what may differ from the training, with commas
+    words: list[str] = field(default_factory=list)  # further options, as the worker takes them
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationReport:
-    """A finished evaluation: its record, where that lies, and the same as a table for the terminal."""
+    """An evaluation: its record, where that lies, the same as a table, and what it ends with if not all went well."""
 
     file: Path
     record: dict[str, Any]
     table: Table
+    error: TunebookError | None = None
 
 
-def evaluate_command(
-    target: str,
-    outputs: Path,
-    *,
-    suite: str | None = None,
-    tasks: list[str] | None = None,
-    limit: int | None = None,
-) -> EvaluationReport:
-    """Evaluate a run, one of its checkpoints, or a model folder inside it, with the run's tokenizer and template.
+@dataclass(frozen=True, kw_only=True)
+class _Subject:
+    """What is evaluated, as the worker is told."""
 
-    `target` is a folder, `<recipe>/<time>`, or for the newest finished run `latest` or a recipe. A `suite` or `tasks`
-    take the place of the run's own. Writes `evaluation/eval-<time>.json` in the run's folder, beside `before.json` and
-    `after.json`. Raises: RequestError for what cannot be evaluated.
+    folder: Path  # the run's, or the one with the results of a model that belongs to no run
+    config: RunConfig
+    words: list[str]  # of the worker
+
+
+def evaluate_command(request: EvaluationRequest, outputs: Path) -> EvaluationReport:
+    """Evaluate a run, one of its checkpoints, or a model that belongs to no run.
+
+    A run's model gets the tokenizer, template and system prompt that it was trained with. A `suite` or `tasks` take the
+    place of the run's own. Writes `evaluation/eval-<time>.json` in the run's folder, beside `before.json` and
+    `after.json`; of another model in `<outputs>/evaluations/<name>/`. Tasks that lack something here are named first
+    and left out. Raises: RequestError for what cannot be evaluated.
     """
-    if suite is not None and tasks is not None:
-        raise RequestError(
-            f"suite={suite} and tasks={','.join(tasks)} are two answers to the same question; type one of them",
-            problem_id="suite-and-tasks",
-        )
+    options = _options(request)
     refuse_wrong_image()
-    run, model = find_model(target, outputs)
-    config = load_config(run / RUN_FILE)
-    asked = tasks or (suite_settings(suite, config) if suite else config.evaluation).tasks
+    subject = _bare(request.model, request, outputs) if request.model is not None else _of_run(request, outputs)
+    asked = request.tasks or subject.config.evaluation.tasks
     if not asked:
         raise RequestError(
-            f"{run} names no tasks of its own to evaluate; try suite=leaderboard, or tasks=gsm8k,arc_easy of "
-            "lm-evaluation-harness, or the YAML file of a task of yours",
+            f"{request.model or subject.folder} names no tasks of its own to evaluate; try suite=leaderboard, or "
+            "tasks=gsm8k,arc_easy of lm-evaluation-harness, or the YAML file of a task of yours",
             problem_id="no-tasks",
         )
     check_tasks(asked)
+    lacks = find_lacks(asked)
+    tasks = _without(asked, lacks)
+    check_code(take_options(subject.config.evaluation, request.words), tasks)
     when = f"eval-{datetime.now(UTC):%Y-%m-%dT%H-%M-%SZ}-{os.getpid()}"
-    end = run_worker(run, when, model=model, suite=suite, tasks=tasks, limit=limit)
-    if end.exit_code != 0:
-        raise worker_error(end, when)
-    file = run / "evaluation" / f"{when}.json"
+    words = [*subject.words, *options, *(word for task in tasks for word in ("--task", task))]
+    end = _run(worker_command(subject.folder, when, words), subject.config, tasks)
+    return _report(subject.folder / "evaluation" / f"{when}.json", end, when, lacks)
+
+
+def _options(request: EvaluationRequest) -> list[str]:
+    """The worker's words for what is the same for every model. Raises: RequestError for what no evaluation can do."""
+    if request.run is not None and request.model is not None:
+        raise RequestError(
+            f"run={request.run} and model={request.model} are two answers to the same question; type one of them",
+            problem_id="run-and-model",
+        )
+    if request.suite is not None and request.tasks is not None:
+        raise RequestError(
+            f"suite={request.suite} and tasks={','.join(request.tasks)} are two answers to the same question; type one "
+            "of them",
+            problem_id="suite-and-tasks",
+        )
+    if request.tasks is not None and not request.tasks:
+        raise RequestError(
+            "tasks= names no task; type tasks=gsm8k,arc_easy of lm-evaluation-harness, or YAML files of yours",
+            problem_id="no-tasks",
+        )
+    for name, number, least in (("limit", request.limit, 1), ("num-fewshot", request.num_fewshot, 0)):
+        if number is not None and number < least:
+            raise RequestError(
+                f"--{name} {number}: it must be {least} or more; leave it out for "
+                + ("all items" if name == "limit" else "the task's own"),
+                problem_id="evaluation-option",
+            )
+    if request.batch_size is not None:
+        read_batch_size(request.batch_size)
+    said = {
+        "--suite": request.suite,
+        "--limit": request.limit,
+        "--num-fewshot": request.num_fewshot,
+        "--batch-size": request.batch_size,
+    }
+    words = [word for name, value in said.items() if value is not None for word in (name, str(value))]
+    allowed = allowed_mismatches(request.allow_mismatch)
+    return [*words, *(word for name in allowed for word in ("--allow-mismatch", name)), *request.words]
+
+
+def _of_run(request: EvaluationRequest, outputs: Path) -> _Subject:
+    """The run, and its model."""
+    target = find_target(request.run or LATEST, outputs)
+    if target.run is None:
+        return _bare(target, request, outputs)
+    assert target.folder is not None
+    config = load_config(target.run / RUN_FILE)
+    return _Subject(folder=target.run, config=_with_suite(config, request.suite), words=["--model", str(target.folder)])
+
+
+def _bare(named: str | Target, request: EvaluationRequest, outputs: Path) -> _Subject:
+    """A model, and where its results go. Named by `model=`, it may be a run's all the same."""
+    target = find_named_model(named, outputs) if isinstance(named, str) else named
+    if target.run is not None:
+        return _of_run(replace(request, run=str(target.folder), model=None), outputs)
+    try:
+        config = bare_config(target, EvaluationConfig(tasks=[], batch_size=None))
+    except RequestError as error:
+        raise without_overrides(error, target, "tunebook eval model=") from error
+    whose = f"exported from the run {target.origin.run}" if target.origin else "without a run: nothing to compare with"
+    print(f"{target.name}: {whose}", file=sys.stderr)
+    folder = results_folder(target, outputs)
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / MODEL_FILE
+    atomic_write_text(file, config_to_yaml(config))
+    words = ["--config", str(file), *(["--model", str(target.folder)] if target.folder else [])]
+    return _Subject(folder=folder, config=_with_suite(config, request.suite), words=words)
+
+
+def _with_suite(config: RunConfig, suite: str | None) -> RunConfig:
+    return config if suite is None else replace(config, evaluation=suite_settings(suite, config))
+
+
+def _without(asked: list[str], lacks: list[Lack]) -> list[str]:
+    """The tasks that lack nothing; the others are named. Raises: RequestError where nothing is left."""
+    lacking = {lack.task for lack in lacks}
+    left = [task for task in asked if task not in lacking]
+    if lacks and not left:
+        raise lacks_error(lacks)
+    if lacks:
+        print("\n".join(["left out:", *(f"  {line}" for line in told(lacks))]), file=sys.stderr)
+        print(f"evaluated: {', '.join(left)}", file=sys.stderr)
+    return left
+
+
+def _report(file: Path, end: ProcessEnd, when: str, lacks: list[Lack]) -> EvaluationReport:
+    """What came of it. Raises: the worker's error where it wrote nothing."""
+    error = None if end.exit_code == 0 else worker_error(end, when)
+    if error is not None and not file.is_file():
+        raise error
     record = read_json(file)
-    return EvaluationReport(file=file, record=record, table=score_table([record]))
+    if record["bound"]["mismatches"]:
+        print(f"not as in training: {', '.join(record['bound']['mismatches'])}", file=sys.stderr)
+    if lacks:
+        record["left_out"] = [asdict(lack) for lack in lacks]
+        atomic_write_json(file, record)
+        names = ", ".join(dict.fromkeys(lack.task for lack in lacks))
+        error = error or RequestError(
+            f"not evaluated, for what this machine lacks: {names}; what to type stands above, and under left_out in "
+            f"{file}",
+            problem_id="task-data-missing",
+        )
+    return EvaluationReport(file=file, record=record, table=score_table([record]), error=error)
 
 
 class EvaluationFailedError(TunebookError):
@@ -86,101 +214,65 @@ def worker_error(end: ProcessEnd, when: str) -> TunebookError:
     if end.stopped_by is not None or end.exit_code == StoppedError.exit_code:
         by = f" by {end.stopped_by}" if end.stopped_by else ""
         return StoppedError(
-            f"stopped{by} during the evaluation {when}; nothing of it was written", problem_id="stopped"
+            f"stopped{by} during the evaluation {when}; its finished tasks are kept, and the same command goes on with "
+            "the others",
+            problem_id="stopped",
         )
     return EvaluationFailedError(end.exit_code, when)
 
 
-def run_worker(
-    run: Path,
-    when: str,
-    *,
-    model: Path | None = None,
-    suite: str | None = None,
-    tasks: list[str] | None = None,
-    limit: int | None = None,
-) -> ProcessEnd:
-    """Run one evaluation in a process of its own and wait for it."""
-    command = worker_command(run, when, model=model, suite=suite, tasks=tasks, limit=limit)
-    environment = rank_environment(load_config(run / RUN_FILE), os.environ)
-    return run_and_wait(command, environment)
+def run_worker(run: Path, when: str) -> ProcessEnd:
+    """Run the evaluation that a run's configuration asks for in a process of its own and wait for it."""
+    config = load_config(run / RUN_FILE)
+    return _run(worker_command(run, when), config, config.evaluation.tasks)
 
 
-def worker_command(
-    run: Path,
-    when: str,
-    *,
-    model: Path | None = None,
-    suite: str | None = None,
-    tasks: list[str] | None = None,
-    limit: int | None = None,
-) -> list[str]:
-    """The worker's argument list."""
-    command = [sys.executable, "-m", "tunebook.evaluate", "--run", str(run), "--when", when]
-    if model is not None:
-        command += ["--model", str(model)]
-    if suite is not None:
-        command += ["--suite", suite]
-    for task in tasks or []:
-        command += ["--task", task]
-    if limit is not None:
-        command += ["--limit", str(limit)]
-    return command
+def worker_command(run: Path, when: str, words: Sequence[str] = ()) -> list[str]:
+    """The worker's argument list; `words` are its further options."""
+    return [sys.executable, "-m", "tunebook.evaluate", "--run", str(run), "--when", when, *words]
 
 
-def find_model(target: str, outputs: Path) -> tuple[Path, Path]:
-    """The run folder that a target belongs to, and the model folder to evaluate.
+def _run(command: list[str], config: RunConfig, tasks: list[str]) -> ProcessEnd:
+    return run_and_wait(command, evaluation_environment(config, os.environ) | harness_environment(tasks))
 
-    Where the target leaves a choice, the standard error says which run was taken.
-    Raises: RequestError when no run has a trained model yet, or a folder holds no weights or belongs to no run.
+
+def score_table(records: list[dict[str, Any]], run: Path | None = None) -> Table:
+    """Evaluations side by side: a line per task and group, a column per evaluation; of two also their difference.
+
+    With the `run` that they are of, the difference's error is that of the items' paired differences.
     """
-    named = Path(target).expanduser().absolute()
-    if holds_model(named):
-        run = next((folder for folder in named.parents if (folder / RUN_FILE).is_file()), None)
-        if run is None:
-            raise RequestError(
-                f"{named} is a model, but lies in no run folder, so its tasks and template are not known; name a run, "
-                "or one of its checkpoints",
-                problem_id="unknown-run",
-            )
-        return run, _with_weights(named)
-    run = choose_run(target, outputs, lambda line: print(line, file=sys.stderr))
-    model = run / "model"
-    if not holds_model(model):
-        raise RequestError(
-            f"{run} has no model/ folder: the run did not finish. Name one of its checkpoints: {checkpoints_of(run)}",
-            problem_id="run-without-model",
-        )
-    return run, _with_weights(model)
-
-
-def _with_weights(model: Path) -> Path:
-    if not any(any(model.glob(pattern)) for pattern in WEIGHT_FILES):
-        raise RequestError(
-            f"{model} has no weights ({' or '.join(WEIGHT_FILES)}): it is a sharded or unfinished checkpoint; name the "
-            "run's model/ folder, or make one with: tunebook export RUN",
-            problem_id="model-without-weights",
-        )
-    return model
-
-
-def score_table(records: list[dict[str, Any]]) -> Table:
-    """Evaluations side by side: a line per task and group, a column per evaluation."""
     table = Table(title="Evaluation", title_justify="left", box=None, pad_edge=False)
     table.add_column("task")
     table.add_column("items", justify="right")
     for record in records:
         table.add_column(record["when"], justify="right")
+    if len(records) == 2:
+        table.add_column("change", justify="right")
+    answers = [answers_of(run, record) if run and len(records) == 2 else {} for record in records]
     last = records[-1]
     for name, task in last["tasks"].items():
-        table.add_row(f"{name} ({task['metric']})", str(task["num_items"]), *(_score(r, name) for r in records))
+        cells = [*(_score(r, name) for r in records), *_change(records, answers, name)]
+        table.add_row(f"{name} ({task['metric']})", str(task["num_items"]), *cells)
         for group, score in task["groups"].items():
             cells = [_percent(r["tasks"].get(name, {}).get("groups", {}).get(group)) for r in records]
-            table.add_row(f"  {group}", str(score["num_items"]), *cells)
+            table.add_row(f"  {group}", str(score["num_items"]), *cells, *_change(records, answers, name, group))
     if last["baseline"] is not None:
         cells = ["" for _ in records[:-1]] + [_percent(last["baseline"])]
         table.add_row(f"baseline: {last['baseline']['name']}", "", *cells)
     return table
+
+
+def _change(
+    records: list[dict[str, Any]], answers: Sequence[Answers], name: str, group: str | None = None
+) -> list[str]:
+    """What two evaluations differ by, with its standard error; nothing where there are not two of them."""
+    if len(records) != 2:
+        return []
+    old, new = (record["tasks"] for record in records)
+    if name not in old or (group is not None and group not in old[name]["groups"]):
+        return ["-"]
+    unit = Unit.share if all(_is_share(tasks[name]) for tasks in (old, new)) else Unit.plain
+    return [change_text(task_difference(name, old, new, answers[0], answers[1], group), unit)]
 
 
 def _score(record: dict[str, Any], name: str) -> str:
@@ -188,7 +280,7 @@ def _score(record: dict[str, Any], name: str) -> str:
     if task is None:
         return "-"
     if not _is_share(task):
-        return f"{task['value']:.4g}"
+        return f"{task['value']:.4g}" + ("" if task["stderr"] is None else f" ± {task['stderr']:.2g}")
     return _percent(task) if task["stderr"] is None else f"{_percent(task)} ± {100 * task['stderr']:.1f}"
 
 

@@ -17,6 +17,7 @@ from tunebook.data.formats import FormatSettings, Normaliser
 from tunebook.data.problems import DocumentError, DocumentProblems
 from tunebook.data.readers import read_records
 from tunebook.errors import DataError
+from tunebook.record.atomic_files import atomic_write_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,9 +47,8 @@ class Item:
 def write_items(items: Iterable[Item], file: Path) -> None:
     """Write the documents as JSONL."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("w", encoding="utf-8") as stream:
-        for item in items:
-            stream.write(json.dumps(asdict(item), ensure_ascii=False) + "\n")
+    # In one step: two evaluations of one run may be at work.
+    atomic_write_text(file, "".join(json.dumps(asdict(item), ensure_ascii=False) + "\n" for item in items))
 
 
 def read_conversations(file: Path, system_prompt: str | None) -> list[Conversation]:

@@ -1,30 +1,54 @@
-"""One evaluation from start to end: load the model, run the harness, write the record."""
+"""One evaluation from start to end: load the tasks, take or compute each, write the record."""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
 import tempfile
 import time
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunebook.config.book import resolve_path
 from tunebook.config.choices import Source
 from tunebook.config.schema import RunConfig
-from tunebook.errors import RequestError
+from tunebook.errors import DoesNotFitError, RequestError
 from tunebook.evaluate.baseline import score_baseline
-from tunebook.evaluate.bound_model import check_tokenizer, compute_dtype, load_trained, uses_gpu
-from tunebook.evaluate.harness import SEEDS, HarnessSettings, is_rendered, prepare_environment, run_harness
+from tunebook.evaluate.batch_size import AUTO, LARGEST_ON_CPU, LARGEST_ON_GPU, BatchSize
+from tunebook.evaluate.binding import Trained, check_bound
+from tunebook.evaluate.bound_model import (
+    compute_dtype,
+    load_padded_tokenizer,
+    load_trained,
+    tokenizer_of_run,
+    trained_architecture,
+    uses_gpu,
+)
+from tunebook.evaluate.code.checks import require_sandbox
+from tunebook.evaluate.code.judging import judge_programs
+from tunebook.evaluate.harness import SEEDS, HarnessSettings, Prompting, load_tasks, prepare_environment
+from tunebook.evaluate.helpers import Helpers
+from tunebook.evaluate.helping import ToldProgress, serve
+from tunebook.evaluate.identity import model_identity
+from tunebook.evaluate.parts import FOLDER as PARTS_FOLDER
+from tunebook.evaluate.parts import Parts
 from tunebook.evaluate.progress import AnswerProgress
 from tunebook.evaluate.results import Answer, choose_samples, task_answers, task_scores
+from tunebook.evaluate.spread import ALONE, Spread
 from tunebook.evaluate.task_files import TaskFile
+from tunebook.evaluate.task_runs import TaskRuns, describe_error, failure
 from tunebook.record.atomic_files import atomic_write_json, atomic_write_text
 
 if TYPE_CHECKING:
-    from tunebook.evaluate.run_model import RunModel
+    from transformers import PreTrainedTokenizerBase
+
+    from tunebook.evaluate.request_model import RequestModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,78 +61,210 @@ class Evaluation:
     model: Path | None  # None: the weights that training starts from
     tasks: list[TaskFile | str]
     limit: int | None  # items per task; None: all
+    trained: Trained | None = None  # what tokenizer, template and system prompt must be; None: not known
+    allowed: tuple[str, ...] = ()  # what of them may differ
+    is_fresh: bool = False  # evaluate what is finished already once more
+    spread: Spread = ALONE
+    helper_command: tuple[str, ...] = ()  # the program of the other processes, where there are some
+
+    @property
+    def folder(self) -> Path:
+        """Where everything of it is written."""
+        return self.run / "evaluation"
 
 
 def evaluate(evaluation: Evaluation, started: float) -> Path:
-    """Do it and write its record; seconds are counted from `started`, a monotonic time. Returns the record's file."""
+    """Do it and write its record; seconds are counted from `started`, a monotonic time. Returns the record's file.
+
+    Every finished task is kept at once, and taken by the next evaluation of the same model with the same request.
+    Raises: what the first failed task raised, once the results of the others are written.
+    """
     if not evaluation.tasks:
         raise RequestError(
             "evaluation.tasks is empty, so there is nothing to evaluate; name tasks, such as "
             "evaluation.tasks=[book:recipes/quickstart/tasks/quickstart.yaml]",
             problem_id="no-tasks",
         )
+    is_unsafe = evaluation.config.evaluation.confirm_run_unsafe_code
+    require_sandbox(evaluation.tasks, confirm_run_unsafe_code=is_unsafe)
     prepare_environment(is_offline=_is_local(evaluation))
-    folder = evaluation.run / "evaluation"
-    folder.mkdir(exist_ok=True)
-    with AnswerProgress(f"evaluation {evaluation.when}") as progress, tempfile.TemporaryDirectory() as cache:
-        model = _load(evaluation, progress)
-        settings = HarnessSettings(
-            num_fewshot=evaluation.config.evaluation.num_fewshot,
-            limit=evaluation.limit,
-            system_prompt=evaluation.config.dataset.system_prompt,
-            items_folder=folder,
-            cache_folder=Path(cache),
-        )
-        results = run_harness(model, evaluation.tasks, settings)
-    answers = [answer for name in results["samples"] for answer in task_answers(name, results)]
-    _write_answers(answers, folder / f"{evaluation.when}-answers.jsonl")
-    record = _record(evaluation, model, results, answers)
-    record["seconds"] = round(time.monotonic() - started, 1)
-    file = folder / f"{evaluation.when}.json"
-    atomic_write_json(file, record)
+    evaluation.folder.mkdir(exist_ok=True)
+    tokenizer, bound = _bound_tokenizer(evaluation)
+    with ExitStack() as stack:
+        progress = stack.enter_context(AnswerProgress(f"evaluation {evaluation.when}"))
+        cache = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tunebook-evaluation-")))
+        helpers = stack.enter_context(Helpers(progress=progress))
+        runs = _task_runs(evaluation, tokenizer, bound, progress, helpers, cache)
+        runs.run()
+    file = evaluation.folder / f"{evaluation.when}.json"
+    if runs.done:
+        _write_results(evaluation, runs, bound, file, started)
+    if error := failure(runs, str(file)):
+        raise error
     return file
+
+
+def help_evaluate(evaluation: Evaluation, descriptor: int) -> None:
+    """Answer another process' requests, which come over the pipe with this descriptor, until it closes."""
+    prepare_environment(is_offline=_is_local(evaluation))
+    line = Connection(descriptor)
+    progress = ToldProgress(line)
+    tokenizer, _ = _bound_tokenizer(evaluation)
+    model = _load(evaluation, tokenizer, progress, None)
+    serve(line, model.answer_alone, progress)
+
+
+def _task_runs(
+    evaluation: Evaluation,
+    tokenizer: PreTrainedTokenizerBase,
+    bound: dict[str, Any],
+    progress: AnswerProgress,
+    helpers: Helpers,
+    cache: Path,
+) -> TaskRuns:
+    config = evaluation.config
+    settings = HarnessSettings(
+        num_fewshot=config.evaluation.num_fewshot,
+        limit=evaluation.limit,
+        system_prompt=config.dataset.system_prompt,
+        items_folder=evaluation.folder,
+        cache_folder=cache,
+    )
+    prompting = Prompting(tokenizer=tokenizer, max_length=_max_length(evaluation, tokenizer))
+
+    def load_model() -> RequestModel:
+        progress.say(f"{_describe_model(evaluation)} is loaded {evaluation.spread.text}")
+        others = evaluation.spread.environments(os.environ)[1:]
+        helpers.start(evaluation.helper_command, others)
+        return _load(evaluation, tokenizer, progress, helpers if others else None)
+
+    return TaskRuns(
+        loaded=load_tasks(evaluation.tasks, prompting, settings),
+        prompting=prompting,
+        settings=settings,
+        ingredients={
+            "model": model_identity(config, evaluation.model),
+            "tokenizer_sha256": bound["tokenizer_sha256"],
+            "chat_template_sha256": bound["chat_template_sha256"],
+            "system_prompt": settings.system_prompt,
+            "num_fewshot": settings.num_fewshot,
+            "limit": settings.limit,
+            "max_length": prompting.max_length,
+            "seeds": SEEDS,
+            "harness_version": version("lm_eval"),
+            "on_gpu": uses_gpu(config),
+        },
+        parts=Parts(folder=evaluation.folder / PARTS_FOLDER),
+        load_model=load_model,
+        progress=progress,
+        is_fresh=evaluation.is_fresh,
+    )
 
 
 def _is_local(evaluation: Evaluation) -> bool:
     """Whether neither the tasks nor the model and its tokenizer can need the hub."""
     model = evaluation.config.model
     is_model_local = model.path is not None and model.tokenizer is None
-    return is_model_local and all(is_rendered(task) for task in evaluation.tasks)
+    return is_model_local and all(isinstance(task, TaskFile) and task.has_own_data for task in evaluation.tasks)
 
 
-def _load(evaluation: Evaluation, progress: AnswerProgress) -> RunModel:
-    """The model on its device with the run's tokenizer, whose template must be the one that was trained with."""
-    from tunebook.evaluate.run_model import RunModel
-    from tunebook.model.tokenizer import load_tokenizer
-
+def _bound_tokenizer(evaluation: Evaluation) -> tuple[PreTrainedTokenizerBase, dict[str, Any]]:
+    """The run's tokenizer, whose template must be the one that was trained with, and what is recorded of that."""
     config = evaluation.config
-    tokenizer = load_tokenizer(config.model)
-    check_tokenizer(evaluation.run, tokenizer)
-    model: Any = load_trained(config, evaluation.model)
-    if uses_gpu(config):
+    tokenizer = load_padded_tokenizer(tokenizer_of_run(config.model, evaluation.model))
+    return tokenizer, check_bound(evaluation.trained, tokenizer, config.dataset.system_prompt, evaluation.allowed)
+
+
+def _max_length(evaluation: Evaluation, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The context of the model as the harness counts it, before the model is there."""
+    from lm_eval.models.utils import resolve_max_length
+
+    length: int = resolve_max_length(trained_architecture(evaluation.config, evaluation.model), tokenizer)
+    return length
+
+
+def _load(
+    evaluation: Evaluation, tokenizer: PreTrainedTokenizerBase, progress: AnswerProgress, helpers: Helpers | None
+) -> RequestModel:
+    """The model on its device, ready to answer."""
+    from tunebook.evaluate.request_model import RequestModel
+
+    config, is_sharded = evaluation.config, evaluation.spread.is_sharded
+    model: Any = load_trained(config, evaluation.model, is_sharded=is_sharded)
+    is_on_gpu = uses_gpu(config)
+    if is_on_gpu and not is_sharded:
         model = model.to("cuda")
-    return RunModel(
+    _refuse_offloading(model, is_on_gpu)
+    return RequestModel(
         model,
         tokenizer,
-        batch_size=config.evaluation.batch_size,
+        batch_size=BatchSize(config.evaluation.batch_size, LARGEST_ON_GPU if is_on_gpu else LARGEST_ON_CPU),
         compute_dtype=compute_dtype(config),
         progress=progress,
+        helpers=helpers,
     )
 
 
-def _record(evaluation: Evaluation, model: RunModel, results: dict[str, Any], answers: list[Answer]) -> dict[str, Any]:
+def _refuse_offloading(model: Any, is_on_gpu: bool) -> None:
+    """Refuse a model of which a part was left on the host, from where each batch would fetch it again."""
+    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
+    if is_on_gpu and places & {"cpu", "disk"}:
+        raise DoesNotFitError(
+            "the GPUs to be seen here have too little free memory for the model: parts of it would stay on the host; "
+            "end what else runs there (nvidia-smi lists it), or use more GPUs",
+            problem_id="model-does-not-fit",
+        )
+
+
+def _write_results(evaluation: Evaluation, runs: TaskRuns, bound: dict[str, Any], file: Path, started: float) -> None:
+    """Have programs judged, and write the record and every answer."""
+    scores = runs.scores()
+    answers = {name: part.answers for name, part in runs.done.items()}
+    results = runs.generated()
+    is_finished = [task for task in evaluation.tasks if not isinstance(task, TaskFile) or task.name in runs.done]
+    code = judge_programs(
+        results,
+        is_finished,
+        evaluation.folder / f"{evaluation.when}-programs.jsonl",
+        confirm_run_unsafe_code=evaluation.config.evaluation.confirm_run_unsafe_code,
+        say=lambda line: print(f"evaluation {evaluation.when}: {line}", file=sys.stderr, flush=True),
+    )
+    if code is not None:
+        scores |= task_scores(results)
+        answers |= {name: task_answers(name, results) for name in code["tasks"]}
+    everything = [answer for found in answers.values() for answer in found]
+    _write_answers(everything, evaluation.folder / f"{evaluation.when}-answers.jsonl")
+    record = _record(evaluation, runs, bound, scores, everything)
+    record["code"] = code
+    record["seconds"] = round(time.monotonic() - started, 1)
+    atomic_write_json(file, record)
+
+
+def _record(
+    evaluation: Evaluation, runs: TaskRuns, bound: dict[str, Any], scores: dict[str, Any], answers: list[Answer]
+) -> dict[str, Any]:
     config = evaluation.config.evaluation
+    prompted = next(iter(runs.done.values())).bound
     return {
         "when": evaluation.when,
         "model": _describe_model(evaluation),
-        "tasks": task_scores(results),
+        "bound": bound | {key: value for key, value in prompted.items() if key != "device"},
+        "tasks": scores,
+        "failed": {name: describe_error(error) for name, error in runs.failed.items()},
         "samples": choose_samples(answers),
         "baseline": score_first_baseline(evaluation),
         "harness_version": version("lm_eval"),
         "seeds": SEEDS,
         "limit": evaluation.limit,
-        "batch_size": config.batch_size,
-        "device": str(model.device),
+        "batch_size": AUTO if config.batch_size is None else config.batch_size,
+        "batch_sizes": {name: part.batch_size for name, part in runs.done.items()},
+        "device": prompted["device"],
+        "spread": {
+            "text": evaluation.spread.text,
+            "processes": evaluation.spread.num_processes,
+            "is_sharded": evaluation.spread.is_sharded,
+        },
+        "taken": runs.taken,
     }
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tunebook.errors import DataError, RequestError
 from tunebook.model.adapters import holds_model
+from tunebook.model.hub import WEIGHT_FILES
 from tunebook.record.manifest import RunState, read_manifest
 from tunebook.record.run_folder import LATEST, find_runs, is_run, resolve_run
 
@@ -76,10 +77,21 @@ _STATES = {
 }
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether a folder holds weights as one model; a sharded checkpoint does not."""
+    return any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES)
+
+
 def checkpoints_of(run: Path) -> str:
-    """The checkpoints of a run, for a message."""
-    found = sorted(str(folder) for folder in (run / "checkpoints").glob("*") if folder.is_dir())
-    return ", ".join(found) or "there is none, so train again"
+    """The checkpoints of a run that hold a whole model, for a message."""
+    found = [folder for folder in (run / "checkpoints").glob("*") if folder.is_dir()]
+    whole = sorted(folder for folder in found if holds_model(folder) and has_weights(folder))
+    if whole:
+        return ", ".join(map(str, whole))
+    if found:
+        which = "the only one holds no" if len(found) == 1 else f"none of the {len(found)} holds a"
+        return f"{which} whole model (sharded or unfinished); go on training, or type: tunebook export {run}"
+    return "there is none, so train again"
 
 
 def _told(passed_over: list[PassedOver]) -> list[str]:

@@ -1,23 +1,33 @@
-"""Run lm-evaluation-harness on a loaded model, through its Python API, quietly and from fresh data."""
+"""Run lm-evaluation-harness task by task, through its Python API, quietly and from fresh data.
+
+Every task is loaded with its data before the first one runs, so that a missing data set is named now and not in an
+hour. Then each runs by itself, which is what makes an evaluation resumable; the scores of groups are made of their
+tasks' afterwards, by the harness' own classes.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunebook.errors import RequestError
+from tunebook.errors import RequestError, TunebookError
+from tunebook.evaluate.code.checks import check_context
 from tunebook.evaluate.conversations import check_prompt_lengths, read_conversations, render_items, write_items
+from tunebook.evaluate.needs.nltk_data import search_path
 from tunebook.evaluate.task_files import TaskFile
+from tunebook.record.atomic_files import sha256_file, sha256_text
 
 if TYPE_CHECKING:
-    from tunebook.evaluate.run_model import RunModel
+    from transformers import PreTrainedTokenizerBase
 
 SEEDS = {"python": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234}  # the harness' own defaults
+_NO_CACHE = "Couldn't find cache"  # how datasets begins to say that it has another configuration of the data only
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +41,35 @@ class HarnessSettings:
     cache_folder: Path  # for this evaluation alone: a cache kept between runs could hide changed data
 
 
+@dataclass(frozen=True, kw_only=True)
+class Prompting:
+    """What must be known of a model to make its prompts."""
+
+    tokenizer: PreTrainedTokenizerBase
+    max_length: int  # of prompt and answer together, in tokens
+    max_gen_toks: int = 256  # the harness' own, where a task says nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedTask:
+    """One of the harness' tasks with its data."""
+
+    name: str
+    task: Any
+    is_rendered: bool  # its prompts have been through the chat template already
+    source_sha256: str | None  # of the user's file and what lies beside it, such as its functions; None: a harness task
+    is_code: bool = False  # asks for programs, which are judged when all tasks are done
+
+
+@dataclass(kw_only=True)
+class LoadedTasks:
+    """Everything that was asked for."""
+
+    tasks: dict[str, LoadedTask] = field(default_factory=dict)  # in the order they run
+    groups: dict[str, Any] = field(default_factory=dict)  # the harness' own objects, by name
+    missing: dict[str, RequestError] = field(default_factory=dict)  # tasks whose data is not here
+
+
 def prepare_environment(is_offline: bool) -> None:
     """Set what the harness' libraries read from the environment on import; call before importing any of them."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -39,25 +78,10 @@ def prepare_environment(is_offline: bool) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     # A task that executes programs is refused by name; this stops one that comes in through a group.
     os.environ["HF_ALLOW_CODE_EVAL"] = "0"
+    os.environ["NLTK_DATA"] = search_path()
     if is_offline:
         os.environ["HF_HUB_OFFLINE"] = "1"
         os.environ["HF_DATASETS_OFFLINE"] = "1"
-
-
-def run_harness(model: RunModel, tasks: list[TaskFile | str], settings: HarnessSettings) -> dict[str, Any]:
-    """The harness' results, merged over the tasks. Raises: RequestError for a task that cannot be loaded."""
-    rendered = [task for task in tasks if is_rendered(task)]
-    others = [task for task in tasks if not is_rendered(task)]
-    # Every task is loaded before the first one runs, so that a missing data set is named now and not in an hour.
-    rendered_objects = _load_tasks(rendered, model, settings)
-    other_objects = _load_tasks(others, model, settings)
-    results: dict[str, Any] = {}
-    if rendered:  # these prompts have been through the template already
-        _merge(results, _simple_evaluate(model, rendered_objects, settings, apply_chat_template=False))
-    if others:
-        has_template = model.tokenizer.chat_template is not None
-        _merge(results, _simple_evaluate(model, other_objects, settings, apply_chat_template=has_template))
-    return results
 
 
 def is_rendered(task: TaskFile | str) -> bool:
@@ -65,36 +89,175 @@ def is_rendered(task: TaskFile | str) -> bool:
     return isinstance(task, TaskFile) and task.conversations is not None
 
 
-def _load_tasks(tasks: list[TaskFile | str], model: RunModel, settings: HarnessSettings) -> list[Any]:
-    """The harness' own objects, each with its data."""
+def load_tasks(tasks: Sequence[TaskFile | str], prompting: Prompting, settings: HarnessSettings) -> LoadedTasks:
+    """The harness' own objects, each with its data; those without are named under `missing`.
+
+    Raises: RequestError for a task that the harness refuses, and where the data of no task is here; DataError for
+    held-out conversations that cannot be used.
+    """
     from lm_eval.tasks import TaskManager
 
-    if not tasks:
-        return []
-    specs = [(str(task if isinstance(task, str) else task.file), _task_spec(task, model, settings)) for task in tasks]
-    manager = TaskManager(include_defaults=any(isinstance(spec, str) for _, spec in specs))
-    objects: list[Any] = []
-    for name, spec in specs:
+    loaded = LoadedTasks()
+    manager = TaskManager(include_defaults=any(isinstance(task, str) for task in tasks))
+    for task in tasks:
         try:
-            loaded = manager.load([spec])
-        except (ConnectionError, FileNotFoundError) as error:
-            raise RequestError(
-                f"the data of task {name} is not on this machine and cannot be fetched ({_first_line(error)}); with a "
-                "network, unset HF_HUB_OFFLINE; without one, take the task out of evaluation.tasks",
-                problem_id="task-data-missing",
-            ) from error
-        except (KeyError, TypeError, ValueError) as error:
-            raise RequestError(
-                f"lm-evaluation-harness refuses task {name}: {_first_line(error)}", problem_id="task-file"
-            ) from error
-        groups = loaded["groups"].values()
-        within = {child for group in groups for child in group.child_names}
-        objects += [item for item in (*groups, *loaded["tasks"].values()) if _name_of(item) not in within]
-    return objects
+            found = _load(manager, task, prompting, settings)
+        except RequestError as error:
+            if error.problem_id != "task-data-missing":
+                raise
+            loaded.missing[task if isinstance(task, str) else task.name] = error
+            continue
+        loaded.groups |= found["groups"]
+        for child in found["tasks"].values():
+            _set_fewshot(child, settings.num_fewshot)
+            loaded.tasks[child.task_name] = LoadedTask(
+                name=child.task_name,
+                task=child,
+                is_rendered=is_rendered(task),
+                source_sha256=_source_hash(task),
+                is_code=isinstance(task, TaskFile) and task.code is not None,
+            )
+    if not loaded.tasks:
+        raise RequestError(
+            "\n".join(error.message for error in loaded.missing.values()), problem_id="task-data-missing"
+        )
+    return loaded
 
 
-def _name_of(item: Any) -> str:
-    return str(item.task_name if hasattr(item, "task_name") else item.name)
+def run_task(model: Any, loaded: LoadedTask, settings: HarnessSettings) -> dict[str, Any]:
+    """The harness' results of one task. Raises: whatever the harness and the task's own functions raise."""
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    has_template = _has_template(loaded, model.tokenizer)
+    with _without_environment_report():
+        results: dict[str, Any] = simple_evaluate(
+            model=model,
+            tasks=[loaded.task],
+            num_fewshot=settings.num_fewshot,
+            limit=settings.limit,
+            apply_chat_template=has_template,
+            system_instruction=settings.system_prompt if has_template else None,
+            task_manager=TaskManager(include_defaults=False),
+            random_seed=SEEDS["python"],
+            numpy_random_seed=SEEDS["numpy"],
+            torch_random_seed=SEEDS["torch"],
+            fewshot_random_seed=SEEDS["fewshot"],
+        )
+    return results
+
+
+def requests_of(
+    loaded: LoadedTask, prompting: Prompting, settings: HarnessSettings
+) -> list[tuple[int, str, list[Any]]]:
+    """What the harness would ask a model: (number of the item, its hash, arguments of its requests); needs no model."""
+    import json
+
+    from lm_eval.utils import handle_non_serializable, hash_string
+
+    has_template = _has_template(loaded, prompting.tokenizer)
+    _seed()
+    loaded.task.set_fewshot_seed(seed=SEEDS["fewshot"])
+    loaded.task.build_all_requests(
+        limit=settings.limit,
+        rank=0,
+        world_size=1,
+        system_instruction=settings.system_prompt if has_template else None,
+        apply_chat_template=has_template,
+        chat_template=_chat_template(prompting.tokenizer) if has_template else None,
+        tokenizer_name="" if not has_template else str(prompting.tokenizer.name_or_path),
+    )
+    by_item: dict[int, list[Any]] = {}
+    for instance in loaded.task.instances:
+        by_item.setdefault(instance.doc_id, []).append(instance)
+    return [
+        (
+            number,
+            hash_string(json.dumps(items[0].doc, indent=2, default=handle_non_serializable, ensure_ascii=False)),
+            [list(instance.args) for instance in sorted(items, key=lambda instance: instance.idx)],
+        )
+        for number, items in by_item.items()
+    ]
+
+
+def asked_in(samples: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, list[Any]]]:
+    """The same, as it was asked, from the harness' samples of one task."""
+    first = samples[0]["filter"] if samples else None
+    return [
+        (sample["doc_id"], sample["doc_hash"], [list(arguments) for arguments in sample["arguments"]])
+        for sample in samples
+        if sample["filter"] == first
+    ]
+
+
+def part_of(name: str, results: Mapping[str, Any]) -> dict[str, Any]:
+    """What the harness' groups need of one task's results."""
+    return {
+        "metrics": dict(results["results"][name]),
+        "config": {"metric_list": (results["configs"].get(name) or {}).get("metric_list")},
+        "version": results["versions"].get(name),
+        "num_fewshot": results["n-shot"].get(name),
+        "higher_is_better": results["higher_is_better"].get(name),
+    }
+
+
+def aggregate(parts: Mapping[str, Mapping[str, Any]], groups: Mapping[str, Any]) -> dict[str, Any]:
+    """The harness' results of the groups whose every task is among the parts, made of those parts by the harness."""
+    from lm_eval.evaluator_utils import EvalAcc, aggregate_groups
+
+    whole = {name: group for name, group in groups.items() if all(t.task_name in parts for t in group.get_all_tasks())}
+    collected = EvalAcc(
+        metrics={name: {k: v for k, v in part["metrics"].items() if v is not None} for name, part in parts.items()},
+        configs={name: part["config"] for name, part in parts.items()},
+        versions={name: part["version"] for name, part in parts.items()},
+        num_fewshot={name: part["num_fewshot"] for name, part in parts.items()},
+        higher_is_better={name: part["higher_is_better"] for name, part in parts.items()},
+        groups=whole,
+    )
+    results: dict[str, Any] = aggregate_groups(collected)._to_eval_results()
+    results["results"] = {name: metrics for name, metrics in results["results"].items() if name in whole}
+    return results | {"samples": {}}
+
+
+def _load(manager: Any, task: TaskFile | str, prompting: Prompting, settings: HarnessSettings) -> dict[str, Any]:
+    name = task if isinstance(task, str) else str(task.file)
+    _seed()  # tasks such as gpqa shuffle their choices while they are loaded
+    try:
+        if isinstance(task, TaskFile) and task.is_group:
+            return _load_group(task)
+        found: dict[str, Any] = manager.load([_task_spec(task, prompting, settings)])
+    except TunebookError:
+        raise
+    except (ConnectionError, FileNotFoundError) as error:
+        raise _missing(name, error) from error
+    except Exception as error:  # a task's own functions and templates may raise anything
+        if str(error).startswith(_NO_CACHE):
+            raise _missing(name, error) from error
+        raise RequestError(
+            f"lm-evaluation-harness refuses task {name}: {_first_line(error)}", problem_id="task-file"
+        ) from error
+    return found
+
+
+def _load_group(group: TaskFile) -> dict[str, Any]:
+    """A group of tasks that are in files beside its own, or in the harness (whose index takes seconds to read)."""
+    from lm_eval.tasks import TaskManager
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    members = [member for member in load_yaml(group.file, resolve_func=False)["task"] if isinstance(member, str)]
+    manager = TaskManager(include_path=str(group.file.parent), include_defaults=False)
+    if not set(members) <= set(manager.all_tasks):
+        manager = TaskManager(include_path=str(group.file.parent))
+    found: dict[str, Any] = manager.load([group.name])
+    return found
+
+
+def _missing(name: str, error: Exception) -> RequestError:
+    return RequestError(
+        f"the data of task {name} is not on this machine and cannot be fetched ({_first_line(error)}); with a "
+        "network, unset HF_HUB_OFFLINE; without one, take the task out of evaluation.tasks",
+        problem_id="task-data-missing",
+    )
 
 
 def _first_line(error: Exception) -> str:
@@ -105,27 +268,46 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [kind])[0]
 
 
-def _simple_evaluate(
-    model: RunModel, tasks: list[Any], settings: HarnessSettings, *, apply_chat_template: bool
-) -> dict[str, Any]:
-    from lm_eval import simple_evaluate
-    from lm_eval.tasks import TaskManager
+def _seed() -> None:
+    """As the harness does at the start of an evaluation."""
+    import numpy
+    import torch
 
-    with _without_environment_report():
-        results: dict[str, Any] = simple_evaluate(
-            model=model,
-            tasks=tasks,
-            num_fewshot=settings.num_fewshot,
-            limit=settings.limit,
-            apply_chat_template=apply_chat_template,
-            system_instruction=settings.system_prompt if apply_chat_template else None,
-            task_manager=TaskManager(include_defaults=False),
-            random_seed=SEEDS["python"],
-            numpy_random_seed=SEEDS["numpy"],
-            torch_random_seed=SEEDS["torch"],
-            fewshot_random_seed=SEEDS["fewshot"],
-        )
-    return results
+    random.seed(SEEDS["python"])
+    numpy.random.seed(SEEDS["numpy"])
+    torch.manual_seed(SEEDS["torch"])
+
+
+def _set_fewshot(task: Any, num_fewshot: int | None) -> None:
+    """As the harness does it, which leaves a task alone that sets 0; here already, since it decides the prompts."""
+    own = task.get_config("num_fewshot")
+    if num_fewshot is None and own is None:
+        task.set_config(key="num_fewshot", value=0)
+    elif num_fewshot is not None and own != 0:
+        task.set_config(key="num_fewshot", value=num_fewshot)
+
+
+def _has_template(loaded: LoadedTask, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the harness is to put the prompts through the chat template."""
+    return not loaded.is_rendered and tokenizer.chat_template is not None
+
+
+def _chat_template(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """The harness' own way from messages to a prompt, without a model."""
+    from types import SimpleNamespace
+
+    from lm_eval.models.huggingface import HFLM
+
+    stand_in = SimpleNamespace(tokenizer=tokenizer, chat_template_args={})
+    return lambda *arguments, **options: HFLM.apply_chat_template(stand_in, *arguments, **options)
+
+
+def _source_hash(task: TaskFile | str) -> str | None:
+    """A hash of a task file and of the YAML and Python files beside it, whose functions it may name."""
+    if isinstance(task, str):
+        return None
+    beside = [file for file in sorted(task.file.parent.iterdir()) if file.suffix in (".yaml", ".yml", ".py")]
+    return sha256_text("".join(f"{file.name} {sha256_file(file)}\n" for file in beside))
 
 
 @contextmanager
@@ -141,18 +323,19 @@ def _without_environment_report() -> Iterator[None]:
         evaluator.add_env_info, evaluator.get_git_commit_hash = originals
 
 
-def _task_spec(task: TaskFile | str, model: RunModel, settings: HarnessSettings) -> dict[str, Any] | str:
-    """What the harness loads: a name, the file of a group, or a task's own settings."""
+def _task_spec(task: TaskFile | str, prompting: Prompting, settings: HarnessSettings) -> dict[str, Any] | str:
+    """What the harness loads: a name, or a task's own settings."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
     if isinstance(task, str):
         return task
-    if task.is_group:
-        return str(task.file)
     config: dict[str, Any] = load_yaml(task.file)
+    if task.code is not None:
+        check_context(task.name, task.code, prompting)
+        return config | task.code.harness_keys(settings.cache_folder)
     if task.conversations is None:
         return config
-    data_file = _render(task, config, model, settings)
+    data_file = _render(task, config, prompting, settings)
     return config | {
         "dataset_path": "json",
         "dataset_name": None,
@@ -161,18 +344,12 @@ def _task_spec(task: TaskFile | str, model: RunModel, settings: HarnessSettings)
     }
 
 
-def _render(task: TaskFile, config: dict[str, Any], model: RunModel, settings: HarnessSettings) -> Path:
+def _render(task: TaskFile, config: dict[str, Any], prompting: Prompting, settings: HarnessSettings) -> Path:
     """Write the task's held-out conversations as prompts of this model."""
     assert task.conversations is not None
-    items = render_items(read_conversations(task.conversations, settings.system_prompt), model.tokenizer)
-    max_gen_tokens = (config.get("generation_kwargs") or {}).get("max_gen_toks", model.max_gen_toks)
-    check_prompt_lengths(items, model.tokenizer, model.max_length - max_gen_tokens)
+    items = render_items(read_conversations(task.conversations, settings.system_prompt), prompting.tokenizer)
+    max_gen_tokens = (config.get("generation_kwargs") or {}).get("max_gen_toks", prompting.max_gen_toks)
+    check_prompt_lengths(items, prompting.tokenizer, prompting.max_length - max_gen_tokens)
     file = settings.items_folder / f"{task.name}-prompts.jsonl"
     write_items(items, file)
     return file
-
-
-def _merge(results: dict[str, Any], more: dict[str, Any]) -> None:
-    for key, value in more.items():
-        if isinstance(value, dict):
-            results.setdefault(key, {}).update(value)

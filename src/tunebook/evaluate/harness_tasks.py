@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tunebook.errors import RequestError, did_you_mean
+from tunebook.evaluate.code.code_task import own_tasks
 
 _NOT_CONFIGS = frozenset({".md", ".pyc", ".jsonl", ".txt"})
 _NAME = re.compile(r'^["\']?(?:task|group|tag)["\']?: *["\']?([^\s"\'#\[]+)', re.MULTILINE)
@@ -26,18 +27,31 @@ _RUNS_CODE = re.compile(r"^unsafe_code: *true|code_eval", re.MULTILINE)
 class HarnessTasks:
     """Every task, group and tag of the installed harness, and those among them that execute generated programs."""
 
-    names: frozenset[str]
+    files: dict[str, frozenset[Path]]  # by name: where it is defined, or named as a tag
     runs_code: frozenset[str]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every name."""
+        return frozenset(self.files)
 
 
 def check_harness_name(name: str) -> None:
     """Refuse a name the harness does not have, with the nearest spelling, and one that executes programs."""
     tasks = harness_tasks()
     if name not in tasks.names:
+        known = [*tasks.names, *own_tasks()]
         raise RequestError(
-            f"evaluation.tasks: there is no task '{name}' in lm-evaluation-harness.{did_you_mean(name, tasks.names)} "
+            f"evaluation.tasks: there is no task '{name}' in lm-evaluation-harness.{did_you_mean(name, known)} "
             "A task of your own is named by its file, such as tasks/mine.yaml",
             problem_id="unknown-task",
+        )
+    if name == "leaderboard" or name.startswith("leaderboard_math"):
+        raise RequestError(
+            f"evaluation.tasks: '{name}' is or holds the leaderboard's MATH-hard, which cannot run here: its data was "
+            "taken down, and its scorer needs a version of antlr4 that Hydra cannot share an environment with. "
+            "suite=leaderboard is the other five",
+            problem_id="leaderboard-math-hard",
         )
     if name in tasks.runs_code:
         raise refuse_code(name)
@@ -46,8 +60,9 @@ def check_harness_name(name: str) -> None:
 def refuse_code(name: str) -> RequestError:
     """The error for a task that would execute programs beside the weights and the user's files."""
     return RequestError(
-        f"evaluation.tasks: '{name}' executes programs that a model wrote (the harness' humaneval and mbpp do so as "
-        "soon as they are imported), and Tunebook has no sandbox for that yet; take it out of evaluation.tasks",
+        f"evaluation.tasks: '{name}' executes programs that a model wrote in the harness' own process, some already "
+        "when they are imported; only the sandbox does that here. Tasks with programs that it judges: "
+        f"{', '.join(own_tasks())}, all of suite=code among them, and files of yours with metadata.code",
         problem_id="task-runs-code",
     )
 
@@ -58,7 +73,7 @@ def harness_tasks() -> HarnessTasks:
     files_by_name: dict[str, set[Path]] = {}
     code_files: set[Path] = set()
     code_folders: set[Path] = set()
-    for file in _task_folder().rglob("*"):
+    for file in task_folder().rglob("*"):
         if file.suffix in _NOT_CONFIGS or not file.is_file():
             continue
         text = file.read_text(encoding="utf-8", errors="replace")
@@ -74,13 +89,14 @@ def harness_tasks() -> HarnessTasks:
         for name, files in files_by_name.items()
         if any(file in code_files or file.parent in code_folders for file in files)
     }
-    return HarnessTasks(names=frozenset(files_by_name), runs_code=frozenset(runs_code))
+    files = {name: frozenset(found) for name, found in files_by_name.items()}
+    return HarnessTasks(files=files, runs_code=frozenset(runs_code))
 
 
 @lru_cache(maxsize=1)
 def metric_names() -> frozenset[str]:
     """The metrics of the installed harness, read from its source: importing it imports torch."""
-    source = _task_folder().parent / "api" / "metrics.py"
+    source = task_folder().parent / "api" / "metrics.py"
     return frozenset(_METRIC.findall(source.read_text(encoding="utf-8")))
 
 
@@ -91,7 +107,8 @@ def _names_in(text: str) -> list[str]:
     return [name for name in names if name != "null"]
 
 
-def _task_folder() -> Path:
+def task_folder() -> Path:
+    """The folder with the installed harness' tasks. Raises: RequestError when the harness is not installed."""
     found = find_spec("lm_eval")
     if found is None or not found.submodule_search_locations:
         raise RequestError(

@@ -1,9 +1,14 @@
-"""How far an evaluation is: a rich bar on a terminal, otherwise a plain line every few seconds."""
+"""How far an evaluation is: which task, and how many of its requests; a rich bar on a terminal, else plain lines.
+
+Where there is no terminal each finished task gets a line, and one that takes long a few in between: at first every few
+seconds, later ever more rarely, so that the log of a night does not hold thousands.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -11,24 +16,26 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 _SECONDS_BETWEEN_LINES = 5.0
+_SHARE_BETWEEN_LINES = 0.05  # of the time since the start: 60 lines for the first 100 s, and 14 each time it doubles
 
 
 class AnswerProgress:
-    """Counts answered items; used as a context manager around one evaluation."""
+    """Counts answered requests; used as a context manager around one evaluation."""
 
-    def __init__(self, label: str) -> None:
+    def __init__(self, label: str, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._label = label
-        self._num_done = 0
-        self._num_total = 0
-        self._last_line = time.monotonic()
+        self._console = console or Console(file=sys.stderr)
+        self._clock = clock
+        self._started = self._last_line = clock()
+        self._task = ""
+        self._num_done = self._num_expected = 0
         self._bar: Progress | None = None
         self._bar_task = TaskID(0)
 
     def __enter__(self) -> Self:
-        console = Console(file=sys.stderr)
-        if console.is_terminal:
+        if self._console.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self._bar = Progress(*columns, console=console)
+            self._bar = Progress(*columns, console=self._console)
             self._bar_task = self._bar.add_task(self._label, total=None)
             self._bar.start()
         return self
@@ -37,17 +44,40 @@ class AnswerProgress:
         if self._bar is not None:
             self._bar.stop()
 
-    def expect(self, num_items: int) -> None:
-        """Say that this many more items are coming."""
-        self._num_total += num_items
+    def begin_task(self, name: str, number: int, num_tasks: int) -> None:
+        """Say which of the tasks it is that follows; its requests are counted anew."""
+        self._task = name if num_tasks == 1 else f"{name} (task {number} of {num_tasks})"
+        self._num_done = self._num_expected = 0
+        self._last_line = self._clock()
         if self._bar is not None:
-            self._bar.update(self._bar_task, total=self._num_total)
+            self._bar.reset(self._bar_task, total=None, description=f"{self._label}: {self._task}")
 
-    def advance(self, num_items: int) -> None:
-        """Say that this many more items are answered."""
-        self._num_done = min(self._num_done + num_items, self._num_total)
+    def end_task(self, how: str) -> None:
+        """Say what came of the task."""
+        self.say(f"{self._task}: {how}")
+
+    def say(self, text: str) -> None:
+        """A line of its own, above the bar where there is one."""
+        self._last_line = self._clock()
+        self._console.print(f"{self._label}: {text}", highlight=False, markup=False, soft_wrap=True)
+
+    def expect(self, num_requests: int) -> None:
+        """Say that this many more requests are coming."""
+        self._num_expected += num_requests
+        if self._bar is not None:
+            self._bar.update(self._bar_task, total=self._num_expected)
+
+    @property
+    def num_done(self) -> int:
+        """How many requests of the task are answered."""
+        return self._num_done
+
+    def advance(self, num_requests: int = 1) -> None:
+        """Say that this many more requests are answered; below zero, that some are to be answered again."""
+        self._num_done += num_requests
         if self._bar is not None:
             self._bar.update(self._bar_task, completed=self._num_done)
-        elif time.monotonic() - self._last_line >= _SECONDS_BETWEEN_LINES:
-            self._last_line = time.monotonic()
-            print(f"{self._label}: {self._num_done} of {self._num_total} answers", file=sys.stderr, flush=True)
+            return
+        now = self._clock()
+        if now - self._last_line >= max(_SECONDS_BETWEEN_LINES, _SHARE_BETWEEN_LINES * (now - self._started)):
+            self.say(f"{self._task}: {self._num_done:,} of {self._num_expected:,} requests")

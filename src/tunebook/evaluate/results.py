@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
+
+from tunebook.errors import TunebookError
+from tunebook.record.atomic_files import read_json
 
 NUM_SAMPLES = 5
 # Where a task's data lies is no part of what it measures: its items are hashed by themselves.
@@ -24,6 +29,8 @@ class Answer:
     expected: str
     value: float | None  # of the main metric; None: the metric has no value for one item
     correct: bool | None
+    item: int = 0  # its number in the task's data
+    responses: list[Any] = field(default_factory=list)  # all texts that were generated; else the log-likelihoods
 
 
 def task_scores(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -34,11 +41,10 @@ def task_scores(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
         if key is None:  # a group that only holds its tasks together
             continue
         metric, _, filter_name = key.partition(",")
-        stderr = metrics.get(f"{metric}_stderr,{filter_name}")
         scores[name] = {
             "metric": metric,
-            "value": float(metrics[key]),
-            "stderr": float(stderr) if isinstance(stderr, int | float) else None,
+            "value": _finite_score(name, metric, metrics[key]),
+            "stderr": _finite(metrics.get(f"{metric}_stderr,{filter_name}")),
             "num_items": metrics["sample_len"],
             "groups": _group_scores(task_answers(name, results)),
             "higher_is_better": (results["higher_is_better"].get(name) or {}).get(metric),
@@ -46,10 +52,16 @@ def task_scores(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
             "subtasks": results["group_subtasks"].get(name, []),
             "num_fewshot": results["n-shot"].get(name),
             "version": results["versions"].get(name),
-            "config_sha256": _config_hash(results["configs"].get(name)),
+            "config_sha256": settings_hash(results["configs"].get(name)),
             "items_sha256": _items_hash(results["samples"].get(name, [])),
         }
     return scores
+
+
+def is_evaluated(run: Path, when: str) -> bool:
+    """Whether an evaluation of a run is finished, with none of its tasks failed."""
+    file = run / "evaluation" / f"{when}.json"
+    return file.is_file() and not read_json(file).get("failed")
 
 
 def mean_score(tasks: dict[str, dict[str, Any]]) -> tuple[float, bool] | None:
@@ -105,8 +117,7 @@ def _main_metric(name: str, results: dict[str, Any]) -> str | None:
 
 
 def _answer(task: str, sample: dict[str, Any], metric: str) -> Answer:
-    value = sample.get(metric)
-    number = float(value) if isinstance(value, int | float) else None
+    number = _finite(sample.get(metric))
     group = sample["doc"].get("task")
     given, expected = _given_and_expected(sample)
     return Answer(
@@ -117,7 +128,30 @@ def _answer(task: str, sample: dict[str, Any], metric: str) -> Answer:
         expected=expected,
         value=number,
         correct=None if number is None else number >= 1.0,
+        item=int(sample.get("doc_id", 0)),
+        responses=[_response(one) for repeated in sample.get("resps", []) for one in repeated],
     )
+
+
+def _response(response: Any) -> Any:
+    """A generated text, or a log-likelihood without the note whether it is the likeliest; None where not finite."""
+    if isinstance(response, str):
+        return response
+    return _finite(response[0] if isinstance(response, tuple | list) else response)
+
+
+def _finite(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _finite_score(task: str, metric: str, value: float) -> float:
+    if _finite(value) is None:
+        raise TunebookError(
+            f"the {metric} of {task} is {value}: most likely the model's logits are not finite, as after a training "
+            "that diverged, or a number format that is too small for it (fp16 for a model made in bf16)",
+            problem_id="score-not-finite",
+        )
+    return float(value)
 
 
 def _given_and_expected(sample: dict[str, Any]) -> tuple[str, str]:
@@ -147,7 +181,19 @@ def _prompt_hash(answer: Answer) -> str:
     return hashlib.sha256(answer.prompt.encode()).hexdigest()
 
 
-def _config_hash(config: dict[str, Any] | None) -> str | None:
+def as_stored(results: Any) -> Any:
+    """Results of the harness as JSON keeps them: numbers that are not finite become None, what is no JSON text."""
+    if isinstance(results, dict):
+        return {str(key): as_stored(value) for key, value in results.items()}
+    if isinstance(results, list | tuple):
+        return [as_stored(value) for value in results]
+    if isinstance(results, float):
+        return _finite(results)
+    return results if results is None or isinstance(results, str | bool | int) else str(results)
+
+
+def settings_hash(config: dict[str, Any] | None) -> str | None:
+    """A hash of a task's settings, but not of where its data lies."""
     if config is None:
         return None
     kept = {key: value for key, value in config.items() if key not in _NOT_HASHED}

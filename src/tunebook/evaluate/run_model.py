@@ -1,26 +1,24 @@
 """A run's model as lm-evaluation-harness sees it: already loaded, with the run's tokenizer.
 
-Imports the harness and torch, so it is only imported by `harness` once an evaluation starts. The three methods that
-are overridden are the harness' places where one batch is computed or asked for; a test pins them.
+Imports the harness and torch, so it is only imported once an evaluation starts. How its requests are answered in
+batches is `request_model`'s business.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lm_eval.models.huggingface import HFLM
 
 from tunebook.evaluate.bound_model import stop_ids
-from tunebook.evaluate.progress import AnswerProgress
 
 if TYPE_CHECKING:
     import torch
-    from lm_eval.api.instance import Instance
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 class RunModel(HFLM):  # type: ignore[misc]  # the harness has no type marker
-    """HFLM around a model object; stops at the tokenizer's EOS, adds no second BOS, reports its progress."""
+    """HFLM around a model object; stops at the tokenizer's EOS, adds no second BOS."""
 
     def __init__(
         self,
@@ -29,7 +27,6 @@ class RunModel(HFLM):  # type: ignore[misc]  # the harness has no type marker
         *,
         batch_size: int,
         compute_dtype: torch.dtype | None,
-        progress: AnswerProgress,
     ) -> None:
         # A chat template writes BOS itself where the model wants one, and training tokenised its text without adding
         # another. Text without a template keeps the tokenizer's own habit.
@@ -41,28 +38,5 @@ class RunModel(HFLM):  # type: ignore[misc]  # the harness has no type marker
             mixed_precision_dtype=compute_dtype,
             add_bos_token=add_bos_token,
         )
-        self._progress = progress
         assert model.generation_config is not None
         model.generation_config.eos_token_id = stop_ids(model, tokenizer)
-
-    def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """Answers to prompts."""
-        self._progress.expect(len(requests))
-        answers: list[str] = super().generate_until(requests, disable_tqdm=True)
-        return answers
-
-    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Log-likelihoods of given answers."""
-        self._progress.expect(len(requests))
-        likelihoods: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
-        return likelihoods
-
-    def _model_generate(self, context: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        generated: torch.Tensor = super()._model_generate(context, *args, **kwargs)
-        self._progress.advance(context.shape[0])
-        return generated
-
-    def _model_call(self, inps: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        logits: torch.Tensor = super()._model_call(inps, *args, **kwargs)
-        self._progress.advance(inps.shape[0])
-        return logits

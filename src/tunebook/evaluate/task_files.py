@@ -16,6 +16,7 @@ import yaml
 
 from tunebook.config.book import is_in_book, resolve_path
 from tunebook.errors import RequestError, TunebookError, did_you_mean, nearest
+from tunebook.evaluate.code.code_task import CodeTask, own_tasks, read_code_task
 from tunebook.evaluate.harness_tasks import check_harness_name, metric_names, refuse_code
 
 _SUFFIXES = (".yaml", ".yml")
@@ -30,6 +31,12 @@ class TaskFile:
     conversations: Path | None
     baseline: Path | None
     is_group: bool  # names other tasks, maybe the harness' own
+    code: CodeTask | None = None  # the model writes programs, which the sandbox judges
+
+    @property
+    def has_own_data(self) -> bool:
+        """Whether its items lie beside it, so that none can be missing."""
+        return self.conversations is not None or (self.code is not None and self.code.problems is not None)
 
 
 def is_task_file(task: str) -> bool:
@@ -53,13 +60,15 @@ def resolve_task(task: str) -> TaskFile | str:
     """A task file, or a name the harness knows. Raises: RequestError saying what is wrong with either."""
     if is_task_file(task):
         return read_task_file(resolve_path(task))
+    if task in own_tasks():
+        return read_task_file(own_tasks()[task])
     check_harness_name(task)
     return task
 
 
 def read_task_file(file: Path) -> TaskFile:
     """Read a task's YAML. Raises: RequestError when it is missing, is no task, or executes generated programs."""
-    config = _read_with_includes(file, frozenset())
+    config = read_task_config(file)
     is_group = "group" in config
     name = config.get("group" if is_group else "task")
     if not isinstance(name, str):
@@ -75,6 +84,7 @@ def read_task_file(file: Path) -> TaskFile:
         conversations=_beside(file, metadata, "conversations"),
         baseline=_beside(file, metadata, "baseline"),
         is_group=is_group,
+        code=read_code_task(file, config),
     )
 
 
@@ -94,15 +104,22 @@ def _check_metrics(file: Path, config: dict[str, Any]) -> None:
             )
 
 
-def _read_with_includes(file: Path, seen: frozenset[Path]) -> dict[str, Any]:
-    """The file's keys over those of the files it includes, as the harness merges them."""
+class FunctionName(str):
+    """What follows `!function` in a task file: `module.name`, a module beside the file or one that is installed."""
+
+
+def read_task_config(file: Path, seen: frozenset[Path] = frozenset()) -> dict[str, Any]:
+    """The file's keys over those of the files it includes, as the harness merges them; no function is imported.
+
+    Raises: RequestError when a file is missing, is not YAML or includes itself.
+    """
     if file in seen:
         raise RequestError(f"{file} includes itself", problem_id="task-file")
     config = _read_yaml(file)
     included = config.pop("include", [])
     merged: dict[str, Any] = {}
     for name in included if isinstance(included, list) else [included]:
-        merged |= _read_with_includes((file.parent / str(name)).resolve(), seen | {file})
+        merged |= read_task_config((file.parent / str(name)).resolve(), seen | {file})
     return merged | config
 
 
@@ -141,4 +158,4 @@ class _FunctionsAsText(yaml.SafeLoader):
     """Reads the harness' `!function module.name` as text, so that reading a task imports nothing."""
 
 
-_FunctionsAsText.add_constructor("!function", lambda loader, node: str(loader.construct_scalar(node)))  # type: ignore[arg-type]
+_FunctionsAsText.add_constructor("!function", lambda loader, node: FunctionName(loader.construct_scalar(node)))  # type: ignore[arg-type]

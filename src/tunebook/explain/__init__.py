@@ -11,8 +11,11 @@ from tunebook.config.rules import RULES
 from tunebook.config.rules.environment import EXPLANATIONS
 from tunebook.config.rules.frame import Explanation
 from tunebook.errors import RequestError, did_you_mean
+from tunebook.explain.answering import ANSWERING
 from tunebook.explain.chat import CHAT
 from tunebook.explain.doctor import DOCTOR
+from tunebook.explain.evaluating import EVALUATING
+from tunebook.explain.evidence import EVIDENCE
 from tunebook.explain.launching import LAUNCHING
 from tunebook.explain.requests import COMPOSING, MODELS
 from tunebook.explain.runs import DATA, RUNS
@@ -25,12 +28,15 @@ ERRORS: dict[str, Explanation] = {
     **MODELS,
     **DATA,
     **RUNS,
+    **EVALUATING,
     **LAUNCHING,
+    **ANSWERING,
     **CHAT,
     **SANDBOX,
     **SPREADING,
     **SWEEPING,
     **DOCTOR,
+    **EVIDENCE,
 }
 
 

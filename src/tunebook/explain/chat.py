@@ -51,10 +51,4 @@ CHAT: dict[str, Explanation] = {
         advice="Copy the base model here and correct base_model_name_or_path, or export the run as a whole model with "
         "`tunebook export RUN`.",
     ),
-    "tokenizer-changed": Explanation(
-        summary="The tokenizer is not the one that the run was trained with.",
-        why="The same text would become other tokens than in training. The manifest holds the tokenizer's hash.",
-        advice="Put the tokenizer's files back as they were; a newer version of the tokenizers package may also write "
-        "it in another way, so use the locked one.",
-    ),
 }

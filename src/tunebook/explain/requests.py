@@ -94,6 +94,14 @@ COMPOSING: dict[str, Explanation] = {
         advice="Divide more among the GPUs (parallelism=zero3 or fsdp), offload (parallelism=zero3_offload), recompute "
         "(activation=checkpointing), train an adapter (peft=lora), or take more GPUs or larger ones.",
     ),
+    "host-memory-too-small": Explanation(
+        summary="The plan needs more host memory than a node has.",
+        why="Offloaded weights, gradients and optimizer states, a model that is being loaded and one that is gathered "
+        "to be written are in the host's memory. Where it is full the system ends the ranks without a word of theirs. "
+        "It is refused only where what is offloaded is more than there is, or the peak is by more than 15%.",
+        advice="Use more nodes (hardware.num_nodes), offload less or to a disk (parallelism=zero3_nvme), or train an "
+        "adapter (peft=lora). hardware.host_memory_gib says what a node has, where it is not this machine.",
+    ),
     "image-file-broken": Explanation(
         summary="The file that says what this container image is made of cannot be used.",
         why="The image's generation, driver and packages are read from it before a run starts, and written into its "
@@ -110,7 +118,8 @@ COMPOSING: dict[str, Explanation] = {
 MODELS: dict[str, Explanation] = {
     "model-config": Explanation(
         summary="The model's config.json cannot be used.",
-        why="It is cut off, is not JSON, or states a size that no model has. Planning reads the sizes from it.",
+        why="It is cut off, is not JSON, names no architecture, or states sizes that no model has: zero, a fraction, "
+        "heads that do not divide. Planning reads the sizes from it, or builds the model from it without its weights.",
         advice="Copy or download the model again, or correct the file.",
     ),
     "model-facts": Explanation(

@@ -248,15 +248,12 @@ RUNS: dict[str, Explanation] = {
         why="It is missing, is not YAML, or lacks the key `task`.",
         advice="Correct the file as the message says.",
     ),
-    "task-data-missing": Explanation(
-        summary="The data of a task is not on this machine.",
-        why="The harness downloads it from the hub at run time, which cannot be reached.",
-        advice="Fetch it with a network, or take the task out.",
-    ),
     "task-runs-code": Explanation(
-        summary="A task that executes programs written by the model.",
-        why="They would run beside the weights and your files.",
-        advice="Take it out of evaluation.tasks.",
+        summary="A task of lm-evaluation-harness that executes programs written by the model.",
+        why="They would run in the harness' own process, beside the weights and your files.",
+        advice="Take suite=code or tasks=humaneval,mbpp: tasks of Tunebook's own under the same names that only "
+        "generate; the sandbox executes. A task file of yours does the same with `metadata.code`, as "
+        "src/tunebook/evaluate/code/tasks/ shows.",
     ),
     "harness-missing": Explanation(
         summary="lm-evaluation-harness is not installed.",
@@ -267,11 +264,6 @@ RUNS: dict[str, Explanation] = {
         summary="Held-out prompts are longer than the model's context leaves room for.",
         why="The harness would cut their beginning, and the score would mean nothing.",
         advice="Shorten them, or lower generation_kwargs.max_gen_toks in the task's file.",
-    ),
-    "template-changed": Explanation(
-        summary="The chat template is not the one that the run was trained with.",
-        why="A model answers badly under another template.",
-        advice="Put the template back as it was.",
     ),
     "evaluation-failed": Explanation(
         summary="The evaluation ended with an error.",

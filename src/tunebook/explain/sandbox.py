@@ -9,8 +9,9 @@ SANDBOX: dict[str, Explanation] = {
         summary="There is no sandbox to execute a model's programs in.",
         why="They could read your files and tokens, use the network, or take the machine's memory. They run in the "
         "`sandbox` service, or under bubblewrap where there is no Docker.",
-        advice="`docker compose up -d --build sandbox`, or `apt install bubblewrap`. --confirm_run_unsafe_code runs "
-        "them with limits on time and memory alone, and is recorded with the scores.",
+        advice="`docker compose up -d --build sandbox`, or `apt install bubblewrap`. --confirm_run_unsafe_code, in a "
+        "training evaluation.confirm_run_unsafe_code=true, runs them with limits on time and memory alone, and is "
+        "recorded with the scores.",
     ),
     "sandbox-dead": Explanation(
         summary="The sandbox stopped working during an evaluation.",
@@ -52,6 +53,17 @@ SANDBOX: dict[str, Explanation] = {
         summary="The time limit of a program is no number of seconds above zero.",
         why="A program without a limit could keep the sandbox for ever.",
         advice="Take a number such as 3.0, as the harness does.",
+    ),
+    "code-sampling": Explanation(
+        summary="How programs are sampled contradicts itself.",
+        why="At temperature 0 a model always writes the likeliest token: every sample is the same, and top_p has "
+        "nothing to choose from.",
+        advice="Set evaluation.code.temperature, such as 0.8 for several samples, or ask for one.",
+    ),
+    "code-context": Explanation(
+        summary="A program may be longer than what the model can read at once.",
+        why="Problem and program share the context; the harness stops where nothing is left for the problem.",
+        advice="Set evaluation.code.max_new_tokens well below the model's context.",
     ),
     "too-few-samples": Explanation(
         summary="pass@k with a k above the number of samples.",

@@ -18,7 +18,9 @@ from rich.text import Text
 from tunebook.config.choices import LauncherName
 from tunebook.config.schema import RunConfig
 from tunebook.errors import DoesNotFitError, StoppedError, TunebookError
+from tunebook.evaluate.code.checks import check_code
 from tunebook.evaluate.command import run_worker, score_table, worker_error
+from tunebook.evaluate.results import is_evaluated
 from tunebook.launch.commands import evaluation_command, has_callers, ranks_command
 from tunebook.launch.local import ProcessEnd, rank_environment, run_and_wait
 from tunebook.launch.logs import (
@@ -74,7 +76,9 @@ class Attempt:
 
     def _train_and_evaluate(self) -> Outcome:
         evaluation = self.config.evaluation
-        if evaluation.tasks and evaluation.before and not (self.folder / "evaluation" / "before.json").exists():
+        if (evaluation.before or evaluation.after) and not is_contained(self.config):
+            check_code(evaluation, evaluation.tasks)  # now, and not after hours of training
+        if evaluation.tasks and evaluation.before and not is_evaluated(self.folder, "before"):
             self._evaluate("before")
         outcome = self._train()
         if outcome.exit_code == 0 and evaluation.tasks and evaluation.after:
@@ -89,10 +93,7 @@ class Attempt:
 
     def _evaluate(self, when: str) -> None:
         self._refuse_if_asked()
-        if is_contained(self.config):
-            end = self._evaluate_in_container(when)
-        else:
-            end = run_worker(self.folder, when, limit=self.config.evaluation.limit)
+        end = self._evaluate_in_container(when) if is_contained(self.config) else run_worker(self.folder, when)
         self.stopped_by = self.stopped_by or end.stopped_by
         if end.exit_code != 0:
             raise worker_error(end, when)
@@ -267,4 +268,4 @@ def show_scores(folder: Path, console: Console) -> None:
     files = [folder / "evaluation" / f"{when}.json" for when in ("before", "after")]
     records = [read_json(file) for file in files if file.is_file()]
     if files[-1].is_file():
-        console.print(score_table(records))
+        console.print(score_table(records, folder))

@@ -1,8 +1,8 @@
 """What would make a run fit that is too large: up to three changes, the cheapest in speed first, ready to paste.
 
-Each is tried as if it had been typed, so whatever breaks a rule is left out. Those that leave alone what is learned
-come before those that change it. Speeds are ratios measured on H200s; where none was measured it says so and the change
-comes after those that were.
+Each is tried as if it had been typed, so whatever breaks a rule is left out, and its cost is its own estimate beside
+that of the run as asked. In which order they are tried follows from the speeds that were measured; what was not comes
+after what was, and what changes what is learned comes last.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from tunebook.config.choices import Switch
+from tunebook.config.choices import Strategy, Switch
 from tunebook.launch.draft import Draft, draft_run
+from tunebook.plan.measured_speed import RECOMPUTED, STORED, rate_on_8
 
 HOW_MANY = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """Something to type, and what it costs."""
+    """Something to type."""
 
     words: tuple[str, ...]
-    speed: float | None  # of the tokens per second; None: not measured
-    cost: str
+    speed: float | None  # by which changes are ordered: of FSDP's, as measured; None: not measured
+    note: str = ""
     changes_learning: bool = False
 
 
@@ -34,67 +35,64 @@ class Fitting:
 
     change: Change
     total_gib: float
+    tokens_per_second_per_gpu: float | None = None  # estimated
+    speed: float | None = None  # of the run as asked, by estimate, as if that fitted
+
+    @property
+    def cost(self) -> str:
+        """What it costs, in words."""
+        if self.tokens_per_second_per_gpu is None:
+            words = "speed not estimated"
+        elif self.speed is None:
+            words = f"estimated {self.tokens_per_second_per_gpu:,.0f} tokens/s per GPU"
+        else:
+            speed = f"{self.tokens_per_second_per_gpu:,.0f} tokens/s per GPU"
+            words = f"estimated {speed}, {self.speed:.0%} of the run as asked"
+        return "; ".join(part for part in (self.change.note, words) if part)
 
     def to_json(self) -> dict[str, Any]:
         """As `plan --json` lists it."""
+        speed = self.tokens_per_second_per_gpu
         return {
             "overrides": list(self.change.words),
             "total_gib": round(self.total_gib, 3),
-            "speed": self.change.speed,
-            "cost": self.change.cost,
+            "tokens_per_second_per_gpu": None if speed is None else round(speed, 1),
+            "speed": None if self.speed is None else round(self.speed, 3),
+            "cost": self.cost,
         }
 
     def line(self) -> str:
         """For a terminal."""
-        return f"{' '.join(self.change.words)}   ({self.total_gib:.1f} GiB; {self.change.cost})"
+        return f"{' '.join(self.change.words)}   ({self.total_gib:.1f} GiB; {self.cost})"
 
 
-_CHECKPOINTING = Change(
-    words=("activation=checkpointing",),
-    speed=0.80,
-    cost="80% of the speed: 17,810 for 22,233 tokens/s, Qwen2.5-3B on one H200",
-)
-_SHARDED = (
-    Change(
-        words=("parallelism=fsdp",),
-        speed=1.0,
-        cost="as fast as ZeRO-2: 17,578 for 17,289 tokens/s per GPU, Qwen2.5-3B on 8 H200",
-    ),
-    Change(
-        words=("parallelism=zero2",),
-        speed=0.98,
-        cost="98% of FSDP's speed: 17,289 for 17,578 tokens/s per GPU, Qwen2.5-3B on 8 H200",
-    ),
-    Change(
-        words=("parallelism=zero3",),
-        speed=0.45,
-        cost="45% of FSDP's speed: 7,969 for 17,578 tokens/s per GPU, Qwen2.5-3B on 8 H200",
-    ),
-)
+def _sharded() -> tuple[Change, ...]:
+    """The strategies whose speeds were measured side by side, as shares of FSDP's."""
+    rates = {strategy: rate_on_8(strategy) for strategy in (Strategy.fsdp, Strategy.zero2, Strategy.zero3)}
+    fsdp = rates[Strategy.fsdp]
+    return tuple(
+        Change(words=(f"parallelism={strategy.name}",), speed=rate / fsdp)
+        for strategy, rate in rates.items()
+        if rate is not None and fsdp is not None
+    )
+
+
+_CHECKPOINTING = Change(words=("activation=checkpointing",), speed=RECOMPUTED / STORED)
+_SHARDED = _sharded()
 _OFFLOADED = (
-    Change(words=("parallelism=zero2_offload",), speed=None, cost="optimizer state in host memory; speed not measured"),
-    Change(
-        words=("parallelism=fsdp_offload",),
-        speed=None,
-        cost="weights and optimizer state in host memory; speed not measured",
-    ),
-    Change(
-        words=("parallelism=zero3_offload",),
-        speed=None,
-        cost="weights and optimizer state in host memory; speed not measured",
-    ),
+    Change(words=("parallelism=zero2_offload",), speed=None, note="optimizer state in host memory"),
+    Change(words=("parallelism=fsdp_offload",), speed=None, note="weights and optimizer state in host memory"),
+    Change(words=("parallelism=zero3_offload",), speed=None, note="weights and optimizer state in host memory"),
 )
-_SMALLER_PASSES = Change(
-    words=("training.micro_batch_size=1",), speed=None, cost="more and smaller passes; speed not measured"
-)
+_SMALLER_PASSES = Change(words=("training.micro_batch_size=1",), speed=None, note="more and smaller passes")
 _OTHER_LEARNING = (
     Change(
         words=("optimizer=adamw_8bit",),
         speed=None,
-        cost="optimizer state in 8 bits: learns slightly differently",
+        note="optimizer state in 8 bits: learns slightly differently",
         changes_learning=True,
     ),
-    Change(words=("peft=lora",), speed=None, cost="trains an adapter instead of the model", changes_learning=True),
+    Change(words=("peft=lora",), speed=None, note="trains an adapter instead of the model", changes_learning=True),
 )
 
 
@@ -107,10 +105,21 @@ def changes_that_fit(recipe: str | None, overrides: list[str], recipes_dirs: lis
         tried = draft_run(recipe, [*overrides, *change.words], recipes_dirs)
         memory = tried.memory
         if tried.exit_code == 0 and memory is not None and memory.fits and memory.memory.total is not None:
-            found.append(Fitting(change=change, total_gib=memory.memory.total))
+            found.append(_fitting(change, memory.memory.total, tried, draft))
         if len(found) == HOW_MANY:
             break
-    return found
+    return sorted(found, key=lambda fitting: (fitting.change.changes_learning, -(fitting.speed or 0)))
+
+
+def _fitting(change: Change, total_gib: float, tried: Draft, asked: Draft) -> Fitting:
+    speed = tried.time.tokens_per_second_per_gpu if tried.time else None
+    before = asked.time.tokens_per_second_per_gpu if asked.time else None
+    return Fitting(
+        change=change,
+        total_gib=total_gib,
+        tokens_per_second_per_gpu=speed,
+        speed=speed / before if speed and before else None,
+    )
 
 
 def _candidates(draft: Draft) -> list[Change]:
@@ -131,8 +140,8 @@ def _both(first: Change, second: Change) -> Change:
     speeds = (first.speed, second.speed)
     return Change(
         words=first.words + second.words,
-        speed=None if None in speeds else round((first.speed or 0) * (second.speed or 0), 2),
-        cost=f"{first.cost}; and {second.cost}",
+        speed=None if None in speeds else (first.speed or 0) * (second.speed or 0),
+        note="; ".join(note for note in (first.note, second.note) if note),
         changes_learning=first.changes_learning or second.changes_learning,
     )
 

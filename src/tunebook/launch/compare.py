@@ -1,4 +1,4 @@
-"""`tunebook plan RECIPE --compare KEY=a,b,c`: the memory of several answers to one question, side by side."""
+"""`tunebook plan RECIPE --compare KEY=a,b,c`: the memory and the speed of several answers to a question."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.text import Text
 from tunebook.errors import RequestError
 from tunebook.launch.draft import Draft, draft_run
 
-_PARTS = ("weights", "gradients", "optimizer", "buffers", "activations", "total")
+_PARTS = ("weights", "gradients", "optimizer", "buffers", "activations", "overhead", "total")
 
 
 def compare_plans(
@@ -23,10 +23,13 @@ def compare_plans(
     """
     key, values = split_compared(compared)
     drafts = {value: draft_run(recipe, [*overrides, f"{key}={value}"], recipes_dirs) for value in values}
-    table = Table(title=f"Memory of each GPU or rank (estimated, GiB) by {key}", title_justify="left", box=None)
+    table = Table(
+        title=f"Each GPU or rank (estimated): memory in GiB and tokens/s by {key}", title_justify="left", box=None
+    )
     table.add_column(key.rpartition(".")[2], overflow="fold")
     for part in _PARTS:
         table.add_column(part, justify="right")
+    table.add_column("tokens/s", justify="right")
     table.add_column("fits", overflow="fold")
     for value, draft in drafts.items():
         table.add_row(value, *_row(draft))
@@ -53,9 +56,14 @@ def _row(draft: Draft) -> list[str | Text]:
     errors = [problem for problem in draft.problems if problem.is_error]
     if draft.error is not None or errors:
         said = errors[0].message if errors else str(draft.error)
-        return [*("" for _ in _PARTS), Text(f"refused: {said}", style="red")]
+        return [*("" for _ in _PARTS), "", Text(f"refused: {said}", style="red")]
     assert draft.memory is not None
     memory, fits = draft.memory.memory, draft.memory.fits
     numbers = [getattr(memory, part) for part in _PARTS]
     answer = {True: Text("yes", style="green"), False: Text("no", style="red"), None: Text("perhaps", style="yellow")}
-    return [*("-" if number is None else f"{number:.1f}" for number in numbers), answer[fits]]
+    speed = draft.time.tokens_per_second_per_gpu if draft.time else None
+    return [
+        *("-" if number is None else f"{number:.1f}" for number in numbers),
+        "-" if speed is None else f"{speed:,.0f}",
+        answer[fits],
+    ]

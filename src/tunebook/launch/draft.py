@@ -1,4 +1,4 @@
-"""A run as far as it is known without starting it: composed, resolved, checked, its batch solved, its memory estimated.
+"""A run as far as it is known without starting it: composed, resolved, checked, its batch, memory and speed worked out.
 
 No GPU, weights, data or network is needed and torch is not imported, so it takes a second or two.
 """
@@ -17,9 +17,11 @@ from tunebook.config.rules import check
 from tunebook.config.schema import RunConfig
 from tunebook.doctor.remembered import slow_links
 from tunebook.errors import DoesNotFitError, Problem, RequestError, RulesError
-from tunebook.hardware.detect import detect_machine
+from tunebook.hardware.detect import Machine, detect_machine
 from tunebook.plan.batch import BatchPlan, solve_batch
+from tunebook.plan.host_memory import HostPlan, plan_host_memory
 from tunebook.plan.memory import MemoryPlan, plan_memory
+from tunebook.plan.throughput import TimePlan, plan_time
 
 
 @dataclass(kw_only=True)
@@ -31,6 +33,8 @@ class Draft:
     problems: list[Problem] = field(default_factory=list)  # every broken rule, errors before warnings
     batch: BatchPlan | None = None
     memory: MemoryPlan | None = None
+    host: HostPlan | None = None
+    time: TimePlan | None = None
     error: RequestError | None = None  # why it does not compose, or its batch cannot be solved
 
     def raise_errors(self) -> None:
@@ -41,9 +45,18 @@ class Draft:
             raise RulesError(errors)
 
     def raise_if_too_large(self) -> None:
-        """Raises: DoesNotFitError where the estimate says that it cannot fit."""
+        """Raises: DoesNotFitError where the estimate says that it cannot fit, into the GPUs or the hosts."""
         if self.memory is not None:
             refuse_too_large(self.memory)
+        if self.host is not None:
+            self.host.raise_if_too_large()
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits into the GPUs and the hosts; None where it is not known of the GPUs."""
+        if self.host is not None and self.host.fits is False:
+            return False
+        return self.memory.fits if self.memory is not None else None
 
     @property
     def exit_code(self) -> int:
@@ -78,11 +91,20 @@ def draft_run(recipe: str | None, overrides: list[str], recipes_dirs: list[Path]
         draft.problems = check(config, composition.origins.set_by)
         if not any(problem.is_error for problem in draft.problems):
             draft.memory = plan_memory(config)
+            draft.host = plan_host_memory(config, draft.resolution.host_memory_gib)
             draft.batch = solve_batch(config, None)
+            draft.time = estimate_time(config, draft.batch, machine)
             draft.problems += slow_links(config, draft.batch, machine)
     except RequestError as error:
         draft.error = error
     return draft
+
+
+def estimate_time(config: RunConfig, batch: BatchPlan, machine: Machine | None = None) -> TimePlan:
+    """The speed on the GPUs that are here, where the run is planned for their generation, else on its usual GPU."""
+    gpus = (machine or detect_machine()).gpus
+    is_here = gpus and all(gpu.generation is config.hardware.generation for gpu in gpus)
+    return plan_time(config, batch, gpu_name=gpus[0].name if is_here else None)
 
 
 def draft_json(draft: Draft) -> dict[str, Any]:
@@ -97,7 +119,10 @@ def draft_json(draft: Draft) -> dict[str, Any]:
         "packing": config.packing.mode.name if config else None,
         "batch": draft.batch.to_json() if draft.batch else None,
         "memory_gib": draft.memory.memory.to_json() if draft.memory else None,
-        "fits": draft.memory.fits if draft.memory else None,
+        "host_memory_gib": draft.host.memory.to_json() if draft.host else None,
+        "nvme_gib": round(draft.host.nvme_gib, 3) if draft.host and draft.host.nvme_gib is not None else None,
+        "fits": draft.fits,
+        "time": draft.time.to_json() if draft.time else None,
         "choices": [{"key": choice.key, "value": _plain(choice.value), "why": choice.why} for choice in choices],
         "problems": _problems_json(draft),
     }

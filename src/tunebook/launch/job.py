@@ -18,10 +18,12 @@ from tunebook.config.rules import check_environment
 from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.data.view import show_summary
 from tunebook.errors import Problem, RequestError, RulesError
+from tunebook.evaluate.code.checks import check_code
+from tunebook.evaluate.needs.check import require_needs
 from tunebook.evaluate.task_files import check_tasks
 from tunebook.launch.attempt import Attempt
 from tunebook.launch.commands import JOB_SCRIPT, launch_command
-from tunebook.launch.draft import Draft, draft_json, draft_run, refuse_too_large
+from tunebook.launch.draft import Draft, draft_json, draft_run, estimate_time, refuse_too_large
 from tunebook.launch.lock import working_in
 from tunebook.launch.plans_only import refuse_plans_only
 from tunebook.launch.resume import check_run_folder, is_trained, unfinished_run
@@ -33,6 +35,7 @@ from tunebook.launch.starting import check_launcher
 from tunebook.launch.upload import check_upload
 from tunebook.model.load import check_model
 from tunebook.plan.batch import BatchPlan, solve_batch, world_size
+from tunebook.plan.host_memory import plan_host_memory
 from tunebook.plan.memory import plan_memory
 from tunebook.record.atomic_files import atomic_write_json, atomic_write_text
 from tunebook.record.files import PLAN_FILE, PREPARED_FILE, RUN_FILE
@@ -115,11 +118,20 @@ def require_runnable(job: Job) -> None:
     if missing := check_environment(job.config):
         raise RulesError(missing)
     refuse_too_large(plan_memory(job.config))
+    plan_host_memory(job.config, job.resolution.host_memory_gib).raise_if_too_large()
     check_launcher(job.config)
     check_model(job.config.model)
     if job.config.evaluation.tasks:
         check_tasks(job.config.evaluation.tasks)
+        _check_sandbox(job.config)
+        require_needs(job.config.evaluation.tasks)  # now, and not after hours of training
     check_upload(job.config.training.push_to_hub)
+
+
+def _check_sandbox(config: RunConfig) -> None:
+    """Refuse an evaluation whose programs nothing here would execute; a Slurm job looks on its own node."""
+    if not isinstance(config.launcher, SlurmConfig) and not is_later_node(config):
+        check_code(config.evaluation, config.evaluation.tasks)
 
 
 def prepare_data(config: RunConfig, console: Console) -> Prepared:
@@ -173,4 +185,6 @@ def plan_json(job: Job, plan: BatchPlan) -> dict[str, Any]:
     """The content of plan.json: what `tunebook plan --json` prints, with the batch of the prepared data."""
     draft = Draft(recipe=job.config.recipe, resolution=job.resolution, problems=job.problems, batch=plan)
     draft.memory = plan_memory(job.config)
+    draft.host = plan_host_memory(job.config, job.resolution.host_memory_gib)
+    draft.time = estimate_time(job.config, plan)
     return draft_json(draft)

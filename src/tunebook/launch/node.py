@@ -21,6 +21,7 @@ from tunebook.config.frozen import load_config
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError, StoppedError, TunebookError
 from tunebook.evaluate.command import worker_command
+from tunebook.evaluate.spread import evaluation_environment
 from tunebook.launch.calling import call_launcher, folder_problem, free_port, hello, node_problems, socket_interface
 from tunebook.launch.commands import torchrun_command
 from tunebook.launch.descendants import adopting_orphans, children_of, end_children
@@ -156,8 +157,8 @@ def _start(config: RunConfig, go: Message, node: int, line: Line, evaluation: st
     """Start what this node is there for."""
     folder = Path(go["folder"])
     if evaluation is not None:
-        command = worker_command(folder, evaluation, limit=config.evaluation.limit)
-        return start_command(command, rank_environment(config, os.environ))
+        command = worker_command(folder, evaluation)
+        return start_command(command, evaluation_environment(config, os.environ))
     return start_command(
         torchrun_command(config, folder, node, go["master_address"], go["master_port"]),
         _environment(config, line.own_address),

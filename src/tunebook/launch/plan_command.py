@@ -12,7 +12,7 @@ from rich.text import Text
 from tunebook.launch.changes import Fitting, changes_that_fit
 from tunebook.launch.draft import draft_json, draft_run
 from tunebook.launch.job import Job, show_job
-from tunebook.launch.show import show_memory
+from tunebook.launch.show import show_host_memory, show_memory, show_time
 
 
 def plan_command(
@@ -24,13 +24,13 @@ def plan_command(
     folder: Path | None = None,
     as_json: bool = False,
 ) -> int:
-    """Print the choices, the batch, the launch command for `folder` and the memory, or all as JSON; the exit code.
+    """Print the choices, the batch, the launch command for `folder`, the memory and the time, or all as JSON.
 
     JSON is printed whatever is wrong: problems are among its keys. Otherwise raises: RequestError or RulesError for a
     wrong request, DoesNotFitError (after printing) for a plan that cannot fit.
     """
     draft = draft_run(recipe, overrides, recipes_dirs)
-    is_too_large = draft.memory is not None and draft.memory.fits is False
+    is_too_large = draft.fits is False
     fitting = changes_that_fit(recipe, overrides, recipes_dirs, draft) if is_too_large else []
     if as_json:
         content = draft_json(draft) | {"would_fit": [change.to_json() for change in fitting]}
@@ -38,10 +38,13 @@ def plan_command(
         print()
         return draft.exit_code
     draft.raise_errors()
-    assert draft.resolution is not None and draft.batch is not None and draft.memory is not None
+    assert draft.resolution is not None and draft.batch is not None
+    assert draft.memory is not None and draft.host is not None and draft.time is not None
     job = Job(resolution=draft.resolution, problems=draft.problems, plan=draft.batch)
     show_job(job, console, folder or Path(job.config.outputs) / (recipe or "custom") / "<time>")
     show_memory(draft.memory, console)
+    show_host_memory(draft.host, console)
+    show_time(draft.time, console)
     if is_too_large:
         _show_changes(fitting, console)
     draft.raise_if_too_large()

@@ -16,7 +16,9 @@ from rich.text import Text
 from tunebook.config.auto import Choice
 from tunebook.errors import Problem
 from tunebook.plan.batch import BatchPlan
+from tunebook.plan.host_memory import HostPlan
 from tunebook.plan.memory import Memory, MemoryPlan
+from tunebook.plan.throughput import TimePlan
 from tunebook.record.run_folder import Outcome
 
 
@@ -79,13 +81,34 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
     lines = [f"Memory of each GPU or rank (estimated, GiB{'' if capacity is None else f', of {capacity:g}'})"]
     if known:
         lines.append(f"  {' + '.join(known)}" + (f" = {_gib(total)}" if total is not None else ""))
-    return [*lines, f"  not estimated: {', '.join(missing)}", f"  {plan.verdict}"]
+    if missing:
+        lines.append(f"  not estimated: {', '.join(missing)}")
+    return [*lines, f"  {plan.verdict}"]
+
+
+def show_host_memory(plan: HostPlan, console: Console) -> None:
+    """The estimated memory of a node's host, and what is written to its NVMe disk."""
+    console.print(Text("\n".join(host_memory_lines(plan))), highlight=False, soft_wrap=True)
+
+
+def host_memory_lines(plan: HostPlan) -> list[str]:
+    """The host memory of one node in words; parts that are nothing are left out."""
+    memory = plan.memory
+    of = "" if memory.capacity is None else f", of {memory.capacity:,g}"
+    lines = [f"Host memory of each node (estimated, GiB{of})"]
+    named = ("processes", "training", "loading", "offload", "saving")
+    parts = [f"{name} {_gib(value)}" for name in named if (value := getattr(memory, name))]
+    if memory.total is not None:
+        lines.append(f"  {', '.join(parts)}; {_gib(memory.total)} at the peak")
+    if plan.nvme_gib:
+        lines.append(f"  on its NVMe disk {_gib(plan.nvme_gib)}")
+    return [*lines, f"  {plan.verdict}"]
 
 
 # By part: what it is drawn with, where there are colours and where there are none.
 _BAR = {
     "weights": ("blue", "W"), "gradients": ("cyan", "G"), "optimizer": ("magenta", "O"), "activations": ("yellow", "A"),
-    "buffers": ("green", "B"),
+    "buffers": ("green", "B"), "overhead": ("white", "C"),
 }  # fmt: skip
 
 
@@ -111,8 +134,41 @@ def memory_bar(memory: Memory, width: int) -> Text | None:
     return bar.append("\n  " + "  ".join(f"{letter} {name}" for name, (_, letter) in _BAR.items() if values[name]))
 
 
+def show_time(plan: TimePlan, console: Console) -> None:
+    """The estimated speed and duration with what they rest on, or why there is no estimate."""
+    console.print(Text("\n".join(time_lines(plan))), highlight=False, soft_wrap=True)
+
+
+def time_lines(plan: TimePlan) -> list[str]:
+    """The speed and the duration in words."""
+    lines = ["Time (estimated)"]
+    speed, total = plan.tokens_per_second_per_gpu, plan.tokens_per_second
+    if speed is not None and total is not None and plan.efficiency is not None:
+        all_of_them = f", {total:,.0f} in all" if total > speed else ""
+        lines.append(
+            f"  {speed:,.0f} tokens/s per GPU{all_of_them}, at {plan.efficiency:.1%} of {plan.peak_tflops:g} TFLOP/s"
+        )
+    tokens = None if plan.tokens is None else f"{plan.tokens:,.0f} tokens"
+    if plan.hours is not None:
+        lines.append(
+            f"  {tokens} take {_hours(plan.hours)} hours = {_hours(plan.gpu_hours)} GPU-hours; loading, validation, "
+            "saving and evaluation come on top"
+        )
+    elif speed is not None:
+        lines.append(
+            f"  {tokens or 'how many tokens is not known before the data is prepared, nor is dataset.mean_tokens set'}"
+        )
+    return [*lines, *(f"  {line}" for line in plan.assumption.replace("; ", ";\n    ").splitlines())]
+
+
+def _hours(hours: float | None) -> str:
+    if hours is None:
+        return "?"
+    return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
+
+
 def _gib(value: float) -> str:
-    return f"{value:.1f}" if value >= 1 or value == 0 else f"{value:.2g}"
+    return f"{value:,.1f}" if value >= 1 or value == 0 else f"{value:.2g}"
 
 
 def show_command(command: list[str], console: Console) -> None:

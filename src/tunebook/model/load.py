@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tunebook.config.base_model import model_folder_problem
 from tunebook.config.book import resolve_path
@@ -135,10 +135,17 @@ def _compare(architecture: PretrainedConfig, facts: ModelFacts) -> None:
         )
 
 
-def load_model(config: RunConfig) -> PreTrainedModel:
-    """The model that training starts from, whole, on the CPU, for a process by itself. Raises: as `begin_loading`."""
+def load_model(config: RunConfig, *, is_sharded: bool = False) -> PreTrainedModel:
+    """The model that training starts from, whole, on the CPU, for a process by itself. Raises: as `begin_loading`.
+
+    `is_sharded` puts a few layers of pretrained weights on each GPU that this process sees instead, to compute with
+    but not to train.
+    """
     alone = replace(config, parallelism=ParallelismConfig(strategy=Strategy.single))
-    return finish_loading(alone, begin_loading(alone))
+    begun = begin_loading(alone)
+    if is_sharded and config.model.weights is Weights.pretrained:
+        return _read(alone, begun.config, "auto")
+    return finish_loading(alone, begun)
 
 
 def begin_loading(config: RunConfig, rank: int = 0) -> PreTrainedModel:
@@ -240,10 +247,14 @@ def _scatter_drawn(config: RunConfig, begun: PreTrainedModel, rank: int) -> PreT
     return model
 
 
-def _read(config: RunConfig, architecture: PretrainedConfig, device: torch.device | None) -> PreTrainedModel:
+def _read(
+    config: RunConfig, architecture: PretrainedConfig, device: torch.device | Literal["auto"] | None
+) -> PreTrainedModel:
     options = _options(config)
     if config.peft.method is PeftMethod.qlora:
         options["quantization_config"] = four_bit(config)
+    elif device == "auto":
+        options["device_map"] = device
     elif device is not None and device.type != "cpu" and stays_whole(config):
         options["device_map"] = {"": device}
     location = model_location(config.model)

@@ -27,6 +27,11 @@ SETTINGS_FILES = (
 _PATTERNS = (*VOCABULARY_FILES, *SETTINGS_FILES, "*.tiktoken", "additional_chat_templates/*", "config.json")
 
 
+def has_vocabulary(folder: Path) -> bool:
+    """Whether a folder holds a tokenizer."""
+    return any((folder / name).is_file() for name in VOCABULARY_FILES)
+
+
 def tokenizer_folder(model: ModelConfig) -> Path:
     """The folder with the tokenizer's files, fetched from the hub if that is where the model is.
 

@@ -19,6 +19,7 @@ from tunebook.config.schema import RunConfig
 from tunebook.data.packing import Lengths, rows_needed
 from tunebook.data.sampler import Schedule, StepSize, cut_into_steps, documents_in_steps, epoch_order
 from tunebook.errors import RequestError
+from tunebook.plan.flops import attended_length_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,8 @@ class BatchPlan:
     num_documents: int | None
     steps_per_epoch: int | None
     total_steps: int | None
+    attended_length: float | None = None  # documents' lengths as a token sees them, `flops.attended_length_tokens`
+    padding_share: float | None = None  # 0 to 1 of what an epoch computes; known with the documents' lengths
 
     def to_json(self) -> dict[str, Any]:
         """The `batch` part of plan.json."""
@@ -205,8 +208,23 @@ def _estimated_rows(config: RunConfig, samples: int, unit: int, length: int) -> 
 
 
 def _mean_documents(config: RunConfig, tokens: float) -> float | None:
+    mean = _stated_mean(config)
+    return tokens / mean if mean else None
+
+
+def _stated_mean(config: RunConfig) -> float | None:
+    """Tokens of a document by the data set's facts, which know nothing of where it is cut."""
     mean = config.dataset.mean_tokens
-    return tokens / min(mean, config.training.max_length) if mean else None
+    return min(mean, config.training.max_length) if mean is not None else None
+
+
+def _padding_share(config: RunConfig, lengths: Lengths, micro: int) -> float:
+    """Of one epoch's passes, each as wide as its longest document; none where rows are packed."""
+    if config.packing.mode is PackingMode.isolated or not len(lengths):
+        return 0.0
+    order = lengths[epoch_order(len(lengths), config.training.seed, 0)]
+    width = np.maximum.reduceat(order, np.arange(0, len(order), micro)).sum() * micro
+    return 1.0 - float(order.sum() / width)
 
 
 def _plan(
@@ -221,7 +239,7 @@ def _plan(
     training = config.training
     ranks = world_size(config)
     num_documents = len(lengths) if lengths is not None else config.dataset.num_documents
-    mean = float(np.mean(lengths)) if lengths is not None else config.dataset.mean_tokens
+    mean = float(np.mean(lengths)) if lengths is not None else _stated_mean(config)
     if num_steps is None and num_documents is not None and documents:
         num_steps = math.ceil(num_documents / documents)
     total = training.max_steps
@@ -242,4 +260,6 @@ def _plan(
         num_documents=num_documents,
         steps_per_epoch=num_steps,
         total_steps=total,
+        attended_length=attended_length_tokens(lengths.tolist()) if lengths is not None else None,
+        padding_share=_padding_share(config, lengths, micro) if lengths is not None else None,
     )

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 
-from tunebook.config.estimate import USABLE_SHARE, Estimate, estimate_memory
+from tunebook.config.estimate import GIB, USABLE_SHARE, Estimate, estimate_memory
+from tunebook.config.estimate.overhead import overhead_bytes
 from tunebook.config.schema import RunConfig
 
 _NOT_KNOWN = "whether it fits is not known"
@@ -25,13 +26,18 @@ class Memory:
     optimizer: float | None = None
     activations: float | None = None  # and the output head
     buffers: float | None = None  # what is whole or in another number format for a time, and DDP's buckets
-    overhead: float | None = None  # CUDA context, communication, unusable pieces: nothing computes it yet
-    total: float | None = None  # of the parts that are known, where only the overhead is not
+    overhead: float | None = None  # CUDA context, communication, unusable pieces: by others' figures
+    total: float | None = None  # of the parts
     capacity: float | None
+
+    @property
+    def allocated(self) -> float | None:
+        """Of tensors alone: what torch reports as the peak of allocated memory, which runs record as `memory_gib`."""
+        return None if self.total is None else self.total - (self.overhead or 0.0)
 
     def to_json(self) -> dict[str, float | None]:
         """The `memory_gib` part of a plan."""
-        return {key: _rounded(value) for key, value in asdict(self).items()}
+        return {key: _rounded(value) for key, value in (asdict(self) | {"allocated": self.allocated}).items()}
 
 
 def _rounded(value: float | None) -> float | None:
@@ -53,25 +59,33 @@ def plan_memory(config: RunConfig) -> MemoryPlan:
     if facts is None:
         return MemoryPlan(memory=Memory(capacity=capacity), fits=None, verdict=f"{_NOT_KNOWN}: nor is the model's size")
     estimate = estimate_memory(config, facts)
+    overhead = overhead_bytes(config, estimate.total_gib * GIB) / GIB
     parts = Memory(
         weights=estimate.weights_gib,
         gradients=estimate.gradients_gib,
         optimizer=estimate.optimizer_gib,
         activations=estimate.activations_gib,
         buffers=estimate.buffers_gib,
-        total=estimate.total_gib,
+        overhead=overhead,
+        total=estimate.total_gib + overhead,
         capacity=capacity,
     )
-    fits, verdict = _judge(estimate, capacity)
+    fits, verdict = _judge(estimate, overhead, capacity)
     return MemoryPlan(memory=parts, fits=fits, verdict=verdict)
 
 
-def _judge(estimate: Estimate, capacity: float | None) -> tuple[bool | None, str]:
-    """Yes where everything fits into the usable share, no where it is more than there is."""
+def _judge(estimate: Estimate, overhead: float, capacity: float | None) -> tuple[bool | None, str]:
+    """Yes where the tensors fit into the usable share, no where they are more than there is.
+
+    The overhead, which is not measured, can take away a yes and never gives one.
+    """
     if capacity is None:
         return None, f"{_NOT_KNOWN}: hardware.memory_gib is not set"
-    if estimate.total_gib <= capacity * USABLE_SHARE:
-        return True, f"fits into {USABLE_SHARE:.0%} of {capacity:g} GiB"
-    if estimate.states_gib > capacity or estimate.total_gib > capacity * SURELY_TOO_LARGE:
-        return False, f"does not fit: {estimate.total_gib:.1f} GiB are more than {capacity:g} GiB"
-    return None, f"{_NOT_KNOWN}: more than {USABLE_SHARE:.0%} of {capacity:g} GiB leaves little for the overhead"
+    tensors = estimate.total_gib
+    if estimate.states_gib > capacity or tensors > capacity * SURELY_TOO_LARGE:
+        return False, f"does not fit: {tensors:.1f} GiB are more than {capacity:g} GiB"
+    if tensors > capacity * USABLE_SHARE:
+        return None, f"{_NOT_KNOWN}: more than {USABLE_SHARE:.0%} of {capacity:g} GiB leaves little for the overhead"
+    if tensors + overhead > capacity:
+        return None, f"{_NOT_KNOWN}: with an overhead of about {overhead:.1f} GiB it is more than {capacity:g} GiB"
+    return True, f"fits into {USABLE_SHARE:.0%} of {capacity:g} GiB"

@@ -17,14 +17,24 @@ NOT_HASHED = ("outputs", "launcher", "tracking", "training.resume", "training.pu
 
 def config_hash(config: RunConfig) -> str:
     """SHA-256 of a resolved configuration in canonical form: sorted keys, book paths as `book:...`, see NOT_HASHED."""
+    canonical = _without(config, NOT_HASHED)
+    return sha256_text(json.dumps(canonical, sort_keys=True, ensure_ascii=False, allow_nan=False))
+
+
+def comparable_config(config: RunConfig) -> dict[str, Any]:
+    """What is hashed, less the words about it and the machine it ran on: what two runs of one claim have in common."""
+    return _without(config, (*NOT_HASHED, "title", "hardware"))
+
+
+def _without(config: RunConfig, keys: tuple[str, ...]) -> dict[str, Any]:
     canonical: dict[str, Any] = _canonical(dataclasses.asdict(config), f"{book_root()}/")
-    for key in NOT_HASHED:
+    for key in keys:
         *sections, name = key.split(".")
         node = canonical
         for section in sections:
             node = node[section]
         del node[name]
-    return sha256_text(json.dumps(canonical, sort_keys=True, ensure_ascii=False, allow_nan=False))
+    return canonical
 
 
 def _canonical(value: Any, book_folder: str) -> Any:

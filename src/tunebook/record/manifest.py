@@ -13,7 +13,7 @@ from typing import Any
 from tunebook.config.book import book_root, resolve_path
 from tunebook.config.schema import ModelConfig, RunConfig
 from tunebook.errors import DataError
-from tunebook.record.atomic_files import atomic_write_json, read_json, sha256_file
+from tunebook.record.atomic_files import atomic_write_json, read_json, sha256_file, sha256_text
 from tunebook.record.config_hash import config_hash
 from tunebook.record.provenance import (
     describe_code,
@@ -82,6 +82,7 @@ def start_manifest(
         "model": describe_model(config.model) | (model or {}),
         "tokenizer_sha256": tokenizer_sha256,
         "chat_template_sha256": chat_template_sha256,
+        "system_prompt_sha256": system_prompt_hash(config.dataset.system_prompt),
         "dataset": dataset,
         "hardware": describe_hardware(nccl),
         "world_size": world_size,
@@ -135,7 +136,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             "name one that `tunebook train` made",
             problem_id="broken-record",
         )
+    return read_manifest_file(path)
+
+
+def read_manifest_file(path: Path) -> dict[str, Any]:
+    """The manifest of a run that may be elsewhere. Raises: DataError when it is not JSON, no manifest, or too new."""
     manifest: dict[str, Any] = read_json(path)
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("format"), int):
+        raise DataError(
+            f"{path} is no manifest: it has no format; name the manifest.json of a run", problem_id="broken-record"
+        )
     if manifest["format"] > FORMAT:
         raise DataError(
             f"{path} has format {manifest['format']} and this Tunebook reads up to {FORMAT}; "
@@ -143,6 +153,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             problem_id="broken-record",
         )
     return manifest
+
+
+def system_prompt_hash(prompt: str | None) -> str:
+    """The SHA-256 of a system prompt; of no text where there is none, which is a fact to compare with too."""
+    return sha256_text(prompt or "")
 
 
 def describe_model(model: ModelConfig) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one JSON object per logged step, appended and flushed at once, and what MFU is computed from.
+"""`metrics.jsonl`: one JSON object per logged step, appended and flushed at once.
 
 A training line has `step, loss, ...`, a validation line `step, validation_loss, validation_tokens`. A run that is
 killed loses at most the line it was writing; a run that goes on from a checkpoint appends to the same file.
@@ -13,7 +13,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tunebook.config.schema import ModelFacts
 from tunebook.errors import DataError
 
 METRICS_FILE = "metrics.jsonl"
@@ -71,39 +70,6 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 def is_training_line(line: Mapping[str, Any]) -> bool:
     """Whether a line is of a training step rather than of a validation."""
     return "validation_loss" not in line
-
-
-def attended_length_tokens(document_lengths: Iterable[int]) -> float:
-    """The mean document length as a token sees it: sum of squares / sum. Long documents hold more of the tokens."""
-    num_tokens = num_squared = 0
-    for length in document_lengths:
-        num_tokens += length
-        num_squared += length * length
-    return num_squared / num_tokens if num_tokens else 0.0
-
-
-def flops_per_token(facts: ModelFacts, attended_length: float, num_trained_parameters: int | None = None) -> float:
-    """Floating-point operations that training on one token needs: 6 x parameters + attention.
-
-    Products with the weights: 2 operations per parameter forward, 2 backward for the gradient of the input, and 2 for
-    the gradient of the weight where it is trained: 4 x all + 2 x trained. That is 6 x parameters in a full fine-tune;
-    with adapters (`num_trained_parameters`; None means all) the frozen weights count 4.
-
-    Attention: the i-th token of a document compares itself with i keys (2 x i x hidden_size) and averages i values
-    (2 x i x hidden_size). Over a document of T tokens i sums to T^2 / 2: 2 x T^2 x hidden_size per layer forward, three
-    times that with the backward pass, so 6 x num_layers x hidden_size x T^2 per document, or per token
-    12 x num_layers x hidden_size x T / 2 with T = `attended_length` = sum of T^2 / sum of T (`attended_length_tokens`).
-
-    Not counted: norms, softmax, and activations computed twice under checkpointing, so that MFU measures useful work.
-    """
-    trained = facts.num_parameters if num_trained_parameters is None else num_trained_parameters
-    weights = 4 * facts.num_parameters + 2 * trained
-    return weights + 12 * facts.num_layers * facts.hidden_size * attended_length / 2
-
-
-def model_flops_utilisation(tokens_per_second_per_gpu: float, flops: float, peak_tflops: float) -> float:
-    """MFU: the share of one GPU's peak arithmetic spent on real (non-padding) tokens, 0 to 1."""
-    return tokens_per_second_per_gpu * flops / (peak_tflops * 1e12)
 
 
 def _finite(value: Any, name: str, not_finite: list[str]) -> Any:

@@ -20,11 +20,15 @@ from markupsafe import Markup
 from tunebook import __version__
 from tunebook.errors import RequestError
 from tunebook.record.atomic_files import atomic_write_text
+from tunebook.record.differences import answers_of
 from tunebook.record.page.comparison import compare, short_names
 from tunebook.record.page.curves import dash_of_run, loss_chart, other_charts, overlaid_charts
 from tunebook.record.page.details import batch_facts, choices, data_counts, data_sources, flatten, memory_bars
 from tunebook.record.page.evaluation import baseline_text, pair_samples, score_rows
+from tunebook.record.page.evaluations import compare_scores, failed_tasks, later_evaluations
 from tunebook.record.page.overview import build_overview, format_time
+from tunebook.record.page.predicted import build_prediction, draw_stack
+from tunebook.record.page.programs import program_lines
 from tunebook.record.page.summary import summarise
 from tunebook.record.run_record import RunRecord, read_run
 
@@ -55,17 +59,28 @@ def render_run(record: RunRecord) -> str:
     summary = summarise(record)
     charts, missing = other_charts(record)
     bars, memory_note = memory_bars(record, summary)
+    prediction = build_prediction(record, summary)
     return render_page(
         "run.html.jinja",
         overview=build_overview(record, summary),
-        scores=score_rows(record.before, record.after),
+        scores=score_rows(
+            record.before,
+            record.after,
+            answers_of(record.folder, record.before),
+            answers_of(record.folder, record.after),
+        ),
+        later=later_evaluations(record),
+        failed_tasks=failed_tasks(record),
         has_before=record.before is not None,
         has_after=record.after is not None,
         baseline=baseline_text(record.before, record.after),
+        programs=program_lines(record.before, record.after),
         samples=pair_samples(record.before, record.after),
         loss=loss_chart(record),
         charts=charts,
         missing_charts=missing,
+        prediction=prediction,
+        stack=draw_stack(prediction.stack) if prediction and prediction.stack else None,
         memory_bars=bars,
         memory_note=memory_note,
         batch=batch_facts(record.plan),
@@ -85,6 +100,7 @@ def render_comparison(records: Sequence[RunRecord]) -> str:
     return render_page(
         "comparison.html.jinja",
         comparison=compare(records, names),
+        scores=compare_scores(records),
         recipes=sorted({record.folder.parent.name for record in records}),
         charts=overlaid_charts(records, names),
         dashes=[dash_of_run(index) for index in range(len(records))],

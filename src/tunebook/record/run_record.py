@@ -28,6 +28,7 @@ class RunRecord:
     validation: list[dict[str, Any]] = field(default_factory=list)
     before: dict[str, Any] | None = None  # evaluation
     after: dict[str, Any] | None = None
+    evaluations: list[dict[str, Any]] = field(default_factory=list)  # later ones, by `tunebook eval`, oldest first
     last_logged: datetime | None = None
 
     @property
@@ -78,6 +79,7 @@ def read_run(folder: Path) -> RunRecord:
         validation=[line for line in lines if not is_training_line(line)],
         before=_read_optional(folder / "evaluation" / "before.json"),
         after=_read_optional(folder / "evaluation" / "after.json"),
+        evaluations=[read_json(file) for file in sorted((folder / "evaluation").glob("eval-*.json"))],
         last_logged=datetime.fromtimestamp(metrics_file.stat().st_mtime, UTC) if lines else None,
     )
 

@@ -171,7 +171,9 @@ def _status(run_folder: Path) -> dict[str, Any] | None:
 
 def _evaluation_score(run_folder: Path) -> tuple[float | None, bool]:
     file = run_folder / "evaluation" / "after.json"
-    found = mean_score(read_json(file)["tasks"]) if file.is_file() else None
+    record = read_json(file) if file.is_file() else None
+    # A mean over the tasks that happened not to fail is no score to compare trials by.
+    found = mean_score(record["tasks"]) if record is not None and not record.get("failed") else None
     return (None, True) if found is None else found
 
 

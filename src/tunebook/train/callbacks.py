@@ -14,6 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from tunebook.data.sampler import RankBatches
 from tunebook.errors import InvalidTrainingError
+from tunebook.plan.flops import model_flops_utilisation
 from tunebook.record.metrics import MetricsWriter
 from tunebook.train.progress import TrainingProgress
 from tunebook.train.signals import StopRequest
@@ -147,7 +148,7 @@ class Records(TrainerCallback):
                 "documents_seen": seen.documents,
                 "tokens_per_second_per_gpu": round(speed, 1),
                 "padding_share": round(1 - totals.tokens / max(1, totals.computed_tokens), 4),
-                "mfu": round(speed * self.flops_per_token / self.peak_tflops / 1e12, 4)
+                "mfu": round(model_flops_utilisation(speed, self.flops_per_token, self.peak_tflops), 4)
                 if has_peak and self.flops_per_token and self.peak_tflops
                 else None,
                 "peak_tflops": self.peak_tflops,

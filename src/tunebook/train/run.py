@@ -35,10 +35,11 @@ from tunebook.model.tokenizer import stop_token_ids
 from tunebook.parallel.fsdp import is_fsdp, mixed_precision_policy, uses_autocast
 from tunebook.parallel.units import unit_classes
 from tunebook.plan.batch import BatchPlan, row_length, schedule_of, solve_batch
+from tunebook.plan.flops import attended_length_tokens, flops_per_token
 from tunebook.record.disk import disk_full, is_disk_full
 from tunebook.record.files import PREPARED_FILE
 from tunebook.record.manifest import MANIFEST_FILE, update_manifest
-from tunebook.record.metrics import MetricsWriter, attended_length_tokens, flops_per_token, read_metrics
+from tunebook.record.metrics import MetricsWriter, read_metrics
 from tunebook.record.run_folder import write_outcome
 from tunebook.train.arguments import tracker_environment, trainer_arguments
 from tunebook.train.callbacks import FiniteLoss, Records, StopOnRequest

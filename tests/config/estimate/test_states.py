@@ -23,7 +23,10 @@ CAST = MixedPrecision.cast
         (ZeroConfig(strategy=Strategy.zero2), 4 + (4 + 12) / 8),
         (ZeroConfig(strategy=Strategy.zero2, mixed_precision=CAST), 2 + (2 + 12) / 8),
         (ZeroConfig(strategy=Strategy.zero2, offload_optimizer=Offload.cpu), 4 + 4 / 8),
-        (ZeroConfig(strategy=Strategy.zero3), (4 + 4 + 12) / 8),
+        (ZeroConfig(strategy=Strategy.zero3), (4 + 4 + 8) / 8),  # fp32 weights are updated where they are
+        (ZeroConfig(strategy=Strategy.zero3, mixed_precision=CAST), (2 + 2 + 12) / 8),
+        (ZeroConfig(strategy=Strategy.zero3, offload_optimizer=Offload.cpu), (4 + 4) / 8),
+        (ZeroConfig(strategy=Strategy.zero3, offload_optimizer=Offload.cpu, offload_parameters=Offload.cpu), 4 / 8),
         (FsdpConfig(strategy=Strategy.fsdp), (4 + 4 + 8) / 8),
         (FsdpConfig(strategy=Strategy.fsdp_grad_op), 4 + (4 + 8) / 8),
         (FsdpConfig(strategy=Strategy.hsdp, shard_group_size=4), (4 + 4 + 8) / 4),
@@ -88,7 +91,8 @@ def test_adapters_and_eight_bit_states(sound):
     assert estimate_memory(sound, sound.model.facts).states_gib == pytest.approx(494_032_768 * 10 / GIB)
     sound.optimizer.name = OptimizerName.adamw
     sound.peft.method = PeftMethod.lora
-    adapter = 16 * (8 * 896 + 3 * (896 + 4864)) * 24
+    # rank x (inputs + outputs) of query and output, of key and value (2 heads of 64), and of the feed-forward's three
+    adapter = 16 * (2 * (896 + 896) + 2 * (896 + 128) + 3 * (896 + 4864)) * 24
     expected = 494_032_768 * 4 + adapter * 16
     assert estimate_memory(sound, sound.model.facts).states_gib == pytest.approx(expected / GIB)
 

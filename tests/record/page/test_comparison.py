@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tunebook.record.page.comparison import compare, config_differences, short_names
+from tunebook.record.page.evaluations import compare_scores
 from tunebook.record.run_record import RunRecord, read_run
 
 
@@ -18,7 +19,8 @@ def test_runs_stand_side_by_side(make_run) -> None:
     numbers = dict(comparison.numbers)
     assert numbers["Steps"] == ["240", "240", "10"]
     assert numbers["MFU"] == ["\N{EN DASH}", "42.0 %", "\N{EN DASH}"]
-    assert numbers["example (exact match)"][0] == "97.3 % ± 1.3"
+    (line,) = compare_scores(records)
+    assert (line.task, line.cells[0].text) == ("example", "97.3 % ± 1.3")
     assert comparison.differences == [("optimizer.learning_rate", ["0.002", "3e-05", "0.002"])]
 
 

@@ -19,12 +19,26 @@ def sample(prompt: str, answer: str, correct: bool | None) -> dict[str, Any]:
 
 def test_tasks_and_groups_stand_before_and_after_with_their_errors() -> None:
     task, group = score_rows(evaluation(0.0), evaluation(0.8))
-    assert (task.name, task.is_group, task.metric, task.change) == ("example", False, "exact match", "+80.0 points")
+    assert (task.name, task.is_group, task.metric, task.change) == (
+        "example",
+        False,
+        "exact match",
+        "+80.0 ± 2.8 points",
+    )
     assert task.after is not None and task.after.text == "80.0 % ± 2.0"
     assert (group.name, group.is_group, group.num_items) == ("sort", True, 5)
     # sqrt(0.8 x 0.2 / (5 - 1)) = 0.2
     assert group.after is not None and group.after.standard_error == pytest.approx(0.2)
     assert group.after.text == "80.0 % ± 20.0"
+
+
+def test_the_change_of_a_task_and_its_groups_is_paired_item_by_item() -> None:
+    before, after = evaluation(0.2, stderr=0.2), evaluation(0.8, stderr=0.2)
+    old, new = {0: 1.0, 1: 0.0, 2: 0.0, 3: 0.0, 4: 0.0}, {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0, 4: 0.0}
+    keys = (("example", None), ("example", "sort"))
+    task, group = score_rows(before, after, dict.fromkeys(keys, old), dict.fromkeys(keys, new))
+    # 0 1 1 1 0: a standard deviation of sqrt(0.3), over sqrt(5)
+    assert (task.change, group.change) == ("+60.0 ± 24.5 points", "+60.0 ± 24.5 points")
 
 
 def test_one_evaluation_alone_has_no_change() -> None:
@@ -38,7 +52,7 @@ def test_a_metric_that_is_no_share_has_no_bar_and_no_percent() -> None:
     task, _ = score_rows(before, after)
     assert not task.has_bar
     assert task.after is not None and task.after.text == "12.2 ± 0.02"
-    assert task.change == "\N{MINUS SIGN}19.2"
+    assert task.change == "\N{MINUS SIGN}19.2 ± 0.0283"  # sqrt(0.02 x 0.02 + 0.02 x 0.02)
 
 
 def test_the_baseline_is_drawn_beside_a_single_task_and_its_groups() -> None:

@@ -4,6 +4,8 @@
     states        weights, gradients and optimizer state, divided among the ranks as the strategy says
     buffers       what is whole, or in another number format, for a time
     activations   what the forward pass keeps for the backward pass
+    overhead      what fills the device besides tensors
+    host          the memory of a node's host, and its NVMe disk
 
 The parts are those of the moment at which the backward pass begins, with gradients of an earlier pass still there: the
 peak of every run but those with next to no tokens, for which the end of the backward pass is looked at besides.
@@ -22,7 +24,9 @@ from tunebook.config.estimate.states import state_bytes
 from tunebook.config.schema import ModelFacts, RunConfig
 
 GIB = 2**30
-# What the model may fill of the memory: the rest is the CUDA context, communication buffers and unusable pieces.
+# What tensors may fill of the memory. The rest is the CUDA context, communication buffers and unusable pieces, which
+# `overhead` estimates from others' figures. They come to less than a fifth of most GPUs, but as long as no run of ours
+# has recorded them (`memory_reserved_gib`, `memory_device_gib`), nothing larger is taken for fitting because of them.
 USABLE_SHARE = 0.8
 
 
@@ -43,7 +47,7 @@ class Estimate:
 
     @property
     def total_gib(self) -> float:
-        """All of it."""
+        """All tensors: what torch reports as the peak of allocated memory."""
         return self.states_gib + self.buffers_gib + self.activations_gib
 
 

@@ -1,13 +1,15 @@
 """What the forward pass keeps for the backward pass.
 
 Counted for a decoder layer with two RMS norms, grouped-query attention and a gated feed-forward network, as
-transformers 5.23 computes it; a test counts the tensors that autograd really saves. `hidden` and `inner` stand for one
+transformers 5.23 computes it; a test counts the tensors that autograd really saves. Layers of other kinds bring numbers
+that were found on the meta device (`ModelFacts.measured`). `hidden` and `inner` stand for one
 token's numbers of hidden_size and intermediate_size, `element` for the bytes of one number in a product.
 """
 
 from __future__ import annotations
 
 from tunebook.config.choices import Attention, Compute, Generation, MixedPrecision, PackingMode, PeftMethod
+from tunebook.config.estimate.parameters import of_layers
 from tunebook.config.estimate.states import weight_element
 from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig
 
@@ -24,10 +26,36 @@ def activation_bytes(config: RunConfig, facts: ModelFacts, *, is_recomputed: boo
     With activation checkpointing each layer keeps its input, and one layer at a time everything.
     """
     tokens = tokens_per_pass(config)
+    inputs = tokens * facts.num_layers * _stream_element(config) * facts.hidden_size
+    if measured := measured_bytes(config, facts):
+        every_layer, largest_layer = measured
+        return inputs + largest_layer if is_recomputed else every_layer
     layer = tokens * layer_bytes_per_token(config, facts)
-    if is_recomputed:
-        return tokens * facts.num_layers * _stream_element(config) * facts.hidden_size + layer
-    return facts.num_layers * layer
+    return inputs + layer if is_recomputed else facts.num_layers * layer
+
+
+def measured_bytes(config: RunConfig, facts: ModelFacts) -> tuple[float, float] | None:
+    """What all layers keep of a pass, and the one that keeps most; None for layers that the formulas below are for."""
+    numbers = facts.measured.saved.get(_mode(config)) if facts.measured is not None else None
+    if facts.measured is None or numbers is None:
+        return None
+    tokens, row = tokens_per_pass(config), _row_length(config)
+    whole, largest = (fixed + tokens * (each + pair * row) for fixed, each, pair in (numbers[:3], numbers[3:]))
+    scores = tokens * _plain_kernel_bytes(config, facts)
+    dropout = of_layers(facts, tokens * facts.measured.linear_inputs) if _has_dropout(config) else 0
+    return (
+        of_layers(facts, whole) + facts.num_layers * scores + dropout,
+        largest + scores + dropout / max(1, facts.num_layers),
+    )
+
+
+def _mode(config: RunConfig) -> str:
+    """The key of `MeasuredLayers.saved`."""
+    is_fp32 = config.precision.compute is Compute.fp32
+    number_format = "fp32" if is_fp32 else "bf16" if _stream_element(config) == 2 else "autocast"
+    method = "full" if config.peft.method is PeftMethod.full else "adapter"
+    kernel = config.attention.implementation
+    return f"{number_format}/{method}/{kernel.name if kernel in _REPEATING else 'flash'}"
 
 
 def tokens_per_pass(config: RunConfig) -> int:
@@ -67,20 +95,29 @@ def _attention_bytes(config: RunConfig, facts: ModelFacts, element: int) -> floa
     key_width = facts.hidden_size * repeated / heads
     kept = element * (2 * facts.hidden_size + 2 * key_width)
     if kernel is Attention.eager:
-        return kept + heads * row * (4 + element)  # the softmax in fp32 and in the number format of the product
+        # The softmax in fp32, and again in the number format of the product where that is another.
+        return kept + heads * row * (4 if element == 4 else 4 + element)
     if kernel is Attention.sdpa:
         kept += element * row  # one mask per layer, added to the scores of all heads
-        # Measured on an H200: in fp32 with a mask PyTorch takes its plain kernel, which keeps all scores.
-        if config.precision.compute is Compute.fp32 and config.hardware.generation is not Generation.cpu:
-            kept += 4 * heads * row
-    return kept
+    return kept + _plain_kernel_bytes(config, facts)
+
+
+def _plain_kernel_bytes(config: RunConfig, facts: ModelFacts) -> int:
+    """Measured on an H200: in fp32 with a mask PyTorch takes its plain kernel, which keeps all scores."""
+    is_gpu = config.hardware.generation is not Generation.cpu
+    is_masked = config.attention.implementation is Attention.sdpa
+    if not (is_gpu and is_masked and config.precision.compute is Compute.fp32):
+        return 0
+    return 4 * facts.num_attention_heads * _row_length(config)
 
 
 def _dropout_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """A byte for each number that an adapter's dropout has looked at: the inputs of seven products."""
-    if config.peft.method is PeftMethod.full or not config.peft.dropout:
-        return 0.0
-    return 6 * facts.hidden_size + facts.intermediate_size
+    return 6 * facts.hidden_size + facts.intermediate_size if _has_dropout(config) else 0.0
+
+
+def _has_dropout(config: RunConfig) -> bool:
+    return config.peft.method is not PeftMethod.full and config.peft.dropout > 0
 
 
 def head_bytes(config: RunConfig, facts: ModelFacts) -> float:

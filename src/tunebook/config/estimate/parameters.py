@@ -24,15 +24,30 @@ def count_parameters(config: RunConfig, facts: ModelFacts) -> Parameters:
     embeddings = facts.vocab_size * facts.hidden_size
     is_full = config.peft.method is PeftMethod.full
     return Parameters(
-        trained=facts.num_parameters if is_full else _adapter_parameters(config.peft.rank, facts),
+        trained=facts.num_parameters if is_full else config.peft.rank * _adapter_of_rank_one(facts),
         frozen=0 if is_full else facts.num_parameters,
-        layers=max(0, facts.num_parameters - embeddings * (1 if facts.tie_word_embeddings else 2)),
+        layers=_in_layers(facts),
         embeddings=embeddings,
         trained_embeddings=embeddings if is_full else 0,
     )
 
 
-def _adapter_parameters(rank: int, facts: ModelFacts) -> int:
-    """An adapter on each of the seven linear layers: rank x (inputs + outputs)."""
-    sizes = 8 * facts.hidden_size + 3 * (facts.hidden_size + facts.intermediate_size)
-    return rank * sizes * facts.num_layers
+def of_layers(facts: ModelFacts, measured: float) -> float:
+    """A number measured of all layers, for as many as are planned with: some runs cut a model to fewer."""
+    return measured * facts.num_layers / max(1, facts.measured.num_layers if facts.measured else facts.num_layers)
+
+
+def _in_layers(facts: ModelFacts) -> int:
+    """Without the embeddings and the output head, which may be the same matrix."""
+    if facts.measured is not None:
+        return round(of_layers(facts, facts.measured.parameters))
+    return max(0, facts.num_parameters - facts.vocab_size * facts.hidden_size * (1 if facts.tie_word_embeddings else 2))
+
+
+def _adapter_of_rank_one(facts: ModelFacts) -> int:
+    """Inputs and outputs of the linear layers: query and output, key and value, and the three of the feed-forward."""
+    if facts.measured is not None:
+        return round(of_layers(facts, facts.measured.adapter_parameters))
+    hidden, inner = facts.hidden_size, facts.intermediate_size
+    keys = hidden * facts.num_key_value_heads // facts.num_attention_heads
+    return (2 * (hidden + hidden) + 2 * (hidden + keys) + 3 * (hidden + inner)) * facts.num_layers

@@ -7,10 +7,12 @@ judged by the machine it is called on: the ranks look for themselves.
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterator
 
 from tunebook.config.book import resolve_path
 from tunebook.config.choices import Generation, LauncherName, Offload
+from tunebook.config.estimate.host import host_bytes
 from tunebook.config.rules import image as image_rules
 from tunebook.config.rules import packages
 from tunebook.config.rules.frame import Explanation
@@ -32,6 +34,7 @@ __all__ = [
 
 # torch on the registry: up to 2.10 CUDA 12.8 with code for 7.0, from 2.11 CUDA 13.0 with code from 7.5.
 _FIRST_TORCH_ON_CUDA_13 = (2, 11)
+GIB = 2**30
 
 
 EXPLANATIONS: dict[str, Explanation] = {
@@ -73,6 +76,12 @@ EXPLANATIONS: dict[str, Explanation] = {
         summary="The installed torch cannot use the GPU that is here.",
         why="A CPU build has no GPU code at all, and torch on CUDA 13 (2.11 and newer) has none for V100.",
         advice="Run in the image of the generation, or install the build that the message names.",
+    ),
+    "nvme-too-small": Explanation(
+        summary="The disk for NVMe offload has less room than the states need.",
+        why="DeepSpeed keeps a file for each state there: 16 bytes of the optimizer's for each trained parameter, and "
+        "the weights where they are offloaded too. Where the disk is full the run ends in its first step.",
+        advice="Free some space, or name a folder on a larger disk with parallelism.nvme_path.",
     ),
     "nvme-path-not-found": Explanation(
         summary="The folder for NVMe offload does not exist here.",
@@ -156,7 +165,7 @@ def check_environment(config: RunConfig, machine: Machine | None = None) -> list
         problems += torch_problems(config.hardware.generation, machine)
     settings = config.parallelism
     if isinstance(settings, ZeroConfig) and Offload.nvme in (settings.offload_optimizer, settings.offload_parameters):
-        problems += _nvme_problems(settings)
+        problems += _nvme_problems(config, settings)
     return problems
 
 
@@ -183,8 +192,18 @@ def torch_problems(generation: Generation, machine: Machine) -> Iterator[Problem
         yield Problem(id="driver-too-old", key=key, message=message, fix=fix)
 
 
-def _nvme_problems(settings: ZeroConfig) -> Iterator[Problem]:
-    if settings.nvme_path and not resolve_path(settings.nvme_path).is_dir():
+def _nvme_problems(config: RunConfig, settings: ZeroConfig) -> Iterator[Problem]:
+    if not settings.nvme_path:
+        return
+    folder, facts = resolve_path(settings.nvme_path), config.model.facts
+    if folder.is_dir() and facts is not None:
+        needed = host_bytes(config, facts, tensors=0, is_recomputed=True).nvme
+        free = shutil.disk_usage(folder).free
+        if needed > free:
+            message = f"{free / GIB:,.1f} GiB are free on the disk of {folder}, and the states take {needed / GIB:,.1f}"
+            fix = "parallelism.nvme_path=FOLDER on a larger disk, or free some space"
+            yield Problem(id="nvme-too-small", key="parallelism.nvme_path", message=message, fix=fix)
+    if not folder.is_dir():
         message = f"there is no folder {settings.nvme_path} on this machine"
         fix = f"mkdir -p {settings.nvme_path} or parallelism.nvme_path=FOLDER"
         yield Problem(id="nvme-path-not-found", key="parallelism.nvme_path", message=message, fix=fix)

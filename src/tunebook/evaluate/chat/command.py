@@ -14,8 +14,8 @@ from rich.text import Text
 from tunebook.errors import RequestError
 from tunebook.evaluate.chat.answering import Sampling
 from tunebook.evaluate.chat.session import Session, checked_text
-from tunebook.evaluate.chat.target import Target, find_target
 from tunebook.evaluate.chat.terminal import Terminal, printable
+from tunebook.evaluate.target import Target, find_target
 
 
 def chat_command(

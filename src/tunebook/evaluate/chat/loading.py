@@ -6,7 +6,6 @@ only its folder: its own tokenizer, template and number format are taken.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,34 +14,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunebook.config.base_model import read_dtype
-from tunebook.config.choices import Attention, MasterWeights, PeftMethod
 from tunebook.config.frozen import load_config
-from tunebook.config.schema import (
-    AttentionConfig,
-    DatasetConfig,
-    HardwareConfig,
-    ModelConfig,
-    PeftSettings,
-    PrecisionConfig,
-    RunConfig,
-    TrainingConfig,
-)
+from tunebook.config.schema import ModelConfig, RunConfig
 from tunebook.errors import RequestError
-from tunebook.evaluate.bound_model import check_tokenizer, compute_dtype, load_trained, stop_ids, uses_gpu
+from tunebook.evaluate.bare_model import config_of, model_config, without_overrides
+from tunebook.evaluate.binding import check_bound, recorded_by_origin, recorded_by_run
+from tunebook.evaluate.bound_model import compute_dtype, load_trained, stop_ids, tokenizer_of_run, uses_gpu
 from tunebook.evaluate.chat.answering import ChatModel
-from tunebook.evaluate.chat.target import Target
-from tunebook.model.adapters import ADAPTER_FILE, is_adapter
+from tunebook.evaluate.target import Target
 from tunebook.model.hub import fetch_config
 from tunebook.model.placement import place_on_gpus
 from tunebook.model.tokenizer import load_tokenizer
-from tunebook.model.tokenizer_files import VOCABULARY_FILES
 from tunebook.record.files import RUN_FILE
-from tunebook.record.manifest import MANIFEST_FILE
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
+_UNBOUND = "the model's own template, without a run"
 _LIBRARIES = ("py.warnings", "transformers", "peft", "accelerate", "torch", "huggingface_hub")
 
 
@@ -85,62 +74,34 @@ def load(target: Target) -> Loaded:
 def _load_run(run: Path, target: Target) -> Loaded:
     config = load_config(run / RUN_FILE)
     assert target.folder is not None
-    tokenizer = load_tokenizer(_tokenizer_of_run(config.model, target.folder), is_padded=False)
-    check_tokenizer(run, tokenizer)
+    tokenizer = load_tokenizer(tokenizer_of_run(config.model, target.folder), is_padded=False)
+    trained = recorded_by_run(run)
+    check_bound(trained, tokenizer, config.dataset.system_prompt)
     _require_template(tokenizer, target)
-    is_bound = (run / MANIFEST_FILE).is_file()
-    bound = "template and tokenizer are those of the run" if is_bound else "without a manifest nothing can be compared"
+    bound = "template and tokenizer are those of the run" if trained else "without a manifest nothing can be compared"
     chat_model, notes = _place(config, target.folder, tokenizer, None)
     return Loaded(model=chat_model, system_prompt=config.dataset.system_prompt, notes=[*notes, bound])
 
 
-def _tokenizer_of_run(model: ModelConfig, folder: Path) -> ModelConfig:
-    """Where the tokenizer is: saved beside the weights, which holds wherever the run is copied, or else the base's."""
-    if not _has_vocabulary(folder):
-        return model
-    return ModelConfig(path=str(folder), trust_remote_code=model.trust_remote_code)
-
-
 def _load_bare(target: Target) -> Loaded:
-    model = _model_config(target)
+    import torch
+
+    origin = target.origin
+    model = model_config(target)
     try:
         if model.name is not None:
             fetch_config(model)
         tokenizer = load_tokenizer(model, is_padded=False)
+        if origin is not None:
+            check_bound(recorded_by_origin(origin), tokenizer, origin.system_prompt)
         _require_template(tokenizer, target)
         dtype = _published_dtype(model)
-        config = _config_of(model, dtype)
+        config = config_of(model, is_bf16=dtype is torch.bfloat16)
         chat_model, notes = _place(config, target.folder, tokenizer, dtype)
     except RequestError as error:
-        raise _typed_for_chat(error, target) from error
-    return Loaded(model=chat_model, system_prompt=None, notes=[*notes, "the model's own template, without a run"])
-
-
-def _model_config(target: Target) -> ModelConfig:
-    """A model that no run configures; an adapter's is its base, with the tokenizer beside the adapter if it has one."""
-    if target.folder is None:
-        return ModelConfig(name=target.hub_name)
-    if not is_adapter(target.folder):
-        return ModelConfig(path=str(target.folder))
-    file = target.folder / ADAPTER_FILE
-    try:
-        base = str(json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise RequestError(
-            f"{file} does not say which base model the adapter belongs to; copy it again, or add "
-            "base_model_name_or_path",
-            problem_id="adapter-without-base",
-        ) from error
-    tokenizer = str(target.folder) if _has_vocabulary(target.folder) else None
-    if Path(base).is_dir():
-        return ModelConfig(path=base, tokenizer=tokenizer)
-    if base.startswith(("/", ".", "~")) or base.count("/") > 1:
-        raise RequestError(
-            f"the adapter's base model, {base}, is not on this machine; copy it here and correct "
-            f"base_model_name_or_path in {file}",
-            problem_id="adapter-without-base",
-        )
-    return ModelConfig(name=base, tokenizer=tokenizer)
+        raise without_overrides(error, target, "tunebook chat ") from error
+    bound = f"template and tokenizer are those of the run {origin.run}" if origin else _UNBOUND
+    return Loaded(model=chat_model, system_prompt=origin.system_prompt if origin else None, notes=[*notes, bound])
 
 
 def _published_dtype(model: ModelConfig) -> torch.dtype | None:
@@ -153,22 +114,6 @@ def _published_dtype(model: ModelConfig) -> torch.dtype | None:
     if name == "bfloat16" and torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.bfloat16
     return torch.float16 if name == "float16" else None
-
-
-def _config_of(model: ModelConfig, dtype: torch.dtype | None) -> RunConfig:
-    """A configuration with no more than loading reads."""
-    import torch
-
-    is_bf16 = dtype is torch.bfloat16
-    return RunConfig(
-        model=model,
-        dataset=DatasetConfig(),
-        hardware=HardwareConfig(),
-        precision=PrecisionConfig(master_weights=MasterWeights.bf16 if is_bf16 else MasterWeights.fp32),
-        attention=AttentionConfig(implementation=Attention.sdpa),
-        peft=PeftSettings(method=PeftMethod.lora),
-        training=TrainingConfig(),
-    )
 
 
 def _place(
@@ -192,10 +137,6 @@ def _place(
     return chat_model, [f"{chat_model.device} in {chat_model.format}"] + ([note] if note else [])
 
 
-def _has_vocabulary(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in VOCABULARY_FILES)
-
-
 def _require_template(tokenizer: PreTrainedTokenizerBase, target: Target) -> None:
     if tokenizer.chat_template:
         return
@@ -204,33 +145,4 @@ def _require_template(tokenizer: PreTrainedTokenizerBase, target: Target) -> Non
         "it: it is a base model or was trained on plain text. Name the instruction-tuned version, or a run that was "
         "trained on conversations; if you know its template, save it as chat_template.jinja beside the tokenizer",
         problem_id="tokenizer-no-template",
-    )
-
-
-def _typed_for_chat(error: RequestError, target: Target) -> RequestError:
-    """The same error with what can be typed here: a chat takes no overrides."""
-    if error.problem_id == "hub-out-of-reach":
-        return RequestError(
-            f"there is no run or folder {target.name} here, and the hub is out of reach with no copy of it in the "
-            f"cache. On a machine with network run `hf download {target.name} --local-dir DIR`, copy DIR here and "
-            "type: tunebook chat DIR",
-            problem_id="hub-out-of-reach",
-        )
-    if error.problem_id == "remote-code-refused":
-        return RequestError(
-            f"{target.name} brings Python code of its own, which `tunebook chat` does not run; name a model of an "
-            "architecture that transformers has, or a run that was trained with model.trust_remote_code=true",
-            problem_id="remote-code-refused",
-        )
-    if target.hub_name is not None:
-        return RequestError(
-            f"there is no run or folder {target.name} here, and on the hub: {error.message}",
-            problem_id=error.problem_id,
-        )
-    if "model." not in error.message:
-        return error
-    return RequestError(
-        f"{error.message}. (`tunebook chat` takes no overrides: set it in the model's own folder, in "
-        "tokenizer_config.json)",
-        problem_id=error.problem_id,
     )

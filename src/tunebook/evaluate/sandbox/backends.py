@@ -89,7 +89,8 @@ def open_backend(*, handover: Path | None = None, confirm_run_unsafe_code: bool 
     raise RequestError(
         "programs that a model wrote are not executed, because nothing here would keep them from your files and the "
         f"network:{why}\nStart the service with `{START_SERVICE}`, or install bubblewrap with `apt install "
-        "bubblewrap`. Only if you trust every sample: --confirm_run_unsafe_code",
+        "bubblewrap`. Only if you trust every sample: --confirm_run_unsafe_code, in a training "
+        "evaluation.confirm_run_unsafe_code=true",
         problem_id="sandbox-missing",
     )
 

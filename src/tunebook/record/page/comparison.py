@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tunebook.record.page.details import flatten
-from tunebook.record.page.evaluation import score_rows
 from tunebook.record.page.numbers import NO_VALUE, Unit, format_value
 from tunebook.record.page.overview import describe_machine, explain_state, state_of, state_word
 from tunebook.record.page.summary import summarise
@@ -57,7 +56,6 @@ def compare(records: Sequence[RunRecord], names: Sequence[str]) -> Comparison:
         ("Tokens trained on", [format_value(summary.num_tokens, Unit.whole) for summary in summaries]),
         ("Final training loss", [format_value(summary.final_loss) for summary in summaries]),
         ("Best validation loss", [format_value(summary.best_validation_loss) for summary in summaries]),
-        *_scores(records),
         ("Tokens per second and GPU", [format_value(summary.tokens_per_second_per_gpu) for summary in summaries]),
         ("MFU", [format_value(summary.mfu, Unit.share) for summary in summaries]),
         ("Padding", [format_value(summary.padding_share, Unit.share) for summary in summaries]),
@@ -81,17 +79,4 @@ def config_differences(records: Sequence[RunRecord]) -> list[tuple[str, list[str
         values = [None if config is None else config.get(key, "not set") for config in flat]
         if len({value for value in values if value is not None}) > 1:
             rows.append((key, [NO_VALUE if value is None else value for value in values]))
-    return rows
-
-
-def _scores(records: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
-    tables = [
-        {row.name: row for row in score_rows(record.before, record.after) if not row.is_group} for record in records
-    ]
-    names = list(dict.fromkeys(name for table in tables for name in table))
-    rows = []
-    for name in names:
-        found = [table.get(name) for table in tables]
-        metric = next(row.metric for row in found if row)
-        rows.append((f"{name} ({metric})", [row.after.text if row and row.after else NO_VALUE for row in found]))
     return rows

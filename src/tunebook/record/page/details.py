@@ -82,7 +82,9 @@ def data_sources(manifest: dict[str, Any] | None) -> list[str]:
 def memory_bars(record: RunRecord, summary: Summary) -> tuple[list[MemoryBar], str]:
     """The peak of every rank beside what was planned and what a GPU has, and a sentence on the scale."""
     plan = record.plan or {}
-    planned = (plan.get("memory_gib") or {}).get("total")
+    parts = plan.get("memory_gib") or {}
+    is_gpu = (plan.get("hardware") or {}).get("generation") != "cpu"
+    planned = parts.get("allocated" if is_gpu else "total", parts.get("total"))  # as the peaks are recorded
     capacity = (plan.get("hardware") or {}).get("memory_gib")
     peaks = summary.peak_memory_gib
     if not peaks:
@@ -98,7 +100,6 @@ def memory_bars(record: RunRecord, summary: Summary) -> tuple[list[MemoryBar], s
         MemoryBar(name=name, text=format_value(value, Unit.gib), share=min(1.0, value / longest if longest else 0.0))
         for name, value in named
     ]
-    is_gpu = (plan.get("hardware") or {}).get("generation") != "cpu"
     whose = "one GPU's" if is_gpu else "one rank's share of this machine's"
     note = f"The full width is {whose} {format_value(capacity, Unit.gib)}." if capacity else ""
     return bars, note

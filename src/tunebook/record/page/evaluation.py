@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tunebook.record.differences import Answers, Difference, standard_error, task_difference
 from tunebook.record.page.numbers import MINUS, Unit, format_value
 
 NUM_SAMPLES = 5
@@ -60,22 +61,30 @@ class Sample:
     after: Answer | None
 
 
-def score_rows(before: dict[str, Any] | None, after: dict[str, Any] | None) -> list[ScoreRow]:
-    """Every task with its groups below it, from either or both evaluations."""
+def score_rows(
+    before: dict[str, Any] | None,
+    after: dict[str, Any] | None,
+    answers_before: Answers | None = None,
+    answers_after: Answers | None = None,
+) -> list[ScoreRow]:
+    """Every task with its groups below it, from either or both evaluations; with both answers, their paired change."""
     tasks_before = before["tasks"] if before else {}
     tasks_after = after["tasks"] if after else {}
     names = list(dict.fromkeys([*tasks_after, *tasks_before]))
     # A baseline does not say which of several tasks it is for, so it is drawn only beside a single one.
     baseline = (_baseline(before, after) or {}) if len(names) == 1 else {}
+    answers = (answers_before or {}, answers_after or {})
     rows = []
     for name in names:
         old, new = tasks_before.get(name), tasks_after.get(name)
         metric = (new or old or {})["metric"]
-        rows.append(_row(name, old, new, metric, baseline.get("value"), is_group=False))
+        change = _change(name, tasks_before, tasks_after, answers)
+        rows.append(_row(name, old, new, metric, baseline.get("value"), change, is_group=False))
         groups_old, groups_new = (old or {}).get("groups") or {}, (new or {}).get("groups") or {}
         for group in dict.fromkeys([*groups_new, *groups_old]):
             level = baseline.get("groups", {}).get(group, {}).get("value")
-            rows.append(_row(group, groups_old.get(group), groups_new.get(group), metric, level, is_group=True))
+            change = _change(name, tasks_before, tasks_after, answers, group)
+            rows.append(_row(group, groups_old.get(group), groups_new.get(group), metric, level, change, is_group=True))
     return rows
 
 
@@ -113,18 +122,13 @@ def _row(
     new: dict[str, Any] | None,
     metric: str,
     baseline: float | None,
+    change: str,
     *,
     is_group: bool,
 ) -> ScoreRow:
     scores = [score for score in (old, new) if score]
-    is_share = all(0 <= score["value"] <= 1 for score in scores)
+    is_share = is_share_of_items(*scores)
     unit = Unit.share if is_share else Unit.plain
-    change = ""
-    if old and new:
-        difference = new["value"] - old["value"]
-        size = f"{abs(100 * difference):.1f} points" if is_share else format_value(abs(difference))
-        sign = "" if not difference else "+" if difference > 0 else MINUS
-        change = f"{sign}{size}"
     return ScoreRow(
         name=name,
         is_group=is_group,
@@ -138,17 +142,46 @@ def _row(
     )
 
 
+def is_share_of_items(*scores: Mapping[str, Any]) -> bool:
+    """Whether scores are shares of right answers, written in percent; a perplexity is not."""
+    return all(0 <= score["value"] <= 1 for score in scores)
+
+
+def score_text(score: Mapping[str, Any], unit: Unit) -> str:
+    """A score with its standard error."""
+    error = standard_error(score)
+    text = format_value(score["value"], unit)
+    if error is None:
+        return text
+    return text + (f" ± {100 * error:.1f}" if unit is Unit.share else f" ± {format_value(error)}")
+
+
+def change_text(difference: Difference, unit: Unit) -> str:
+    """A difference with its sign and its standard error: in points of percent for shares."""
+    sign = "" if not difference.value else "+" if difference.value > 0 else MINUS
+    value, error = abs(difference.value), difference.standard_error
+    if unit is Unit.share:
+        return f"{sign}{100 * value:.1f}" + ("" if error is None else f" ± {100 * error:.1f}") + " points"
+    return f"{sign}{format_value(value)}" + ("" if error is None else f" ± {format_value(error)}")
+
+
+def _change(
+    name: str, old: dict[str, Any], new: dict[str, Any], answers: tuple[Answers, Answers], group: str | None = None
+) -> str:
+    """The change of a task, or of a group of its items; empty where either evaluation does not have it."""
+    scores = [(tasks.get(name) or {}) for tasks in (old, new)]
+    if group is not None:
+        scores = [(score.get("groups") or {}).get(group) or {} for score in scores]
+    if not all(scores):
+        return ""
+    unit = Unit.share if is_share_of_items(*scores) else Unit.plain
+    return change_text(task_difference(name, old, new, *answers, group), unit)
+
+
 def _score(found: dict[str, Any] | None, unit: Unit) -> Score | None:
     if found is None:
         return None
-    value, error = found["value"], found.get("stderr")
-    if error is None and unit is Unit.share and found["num_items"] > 1:
-        # A group's items are right or wrong: the same formula as the harness has for the whole task.
-        error = math.sqrt(value * (1 - value) / (found["num_items"] - 1))
-    text = format_value(value, unit)
-    if error is not None:
-        text += f" ± {100 * error:.1f}" if unit is Unit.share else f" ± {format_value(error)}"
-    return Score(value=value, standard_error=error, text=text)
+    return Score(value=found["value"], standard_error=standard_error(found), text=score_text(found, unit))
 
 
 def _baseline(before: dict[str, Any] | None, after: dict[str, Any] | None) -> dict[str, Any] | None:

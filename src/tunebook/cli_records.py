@@ -1,0 +1,81 @@
+"""The commands that work on the records of runs: report, verify, reproduce, diff."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from tunebook.cli_options import Outputs, RecipesDir
+
+records_app = typer.Typer()
+
+
+def make_console() -> Console:
+    """Without a terminal rich assumes 80 columns, which breaks paths and commands that people copy."""
+    console = Console()
+    return console if console.is_terminal else Console(width=160)
+
+
+@records_app.command()
+def report(
+    runs: Annotated[list[str], typer.Argument(help="Run folders, recipes (their newest run) or `latest`.")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="The HTML file to write.")] = None,
+    outputs: Outputs = Path("outputs"),
+) -> None:
+    """Write one self-contained HTML page about a run, or comparing several."""
+    from tunebook.record.report import write_report
+    from tunebook.record.run_folder import resolve_run
+
+    folders = [resolve_run(run, outputs) for run in runs]
+    file = output or (folders[0] / "report.html" if len(folders) == 1 else outputs / "comparison.html")
+    write_report(folders, file)
+    make_console().print(Text(f"written: {file}"), soft_wrap=True)
+
+
+@records_app.command()
+def verify(
+    runs: Annotated[list[str], typer.Argument(help="A run folder, a recipe (its newest run) or `latest`.")],
+    record: Annotated[bool, typer.Option("--record", help="Write evidence from repeated runs of the same.")] = False,
+    label: Annotated[str | None, typer.Option("--label", help="With --record: the end of the file's name.")] = None,
+    against: Annotated[Path | None, typer.Option("--against", help="One evidence file to compare with.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    outputs: Outputs = Path("outputs"),
+    recipes_dir: RecipesDir = None,
+) -> None:
+    """Compare a run with the recorded evidence of its recipe; exit 5, with a table and a plot, where it differs."""
+    from tunebook.evidence.command import verify_command
+
+    code = verify_command(
+        runs, outputs, recipes_dir or [], make_console(), record=record, label=label, against=against, as_json=as_json
+    )
+    raise typer.Exit(code)
+
+
+@records_app.command()
+def reproduce(
+    run: Annotated[str, typer.Argument(help="A run folder, a recipe (its newest run), or a manifest.json.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell what is different here.")] = False,
+    outputs: Outputs = Path("outputs"),
+    recipes_dir: RecipesDir = None,
+) -> None:
+    """Run again what a run's manifest says, after telling what is different here, and compare; exit 5 if it differs."""
+    from tunebook.evidence.reproducing import reproduce_command
+
+    raise typer.Exit(reproduce_command(run, outputs, recipes_dir or [], make_console(), dry_run=dry_run))
+
+
+@records_app.command()
+def diff(
+    one: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or a recipe for its newest run.")],
+    other: Annotated[str, typer.Argument(metavar="RUN", help="Another.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    outputs: Outputs = Path("outputs"),
+) -> None:
+    """Show what is not the same in two runs: configuration, manifest, and what came out."""
+    from tunebook.evidence.command import diff_command
+
+    raise typer.Exit(diff_command((one, other), outputs, make_console(), as_json=as_json))

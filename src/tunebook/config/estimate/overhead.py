@@ -1,0 +1,47 @@
+"""What a rank's device is filled with besides tensors: contexts of CUDA and NCCL, and pieces that the allocator holds.
+
+Nothing of it has been measured on a GPU of ours: each constant is another's figure or an assumption, and says which.
+So this part is shown and added up, and nothing is taken for fitting because of it (`USABLE_SHARE` stays what it is).
+Runs write down what it really was: `memory_reserved_gib` and `memory_device_gib` of `metrics.jsonl`.
+"""
+
+from __future__ import annotations
+
+from tunebook.config.choices import Generation, Strategy
+from tunebook.config.schema import RunConfig
+
+MIB = 2**20
+# The CUDA context with torch's libraries: 781 MiB before the first tensor (pytorch#34323). Newer CUDA loads kernels
+# when they are first called, so it starts smaller and grows to about this.
+CUDA_CONTEXT = 781 * MIB
+# One NCCL communicator's buffers: 544 MiB between 2 GPUs, 688 MiB between more, on 4 A100 with NVLink (nccl#964). Links
+# with more channels take more: with CUDA's context 1.06 GB on 8 H100 (nccl#1685), about the sum of the two here.
+NCCL_OF_TWO, NCCL_OF_MORE = 544 * MIB, 688 * MIB
+# Assumed: the allocator holds this share more than its tensors take, in pieces too small for what is asked for next.
+ALLOCATOR_SHARE = 0.05
+# Measured: the resident memory of a rank that has imported everything and joined the others, before it loads a model
+# (tests/bench/results/loading_memory.jsonl, a CPU build of torch 2.13: 417.7 to 418.4 MiB).
+PROCESS = 418 * MIB
+
+
+def overhead_bytes(config: RunConfig, tensors: float) -> float:
+    """What comes on top of a peak of so many bytes of tensors on one GPU, or in one process on a CPU."""
+    if config.hardware.generation is Generation.cpu:
+        return float(PROCESS)
+    return CUDA_CONTEXT + sum(map(_communicator, _groups(config))) + ALLOCATOR_SHARE * tensors
+
+
+def _groups(config: RunConfig) -> list[int]:
+    """The sizes of the groups of GPUs that a rank talks to: all of them, and hsdp's two."""
+    hardware = config.hardware
+    world = max(1, hardware.num_nodes) * max(1, hardware.gpus_per_node or 1)
+    if config.parallelism.strategy is not Strategy.hsdp:
+        return [world]
+    group = getattr(config.parallelism, "shard_group_size", None) or hardware.gpus_per_node or 1
+    return [world, group, max(1, world // max(1, group))]
+
+
+def _communicator(size: int) -> int:
+    if size < 2:
+        return 0
+    return NCCL_OF_TWO if size == 2 else NCCL_OF_MORE

@@ -1,0 +1,125 @@
+"""The facts of an architecture that no formula of ours knows: transformers builds it, on PyTorch's meta device.
+
+    measure    runs in a process of its own, since it imports torch: counts the parameters, says what it found as JSON
+    saved      what autograd keeps of a pass, seen on tensors that have a shape and no memory
+    (here)     starts that process and remembers its answer under the config.json's hash
+
+Takes 10 to 30 seconds the first time, and no weights, no GPU and no network.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import tunebook
+from tunebook.config.cache import cache_root, remember
+from tunebook.config.model_facts import MeasuredLayers, ModelFacts
+from tunebook.errors import RequestError
+
+# Raised when the answer to the same config.json changes: what was remembered is then measured again.
+_FORM = 1
+_TIMEOUT_S = 300.0
+_PACKAGES = ("torch", "transformers", "peft")
+
+
+def measured_facts(config_file: Path, *, trust_remote_code: bool = False) -> ModelFacts | None:
+    """The facts of the model that a folder's config.json describes; None where torch or transformers is not installed.
+
+    Raises: RequestError where transformers has no such causal language model, or cannot build it.
+    """
+    versions = {package: _version(package) for package in _PACKAGES}
+    if versions["torch"] is None or versions["transformers"] is None:
+        return None
+    key = hashlib.sha256(config_file.read_bytes() + json.dumps([_FORM, versions], sort_keys=True).encode()).hexdigest()
+    remembered = cache_root() / "architectures" / f"{key}.json"
+    facts = _read(remembered)
+    if facts is None:
+        answer = _ask(config_file, trust_remote_code)
+        if "error" in answer:
+            raise _refusal(config_file, answer, trust_remote_code)
+        facts = _facts(answer)
+        remember(remembered, json.dumps(answer))
+    return facts
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _read(file: Path) -> ModelFacts | None:
+    """What was remembered; None where there is nothing, or a file that something damaged."""
+    try:
+        return _facts(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _facts(answer: dict[str, Any]) -> ModelFacts:
+    """The answer as facts. Raises: ValueError, TypeError or KeyError where it is not one."""
+    measured = answer["measured"]
+    saved = {str(mode): [int(number) for number in numbers] for mode, numbers in measured["saved"].items()}
+    if any(len(numbers) != 6 for numbers in saved.values()):
+        raise ValueError("not six numbers")
+    layers = MeasuredLayers(
+        **{name: int(measured[name]) for name in ("num_layers", "parameters", "linear_inputs", "adapter_parameters")},
+        saved=saved,
+    )
+    kinds = {"architecture": str, "dtype": str, "tie_word_embeddings": bool}
+    names = [field.name for field in fields(ModelFacts) if field.name != "measured"]
+    return ModelFacts(**{name: kinds.get(name, int)(answer[name]) for name in names}, measured=layers)
+
+
+def _ask(config_file: Path, trust_remote_code: bool) -> dict[str, Any]:
+    """What the process answers. One that gives none, or takes too long, is an error in words."""
+    paths = [str(Path(tunebook.__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+    }
+    with tempfile.TemporaryDirectory(prefix="tunebook-") as folder:
+        answer = Path(folder) / "answer.json"
+        command = [sys.executable, "-m", "tunebook.config.meta_device.measure", str(config_file), str(answer)]
+        command += ["--trust-remote-code"] if trust_remote_code else []
+        try:
+            ended = subprocess.run(
+                command, env=environment, check=False, capture_output=True, text=True, timeout=_TIMEOUT_S
+            )
+        except subprocess.TimeoutExpired:
+            return {"error": "cannot-build", "reason": f"it took more than {_TIMEOUT_S:.0f} s"}
+        try:
+            found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            said = ended.stderr.strip().splitlines() or [f"the process ended with {ended.returncode}"]
+            return {"error": "cannot-build", "reason": said[-1]}
+    return found
+
+
+def _refusal(config_file: Path, answer: dict[str, Any], trust_remote_code: bool) -> RequestError:
+    reason = str(answer.get("reason", "")).strip().splitlines() or ["no reason is given"]
+    if answer["error"] == "unknown-architecture":
+        code = "" if trust_remote_code else ", or set model.trust_remote_code=true where the model brings its own code"
+        return RequestError(
+            f"{config_file}: transformers {_version('transformers')} has no causal language model of this "
+            f"architecture: {reason[0]}; correct model_type in the file, or use a newer transformers{code}",
+            problem_id="unknown-architecture",
+        )
+    return RequestError(
+        f"{config_file}: no model can be built with these sizes ({reason[0]}); correct the file, or download or copy "
+        "the model again",
+        problem_id="model-config",
+    )

@@ -1,0 +1,39 @@
+"""What planning needs to know of a base model: part of the schema, under `model.facts`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from omegaconf import MISSING
+
+
+@dataclass(kw_only=True)
+class MeasuredLayers:
+    """What formulas do not know of an architecture's decoder layers: found on the meta device, see there."""
+
+    num_layers: int = MISSING  # that were measured, and that the numbers below are of together
+    parameters: int = MISSING
+    linear_inputs: int = MISSING  # numbers that go into their linear layers for one token, all added up
+    adapter_parameters: int = MISSING  # of an adapter of rank 1 on all of them
+    # By "format/method/attention" (fp32, autocast, bf16; full, adapter; sdpa, flash, eager): bytes that all layers keep
+    # of a row whatever its length, of each token, and of each token for each token of its row; the same three of the
+    # layer that keeps most
+    saved: dict[str, list[int]] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class ModelFacts:
+    """What planning needs to know of an architecture without reading its config; checked against it at run time."""
+
+    architecture: str = MISSING  # the class transformers loads, such as Qwen2ForCausalLM
+    num_parameters: int = MISSING  # all of them, tied embeddings counted once
+    num_layers: int = MISSING
+    hidden_size: int = MISSING
+    intermediate_size: int = MISSING
+    num_attention_heads: int = MISSING
+    num_key_value_heads: int = MISSING
+    vocab_size: int = MISSING
+    max_position_embeddings: int = MISSING  # tokens
+    tie_word_embeddings: bool = MISSING
+    dtype: str = MISSING  # of the published weights: float32, float16 or bfloat16
+    measured: MeasuredLayers | None = None  # null: layers as Llama has them, for which there are formulas

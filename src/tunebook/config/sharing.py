@@ -1,0 +1,44 @@
+"""Who reads the weights, and what the other ranks start from: decided from the configuration alone.
+
+`model.sharing` says how it is done, `config.estimate.host` what it takes of the host's memory.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from tunebook.config.choices import Compute, MixedPrecision, PeftMethod, Strategy
+from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
+
+
+class Sharing(Enum):
+    """How the ranks come to their weights."""
+
+    each = "each"
+    send = "send"
+    scatter = "scatter"
+
+
+def sharing_of(config: RunConfig) -> Sharing:
+    """The way of a run. Weights that are quantised while they are read are read by each rank, whatever the strategy."""
+    settings = config.parallelism
+    if config.peft.method is PeftMethod.qlora:
+        return Sharing.each
+    if settings.strategy is Strategy.zero3:
+        return Sharing.scatter
+    if isinstance(settings, FsdpConfig) and settings.cpu_ram_efficient_loading:
+        return Sharing.send
+    return Sharing.each
+
+
+def stays_whole(config: RunConfig) -> bool:
+    """Whether a rank trains with the whole model on its GPU, in the format that it is loaded in.
+
+    Such a model is read straight into the GPU, or drawn by rank 0 and copied from GPU to GPU: no host memory for it.
+    Not where DeepSpeed casts the model before it moves it, because the GPU would hold it in fp32 first.
+    """
+    settings, compute = config.parallelism, config.precision.compute
+    if isinstance(settings, ZeroConfig):
+        casts = compute is Compute.fp16 or settings.mixed_precision is MixedPrecision.cast
+        return settings.strategy is not Strategy.zero3 and not casts
+    return settings.strategy in (Strategy.single, Strategy.ddp)

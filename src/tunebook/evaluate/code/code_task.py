@@ -1,0 +1,158 @@
+"""What a task's file says about programs, under `metadata.code`; and the task files of this book, by name.
+
+    program       how an answer becomes a program: a name in `programs.BUILDERS`
+    pass_at_k     the ks that are reported, the first as the task's score
+    time_limit_s  of one program with its test
+    problems      a JSONL beside the task's file; without it the data set is the harness' own business
+
+The test of a program is the task's `doc_to_target`. How many samples, and how they are drawn, is `repeats` and
+`generation_kwargs`, as the harness reads them; `evaluation.code` takes their place where it says something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tunebook.config.schema import CodeConfig
+from tunebook.errors import RequestError, did_you_mean
+from tunebook.evaluate.code.programs import BUILDERS
+
+FOLDER = Path(__file__).parent / "tasks"
+TIME_LIMIT_S = 3.0  # as in the harness' own code_eval
+_KEYS = ("program", "pass_at_k", "time_limit_s", "problems")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeTask:
+    """How one task's programs are asked for, made, executed and counted."""
+
+    program: str
+    pass_at_k: tuple[int, ...]
+    time_limit_s: float
+    num_samples: int  # of each problem
+    generation: Mapping[str, Any]  # the harness' generation_kwargs
+    problems: Path | None
+
+    def harness_keys(self, cache_folder: Path) -> dict[str, Any]:
+        """What takes the place of the same keys of the task's file; data of its own is read afresh."""
+        keys: dict[str, Any] = {"repeats": self.num_samples, "generation_kwargs": dict(self.generation)}
+        if self.problems is None:
+            return keys
+        data = {"data_files": {"test": str(self.problems)}, "cache_dir": str(cache_folder)}
+        return keys | {"dataset_path": "json", "dataset_name": None, "test_split": "test", "dataset_kwargs": data}
+
+
+def own_tasks() -> dict[str, Path]:
+    """The task files of this book, by the names that the harness' own have where there are some."""
+    return {file.stem: file for file in sorted(FOLDER.glob("*.yaml"))}
+
+
+def read_code_task(file: Path, config: Mapping[str, Any]) -> CodeTask | None:
+    """What a task's settings say; None for a task without programs. Raises: RequestError for what cannot be meant."""
+    metadata = config.get("metadata")
+    said = metadata.get("code") if isinstance(metadata, dict) else None
+    if said is None:
+        return None
+    if not isinstance(said, dict) or not said.keys() <= set(_KEYS):
+        raise _wrong(file, f"is {said!r}; its keys are {', '.join(_KEYS)}")
+    program = said.get("program")
+    if program not in BUILDERS:
+        guess = did_you_mean(str(program), BUILDERS)
+        raise _wrong(file, f".program is {program!r}.{guess} Programs are made by: {', '.join(BUILDERS)}")
+    ks, seconds = said.get("pass_at_k", [1]), said.get("time_limit_s", TIME_LIMIT_S)
+    if not (isinstance(ks, list) and ks and all(type(k) is int and k > 0 for k in ks)):
+        raise _wrong(file, f".pass_at_k is {ks!r}; it is a list of whole numbers above 0, such as [1, 10]")
+    if type(seconds) not in (int, float) or not 0 < seconds < float("inf"):
+        raise _wrong(file, f".time_limit_s is {seconds!r}; it is a number of seconds above 0, such as 3.0")
+    return CodeTask(
+        program=program,
+        pass_at_k=tuple(ks),
+        time_limit_s=float(seconds),
+        num_samples=_num_samples(file, config),
+        generation=_generation(file, config),
+        problems=_problems(file, said),
+    )
+
+
+def with_choice(name: str, task: CodeTask, choice: CodeConfig) -> CodeTask:
+    """The task with what the configuration says in place of its own. Raises: RequestError for what contradicts."""
+    generation = dict(task.generation)
+    if choice.max_new_tokens is not None:
+        generation["max_gen_toks"] = choice.max_new_tokens
+    if choice.temperature is not None:
+        generation = {key: value for key, value in generation.items() if key not in ("temperature", "top_p")}
+        generation["do_sample"] = choice.temperature > 0
+        generation |= {"temperature": choice.temperature} if choice.temperature > 0 else {}
+    if choice.top_p is not None:
+        generation["top_p"] = choice.top_p
+    chosen = replace(
+        task,
+        num_samples=choice.num_samples or task.num_samples,
+        pass_at_k=tuple(choice.pass_at_k or task.pass_at_k),
+        generation=generation,
+    )
+    _check_sampling(name, chosen)
+    return chosen
+
+
+def _check_sampling(name: str, task: CodeTask) -> None:
+    impossible = [k for k in task.pass_at_k if not 1 <= k <= task.num_samples]
+    if impossible:
+        raise RequestError(
+            f"{name}: pass@{impossible[-1]} cannot be estimated: it needs that many samples of each problem, and the "
+            f"number of samples is {task.num_samples}; try evaluation.code.num_samples={max(1, *impossible)}, or "
+            "evaluation.code.pass_at_k=[1]",
+            problem_id="too-few-samples",
+        )
+    if task.generation.get("do_sample"):
+        return
+    if task.num_samples > 1:
+        raise RequestError(
+            f"{name}: {task.num_samples} samples of each problem at temperature 0 are {task.num_samples} times the "
+            "same; try evaluation.code.temperature=0.8, or evaluation.code.num_samples=1",
+            problem_id="code-sampling",
+        )
+    if "top_p" in task.generation:
+        raise RequestError(
+            f"{name}: evaluation.code.top_p={task.generation['top_p']:g} says what is sampled from, and nothing is "
+            "sampled at temperature 0; try evaluation.code.temperature=0.8 too, or leave it out",
+            problem_id="code-sampling",
+        )
+
+
+def _num_samples(file: Path, config: Mapping[str, Any]) -> int:
+    repeats = config.get("repeats", 1)
+    if type(repeats) is not int or repeats < 1:
+        raise RequestError(
+            f"{file}: repeats is {repeats!r}; it is the number of samples of each problem, such as 1",
+            problem_id="task-file",
+        )
+    return repeats
+
+
+def _generation(file: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    generation = config.get("generation_kwargs") or {}
+    kind = config.get("output_type", "generate_until")
+    if kind != "generate_until" or not isinstance(generation, dict):
+        raise RequestError(
+            f"{file} asks for programs (metadata.code), so its output_type is generate_until, not {kind}; "
+            "generation_kwargs holds keys, such as max_gen_toks: 512",
+            problem_id="task-file",
+        )
+    return dict(generation)
+
+
+def _problems(file: Path, said: Mapping[str, Any]) -> Path | None:
+    if "problems" not in said:
+        return None
+    named = (file.parent / str(said["problems"])).resolve()
+    if not named.is_file():
+        raise _wrong(file, f".problems is '{said['problems']}', but there is no file {named}")
+    return named
+
+
+def _wrong(file: Path, what: str) -> RequestError:
+    return RequestError(f"{file}: metadata.code{'' if what.startswith('.') else ' '}{what}", problem_id="task-file")

@@ -1,0 +1,127 @@
+"""The second step of an evaluation with programs: have the sandbox execute them, and put pass@k into the results.
+
+The estimator is that of the harness (`sandbox.pass_at_k`): for each problem the chance that one of k samples passes,
+and the mean over problems; its standard error is that of a mean, as for all of the harness' scores.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tunebook.evaluate.code.code_task import CodeTask
+from tunebook.evaluate.code.samples import Sample, collect_samples, count_statuses, write_samples
+from tunebook.evaluate.sandbox.backends import open_backend
+from tunebook.evaluate.sandbox.client import check_programs, run_programs
+from tunebook.evaluate.sandbox.jobs import Outcome
+from tunebook.evaluate.sandbox.limits import Limits
+from tunebook.evaluate.sandbox.pass_at_k import estimate_pass_at_k
+from tunebook.evaluate.task_files import TaskFile
+
+SAY_EVERY_S = 5.0
+UNPROTECTED = "WITHOUT a sandbox, as confirmed by confirm_run_unsafe_code"
+
+
+def judge_programs(
+    results: dict[str, Any],
+    tasks: Sequence[TaskFile | str],
+    file: Path,
+    *,
+    confirm_run_unsafe_code: bool,
+    say: Callable[[str], None],
+) -> dict[str, Any] | None:
+    """Execute what was generated and score it in `results`; returns what is recorded of it, None without programs.
+
+    `file` takes the samples. Raises: RequestError where the sandbox is gone; the samples are written by then.
+    """
+    codes = {task.name: task.code for task in tasks if isinstance(task, TaskFile) and task.code is not None}
+    if not codes:
+        return None
+    by_task = {name: collect_samples(name, code, results["samples"][name]) for name, code in codes.items()}
+    samples = [sample for problems in by_task.values() for problem in problems for sample in problem]
+    write_samples(samples, file)
+    execution = _execute(samples, confirm_run_unsafe_code, say)
+    write_samples(samples, file)
+    scores = {name: _score(code, by_task[name]) for name, code in codes.items()}
+    for name in codes:
+        _put_scores(results, name, scores[name]["pass_at_k"], by_task[name])
+    return {"execution": execution, "tasks": scores, "samples": file.name}
+
+
+def _execute(samples: Sequence[Sample], confirm_run_unsafe_code: bool, say: Callable[[str], None]) -> dict[str, Any]:
+    """Have every program executed; returns by what and within which limits."""
+    waiting = [sample for sample in samples if sample.program is not None]
+    programs = [sample.as_program() for sample in waiting]
+    check_programs(programs)
+    started = said = time.monotonic()
+    num_done = 0
+
+    def report(outcome: Outcome) -> None:
+        nonlocal num_done, said
+        num_done += 1
+        if time.monotonic() - said >= SAY_EVERY_S:
+            said = time.monotonic()
+            say(f"{num_done} of {len(programs)} programs executed")
+
+    with open_backend(confirm_run_unsafe_code=confirm_run_unsafe_code) as backend:
+        record = backend.record()
+        where = UNPROTECTED if backend.name == "unsafe" else f"in the sandbox: {backend.name}, wall: {record['wall']}"
+        say(f"{len(programs)} programs are executed {where}")
+        for sample, outcome in zip(waiting, run_programs(programs, backend, report=report), strict=True):
+            sample.take(outcome)
+    seconds = time.monotonic() - started
+    ended = ", ".join(f"{number} {status}" for status, number in count_statuses(samples).items())
+    say(f"of {len(samples)} samples: {ended}; {seconds:.1f} s")
+    return record | {"limits": asdict(Limits()), "seconds": round(seconds, 1)}
+
+
+def _score(code: CodeTask, problems: Sequence[Sequence[Sample]]) -> dict[str, Any]:
+    """pass@k of one task, and how its samples ended."""
+    return {
+        "program": code.program,
+        "num_samples": code.num_samples,
+        "generation": dict(code.generation),
+        "time_limit_s": code.time_limit_s,
+        "pass_at_k": {f"pass@{k}": _mean([_estimate(problem, k) for problem in problems]) for k in code.pass_at_k},
+        "statuses": count_statuses(sample for problem in problems for sample in problem),
+    }
+
+
+def _estimate(problem: Sequence[Sample], k: int) -> float:
+    return estimate_pass_at_k(len(problem), sum(sample.is_passed for sample in problem), k)
+
+
+def _mean(values: Sequence[float]) -> dict[str, float | None]:
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    return {"value": math.fsum(values) / len(values), "stderr": error}
+
+
+def _put_scores(
+    results: dict[str, Any], name: str, scores: Mapping[str, Any], problems: Sequence[Sequence[Sample]]
+) -> None:
+    """Put pass@k where the harness put that it did not score: into the results, and into each logged answer."""
+    metrics = results["results"][name]
+    [filter_name] = {key.partition(",")[2] for key in metrics if key.startswith("bypass,")}
+    for key in (f"bypass,{filter_name}", f"bypass_stderr,{filter_name}"):
+        metrics.pop(key, None)
+    for metric, found in scores.items():
+        metrics[f"{metric},{filter_name}"] = found["value"]
+        metrics[f"{metric}_stderr,{filter_name}"] = "N/A" if found["stderr"] is None else found["stderr"]
+    listed = [{"metric": metric, "higher_is_better": True} for metric in scores]
+    results["configs"][name] = {**results["configs"][name], "metric_list": listed}
+    results["higher_is_better"][name] = dict.fromkeys(scores, True)
+    for document, samples in zip(results["samples"][name], problems, strict=True):
+        document |= {metric: _estimate(samples, int(metric.partition("@")[2])) for metric in scores}
+        document["metrics"] = list(scores)
+        document["filtered_resps"] = [_shown(samples[0])]
+
+
+def _shown(sample: Sample) -> str:
+    """What is shown as the answer: the program with how it ended."""
+    ended = sample.message or str(sample.status)
+    return sample.program if sample.is_passed and sample.program else f"{sample.program or ''}\n# {ended}".strip()

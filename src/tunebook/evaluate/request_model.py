@@ -1,0 +1,167 @@
+"""The model as it answers the harness' requests: in batches that fit, with other processes' help, and counted.
+
+Imports the harness and torch, so it is only imported once there is something to compute. One call of the harness is
+one kind of request of one task, sorted by length inside the harness, longest first: a batch that is too large shows at
+the first one, and the call is simply made again with a smaller one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tunebook.evaluate.batch_size import BatchSize
+from tunebook.evaluate.progress import AnswerProgress
+from tunebook.evaluate.run_model import RunModel
+from tunebook.hardware.detect import detect_machine
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from tunebook.evaluate.helpers import Helpers
+
+_CHARACTERS_PER_TOKEN = 4  # roughly, to weigh tokens that are generated beside text that is read
+_SHARE_OF_HOST_MEMORY = 0.25  # that the logits of one batch may take on a CPU, where running out is a kill
+
+
+class RequestModel(RunModel):
+    """RunModel that finds the batch size, shares its requests with helpers and counts them."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        batch_size: BatchSize,
+        compute_dtype: torch.dtype | None,
+        progress: AnswerProgress,
+        helpers: Helpers | None = None,
+    ) -> None:
+        super().__init__(model, tokenizer, batch_size=batch_size.asked or 1, compute_dtype=compute_dtype)
+        self.set_cache_hook(_Counter(progress, helpers))
+        self.sizes = batch_size
+        self._progress = progress
+        self._helpers = helpers
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        """Log-likelihoods of given answers."""
+        return self._answer("loglikelihood", requests)
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
+        """Log-likelihoods of whole texts."""
+        return self._answer("loglikelihood_rolling", requests)
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
+        """Answers to prompts."""
+        return self._answer("generate_until", requests)
+
+    def prompted(self) -> dict[str, Any]:
+        """What a record says of where answers ended, of the first token, and of where they were computed."""
+        assert self.model.generation_config is not None
+        return {
+            "stop_tokens": self.tokenizer.convert_ids_to_tokens(self.model.generation_config.eos_token_id),
+            "adds_bos": self.add_bos_token,
+            "device": str(self.device),
+        }
+
+    def _answer(self, kind: str, requests: list[Instance]) -> list[Any]:
+        self._progress.expect(len(requests))
+        if self._helpers is None:
+            return self.answer_alone(kind, requests)
+        return self._helpers.share(kind, requests, self.answer_alone)
+
+    def answer_alone(self, kind: str, requests: Sequence[Instance]) -> list[Any]:
+        """Answers in the order of the requests. Raises: DoesNotFitError where no batch that may be used fits."""
+        if not requests:
+            return []
+        longest = max(requests, key=_num_characters)
+        length, limit = _num_characters(longest), self._limit_on_cpu(kind, longest)
+        random_state = _random_state()
+        while True:
+            size = self.batch_size_per_gpu = self.sizes.size_for(kind, length, limit)
+            num_done = self._progress.num_done
+            answers = self._try(kind, requests)
+            if answers is not None:
+                break
+            self.sizes.lower(kind, size, length)
+            self._progress.advance(num_done - self._progress.num_done)
+            _release_memory()
+            _set_random_state(random_state)  # or sampled answers would depend on how often it was tried
+        if told := self.sizes.fitted(kind, size):
+            self._progress.say(told)
+        return answers
+
+    def _try(self, kind: str, requests: Sequence[Instance]) -> list[Any] | None:
+        """The answers, or None where the memory ran out; on return nothing of the attempt is referred to any more."""
+        answer: Any = getattr(super(), kind)
+        try:
+            answers: list[Any] = answer(list(requests), disable_tqdm=True)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return None
+        return answers
+
+    def _limit_on_cpu(self, kind: str, longest: Instance) -> int | None:
+        """How many rows of logits a part of the host's memory holds; None where the device itself says what fits."""
+        if self.device.type != "cpu" or kind == "generate_until":
+            return None
+        num_tokens = min(self.max_length, len(self.tok_encode("".join(_texts(longest)))) + 1)
+        logits_gib = 2 * 4 * num_tokens * self.model.config.vocab_size / 2**30  # and as many log-probabilities
+        memory_gib = detect_machine(no_gpu_because="the host's memory is asked for").host_memory_gib
+        return max(1, int(_SHARE_OF_HOST_MEMORY * memory_gib / logits_gib))
+
+
+class _Counter:
+    """Stands where the harness would put answers into a cache: it is told of each answered request."""
+
+    dbdict = None  # the harness' own hook has it
+
+    def __init__(self, progress: AnswerProgress, helpers: Helpers | None) -> None:
+        self._progress = progress
+        self._helpers = helpers
+
+    def add_partial(self, attr: str, req: Iterable[Any], res: Any) -> None:
+        """One more is answered, and maybe some more elsewhere."""
+        self._progress.advance()
+        if self._helpers is not None:
+            self._helpers.listen()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch ran out of the memory of a GPU or of the host."""
+    from accelerate.utils.memory import should_reduce_batch_size
+
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and should_reduce_batch_size(error)
+
+
+def _texts(request: Instance) -> list[str]:
+    return [part for part in request.args if isinstance(part, str)]
+
+
+def _num_characters(request: Instance) -> int:
+    """How long a request is, with what it may generate."""
+    options = [part for part in request.args if isinstance(part, dict)]
+    generated = sum(_CHARACTERS_PER_TOKEN * int(option.get("max_gen_toks") or 0) for option in options)
+    return sum(map(len, _texts(request))) + generated
+
+
+def _random_state() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+
+def _set_random_state(state: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
+    torch.set_rng_state(state[0])
+    if state[1]:
+        torch.cuda.set_rng_state_all(state[1])
+
+
+def _release_memory() -> None:
+    from accelerate.utils.memory import clear_device_cache
+
+    clear_device_cache(garbage_collection=True)

@@ -1,0 +1,114 @@
+"""Over which GPUs an evaluation is spread: a copy of the model on each, or one model over all where one is too small.
+
+Decided before torch is imported, from the headers of the weight files and from what the driver says of the GPUs that
+are visible: in a container and under a scheduler those are the ones that were given to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tunebook.config.choices import Generation, MasterWeights, PeftMethod, Weights
+from tunebook.config.schema import RunConfig
+from tunebook.errors import DoesNotFitError, RequestError
+from tunebook.hardware.detect import GIB, VISIBLE_VARIABLE, Gpu
+from tunebook.launch.local import rank_environment
+from tunebook.model.adapters import is_adapter
+from tunebook.model.load import weights_folder
+from tunebook.model.weight_files import find_weight_files, read_shapes
+
+_HEADROOM = 1.15  # for activations, the cache of keys and values and the logits of a small batch, beside the weights
+_HEADROOM_GIB = 1.0  # and for the libraries and the kernels' workspaces
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Where the model runs."""
+
+    text: str  # for people and for the record
+    gpus: list[str] = field(default_factory=list)  # one per process, as CUDA_VISIBLE_DEVICES takes them; empty: a CPU
+    num_processes: int = 1
+    is_sharded: bool = False  # one model over all GPUs
+
+    def environments(self, inherited: Mapping[str, str]) -> list[dict[str, str]]:
+        """Each process' environment, of which each sees a GPU of its own; a sharded model sees them all."""
+        if self.is_sharded or not self.gpus:
+            return [dict(inherited) for _ in range(self.num_processes)]
+        return [{**inherited, VISIBLE_VARIABLE: gpu} for gpu in self.gpus[: self.num_processes]]
+
+
+ALONE = Spread(text="in this process, wherever torch finds a device")
+
+
+def choose_spread(weights_gib: float | None, gpus: Sequence[Gpu], asked: int | None = None) -> Spread:
+    """Every GPU with a copy if it fits into the smallest, else one model over all; on a CPU one process.
+
+    `asked` is a number of processes instead. Raises: DoesNotFitError for a model that is larger than all GPUs
+    together, RequestError for more processes than GPUs.
+    """
+    if not gpus:
+        count = asked or 1
+        return Spread(text=f"on the CPU, {_count(count, 'process', 'processes')}", num_processes=count)
+    if asked is not None and asked > len(gpus):
+        raise RequestError(
+            f"--processes {asked}: there are {len(gpus)} GPUs to be seen here, and each process needs one of its own; "
+            f"type --processes {len(gpus)} or fewer",
+            problem_id="more-processes-than-gpus",
+        )
+    needed = 0.0 if weights_gib is None else weights_gib * _HEADROOM + _HEADROOM_GIB
+    smallest, everything = min(gpu.memory_gib for gpu in gpus), sum(gpu.memory_gib for gpu in gpus)
+    names = [gpu.uuid or str(gpu.index) for gpu in gpus]
+    if needed <= smallest:
+        count = asked or len(gpus)
+        how = "one GPU" if count == 1 else f"{count} GPUs, a copy of the model on each"
+        return Spread(text=f"on {how}", gpus=names, num_processes=count)
+    if needed > everything:
+        raise DoesNotFitError(
+            f"the model's weights take {weights_gib:.1f} GiB, with room to compute {needed:.1f} GiB, and the "
+            f"{_count(len(gpus), 'GPU', 'GPUs')} to be seen here have {everything:.1f} GiB; use more or larger GPUs, "
+            "or evaluate on the CPU, slowly: put CUDA_VISIBLE_DEVICES= before the command",
+            problem_id="model-does-not-fit",
+        )
+    return Spread(
+        text=f"one model over {len(gpus)} GPUs: its weights take {weights_gib:.1f} GiB, which does not fit into one of "
+        f"{smallest:.1f} GiB",
+        gpus=names,
+        is_sharded=True,
+    )
+
+
+def loaded_gib(config: RunConfig, folder: Path | None) -> float | None:
+    """What the weights of a run's model take once they are loaded, from the headers of their files.
+
+    None where there are no files (random weights) or where they are rounded while they are read (QLoRA).
+    """
+    if config.peft.method is PeftMethod.qlora:
+        return None
+    if folder is None or is_adapter(folder):
+        if config.model.weights is Weights.random:
+            return None
+        folder = weights_folder(config.model)
+    files = find_weight_files(folder)
+    bytes_each = 2 if config.precision.master_weights is MasterWeights.bf16 else 4
+    if all(file.suffix == ".safetensors" for file in files):
+        return sum(math.prod(shape) for shape in read_shapes(files).values()) * bytes_each / GIB
+    return sum(file.stat().st_size for file in files) * bytes_each / 2 / GIB  # pickles: as if they were of two bytes
+
+
+def is_for_gpus(config: RunConfig) -> bool:
+    """Whether a model is evaluated on GPUs wherever there are some."""
+    return config.hardware.generation is not Generation.cpu
+
+
+def evaluation_environment(config: RunConfig, inherited: Mapping[str, str]) -> dict[str, str]:
+    """As that of the ranks of a training, but with all GPUs that are visible here, however many it was trained on."""
+    environment = rank_environment(config, inherited)
+    environment.pop(VISIBLE_VARIABLE, None)
+    return environment | {name: text for name, text in inherited.items() if name == VISIBLE_VARIABLE}
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"

@@ -1,0 +1,204 @@
+"""Run the tasks of an evaluation one by one: take those that are finished already, keep each as soon as it is.
+
+A task that fails does not take the others with it: they run, and what failed is named at the end.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from tunebook.errors import TunebookError
+from tunebook.evaluate.harness import (
+    HarnessSettings,
+    LoadedTask,
+    LoadedTasks,
+    Prompting,
+    aggregate,
+    asked_in,
+    part_of,
+    requests_of,
+    run_task,
+)
+from tunebook.evaluate.parts import Part, Parts, key_of, requests_hash
+from tunebook.evaluate.progress import AnswerProgress
+from tunebook.evaluate.results import as_stored, settings_hash, task_answers, task_scores
+
+if TYPE_CHECKING:
+    from tunebook.evaluate.request_model import RequestModel
+
+_NUM_NAMED = 3  # taken tasks that a message names; the others are counted
+
+
+class TasksFailedError(TunebookError):
+    """Some tasks of an evaluation failed; ends it with the first one's exit code."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message, problem_id="evaluation-incomplete")
+        self.exit_code = exit_code  # type: ignore[misc]
+
+
+@dataclass(kw_only=True)
+class TaskRuns:
+    """The tasks of one evaluation and what has become of them."""
+
+    loaded: LoadedTasks
+    prompting: Prompting
+    settings: HarnessSettings
+    ingredients: dict[str, Any]  # what decides every task's result, beside the task itself
+    parts: Parts
+    load_model: Callable[[], RequestModel]  # only called where something is left to compute
+    progress: AnswerProgress
+    is_fresh: bool = False  # take nothing that was finished before
+    done: dict[str, Part] = field(default_factory=dict)
+    taken: dict[str, str] = field(default_factory=dict)  # when those were finished that were taken
+    failed: dict[str, Exception] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """All of it. Raises: what loading the model raises; a failing task is noted under `failed`."""
+        self.failed |= self.loaded.missing
+        for error in self.loaded.missing.values():
+            self.progress.say(f"left out: {error.message}")
+        if not self.is_fresh:
+            self._take()
+        left = [task for name, task in self.loaded.tasks.items() if name not in self.done]
+        if not left:
+            return
+        model = self.load_model()
+        for number, task in enumerate(left, len(self.done) + 1):
+            self.progress.begin_task(task.name, number, len(self.loaded.tasks))
+            try:
+                self._run_one(task, model)
+            except Exception as error:
+                self.failed[task.name] = error
+                if not isinstance(error, TunebookError):
+                    traceback.print_exc(file=sys.stderr)
+                said = error.message if isinstance(error, TunebookError) else describe_error(error)
+                self.progress.end_task(f"failed, {said}")
+
+    def scores(self) -> dict[str, dict[str, Any]]:
+        """The scores of the finished tasks, and of the groups all of whose tasks are, each before its tasks."""
+        finished = {name: part.harness for name, part in self.done.items() if not self.loaded.tasks[name].is_code}
+        scores = task_scores(aggregate(finished, self.loaded.groups))
+        ordered: dict[str, dict[str, Any]] = {}
+        for name, loaded in self.loaded.tasks.items():
+            above = [group for group, found in self.loaded.groups.items() if loaded.task in found.get_all_tasks()]
+            above.sort(key=lambda group: -len(self.loaded.groups[group].get_all_tasks()))
+            ordered |= {group: scores[group] for group in above if group in scores and group not in ordered}
+            score = self.done[name].score if name in self.done else None
+            if score is not None:
+                ordered[name] = score
+        return ordered
+
+    def generated(self) -> dict[str, Any]:
+        """The harness' results of the tasks that asked for programs, which nobody has judged yet."""
+        results: dict[str, Any] = {"group_subtasks": {}, "groups": {}}
+        for part in self.done.values():
+            for key, value in (part.generated or {}).items():
+                results.setdefault(key, {}).update(value)
+        return results
+
+    def key_of(self, task: LoadedTask) -> str:
+        """The key of a task's part."""
+        own = {
+            "task": task.name,
+            "version": task.task.VERSION,
+            "config_sha256": settings_hash(task.task.dump_config()),
+            "source_sha256": task.source_sha256,
+            "is_rendered": task.is_rendered,
+        }
+        return key_of({**self.ingredients, **own})
+
+    def _take(self) -> None:
+        for task in self.loaded.tasks.values():
+            part = self.parts.read(task.name, self.key_of(task))
+            if part is not None and self._is_asked_alike(task, part):
+                self.done[task.name] = part
+                self.taken[task.name] = part.finished
+        for line in self.parts.damaged:
+            self.progress.say(line)
+        if self.taken:
+            self.progress.say(_taken_text(self.taken, len(self.loaded.tasks)))
+
+    def _is_asked_alike(self, task: LoadedTask, part: Part) -> bool:
+        """Whether the model would be asked today what it was asked then: data may have changed under one name."""
+        try:
+            return requests_hash(requests_of(task, self.prompting, self.settings)) == part.requests_sha256
+        except Exception:  # it will be raised again where the task runs, and be told there
+            return False
+
+    def _run_one(self, task: LoadedTask, model: RequestModel) -> None:
+        started = time.monotonic()
+        model.sizes.begin_task()
+        results = run_task(model, task, self.settings)
+        score = None if task.is_code else task_scores(results).get(task.name)  # programs are judged at the end
+        part = Part(
+            task=task.name,
+            key=self.key_of(task),
+            requests_sha256=requests_hash(asked_in(results["samples"][task.name])),
+            harness=as_stored(part_of(task.name, results)),
+            score=score,
+            answers=task_answers(task.name, results),
+            generated=_generated(results) if task.is_code else None,
+            batch_size=model.sizes.smallest,
+            seconds=round(time.monotonic() - started, 1),
+            finished=datetime.now(UTC).isoformat(timespec="seconds"),
+            bound=model.prompted(),
+        )
+        self.parts.write(part)
+        self.done[task.name] = part
+        self.progress.end_task(f"{_score_text(score)}{part.seconds:.0f} s")
+
+
+def failure(runs: TaskRuns, record_file: str) -> TunebookError | None:
+    """The error that an evaluation with failed tasks ends with; None where all went well."""
+    if not runs.failed:
+        return None
+    first = next(iter(runs.failed.values()))
+    if len(runs.failed) == 1 and not runs.done and isinstance(first, TunebookError):
+        return first
+    told = "; ".join(f"{name} ({describe_error(error)})" for name, error in runs.failed.items())
+    kept = (
+        f"The results of the other {len(runs.done)} are in {record_file}; the same command evaluates only what failed"
+        if runs.done
+        else "Nothing was written"
+    )
+    count = f"{len(runs.failed)} of {len(runs.failed) + len(runs.done)} tasks failed"
+    return TasksFailedError(f"{count}: {told}. {kept}", getattr(first, "exit_code", 1))
+
+
+def describe_error(error: Exception) -> str:
+    """An error in one line."""
+    if isinstance(error, TunebookError):
+        return error.message.splitlines()[0]
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}".rstrip(": ")
+
+
+def _generated(results: dict[str, Any]) -> dict[str, Any]:
+    """A task's results as JSON keeps them, with all that was generated."""
+    keys = ("results", "configs", "versions", "n-shot", "higher_is_better", "n-samples", "samples")
+    stored: dict[str, Any] = as_stored({key: results[key] for key in keys})
+    return stored
+
+
+def _score_text(score: dict[str, Any] | None) -> str:
+    if score is None:
+        return ""
+    error = "" if score["stderr"] is None else f" ± {score['stderr']:.2g}"
+    return f"{score['num_items']:,} items, {score['metric']} {score['value']:.4g}{error}, "
+
+
+def _taken_text(taken: dict[str, str], num_tasks: int) -> str:
+    named = ", ".join(list(taken)[:_NUM_NAMED])
+    more = f" and {len(taken) - _NUM_NAMED} more" if len(taken) > _NUM_NAMED else ""
+    all_of = "the only task is" if num_tasks == 1 else f"{len(taken)} of {num_tasks} tasks are"
+    when = max(taken.values()).replace("T", " ").replace("+00:00", " UTC")
+    return (
+        f"{all_of} taken from an evaluation of the same model and request, the last of {when}: {named}{more}; --fresh "
+        "evaluates anew"
+    )

@@ -1,0 +1,165 @@
+"""A run against recorded evidence: what is judged, what is only shown because the hardware differs, and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from tunebook.evidence.schema import Hardware, Inputs, Results, Tolerance
+from tunebook.evidence.tolerances import LOSS, MEMORY, SPEED, loss_difference, relative, score_key
+
+# How a step is split over GPUs and memory. The loss is the same whatever they are: tests and `tunebook parity` show it.
+SPLITS = (
+    "training.micro_batch_size", "packing.row_length", "activation", "parallelism", "attention.implementation",
+    "evaluation.batch_size",
+)  # fmt: skip
+
+
+class Verdict(Enum):
+    """What came of one number."""
+
+    same = "within tolerance"
+    different = "DIFFERENT"
+    shown = "not judged"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One number of the evidence and of the run; the difference is relative or absolute as its tolerance is."""
+
+    name: str
+    expected: float | None
+    found: float | None
+    difference: float | None
+    tolerance: float | None
+    verdict: Verdict
+    why: str  # how the tolerance was worked out, or why it is not judged
+
+    def to_json(self) -> dict[str, Any]:
+        """As `verify --json` prints it; a difference without a number is null."""
+        is_number = self.difference is not None and self.difference < float("inf")
+        return {
+            "name": self.name,
+            "expected": self.expected,
+            "found": self.found,
+            "difference": self.difference if is_number else None,
+            "tolerance": self.tolerance,
+            "verdict": self.verdict.value,
+            "why": self.why,
+        }
+
+
+def flat(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value of nested sections with its dotted key."""
+    if isinstance(node, dict) and node:
+        for key, value in node.items():
+            yield from flat(value, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, node
+
+
+def input_differences(one: Inputs, other: Inputs) -> list[tuple[str, Any, Any]]:
+    """What is not the same in what two runs were asked and given; how they were split does not count."""
+    first, second = dict(flat(one.model_dump(mode="json"))), dict(flat(other.model_dump(mode="json")))
+    return [
+        (key.removeprefix("config."), first.get(key), second.get(key))
+        for key in sorted(first.keys() | second.keys())
+        if first.get(key) != second.get(key) and not is_split(key.removeprefix("config."))
+    ]
+
+
+def is_split(key: str) -> bool:
+    """Whether a key of the configuration says how a step is divided, and not what is learned."""
+    return any(key == split or key.startswith(f"{split}.") for split in SPLITS)
+
+
+def same_machine(one: Hardware, other: Hardware) -> str | None:
+    """Why speed and memory cannot be judged against each other, or None where they can."""
+    if one.gpu is None or other.gpu is None:
+        return "a CPU: its speed and memory are its own"
+    pairs: tuple[tuple[str, str | int, str | int], ...] = (
+        ("GPU", one.gpu, other.gpu),
+        ("number of GPUs", one.gpus, other.gpus),
+        ("number of nodes", one.nodes, other.nodes),
+    )
+    for name, first, second in pairs:
+        if first != second:
+            return f"another {name}: {second}, recorded on {first}"
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """What a run is held against: recorded evidence, or another run."""
+
+    results: Results
+    hardware: Hardware
+    tolerances: dict[str, Tolerance]
+
+
+def compare(claim: Claim, results: Results, hardware: Hardware, *, is_split_alike: bool) -> list[Row]:
+    """Every number of the claim against the run's."""
+    why_shown = same_machine(claim.hardware, hardware)
+    if why_shown is None and not is_split_alike:
+        why_shown = "the step is split in another way"
+    expected = claim.results
+    loss = claim.tolerances[LOSS]
+    difference = loss_difference(results, expected)
+    rows = [
+        Row(
+            name="loss",
+            expected=expected.losses[-1],
+            found=results.losses[-1],
+            difference=difference,
+            tolerance=loss.value,
+            verdict=Verdict.same if difference <= loss.value else Verdict.different,
+            why=loss.how,
+        )
+    ]
+    speeds = (expected.tokens_per_second_per_gpu, results.tokens_per_second_per_gpu)
+    rows.append(_row("tokens/s/GPU", *speeds, claim.tolerances.get(SPEED), why_shown))
+    rows.append(_row("memory GiB", expected.memory_gib, results.memory_gib, claim.tolerances.get(MEMORY), why_shown))
+    rows.append(_plan_error(expected, results))
+    for task, score in expected.scores.items():
+        found = results.scores.get(task)
+        rows.append(
+            _row(task, score.value, found.value if found else None, claim.tolerances.get(score_key(task)), None)
+        )
+    return [row for row in rows if row.expected is not None or row.found is not None]
+
+
+def _row(
+    name: str, expected: float | None, found: float | None, tolerance: Tolerance | None, why_shown: str | None
+) -> Row:
+    if expected is None or found is None or tolerance is None:
+        lacks = "the run has none" if found is None else "none was recorded"
+        is_missing = found is None and why_shown is None
+        return Row(
+            name=name, expected=expected, found=found, difference=None, tolerance=None, why=lacks,
+            verdict=Verdict.different if is_missing else Verdict.shown,
+        )  # fmt: skip
+    difference = relative(found, expected) if tolerance.kind == "relative" else abs(found - expected)
+    if why_shown is not None:
+        verdict, why = Verdict.shown, why_shown
+    else:
+        verdict = Verdict.same if difference <= tolerance.value else Verdict.different
+        why = tolerance.how
+    return Row(
+        name=name, expected=expected, found=found, difference=difference, tolerance=tolerance.value, verdict=verdict,
+        why=why,
+    )  # fmt: skip
+
+
+def _plan_error(expected: Results, found: Results) -> Row:
+    """How far the plan's memory was off, then and now: a property of the plan, which is judged by its own bounds."""
+
+    def error(results: Results) -> float | None:
+        planned, measured = results.planned_memory_gib, results.memory_gib
+        return None if planned is None or not measured else planned / measured - 1
+
+    return Row(
+        name="plan error", expected=error(expected), found=error(found), difference=None, tolerance=None,
+        verdict=Verdict.shown, why="of the estimated memory; the estimate may have been improved since",
+    )  # fmt: skip

@@ -1,0 +1,163 @@
+"""From a finished run's folder to the sections of an evidence file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tunebook.config.choices import Source, Weights
+from tunebook.config.compose import compose
+from tunebook.config.frozen import load_config
+from tunebook.config.schema import RunConfig
+from tunebook.errors import RequestError
+from tunebook.evidence.schema import Hardware, Inputs, Ran, Results, Score, Software
+from tunebook.plan.batch import world_size
+from tunebook.record.config_hash import comparable_config
+from tunebook.record.files import RUN_FILE
+from tunebook.record.manifest import RunState
+from tunebook.record.page.summary import summarise
+from tunebook.record.run_record import RunRecord, read_run
+
+# Typed with a run, but no part of the claim: where results go, and whether an earlier run is taken up.
+_NO_CLAIM = ("outputs=", "training.resume=", "launcher", "tracking", "training.push_to_hub=", "dataset.num_workers=")
+
+
+def read_finished(folder: Path) -> RunRecord:
+    """A run that came to its end, with all that a comparison needs. Raises: RequestError saying what it lacks."""
+    record = read_run(folder)
+    state = record.status.get("state")
+    if state != RunState.finished.name:
+        said = f": {record.status['reason']}" if record.status.get("reason") else ""
+        raise RequestError(
+            f"{folder} has not finished ({state or 'it has no manifest'}{said}); name a run that has, or let it go on "
+            "with the command that it was started with",
+            problem_id="run-not-finished",
+        )
+    if record.config is None or not record.training:
+        lacks = "run.yaml" if record.config is None else "any logged step"
+        raise RequestError(f"{folder} lacks {lacks}; name a whole run folder", problem_id="run-not-finished")
+    return record
+
+
+def gather_ran(record: RunRecord, config: RunConfig) -> Ran:
+    """What was run, in the words that come first in the file."""
+    overrides = typed_overrides(record)
+    return Ran(
+        recipe=config.recipe or "custom",
+        title=config.title,
+        weights="random" if config.model.weights is Weights.random else "pretrained",
+        data="generated" if config.dataset.source is Source.synthetic else "real",
+        layers=_layers(config, overrides),
+        steps=int(record.training[-1]["step"]),
+        overrides=overrides,
+    )
+
+
+def typed_overrides(record: RunRecord) -> list[str]:
+    """What was typed after the recipe and belongs to the claim."""
+    assert record.manifest is not None
+    words: list[str] = record.manifest["command"][1:]
+    return [word for word in words if "=" in word and not word.startswith(("-", *_NO_CLAIM))]
+
+
+def _layers(config: RunConfig, overrides: list[str]) -> str:
+    """`all 36`, or `12 of 36` where the run was asked to leave some out."""
+    facts = config.model.facts
+    if facts is None:
+        return "all"
+    if not any(word.startswith("model.facts.num_layers=") for word in overrides):
+        return f"all {facts.num_layers}"
+    whole = compose(config.recipe, []).config.model.facts
+    return f"{facts.num_layers} of {whole.num_layers if whole is not None else 'unknown'}"
+
+
+def gather_hardware(record: RunRecord, config: RunConfig) -> Hardware:
+    """The machine, from what detection found when the run began."""
+    assert record.manifest is not None
+    found: dict[str, Any] = record.manifest["hardware"]
+    names = sorted({gpu["name"] for gpu in found["gpus"]})
+    return Hardware(
+        generation=config.hardware.generation.name,
+        gpu=", ".join(names) or None,
+        gpus=world_size(config),
+        nodes=config.hardware.num_nodes,
+        memory_gib=found["gpus"][0]["memory_gib"] if found["gpus"] else found["memory_gib"],
+        driver=found["driver"],
+        nccl=found["nccl"],
+        cpus=found["cpus"],
+    )
+
+
+def gather_inputs(record: RunRecord, config: RunConfig) -> Inputs:
+    """Everything that decides the result beside the code."""
+    assert record.manifest is not None
+    manifest = record.manifest
+    return Inputs(
+        config=comparable_config(config),
+        seed=manifest["seed"],
+        model_sha256=manifest["model"]["config_sha256"],
+        model_revision=manifest["model"]["revision"],
+        tokenizer_sha256=manifest["tokenizer_sha256"],
+        chat_template_sha256=manifest["chat_template_sha256"],
+        data_fingerprint=(manifest["dataset"] or {}).get("fingerprint"),
+    )
+
+
+def gather_software(record: RunRecord) -> Software:
+    """The code and packages; a run of no commit is refused before this is asked."""
+    assert record.manifest is not None
+    environment = record.manifest["environment"]
+    return Software(
+        git_commit=str(record.manifest["code"]["git_commit"]),
+        lock_sha256=environment["lock_sha256"],
+        image_digest=environment["image_digest"],
+        python=environment["python"],
+        packages=environment["packages"],
+    )
+
+
+def gather_results(record: RunRecord) -> Results:
+    """The numbers. Raises: RequestError for one that is not finite."""
+    summary = summarise(record)
+    lines = [line for line in record.training if "loss" in line]
+    if any(line["loss"] is None for line in lines):
+        raise RequestError(
+            f"{record.folder}: the loss is not finite at step {record.first_invalid_step}; such a run proves nothing",
+            problem_id="evidence-not-finite",
+        )
+    tasks: dict[str, Any] = (record.after or {}).get("tasks", {})
+    planned = ((record.plan or {}).get("memory_gib") or {}).get("allocated")  # as the peak of tensors is measured
+    scores = {name: _score(record, name, task) for name, task in tasks.items()}
+    return Results(
+        steps=[int(line["step"]) for line in lines],
+        losses=[float(line["loss"]) for line in lines],
+        tokens_per_second_per_gpu=_rounded(summary.tokens_per_second_per_gpu),
+        memory_gib=_rounded(max(summary.peak_memory_gib, default=None)),
+        planned_memory_gib=planned if record.manifest and record.manifest["hardware"]["gpus"] else None,
+        scores=scores,
+    )
+
+
+def _score(record: RunRecord, name: str, task: dict[str, Any]) -> Score:
+    if not _finite([task["value"], task["stderr"]]):
+        raise RequestError(
+            f"{record.folder}: the score of {name} is not finite ({task['value']} ± {task['stderr']}); evaluate it "
+            "again before it is recorded",
+            problem_id="evidence-not-finite",
+        )
+    return Score(metric=task["metric"], value=task["value"], stderr=task["stderr"], num_items=task["num_items"])
+
+
+def _finite(values: Iterable[float | None]) -> bool:
+    return all(value is None or math.isfinite(value) for value in values)
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
+
+
+def config_of(folder: Path) -> RunConfig:
+    """The frozen configuration of a run."""
+    return load_config(folder / RUN_FILE)

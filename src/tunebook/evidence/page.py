@@ -1,0 +1,62 @@
+"""`verify.html`: the table, both losses on top of each other, and how far apart they are."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from tunebook.evidence.tolerances import LOSS, relative, window_means
+from tunebook.evidence.verifying import Verification
+from tunebook.record.atomic_files import atomic_write_text
+from tunebook.record.page.charts import Chart, Line, Point
+from tunebook.record.page.curves import dash_of_run
+from tunebook.record.report import render_page
+
+
+def write_page(found: Verification, run: str, file: Path) -> None:
+    """Write the page of one verification."""
+    page = render_page(
+        "verify.html.jinja",
+        beside=Path(__file__).parent,
+        run=run,
+        name=found.name,
+        what=found.what,
+        hardware=found.claim.hardware,
+        here=found.hardware,
+        rows=[row.to_json() for row in found.rows],
+        agrees=found.exit_code == 0,
+        charts=_charts(found, run),
+    )
+    atomic_write_text(file, page)
+
+
+def _charts(found: Verification, run: str) -> list[Chart]:
+    expected, results = found.claim.results, found.results
+    lines = [
+        Line(name=name, points=list(zip(map(float, one.steps), one.losses, strict=True)), colour=index,
+             dash=dash_of_run(index))
+        for index, (name, one) in enumerate(((f"recorded, {found.name}", expected), (run, results)))
+    ]  # fmt: skip
+    charts = [Chart(title="Loss", y_label="loss per trained token", lines=lines)]
+    if expected.steps == results.steps:
+        charts.append(_differences(found))
+    return charts
+
+
+def _differences(found: Verification) -> Chart:
+    """As powers of ten, since both 1e-7 and 1e-2 are of interest; windows that agree in every bit are left out."""
+    expected, results = window_means(found.claim.results), window_means(found.results)
+    steps = found.claim.results.steps
+    points: list[Point] = []
+    for index, (one, other) in enumerate(zip(expected, results, strict=True), 1):
+        apart = relative(other, one)
+        points.append(
+            (float(steps[round(index * len(steps) / len(expected)) - 1]), math.log10(apart) if apart else None)
+        )
+    tolerance = found.claim.tolerances[LOSS].value
+    return Chart(
+        title="Difference of the loss",
+        y_label="relative, as a power of ten",
+        lines=[Line(name="mean over a window of steps", points=points, colour=1)],
+        note=f"The tolerance is {math.log10(tolerance):.1f}.",
+    )

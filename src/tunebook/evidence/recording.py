@@ -1,0 +1,111 @@
+"""`verify --record`: evidence from finished runs of one claim, refused where it would not be one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tunebook.errors import RequestError
+from tunebook.evidence.compare import input_differences
+from tunebook.evidence.files import check_label, evidence_folder, write_evidence
+from tunebook.evidence.gather import (
+    config_of,
+    gather_hardware,
+    gather_inputs,
+    gather_ran,
+    gather_results,
+    gather_software,
+)
+from tunebook.evidence.schema import FORMAT, Repeat
+from tunebook.evidence.tolerances import work_out
+from tunebook.record.run_record import RunRecord
+
+MIN_RUNS = 2
+
+
+def record_evidence(records: Sequence[RunRecord], label: str, recipes_dirs: list[Path]) -> Path:
+    """Write the evidence of repeated runs; the first one's numbers are what is claimed.
+
+    Raises: RequestError for fewer than two runs, runs of different things, code that is in no commit, a loss or score
+    that is not finite, a file that is there already.
+    """
+    check_label(label)
+    refuse_too_few(records)
+    for record in records:
+        _require_committed(record)
+    _require_same(records)
+    first = records[0]
+    config = config_of(first.folder)
+    results = [gather_results(record) for record in records]
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        "ran": gather_ran(first, config).model_dump(mode="json"),
+        "hardware": gather_hardware(first, config).model_dump(mode="json"),
+        "label": label,
+        "recorded": f"{datetime.now(UTC):%Y-%m-%d}",
+        "repeats": [
+            Repeat(
+                run=record.name,
+                started=record.status["started"],
+                final_loss=result.losses[-1],
+                tokens_per_second_per_gpu=result.tokens_per_second_per_gpu,
+            ).model_dump(mode="json")
+            for record, result in zip(records, results, strict=True)
+        ],
+        "results": results[0].model_dump(mode="json"),
+        "tolerances": {key: found.model_dump(mode="json") for key, found in work_out(results, config).items()},
+        "inputs": gather_inputs(first, config).model_dump(mode="json"),
+        "software": gather_software(first).model_dump(mode="json"),
+    }
+    if config.recipe is None:
+        raise RequestError(
+            f"{first.folder} has no recipe, and evidence belongs to one: put its settings into recipes/NAME.yaml",
+            problem_id="evidence-without-recipe",
+        )
+    return write_evidence(content, evidence_folder(config.recipe, recipes_dirs))
+
+
+def refuse_too_few(records: Sequence[RunRecord]) -> None:
+    """Raises: RequestError unless the same thing was run more than once."""
+    if len({record.folder for record in records}) < MIN_RUNS:
+        raise RequestError(
+            f"evidence rests on at least {MIN_RUNS} runs of the same thing, and {len(records)} was named: train it "
+            "again (training.resume=never) and name both: tunebook verify RUN RUN --record --label NAME",
+            problem_id="evidence-not-repeated",
+        )
+
+
+def _require_committed(record: RunRecord) -> None:
+    code = (record.manifest or {}).get("code") or {}
+    if code.get("git_commit") is None:
+        why = f"its code is of no known commit ({code.get('reason') or 'its manifest says none'})"
+    elif not code.get("is_clean"):
+        why = f"its code was changed after commit {code['git_commit'][:12]}"
+    else:
+        return
+    raise RequestError(
+        f"{record.folder}: {why}, so nobody could run the same again; commit the changes and train it again",
+        problem_id="evidence-of-changed-code",
+    )
+
+
+def _require_same(records: Sequence[RunRecord]) -> None:
+    """All of one thing, on one kind of machine."""
+    first, *others = ((record, config_of(record.folder)) for record in records)
+    inputs, hardware = gather_inputs(*first), gather_hardware(*first)
+    for other in others:
+        if differing := input_differences(inputs, gather_inputs(*other)):
+            key, one, two = differing[0]
+            raise RequestError(
+                f"{other[0].folder} is no repetition of {first[0].folder}: {key} is {two}, not {one}",
+                problem_id="evidence-not-repeated",
+            )
+        found = gather_hardware(*other)
+        if (found.gpu, found.gpus, found.nodes) != (hardware.gpu, hardware.gpus, hardware.nodes):
+            raise RequestError(
+                f"{other[0].folder} ran on other hardware than {first[0].folder}: {found.gpus} x {found.gpu or 'CPU'}, "
+                f"not {hardware.gpus} x {hardware.gpu or 'CPU'}",
+                problem_id="evidence-not-repeated",
+            )

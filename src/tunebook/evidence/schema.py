@@ -1,0 +1,121 @@
+"""What an evidence file holds: one type per section, from which its JSON schema is made and by which it is checked.
+
+`recipes/<name>/evidence/<hardware>-<gpus>-<label>.json`. Numbers that are not finite, keys that are unknown and keys
+that are missing are refused when a file is written as when it is read.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+FORMAT = 1  # raised when a key changes its meaning or goes away
+
+
+class Section(BaseModel):
+    """Closed and finite."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True)
+
+
+class Ran(Section):
+    """What was run: said first, so that nobody takes a slice for the whole."""
+
+    recipe: str
+    title: str
+    weights: Literal["pretrained", "random"]
+    data: Literal["real", "generated"]
+    layers: str = Field(description="`all 36`, or how many of how many the model has")
+    steps: int = Field(ge=1, description="optimizer steps")
+    overrides: list[str] = Field(description="typed after the recipe, but for where results go")
+
+
+class Hardware(Section):
+    """Where it was run."""
+
+    generation: str
+    gpu: str | None = Field(description="the GPUs' name; null on a CPU")
+    gpus: int = Field(ge=1, description="GPUs or ranks of all nodes together")
+    nodes: int = Field(ge=1)
+    memory_gib: float | None = Field(description="of each GPU, or of the machine on a CPU")
+    driver: str | None
+    nccl: str | None
+    cpus: int = Field(ge=1, description="of the machine that started it")
+
+
+class Inputs(Section):
+    """Everything that decides the result beside the code: equal in every run that is compared."""
+
+    config: dict[str, Any] = Field(
+        description="run.yaml without what cannot change a result; the book's paths as book:"
+    )
+    seed: int
+    model_sha256: str | None = Field(description="of the model's config.json")
+    model_revision: str | None
+    tokenizer_sha256: str | None
+    chat_template_sha256: str | None
+    data_fingerprint: str | None
+
+
+class Software(Section):
+    """The code and packages that ran."""
+
+    git_commit: str
+    lock_sha256: str | None
+    image_digest: str | None
+    python: str
+    packages: dict[str, str]
+
+
+class Score(Section):
+    """One task of the evaluation after the training."""
+
+    metric: str
+    value: float
+    stderr: float | None
+    num_items: int
+
+
+class Results(Section):
+    """What came out."""
+
+    steps: list[int] = Field(min_length=1, description="optimizer steps whose loss was logged")
+    losses: list[float] = Field(min_length=1, description="loss per trained token at these steps")
+    tokens_per_second_per_gpu: float | None = Field(description="real tokens, median after warming up")
+    memory_gib: float | None = Field(description="peak of the rank with the highest")
+    planned_memory_gib: float | None = Field(description="what the plan had estimated")
+    scores: dict[str, Score] = Field(description="by task")
+
+
+class Tolerance(Section):
+    """How far another run's number may lie from this one's, and how that was worked out."""
+
+    value: float = Field(ge=0)
+    kind: Literal["relative", "absolute"]
+    how: str
+
+
+class Repeat(Section):
+    """One of the runs that the evidence rests on; the first is the one whose results it gives."""
+
+    run: str = Field(description="<recipe>/<time>")
+    started: str
+    final_loss: float
+    tokens_per_second_per_gpu: float | None
+
+
+class Evidence(Section):
+    """A recorded claim."""
+
+    format: int = Field(ge=FORMAT, le=FORMAT)
+    ran: Ran
+    hardware: Hardware
+    label: str
+    recorded: str = Field(description="date, UTC")
+    repeats: list[Repeat] = Field(min_length=2)
+    results: Results
+    tolerances: dict[str, Tolerance] = Field(description="by what they are for: loss, speed, memory, score:<task>")
+    inputs: Inputs
+    software: Software
+    content_sha256: str = Field(description="of everything else, as canonical JSON")

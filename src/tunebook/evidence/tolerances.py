@@ -1,0 +1,90 @@
+"""How far another run's numbers may lie from the recorded ones, worked out from runs that were repeated.
+
+Three times the largest difference between the repeated runs, since two or three runs show less than the whole spread,
+and never less than a floor that two runs can show by chance to be far too narrow. Each tolerance says its own sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations, pairwise
+from statistics import fmean
+
+from tunebook.config.schema import RunConfig
+from tunebook.evidence.schema import Results, Tolerance
+from tunebook.parity.compare import tolerance_of
+
+FACTOR = 3.0
+NUM_WINDOWS = 20  # of a loss curve: after hundreds of steps single steps of equal runs differ, their means hardly
+_SPEED_FLOOR = 0.05  # a neighbour on the machine, a warmer GPU
+_MEMORY_FLOOR = 0.02  # the allocator rounds, kernels are chosen anew
+_STDERRS = 3.0
+
+LOSS, SPEED, MEMORY = "loss", "speed", "memory"
+
+
+def score_key(task: str) -> str:
+    """The key of a task's tolerance."""
+    return f"score:{task}"
+
+
+def window_means(results: Results) -> list[float]:
+    """The loss averaged over up to 20 windows of steps of the same length."""
+    losses = results.losses
+    num = min(NUM_WINDOWS, len(losses))
+    edges = [round(index * len(losses) / num) for index in range(num + 1)]
+    return [fmean(losses[first:end]) for first, end in pairwise(edges)]
+
+
+def loss_difference(one: Results, other: Results) -> float:
+    """The largest relative difference of the windows' means; infinite where other steps were logged."""
+    if one.steps != other.steps:
+        return float("inf")
+    pairs = zip(window_means(one), window_means(other), strict=True)
+    return max(relative(found, expected) for found, expected in pairs)
+
+
+def relative(found: float, expected: float) -> float:
+    """How far apart, as a share of what was expected."""
+    if expected == 0:
+        return 0.0 if found == 0 else float("inf")
+    return abs(found - expected) / abs(expected)
+
+
+def work_out(runs: Sequence[Results], config: RunConfig) -> dict[str, Tolerance]:
+    """The tolerances that repeated runs of one claim support."""
+    pairs = list(combinations(runs, 2))
+    tolerances = {
+        LOSS: _tolerance(
+            max(loss_difference(*pair) for pair in pairs), tolerance_of(config), len(runs),
+            f"the loss averaged over {min(NUM_WINDOWS, len(runs[0].losses))} windows of steps",
+        ),
+    }  # fmt: skip
+    speeds = [results.tokens_per_second_per_gpu for results in runs]
+    memories = [results.memory_gib for results in runs]
+    for key, values, floor, what in (
+        (SPEED, speeds, _SPEED_FLOOR, "tokens per second and GPU"),
+        (MEMORY, memories, _MEMORY_FLOOR, "peak memory"),
+    ):
+        known = [value for value in values if value is not None]
+        if len(known) == len(runs):
+            spread = max(relative(one, other) for one, other in combinations(known, 2))
+            tolerances[key] = _tolerance(spread, floor, len(runs), what)
+    for task, score in runs[0].scores.items():
+        if all(task in results.scores for results in runs):
+            reached = [results.scores[task].value for results in runs]
+            tolerances[score_key(task)] = _score_tolerance(max(reached) - min(reached), score.stderr, len(runs))
+    return tolerances
+
+
+def _tolerance(spread: float, floor: float, num_runs: int, what: str) -> Tolerance:
+    value = max(FACTOR * spread, floor)
+    how = f"{what}: {num_runs} runs differ by up to {spread:.2g}; {FACTOR:g} times that, at least {floor:g}"
+    return Tolerance(value=float(f"{value:.3g}"), kind="relative", how=how)
+
+
+def _score_tolerance(spread: float, stderr: float | None, num_runs: int) -> Tolerance:
+    floor = _STDERRS * (stderr or 0.0)
+    value = max(FACTOR * spread, floor)
+    how = f"{num_runs} runs differ by up to {spread:.2g}; {FACTOR:g} times that, at least {_STDERRS:g} standard errors"
+    return Tolerance(value=float(f"{value:.3g}"), kind="absolute", how=how)

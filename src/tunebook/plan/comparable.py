@@ -1,0 +1,108 @@
+"""Which measurement a run is compared with, or why none is comparable."""
+
+from __future__ import annotations
+
+import math
+
+from tunebook.config.choices import (
+    Attention,
+    Compute,
+    Generation,
+    Offload,
+    OptimizerName,
+    PackingMode,
+    PeftMethod,
+    Strategy,
+    Switch,
+)
+from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig, ZeroConfig
+from tunebook.plan.batch import world_size
+from tunebook.plan.measured_speed import ADAPTERS, ALONE, SPREAD, Adapter, Alone, Spread
+
+_FLASH = (Attention.flash_attention_2, Attention.flash_attention_3, Attention.flash_attention_4)
+_PAGED = (OptimizerName.paged_adamw_32bit, OptimizerName.paged_adamw_8bit)
+
+
+def why_not_estimated(config: RunConfig) -> str | None:
+    """Why nothing that was measured is comparable with a resolved configuration; None where something is."""
+    hardware, kernel, compute = config.hardware, config.attention.implementation, config.precision.compute
+    is_padded = config.packing.mode is PackingMode.padded
+    reasons = (
+        (hardware.generation is Generation.cpu, "a CPU has no peak to take a share of: they differ too much"),
+        (hardware.num_nodes > 1, "no speed was measured on several nodes, and their links decide it"),
+        (is_offloaded(config), "no speed was measured that would carry over to another host's memory, cores and disks"),
+        (config.peft.method is PeftMethod.qlora, "no speed was measured with a quantised base (peft=qlora)"),
+        (compute is Compute.fp8, "fp8 has not been run"),
+        (
+            compute is Compute.fp32 and config.precision.tf32 is Switch.enabled,
+            "fp32 was measured without TF32 only; precision.tf32=disabled has an estimate",
+        ),
+        (kernel not in (*_FLASH, Attention.sdpa), f"no speed was measured with attention={kernel.name}"),
+        (is_padded and kernel in _FLASH, f"padded rows were measured with sdpa, not with {kernel.name}"),
+        (
+            world_size(config) > 1 and not _spreads(config),
+            f"no speed was measured with parallelism={config.parallelism.strategy.name}",
+        ),
+    )
+    return next((reason for applies, reason in reasons if applies), None)
+
+
+def is_offloaded(config: RunConfig) -> bool:
+    """Whether something of the run lives in host memory or on a disk."""
+    settings = config.parallelism
+    away = [config.activation.offload, config.optimizer.name in _PAGED]
+    if isinstance(settings, ZeroConfig):
+        away += [settings.offload_optimizer is not Offload.none, settings.offload_parameters is not Offload.none]
+    if isinstance(settings, FsdpConfig):
+        away.append(settings.offload_parameters is not Offload.none)
+    return any(away)
+
+
+def alike(config: RunConfig, facts: ModelFacts, flops_per_pass: float) -> Alone:
+    """Of what one GPU reached with this kind of attention, rows and number format: the nearest in work and width.
+
+    A pass with little work leaves a GPU waiting for the next kernel, and narrow layers make small products.
+    """
+    is_fp32 = config.precision.compute is Compute.fp32
+    kernel, is_packed = config.attention.implementation, config.packing.mode is PackingMode.isolated
+    rows = [row for row in ALONE if (row.compute is Compute.fp32) == is_fp32]
+    if not is_fp32:  # in fp32 there is one measurement for all
+        rows = [row for row in rows if (row.attention in _FLASH) == (kernel in _FLASH) and row.is_packed == is_packed]
+
+    def distance(row: Alone) -> tuple[float, bool]:
+        work = _distance(row.flops_per_pass, flops_per_pass)
+        return work + _distance(row.model.hidden_size, facts.hidden_size), row.attention is not kernel
+
+    return min(rows, key=distance)
+
+
+def spread_like(config: RunConfig, facts: ModelFacts) -> Spread | None:
+    """What the strategy lost with the model of the nearest size; None where a run has no other GPU to talk to."""
+    if world_size(config) == 1:
+        return None
+    is_packed = config.packing.mode is PackingMode.isolated
+    return min(
+        _spreads(config),
+        key=lambda row: (row.is_packed != is_packed, _distance(row.model.num_parameters, facts.num_parameters)),
+    )
+
+
+def adapter_like(config: RunConfig) -> Adapter | None:
+    """What an adapter reached with this strategy, else with ZeRO-2; None in a full fine-tune."""
+    if config.peft.method is PeftMethod.full:
+        return None
+    return next((row for row in ADAPTERS if row.strategy is config.parallelism.strategy), ADAPTERS[0])
+
+
+def measured_as(strategy: Strategy) -> Strategy:
+    """ZeRO-1 was not measured: it sends what ZeRO-2 sends."""
+    return Strategy.zero2 if strategy is Strategy.zero1 else strategy
+
+
+def _spreads(config: RunConfig) -> list[Spread]:
+    return [row for row in SPREAD if row.strategy is measured_as(config.parallelism.strategy)]
+
+
+def _distance(one: float, other: float) -> float:
+    """Between two sizes, as a factor; rounded, so that what is practically the same size is."""
+    return round(abs(math.log(one / other)), 2)

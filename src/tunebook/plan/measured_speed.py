@@ -1,0 +1,246 @@
+"""The speeds that were measured, each with its source: the only place that plans take a speed from.
+
+Two tables: what one GPU reached by itself, and what a strategy lost of it to communication and bookkeeping. All on
+H200s, with random weights and generated documents, since neither changes the speed. A loss is kept in seconds of a
+pass and not as a share, because it is the same bytes and the same calls however long the computing takes.
+tests/plan/test_throughput.py holds runs that are in neither table against what follows from them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tunebook.config.choices import Attention, Compute, Strategy
+from tunebook.config.schema import ModelFacts
+from tunebook.plan.flops import flops_per_token, model_flops_utilisation, recomputed_flops_per_token
+
+RESULTS = "tests/bench/results/"
+_SPEED, _SMALL = f"{RESULTS}h200_speed.jsonl", f"{RESULTS}h200_qwen05b_single.jsonl"
+BF16_PEAK, FP32_PEAK = 989.0, 67.0  # TFLOP/s of the GPU all was measured on
+MEASURED_ON = "H200"
+
+QWEN_3B = ModelFacts(num_parameters=3_085_938_688, num_layers=36, hidden_size=2048)
+QWEN_05B = ModelFacts(num_parameters=494_032_768, num_layers=24, hidden_size=896)
+LLAMA_70B_SLICE = ModelFacts(num_parameters=3_946_913_792, num_layers=4, hidden_size=8192)
+_NAMES = {
+    QWEN_3B.num_parameters: "Qwen2.5-3B",
+    QWEN_05B.num_parameters: "Qwen2.5-0.5B",
+    LLAMA_70B_SLICE.num_parameters: "4 layers of Llama 2 70B, as one of four under FSDP",
+}
+
+# The generated documents' lengths as a token sees them (sum of squares / sum), whole and cut at 1,024 tokens.
+_WHOLE, _CUT = 1033.0, 640.0
+# Real tokens in a padded pass of 11 documents. Where they were cut was not recorded: their mean is 424 tokens cut at
+# 1,024 and 492 whole, so this is 7% off at most.
+_PADDED_PASS = 11 * 458
+# Real tokens in a packed pass: 132 documents of 424 on 2 GPUs in 8 passes each.
+_SMALL_PASS = 132 * 424 // (2 * 8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alone:
+    """What one GPU reached."""
+
+    source: str  # file and name of the result
+    model: ModelFacts
+    tokens_per_second: float  # real ones
+    tokens_per_pass: int  # forward and backward, padding included
+    attended_length: float
+    attention: Attention
+    is_packed: bool = True
+    padding_share: float | None = 0.0  # None: not recorded
+    compute: Compute = Compute.bf16
+    is_recomputed: bool = False
+
+    @property
+    def efficiency(self) -> float:
+        """The share of the peak with which it computed, padding and what is computed twice included.
+
+        Where the padding was not recorded it is left out, so the share is of real tokens only.
+        """
+        flops = flops_per_token(self.model, self.attended_length)
+        if self.is_recomputed:
+            flops += recomputed_flops_per_token(self.model, self.attended_length)
+        peak = FP32_PEAK if self.compute is Compute.fp32 else BF16_PEAK
+        return model_flops_utilisation(self.tokens_per_second / (1 - (self.padding_share or 0.0)), flops, peak)
+
+    @property
+    def flops_per_pass(self) -> float:
+        """How much work a pass is, which decides how well a GPU is kept busy."""
+        return self.tokens_per_pass * flops_per_token(self.model, self.attended_length)
+
+    @property
+    def text(self) -> str:
+        """For people: where the number comes from."""
+        rows = "packed" if self.is_packed else "padded"
+        return (
+            f"one {MEASURED_ON} with {_NAMES[self.model.num_parameters]}, {rows}, {self.attention.name}, "
+            f"{self.compute.name} ({self.tokens_per_second:,.0f} tokens/s)"
+        )
+
+
+# The 3B model's packed passes on flash attention were two rows. That they held 4,096 tokens is not written down: it is
+# the longest document, and the MFU recorded beside the speed is that of documents which were not cut.
+ALONE = (
+    Alone(
+        source=f"{_SPEED} packed_flash_attention_2", model=QWEN_3B, tokens_per_second=21_841, tokens_per_pass=8192,
+        attended_length=_WHOLE, attention=Attention.flash_attention_2,
+    ),
+    Alone(
+        source=f"{_SPEED} packed_flash_attention_4", model=QWEN_3B, tokens_per_second=22_233, tokens_per_pass=8192,
+        attended_length=_WHOLE, attention=Attention.flash_attention_4,
+    ),
+    Alone(
+        source=f"{_SMALL} flash_attention_4_rows_8192", model=QWEN_05B, tokens_per_second=75_767.6,
+        tokens_per_pass=8192, attended_length=_CUT, attention=Attention.flash_attention_4,
+    ),
+    Alone(
+        source=f"{_SMALL} flash_attention_4", model=QWEN_05B, tokens_per_second=13_509.9, tokens_per_pass=1024,
+        attended_length=_CUT, attention=Attention.flash_attention_4,
+    ),
+    Alone(
+        source=f"{_SPEED} packed_sdpa", model=QWEN_3B, tokens_per_second=7_080, tokens_per_pass=4096,
+        attended_length=_WHOLE, attention=Attention.sdpa,
+    ),
+    Alone(
+        source=f"{_SMALL} single", model=QWEN_05B, tokens_per_second=38_093.2, tokens_per_pass=4096,
+        attended_length=_CUT, attention=Attention.sdpa,
+    ),
+    Alone(
+        source=f"{_SMALL} sdpa", model=QWEN_05B, tokens_per_second=11_359.6, tokens_per_pass=1024,
+        attended_length=_CUT, attention=Attention.sdpa,
+    ),
+    # Sharded over 4 GPUs, so a single one would have reached more: the one measurement of wide layers with sdpa.
+    Alone(
+        source=f"{RESULTS}h200x4_recipes.jsonl llama2_70b_fsdp", model=LLAMA_70B_SLICE, tokens_per_second=11_784.2,
+        tokens_per_pass=4080, attended_length=_CUT, attention=Attention.sdpa,
+    ),
+    Alone(
+        source=f"{_SPEED} padded_as_published", model=QWEN_3B, tokens_per_second=3_886, tokens_per_pass=11 * 1024,
+        attended_length=_WHOLE, attention=Attention.sdpa, is_packed=False, padding_share=None, is_recomputed=True,
+    ),
+    Alone(
+        source=f"{_SMALL} padded", model=QWEN_05B, tokens_per_second=24_423.0, tokens_per_pass=6 * 845,
+        attended_length=_CUT, attention=Attention.sdpa, is_packed=False, padding_share=0.4983,
+    ),
+    Alone(
+        source=f"{_SMALL} fp32_as_volta", model=QWEN_05B, tokens_per_second=8_946.25, tokens_per_pass=1024,
+        attended_length=_CUT, attention=Attention.sdpa, compute=Compute.fp32,
+    ),
+)  # fmt: skip
+# Padding where the documents' lengths are not known: measured with generated ones of up to 1,024 tokens, 6 to a pass.
+USUAL_PADDING_SHARE = 0.4983
+
+# Tokens per second with every layer's forward pass computed again, for those without.
+RECOMPUTED, STORED = 17_810.0, 22_233.0
+RECOMPUTED_SOURCE = f"{_SPEED} packed_flash_attention_4_checkpointing"
+# The share of the peak is higher so: a third more is computed, but the time does not grow by a third.
+RECOMPUTED_GAIN = (
+    RECOMPUTED / STORED * (1 + recomputed_flops_per_token(QWEN_3B, _WHOLE) / flops_per_token(QWEN_3B, _WHOLE))
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """What several GPUs reached with a strategy, for what one of them reached alone with the same passes."""
+
+    source: str
+    strategy: Strategy
+    num_gpus: int
+    model: ModelFacts
+    tokens_per_pass: int  # real ones, of one GPU
+    together: float  # tokens per second of each GPU
+    alone: float
+    is_packed: bool = True
+
+    @property
+    def lost_seconds(self) -> float:
+        """What a pass takes longer than alone."""
+        return self.tokens_per_pass * (1 / self.together - 1 / self.alone)
+
+    @property
+    def text(self) -> str:
+        """For people: where the number comes from."""
+        return (
+            f"{self.together:,.0f} for {self.alone:,.0f} tokens/s, {_NAMES[self.model.num_parameters]} on "
+            f"{self.num_gpus} {MEASURED_ON}"
+        )
+
+
+SPREAD = (
+    Spread(
+        source=f"{_SPEED} zero2", strategy=Strategy.zero2, num_gpus=8, model=QWEN_3B, tokens_per_pass=8192,
+        together=17_289, alone=22_233,
+    ),
+    Spread(
+        source=f"{_SPEED} fsdp", strategy=Strategy.fsdp, num_gpus=8, model=QWEN_3B, tokens_per_pass=8192,
+        together=17_578, alone=22_233,
+    ),
+    Spread(
+        source=f"{_SPEED} zero3", strategy=Strategy.zero3, num_gpus=8, model=QWEN_3B, tokens_per_pass=8192,
+        together=7_969, alone=22_233,
+    ),
+    Spread(  # the layers of both were compiled
+        source=f"{_SPEED} fsdp_grad_op_compiled", strategy=Strategy.fsdp_grad_op, num_gpus=8, model=QWEN_3B,
+        tokens_per_pass=8192, together=22_356, alone=23_171,
+    ),
+    Spread(
+        source=f"{_SPEED} padded_as_published_zero2", strategy=Strategy.zero2, num_gpus=8, model=QWEN_3B,
+        tokens_per_pass=_PADDED_PASS, together=1_863, alone=3_886, is_packed=False,
+    ),
+    # Alone with the same 132 documents a step: sdpa_rows_4096 of the same file. Both ZeRO rows with
+    # parallelism.mixed_precision=cast, which was the only way then.
+    Spread(
+        source=f"{_SMALL} ddp", strategy=Strategy.ddp, num_gpus=2, model=QWEN_05B, tokens_per_pass=_SMALL_PASS,
+        together=23_025.4, alone=28_746.9,
+    ),
+    Spread(
+        source=f"{_SMALL} fsdp", strategy=Strategy.fsdp, num_gpus=2, model=QWEN_05B, tokens_per_pass=_SMALL_PASS,
+        together=19_803.4, alone=28_746.9,
+    ),
+    Spread(
+        source=f"{_SMALL} zero2", strategy=Strategy.zero2, num_gpus=2, model=QWEN_05B, tokens_per_pass=_SMALL_PASS,
+        together=17_422.1, alone=28_746.9,
+    ),
+    Spread(
+        source=f"{_SMALL} zero3", strategy=Strategy.zero3, num_gpus=2, model=QWEN_05B, tokens_per_pass=_SMALL_PASS,
+        together=8_750.7, alone=28_746.9,
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """What an adapter reached (LoRA of rank 16 on every linear layer) for a full fine-tune of the same set-up."""
+
+    source: str
+    strategy: Strategy
+    adapter: float  # tokens per second of each GPU
+    full: float
+
+    @property
+    def gain(self) -> float:
+        """Of the share of the peak: less is computed, in nearly the same time."""
+        trained = 8_798_208
+        saved = flops_per_token(QWEN_05B, _CUT, trained) / flops_per_token(QWEN_05B, _CUT)
+        return self.adapter / self.full * saved
+
+    @property
+    def text(self) -> str:
+        """For people: where the number comes from."""
+        return (
+            f"{self.adapter:,.0f} for {self.full:,.0f} tokens/s, {_NAMES[QWEN_05B.num_parameters]} on 2 {MEASURED_ON} "
+            f"with {self.strategy.name}"
+        )
+
+
+ADAPTERS = (
+    Adapter(source=f"{_SMALL} zero2_lora", strategy=Strategy.zero2, adapter=18_102.1, full=17_422.1),
+    Adapter(source=f"{_SMALL} fsdp_lora", strategy=Strategy.fsdp, adapter=14_602.7, full=19_803.4),
+)
+
+
+def rate_on_8(strategy: Strategy) -> float | None:
+    """Tokens per second of each of 8 H200 with the 3B model in packed rows; None where that was not measured."""
+    found = [row for row in SPREAD if row.strategy is strategy and row.num_gpus == 8 and row.is_packed]
+    return found[0].together if found else None

@@ -1,0 +1,115 @@
+"""The difference between two scores with its standard error, from the same items where they can be paired.
+
+Two models that answer the same items agree on most of them; what remains to chance is only where they differ. So the
+error of the paired differences is what counts, and it is mostly smaller than both scores' errors together suggest.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_TOLERANCE = 1e-6  # between a score and the mean of its items' values, which other metrics than means do not have
+
+Values = Mapping[Any, float]  # of a task's items, by their number, or by task and number
+Answers = Mapping[tuple[str, str | None], Values]  # by task, and by one of its groups of items
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """A new score minus an old one."""
+
+    value: float
+    standard_error: float | None
+    is_paired: bool  # computed from the same items' values, not from the two scores' errors
+
+
+def score_difference(
+    old: Mapping[str, Any], new: Mapping[str, Any], old_values: Values | None = None, new_values: Values | None = None
+) -> Difference:
+    """The difference of two scores of one task (or group of items): `value`, `stderr`, `num_items` of each."""
+    value = new["value"] - old["value"]
+    if old_values and new_values and _are_pairs(old, new, old_values, new_values):
+        differences = [new_values[item] - old_values[item] for item in sorted(old_values)]
+        error = statistics.stdev(differences) / math.sqrt(len(differences))
+        return Difference(value=value, standard_error=error, is_paired=True)
+    errors = [standard_error(old), standard_error(new)]
+    known = [error for error in errors if error is not None]
+    return Difference(
+        value=value, standard_error=math.hypot(*known) if len(known) == len(errors) else None, is_paired=False
+    )
+
+
+def task_difference(
+    name: str,
+    old: Mapping[str, Mapping[str, Any]],
+    new: Mapping[str, Mapping[str, Any]],
+    old_answers: Answers,
+    new_answers: Answers,
+    group: str | None = None,
+) -> Difference:
+    """The difference of one task, of a `group` of its items, or of the harness' score of several tasks together.
+
+    `old` and `new` are all scores of two evaluations, by task.
+    """
+    scores, values = [], []
+    for tasks, answers in ((old, old_answers), (new, new_answers)):
+        leaves = _leaves(name, tasks)
+        score = tasks[name] if group is None else tasks[name]["groups"][group]
+        scores.append({**score, "items_sha256": [tasks[leaf].get("items_sha256") for leaf in leaves]})
+        found = {leaf: answers.get((leaf, group), {}) for leaf in leaves}
+        values.append({(leaf, item): value for leaf, items in found.items() for item, value in items.items()})
+    return score_difference(*scores, *values)
+
+
+def _leaves(name: str, tasks: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The tasks that a score is made of: itself, or those below it."""
+    below = [leaf for child in tasks[name].get("subtasks") or () if child in tasks for leaf in _leaves(child, tasks)]
+    return below or [name]
+
+
+def standard_error(score: Mapping[str, Any]) -> float | None:
+    """The standard error of a score; of a share of right answers, by the harness' formula, where it has none itself."""
+    error: float | None = score.get("stderr")
+    value, num_items = score["value"], score["num_items"]
+    if error is None and 0 <= value <= 1 and num_items > 1:
+        return math.sqrt(value * (1 - value) / (num_items - 1))
+    return error
+
+
+def read_answers(evaluation_folder: Path, when: str) -> Answers:
+    """The value of every item that an evaluation judged; empty where its answers are not there or cannot be read."""
+    file = evaluation_folder / f"{when}-answers.jsonl"
+    found: dict[tuple[str, str | None], dict[int, float]] = {}
+    try:
+        with file.open(encoding="utf-8") as lines:
+            for line in lines:
+                answer = json.loads(line)
+                if answer["value"] is None:
+                    continue
+                for group in {None, answer["group"]}:
+                    found.setdefault((answer["task"], group), {})[answer["item"]] = answer["value"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return found
+
+
+def answers_of(folder: Path, evaluation: Mapping[str, Any] | None) -> Answers:
+    """The answers of one of a run's evaluations, by its record."""
+    when = None if evaluation is None else evaluation.get("when")
+    return {} if when is None else read_answers(folder / "evaluation", when)
+
+
+def _are_pairs(old: Mapping[str, Any], new: Mapping[str, Any], old_values: Values, new_values: Values) -> bool:
+    """Whether the values are of the same items and the scores are their means."""
+    if old.get("items_sha256") != new.get("items_sha256") or old_values.keys() != new_values.keys():
+        return False
+    if len(old_values) < 2:
+        return False
+    pairs = ((old, old_values), (new, new_values))
+    return all(abs(statistics.fmean(values.values()) - score["value"]) < _TOLERANCE for score, values in pairs)

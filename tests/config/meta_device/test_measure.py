@@ -1,0 +1,85 @@
+"""What is counted without memory against the real model, and what cannot be built."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from tunebook.config.meta_device import measure
+
+KINDS = ("llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "gemma2", "mixtral", "phi3")
+
+
+@pytest.fixture(autouse=True)
+def without_activations(monkeypatch):
+    """Those are looked at in test_saved.py."""
+    monkeypatch.setattr(measure, "measure_saved", lambda *_: {})
+
+
+def described(folder):
+    return measure.describe(folder / "config.json", trust_remote_code=False)
+
+
+@pytest.mark.filterwarnings("ignore")  # of peft, about what it makes of GPT-2's layers and of experts
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_parameter_is_counted(folder_of, config_of, kind):
+    found = described(folder_of(kind))
+    model = AutoModelForCausalLM.from_config(config_of(kind))
+    assert found["num_parameters"] == sum(parameter.numel() for parameter in model.parameters())
+    both_ends = {model.get_input_embeddings().weight, model.get_output_embeddings().weight}
+    outside = sum(parameter.numel() for name, parameter in model.named_parameters() if not layer_of(name))
+    assert found["num_parameters"] - found["measured"]["parameters"] == outside
+    assert found["tie_word_embeddings"] is (len(both_ends) == 1)
+    assert found["measured"]["num_layers"] == found["num_layers"] == config_of(kind).num_hidden_layers
+    lora = LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM")
+    trained = [each.numel() for each in get_peft_model(model, lora).parameters() if each.requires_grad]
+    assert 3 * found["measured"]["adapter_parameters"] == sum(trained)
+
+
+def layer_of(name):
+    """The number of the layer that a parameter is in, as text; empty for those of both ends and the last norm."""
+    return next((part for part in name.split(".") if part.isdecimal()), "")
+
+
+def test_the_sizes_are_those_of_the_config(folder_of):
+    found = described(folder_of("gpt2"))
+    assert found["architecture"] == "GPT2LMHeadModel"
+    sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+    assert [found[name] for name in sizes] == [64, 256, 4, 4, 100]  # GPT-2 states no inner size: 4 x hidden
+    assert (found["max_position_embeddings"], found["dtype"]) == (512, "bfloat16")
+    # query, key and value in one product, output, and the feed-forward's two
+    assert found["measured"]["linear_inputs"] == 3 * (64 + 64 + 64 + 256)
+    assert described(folder_of("gemma2"))["num_key_value_heads"] == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"model_type": "lama9"}, "unknown-architecture", "model_type=lama9, .*Did you mean 'llama'"),
+        ({"model_type": "t5"}, "unknown-architecture", "model_type=t5"),
+        ({"hidden_act": "nonsense"}, "cannot-build", "nonsense"),
+    ],
+)
+def test_what_cannot_be_built(folder_of, changes, error, said):
+    file = folder_of("llama") / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    found = measure.describe(file, trust_remote_code=False)
+    assert found["error"] == error
+    assert re.search(said, found["reason"])
+
+
+def test_no_weight_takes_memory(folder_of, monkeypatch):
+    seen = []
+
+    def look(config, layers, options):
+        seen.extend(parameter.device for parameter in layers.parameters())
+        return {}
+
+    monkeypatch.setattr(measure, "measure_saved", look)
+    described(folder_of("llama"))
+    assert set(seen) == {torch.device("meta")}

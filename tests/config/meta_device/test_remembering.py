@@ -1,0 +1,131 @@
+"""The answer of the process: asked once for a config.json, remembered, and asked again where the memory is damaged."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tunebook.config import meta_device
+from tunebook.errors import RequestError
+
+ANSWER = {
+    "architecture": "XForCausalLM", "num_parameters": 1000, "num_layers": 2, "hidden_size": 8, "intermediate_size": 16,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 32, "max_position_embeddings": 64,
+    "tie_word_embeddings": False, "dtype": "bfloat16",
+    "measured": {
+        "num_layers": 2, "parameters": 400, "linear_inputs": 50, "adapter_parameters": 90,
+        "saved": {"fp32/full/sdpa": [0, 100, 4, 0, 50, 2]},
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "architectures"
+
+
+@pytest.fixture
+def file(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "x"}')
+    return tmp_path / "config.json"
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Every time that the process would have been started; `asked.answer` is what it says."""
+
+    class Asked(list):
+        answer = ANSWER
+
+    calls = Asked()
+    monkeypatch.setattr(meta_device, "_ask", lambda file, trusted: calls.append((file, trusted)) or calls.answer)
+    return calls
+
+
+def test_it_is_asked_once_for_the_same_file_in_the_same_environment(file, asked, cache, monkeypatch):
+    facts = meta_device.measured_facts(file)
+    assert (facts.architecture, facts.num_parameters, facts.tie_word_embeddings) == ("XForCausalLM", 1000, False)
+    assert facts.measured.saved == {"fp32/full/sdpa": [0, 100, 4, 0, 50, 2]}
+    assert (facts.measured.parameters, facts.measured.adapter_parameters) == (400, 90)
+    assert meta_device.measured_facts(file) == facts
+    assert asked == [(file, False)]
+    file.write_text('{"model_type": "x", "vocab_size": 33}')
+    meta_device.measured_facts(file)
+    monkeypatch.setattr(meta_device, "_version", lambda package: "99.0")
+    meta_device.measured_facts(file, trust_remote_code=True)
+    assert asked == [(file, False), (file, False), (file, True)]
+    assert len(list(cache.iterdir())) == 3
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        json.dumps(ANSWER | {"num_layers": None}),
+        json.dumps({key: value for key, value in ANSWER.items() if key != "measured"}),
+        json.dumps(ANSWER | {"measured": ANSWER["measured"] | {"saved": {"fp32/full/sdpa": [1, 2]}}}),
+    ],
+    ids=["empty", "cut", "list", "null", "wrong type", "key missing", "too few numbers"],
+)
+def test_a_damaged_memory_is_made_again(file, asked, cache, damage):
+    facts = meta_device.measured_facts(file)
+    (remembered,) = cache.iterdir()
+    remembered.write_text(damage)
+    assert meta_device.measured_facts(file) == facts
+    assert len(asked) == 2
+    assert json.loads(remembered.read_text()) == ANSWER
+    assert [each.name for each in cache.iterdir()] == [remembered.name]  # nothing half written beside it
+
+
+def test_nothing_is_remembered_where_nothing_can_be_written(file, asked, cache):
+    cache.parent.mkdir()
+    cache.write_text("a file where the folder would be")
+    assert meta_device.measured_facts(file).num_parameters == 1000
+    assert meta_device.measured_facts(file).num_parameters == 1000
+    assert len(asked) == 2
+
+
+def test_nothing_is_asked_without_torch(file, asked, monkeypatch):
+    monkeypatch.setattr(meta_device, "_version", lambda package: None if package == "torch" else "1.0")
+    assert meta_device.measured_facts(file) is None
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem", "said"),
+    [
+        (
+            {"error": "unknown-architecture", "reason": "model_type=lama Did you mean 'llama'?"},
+            "unknown-architecture",
+            r"model_type=lama Did you mean 'llama'\?; correct model_type .* or set model.trust_remote_code=true",
+        ),
+        (
+            {"error": "cannot-build", "reason": "KeyError: 'nonsense'"},
+            "model-config",
+            r"config.json: no model can be built with these sizes \(KeyError: 'nonsense'\); correct the file",
+        ),
+        ({"error": "cannot-build"}, "model-config", "no reason is given"),
+    ],
+)
+def test_a_refusal_says_what_to_do_and_is_not_remembered(file, asked, cache, answer, problem, said):
+    asked.answer = answer
+    with pytest.raises(RequestError, match=said) as caught:
+        meta_device.measured_facts(file)
+    assert caught.value.problem_id == problem
+    assert not cache.exists()
+
+
+def test_the_process_ends_without_an_answer(file, monkeypatch):
+    """As it would where torch is broken: its last words are the reason."""
+    monkeypatch.setattr(meta_device.sys, "executable", "/bin/false")
+    assert meta_device._ask(file, False) == {"error": "cannot-build", "reason": "the process ended with 1"}
+
+
+def test_a_process_that_takes_too_long_is_ended(file, monkeypatch):
+    monkeypatch.setattr(meta_device, "_TIMEOUT_S", 0.001)
+    assert meta_device._ask(file, False) == {"error": "cannot-build", "reason": "it took more than 0 s"}

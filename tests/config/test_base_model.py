@@ -1,0 +1,144 @@
+"""What is read from a model's config.json, and what is no model's."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tunebook.config import base_model
+from tunebook.config.base_model import read_facts
+from tunebook.config.choices import Weights
+from tunebook.config.schema import ModelConfig, ModelFacts
+from tunebook.errors import RequestError
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float16", "num_hidden_layers": 2,
+    "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 32,
+    "max_position_embeddings": 64, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path):
+    """`model(hidden_size=0)`, `model(text="{")`: a model in a folder whose config.json says this."""
+
+    def make(text=None, **changes):
+        stated = {key: value for key, value in (LLAMA | changes).items() if value is not None}
+        (tmp_path / "config.json").write_text(json.dumps(stated) if text is None else text)
+        return ModelConfig(path=str(tmp_path), weights=Weights.random)
+
+    return make
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """The files for which a model would have been built on the meta device."""
+    files = []
+    monkeypatch.setattr(base_model, "measured_facts", lambda file, trust_remote_code: files.append(file))
+    return files
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"tie_word_embeddings": None},
+        {"attention_bias": True, "mlp_bias": True},
+        {"num_key_value_heads": None},
+        {"model_type": "mistral", "architectures": ["MistralForCausalLM"]},
+        {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
+    ],
+    ids=lambda changes: "-".join(map(str, changes)) or "llama",
+)
+def test_the_formula_counts_every_parameter_of_a_llama_like_model(model, built, tmp_path, changes):
+    facts = read_facts(model(**changes))
+    real = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    assert facts is not None and built == []
+    assert facts.num_parameters == sum(parameter.numel() for parameter in real.parameters())
+    assert facts.tie_word_embeddings is (real.get_output_embeddings().weight is real.get_input_embeddings().weight)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]},
+        {"head_dim": 8},
+        {"architectures": None},
+        {"architectures": "LlamaForCausalLM"},
+        {"architectures": ["LlamaForSequenceClassification"]},
+        {"quantization_config": {"bits": 4}},
+        {"model_type": "mistral", "num_key_value_heads": None},  # its default is a number, not that of the heads
+        {"intermediate_size": [16, 32], "model_type": "decilm"},  # one for each layer
+        {"max_position_embeddings": None},
+    ],
+    ids=str,
+)
+def test_everything_else_is_built_on_the_meta_device(model, built, tmp_path, changes):
+    assert read_facts(model(**changes)) is None
+    assert built == [tmp_path / "config.json"]
+
+
+def test_facts_of_a_group_file_are_believed(built):
+    facts = ModelFacts(architecture="XForCausalLM")
+    assert read_facts(ModelConfig(name="organisation/model", facts=facts)) is facts
+    assert built == []
+
+
+@pytest.mark.parametrize("missing", ["num_hidden_layers", "vocab_size"])
+def test_a_file_without_sizes_is_not_known(model, built, missing):
+    assert read_facts(model(**{missing: None})) is None
+    assert built == []
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", r"config\.json cannot be read as JSON .*; download or copy the model again"),
+        ('{"model_type": "llama", "hid', r"cannot be read as JSON \(Unterminated string"),
+        ("[" * 100_000, "cannot be read as JSON"),
+        ("[1, 2]", r"holds no JSON object, so it is no model's config\.json; name the model's own folder"),
+        ('"llama"', "holds no JSON object"),
+        ('{"model_type": "x", "text_config": 3}', "holds no JSON object"),
+        ("{}", "names neither model_type nor architectures"),
+    ],
+    ids=["empty", "cut", "deep", "list", "text", "language part", "nothing"],
+)
+def test_a_file_that_is_no_config(model, built, text, said):
+    with pytest.raises(RequestError, match=said) as caught:
+        read_facts(model(text=text))
+    assert (caught.value.problem_id, caught.value.exit_code, built) == ("model-config", 2, [])
+
+
+def test_a_file_that_is_no_text(model, tmp_path):
+    named = model()
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RequestError, match="cannot be read as JSON"):
+        read_facts(named)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hidden_size": 0}, "says hidden_size=0, and a model has at least 1; correct the file"),
+        ({"vocab_size": -32}, "says vocab_size=-32, and a model has at least 1"),
+        ({"hidden_size": 16.5}, "says hidden_size=16.5, which is no whole number"),
+        ({"hidden_size": "16"}, 'says hidden_size="16", which is no whole number'),
+        ({"num_hidden_layers": True}, "says num_layers=true, which is no whole number"),
+        ({"intermediate_size": float("nan")}, "says intermediate_size=NaN, which is no whole number"),
+        ({"num_attention_heads": 3}, "hidden_size=16 and num_attention_heads=3, which does not divide it, and no head"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=4 and num_key_value_heads=3, which does not divide them"),
+    ],
+    ids=lambda case: "-".join(case) if isinstance(case, dict) else "",
+)
+def test_sizes_that_no_model_has(model, built, changes, said):
+    with pytest.raises(RequestError, match=said) as caught:
+        read_facts(model(**changes))
+    assert (caught.value.problem_id, built) == ("model-config", [])
+
+
+def test_heads_of_a_stated_size_need_not_divide(model, built):
+    assert read_facts(model(num_attention_heads=3, num_key_value_heads=3, head_dim=8)) is None
+    assert len(built) == 1

@@ -1,0 +1,138 @@
+"""Local problems in the formats of HumanEval and MBPP, and a stand-in for a model that gives the answers it is told."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+from transformers import PreTrainedTokenizerBase
+
+from tunebook.evaluate.code.code_task import FOLDER
+from tunebook.evaluate.harness import HarnessSettings, Prompting, load_tasks, run_task
+from tunebook.evaluate.harness_tasks import task_folder
+from tunebook.evaluate.task_files import TaskFile
+
+Answer = Callable[[dict[str, Any], int], Any]  # of a problem and the number of its sample
+
+MBPP = [
+    {
+        "task_id": 11,
+        "text": "Write a function to double a number.",
+        "code": "def double(n):\r\n  return 2 * n",
+        "test_list": ["assert double(2) == 4", "assert double(0) == 0", "assert double(-1) == -2"],
+        "test_setup_code": "",
+        "challenge_test_list": [],
+    },
+    {
+        "task_id": 12,
+        "text": "Write a function to join words by a sign.",
+        "code": "def join(words, sign):\r\n  return sign.join(words)",
+        "test_list": ["assert join('ab', '-') == 'a-b'", "assert join([], '-') == ''", "assert join('a', '') == 'a'"],
+        "test_setup_code": "",
+        "challenge_test_list": [],
+    },
+]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def harness_function() -> Callable[[str, str], Callable[..., Any]]:
+    """One function of a task folder of the harness, by its name, without the import that executes programs."""
+
+    def read(folder: str, name: str) -> Callable[..., Any]:
+        source = (task_folder() / folder / "utils.py").read_text()
+        functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+        names: dict[str, Any] = {"re": re}
+        exec(compile(ast.Module(body=functions, type_ignores=[]), folder, "exec"), names)
+        function: Callable[..., Any] = names[name]
+        return function
+
+    return read
+
+
+@pytest.fixture
+def nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No `sandbox` service, whatever runs on this machine."""
+    monkeypatch.setenv("TUNEBOOK_HANDOVER", "/nonexistent/handover")
+
+
+@pytest.fixture
+def no_sandbox(nowhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the service nor bubblewrap."""
+    monkeypatch.setenv("PATH", "/nonexistent")
+
+
+@pytest.fixture
+def mbpp(tmp_path: Path) -> Path:
+    file = tmp_path / "mbpp.jsonl"
+    file.write_text("".join(json.dumps(problem) + "\n" for problem in MBPP))
+    return file
+
+
+@pytest.fixture(scope="session")
+def small_problems() -> dict[str, dict[str, Any]]:
+    """The problems that are shipped, by their function's name."""
+    lines = (FOLDER / "small_python.jsonl").read_text().splitlines()
+    return {problem["entry_point"]: problem for problem in map(json.loads, lines)}
+
+
+class ToldModel(LM):  # type: ignore[misc]  # the harness has no type marker
+    """Gives the answers that a function says, as often as it is asked for each problem."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, answer: Answer) -> None:
+        super().__init__()
+        self.tokenizer, self.answer = tokenizer, answer
+        self.requests: list[Instance] = []
+
+    @property
+    def tokenizer_name(self) -> str:
+        return "told"
+
+    def apply_chat_template(self, history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        text: str = self.tokenizer.apply_chat_template(
+            history, tokenize=False, add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )  # fmt: skip
+        return text
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[Any]:
+        numbers: dict[int, int] = {}
+        answers = []
+        for request in requests:
+            numbers[request.doc_id] = numbers.get(request.doc_id, -1) + 1
+            answers.append(self.answer(request.doc, numbers[request.doc_id]))
+        self.requests += requests
+        return answers
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[Any]:
+        raise NotImplementedError
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[Any]:
+        raise NotImplementedError
+
+
+@pytest.fixture
+def generate(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> Callable[[list[TaskFile | str], Answer, int | None], dict[str, Any]]:
+    """Have the harness ask for tasks' programs, and return its results as they are before anything is executed."""
+
+    def run(tasks: list[TaskFile | str], answer: Answer, limit: int | None = None) -> dict[str, Any]:
+        settings = HarnessSettings(
+            num_fewshot=None, limit=limit, system_prompt=None, items_folder=tmp_path, cache_folder=tmp_path / "cache"
+        )
+        prompting = Prompting(tokenizer=tokenizer, max_length=4096)
+        results: dict[str, Any] = {}
+        for task in load_tasks(tasks, prompting, settings).tasks.values():
+            for key, value in run_task(ToldModel(tokenizer, answer), task, settings).items():
+                if isinstance(value, dict):
+                    results.setdefault(key, {}).update(value)
+        return results
+
+    return run

@@ -1,0 +1,170 @@
+"""What is refused before a model is asked for anything."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tunebook.config.choices import Generation
+from tunebook.config.compose import compose
+from tunebook.config.frozen import config_to_yaml
+from tunebook.config.schema import CodeConfig, EvaluationConfig
+from tunebook.errors import RequestError
+from tunebook.evaluate import evaluation, worker
+from tunebook.evaluate.code.checks import check_code
+from tunebook.evaluate.code.choice import take_options, take_words
+from tunebook.evaluate.suites import suite_settings
+from tunebook.evaluate.task_files import resolve_task
+from tunebook.launch import attempt, job
+
+
+def settings(*tasks: str, **more: Any) -> EvaluationConfig:
+    return EvaluationConfig(tasks=list(tasks), **more)
+
+
+@pytest.mark.usefixtures("no_sandbox")
+def test_programs_are_refused_without_a_sandbox() -> None:
+    with pytest.raises(RequestError) as raised:
+        check_code(settings("humaneval"), ["humaneval"])
+    assert raised.value.problem_id == "sandbox-missing"
+    for part in (
+        "there is no heartbeat in /nonexistent/handover",
+        "bubblewrap is not installed: apt install bubblewrap",
+        "docker compose up -d --build sandbox",
+        "--confirm_run_unsafe_code",
+        "evaluation.confirm_run_unsafe_code=true",
+    ):
+        assert part in raised.value.message
+
+
+@pytest.mark.usefixtures("no_sandbox")
+def test_other_tasks_need_none() -> None:
+    tasks = ["book:recipes/quickstart/tasks/quickstart.yaml"]
+    check_code(settings(*tasks), tasks)
+
+
+@pytest.mark.usefixtures("no_sandbox")
+def test_a_confirmation_is_enough() -> None:
+    check_code(settings("humaneval", confirm_run_unsafe_code=True), ["humaneval"])
+
+
+@pytest.mark.usefixtures("no_sandbox")
+def test_contradictions_are_named_first() -> None:
+    evaluation = settings("humaneval", code=CodeConfig(num_samples=3))
+    with pytest.raises(RequestError, match="3 times the same"):
+        check_code(evaluation, evaluation.tasks)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run folder of the quickstart, in which nothing has been trained."""
+    config = compose("quickstart", []).config
+    config.hardware.generation = Generation.cpu
+    (tmp_path / "run.yaml").write_text(config_to_yaml(config))
+    return tmp_path
+
+
+@pytest.mark.usefixtures("no_sandbox", "quiet_harness")
+def test_the_worker_refuses_before_it_loads_a_model(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load(*words: Any, **more: Any) -> Any:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(evaluation, "load_trained", load)
+    monkeypatch.setattr(evaluation, "load_padded_tokenizer", load)
+    assert worker.main(["--run", str(run), "--when", "before", "--task", "small_python"]) == 2
+    assert "programs that a model wrote are not executed" in capsys.readouterr().err
+    assert not (run / "evaluation").exists()
+
+
+@pytest.mark.usefixtures("nowhere", "quiet_harness")
+def test_a_program_that_does_not_fit_into_the_context_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--run", str(run), "--when", "before", "--task", "small_python", "--confirm_run_unsafe_code"]
+    assert worker.main([*words, "--code", "evaluation.code.max_new_tokens=1024"]) == 2
+    said = capsys.readouterr().err
+    assert "lets a program have 1024 tokens, and the whole context of this model" in said
+    assert "try evaluation.code.max_new_tokens=512" in said
+
+
+def test_words_of_the_command_line() -> None:
+    before = settings("humaneval", code=CodeConfig(temperature=0.2))
+    after = take_words(
+        before, ["evaluation.code.num_samples=20", "evaluation.code.pass_at_k=[1,10]", "evaluation.code.top_p=0.95"]
+    )
+    assert after.code == CodeConfig(num_samples=20, temperature=0.2, top_p=0.95, pass_at_k=[1, 10])
+    assert replace(after, code=before.code) == before
+    assert take_words(after, ["evaluation.code.temperature=null"]).code.temperature is None
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("evaluation.code.num_sample=2", r"no setting 'evaluation.code.num_sample' here. Did you mean '.*num_samples'"),
+        ("evaluation.limit=2", r"no setting 'evaluation.limit' here"),
+        ("evaluation.code.num_samples=many", r"evaluation.code.num_samples=many cannot be read"),
+        ("evaluation.code.num_samples=0", r"num_samples=0: it must be at least 1"),
+        ("evaluation.code.temperature=-1", r"temperature=-1: it must be at least 0"),
+        ("evaluation.code.top_p=1.5", r"top_p=1.5: it must be above 0 and at most 1"),
+        ("evaluation.code.pass_at_k=1", r"pass_at_k=1 cannot be read"),
+    ],
+)
+def test_words_that_cannot_be_meant(word: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        take_words(settings("humaneval"), [word])
+
+
+@pytest.mark.parametrize(
+    ("suite", "tasks"),
+    [
+        ("code", ["humaneval_instruct", "mbpp_fenced", "small_python_instruct"]),
+        ("code_completion", ["humaneval", "mbpp", "small_python"]),
+    ],
+)
+def test_the_suites(suite: str, tasks: list[str]) -> None:
+    found = suite_settings(suite, compose("quickstart", []).config)
+    assert found.tasks == tasks
+    assert found.confirm_run_unsafe_code is False
+    assert [resolve_task(task).name for task in tasks] == tasks  # type: ignore[union-attr]
+
+
+@pytest.mark.usefixtures("no_sandbox")
+@pytest.mark.parametrize("launcher", [[], ["launcher=slurm", "launcher.partition=main"]], ids=["here", "slurm"])
+def test_a_training_is_refused_before_it_starts(launcher: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "check_launcher", lambda config: None)  # no sbatch is needed to see this
+    planned = job.plan_job("quickstart", ["evaluation=code", "evaluation.tasks=[small_python]", *launcher], [])
+    if launcher:  # looked for on the job's own node
+        job.require_runnable(planned)
+        return
+    with pytest.raises(RequestError, match="programs that a model wrote are not executed"):
+        job.require_runnable(planned)
+    planned.config.evaluation.confirm_run_unsafe_code = True
+    job.require_runnable(planned)
+
+
+@pytest.mark.usefixtures("no_sandbox")
+def test_what_a_training_confirmed_is_not_confirmed_for_later() -> None:
+    confirmed = settings("humaneval", confirm_run_unsafe_code=True)
+    assert take_options(confirmed, ["--fresh"]).confirm_run_unsafe_code is False
+    later = take_options(confirmed, ["--code", "evaluation.code.max_new_tokens=9", "--confirm_run_unsafe_code"])
+    assert later.confirm_run_unsafe_code is True
+    assert later.code.max_new_tokens == 9
+
+
+@pytest.mark.usefixtures("no_sandbox")
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_attempt_is_refused_where_it_runs(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*words: Any, **more: Any) -> Any:
+        raise AssertionError("something was started")
+
+    monkeypatch.setattr(attempt, "run_worker", start)
+    monkeypatch.setattr(attempt, "run_and_wait", start)
+    config = compose("quickstart", ["evaluation.tasks=[small_python]"]).config
+    config.evaluation.before, config.evaluation.after = when == "before", when == "after"
+    begun = attempt.Attempt(config=config, folder=tmp_path, lock=-1, console=Console())
+    with pytest.raises(RequestError, match="programs that a model wrote are not executed"):
+        begun._train_and_evaluate()

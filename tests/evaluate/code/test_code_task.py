@@ -1,0 +1,139 @@
+"""What task files say about programs, and what `evaluation.code` changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tunebook.config.schema import CodeConfig
+from tunebook.errors import RequestError
+from tunebook.evaluate.code.code_task import CodeTask, own_tasks, with_choice
+from tunebook.evaluate.task_files import TaskFile, read_task_file, resolve_task
+
+
+def code_of(name: str) -> CodeTask:
+    task = resolve_task(name)
+    assert isinstance(task, TaskFile) and task.code is not None and task.name == name
+    return task.code
+
+
+def test_every_task_of_this_book() -> None:
+    assert sorted(own_tasks()) == [
+        "humaneval", "humaneval_64", "humaneval_64_instruct", "humaneval_instruct", "mbpp", "mbpp_fenced",
+        "mbpp_instruct", "small_python", "small_python_instruct",
+    ]  # fmt: skip
+    for name in own_tasks():
+        code = code_of(name)
+        assert max(code.pass_at_k) == code.num_samples == (64 if "_64" in name else 1)
+        assert code.time_limit_s == 3.0
+        assert code.generation["do_sample"] is ("_64" in name)
+    assert [code_of(name).program for name in ("humaneval", "humaneval_instruct", "mbpp", "mbpp_instruct")] == [
+        "prompt_and_answer", "prompt_and_answer_to_fence", "answer", "first_block",
+    ]  # fmt: skip
+
+
+def test_samples_are_chosen() -> None:
+    code = with_choice(
+        "humaneval",
+        code_of("humaneval"),
+        CodeConfig(num_samples=20, temperature=0.8, top_p=0.95, max_new_tokens=300, pass_at_k=[1, 10]),
+    )
+    assert (code.num_samples, code.pass_at_k) == (20, (1, 10))
+    assert code.generation == {
+        "until": ["\nclass", "\ndef", "\n#", "\nif", "\nprint"],
+        "max_gen_toks": 300,
+        "do_sample": True,
+        "temperature": 0.8,
+        "top_p": 0.95,
+    }
+
+
+def test_nothing_chosen_changes_nothing() -> None:
+    for name in own_tasks():
+        assert with_choice(name, code_of(name), CodeConfig()) == code_of(name)
+
+
+def test_temperature_0_takes_the_likeliest_token() -> None:
+    code = with_choice("t", code_of("humaneval_64"), CodeConfig(num_samples=1, temperature=0.0, pass_at_k=[1]))
+    assert code.generation["do_sample"] is False
+    assert "temperature" not in code.generation and "top_p" not in code.generation
+
+
+def test_what_the_harness_is_given(tmp_path: Path) -> None:
+    code = code_of("small_python")
+    keys = code.harness_keys(tmp_path)
+    assert keys["repeats"] == 1 and keys["generation_kwargs"] == code.generation
+    assert keys["dataset_path"] == "json"
+    assert keys["dataset_kwargs"]["data_files"]["test"].endswith("/small_python.jsonl")
+    assert keys["dataset_kwargs"]["cache_dir"] == str(tmp_path)
+    assert set(code_of("humaneval").harness_keys(tmp_path)) == {"repeats", "generation_kwargs"}
+    assert code_of("humaneval_64").harness_keys(tmp_path)["repeats"] == 64
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        (CodeConfig(pass_at_k=[1, 10]), r"pass@10 .* number of samples is 1; try evaluation.code.num_samples=10"),
+        (CodeConfig(num_samples=5, temperature=0.8, pass_at_k=[0]), r"pass@0 cannot be estimated"),
+        (CodeConfig(num_samples=5), r"5 samples of each .* temperature 0 are .* evaluation.code.temperature=0.8"),
+        (CodeConfig(num_samples=5, temperature=0.0), r"5 times the same"),
+        (CodeConfig(top_p=0.9), r"evaluation.code.top_p=0.9 says .* nothing is sampled at temperature 0"),
+    ],
+)  # fmt: skip
+def test_contradictions(choice: CodeConfig, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        with_choice("humaneval", code_of("humaneval"), choice)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ("{program: first_bloc}", r"metadata.code.program is 'first_bloc'. Did you mean 'first_block'\?"),
+        ("{program: answer, pass_at_k: []}", r"metadata.code.pass_at_k is \[\]"),
+        ("{program: answer, pass_at_k: [0]}", r"metadata.code.pass_at_k is \[0\]"),
+        ("{program: answer, pass_at_k: [true]}", r"metadata.code.pass_at_k is \[True\]"),
+        ("{program: answer, time_limit_s: 0}", r"metadata.code.time_limit_s is 0"),
+        ("{program: answer, time_limit_s: .inf}", r"metadata.code.time_limit_s is inf"),
+        ("{program: answer, problems: gone.jsonl}", r"metadata.code.problems is 'gone.jsonl', but there is no file"),
+        ("{programm: answer}", r"metadata.code is {'programm': 'answer'}; its keys are program, pass_at_k"),
+        ("[]", r"metadata.code is \[\]; its keys are"),
+    ],
+)
+def test_task_files_that_cannot_be_meant(tmp_path: Path, said: str, message: str) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"task: mine\nmetadata:\n  code: {said}\n")
+    with pytest.raises(RequestError, match=message) as raised:
+        read_task_file(file)
+    assert raised.value.problem_id == "task-file"
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("repeats: many", r"repeats is 'many'"),
+        ("repeats: 0", r"repeats is 0"),
+        ("output_type: multiple_choice", r"output_type is generate_until, not multiple_choice"),
+        ("generation_kwargs: [a]", r"generation_kwargs holds keys"),
+    ],
+)
+def test_what_no_program_can_come_from(tmp_path: Path, more: str, message: str) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"task: mine\nmetadata: {{code: {{program: answer}}}}\n{more}\n")
+    with pytest.raises(RequestError, match=message) as raised:
+        read_task_file(file)
+    assert raised.value.problem_id == "task-file"
+
+
+def test_a_file_of_the_users_own(tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text("")
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "task: mine\nrepeats: 3\nmetadata: {code: {program: answer, time_limit_s: 1, problems: mine.jsonl}}"
+    )
+    code = read_task_file(file).code
+    assert code is not None
+    assert (code.num_samples, code.pass_at_k, code.time_limit_s) == (3, (1,), 1.0)
+    assert code.problems == tmp_path / "mine.jsonl"
+    file.write_text("task: mine\n")
+    assert read_task_file(file).code is None

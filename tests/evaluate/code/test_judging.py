@@ -1,0 +1,183 @@
+"""Programs through the real harness and a real sandbox, with scores worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tunebook.config.schema import CodeConfig
+from tunebook.errors import RequestError
+from tunebook.evaluate.code import judging
+from tunebook.evaluate.code.checks import with_samples
+from tunebook.evaluate.code.judging import judge_programs
+from tunebook.evaluate.code.samples import MAX_PROGRAM_CHARS
+from tunebook.evaluate.results import task_answers, task_scores
+from tunebook.evaluate.task_files import TaskFile, read_task_file, resolve_task
+
+pytestmark = pytest.mark.usefixtures("quiet_harness", "nowhere")
+
+Generate = Callable[..., dict[str, Any]]
+PATIENT_S = 60.0  # a machine that is busy must not make a right program wrong
+RIGHT, WRONG, ENDLESS = object(), "    return 'wrong'\n", "    while True:\n        pass\n"
+
+
+def task_named(name: str, time_limit_s: float = PATIENT_S, **choice: Any) -> TaskFile:
+    task = with_samples(resolve_task(name), CodeConfig(**choice))
+    assert isinstance(task, TaskFile) and task.code is not None
+    return replace(task, code=replace(task.code, time_limit_s=time_limit_s))
+
+
+def judge(results: dict[str, Any], tasks: list[TaskFile], file: Path) -> dict[str, Any]:
+    """Judge behind whatever wall there is: all programs here are harmless."""
+    record = judge_programs(results, tasks, file, confirm_run_unsafe_code=True, say=lambda line: None)
+    assert record is not None
+    return record
+
+
+def told(table: dict[str, list[Any]]) -> Callable[[dict[str, Any], int], Any]:
+    def answer(problem: dict[str, Any], number: int) -> Any:
+        said = table[problem["entry_point"]][number]
+        return problem["canonical_solution"] if said is RIGHT else said
+
+    return answer
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_two_samples_of_five_problems(tmp_path: Path, generate: Generate) -> None:
+    table = {
+        "count_vowels": [RIGHT, RIGHT],
+        "running_total": [RIGHT, WRONG],
+        "second_largest": [WRONG, None],
+        "is_palindrome": ["  \n", "#" * MAX_PROGRAM_CHARS],
+        "chunks": [b"return 1", RIGHT],
+    }
+    task = task_named("small_python", num_samples=2, temperature=0.8, pass_at_k=[1, 2])
+    results = generate([task], told(table), limit=5)
+    record = judge(results, [task], tmp_path / "programs.jsonl")
+
+    # Right of two samples: 2, 1, 0, 0, 1. pass@1 is 1, .5, 0, 0, .5: the mean is .4, and the sum of squared deviations
+    # .36 + .01 + .16 + .16 + .01 = .7. pass@2 is 1, 1, 0, 0, 1: the mean is .6, and the sum 3 * .16 + 2 * .36 = 1.2.
+    scores = record["tasks"]["small_python"]["pass_at_k"]
+    assert scores["pass@1"] == {"value": pytest.approx(0.4), "stderr": pytest.approx((0.7 / 4 / 5) ** 0.5)}
+    assert scores["pass@2"] == {"value": pytest.approx(0.6), "stderr": pytest.approx((1.2 / 4 / 5) ** 0.5)}
+    statuses = {"passed": 4, "failed": 2, "not_text": 2, "empty": 1, "too_long": 1}
+    assert record["tasks"]["small_python"]["statuses"] == statuses
+    assert record["tasks"]["small_python"]["generation"]["temperature"] == 0.8
+
+    score = task_scores(results)["small_python"]
+    assert (score["metric"], score["value"], score["num_items"]) == ("pass@1", pytest.approx(0.4), 5)
+    assert score["stderr"] == scores["pass@1"]["stderr"]
+    assert score["higher_is_better"] is True
+    answers = task_answers("small_python", results)
+    assert [answer.value for answer in answers] == [1.0, 0.5, 0.0, 0.0, 0.5]
+    assert [answer.correct for answer in answers] == [True, False, False, False, False]
+    assert answers[0].answer.startswith("def count_vowels(") and "# " not in answers[0].answer
+
+
+def test_the_samples_say_what_became_of_each(tmp_path: Path, generate: Generate) -> None:
+    loud = "    print('one')\n    print('two')\n    raise OSError('three')\n"
+    table = {"count_vowels": [RIGHT], "running_total": [loud], "second_largest": [None]}
+    task = task_named("small_python")
+    file = tmp_path / "programs.jsonl"
+    record = judge(generate([task], told(table), limit=3), [task], file)
+    right, wrong, none = read_lines(file)
+    assert (right["status"], right["message"], right["number"]) == ("passed", "", 0)
+    assert right["program"].endswith('return sum(letter in "aeiou" for letter in text.lower())\n')
+    assert right["test"].endswith("check(count_vowels)")
+    assert (wrong["status"], wrong["last_lines"]) == ("failed", ["one", "two"])
+    assert wrong["message"].startswith("OSError: three (program, line 8)")
+    assert (none["status"], none["program"], none["seconds"]) == ("not_text", None, None)
+    assert [line["problem"] for line in (right, wrong, none)] == [f"small_python/{number}" for number in range(3)]
+    assert record["samples"] == "programs.jsonl"
+    assert record["execution"]["limits"]["memory_bytes"] == 512 << 20
+    assert record["execution"]["confirm_run_unsafe_code"] is True
+    assert record["execution"]["backend"] in ("bubblewrap", "unsafe")
+
+
+def test_an_endless_program_is_ended(tmp_path: Path, generate: Generate) -> None:
+    endless, patient = task_named("small_python", time_limit_s=0.5), task_named("small_python_instruct")
+
+    def answer(problem: dict[str, Any], number: int) -> str:
+        return ENDLESS
+
+    results = generate([endless], answer, limit=1)
+    for key, value in generate([patient], told({"count_vowels": [RIGHT]}), limit=1).items():
+        results[key] |= value
+    record = judge(results, [endless, patient], tmp_path / "programs.jsonl")
+    assert record["tasks"]["small_python"]["statuses"] == {"timed_out": 1}
+    assert record["tasks"]["small_python_instruct"]["statuses"] == {"passed": 1}
+    assert record["tasks"]["small_python"]["pass_at_k"] == {"pass@1": {"value": 0.0, "stderr": None}}
+    assert task_scores(results)["small_python"]["stderr"] is None  # of one problem there is none
+
+
+def test_every_shipped_problem_accepts_its_own_solution(tmp_path: Path, generate: Generate) -> None:
+    task = task_named("small_python_instruct")
+    results = generate([task], lambda problem, number: problem["canonical_solution"] + "```\nThat is it.")
+    record = judge(results, [task], tmp_path / "programs.jsonl")
+    assert record["tasks"]["small_python_instruct"]["statuses"] == {"passed": 24}
+    assert task_scores(results)["small_python_instruct"]["value"] == 1.0
+
+
+def test_mbpp_on_local_data(tmp_path: Path, generate: Generate, mbpp: Path) -> None:
+    said = {
+        11: "def double(n):\n  return n + n\n```\nThis doubles.",
+        12: "\ndef join(words, sign):\n  return sign.join(words)",  # the block does not end
+    }
+    in_harness = {"mbpp": {"failed": 1, "passed": 1}, "mbpp_instruct": {"failed": 1, "empty": 1}}  # it drops a `def`
+    for name, expected in {**in_harness, "mbpp_fenced": {"passed": 2}}.items():
+        file = tmp_path / f"{name}.yaml"
+        local = {"dataset_path": "json", "dataset_name": None, "test_split": "test"}
+        local |= {"dataset_kwargs": {"data_files": {"test": str(mbpp)}, "cache_dir": str(tmp_path / "cache")}}
+        own = resolve_task(name)
+        assert isinstance(own, TaskFile)
+        file.write_text(json.dumps({"include": str(own.file), **local}))
+        task = read_task_file(file)
+        assert task.code is not None
+        task = replace(task, code=replace(task.code, time_limit_s=PATIENT_S))
+        results = generate([task], lambda problem, number: said[problem["task_id"]])
+        record = judge(results, [task], tmp_path / "programs.jsonl")
+        assert record["tasks"][name]["statuses"] == expected
+        assert task_scores(results)[name]["value"] == expected.get("passed", 0) / 2
+
+
+def test_the_samples_are_written_before_anything_is_executed(
+    tmp_path: Path, generate: Generate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*words: Any, **more: Any) -> Any:
+        raise RequestError("the sandbox is gone", problem_id="sandbox-dead")
+
+    monkeypatch.setattr(judging, "open_backend", gone)
+    task = task_named("small_python")
+    results = generate([task], told({"count_vowels": [RIGHT]}), limit=1)
+    with pytest.raises(RequestError, match="the sandbox is gone"):
+        judge(results, [task], tmp_path / "programs.jsonl")
+    [line] = read_lines(tmp_path / "programs.jsonl")
+    assert line["status"] is None and line["program"].startswith("def count_vowels")
+
+
+def test_without_programs_nothing_is_done(tmp_path: Path) -> None:
+    task = resolve_task("book:recipes/quickstart/tasks/quickstart.yaml")
+    file = tmp_path / "programs.jsonl"
+    assert judge_programs({}, [task, "gsm8k"], file, confirm_run_unsafe_code=False, say=print) is None
+    assert not file.exists()
+
+
+def test_how_far_it_is_and_how_it_ended_is_said(
+    tmp_path: Path, generate: Generate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judging, "SAY_EVERY_S", 0.0)
+    task = task_named("small_python")
+    results = generate([task], told({"count_vowels": [RIGHT], "running_total": [WRONG]}), limit=2)
+    said: list[str] = []
+    judge_programs(results, [task], tmp_path / "p.jsonl", confirm_run_unsafe_code=True, say=said.append)
+    assert said[0].startswith("2 programs are executed ")
+    assert said[1:3] == ["1 of 2 programs executed", "2 of 2 programs executed"]
+    assert said[3].startswith("of 2 samples: 1 passed, 1 failed; ")

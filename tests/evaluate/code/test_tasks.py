@@ -1,0 +1,125 @@
+"""The shipped tasks against the harness' own: the same requests. Its code is read, never imported."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lm_eval.tasks import TaskManager
+from transformers import PreTrainedTokenizerBase
+
+from tunebook.evaluate.code.code_task import FOLDER, own_tasks
+from tunebook.evaluate.harness import HarnessSettings, LoadedTask, Prompting, load_tasks, requests_of
+from tunebook.evaluate.harness_tasks import task_folder
+from tunebook.evaluate.task_files import TaskFile, read_task_config, read_task_file
+
+pytestmark = pytest.mark.usefixtures("quiet_harness")
+HarnessFunction = Callable[[str, str], Callable[..., Any]]
+NOTHING_SCORED = [{"metric": "bypass", "aggregation": "bypass", "higher_is_better": True}]
+OF_HARNESS = [
+    "humaneval", "humaneval_64", "humaneval_64_instruct", "humaneval_instruct", "mbpp", "mbpp_instruct",
+]  # fmt: skip
+
+
+def local_data(name: str, folder: Path, mbpp: Path) -> dict[str, Any]:
+    """What lets a task read problems on this machine in place of the hub's."""
+    data = {"data_files": {"test": str(mbpp if "mbpp" in name else FOLDER / "small_python.jsonl")}}
+    return {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": data | {"cache_dir": str(folder / "cache")}}
+
+
+def settings(folder: Path) -> HarnessSettings:
+    return HarnessSettings(
+        num_fewshot=None, limit=2, system_prompt="Be brief.", items_folder=folder, cache_folder=folder / "cache"
+    )
+
+
+def harness_task(name: str, data: dict[str, Any], harness_function: HarnessFunction) -> LoadedTask:
+    """The harness' own task, without its scoring, which is what executes programs."""
+    folder = name.partition("_")[0]
+    config = read_task_config(task_folder() / folder / f"{name}.yaml")
+    if config.get("fewshot_config"):
+        config["fewshot_config"]["samples"] = harness_function(folder, "list_fewshot_samples")
+    config.pop("filter_list", None)
+    config.pop("unsafe_code")
+    spec = config | data | {"metric_list": NOTHING_SCORED}
+    [task] = TaskManager(include_defaults=False).load([spec])["tasks"].values()
+    return LoadedTask(name=name, task=task, is_rendered=False, source_sha256=None)
+
+
+def own_task(name: str, data: dict[str, Any], prompting: Prompting, folder: Path) -> LoadedTask:
+    """The shipped task, as a user's file that includes it and names other data."""
+    file = folder / f"{name}.yaml"
+    file.write_text(json.dumps({"include": str(own_tasks()[name]), **data}))
+    [task] = load_tasks([read_task_file(file)], prompting, settings(folder)).tasks.values()
+    return task
+
+
+@pytest.mark.parametrize("has_template", [True, False], ids=["chat", "text"])
+@pytest.mark.parametrize("name", OF_HARNESS)
+def test_the_model_is_asked_what_the_harness_asks(
+    name: str, has_template: bool, tmp_path: Path, mbpp: Path, tokenizer: PreTrainedTokenizerBase,
+    harness_function: HarnessFunction, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    if not has_template:
+        monkeypatch.setattr(tokenizer, "chat_template", None)
+    prompting = Prompting(tokenizer=tokenizer, max_length=4096)
+    data = local_data(name, tmp_path, mbpp)
+    own, theirs = own_task(name, data, prompting, tmp_path), harness_task(name, data, harness_function)
+    asked = requests_of(own, prompting, settings(tmp_path))
+    assert asked == requests_of(theirs, prompting, settings(tmp_path))  # prompts, stops, lengths, sampling
+    assert len(asked) == 2 and len(asked[0][2]) == 1
+    for key in ("repeats", "num_fewshot", "doc_to_target"):
+        assert own.task.get_config(key) == theirs.task.get_config(key), key
+    assert theirs.task.VERSION == own.task.VERSION
+    problem = own.task.eval_docs[0]
+    assert own.task.doc_to_target(problem) == theirs.task.doc_to_target(problem)
+    prompt = asked[0][2][0][0]
+    assert ("<|im_start|>user\n" in prompt) is has_template
+    assert prompt.count("[DONE]") == (3 if name == "mbpp" else 0)
+
+
+def test_mbpp_fenced_asks_what_mbpp_instruct_asks(
+    tmp_path: Path, mbpp: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    prompting = Prompting(tokenizer=tokenizer, max_length=4096)
+    asked = [
+        requests_of(
+            own_task(name, local_data(name, tmp_path, mbpp), prompting, tmp_path), prompting, settings(tmp_path)
+        )
+        for name in ("mbpp_instruct", "mbpp_fenced")
+    ]
+    assert asked[0] == asked[1]
+
+
+def test_no_shipped_task_executes_or_imports_anything() -> None:
+    for file in own_tasks().values():
+        config = read_task_config(file)
+        assert "!function" not in file.read_text()
+        assert config["metric_list"] == NOTHING_SCORED
+        assert "unsafe_code" not in config
+        task = read_task_file(file)
+        assert isinstance(task, TaskFile) and task.code is not None
+
+
+def test_the_shipped_problems_are_in_humanevals_format(small_problems: dict[str, dict[str, Any]]) -> None:
+    assert len(small_problems) == 24
+    keys = Counter(key for problem in small_problems.values() for key in problem)
+    assert keys == dict.fromkeys(("task_id", "prompt", "entry_point", "canonical_solution", "test"), 24)
+    assert [problem["task_id"] for problem in small_problems.values()] == [f"small_python/{n}" for n in range(24)]
+    stops = read_task_config(own_tasks()["small_python"])["generation_kwargs"]["until"]
+    for name, problem in small_problems.items():
+        assert f"def {name}(" in problem["prompt"] and problem["prompt"].endswith('"""\n')
+        assert not any(stop in problem["canonical_solution"] for stop in stops)
+        assert problem["test"].startswith("def check(candidate):\n") and problem["test"].count("assert ") >= 3
+
+
+def test_no_problem_is_passed_by_doing_nothing(small_problems: dict[str, dict[str, Any]]) -> None:
+    for name, problem in small_problems.items():
+        names: dict[str, Any] = {}
+        exec(f"{problem['prompt']}    return None\n{problem['test']}", names)
+        with pytest.raises((AssertionError, TypeError)):
+            names["check"](names[name])

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tunebook.errors import RequestError
+from tunebook.evaluate.needs import fetch, nltk_data
+from tunebook.evaluate.needs.check import find_lacks
+from tunebook.evaluate.needs.command import fetch_command
+from tunebook.evaluate.needs.fetch import fetch_tasks
+
+TASK = "task: {name}\ndataset_path: {data}\ndataset_name: {subset}\ntest_split: test\n"
+
+
+class Hub:
+    """Stands in for the library's way to the hub: what it has gets into the cache as it does from there."""
+
+    def __init__(self, cache: Callable[[str, str], Path], data: set[tuple[str, str]]) -> None:
+        self.cache, self.data = cache, data
+        self.asked: list[tuple[str, str]] = []
+
+    def load_dataset_builder(self, path: str, name: str, **_options: Any) -> Hub:
+        self.asked.append((path, name))
+        if (path, name) not in self.data:
+            raise ConnectionError("Couldn't reach the hub")
+        return self
+
+    def download_and_prepare(self) -> None:
+        self.cache(*self.asked[-1])
+
+
+@pytest.fixture
+def hub(cache_data_set: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch) -> Hub:
+    hub = Hub(cache_data_set, {("zoo/open", "cats"), ("zoo/open", "dogs")})
+    monkeypatch.setattr("datasets.load_dataset_builder", hub.load_dataset_builder)
+    monkeypatch.setattr(fetch, "Hub", lambda: SimpleNamespace(refusal=lambda _: None))
+    return hub
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Callable[[str, str], str]:
+    def make(data: str, subset: str) -> str:
+        file = tmp_path / f"{subset}.yaml"
+        file.write_text(TASK.format(name=subset, data=data, subset=subset))
+        return str(file)
+
+    return make
+
+
+def test_what_was_fetched_is_no_lack_afterwards_and_is_not_fetched_again(
+    hub: Hub, task: Callable[[str, str], str]
+) -> None:
+    tasks = [task("zoo/open", "cats"), task("zoo/open", "dogs")]
+    assert len(find_lacks(tasks)) == 2
+    said: list[str] = []
+    assert fetch_tasks([*tasks, tasks[0]], said.append) == []
+    assert find_lacks(tasks) == []
+    assert said == ["fetching data set zoo/open (cats)", "fetching data set zoo/open (dogs)"]
+    assert fetch_tasks(tasks, said.append) == []
+    assert hub.asked == [("zoo/open", "cats"), ("zoo/open", "dogs")]
+
+
+def test_what_cannot_be_had_does_not_keep_the_rest_away(hub: Hub, task: Callable[[str, str], str]) -> None:
+    tasks = [task("zoo/gone", "birds"), task("zoo/open", "cats")]
+    console = Console(file=io.StringIO(), width=200)
+    with pytest.raises(RequestError, match=r"zoo/gone \(birds\): the hub is out of reach.*bring HF_HOME") as raised:
+        fetch_command(None, [], [], console, suite=None, tasks=tasks)
+    assert raised.value.problem_id == "not-fetched"
+    assert "zoo/open" not in raised.value.message
+    assert find_lacks(tasks[1:]) == []
+
+
+def test_without_a_network_the_library_is_not_left_to_try_for_minutes(
+    hub: Hub, task: Callable[[str, str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "Hub", lambda: SimpleNamespace(refusal=lambda _: "the hub is out of reach"))
+    problems = fetch_tasks([task("zoo/open", "cats"), task("zoo/open", "dogs")], lambda _: None)
+    assert problems == ["the data sets zoo/open (cats), zoo/open (dogs) are not here, and the hub is out of reach"]
+    assert hub.asked == []
+
+
+def test_nltk_data_and_packages_belong_to_it(
+    hub: Hub, task: Callable[[str, str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[str] = []
+    monkeypatch.setattr(nltk_data, "is_here", lambda _: False)
+    monkeypatch.setattr(nltk_data, "download", lambda data: fetched.append(data.package))
+    file = Path(task("zoo/open", "cats"))
+    file.write_text(file.read_text() + "process_results: !function utils.score\n")
+    (tmp_path / "utils.py").write_text("import not_here\nfrom lm_eval.tasks.ifeval import instructions_util\n")
+    problems = fetch_tasks([str(file)], lambda _: None)
+    assert fetched == ["punkt_tab"]
+    assert "not_here" in problems[-1].partition("type: pip install ")[2].split()
+
+
+def test_a_recipe_is_its_model_its_data_and_its_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    models: list[str | None] = []
+    data: list[str | None] = []
+    tasks: list[str] = []
+    monkeypatch.setattr(fetch, "_fetch_model", lambda config: models.append(config.model.name))
+    monkeypatch.setattr(fetch, "_fetch_data_set", lambda source: data.append(source.name))
+    monkeypatch.setattr(fetch, "fetch_tasks", lambda names, _: tasks.__iadd__(names) and [])
+    console = Console(file=io.StringIO(), width=200)
+    overrides = [
+        "model=hub",
+        "model.name=some/model",
+        "dataset=hub",
+        "dataset.name=some/data",
+        "evaluation=leaderboard",
+    ]
+    fetch_command("quickstart", overrides, [], console, suite=None, tasks=None)
+    assert (models, data) == (["some/model"], ["some/data"])
+    assert "leaderboard_ifeval" in tasks
+    assert "everything is here" in console.file.getvalue()  # type: ignore[attr-defined]
+    models.clear()
+    fetch_command("quickstart", [], [], console, suite=None, tasks=None)  # a model and data of the book's own
+    assert (models, data) == ([], ["some/data"])
+
+
+@pytest.mark.parametrize(
+    ("asked", "problem_id"),
+    [
+        ({"suite": None, "tasks": None}, "nothing-to-fetch"),
+        ({"suite": "leaderboard", "tasks": ["gsm8k"]}, "suite-and-tasks"),
+        ({"suite": "leaderbord", "tasks": None}, "unknown-suite"),
+    ],
+)
+def test_what_cannot_be_fetched_is_said(asked: dict[str, Any], problem_id: str) -> None:
+    with pytest.raises(RequestError) as raised:
+        fetch_command(None, [], [], Console(), **asked)
+    assert raised.value.problem_id == problem_id

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from tunebook.data.template import template_hash
+from tunebook.errors import DataError, RequestError
+from tunebook.evaluate.binding import (
+    MISMATCHES,
+    Trained,
+    allowed_mismatches,
+    check_bound,
+    recorded_beside,
+    recorded_by_origin,
+    recorded_by_run,
+)
+from tunebook.model.tokenizer import tokenizer_hash
+from tunebook.record.manifest import system_prompt_hash
+from tunebook.record.origin import ORIGIN_FILE, Origin
+
+PROMPT = "Answer in one word."
+
+
+@pytest.fixture
+def trained(tokenizer: PreTrainedTokenizerBase) -> Trained:
+    return Trained(
+        by="/outputs/tiny/now",
+        name="tiny/now",
+        tokenizer_sha256=tokenizer_hash(tokenizer),
+        chat_template_sha256=template_hash(tokenizer),
+        system_prompt_sha256=system_prompt_hash(PROMPT),
+    )
+
+
+@pytest.fixture
+def changed(tokenizer: PreTrainedTokenizerBase) -> dict[str, tuple[Any, str | None]]:
+    """By what differs: a tokenizer and a system prompt, of which that one is not as it was trained."""
+    other_template, other_tokens = copy.deepcopy(tokenizer), copy.deepcopy(tokenizer)
+    other_template.chat_template += "\n"
+    other_tokens.add_tokens(["zebra"])
+    return {
+        "template": (other_template, PROMPT),
+        "tokenizer": (other_tokens, PROMPT),
+        "system_prompt": (tokenizer, None),
+    }
+
+
+def test_as_in_training_nothing_is_different(trained: Trained, tokenizer: PreTrainedTokenizerBase) -> None:
+    assert check_bound(trained, tokenizer, PROMPT) == {
+        "to": "tiny/now",
+        "mismatches": [],
+        "tokenizer_sha256": trained.tokenizer_sha256,
+        "chat_template_sha256": trained.chat_template_sha256,
+        "system_prompt_sha256": trained.system_prompt_sha256,
+    }
+
+
+@pytest.mark.parametrize("what", MISMATCHES)
+def test_a_difference_is_an_error_unless_it_is_named_and_then_recorded(
+    trained: Trained, changed: dict[str, tuple[Any, str | None]], what: str
+) -> None:
+    tokenizer, prompt = changed[what]
+    others = [name for name in MISMATCHES if name != what]
+    with pytest.raises(DataError, match=rf"is not the one that /outputs/tiny/now.*--allow-mismatch {what}\)") as raised:
+        check_bound(trained, tokenizer, prompt, others)
+    assert raised.value.problem_id == f"{what.replace('_', '-')}-changed"
+    bound = check_bound(trained, tokenizer, prompt, [what])
+    assert bound["mismatches"] == [what]
+    key = {"template": "chat_template"}.get(what, what) + "_sha256"
+    assert bound[key] != getattr(trained, key)
+    assert [bound[f"{name}_sha256"] for name in ("tokenizer", "chat_template", "system_prompt")].count(None) == 0
+
+
+def test_a_padding_token_that_the_trainer_gave_is_no_difference(
+    trained: Trained, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    without: Any = copy.deepcopy(tokenizer)
+    without.pad_token = None
+    recorded = Trained(by="a run", name="a/b", tokenizer_sha256=tokenizer_hash(without))
+    before = tokenizer.pad_token
+    assert before is not None
+    assert check_bound(recorded, tokenizer, None)["tokenizer_sha256"] == recorded.tokenizer_sha256
+    assert tokenizer.pad_token == before
+
+
+def test_what_was_not_recorded_is_not_compared(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert check_bound(Trained(by="an old run", name="a/b"), tokenizer, PROMPT)["mismatches"] == []
+    assert check_bound(None, tokenizer, PROMPT)["to"] is None
+
+
+def test_a_runs_manifest_and_an_exported_folder_say_the_same(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    assert recorded_by_run(tmp_path) is None
+    assert recorded_beside(None) is None
+    assert recorded_beside(tmp_path) is None
+    manifest = {"format": 1, "tokenizer_sha256": "t", "chat_template_sha256": "c"}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    old = recorded_by_run(tmp_path)
+    assert old is not None
+    assert (old.tokenizer_sha256, old.system_prompt_sha256) == ("t", None)  # runs that recorded no prompt
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"system_prompt_sha256": system_prompt_hash(PROMPT)}))
+    said: dict[str, Any] = {
+        "run": "a/b", "recipe": None, "config_sha256": "x", "tokenizer_sha256": "t", "chat_template_sha256": "c",
+        "system_prompt": PROMPT,
+    }  # fmt: skip
+    (tmp_path / ORIGIN_FILE).write_text(json.dumps({"format": 1, **said}))
+    by_run, beside = recorded_by_run(tmp_path), recorded_beside(tmp_path)
+    assert by_run is not None
+    assert beside is not None
+    hashes = ("tokenizer_sha256", "chat_template_sha256", "system_prompt_sha256")
+    assert [getattr(by_run, key) for key in hashes] == [getattr(beside, key) for key in hashes]
+    assert recorded_by_origin(Origin(**said)) == beside
+
+
+def test_what_may_differ_is_named_with_commas() -> None:
+    assert allowed_mismatches("") == []
+    assert allowed_mismatches("template, system_prompt") == ["template", "system_prompt"]
+    with pytest.raises(RequestError, match=r"there is no 'templat' to differ\. Did you mean 'template'") as raised:
+        allowed_mismatches("tokenizer,templat")
+    assert raised.value.problem_id == "unknown-mismatch"

@@ -1,0 +1,65 @@
+"""Where the model of an evaluation is put; what comes of one is tried in test_task_runs.py and test_worker.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tunebook.config.frozen import load_config
+from tunebook.errors import DoesNotFitError
+from tunebook.evaluate import worker
+from tunebook.evaluate.bound_model import load_trained, trained_architecture
+from tunebook.evaluate.evaluation import _refuse_offloading
+from tunebook.hardware.detect import VISIBLE_VARIABLE
+
+TaskFile = Callable[[str], Path]
+KnownRun = Callable[..., Path]
+
+
+def test_a_model_over_several_devices_answers_as_on_one(known_run: KnownRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(known_run([]) / "run.yaml")
+    asked: list[Any] = []
+    original = AutoModelForCausalLM.from_pretrained
+
+    def from_pretrained(*arguments: Any, **options: Any) -> Any:
+        asked.append(options.get("device_map"))
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    whole: Any = load_trained(config, None)
+    sharded: Any = load_trained(config, None, is_sharded=True)
+    assert asked == [None, "auto"]
+    tokens = torch.tensor([[2, 3, 4, 5]])
+    with torch.no_grad():
+        assert torch.equal(sharded(tokens).logits, whole(tokens).logits)
+    assert trained_architecture(config, None).max_position_embeddings == 64
+
+
+def test_a_part_that_stays_on_the_host_is_refused() -> None:
+    _refuse_offloading(SimpleNamespace(hf_device_map={"": 0, "lm_head": 1}), is_on_gpu=True)
+    _refuse_offloading(SimpleNamespace(), is_on_gpu=True)
+    _refuse_offloading(SimpleNamespace(hf_device_map={"": "cpu"}), is_on_gpu=False)
+    for place in ("cpu", "disk"):
+        model = SimpleNamespace(hf_device_map={"embed": 0, "lm_head": place})
+        with pytest.raises(DoesNotFitError, match="too little free memory for the model"):
+            _refuse_offloading(model, is_on_gpu=True)
+
+
+@pytest.mark.usefixtures("quiet_harness")
+def test_a_run_made_for_a_cpu_leaves_the_gpus_alone(
+    task_file: TaskFile, known_run: KnownRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "detect_machine", lambda: pytest.fail("it was asked for GPUs"))
+    monkeypatch.setenv(VISIBLE_VARIABLE, "0,1")
+    run = known_run([task_file("choice")])
+    assert worker.main(["--run", str(run), "--when", "before"]) == 0
+    record = json.loads((run / "evaluation" / "before.json").read_text())
+    assert record["spread"] == {"text": "on the CPU, 1 process", "processes": 1, "is_sharded": False}
+    assert record["device"] == "cpu"

@@ -1,0 +1,132 @@
+"""What the model reads and where it stops, seen at the model itself while the harness runs real tasks.
+
+The tokenizer puts a BOS token before every text, as LLaMA's does, and the chat template writes one too: training read
+one, so must the evaluation.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from tunebook.evaluate.batch_size import BatchSize
+from tunebook.evaluate.harness import HarnessSettings, Prompting, load_tasks, run_task
+from tunebook.evaluate.progress import AnswerProgress
+from tunebook.evaluate.request_model import RequestModel
+from tunebook.evaluate.task_files import read_task_file
+
+pytestmark = pytest.mark.usefixtures("quiet_harness")
+
+WORDS = ("<pad>", "<s>", "</s>", "system:", "user:", "answer:", "a", "b", "c")
+PAD, BOS = 0, 1
+TEMPLATE = (
+    "{{ '<s> ' }}{% for message in messages %}{{ message.role }}: {{ message.content }} </s> {% endfor %}"
+    "{% if add_generation_prompt %}{{ 'answer: ' }}{% endif %}"
+)
+CHOICES = """
+task: choices
+dataset_path: json
+dataset_kwargs: {data_files: {test: DATA}, cache_dir: CACHE}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: ["a", "b"]
+doc_to_target: "{{right}}"
+metric_list: [{metric: acc}]
+"""
+WRITTEN = CHOICES.replace("multiple_choice", "generate_until").replace('doc_to_choice: ["a", "b"]\n', "")
+WRITTEN = WRITTEN.replace("metric: acc", "metric: exact_match")
+WRITTEN += "generation_kwargs: {until: [], max_gen_toks: 4}\n"
+HELD_OUT = """
+task: words
+output_type: generate_until
+doc_to_text: "{{prompt}}"
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: [], do_sample: false, max_gen_toks: 4}
+metric_list: [{metric: exact_match}]
+metadata: {conversations: held.jsonl}
+"""
+
+
+@pytest.fixture
+def adding_bos() -> PreTrainedTokenizerBase:
+    backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(list(WORDS[:3]))
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    make: Any = PreTrainedTokenizerFast  # untyped upstream
+    tokenizer: PreTrainedTokenizerBase = make(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>", add_bos_token=True
+    )
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def rows_read(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Every row of tokens that the model reads from now on, without what fills it up."""
+    rows: list[list[int]] = []
+    original = model.forward
+
+    def forward(input_ids: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        rows.extend([token for token in row if token != PAD] for row in input_ids.tolist())
+        return original(input_ids, *arguments, **options)
+
+    monkeypatch.setattr(model, "forward", forward)
+    return rows
+
+
+@pytest.mark.parametrize("start", ["<s> ", ""], ids=["template-writes-bos", "trained-without-bos"])
+@pytest.mark.parametrize("text", [CHOICES, WRITTEN, HELD_OUT], ids=["choices", "written", "held-out"])
+def test_a_prompt_begins_as_in_training_with_one_bos_or_none(
+    text: str,
+    start: str,
+    model: PreTrainedModel,
+    adding_bos: PreTrainedTokenizerBase,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data, held_out = tmp_path / "rows.jsonl", tmp_path / "held.jsonl"
+    data.write_text("".join(json.dumps({"question": question, "right": 0}) + "\n" for question in ("a b", "c")))
+    turns = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]
+    held_out.write_text(json.dumps({"messages": turns}) + "\n")
+    file = tmp_path / "task.yaml"
+    file.write_text(text.replace("DATA", str(data)).replace("CACHE", str(tmp_path / "cache")))
+    run_model = RequestModel(
+        model, adding_bos, batch_size=BatchSize(2), compute_dtype=None, progress=AnswerProgress("test")
+    )
+    settings = HarnessSettings(
+        num_fewshot=None, limit=None, system_prompt="c c", items_folder=tmp_path, cache_folder=tmp_path / "cache"
+    )
+    adding_bos.chat_template = TEMPLATE.replace("<s> ", start)
+    prompting = Prompting(tokenizer=adding_bos, max_length=run_model.max_length)
+    (task,) = load_tasks([read_task_file(file)], prompting, settings).tasks.values()
+    rows = rows_read(model, monkeypatch)
+    run_task(run_model, task, settings)
+    prompts = [row for row in rows if len(row) > 1]  # a generation then reads one token at a time
+    trained = f"{start}system: c c </s> user: a b </s> answer:"
+    begins = adding_bos(trained, add_special_tokens=False)["input_ids"]
+    assert any(row[: len(begins)] == begins for row in prompts)
+    assert all(row.count(BOS) == len(start.split()) for row in prompts)
+
+
+def test_an_answer_ends_where_training_taught_it_to_also_where_the_models_settings_do_not_say_so(
+    known_model: PreTrainedModel, known_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert known_model.generation_config is not None
+    known_model.generation_config.eos_token_id = None
+    model = RequestModel(
+        known_model, known_tokenizer, batch_size=BatchSize(1), compute_dtype=None, progress=AnswerProgress("test")
+    )
+    rows = rows_read(known_model, monkeypatch)
+    # After </s> this model goes on with a, b, c, d for ever.
+    request = Instance("generate_until", {}, ("a", {"until": [], "max_gen_toks": 20, "do_sample": False}), 0)
+    assert model.generate_until([request]) == ["b c d"]
+    assert len(rows) == 4  # the prompt and b, c, d, after which comes </s>
+    assert model.prompted()["stop_tokens"] == ["</s>"]

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedModel
+
+from tunebook.config.choices import Generation, MasterWeights, PeftMethod, Weights
+from tunebook.config.schema import ModelConfig, PeftSettings, RunConfig
+from tunebook.errors import DoesNotFitError, RequestError
+from tunebook.evaluate.spread import choose_spread, evaluation_environment, is_for_gpus, loaded_gib
+from tunebook.hardware.detect import Gpu
+
+
+def gpus(*memory_gib: float) -> list[Gpu]:
+    return [
+        Gpu(name="card", memory_gib=size, compute_capability=(9, 0), generation=Generation.hopper, uuid=f"GPU-{number}")
+        for number, size in enumerate(memory_gib)
+    ]
+
+
+def test_a_model_that_fits_one_gpu_has_a_copy_on_each() -> None:
+    spread = choose_spread(60, gpus(80, 80, 80))  # 60 x 1.15 + 1 = 70
+    assert (spread.num_processes, spread.is_sharded) == (3, False)
+    assert spread.text == "on 3 GPUs, a copy of the model on each"
+    environments = spread.environments({"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0,1,2"})
+    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == ["GPU-0", "GPU-1", "GPU-2"]
+    assert environments[0]["PATH"] == "/bin"
+    assert choose_spread(60, gpus(80)).text == "on one GPU"
+
+
+def test_a_model_that_is_too_large_for_the_smallest_is_one_over_all() -> None:
+    spread = choose_spread(60, gpus(80, 48))
+    assert (spread.num_processes, spread.is_sharded) == (1, True)
+    assert spread.text == ("one model over 2 GPUs: its weights take 60.0 GiB, which does not fit into one of 48.0 GiB")
+    inherited = {"CUDA_VISIBLE_DEVICES": "2,5"}
+    assert spread.environments(inherited) == [inherited]
+
+
+def test_a_model_that_is_too_large_for_all_is_refused() -> None:
+    with pytest.raises(
+        DoesNotFitError, match=r"take 140\.0 GiB, with room to compute 162\.0 GiB, and the 2 GPUs .* 160"
+    ):
+        choose_spread(140, gpus(80, 80))
+
+
+def test_weights_that_are_drawn_or_rounded_are_taken_to_fit() -> None:
+    assert choose_spread(None, gpus(8, 8)).num_processes == 2
+
+
+def test_a_number_of_processes_can_be_asked_for() -> None:
+    spread = choose_spread(1, gpus(80, 80, 80), asked=2)
+    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in spread.environments({})] == ["GPU-0", "GPU-1"]
+    with pytest.raises(RequestError, match=r"--processes 4: there are 3 GPUs .* type --processes 3 or fewer"):
+        choose_spread(1, gpus(80, 80, 80), asked=4)
+
+
+def test_a_cpu_has_one_process_unless_more_are_asked_for() -> None:
+    assert choose_spread(None, []).text == "on the CPU, 1 process"
+    spread = choose_spread(None, [], asked=2)
+    assert spread.text == "on the CPU, 2 processes"
+    assert spread.environments({"A": "1"}) == [{"A": "1"}, {"A": "1"}]
+
+
+def test_the_size_of_the_weights_is_read_from_their_files(
+    tmp_path: Path, known_model: PreTrainedModel, cpu_config: RunConfig
+) -> None:
+    folder = tmp_path / "model"
+    known_model.save_pretrained(folder)
+    count = sum(weight.numel() for weight in known_model.parameters())
+    assert loaded_gib(cpu_config, folder) == count * 4 / 2**30
+    in_bf16 = replace(cpu_config, precision=replace(cpu_config.precision, master_weights=MasterWeights.bf16))
+    assert loaded_gib(in_bf16, folder) == count * 2 / 2**30
+    base = replace(cpu_config, model=ModelConfig(path=str(folder), weights=Weights.pretrained))
+    assert loaded_gib(base, None) == count * 4 / 2**30
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    assert loaded_gib(base, adapter) == count * 4 / 2**30
+    assert loaded_gib(cpu_config, None) is None  # random weights: there is no file
+    assert loaded_gib(replace(base, peft=PeftSettings(method=PeftMethod.qlora)), folder) is None
+    assert not is_for_gpus(cpu_config)
+
+
+def test_an_evaluation_sees_all_gpus_that_it_was_given(cpu_config: RunConfig) -> None:
+    trained_on_two = replace(
+        cpu_config, hardware=replace(cpu_config.hardware, generation=Generation.hopper, gpus_per_node=2)
+    )
+    assert evaluation_environment(trained_on_two, {"CUDA_VISIBLE_DEVICES": "4,5,6"})["CUDA_VISIBLE_DEVICES"] == "4,5,6"
+    assert "CUDA_VISIBLE_DEVICES" not in evaluation_environment(trained_on_two, {})

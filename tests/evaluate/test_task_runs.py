@@ -1,0 +1,297 @@
+"""Real harness runs of every kind of request, against a model whose every probability is known."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tunebook.evaluate import harness, task_runs, worker
+
+pytestmark = pytest.mark.usefixtures("quiet_harness")
+
+TaskFile = Callable[[str], Path]
+KnownRun = Callable[..., Path]
+# By hand, from the table in conftest.py. What follows a word greedily is its likeliest: a b c d </s>.
+BY_HAND = {
+    "next_word": ("acc", 0.5),  # b after a, b c after c a; but neither d after b nor a after d
+    "choice": ("acc", 2 / 3),  # the third one's right answer has a quarter of the likeliest one's probability
+    "continuation": ("exact_match", 0.75),  # after d it ends at once
+    "whole_text": ("word_perplexity", 2.0),  # each of the 6 words has 1/2
+}
+
+
+def record(run: Path, when: str = "before") -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "evaluation" / f"{when}.json").read_text())
+    return found
+
+
+def evaluate(run: Path, *words: str, when: str = "before") -> int:
+    return worker.main(["--run", str(run), "--when", when, *words])
+
+
+def scores(run: Path, when: str = "before") -> dict[str, tuple[str, float]]:
+    return {name: (task["metric"], task["value"]) for name, task in record(run, when)["tasks"].items()}
+
+
+def answers(run: Path, when: str = "before") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "evaluation" / f"{when}-answers.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the tasks that the harness was given to run."""
+    names: list[str] = []
+    original = task_runs.run_task
+
+    def run_task(model: Any, loaded: Any, settings: Any) -> Any:
+        names.append(loaded.name)
+        return original(model, loaded, settings)
+
+    monkeypatch.setattr(task_runs, "run_task", run_task)
+    return names
+
+
+def test_every_kind_of_request_is_scored_as_by_hand(task_file: TaskFile, known_run: KnownRun) -> None:
+    run = known_run([task_file(name) for name in BY_HAND], batch_size=3)
+    assert evaluate(run) == 0
+    found = scores(run)
+    assert {name: metric for name, (metric, _) in found.items()} == {name: by[0] for name, by in BY_HAND.items()}
+    assert [found[name][1] for name in BY_HAND] == pytest.approx([value for _, value in BY_HAND.values()], rel=1e-5)
+    # 1 1 0 0: a standard deviation of sqrt(1/3), over sqrt(4)
+    assert record(run)["tasks"]["next_word"]["stderr"] == pytest.approx((1 / 3) ** 0.5 / 2)
+    by_item = {(answer["task"], answer["item"]): answer for answer in answers(run)}
+    assert by_item["continuation", 0]["responses"] == ["bcd"]
+    assert by_item["choice", 2]["answer"] == "d"
+    # ln 1/2 + ln 1/2 of the two words
+    assert by_item["next_word", 1]["responses"] == pytest.approx([-1.386294], rel=1e-5)
+
+
+def test_finished_tasks_are_taken_by_the_next_evaluation_of_the_same(
+    task_file: TaskFile, known_run: KnownRun, ran: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    files = [task_file(name) for name in ("choice", "continuation")]
+    assert evaluate(known_run(files[:1])) == 0
+    run = known_run(files)
+    assert evaluate(run, when="again") == 0
+    assert ran == ["choice", "continuation"]
+    said = capfd.readouterr().err
+    assert "evaluation again: 1 of 2 tasks are taken from an evaluation of the same model and request" in said
+    assert ": choice; --fresh evaluates anew" in said
+    taken = record(run, "again")
+    assert list(taken["taken"]) == ["choice"]
+    assert scores(run, "again") == {**scores(run), "continuation": ("exact_match", 0.75)}
+    assert [answer for answer in answers(run, "again") if answer["task"] == "choice"] == answers(run)
+
+
+def test_an_evaluation_of_which_everything_is_there_loads_no_model(
+    task_file: TaskFile, known_run: KnownRun, ran: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = known_run([task_file("choice")])
+    assert evaluate(run) == 0
+    first = record(run)
+    monkeypatch.setattr("tunebook.evaluate.evaluation.load_trained", lambda *_, **__: pytest.fail("it was loaded"))
+    assert evaluate(run) == 0
+    assert ran == ["choice"]
+    again = record(run)
+    assert again["taken"]
+    assert {**again, "seconds": 0, "taken": {}} == {**first, "seconds": 0}
+
+
+def test_another_request_is_evaluated(task_file: TaskFile, known_run: KnownRun, ran: list[str]) -> None:
+    run = known_run([task_file("choice")])
+    requests = [(), ("--fresh",), ("--limit", "2"), ("--num-fewshot", "1"), ("--batch-size", "1")]
+    counts = []
+    for words in requests:
+        assert evaluate(run, *words) == 0
+        counts.append(len(ran))
+    assert counts == [1, 2, 3, 4, 4]  # the size of a batch decides nothing
+
+
+def change_data(run: Path) -> None:
+    file = run.parent / "tasks" / "choice.jsonl"
+    file.write_text(file.read_text().replace('"text": "c"', '"text": "d"'))
+
+
+def change_answers(run: Path) -> None:
+    file = run.parent / "tasks" / "choice.jsonl"
+    file.write_text(file.read_text().replace('"right": 2', '"right": 1'))
+
+
+def change_task(run: Path) -> None:
+    file = run.parent / "tasks" / "choice.yaml"
+    file.write_text(file.read_text().replace("{{text}}", "{{text}} a"))
+
+
+def change_functions(run: Path) -> None:
+    (run.parent / "tasks" / "functions.py").write_text("CHANGED = True\n")
+
+
+def change_weights(run: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    file = run.parent / "known" / "model.safetensors"
+    weights = load_file(file)
+    weights["model.norm.weight"][0] += 1
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def change_settings(run: Path) -> None:
+    file = run.parent / "known" / "generation_config.json"
+    file.write_text(file.read_text().replace('"eos_token_id": 1', '"eos_token_id": [1, 0]'))
+
+
+def change_tokenizer(run: Path) -> None:
+    file = run.parent / "known" / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps({**settings, "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}))
+
+
+def newest_part(run: Path) -> Path:
+    return max((run / "evaluation" / "parts").iterdir(), key=lambda file: file.stat().st_mtime_ns)
+
+
+def damage(run: Path) -> None:
+    file = newest_part(run)
+    file.write_text(file.read_text().replace('"item": 1', '"item": 2'))
+
+
+def cut_off(run: Path) -> None:
+    file = newest_part(run)
+    file.write_text(file.read_text()[:100])
+
+
+CHANGES = (
+    change_data, change_answers, change_task, change_functions, change_weights, change_settings, change_tokenizer,
+    damage, cut_off,
+)  # fmt: skip
+
+
+def test_what_decides_a_result_makes_it_be_evaluated_again(
+    task_file: TaskFile, known_run: KnownRun, ran: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = known_run([task_file("choice")])
+    assert evaluate(run) == 0
+    for number, change in enumerate(CHANGES):
+        change(run)
+        capfd.readouterr()
+        assert evaluate(run) == 0
+        assert len(ran) == 2 + number, change.__name__
+        assert ("is damaged (" in capfd.readouterr().err) == (change in (damage, cut_off)), change.__name__
+    assert evaluate(run) == 0
+    assert len(ran) == 1 + len(CHANGES)
+
+
+def test_a_failing_task_costs_no_other(
+    task_file: TaskFile, known_run: KnownRun, ran: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    broken = task_file("choice")
+    broken.write_text(broken.read_text() + "process_results: !function scoring.score\n")
+    scoring = broken.with_name("scoring.py")
+    scoring.write_text("def score(doc, results):\n    raise ValueError('no score for this')\n")
+    run = known_run([task_file("next_word"), broken, task_file("continuation")])
+    assert evaluate(run) == 1
+    assert ran == ["next_word", "choice", "continuation"]
+    said = capfd.readouterr().err
+    assert "evaluation before: choice (task 2 of 3): failed, ValueError: no score for this" in said
+    assert "evaluation: 1 of 3 tasks failed: choice (ValueError: no score for this). " in said
+    assert f"The results of the other 2 are in {run / 'evaluation' / 'before.json'}" in said
+    assert scores(run) == {"next_word": ("acc", 0.5), "continuation": ("exact_match", 0.75)}
+    assert list(record(run)["failed"]) == ["choice"]
+    scoring.write_text("def score(doc, results):\n    return {'acc': 1}\n")
+    assert evaluate(run) == 0
+    assert ran[3:] == ["next_word", "choice", "continuation"]  # the functions beside them have changed
+    assert record(run)["failed"] == {}
+    assert list(scores(run)) == ["next_word", "choice", "continuation"]
+
+
+def test_a_single_task_that_fails_ends_with_its_own_error(
+    task_file: TaskFile, known_run: KnownRun, capfd: pytest.CaptureFixture[str], known_model: Any
+) -> None:
+    run = known_run([task_file("whole_text")])
+    change_to_nan(run)
+    assert evaluate(run) == 1
+    assert "evaluation: the word_perplexity of whole_text is nan: most likely" in capfd.readouterr().err
+    assert not (run / "evaluation" / "before.json").exists()
+    assert not (run / "evaluation" / "parts").exists()
+
+
+def change_to_nan(run: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    file = run.parent / "known" / "model.safetensors"
+    weights = load_file(file)
+    weights["model.norm.weight"][0] = float("nan")
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def test_a_task_without_data_is_named_at_the_start_and_the_others_run(
+    task_file: TaskFile, known_run: KnownRun, ran: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    missing = task_file("next_word")
+    run = known_run([missing, task_file("choice")])
+    (missing.parent / "next_word.jsonl").unlink()
+    assert evaluate(run) == 2
+    assert ran == ["choice"]
+    said = capfd.readouterr().err
+    named, ended = (said.index(text) for text in ("left out: the data of task", "before: choice: 3 items"))
+    assert named < ended
+    assert "1 of 2 tasks failed: next_word (the data of task" in said
+    assert scores(run) == {"choice": ("acc", pytest.approx(2 / 3))}
+
+
+def test_a_group_is_what_the_harness_makes_of_it_and_goes_on_task_by_task(
+    task_file: TaskFile, known_run: KnownRun, ran: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = [task_file(name) for name in ("choice", "second", "both")][-1]
+    run = known_run([file], batch_size=1)
+    with monkeypatch.context() as killed:
+        killed.setattr(task_runs.Parts, "write", stop_after(1, task_runs.Parts.write))
+        with pytest.raises(KeyboardInterrupt):
+            evaluate(run)
+    assert not (run / "evaluation" / "before.json").exists()
+    assert evaluate(run) == 0
+    assert ran == ["choice", "second", "second"]
+    found = record(run)["tasks"]
+    assert list(found) == ["both", "choice", "second"]
+    # 2 of 3 and 5 of 5, each item counting as much as any other
+    assert (found["both"]["value"], found["both"]["num_items"]) == (0.875, 8)
+    assert found["both"]["subtasks"] == ["choice", "second"]
+    expected = of_the_harness_itself(file, run)
+    assert found["both"]["value"] == expected["acc,none"]
+    assert found["both"]["stderr"] == pytest.approx(expected["acc_stderr,none"], rel=1e-12)
+
+
+def stop_after(count: int, write: Any) -> Any:
+    """`write`, which ends the process as Ctrl-C would the next time after `count` calls."""
+    calls: list[str] = []
+
+    def stopping(self: Any, part: Any) -> None:
+        if len(calls) == count:
+            raise KeyboardInterrupt
+        calls.append(part.task)
+        write(self, part)
+
+    return stopping
+
+
+def of_the_harness_itself(file: Path, run: Path) -> dict[str, Any]:
+    """What the harness says of a group without any of this."""
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = run.parent / "known"
+    model = HFLM(
+        pretrained=AutoModelForCausalLM.from_pretrained(folder),
+        tokenizer=AutoTokenizer.from_pretrained(folder),
+        batch_size=1,
+    )
+    manager = TaskManager(include_path=str(file.parent), include_defaults=False)
+    with harness._without_environment_report():
+        results = simple_evaluate(model=model, tasks=["both"], task_manager=manager)
+    return dict(results["results"]["both"])

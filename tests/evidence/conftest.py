@@ -1,0 +1,101 @@
+"""Finished runs of the quickstart that were never trained: real configuration and manifest, made-up numbers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tunebook.config.auto import resolve_auto
+from tunebook.config.compose import compose
+from tunebook.config.frozen import config_to_yaml
+from tunebook.hardware.detect import Machine
+from tunebook.record.files import RUN_FILE
+from tunebook.record.manifest import MANIFEST_FILE, RunState, finish_manifest, read_manifest, start_manifest
+
+NUM_STEPS = 60
+CPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
+H200 = {"name": "NVIDIA H200", "memory_gib": 139.8, "generation": "hopper"}
+MakeRun = Callable[..., Path]
+
+
+def curve(scale: float = 1.0) -> list[float]:
+    """Falls from 6 towards 0.1; the last steps are `scale` times as high."""
+    losses = [0.1 + 6.0 * 0.9**step for step in range(NUM_STEPS)]
+    return [*losses[:-10], *(scale * loss for loss in losses[-10:])]
+
+
+@pytest.fixture(scope="session")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One run folder to copy from."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    folder.mkdir()
+    config = resolve_auto(compose("quickstart", []).config, CPU).config
+    (folder / RUN_FILE).write_text(config_to_yaml(config))
+    start_manifest(
+        folder, config, world_size=1, command=["tunebook", "train", "quickstart", "outputs=/somewhere"],
+        tokenizer_sha256="1" * 64, chat_template_sha256="2" * 64, dataset={"fingerprint": "3" * 64},
+    )  # fmt: skip
+    finish_manifest(folder, RunState.finished, 0, step=NUM_STEPS)
+    return folder
+
+
+@pytest.fixture
+def make_run(whole_run: Path, tmp_path: Path) -> MakeRun:
+    """Make a run; words change its configuration, `manifest` sections of its manifest, the rest its numbers."""
+    count = iter(range(100))
+
+    def make(
+        *words: str,
+        losses: list[float | None] | None = None,
+        speed: float = 1000.0,
+        memory: float = 2.0,
+        score: float = 0.9,
+        manifest: dict[str, dict[str, Any]] | None = None,
+        gpus: int = 0,
+        replaced: dict[str, str] | None = None,
+    ) -> Path:
+        folder = tmp_path / "outputs" / "quickstart" / f"2026-11-21T10-00-{next(count):02d}Z"
+        shutil.copytree(whole_run, folder)
+        if words:
+            config = resolve_auto(compose("quickstart", list(words)).config, CPU).config
+            (folder / RUN_FILE).write_text(config_to_yaml(config))
+        for old, new in (replaced or {}).items():
+            text = (folder / RUN_FILE).read_text()
+            assert old in text
+            (folder / RUN_FILE).write_text(text.replace(old, new))
+        _change_manifest(folder, manifest or {}, gpus)
+        lines = [
+            {"step": step, "loss": loss, "tokens_per_second_per_gpu": speed, "memory_gib": [memory]}
+            | ({} if loss is not None else {"not_finite": ["loss"]})
+            for step, loss in enumerate(losses or curve(), 1)
+        ]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        task = {"metric": "exact_match", "value": score, "stderr": 0.01, "num_items": 256, "groups": {}}
+        (folder / "evaluation").mkdir()
+        (folder / "evaluation" / "after.json").write_text(json.dumps({"when": "after", "tasks": {"words": task}}))
+        return folder
+
+    return make
+
+
+def _change_manifest(folder: Path, changes: dict[str, dict[str, Any]], gpus: int) -> None:
+    manifest = read_manifest(folder)
+    manifest["code"] = {"git_commit": "a" * 40, "git_diff_sha256": None, "is_clean": True, "reason": None}
+    manifest["hardware"] |= {"gpus": [H200] * gpus, "driver": "580.1" if gpus else None, "cpus": 2, "memory_gib": 8.0}
+    for section, values in changes.items():
+        manifest[section] = manifest[section] | values
+    (folder / MANIFEST_FILE).write_text(json.dumps(manifest))
+
+
+@pytest.fixture
+def recipes_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the quickstart's evidence goes in a test, instead of into the book."""
+    import tunebook.evidence.files as files
+
+    monkeypatch.setattr(files, "recipe_file", lambda recipe, dirs: tmp_path / "recipes" / f"{recipe}.yaml")
+    return tmp_path / "recipes"

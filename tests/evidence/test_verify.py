@@ -1,0 +1,273 @@
+"""Record evidence from repeated runs and hold others against it."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tunebook.config.compose import compose
+from tunebook.errors import DataError, RequestError
+from tunebook.evidence.command import verify_command
+from tunebook.evidence.files import content_hash, read_evidence
+from tunebook.evidence.gather import gather_ran, read_finished
+from tunebook.evidence.recording import record_evidence
+from tunebook.evidence.show import PAGE_FILE
+from tunebook.evidence.verifying import verify
+from tunebook.record.run_record import RunRecord
+
+from .conftest import NUM_STEPS, MakeRun, curve
+
+
+def record(*folders: Path, label: str = "try") -> Path:
+    return record_evidence([read_finished(folder) for folder in folders], label, [])
+
+
+def verdicts(folder: Path, against: Path | None = None) -> dict[str, str]:
+    return {row.name: row.verdict.value for row in verify(read_finished(folder), [], against).rows}
+
+
+@pytest.fixture
+def evidence(make_run: MakeRun, recipes_dir: Path) -> Path:
+    return record(make_run(), make_run())
+
+
+@pytest.fixture
+def on_gpus(make_run: MakeRun, recipes_dir: Path) -> Path:
+    return record(make_run(gpus=1, speed=1000.0, memory=2.0), make_run(gpus=1, speed=1010.0, memory=2.0))
+
+
+def test_a_file_says_first_what_was_run_and_its_name_where(evidence: Path, recipes_dir: Path) -> None:
+    assert evidence == recipes_dir / "quickstart" / "evidence" / "cpu-1-try.json"
+    content = json.loads(evidence.read_text())
+    assert list(content)[:3] == ["format", "ran", "hardware"]
+    assert content["ran"] == {
+        "recipe": "quickstart", "title": "A small model learns word tasks from scratch on a CPU", "weights": "random",
+        "data": "real", "layers": "all 2", "steps": NUM_STEPS, "overrides": [],
+    }  # fmt: skip
+    assert len(content["repeats"]) == 2
+    assert max(map(len, evidence.read_text().splitlines())) > 300  # a curve is one line, not one per step
+    assert read_evidence(evidence).results.losses == curve()
+
+
+def test_an_equal_run_agrees_and_a_cpus_speed_and_memory_are_only_shown(evidence: Path, make_run: MakeRun) -> None:
+    assert verdicts(make_run(speed=10.0, memory=50.0)) == {
+        "loss": "within tolerance", "tokens/s/GPU": "not judged", "memory GiB": "not judged",
+        "words": "within tolerance",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("scale", "verdict"), [(1 + 5e-6, "within tolerance"), (1 + 5e-5, "DIFFERENT")])
+def test_a_loss_that_leaves_the_tolerance_differs(
+    evidence: Path, make_run: MakeRun, scale: float, verdict: str
+) -> None:
+    assert verdicts(make_run(losses=curve(scale)))["loss"] == verdict
+
+
+def test_the_tolerance_is_three_times_what_repeated_runs_differ_by(make_run: MakeRun, recipes_dir: Path) -> None:
+    found = read_evidence(record(make_run(), make_run(losses=curve(1.02), score=0.94)))
+    assert found.tolerances["loss"].value == pytest.approx(3 * (1 - 1 / 1.02), rel=1e-2)
+    assert found.tolerances["score:words"].value == pytest.approx(0.12, rel=1e-2)
+    assert "2 runs differ by up to 0.02; 3 times that, at least 1e-05" in found.tolerances["loss"].how
+
+
+def test_a_score_may_be_three_standard_errors_off(evidence: Path, make_run: MakeRun) -> None:
+    assert verdicts(make_run(score=0.872))["words"] == "within tolerance"
+    assert verdicts(make_run(score=0.868))["words"] == "DIFFERENT"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "name"), [({"speed": 900.0}, "tokens/s/GPU"), ({"memory": 2.1}, "memory GiB")], ids=["speed", "memory"]
+)
+def test_on_the_same_gpus_speed_and_memory_are_judged(
+    on_gpus: Path, make_run: MakeRun, numbers: dict[str, float], name: str
+) -> None:
+    assert verdicts(make_run(gpus=1))[name] == "within tolerance"
+    assert verdicts(make_run(gpus=1, **numbers))[name] == "DIFFERENT"
+
+
+def test_on_other_hardware_the_loss_is_judged_and_the_rest_shown(on_gpus: Path, make_run: MakeRun) -> None:
+    other = make_run(gpus=0, speed=1.0, memory=9.0, losses=curve(1.5))
+    assert verdicts(other) == {
+        "loss": "DIFFERENT", "tokens/s/GPU": "not judged", "memory GiB": "not judged", "words": "within tolerance",
+    }  # fmt: skip
+
+
+def test_a_step_that_is_split_in_another_way_has_the_same_loss_but_no_comparable_speed(
+    on_gpus: Path, make_run: MakeRun
+) -> None:
+    other = make_run(gpus=1, speed=1.0, replaced={"row_length: 1024": "row_length: 512"})
+    assert verdicts(other)["loss"] == "within tolerance"
+    assert verdicts(other)["tokens/s/GPU"] == "not judged"
+
+
+def test_other_steps_are_as_different_as_can_be(evidence: Path, make_run: MakeRun) -> None:
+    found = verify(read_finished(make_run(losses=curve()[:-1])), [])
+    assert found.rows[0].verdict.value == "DIFFERENT"
+    assert found.rows[0].to_json()["difference"] is None
+    assert found.exit_code == 5
+
+
+def test_evidence_of_the_same_machine_is_preferred(on_gpus: Path, make_run: MakeRun) -> None:
+    on_cpu = record(make_run(), make_run(), label="aaa")
+    assert verify(read_finished(make_run(gpus=1)), []).name == on_gpus.name
+    assert verify(read_finished(make_run()), []).name == on_cpu.name
+
+
+def test_another_configuration_is_named_by_its_keys_and_the_words_that_would_do(
+    evidence: Path, make_run: MakeRun
+) -> None:
+    other = make_run("optimizer.learning_rate=3e-4", "training.seed=7")
+    with pytest.raises(RequestError, match=r"optimizer.learning_rate is 0.0003, recorded with 0.0012") as error:
+        verify(read_finished(other), [])
+    assert error.value.problem_id == "evidence-of-other-config"
+    assert "tunebook train quickstart" in error.value.message
+
+
+def test_a_slice_of_a_model_is_called_one() -> None:
+    words = ["model.facts.num_layers=4", "model.facts.num_parameters=200000000", "outputs=/x", "training.max_steps=3"]
+    config = compose("qwen05b_single", words).config
+    command = ["tunebook", "train", "qwen05b_single", *words]
+    ran = gather_ran(RunRecord(folder=Path("/x"), manifest={"command": command}, training=[{"step": 3}]), config)
+    assert (ran.layers, ran.weights, ran.data) == ("4 of 24", "pretrained", "real")
+    assert ran.overrides == [*words[:2], "training.max_steps=3"]
+
+
+def test_other_data_is_another_thing(evidence: Path, make_run: MakeRun) -> None:
+    with pytest.raises(RequestError, match="data_fingerprint is 999, recorded with 3333"):
+        verify(read_finished(make_run(manifest={"dataset": {"fingerprint": "999"}})), [])
+
+
+def test_a_recipe_without_evidence_says_how_to_record_some(make_run: MakeRun, recipes_dir: Path) -> None:
+    with pytest.raises(RequestError, match=r"nothing is recorded for quickstart.*--record --label NAME"):
+        verify(read_finished(make_run()), [])
+
+
+# --- what is refused as evidence
+
+
+def refused(*folders: Path, label: str = "try") -> tuple[str | None, str]:
+    with pytest.raises(RequestError) as error:
+        record(*folders, label=label)
+    return error.value.problem_id, error.value.message
+
+
+def test_one_run_alone_is_no_evidence_nor_the_same_twice(make_run: MakeRun, recipes_dir: Path) -> None:
+    one = make_run()
+    assert refused(one)[0] == "evidence-not-repeated"
+    assert refused(one, one)[0] == "evidence-not-repeated"
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ({"is_clean": False, "git_diff_sha256": "f" * 64}, "its code was changed after commit aaaaaaaaaaaa"),
+        ({"git_commit": None, "is_clean": None, "reason": "git is not installed"}, "(git is not installed)"),
+    ],
+    ids=["changed", "unknown"],
+)
+def test_code_that_is_in_no_commit_is_no_evidence(
+    make_run: MakeRun, recipes_dir: Path, code: dict[str, Any], said: str
+) -> None:
+    id, message = refused(make_run(), make_run(manifest={"code": code}))
+    assert id == "evidence-of-changed-code"
+    assert said in message
+
+
+def test_a_loss_that_is_not_finite_is_no_evidence(make_run: MakeRun, recipes_dir: Path) -> None:
+    losses: list[float | None] = [*curve()[:-1], None]
+    id, message = refused(make_run(), make_run(losses=losses))
+    assert id == "evidence-not-finite"
+    assert f"not finite at step {NUM_STEPS}" in message
+
+
+def test_runs_of_different_things_or_machines_are_no_repetition(make_run: MakeRun, recipes_dir: Path) -> None:
+    assert "training.seed is 1, not 0" in refused(make_run(), make_run("training.seed=1"))[1]
+    assert "1 x NVIDIA H200, not 1 x CPU" in refused(make_run(), make_run(gpus=1))[1]
+
+
+def test_a_run_that_did_not_finish_is_neither_recorded_nor_compared(make_run: MakeRun) -> None:
+    stopped = make_run(manifest={"status": {"state": "stopped", "reason": "stopped by SIGTERM"}})
+    with pytest.raises(RequestError, match=r"has not finished \(stopped: stopped by SIGTERM\)"):
+        read_finished(stopped)
+
+
+def test_a_recorded_claim_is_not_overwritten(evidence: Path, make_run: MakeRun) -> None:
+    before = evidence.read_bytes()
+    assert refused(make_run(), make_run())[0] == "evidence-exists"
+    assert evidence.read_bytes() == before
+
+
+@pytest.mark.parametrize("label", ["", "../x", "Big", "a b", ".hidden"])
+def test_a_label_is_part_of_a_files_name(make_run: MakeRun, recipes_dir: Path, label: str) -> None:
+    assert refused(make_run(), make_run(), label=label)[0] == "evidence-label"
+
+
+# --- damaged files
+
+
+def test_a_file_that_was_edited_by_hand_is_refused(evidence: Path) -> None:
+    evidence.write_text(evidence.read_text().replace('"label": "try"', '"label": "true"'))
+    with pytest.raises(DataError, match="changed after it was written"):
+        read_evidence(evidence)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"format": 2}, "has format 2 and this Tunebook reads up to 1"),
+        ({"format": "new"}, "it is no evidence"),
+        ({"extra": 1}, "extra: Extra inputs are not permitted"),
+        ({"repeats": []}, "repeats: List should have at least 2 items"),
+        ({"results": None}, "results: Input should be"),
+    ],
+    ids=["newer", "no_format", "extra", "repeats", "results"],
+)
+def test_a_file_of_another_form_is_refused_with_the_place(evidence: Path, change: dict[str, Any], said: str) -> None:
+    content = json.loads(evidence.read_text()) | change
+    evidence.write_text(json.dumps(content | {"content_sha256": content_hash(content)}))
+    with pytest.raises(DataError, match=said):
+        read_evidence(evidence)
+
+
+# --- the command
+
+
+def run_command(*runs: Path, **options: Any) -> tuple[int, str]:
+    out = StringIO()
+    console = Console(file=out, width=200)
+    code = verify_command([str(run) for run in runs], Path("outputs"), [], console, **options)
+    return code, out.getvalue()
+
+
+def test_the_command_ends_with_0_or_5_and_draws_what_it_saw(evidence: Path, make_run: MakeRun) -> None:
+    good, bad = make_run(), make_run(losses=curve(1.3))
+    code, said = run_command(good)
+    assert (code, "agrees with cpu-1-try.json" in said) == (0, True)
+    code, said = run_command(bad)
+    assert (code, "DIFFERS from cpu-1-try.json" in said) == (5, True)
+    page = (bad / PAGE_FILE).read_text()
+    assert "differs from cpu-1-try.json" in page
+    assert "recorded, cpu-1-try" in page
+    assert page.count("<svg") >= 2
+
+
+def test_as_json_it_names_file_verdict_and_numbers(
+    evidence: Path, make_run: MakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _ = run_command(make_run(score=0.1), as_json=True)
+    printed = json.loads(capsys.readouterr().out)
+    assert (code, printed["agrees"], printed["claim"]) == (5, False, evidence.name)
+    assert {row["name"]: row["verdict"] for row in printed["rows"]}["words"] == "DIFFERENT"
+
+
+@pytest.mark.parametrize(
+    "options", [{"record": True}, {"label": "x"}, {"record": True, "label": "x", "against": Path("y")}]
+)
+def test_recording_and_comparing_are_two_things(make_run: MakeRun, options: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="--label"):
+        run_command(make_run(), **options)

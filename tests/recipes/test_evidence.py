@@ -1,0 +1,64 @@
+"""What is recorded in the book still means what it did: it composes to the same, and its card shows it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tunebook.config.auto import resolve_auto
+from tunebook.config.book import book_root
+from tunebook.config.choices import Generation
+from tunebook.config.compose import compose
+from tunebook.evidence.card import draw, plot_file, section
+from tunebook.evidence.compare import flat, is_split
+from tunebook.evidence.files import read_evidence
+from tunebook.evidence.schema import Evidence
+from tunebook.hardware.detect import Gpu, Machine
+from tunebook.hardware.generations import GENERATIONS
+from tunebook.record.config_hash import comparable_config
+
+RECIPES = book_root() / "recipes"
+FILES = sorted(RECIPES.glob("*/evidence/*.json"))
+FOLDERS = sorted({file.parent for file in FILES})
+
+
+def machine_of(evidence: Evidence) -> Machine:
+    """The machine that it was recorded on."""
+    hardware = evidence.hardware
+    generation = Generation[hardware.generation]
+    gpus = []
+    if hardware.gpu is not None:
+        per_node = hardware.gpus // hardware.nodes
+        capability = GENERATIONS[generation].compute_capabilities[0]
+        gpus = [
+            Gpu(name=hardware.gpu, memory_gib=hardware.memory_gib or 0.0, compute_capability=capability,
+                generation=generation, index=index)
+            for index in range(per_node)
+        ]  # fmt: skip
+    memory = hardware.memory_gib if hardware.gpu is None else 512.0
+    return Machine(gpus=gpus, driver=hardware.driver, num_cpus=hardware.cpus, host_memory_gib=memory or 8.0)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.parent.name}-{file.stem}")
+def test_its_words_still_compose_to_what_was_run(file: Path) -> None:
+    evidence = read_evidence(file)
+    assert evidence.ran.recipe == file.parent.parent.name
+    assert file.stem == f"{evidence.hardware.generation}-{evidence.hardware.gpus}-{evidence.label}"
+    config = resolve_auto(compose(evidence.ran.recipe, evidence.ran.overrides).config, machine_of(evidence)).config
+    now, then = dict(flat(comparable_config(config))), dict(flat(evidence.inputs.config))
+    changed = {key for key in now.keys() | then.keys() if now.get(key) != then.get(key) and not is_split(key)}
+    assert changed == set(), "the recipe means something else now: record its evidence again"
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.parent.name)
+def test_its_card_shows_what_the_files_say(folder: Path) -> None:
+    files = sorted(folder.glob("*.json"))
+    evidence = [read_evidence(file) for file in files]
+    card = (folder.parent / "README.md").read_text(encoding="utf-8")
+    assert section(files, evidence) in card, "write the card again: tunebook verify RUN RUN --record"
+    for file, found in zip(files, evidence, strict=True):
+        assert plot_file(file).read_text(encoding="utf-8") == draw(found)
+    assert {file.name for file in folder.iterdir()} == {
+        name for file in files for name in (file.name, plot_file(file).name)
+    }

@@ -1,0 +1,92 @@
+"""The sources' own runs: the predicted hours, worked out by hand, are what the plan says and stand on the cards."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tunebook.config.auto import resolve_auto
+from tunebook.config.compose import compose
+from tunebook.hardware.detect import Machine
+from tunebook.plan.batch import solve_batch
+from tunebook.plan.throughput import TimePlan, plan_time
+
+ROOT = Path(__file__).resolve().parents[2]
+# fp32: 8,946.25 tokens/s x (6 x 494,032,768 + 6 x 24 layers x 896 x 640) = 27.257 TFLOP/s of 67
+FP32_SHARE = 0.40682
+# flash_attention_2: 21,841 tokens/s x (6 x 3,085,938,688 + 6 x 36 layers x 2048 x 1033) = 414.39 TFLOP/s of 989
+BF16_SHARE = 0.41900
+RECOMPUTED = 17_810 / 22_233 * 4 / 3  # of the share: four thirds of the work in 1.25 times the time
+
+
+def planned(recipe: str, *words: str) -> TimePlan:
+    machine = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
+    config = resolve_auto(compose(recipe, [*words], []).config, machine).config
+    return plan_time(config, solve_batch(config, None))
+
+
+def card(recipe: str) -> str:
+    return " ".join((ROOT / f"recipes/{recipe}/README.md").read_text().split())
+
+
+def test_133_hours_on_8_v100() -> None:
+    flops = 8 * 3_085_938_688 + 8 * 36 * 2048 * 1024  # with the forward pass again; documents of up to 1,024 tokens
+    computing = 11 * 424 / (1 - 0.4983) * flops / (15.7e12 * FP32_SHARE * RECOMPUTED)  # seconds of a pass
+    assert computing == pytest.approx(34.5, abs=0.05)
+    lost = 11 * 458 * (1 / 1863 - 1 / 3886)
+    speed = 8 * 11 * 424 / (computing + lost)
+    hours = 3 * 659_808 * 424 / speed / 3600
+    time = planned("qwen3b_zero2_exact", "dataset.mean_tokens=424")
+    assert time.tokens_per_second == pytest.approx(speed, rel=1e-3) == pytest.approx(1_040, abs=1)
+    assert time.hours == pytest.approx(hours, rel=1e-3) == pytest.approx(224, abs=0.5)
+    meets = planned("qwen3b_zero2_exact", "dataset.mean_tokens=245").hours
+    assert meets == pytest.approx(133, abs=0.5)
+    text = card("qwen3b_zero2_exact")
+    assert "meet at about 245 tokens" in text
+    assert "About 133 hours" in text
+    assert "1,040 tokens per second of the 8 V100, so 224 hours for documents of 424 tokens" in text
+    assert "40.7% of fp32" in text
+
+
+def test_the_same_run_packed_on_v100_and_on_h200() -> None:
+    volta = planned("qwen3b_zero2", "dataset.mean_tokens=424").hours
+    hopper = planned("qwen3b_zero2", "dataset.mean_tokens=424", "hardware=hopper", "hardware.gpus_per_node=8").hours
+    assert volta == pytest.approx(111, abs=0.5)
+    assert hopper == pytest.approx(1.8, abs=0.05)
+    assert (
+        "111 hours on the 8 V100, packed where the article padded (as it ran: 224, `qwen3b_zero2_exact`), and 1.8 hours"
+        in card("qwen3b_zero2")
+    )
+
+
+def test_13_5_hours_on_2_nodes_of_8_a100() -> None:
+    assert planned("llama2_70b_fsdp").assumption == (
+        "not estimated: no speed was measured on several nodes, and their links decide it"
+    )
+    flops = 8 * 68_976_648_192 + 8 * 80 * 8192 * 2048
+    computing = 2048 * flops / (312e12 * BF16_SHARE * RECOMPUTED)
+    lost = 8192 * (1 / 17_578 - 1 / 22_233) * (68_976_648_192 / 3_085_938_688 * 80 / 36) ** 0.5
+    assert [computing, lost] == pytest.approx([8.25, 0.69], abs=0.01)
+    together = planned("llama2_70b_fsdp", "hardware.num_nodes=1", "hardware.gpus_per_node=16", "launcher=local")
+    assert together.tokens == 500 * 32_768
+    assert together.hours == pytest.approx(500 * (computing + lost) / 3600, rel=2e-3) == pytest.approx(1.24, abs=0.005)
+    text = card("llama2_70b_fsdp")
+    assert "it would be 1.2 hours: 8.9 s for each of the 500 steps, where the source took 97 s" in text
+    assert round(13.5 * 3600 / 500) == 97
+
+
+def test_72_hours_on_2_rtx_4090() -> None:
+    assert planned("llama3_8b_fsdp_offload").assumption.startswith("not estimated: no speed was measured that would")
+    lines = map(json.loads, (ROOT / "tests/bench/results/h200x4_recipes.jsonl").read_text().splitlines())
+    slice_: dict[str, Any] = next(line for line in lines if line["name"] == "llama3_8b_fsdp_offload")
+    growth = 8_030_261_248 / slice_["num_parameters"]
+    hours = 52_000 / 16 * slice_["seconds_per_step"] * growth / 3600
+    assert (slice_["seconds_per_step"], growth) == (pytest.approx(4.33, abs=0.005), pytest.approx(4.2, abs=0.05))
+    assert hours == pytest.approx(16, abs=0.5)
+    text = card("llama3_8b_fsdp_offload")
+    assert "72 hours" in text
+    assert "4.33 s a step, 4.2 times as much for all 8.03 billion parameters, 3,250 steps" in text
+    assert "16 hours on two H200, if a step grows with the parameters" in text

@@ -1,0 +1,153 @@
+"""An evaluation that is killed, or that several processes share: the real worker on a small random model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.system.conftest import Running
+from tunebook.config.choices import Attention, Compute, Generation, PackingMode
+from tunebook.config.compose import compose
+from tunebook.config.frozen import config_to_yaml
+
+TASKS = Path(__file__).parents[1] / "evaluate" / "tasks"
+KINDS = ("choice", "next_word", "continuation", "whole_text")
+# A task's function that does not come to an end before a file is there.
+WAITING = """
+import time
+from pathlib import Path
+
+def score(doc, results):
+    while not Path(__file__).with_name("go").exists():
+        time.sleep(0.05)
+    return {"exact_match": float(results[0] == doc["rest"])}
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of the quickstart in which nothing has been trained, to be evaluated on one task of each kind."""
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    for file in TASKS.iterdir():
+        text = file.read_text().replace("FOLDER", str(folder)).replace("CACHE", str(tmp_path / "cache"))
+        (folder / file.name).write_text(text)
+    config = compose("quickstart", ["training.seed=3"]).config
+    config.attention.implementation = Attention.sdpa
+    config.precision.compute = Compute.fp32
+    config.packing.mode = PackingMode.isolated
+    config.hardware.generation = Generation.cpu
+    config.evaluation.tasks = [str(folder / f"{kind}.yaml") for kind in KINDS]
+    made = tmp_path / "run"
+    made.mkdir()
+    (made / "run.yaml").write_text(config_to_yaml(config))
+    return made
+
+
+@pytest.fixture
+def worker(run: Path, project_root: Path, tmp_path: Path) -> Callable[..., Running]:
+    """`worker("name", "--fresh")`: start an evaluation of that name."""
+
+    def start(when: str, *words: str) -> Running:
+        command = [sys.executable, "-m", "tunebook.evaluate", "--run", str(run), "--when", when, *words]
+        return Running(command, dict(os.environ), project_root, tmp_path / f"{when}-{time.monotonic_ns()}.log")
+
+    return start
+
+
+def record(run: Path, when: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "evaluation" / f"{when}.json").read_text())
+    return found
+
+
+def answers(run: Path, when: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "evaluation" / f"{when}-answers.jsonl").read_text().splitlines()]
+
+
+def test_after_a_kill_it_goes_on_with_the_task_that_was_not_finished(run: Path, worker: Callable[..., Running]) -> None:
+    folder = run.parent / "tasks"
+    (folder / "waiting.py").write_text(WAITING)
+    task = folder / "continuation.yaml"
+    task.write_text(task.read_text() + "process_results: !function waiting.score\n")
+    parts = run / "evaluation" / "parts"
+
+    killed = worker("before")
+    killed.wait_for(lambda: len(list(parts.glob("*.json"))) == 2, timeout_s=200)
+    killed.wait_for(lambda: "next_word (task 2 of 4)" in killed.output)
+    killed.process.send_signal(signal.SIGKILL)
+    assert killed.wait(timeout_s=60).exit_code == -signal.SIGKILL
+    assert not (run / "evaluation" / "before.json").exists()
+    kept = {file: file.stat().st_mtime_ns for file in parts.iterdir()}
+    assert len(kept) == 2
+
+    (folder / "go").touch()
+    ended = worker("before").wait(timeout_s=200)
+    assert ended.exit_code == 0, ended.output
+    assert "2 of 4 tasks are taken from an evaluation of the same model and request" in ended.output
+    assert "choice (task" not in ended.output
+    assert {file: file.stat().st_mtime_ns for file in kept} == kept
+    assert list(record(run, "before")["taken"]) == ["choice", "next_word"]
+
+    whole = worker("whole", "--fresh").wait(timeout_s=200)
+    assert whole.exit_code == 0, whole.output
+    assert record(run, "whole")["tasks"] == record(run, "before")["tasks"]
+    assert answers(run, "whole") == answers(run, "before")
+
+
+def test_two_processes_come_to_the_same_as_one(run: Path, worker: Callable[..., Running]) -> None:
+    for when, words in (("one", ()), ("two", ("--processes", "2", "--fresh"))):
+        ended = worker(when, *words).wait(timeout_s=300)
+        assert ended.exit_code == 0, ended.output
+    one, two = record(run, "one"), record(run, "two")
+    assert two["spread"] == {"text": "on the CPU, 2 processes", "processes": 2, "is_sharded": False}
+    assert "is loaded on the CPU, 2 processes" in ended.output
+    for name in ("choice", "next_word", "continuation"):
+        assert two["tasks"][name] == one["tasks"][name]
+    perplexities = [found["tasks"]["whole_text"]["value"] for found in (one, two)]
+    assert perplexities[0] == pytest.approx(perplexities[1], rel=1e-5)
+    for single, shared in zip(answers(run, "one"), answers(run, "two"), strict=True):
+        if single["task"] == "continuation":
+            assert shared == single
+        assert (shared["answer"], shared["correct"]) == (single["answer"], single["correct"]) or not single["correct"]
+        if single["task"] != "continuation":
+            assert shared["responses"] == pytest.approx(single["responses"], rel=1e-5)
+
+
+def test_a_process_that_is_killed_costs_one_task(run: Path, worker: Callable[..., Running]) -> None:
+    folder = run.parent / "tasks"
+    (folder / "waiting.py").write_text(WAITING.replace("exact_match", "acc").replace('doc["rest"]', "None"))
+    task = folder / "choice.yaml"  # the first: while it waits the helper is there, and idle
+    task.write_text(task.read_text() + "process_results: !function waiting.score\n")
+    running = worker("before", "--processes", "2")
+    running.wait_for(lambda: helpers_of(running), timeout_s=200)
+    running.wait_for(lambda: "choice" in running.output or helpers_of(running), timeout_s=60)
+    (helper,) = helpers_of(running)
+    os.kill(helper, signal.SIGKILL)
+    (folder / "go").touch()
+    ended = running.wait(timeout_s=300)
+    assert ended.exit_code == 1, ended.output
+    assert "process 1 of the evaluation was killed by signal 9" in ended.output
+    assert "1 of 4 tasks failed: " in ended.output
+    assert len(record(run, "before")["tasks"]) == 3
+    again = worker("before").wait(timeout_s=200)
+    assert again.exit_code == 0, again.output
+    assert "3 of 4 tasks are taken" in again.output
+
+
+def helpers_of(running: Running) -> list[int]:
+    """The processes that a worker has started to help it."""
+    children = Path(f"/proc/{running.process.pid}/task/{running.process.pid}/children").read_text().split()
+    found = []
+    for child in children:
+        words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+        if b"--helper" in words and b"-c" not in words:  # no longer the few lines that become it
+            found.append(int(child))
+    return found

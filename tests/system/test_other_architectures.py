@@ -1,0 +1,58 @@
+"""A model that Tunebook has no formula for is planned from its config.json: built without memory, once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Without what is transformers' default for this kind: positions of 512 tokens, and a smaller one than GPT-2.
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "dtype": "bfloat16", "n_embd": 128, "n_head": 4,
+    "n_layer": 3, "vocab_size": 500, "n_positions": 512, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+# Words and positions; per layer four products with biases (3, 1, 4 and 4 x 128 outputs) and two norms; the last norm.
+PARAMETERS = (500 + 512) * 128 + 3 * (12 * 128**2 + 13 * 128) + 2 * 128
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(GPT2))
+    return folder
+
+
+def words(folder: Path) -> list[str]:
+    return [
+        "tunebook", "plan", "--json", "model=hub", f"model.path={folder}", "model.weights=random", "dataset=synthetic",
+        "training.global_samples=16", "training.max_length=128", "optimizer.learning_rate=1e-4", "hardware=hopper",
+        "parallelism=ddp", "hardware.gpus_per_node=2",
+    ]  # fmt: skip
+
+
+def test_gpt2_is_planned_to_the_last_parameter(run: Any, folder: Path, tmp_path: Path) -> None:
+    settings = {"TUNEBOOK_CACHE": str(tmp_path)}
+    ended = run(words(folder), timeout_s=300, **settings)
+    assert ended.exit_code == 0, ended.output
+    plan = json.loads(ended.output)
+    assert plan["memory_gib"]["weights"] == pytest.approx(4 * PARAMETERS / 2**30, abs=0.0006)
+    (remembered,) = (tmp_path / "architectures").iterdir()
+    answer = json.loads(remembered.read_text())
+    assert answer["num_parameters"] == PARAMETERS
+    assert len(answer["measured"]["saved"]) == 18  # every number format, way of training and attention
+    # Read the second time, not made again: this number is nobody's but ours.
+    answer["num_parameters"] = 1_000_000_000
+    remembered.write_text(json.dumps(answer))
+    again = run(words(folder), timeout_s=120, **settings)
+    assert json.loads(again.output)["memory_gib"]["weights"] == pytest.approx(4e9 / 2**30, abs=0.001)
+
+
+def test_an_architecture_that_nobody_knows_is_an_error_in_words(run: Any, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GPT2 | {"model_type": "gpt22"}))
+    ended = run(words(tmp_path), timeout_s=300, TUNEBOOK_CACHE=str(tmp_path / "cache"))
+    assert ended.exit_code == 2
+    (problem,) = json.loads(ended.output)["problems"]
+    assert problem["id"] == "unknown-architecture"
+    assert "model_type=gpt22" in problem["message"] and "Did you mean 'gpt2'?" in problem["message"]

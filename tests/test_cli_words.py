@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import pytest
+
+from tunebook.cli_words import settings, split, task_names
+from tunebook.errors import RequestError
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (None, (None, [])),
+        (["quickstart", "a=1"], ("quickstart", ["a=1"])),
+        (["a=1", "b=2"], (None, ["a=1", "b=2"])),
+        (["+a=1"], (None, ["+a=1"])),
+        (["~a"], (None, ["~a"])),
+        (["", "a=1"], (None, ["a=1"])),
+    ],
+)
+def test_a_first_word_without_a_value_is_the_recipe(words: list[str] | None, expected: object) -> None:
+    assert split(words) == expected
+
+
+def test_a_bare_word_is_the_first_setting_and_an_unknown_one_is_refused() -> None:
+    assert settings(["a/b", "suite=quick"], ("run", "suite")) == {"run": "a/b", "suite": "quick"}
+    assert settings(None, ("run",)) == {}
+    with pytest.raises(RequestError, match=r"no setting 'siute' here\. Did you mean 'suite'") as raised:
+        settings(["siute=quick"], ("run", "suite"))
+    assert raised.value.problem_id == "unknown-key"
+
+
+def test_tasks_in_either_spelling_and_both() -> None:
+    assert task_names({}) is None
+    assert task_names({"tasks": "[a, b]"}) == ["a", "b"]
+    assert task_names({"task": "c", "tasks": "a,b"}) == ["a", "b", "c"]
+    assert task_names({"tasks": ""}) == []
