@@ -120,21 +120,24 @@ def test_a_container_may_use_less_than_is_free() -> None:
     ("recipe", "per_parameter"),
     [
         ("qwen3b_zero2", 0),
-        ("qwen3b_zero2 parallelism=zero2_offload", 16),
-        ("qwen3b_zero2 parallelism=zero3_offload", 18),
+        ("qwen3b_zero2 parallelism=zero2_offload", 20),  # master, moments, gradient, and fp32 weights on their way back
+        ("qwen3b_zero2 parallelism=zero3_offload", 24),  # the gradients as they arrive, and the weights
         ("qwen3b_zero2 parallelism=fsdp_offload", 16),
-        ("zero2_lora", 0),  # the adapter's states only
     ],
 )
 def test_what_is_offloaded(recipe: str, per_parameter: int) -> None:
     config = resolved(*recipe.split())
-    assert offloaded_gib(config) == pytest.approx(3085938688 * per_parameter / GIB)
+    assert offloaded_gib(config) == pytest.approx(3085938688 * per_parameter / GIB, rel=1e-3)
+
+
+def test_of_an_adapter_only_its_own_states_are_offloaded() -> None:
+    assert 0 < offloaded_gib(resolved("zero2_lora")) < 1
 
 
 def test_states_that_do_not_fit_into_the_host() -> None:
-    config = resolved("qwen3b_zero2", "parallelism=zero2_offload")  # 46 GiB
+    config = resolved("qwen3b_zero2", "parallelism=zero2_offload")  # 57 GiB
     found = host_memory(CPU_ONLY, config, {"MemAvailable": 8 * GIB})
-    assert (found.level, "46.0 GiB of states are offloaded" in found.what) == (Level.error, True)
+    assert (found.level, "57.5 GiB of states are offloaded" in found.what) == (Level.error, True)
     assert host_memory(machine_with(), config, {"MemAvailable": 40 * GIB}).level is Level.warning
     assert host_memory(machine_with(), config, {"MemAvailable": 400 * GIB}).level is Level.ok
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from tunebook.config.choices import Offload
-from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
+from tunebook.config.schema import RunConfig, ZeroConfig
 from tunebook.doctor.findings import Finding, Kind, Level, size_text
 from tunebook.hardware.detect import Machine
+from tunebook.plan.host_memory import plan_host_memory
 
 GIB, MIB = 2**30, 2**20
 SHARED_MEMORY = Path("/dev/shm")
@@ -179,21 +180,8 @@ def host_memory(machine: Machine, config: RunConfig | None, memory: dict[str, in
 
 
 def offloaded_gib(config: RunConfig) -> float:
-    """The states of all ranks of one node that a recipe keeps in host memory: 12 bytes a parameter of the optimizer's
-    (fp32 weights and two moments), 4 more of gradients where the step runs on the host; 0 where the size is unknown.
-
-    Source: Rajbhandari et al., ZeRO, section 3.1. Adapters are too small to count.
-    """
-    facts, settings = config.model.facts, config.parallelism
-    if facts is None or config.peft.method.value != "full":
-        return 0.0
-    per_parameter = 0
-    if isinstance(settings, ZeroConfig):
-        per_parameter += 16 if settings.offload_optimizer is Offload.cpu else 0
-        per_parameter += 2 if settings.offload_parameters is Offload.cpu else 0
-    elif isinstance(settings, FsdpConfig):
-        per_parameter = 16 if settings.offload_parameters is Offload.cpu else 0
-    return facts.num_parameters * per_parameter / max(1, config.hardware.num_nodes) / GIB
+    """What all ranks of a node keep in its memory while they train, as `tunebook plan` estimates it; 0 if unknown."""
+    return plan_host_memory(config, None).memory.offload or 0.0
 
 
 def swap(memory: dict[str, int]) -> Finding:
