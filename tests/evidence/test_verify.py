@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from io import StringIO
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -61,7 +62,7 @@ def test_an_equal_run_agrees_and_a_cpus_speed_and_memory_are_only_shown(evidence
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("scale", "verdict"), [(1 + 5e-6, "within tolerance"), (1 + 5e-5, "DIFFERENT")])
+@pytest.mark.parametrize(("scale", "verdict"), [(1 + 5e-5, "within tolerance"), (1 + 5e-4, "DIFFERENT")])
 def test_a_loss_that_leaves_the_tolerance_differs(
     evidence: Path, make_run: MakeRun, scale: float, verdict: str
 ) -> None:
@@ -70,9 +71,11 @@ def test_a_loss_that_leaves_the_tolerance_differs(
 
 def test_the_tolerance_is_three_times_what_repeated_runs_differ_by(make_run: MakeRun, recipes_dir: Path) -> None:
     found = read_evidence(record(make_run(), make_run(losses=curve(1.02), score=0.94)))
-    assert found.tolerances["loss"].value == pytest.approx(3 * (1 - 1 / 1.02), rel=1e-2)
+    # The last 10 of 60 steps are 2% higher, and small: their windows of 3 steps count against the curve's mean.
+    apart = 0.02 * fmean(curve()[51:54]) / fmean(curve())
+    assert found.tolerances["loss"].value == pytest.approx(3 * apart, rel=0.05)
     assert found.tolerances["score:words"].value == pytest.approx(0.12, rel=1e-2)
-    assert "2 runs differ by up to 0.02; 3 times that, at least 1e-05" in found.tolerances["loss"].how
+    assert "2 runs differ by up to 0.0023; 3 times that, at least 1e-05" in found.tolerances["loss"].how
 
 
 def test_a_score_may_be_three_standard_errors_off(evidence: Path, make_run: MakeRun) -> None:

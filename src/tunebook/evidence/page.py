@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from tunebook.evidence.tolerances import LOSS, relative, window_means
+from tunebook.evidence.tolerances import LOSS, loss_differences
 from tunebook.evidence.verifying import Verification
 from tunebook.record.atomic_files import atomic_write_text
 from tunebook.record.page.charts import Chart, Line, Point
@@ -45,14 +45,11 @@ def _charts(found: Verification, run: str) -> list[Chart]:
 
 def _differences(found: Verification) -> Chart:
     """As powers of ten, since both 1e-7 and 1e-2 are of interest; windows that agree in every bit are left out."""
-    expected, results = window_means(found.claim.results), window_means(found.results)
-    steps = found.claim.results.steps
+    apart_by_window = loss_differences(found.results, found.claim.results)
+    steps, num = found.claim.results.steps, len(apart_by_window)
     points: list[Point] = []
-    for index, (one, other) in enumerate(zip(expected, results, strict=True), 1):
-        apart = relative(other, one)
-        points.append(
-            (float(steps[round(index * len(steps) / len(expected)) - 1]), math.log10(apart) if apart else None)
-        )
+    for index, apart in enumerate(apart_by_window, 1):
+        points.append((float(steps[round(index * len(steps) / num) - 1]), math.log10(apart) if apart else None))
     tolerance = found.claim.tolerances[LOSS].value
     return Chart(
         title="Difference of the loss",
