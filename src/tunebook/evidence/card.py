@@ -14,7 +14,7 @@ from tunebook.record.atomic_files import atomic_write_text
 from tunebook.record.page.charts import Chart, Line, Stroke
 from tunebook.record.page.curves import outlier_ceiling, smooth
 
-BEGIN, END = "<!-- made from evidence/*.json by `tunebook verify --record` -->", "<!-- end of evidence -->"
+BEGIN, END = "<!-- made from evidence/*.json when some is recorded -->", "<!-- end of evidence -->"
 _HEADING = re.compile(r"^## Evidence\n+", re.MULTILINE)
 _SMOOTH_FROM = 30
 # A picture in a card has no page around it that could bring a style; both colours are readable on white and on black.
