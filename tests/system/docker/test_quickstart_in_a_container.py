@@ -86,6 +86,23 @@ def test_compose_evaluates_the_newest_finished_run_and_trains(trained, checkout,
     assert len((short / "metrics.jsonl").read_text().splitlines()) == 4
 
 
+def test_programs_that_the_model_writes_run_in_the_sandbox_which_make_starts(trained, checkout, in_checkout):
+    folder = (checkout / "outputs" / "quickstart" / "latest").resolve()
+    before = set((folder / "evaluation").glob("eval-*[Z0-9].json"))
+    words = f"run={folder} task=small_python_instruct --limit 2 evaluation.code.max_new_tokens=48"
+    try:
+        done = in_checkout("make", "eval", f"ARGS={words}", "WHERE=container", "GPU=cpu", timeout_s=500)
+        assert done.returncode == 0, done.stdout[-4000:]
+        (file,) = set((folder / "evaluation").glob("eval-*[Z0-9].json")) - before
+        code = json.loads(file.read_text())["code"]
+        assert (code["backend"], code["wall"]) == ("service", "users")
+        samples = [json.loads(line) for line in file.with_name(f"{file.stem}-programs.jsonl").read_text().splitlines()]
+        assert len(samples) == 2
+        assert all(sample["status"] not in (None, "broken") for sample in samples)
+    finally:
+        in_checkout("docker", "compose", "rm", "--force", "--stop", "--volumes", "sandbox")
+
+
 def test_sweep_plan_and_errors_come_through_compose(cpu_image, in_checkout):
     listed = in_checkout("docker", "compose", "run", "--rm", "sweep", "quickstart", "training.seed=0,1", "--dry-run")
     assert listed.returncode == 0, listed.stdout
