@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tunebook.data.template import ConversationRenderer, Rendered, render_prompt, require_template, template_hash
+from tunebook.data.template import ConversationRenderer, Rendered, require_template, template_hash
 from tunebook.errors import DataError, RequestError
 
 CHATML_WITH_MARKERS = """\
@@ -197,7 +197,8 @@ def test_no_template_is_only_an_error_when_it_is_needed(tiny_tokenizer: Tokenize
 
 
 def test_the_prompt_is_ready_for_the_answer(tiny_tokenizer: Tokenizers) -> None:
-    assert render_prompt(tiny_tokenizer(), talk("Hi")) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    prompt = ConversationRenderer(tiny_tokenizer()).prompt(talk("Hi"))
+    assert prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_the_hash_follows_the_template(tiny_tokenizer: Tokenizers) -> None:

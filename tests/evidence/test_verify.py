@@ -18,7 +18,7 @@ from tunebook.evidence.files import content_hash, read_evidence
 from tunebook.evidence.gather import gather_ran, read_finished
 from tunebook.evidence.recording import record_evidence
 from tunebook.evidence.show import PAGE_FILE
-from tunebook.evidence.verifying import verify
+from tunebook.evidence.verifying import verify, verify_against_run
 from tunebook.record.run_record import RunRecord
 
 from .conftest import NUM_STEPS, MakeRun, curve
@@ -148,6 +148,18 @@ def test_other_data_is_another_thing(evidence: Path, make_run: MakeRun) -> None:
 def test_a_recipe_without_evidence_says_how_to_record_some(make_run: MakeRun, recipes_dir: Path) -> None:
     with pytest.raises(RequestError, match=r"nothing is recorded for quickstart.*--record --label NAME"):
         verify(read_finished(make_run()), [])
+
+
+def test_against_another_run_the_floors_hold_and_nothing_is_said_to_be_repeated(make_run: MakeRun) -> None:
+    original, other = read_finished(make_run(gpus=1)), read_finished(make_run(gpus=1, speed=960.0))
+    found = verify_against_run(other, original)
+    assert found.exit_code == 0
+    assert all("runs differ" not in row.why for row in found.rows)
+    assert found.claim.tolerances["loss"].value == 1e-5
+    slower = verify_against_run(read_finished(make_run(gpus=1, speed=940.0)), original)
+    assert {row.name for row in slower.rows if row.verdict.value == "DIFFERENT"} == {"tokens/s/GPU"}
+    with pytest.raises(RequestError, match=r"is no repetition of .*training.seed is 7, recorded with 0"):
+        verify_against_run(read_finished(make_run("training.seed=7")), original)
 
 
 # --- what is refused as evidence

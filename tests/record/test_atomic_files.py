@@ -9,7 +9,6 @@ from tunebook.errors import DataError
 from tunebook.record.atomic_files import (
     atomic_write_json,
     atomic_write_text,
-    atomic_write_yaml,
     read_json,
     sha256_file,
     sha256_text,
@@ -38,11 +37,6 @@ def test_json_refuses_numbers_that_are_not_finite_and_keeps_the_old_file(tmp_pat
     with pytest.raises(ValueError, match="not JSON compliant"):
         atomic_write_json(file, {"loss": float("nan")})
     assert read_json(file) == {"loss": 1.5, "word": "Größe"}
-
-
-def test_yaml_keeps_the_order_of_keys(tmp_path: Path) -> None:
-    atomic_write_yaml(tmp_path / "run.yaml", {"b": 1, "a": [1, 2]})
-    assert (tmp_path / "run.yaml").read_text() == "b: 1\na:\n- 1\n- 2\n"
 
 
 def test_files_are_readable_by_whom_the_umask_says(tmp_path: Path) -> None:

@@ -57,11 +57,6 @@ def template_hash(tokenizer: PreTrainedTokenizerBase) -> str | None:
     return hashlib.sha256(require_template(tokenizer).encode()).hexdigest()
 
 
-def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> str:
-    """The messages as the model sees them before it answers. Tokenise with add_special_tokens=False."""
-    return ConversationRenderer(tokenizer).prompt(messages)
-
-
 class ConversationRenderer:
     """Renders conversations with one tokenizer's template.
 

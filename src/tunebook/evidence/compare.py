@@ -60,14 +60,23 @@ def flat(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, node
 
 
+def flat_differences(one: Any, other: Any, path: str = "", missing: Any = None) -> list[tuple[str, Any, Any]]:
+    """Dotted keys whose values are not the same, with both; `missing` stands for a key that only one of them has."""
+    first, second = dict(flat(one, path)), dict(flat(other, path))
+    pairs = ((key, first.get(key, missing), second.get(key, missing)) for key in sorted(first.keys() | second.keys()))
+    return [(key, mine, yours) for key, mine, yours in pairs if mine != yours]
+
+
+def config_differences(one: dict[str, Any], other: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """What two comparable configurations do not have in common; how a step is split does not count."""
+    return [found for found in flat_differences(one, other) if not is_split(found[0])]
+
+
 def input_differences(one: Inputs, other: Inputs) -> list[tuple[str, Any, Any]]:
-    """What is not the same in what two runs were asked and given; how they were split does not count."""
-    first, second = dict(flat(one.model_dump(mode="json"))), dict(flat(other.model_dump(mode="json")))
-    return [
-        (key.removeprefix("config."), first.get(key), second.get(key))
-        for key in sorted(first.keys() | second.keys())
-        if first.get(key) != second.get(key) and not is_split(key.removeprefix("config."))
-    ]
+    """What is not the same in what two runs were asked and given."""
+    rest = {"config"}
+    first, second = one.model_dump(mode="json", exclude=rest), other.model_dump(mode="json", exclude=rest)
+    return [*config_differences(one.config, other.config), *flat_differences(first, second)]
 
 
 def is_split(key: str) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from tunebook.evidence.compare import flat
+from tunebook.evidence.compare import flat_differences
 from tunebook.evidence.tolerances import relative
 from tunebook.record.page.comparison import config_differences
 from tunebook.record.page.summary import Summary, summarise
@@ -34,12 +34,8 @@ def differences(one: RunRecord, other: RunRecord) -> dict[str, list[tuple[str, A
 
 
 def _manifest_differences(one: dict[str, Any], other: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    first, second = dict(flat(one)), dict(flat(other))
-    return [
-        (key, first.get(key, NOT_SET), second.get(key, NOT_SET))
-        for key in sorted(first.keys() | second.keys())
-        if first.get(key, NOT_SET) != second.get(key, NOT_SET) and key not in _ALWAYS_OTHERS
-    ]
+    found = flat_differences(one, other, missing=NOT_SET)
+    return [difference for difference in found if difference[0] not in _ALWAYS_OTHERS]
 
 
 def _result_differences(one: RunRecord, other: RunRecord) -> list[tuple[str, Any, Any]]:

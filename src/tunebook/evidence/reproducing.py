@@ -17,7 +17,7 @@ from rich.text import Text
 from tunebook.config.book import book_root
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
-from tunebook.evidence.compare import flat, is_split
+from tunebook.evidence.compare import config_differences, flat_differences
 from tunebook.evidence.gather import config_of, read_finished, typed_overrides
 from tunebook.evidence.show import show_verification
 from tunebook.evidence.verifying import named_differences, verify, verify_against_run
@@ -95,13 +95,7 @@ def require_same_config(original: Original, config: RunConfig) -> None:
     """
     if original.run is None:
         return
-    first = dict(flat(comparable_config(config_of(original.run))))
-    second = dict(flat(comparable_config(config)))
-    differing = [
-        (key, first.get(key), second.get(key))
-        for key in sorted(first.keys() | second.keys())
-        if first.get(key) != second.get(key) and not is_split(key)
-    ]
+    differing = config_differences(comparable_config(config_of(original.run)), comparable_config(config))
     if differing:
         raise RequestError(
             f"the same words come to something else here: {named_differences(differing)}. The book was changed since "
@@ -136,14 +130,8 @@ def told_differences(manifest: dict[str, Any], config: RunConfig) -> Iterator[st
         "environment": describe_environment(config.hardware.generation.name),
         "hardware": describe_hardware(manifest["hardware"]["nccl"]),
     }
-    differing = []
-    for section in _HERE:
-        then, now = dict(flat(manifest[section], section)), dict(flat(here[section], section))
-        differing += [
-            (key, then.get(key), now.get(key))
-            for key in sorted(then.keys() | now.keys())
-            if then.get(key) != now.get(key) and not key.startswith(_NOT_TOLD)
-        ]
+    found = [one for section in _HERE for one in flat_differences(manifest[section], here[section], section)]
+    differing = [one for one in found if not one[0].startswith(_NOT_TOLD)]
     if not differing:
         yield "code, packages and machine are as they were"
         return

@@ -61,11 +61,11 @@ def relative(found: float, expected: float) -> float:
 
 
 def work_out(runs: Sequence[Results], config: RunConfig) -> dict[str, Tolerance]:
-    """The tolerances that repeated runs of one claim support."""
+    """The tolerances that runs of one claim support; of a single run these are the floors."""
     pairs = list(combinations(runs, 2))
     tolerances = {
         LOSS: _tolerance(
-            max(loss_difference(*pair) for pair in pairs), tolerance_of(config), len(runs),
+            max((loss_difference(*pair) for pair in pairs), default=0.0), tolerance_of(config), len(runs),
             f"the loss averaged over {min(NUM_WINDOWS, len(runs[0].losses))} windows of steps",
         ),
     }  # fmt: skip
@@ -77,7 +77,7 @@ def work_out(runs: Sequence[Results], config: RunConfig) -> dict[str, Tolerance]
     ):
         known = [value for value in values if value is not None]
         if len(known) == len(runs):
-            spread = max(relative(one, other) for one, other in combinations(known, 2))
+            spread = max((relative(one, other) for one, other in combinations(known, 2)), default=0.0)
             tolerances[key] = _tolerance(spread, floor, len(runs), what)
     for task, score in runs[0].scores.items():
         if all(task in results.scores for results in runs):
@@ -87,13 +87,17 @@ def work_out(runs: Sequence[Results], config: RunConfig) -> dict[str, Tolerance]
 
 
 def _tolerance(spread: float, floor: float, num_runs: int, what: str) -> Tolerance:
-    value = max(FACTOR * spread, floor)
-    how = f"{what}: {num_runs} runs differ by up to {spread:.2g}; {FACTOR:g} times that, at least {floor:g}"
-    return Tolerance(value=float(f"{value:.3g}"), kind="relative", how=how)
+    how = f"{what}: {_spread(spread, num_runs)} at least {floor:g}"
+    return Tolerance(value=float(f"{max(FACTOR * spread, floor):.3g}"), kind="relative", how=how)
 
 
 def _score_tolerance(spread: float, stderr: float | None, num_runs: int) -> Tolerance:
     floor = _STDERRS * (stderr or 0.0)
-    value = max(FACTOR * spread, floor)
-    how = f"{num_runs} runs differ by up to {spread:.2g}; {FACTOR:g} times that, at least {_STDERRS:g} standard errors"
-    return Tolerance(value=float(f"{value:.3g}"), kind="absolute", how=how)
+    how = f"{_spread(spread, num_runs)} at least {_STDERRS:g} standard errors"
+    return Tolerance(value=float(f"{max(FACTOR * spread, floor):.3g}"), kind="absolute", how=how)
+
+
+def _spread(spread: float, num_runs: int) -> str:
+    if num_runs == 1:
+        return "not repeated, so what equal runs may always differ by:"
+    return f"{num_runs} runs differ by up to {spread:.2g}; {FACTOR:g} times that,"

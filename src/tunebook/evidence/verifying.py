@@ -80,7 +80,7 @@ def verify_against_run(record: RunRecord, original: RunRecord) -> Verification:
             problem_id="evidence-of-other-config",
         )
     results = gather_results(original)
-    claim = Claim(results=results, hardware=gather_hardware(original, one), tolerances=work_out([results] * 2, one))
+    claim = Claim(results=results, hardware=gather_hardware(original, one), tolerances=work_out([results], one))
     what = describe(gather_ran(original, one))
     return _held_against(claim, original.name, what, record, is_split_alike=_splits(inputs) == _splits(found))
 

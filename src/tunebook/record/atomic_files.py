@@ -14,8 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from tunebook.errors import DataError
 
 
@@ -38,11 +36,6 @@ def atomic_write_text(path: Path, text: str) -> None:
 def atomic_write_json(path: Path, value: Any) -> None:
     """Write `value` as indented JSON. Raises: ValueError for a number that is not finite (JSON has none)."""
     atomic_write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def atomic_write_yaml(path: Path, value: Any) -> None:
-    """Write a dataclass, an OmegaConf node or plain values as YAML; keys keep their order, Enums their names."""
-    atomic_write_text(path, OmegaConf.to_yaml(value))
 
 
 def read_json(path: Path) -> Any:
