@@ -88,6 +88,16 @@ assert not heavy, heavy
     subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=60)
 
 
+def test_the_same_documents_prepared_otherwise_have_the_same_content(run_config: Configs) -> None:
+    one = prepare(run_config([SHORT, LONGER]))
+    longer = run_config([SHORT, LONGER])
+    longer.training.max_length *= 2
+    other = prepare(longer)
+    assert other.fingerprint != one.fingerprint
+    assert other.content_sha256 == one.content_sha256
+    assert prepare(run_config([LONGER, SHORT])).content_sha256 != one.content_sha256
+
+
 def test_another_length_is_prepared_anew(run_config: Configs) -> None:
     first = prepare(run_config([SHORT], max_length=64))
     second = prepare(run_config([SHORT], max_length=24))

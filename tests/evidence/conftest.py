@@ -38,7 +38,8 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / RUN_FILE).write_text(config_to_yaml(config))
     start_manifest(
         folder, config, world_size=1, command=["tunebook", "train", "quickstart", "outputs=/somewhere"],
-        tokenizer_sha256="1" * 64, chat_template_sha256="2" * 64, dataset={"fingerprint": "3" * 64},
+        tokenizer_sha256="1" * 64, chat_template_sha256="2" * 64,
+        dataset={"fingerprint": "4" * 64, "content_sha256": "3" * 64},
     )  # fmt: skip
     finish_manifest(folder, RunState.finished, 0, step=NUM_STEPS)
     return folder

@@ -141,8 +141,8 @@ def test_a_slice_of_a_model_is_called_one() -> None:
 
 
 def test_other_data_is_another_thing(evidence: Path, make_run: MakeRun) -> None:
-    with pytest.raises(RequestError, match="data_fingerprint is 999, recorded with 3333"):
-        verify(read_finished(make_run(manifest={"dataset": {"fingerprint": "999"}})), [])
+    with pytest.raises(RequestError, match="data_sha256 is 999, recorded with 3333"):
+        verify(read_finished(make_run(manifest={"dataset": {"content_sha256": "999"}})), [])
 
 
 def test_a_recipe_without_evidence_says_how_to_record_some(make_run: MakeRun, recipes_dir: Path) -> None:

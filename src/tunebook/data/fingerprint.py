@@ -20,7 +20,7 @@ from tunebook.errors import RequestError
 from tunebook.model.tokenizer_files import tokenizer_files_hash
 
 # Modules of this package that only read what is prepared; a change in any other makes everything be prepared again.
-_READERS = ("view.py", "packing.py", "sampler.py", "rows.py", "prepared.py")
+_READERS = ("view.py", "content_hash.py", "packing.py", "sampler.py", "rows.py", "prepared.py")
 _LIBRARIES = ("transformers", "tokenizers", "jinja2", "datasets")
 
 

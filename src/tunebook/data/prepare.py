@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunebook.config.schema import RunConfig
+from tunebook.data.content_hash import hash_documents
 from tunebook.data.file_hashes import CACHE_VARIABLE, cache_root
 from tunebook.data.fingerprint import fingerprint, made_from, needs_tokenizer, vocabulary
 from tunebook.data.prepared import (
@@ -145,6 +146,7 @@ def _fill(config: RunConfig, content: dict[str, Any], name: str, folder: Path, r
     shutil.rmtree(corpus_folder)
     about = {
         "fingerprint": name,
+        "content_sha256": hash_documents(folder / part for part in parts),
         "kind": corpus.kind.value,
         "max_length": config.training.max_length,
         **about_tokenizer,

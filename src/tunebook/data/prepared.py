@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 PREPARED_FILE = "prepared.json"
 ARROW_FILE = "data-00000-of-00001.arrow"
 LENGTHS_FILE = "lengths.npy"
-FORMAT = 2  # of prepared.json
+FORMAT = 3  # of prepared.json
 
 _MOST_BINS = 20
 
@@ -102,6 +102,7 @@ class Prepared:
 
     folder: Path
     fingerprint: str  # changes with anything that could change a token
+    content_sha256: str  # of the tokens and labels themselves: see content_hash.py
     kind: str  # a CorpusKind
     max_length: int  # tokens
     tokenizer_sha256: str | None  # None for documents that came as tokens
@@ -171,8 +172,8 @@ def load_prepared(folder: Path, *, was_cached: bool = True) -> Prepared:
         was_cached=was_cached,
         **{
             name: content[name]
-            for name in ("fingerprint", "kind", "max_length", "tokenizer_sha256", "chat_template_sha256", "can_pad",
-                         "notes", "made_from", "seconds")
+            for name in ("fingerprint", "content_sha256", "kind", "max_length", "tokenizer_sha256",
+                         "chat_template_sha256", "can_pad", "notes", "made_from", "seconds")
         },
     )  # fmt: skip
 

@@ -101,7 +101,7 @@ def gather_inputs(record: RunRecord, config: RunConfig) -> Inputs:
         model_revision=manifest["model"]["revision"],
         tokenizer_sha256=manifest["tokenizer_sha256"],
         chat_template_sha256=manifest["chat_template_sha256"],
-        data_fingerprint=(manifest["dataset"] or {}).get("fingerprint"),
+        data_sha256=(manifest["dataset"] or {}).get("content_sha256"),
     )
 
 

@@ -110,7 +110,7 @@ def require_same_data(original: Original, job: Job, console: Console) -> None:
     prepared = prepare_data(job.config, console)
     manifest = original.manifest
     found = {
-        "the data": ((manifest["dataset"] or {}).get("fingerprint"), prepared.fingerprint),
+        "the data": ((manifest["dataset"] or {}).get("content_sha256"), prepared.content_sha256),
         "the tokenizer": (manifest["tokenizer_sha256"], prepared.tokenizer_sha256),
         "the chat template": (manifest["chat_template_sha256"], prepared.chat_template_sha256),
     }

@@ -55,7 +55,7 @@ class Inputs(Section):
     model_revision: str | None
     tokenizer_sha256: str | None
     chat_template_sha256: str | None
-    data_fingerprint: str | None
+    data_sha256: str | None = Field(description="of the prepared tokens and labels")
 
 
 class Software(Section):

@@ -176,6 +176,7 @@ def _set_up_folder(job: Job, plan: BatchPlan, prepared: Prepared, folder: Path) 
         dataset={
             "records": [asdict(record) for record in prepared.records],
             "fingerprint": prepared.fingerprint,
+            "content_sha256": prepared.content_sha256,
             "counts": {name: part.counts.to_json() for name, part in prepared.parts().items()},
         },
     )

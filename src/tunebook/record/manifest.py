@@ -60,8 +60,8 @@ def start_manifest(
     """Write the manifest of a run that is about to start, and return it.
 
     `model` adds to what the configuration says (the revision that the hub answered with); `dataset` is
-    `{records, fingerprint, counts}` of the prepared data. A run that goes on in its folder keeps the status of its
-    earlier attempts under `earlier_attempts`.
+    `{records, fingerprint, content_sha256, counts}` of the prepared data. A run that goes on in its folder keeps the
+    status of its earlier attempts under `earlier_attempts`.
     """
     manifest = {
         "format": FORMAT,
