@@ -132,7 +132,18 @@ def jobs_of(names: list[str], num_gpus: int) -> list[Job]:
             "layers": case.layers or facts["num_layers"], "layers_of_the_model": facts["num_layers"],
             "num_parameters": total,
         }  # fmt: skip
-        jobs.append(Job(name=name, gpus=gpus, words=overrides, line=line, turn_timeout_s=60, priority=len(jobs)))
+        host_gib = case.gpus * 4 * total / 2**30
+        jobs.append(
+            Job(
+                name=name,
+                gpus=gpus,
+                words=overrides,
+                line=line,
+                turn_timeout_s=60,
+                priority=len(jobs),
+                host_gib=host_gib,
+            )
+        )
     return jobs
 
 
@@ -144,6 +155,9 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=4, help="of the machine")
     parser.add_argument("--deadline-s", type=float, default=500)
     parser.add_argument("--runs", type=Path, default=Path("/tmp/memory-runs"), help="where run folders are made")
+    parser.add_argument("--max-host-gib", type=float, default=120, help="of weights of runs that have not trained yet")
+    parser.add_argument("--max-ranks", type=int, default=40, help="that have not finished training")
+    parser.add_argument("--logs", type=Path, help="where each run's small files are kept; OUTPUT/logs if not given")
     parser.add_argument("--list", action="store_true", help="print the commands and run nothing")
     arguments = parser.parse_args()
     jobs = jobs_of(arguments.only, arguments.gpus)
@@ -151,7 +165,16 @@ def main() -> None:
         print("\n".join(json.dumps([job.name, job.gpus, *job.words]) for job in jobs))
         return
     shutil.rmtree(arguments.runs, ignore_errors=True)
-    GpuQueue(jobs, arguments.output, runs=arguments.runs, deadline_s=arguments.deadline_s).run()
+    queue = GpuQueue(
+        jobs,
+        arguments.output,
+        runs=arguments.runs,
+        deadline_s=arguments.deadline_s,
+        max_host_gib=arguments.max_host_gib,
+        max_ranks=arguments.max_ranks,
+        logs=arguments.logs,
+    )
+    queue.run()
 
 
 if __name__ == "__main__":
