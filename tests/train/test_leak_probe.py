@@ -38,7 +38,7 @@ def test_isolated_rows_pass_and_what_was_measured_is_recorded(probed, attention)
     assert (code, len(lines)) == (0, 1)
     assert entry["checked"] is entry["sees_leaks"] is True
     assert (entry["ranks"], entry["worst_rank"]) == (1, 0)
-    assert entry["moved"] <= entry["alone"] <= entry["tolerance"]["logits"] == 32 * 2.0**-24
+    assert entry["moved"] <= entry["alone"] <= entry["tolerance"]["logits"] == 32 * 128 * 2.0**-24
     assert entry["leaking"] > 1000 * entry["tolerance"]["logits"]
     assert entry["loss_difference"] <= entry["tolerance"]["loss"]
     assert entry["tokens_together"] == entry["tokens_apart"] == 78
