@@ -63,7 +63,7 @@ CLAIMS: dict[str, Claim] = {
         for gpus in (8, 2)
     },
     "qwen05b_single_deterministic_1": Claim(
-        recipe="qwen05b_single", model="qwen25_05b", gpus=1, words=_DETERMINISTIC
+        recipe="qwen05b_single", model="qwen25_05b", gpus=1, steps=12, words=_DETERMINISTIC
     ),
     # The price of the above, and how far two runs without it are apart.
     "qwen05b_single_sdpa_1": Claim(
@@ -125,6 +125,7 @@ def main() -> None:
         runs=arguments.runs,
         deadline_s=arguments.deadline_s,
         max_host_gib=arguments.max_host_gib,
+        max_ranks=2 * arguments.gpus,  # those that train, and the next ones getting ready
         logs=arguments.logs,
     ).run()
 

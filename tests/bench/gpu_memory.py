@@ -4,7 +4,8 @@
 
 Random weights of the real architectures, some cut to whole layers (`layers` in each line), on generated documents of
 256 tokens each, so that every packed row is exactly full. Three optimizer steps: the peak comes with the second, when
-the optimizer has its state. Nothing of a size depends on the numbers that weights and tokens have.
+the optimizer has its state; eight with ZeRO-3, which keeps more and more parameters whole until it knows their order.
+Nothing of a size depends on the numbers that weights and tokens have.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from gpu_queue import GpuQueue, Job
 from gpu_recipes import facts_of, slice_words
 
 STEPS = 3
+ZERO3_STEPS = 8
 DOCUMENT_TOKENS = 256
 BASE = [
     "model.weights=random", "model.facts.dtype=bfloat16", "hardware=hopper", "dataset=synthetic",
@@ -51,7 +53,9 @@ class Case:
         lengths = [f"training.max_length={self.length if not is_padded else DOCUMENT_TOKENS}"]
         lengths += [] if is_padded else [f"packing.row_length={self.length}"]
         words = [f"model={self.model}", *BASE, *sliced, f"hardware.gpus_per_node={self.gpus}", batch, *lengths]
-        return [*words, f"training.micro_batch_size={self.micro}", *self.words], total
+        is_zero3 = any(word.startswith("parallelism=zero3") for word in self.words)
+        steps = [f"training.max_steps={ZERO3_STEPS}"] if is_zero3 else []
+        return [*words, f"training.micro_batch_size={self.micro}", *steps, *self.words], total
 
 
 STORED, RECOMPUTED = ["activation=stored"], ["activation=checkpointing"]
@@ -101,6 +105,29 @@ CASES: dict[str, Case] = {
     "3b_zero2_lora_2": Case(model="qwen25_3b", layers=12, gpus=2, words=_spread("zero2", *LORA)),
     "3b_zero3_lora_2": Case(model="qwen25_3b", layers=12, gpus=2, words=_spread("zero3", *LORA)),
     "3b_fsdp_lora_2": Case(model="qwen25_3b", layers=12, gpus=2, words=_spread("fsdp", *LORA)),
+    # Planned before they were run: other models, lengths and strategies than the estimate was fitted to.
+    "held_7b_4_layers": Case(model="qwen25_7b", layers=4, length=6144, words=STORED),
+    "held_3b_18_layers_checkpointing_accumulated": Case(
+        model="qwen25_3b", layers=18, length=3072, accumulation=2, words=RECOMPUTED
+    ),
+    "held_3b_18_layers_lora_8192": Case(model="qwen25_3b", layers=18, length=8192, words=[*STORED, *LORA]),
+    "held_8b_3_layers_zero1_2": Case(model="llama3_8b", layers=3, gpus=2, accumulation=2, words=_spread("zero1")),
+    "held_3b_18_layers_zero2_2": Case(
+        model="qwen25_3b", layers=18, gpus=2, length=2048, accumulation=3, words=_spread("zero2")
+    ),
+    "held_3b_18_layers_zero2_offload_2": Case(
+        model="qwen25_3b", layers=18, gpus=2, length=2048, words=_spread("zero2_offload")
+    ),
+    "held_3b_18_layers_zero3_2": Case(model="qwen25_3b", layers=18, gpus=2, length=2048, words=_spread("zero3")),
+    "held_7b_4_layers_zero3_offload_2": Case(
+        model="qwen25_7b", layers=4, gpus=2, length=2048, words=_spread("zero3_offload")
+    ),
+    "held_3b_18_layers_fsdp_accumulated_2": Case(
+        model="qwen25_3b", layers=18, gpus=2, length=6144, accumulation=2, words=_spread("fsdp", *RECOMPUTED)
+    ),
+    "held_05b_zero2_offload_accumulated_2": Case(
+        model="qwen25_05b", gpus=2, length=2048, accumulation=2, words=_spread("zero2_offload")
+    ),
     "8b_ddp_4": Case(model="llama3_8b", layers=4, gpus=4, length=2048, words=_spread("ddp")),
     "8b_zero2_4": Case(model="llama3_8b", layers=8, gpus=4, length=8192, words=_spread("zero2", *RECOMPUTED)),
     "8b_zero3_4": Case(model="llama3_8b", layers=8, gpus=4, length=4096, words=_spread("zero3")),
@@ -156,7 +183,7 @@ def main() -> None:
     parser.add_argument("--deadline-s", type=float, default=500)
     parser.add_argument("--runs", type=Path, default=Path("/tmp/memory-runs"), help="where run folders are made")
     parser.add_argument("--max-host-gib", type=float, default=120, help="of weights of runs that have not trained yet")
-    parser.add_argument("--max-ranks", type=int, default=40, help="that have not finished training")
+    parser.add_argument("--max-ranks", type=int, default=8, help="of runs that have not ended: all hold memory")
     parser.add_argument("--logs", type=Path, help="where each run's small files are kept; OUTPUT/logs if not given")
     parser.add_argument("--list", action="store_true", help="print the commands and run nothing")
     arguments = parser.parse_args()

@@ -81,7 +81,7 @@ class GpuQueue:
         self.logs = logs or output / "logs"
         self.output = output
         self.runs = runs  # run folders, models and all: not kept
-        self.max_ranks = max_ranks  # that have not finished training
+        self.max_ranks = max_ranks  # of runs that have not ended: while they wait and save they hold memory of GPUs
         self.max_host_gib = max_host_gib  # of weights of runs that have not finished training
         self.before = before or {}
         self.running: list[_Running] = []
@@ -106,7 +106,7 @@ class GpuQueue:
     def _start_some(self) -> None:
         for job in list(self.waiting):
             unfinished = [run.job for run in self.running if run.done is None]
-            ranks = sum(len(other.gpus) for other in [*unfinished, job])
+            ranks = sum(len(other.gpus) for other in [*(run.job for run in self.running), job])
             host_gib = sum(other.host_gib for other in [*unfinished, job])
             if ranks <= self.max_ranks and (host_gib <= self.max_host_gib or not job.host_gib):
                 self.waiting.remove(job)

@@ -93,6 +93,7 @@ def draft_run(recipe: str | None, overrides: list[str], recipes_dirs: list[Path]
             draft.memory = plan_memory(config)
             draft.host = plan_host_memory(config, draft.resolution.host_memory_gib)
             draft.batch = solve_batch(config, None)
+            draft.memory = plan_memory(config, draft.batch)
             draft.time = estimate_time(config, draft.batch, machine)
             draft.problems += slow_links(config, draft.batch, machine)
     except RequestError as error:

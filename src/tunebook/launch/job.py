@@ -185,7 +185,7 @@ def _set_up_folder(job: Job, plan: BatchPlan, prepared: Prepared, folder: Path) 
 def plan_json(job: Job, plan: BatchPlan) -> dict[str, Any]:
     """The content of plan.json: what `tunebook plan --json` prints, with the batch of the prepared data."""
     draft = Draft(recipe=job.config.recipe, resolution=job.resolution, problems=job.problems, batch=plan)
-    draft.memory = plan_memory(job.config)
+    draft.memory = plan_memory(job.config, plan)
     draft.host = plan_host_memory(job.config, job.resolution.host_memory_gib)
     draft.time = estimate_time(job.config, plan)
     return draft_json(draft)

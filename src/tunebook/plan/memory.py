@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from tunebook.config.estimate import GIB, USABLE_SHARE, Estimate, estimate_memory
 from tunebook.config.estimate.overhead import overhead_bytes
 from tunebook.config.schema import RunConfig
+from tunebook.plan.batch import BatchPlan
 
 _NOT_KNOWN = "whether it fits is not known"
 # Rows may be shorter than planned and the estimate too high: only what is this much more than the memory is refused.
@@ -53,12 +54,13 @@ class MemoryPlan:
     verdict: str  # the same as a sentence, with its reason
 
 
-def plan_memory(config: RunConfig) -> MemoryPlan:
-    """Estimate a resolved configuration's memory and judge it."""
+def plan_memory(config: RunConfig, batch: BatchPlan | None = None) -> MemoryPlan:
+    """Estimate a resolved configuration's memory and judge it; `batch` tells whether a step takes several passes."""
     facts, capacity = config.model.facts, config.hardware.memory_gib
     if facts is None:
         return MemoryPlan(memory=Memory(capacity=capacity), fits=None, verdict=f"{_NOT_KNOWN}: nor is the model's size")
-    estimate = estimate_memory(config, facts)
+    accumulates = batch is None or batch.accumulation is None or batch.accumulation > 1
+    estimate = estimate_memory(config, facts, accumulates=accumulates)
     overhead = overhead_bytes(config, estimate.total_gib * GIB) / GIB
     parts = Memory(
         weights=estimate.weights_gib,

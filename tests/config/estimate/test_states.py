@@ -20,13 +20,14 @@ CAST = MixedPrecision.cast
     [
         (ParallelismConfig(strategy=Strategy.ddp), 4 + 4 + 8),
         (ZeroConfig(strategy=Strategy.zero1), 4 + 4 + 12 / 8),
-        (ZeroConfig(strategy=Strategy.zero2), 4 + (4 + 12) / 8),
-        (ZeroConfig(strategy=Strategy.zero2, mixed_precision=CAST), 2 + (2 + 12) / 8),
-        (ZeroConfig(strategy=Strategy.zero2, offload_optimizer=Offload.cpu), 4 + 4 / 8),
+        # One pass's gradients, and the sum of several.
+        (ZeroConfig(strategy=Strategy.zero2), 4 + (2 * 4 + 12) / 8),
+        (ZeroConfig(strategy=Strategy.zero2, mixed_precision=CAST), 2 + (2 * 2 + 12) / 8),
+        (ZeroConfig(strategy=Strategy.zero2, offload_optimizer=Offload.cpu), 4),
         (ZeroConfig(strategy=Strategy.zero3), (4 + 4 + 8) / 8),  # fp32 weights are updated where they are
         (ZeroConfig(strategy=Strategy.zero3, mixed_precision=CAST), (2 + 2 + 12) / 8),
-        (ZeroConfig(strategy=Strategy.zero3, offload_optimizer=Offload.cpu), (4 + 4) / 8),
-        (ZeroConfig(strategy=Strategy.zero3, offload_optimizer=Offload.cpu, offload_parameters=Offload.cpu), 4 / 8),
+        (ZeroConfig(strategy=Strategy.zero3, offload_optimizer=Offload.cpu), 4 / 8),
+        (ZeroConfig(strategy=Strategy.zero3, offload_optimizer=Offload.cpu, offload_parameters=Offload.cpu), 0),
         (FsdpConfig(strategy=Strategy.fsdp), (4 + 4 + 8) / 8),
         (FsdpConfig(strategy=Strategy.fsdp_grad_op), 4 + (4 + 8) / 8),
         (FsdpConfig(strategy=Strategy.hsdp, shard_group_size=4), (4 + 4 + 8) / 4),

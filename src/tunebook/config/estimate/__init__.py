@@ -7,20 +7,21 @@
     overhead      what fills the device besides tensors
     host          the memory of a node's host, and its NVMe disk
 
-The parts are those of the moment at which the backward pass begins, with gradients of an earlier pass still there: the
-peak of every run but those with next to no tokens, for which the end of the backward pass is looked at besides.
+The parts are those of the fullest of two moments: the backward pass begins (all activations, and gradients only of
+earlier passes), or it ends (all gradients, and at most one layer's activations). Between them the one grows as the
+other shrinks. Held against the peaks that torch reported of runs on H200s: tests/bench/results/h200_memory.jsonl.
 `auto` decides by it, and the plan shows it part by part; it is called *estimated* wherever it is shown.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tunebook.config.choices import Switch
-from tunebook.config.estimate.activations import activation_bytes, head_bytes
-from tunebook.config.estimate.buffers import buffer_bytes
+from tunebook.config.estimate.activations import activation_bytes, head_bytes, one_layer_bytes
+from tunebook.config.estimate.buffers import bucket_bytes, buffer_bytes
 from tunebook.config.estimate.parameters import count_parameters
-from tunebook.config.estimate.states import state_bytes
+from tunebook.config.estimate.states import States, earlier_gradient_bytes, state_bytes
 from tunebook.config.schema import ModelFacts, RunConfig
 
 GIB = 2**30
@@ -51,21 +52,40 @@ class Estimate:
         return self.states_gib + self.buffers_gib + self.activations_gib
 
 
-def estimate_memory(config: RunConfig, facts: ModelFacts, *, is_recomputed: bool | None = None) -> Estimate:
+def estimate_memory(
+    config: RunConfig, facts: ModelFacts, *, is_recomputed: bool | None = None, accumulates: bool = True
+) -> Estimate:
     """Estimate one rank's memory for a resolved machine, precision, packing and micro batch.
 
-    `is_recomputed`: with activation checkpointing or without, in place of what the configuration says.
+    `is_recomputed`: with activation checkpointing or without, in place of what the configuration says. `accumulates`:
+    whether an optimizer step may take more than one pass, as it may where nobody has counted yet.
     """
     if is_recomputed is None:
         is_recomputed = config.activation.checkpointing is Switch.enabled
     states = state_bytes(config, facts)
-    kept = activation_bytes(config, facts, is_recomputed=is_recomputed) + head_bytes(config, facts)
-    # At the end of the backward pass no activation is left, but the embeddings' gradient is there a second time.
-    embeddings = count_parameters(config, facts).trained_embeddings * states.gradient_element
-    return Estimate(
+    begins = Estimate(
         weights_gib=states.weights / GIB,
-        gradients_gib=states.gradients / GIB,
+        gradients_gib=earlier_gradient_bytes(config, states, accumulates=accumulates) / GIB,
         optimizer_gib=states.optimizer / GIB,
         buffers_gib=buffer_bytes(config, facts, is_recomputed=is_recomputed) / GIB,
-        activations_gib=max(kept, embeddings) / GIB,
+        activations_gib=(activation_bytes(config, facts, is_recomputed=is_recomputed) + head_bytes(config, facts))
+        / GIB,
     )
+    ends = replace(
+        begins,
+        gradients_gib=max(begins.gradients_gib, states.gradients / GIB),
+        buffers_gib=bucket_bytes(config, facts) / GIB,
+        activations_gib=_last_layer_bytes(config, facts, states, is_recomputed=is_recomputed) / GIB,
+    )
+    return max(begins, ends, key=lambda moment: moment.total_gib)
+
+
+def _last_layer_bytes(config: RunConfig, facts: ModelFacts, states: States, *, is_recomputed: bool) -> float:
+    """What is left to do when the backward pass ends: the first layer, computed again, or the embeddings.
+
+    Embeddings that are the output head too have a gradient already, to which theirs is added whole; others have none
+    yet while the first layer is computed.
+    """
+    layer = one_layer_bytes(config, facts) if is_recomputed else 0.0
+    embeddings = count_parameters(config, facts).trained_embeddings * states.gradient_element
+    return max(layer, embeddings) if facts.tie_word_embeddings else max(0.0, layer - embeddings)

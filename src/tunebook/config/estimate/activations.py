@@ -25,13 +25,19 @@ def activation_bytes(config: RunConfig, facts: ModelFacts, *, is_recomputed: boo
 
     With activation checkpointing each layer keeps its input, and one layer at a time everything.
     """
-    tokens = tokens_per_pass(config)
-    inputs = tokens * facts.num_layers * _stream_element(config) * facts.hidden_size
+    if is_recomputed:
+        inputs = tokens_per_pass(config) * facts.num_layers * _stream_element(config) * facts.hidden_size
+        return inputs + one_layer_bytes(config, facts)
     if measured := measured_bytes(config, facts):
-        every_layer, largest_layer = measured
-        return inputs + largest_layer if is_recomputed else every_layer
-    layer = tokens * layer_bytes_per_token(config, facts)
-    return inputs + layer if is_recomputed else facts.num_layers * layer
+        return measured[0]
+    return facts.num_layers * one_layer_bytes(config, facts)
+
+
+def one_layer_bytes(config: RunConfig, facts: ModelFacts) -> float:
+    """Bytes of the activations of the layer that keeps most, for one pass."""
+    if measured := measured_bytes(config, facts):
+        return measured[1]
+    return tokens_per_pass(config) * layer_bytes_per_token(config, facts)
 
 
 def measured_bytes(config: RunConfig, facts: ModelFacts) -> tuple[float, float] | None:
