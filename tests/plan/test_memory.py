@@ -33,7 +33,7 @@ def test_zero2_divides_gradients_and_optimizer_state_among_8_gpus() -> None:
     assert (memory.buffers, memory.capacity) == (0, 32.0)
     assert memory.allocated is not None and memory.overhead is not None
     # CUDA's context, the communicator of 8 GPUs, and what the allocator holds besides
-    assert memory.overhead == pytest.approx((781 + 688) / 1024 + 0.05 * memory.allocated)
+    assert memory.overhead == pytest.approx((781 + 688) / 1024 + 0.22 * memory.allocated)
 
 
 def test_checkpointing_keeps_each_layers_input_and_one_layer() -> None:
@@ -57,7 +57,7 @@ def test_with_every_activation_kept_the_parts_add_up() -> None:
     memory = plan.memory
     parts = (memory.weights, memory.gradients, memory.optimizer, memory.buffers, memory.activations)
     assert memory.allocated == pytest.approx(sum(part for part in parts if part is not None))
-    assert memory.total == pytest.approx((memory.allocated or 0) * 1.05 + 781 / 1024)  # one GPU talks to no other
+    assert memory.total == pytest.approx((memory.allocated or 0) * 1.10 + 781 / 1024)  # one GPU talks to no other
     assert plan.fits is True
     assert plan.verdict == "fits into 80% of 32 GiB"
 

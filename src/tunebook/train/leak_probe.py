@@ -23,6 +23,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from tunebook.config.choices import PackingMode, Switch
 from tunebook.config.schema import RunConfig
 from tunebook.errors import InvalidTrainingError
+from tunebook.parallel.trace import forget_parameter_order
 from tunebook.record.manifest import MANIFEST_FILE, update_manifest
 from tunebook.train.isolation import Isolation, Tolerance, compile_kernels, leaks, measure_isolation, tolerance
 
@@ -69,6 +70,7 @@ class LeakProbe(TrainerCallback):
             compile_kernels(forward)
             middle = time.monotonic()
             found = measure_isolation(forward, vocab_size)
+            forget_parameter_order(self.trainer.model_wrapped)  # training has a backward pass too
         return found, middle - start, time.monotonic() - middle
 
     def _record(self, state: TrainerState, entry: dict[str, Any]) -> None:
@@ -112,6 +114,7 @@ class TrainingForward:
         return inputs
 
     def _call(self, inputs: dict[str, Any]) -> Any:
+        forget_parameter_order(self.trainer.model_wrapped)  # passes with and without the fused head take turns
         with self.trainer.compute_loss_context_manager():
             return self.trainer.model_wrapped(**inputs, use_cache=False)
 

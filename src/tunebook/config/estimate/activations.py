@@ -132,8 +132,12 @@ def head_bytes(config: RunConfig, facts: ModelFacts) -> float:
     tokens = tokens_per_pass(config)
     tile = min(tokens, _HEAD_TOKENS) * min(facts.vocab_size, _HEAD_WORDS) * element
     weight = min(facts.vocab_size, _HEAD_WORDS) * facts.hidden_size * element
-    gradient = 4 * facts.vocab_size * facts.hidden_size if config.peft.method is PeftMethod.full else 0
-    return float(16 * tokens * facts.hidden_size + tile + weight + gradient)
+    return float(16 * tokens * facts.hidden_size + tile + weight) + head_gradient_bytes(config, facts)
+
+
+def head_gradient_bytes(config: RunConfig, facts: ModelFacts) -> float:
+    """The output head's gradient, with which the backward pass begins: in fp32, and nothing where it is frozen."""
+    return 4.0 * facts.vocab_size * facts.hidden_size if config.peft.method is PeftMethod.full else 0.0
 
 
 def _stream_element(config: RunConfig) -> int:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from tunebook.config.choices import Compute, MasterWeights, Offload, PeftMethod, Strategy
+from tunebook.config.estimate.activations import head_gradient_bytes, one_layer_bytes
 from tunebook.config.estimate.parameters import count_parameters
-from tunebook.config.estimate.states import divided_among, weight_element
+from tunebook.config.estimate.states import divided_among, state_bytes, weight_element
 from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig, ZeroConfig
 
-_BUCKETS_IN_ALL = 4.5
+# DeepSpeed's documentation of overlap_comm; 8.4 GiB were measured for 5e8 elements in fp32, of models of 0.5B and of
+# 1.2B parameters (H200).
+_OVERLAPPING_BUCKETS = 4.5
 
 
 def buffer_bytes(config: RunConfig, facts: ModelFacts, *, is_recomputed: bool) -> float:
@@ -19,7 +22,8 @@ def _cast(config: RunConfig, facts: ModelFacts, is_recomputed: bool) -> float:
     """Autocast's copies of the layers' weights, which the backward pass needs.
 
     With activation checkpointing they are there at the end of the forward pass, in autocast's cache, which holds
-    nothing of frozen weights. FSDP gathers weights in bf16: there is nothing to copy.
+    nothing of frozen weights. It is empty when the backward pass begins, so only what they take more than a layer's
+    activations and the head's gradient counts. FSDP gathers weights in bf16: there is nothing to copy.
     """
     is_mixed = config.precision.compute is not Compute.fp32 and weight_element(config) == 4
     if not is_mixed or config.precision.master_weights is MasterWeights.bf16:
@@ -27,13 +31,19 @@ def _cast(config: RunConfig, facts: ModelFacts, is_recomputed: bool) -> float:
     if config.peft.method is PeftMethod.qlora or isinstance(config.parallelism, FsdpConfig):
         return 0.0  # four bits are widened for each product and not kept
     layers = count_parameters(config, facts).layers
-    if is_recomputed and config.peft.method is not PeftMethod.full:
-        layers //= max(1, facts.num_layers)  # one at a time
-    return 2.0 * layers
+    if not is_recomputed:
+        return 2.0 * layers
+    if config.peft.method is not PeftMethod.full:
+        return 2.0 * layers / max(1, facts.num_layers)  # one at a time
+    return max(0.0, 2.0 * layers - one_layer_bytes(config, facts) - head_gradient_bytes(config, facts))
 
 
 def _gathered(config: RunConfig, facts: ModelFacts) -> float:
-    """What is whole of a sharded or offloaded model: the embeddings and two layers, and the gradient of one layer."""
+    """What is whole of a sharded or offloaded model: the embeddings and two layers, and the gradient of one layer.
+
+    Where ZeRO-3 keeps the shares on the GPU, it held as much as they take once more (measured on H200s: 22.8 GiB with
+    them and 11.3 with parameters on the host, of 12 layers of Qwen2.5-3B; as much again with LoRA).
+    """
     settings = config.parallelism
     is_away = isinstance(settings, ZeroConfig | FsdpConfig) and settings.offload_parameters is not Offload.none
     if divided_among(config).weights == 1 and not is_away:
@@ -42,7 +52,8 @@ def _gathered(config: RunConfig, facts: ModelFacts) -> float:
     embeddings = parameters.embeddings * (1 if facts.tie_word_embeddings else 2)
     layer = parameters.layers / max(1, facts.num_layers)
     gradients = layer if config.peft.method is PeftMethod.full else 0
-    return (4 if config.precision.compute is Compute.fp32 else 2) * (embeddings + 2 * layer + gradients)
+    again = state_bytes(config, facts).weights if settings.strategy is Strategy.zero3 else 0.0
+    return again + (4 if config.precision.compute is Compute.fp32 else 2) * (embeddings + 2 * layer + gradients)
 
 
 def bucket_bytes(config: RunConfig, facts: ModelFacts) -> float:
@@ -55,7 +66,4 @@ def bucket_bytes(config: RunConfig, facts: ModelFacts) -> float:
     if not is_moved or settings.strategy is Strategy.zero3:
         return 0.0
     bucket = settings.reduce_bucket_size or facts.hidden_size**2  # the Trainer's choice where nobody says
-    # Two that take turns where communication overlaps, and what waits to be copied: in all 4.5 (DeepSpeed's
-    # documentation of overlap_comm; 8.4 GiB measured for 5e8 elements on H200s), but no more than there are gradients.
-    waiting = min(trained, (_BUCKETS_IN_ALL - 2) * bucket) if settings.overlap_comm else 0.0
-    return weight_element(config) * ((2 if settings.overlap_comm else 1) * bucket + waiting)
+    return weight_element(config) * bucket * (_OVERLAPPING_BUCKETS if settings.overlap_comm else 1.0)

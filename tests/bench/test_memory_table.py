@@ -1,0 +1,34 @@
+"""The memory plan against every run on H200s whose peak was recorded."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from memory_table import read_measured
+
+# In fp32, sdpa keeps all scores for rows whose length is no multiple of 8, as most are, and the plan counts them; the
+# rows of this run were all of 2,048 tokens.
+ALIGNED_FP32 = "05b_2048_fp32"
+
+
+def test_the_plan_is_within_its_bounds_of_every_peak() -> None:
+    runs = {run.name: run for run in read_measured()}
+    too_high = runs.pop(ALIGNED_FP32)
+    assert 0.40 < too_high.error < 0.50
+    assert len(runs) >= 24
+    assert statistics.median(abs(run.error) for run in runs.values()) <= 0.05
+    wrong = {name: f"{run.error:+.1%}" for name, run in runs.items() if not -0.05 <= run.error <= 0.10}
+    assert not wrong
+
+
+def test_the_allocator_never_held_more_than_the_plan_leaves() -> None:
+    """What decides is reserved memory: a fifth of the GPU is left for it, which is a quarter of what tensors may take.
+
+    Only where the optimizer and the parameters are on the host is it more, of little memory.
+    """
+    over = {run.name for run in read_measured() if run.reserved > run.predicted / 0.8}
+    assert over <= {"3b_zero3_offload_2", "3b_zero2_offload_2"}
