@@ -14,7 +14,7 @@ from tunebook.errors import DoesNotFitError, RequestError
 from tunebook.evaluate import worker
 from tunebook.evaluate.batch_size import BatchSize, read_batch_size
 from tunebook.evaluate.progress import AnswerProgress
-from tunebook.evaluate.request_model import RequestModel, is_out_of_memory
+from tunebook.evaluate.request_model import RequestModel
 
 TaskFile = Callable[[str], Path]
 KnownRun = Callable[..., Path]
@@ -99,7 +99,7 @@ def test_sampled_answers_do_not_depend_on_how_often_it_was_tried(
     sampled = {"until": ["</s>"], "do_sample": True, "temperature": 1.0, "max_gen_toks": 8}
     asked = [Instance("generate_until", {}, (f"a{' b' * number}", sampled), 0) for number in range(4)]
     torch.manual_seed(0)
-    expected = wrap(known_model, known_tokenizer, 2).generate_until(asked)
+    expected = wrap(known_model, known_tokenizer, 1).generate_until(asked)
     original = RequestModel._try
     failures = [True, True]
 
@@ -125,19 +125,14 @@ def test_an_error_of_another_kind_is_not_taken_for_too_little_memory(
         wrap(known_model, known_tokenizer, None).loglikelihood(requests("loglikelihood", 2))
 
 
-@pytest.mark.parametrize(
-    ("error", "is_memory"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory."), True),
-        (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"), True),
-        (MemoryError(), True),
-        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
-        (ValueError("out of memory."), False),
-    ],
-    ids=["cuda", "cpu", "python", "illegal", "other"],
-)
-def test_what_counts_as_too_little_memory(error: Exception, is_memory: bool) -> None:
-    assert is_out_of_memory(error) is is_memory
+def test_no_more_rows_are_tried_than_there_are_requests(
+    known_model: PreTrainedModel, known_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    for count, size in ((1, 1), (2, 2), (3, 4), (5, 8)):
+        model = wrap(known_model, known_tokenizer, None, largest=64)
+        model.generate_until(requests("generate_until", count))
+        assert model.sizes.smallest == size
+    assert wrap(known_model, known_tokenizer, None)._answer("loglikelihood", []) == []
 
 
 def test_short_requests_are_not_slowed_down_by_long_ones_before_them() -> None:
@@ -203,7 +198,7 @@ def test_what_was_found_is_recorded(
     original = RequestModel._model_generate
     monkeypatch.setattr(RequestModel, "_model_generate", generate)
     assert worker.main(["--run", str(run), "--when", "before"]) == 0
-    assert "evaluation before: batch size auto: 32 ran out of memory, 2 fits" in capfd.readouterr().err
+    assert "evaluation before: batch size auto: 4 ran out of memory, 2 fits" in capfd.readouterr().err
     record = json.loads((run / "evaluation" / "before.json").read_text())
     assert (record["batch_size"], record["batch_sizes"]) == ("auto", {"continuation": 2})
     assert record["tasks"]["continuation"]["value"] == 0.75

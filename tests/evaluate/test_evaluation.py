@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tunebook.config.frozen import load_config
-from tunebook.errors import DoesNotFitError
 from tunebook.evaluate import worker
 from tunebook.evaluate.bound_model import load_trained, trained_architecture
-from tunebook.evaluate.evaluation import _refuse_offloading
 from tunebook.hardware.detect import VISIBLE_VARIABLE
 
 TaskFile = Callable[[str], Path]
@@ -42,14 +39,18 @@ def test_a_model_over_several_devices_answers_as_on_one(known_run: KnownRun, mon
     assert trained_architecture(config, None).max_position_embeddings == 64
 
 
-def test_a_part_that_stays_on_the_host_is_refused() -> None:
-    _refuse_offloading(SimpleNamespace(hf_device_map={"": 0, "lm_head": 1}), is_on_gpu=True)
-    _refuse_offloading(SimpleNamespace(), is_on_gpu=True)
-    _refuse_offloading(SimpleNamespace(hf_device_map={"": "cpu"}), is_on_gpu=False)
-    for place in ("cpu", "disk"):
-        model = SimpleNamespace(hf_device_map={"embed": 0, "lm_head": place})
-        with pytest.raises(DoesNotFitError, match="too little free memory for the model"):
-            _refuse_offloading(model, is_on_gpu=True)
+def test_a_model_is_read_straight_onto_its_gpu(known_run: KnownRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(known_run([]) / "run.yaml")
+    asked: list[Any] = []
+    original = AutoModelForCausalLM.from_pretrained
+
+    def from_pretrained(*arguments: Any, **options: Any) -> Any:
+        asked.append(options.pop("device_map"))
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    load_trained(config, None, device=torch.device("cuda", 1))
+    assert asked == [{"": torch.device("cuda", 1)}]
 
 
 @pytest.mark.usefixtures("quiet_harness")

@@ -36,6 +36,7 @@ while True:
     elif "large" in texts:
         line.send(("no-memory", "a batch of 8 does not fit"))
     else:
+        line.send(("said", "batch size auto: 8 ran out of memory, 4 fits"))
         line.send(("count", len(texts)))
         line.send(("answers", [f"{kind} {os.environ['NUMBER']} {text.upper()}" for text in texts]))
 """
@@ -66,6 +67,15 @@ def test_answers_come_back_in_the_order_of_the_requests_and_are_counted(helpers:
     assert (
         helpers.progress.num_done == sum(len(share) for share in deal(requests(*texts), 3)[1:]) * 2
     )  # the first process counts its own by itself
+
+
+def test_what_a_helper_says_is_shown_with_its_number(helpers: Helpers, capsys: pytest.CaptureFixture[str]) -> None:
+    helpers.progress = AnswerProgress("evaluation before")
+    helpers.share("k", requests("a", "b", "c"), answer)
+    said = [line for line in capsys.readouterr().err.splitlines() if "batch size" in line]
+    assert sorted(said) == [
+        f"evaluation before: process {number}: batch size auto: 8 ran out of memory, 4 fits" for number in (1, 2)
+    ]
 
 
 def test_fewer_requests_than_processes_are_answered(helpers: Helpers) -> None:
@@ -141,6 +151,7 @@ def test_a_helper_answers_until_its_pipe_is_closed() -> None:
             raise ValueError("no such kind")
         if kind == "large":
             raise DoesNotFitError("too large")
+        progress.say("4 fits")
         progress.advance(len(shared))
         return [request.args[0] + "!" for request in shared]
 
@@ -150,23 +161,19 @@ def test_a_helper_answers_until_its_pipe_is_closed() -> None:
     said = []
     for kind in ("loglikelihood", "broken", "large", "loglikelihood"):
         ours.send((kind, [("a", " b"), ("c", " d")]))
-        said.append(receive_result(ours))
+        said += receive_to_result(ours)
     ours.close()
     helper.join(timeout=20)
     assert not helper.is_alive()
-    assert said == [
-        ("answers", ["a!", "c!"]),
-        ("failed", "ValueError: no such kind"),
-        ("no-memory", "too large"),
-        ("answers", ["a!", "c!"]),
-    ]
+    answered = [("said", "4 fits"), ("answers", ["a!", "c!"])]
+    assert said == [*answered, ("failed", "ValueError: no such kind"), ("no-memory", "too large"), *answered]
     assert seen[0] == ("loglikelihood", [("a", " b"), ("c", " d")])
     assert progress.num_done == 4
 
 
-def receive_result(line: Connection) -> Any:
-    """What comes over a pipe after the counts."""
-    while True:
-        kind, content = line.recv()
-        if kind != "count":
-            return kind, content
+def receive_to_result(line: Connection) -> list[Any]:
+    """What comes over a pipe up to a result, without the counts."""
+    found: list[Any] = []
+    while not found or found[-1][0] in ("count", "said"):
+        found.append(line.recv())
+    return [message for message in found if message[0] != "count"]

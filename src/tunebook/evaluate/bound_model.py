@@ -20,14 +20,17 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
-def load_trained(config: RunConfig, folder: Path | None, *, is_sharded: bool = False) -> PreTrainedModel:
+def load_trained(
+    config: RunConfig, folder: Path | None, *, is_sharded: bool = False, device: torch.device | None = None
+) -> PreTrainedModel:
     """The model in `folder` on the CPU (quantised weights: on the GPU); without one, what training starts from.
 
-    `is_sharded` reads it straight onto all GPUs that this process sees, a few layers on each.
+    `is_sharded` reads it straight onto all GPUs that this process sees, a few layers on each; `device` onto that one,
+    but for weights that are drawn.
     """
     from tunebook.model.load import load_model
 
-    model = load_model(_config_to_load(config, folder), is_sharded=is_sharded)
+    model = load_model(_config_to_load(config, folder), is_sharded=is_sharded, device=device)
     if folder is not None and is_adapter(folder):
         return with_adapter(model, folder, config.peft.method)
     return model

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from tunebook.config.book import resolve_path
 from tunebook.config.choices import Source
 from tunebook.config.schema import RunConfig
-from tunebook.errors import DoesNotFitError, RequestError
+from tunebook.errors import RequestError
 from tunebook.evaluate.baseline import score_baseline
 from tunebook.evaluate.batch_size import AUTO, LARGEST_ON_CPU, LARGEST_ON_GPU, BatchSize
 from tunebook.evaluate.binding import Trained, check_bound
@@ -187,33 +187,28 @@ def _load(
     evaluation: Evaluation, tokenizer: PreTrainedTokenizerBase, progress: AnswerProgress, helpers: Helpers | None
 ) -> RequestModel:
     """The model on its device, ready to answer."""
+    from tunebook.evaluate.on_gpu import choose_copies, load_on_gpu, refuse_offloading
     from tunebook.evaluate.request_model import RequestModel
 
     config, is_sharded = evaluation.config, evaluation.spread.is_sharded
-    model: Any = load_trained(config, evaluation.model, is_sharded=is_sharded)
-    is_on_gpu = uses_gpu(config)
+    dtype, is_on_gpu = compute_dtype(config), uses_gpu(config)
     if is_on_gpu and not is_sharded:
-        model = model.to("cuda")
-    _refuse_offloading(model, is_on_gpu)
+        # Not by way of the host, whose memory need not hold as many models as there are GPUs.
+        model: Any = load_on_gpu(lambda device: load_trained(config, evaluation.model, device=device))
+    else:
+        model = load_trained(config, evaluation.model, is_sharded=is_sharded)
+    if is_on_gpu:
+        refuse_offloading(model)
+        if note := choose_copies(model, dtype):
+            progress.say(note)
     return RequestModel(
         model,
         tokenizer,
         batch_size=BatchSize(config.evaluation.batch_size, LARGEST_ON_GPU if is_on_gpu else LARGEST_ON_CPU),
-        compute_dtype=compute_dtype(config),
+        compute_dtype=dtype,
         progress=progress,
         helpers=helpers,
     )
-
-
-def _refuse_offloading(model: Any, is_on_gpu: bool) -> None:
-    """Refuse a model of which a part was left on the host, from where each batch would fetch it again."""
-    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
-    if is_on_gpu and places & {"cpu", "disk"}:
-        raise DoesNotFitError(
-            "the GPUs to be seen here have too little free memory for the model: parts of it would stay on the host; "
-            "end what else runs there (nvidia-smi lists it), or use more GPUs",
-            problem_id="model-does-not-fit",
-        )
 
 
 def _write_results(evaluation: Evaluation, runs: TaskRuns, bound: dict[str, Any], file: Path, started: float) -> None:

@@ -26,7 +26,7 @@ from tunebook.train.death import stopping_with_parent
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
-COUNT, ANSWERS, NO_MEMORY, FAILED = "count", "answers", "no-memory", "failed"  # what a helper says
+COUNT, SAID, ANSWERS, NO_MEMORY, FAILED = "count", "said", "answers", "no-memory", "failed"  # what a helper sends
 _SECONDS_TO_END = 20.0
 _NUM_LINES_QUOTED = 15
 Answer = Callable[[str, Sequence["Instance"]], list[Any]]  # kind of request, requests -> answers
@@ -139,6 +139,8 @@ class Helpers:
                 continue
             if kind == COUNT:
                 self.progress.advance(content)
+            elif kind == SAID:
+                self.progress.say(f"process {helper.number}: {content}")
             else:
                 self._found[helper.number] = self._result(helper, kind, content)
 

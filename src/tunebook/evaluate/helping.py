@@ -9,7 +9,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 
 from tunebook.errors import DoesNotFitError
-from tunebook.evaluate.helpers import ANSWERS, COUNT, FAILED, NO_MEMORY, Answer
+from tunebook.evaluate.helpers import ANSWERS, COUNT, FAILED, NO_MEMORY, SAID, Answer
 from tunebook.evaluate.progress import AnswerProgress
 
 _SECONDS_BETWEEN_COUNTS = 0.5
@@ -23,6 +23,10 @@ class ToldProgress(AnswerProgress):
         self._line = line
         self._num_untold = 0
         self._told_at = 0.0
+
+    def say(self, text: str) -> None:
+        """Tell a sentence for people, such as that a batch did not fit: a helper's own output is shown to nobody."""
+        self._line.send((SAID, text))
 
     def advance(self, num_requests: int = 1) -> None:
         """Count, and tell every now and then."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tunebook.evaluate.batch_size import BatchSize
+from tunebook.evaluate.out_of_memory import is_out_of_memory
 from tunebook.evaluate.progress import AnswerProgress
 from tunebook.evaluate.run_model import RunModel
 from tunebook.hardware.detect import detect_machine
@@ -64,7 +65,7 @@ class RequestModel(RunModel):
         return {
             "stop_tokens": self.tokenizer.convert_ids_to_tokens(self.model.generation_config.eos_token_id),
             "adds_bos": self.add_bos_token,
-            "device": str(self.device),
+            "device": ", ".join(sorted({str(parameter.device) for parameter in self.model.parameters()})),
         }
 
     def _answer(self, kind: str, requests: list[Instance]) -> list[Any]:
@@ -78,7 +79,9 @@ class RequestModel(RunModel):
         if not requests:
             return []
         longest = max(requests, key=_num_characters)
-        length, limit = _num_characters(longest), self._limit_on_cpu(kind, longest)
+        # More rows than there are requests would only be tried and halved in vain.
+        rows = 1 << (len(requests) - 1).bit_length()
+        length, limit = _num_characters(longest), min(rows, self._limit_on_cpu(kind, longest) or rows)
         random_state = _random_state()
         while True:
             size = self.batch_size_per_gpu = self.sizes.size_for(kind, length, limit)
@@ -129,15 +132,6 @@ class _Counter:
         self._progress.advance()
         if self._helpers is not None:
             self._helpers.listen()
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch ran out of the memory of a GPU or of the host."""
-    from accelerate.utils.memory import should_reduce_batch_size
-
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and should_reduce_batch_size(error)
 
 
 def _texts(request: Instance) -> list[str]:

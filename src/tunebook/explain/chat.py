@@ -39,8 +39,9 @@ CHAT: dict[str, Explanation] = {
     ),
     "model-does-not-fit": Explanation(
         summary="The model does not fit into the memory of the GPUs.",
-        why="It was tried as loaded, with its weights rounded to the format it computes in, and spread over all GPUs "
-        "that the process may use.",
+        why="A chat tried it as loaded, with its weights rounded to the format it computes in, and spread over all "
+        "GPUs that the process may use. An evaluation rounds nothing: a copy on each GPU, or one model spread over "
+        "all. What other programs hold there is missing for it.",
         advice="End what else runs there (nvidia-smi shows it), allow more GPUs with CUDA_VISIBLE_DEVICES, or put "
         "CUDA_VISIBLE_DEVICES= before the command to use the CPU.",
     ),

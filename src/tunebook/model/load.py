@@ -135,17 +135,17 @@ def _compare(architecture: PretrainedConfig, facts: ModelFacts) -> None:
         )
 
 
-def load_model(config: RunConfig, *, is_sharded: bool = False) -> PreTrainedModel:
+def load_model(config: RunConfig, *, is_sharded: bool = False, device: torch.device | None = None) -> PreTrainedModel:
     """The model that training starts from, whole, on the CPU, for a process by itself. Raises: as `begin_loading`.
 
     `is_sharded` puts a few layers of pretrained weights on each GPU that this process sees instead, to compute with
-    but not to train.
+    but not to train. `device` is a GPU that pretrained weights are read straight into: no host memory for them.
     """
     alone = replace(config, parallelism=ParallelismConfig(strategy=Strategy.single))
     begun = begin_loading(alone)
     if is_sharded and config.model.weights is Weights.pretrained:
         return _read(alone, begun.config, "auto")
-    return finish_loading(alone, begun)
+    return finish_loading(alone, begun, device=device)
 
 
 def begin_loading(config: RunConfig, rank: int = 0) -> PreTrainedModel:

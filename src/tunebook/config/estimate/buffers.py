@@ -62,8 +62,9 @@ def bucket_bytes(config: RunConfig, facts: ModelFacts) -> float:
     settings, trained = config.parallelism, count_parameters(config, facts).trained
     if settings.strategy is Strategy.ddp and ranks > 1:
         return float(trained * weight_element(config))  # together they are as large as all gradients
-    is_moved = isinstance(settings, ZeroConfig) and settings.offload_optimizer is not Offload.none
-    if not is_moved or settings.strategy is Strategy.zero3:
+    if not isinstance(settings, ZeroConfig) or settings.strategy is Strategy.zero3:
+        return 0.0
+    if settings.offload_optimizer is Offload.none:
         return 0.0
     bucket = settings.reduce_bucket_size or facts.hidden_size**2  # the Trainer's choice where nobody says
     return weight_element(config) * bucket * (_OVERLAPPING_BUCKETS if settings.overlap_comm else 1.0)

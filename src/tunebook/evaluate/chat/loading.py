@@ -122,19 +122,22 @@ def _place(
     """The model where it answers, its weights in `dtype` if one is given, and what to say about it."""
     import torch
 
+    from tunebook.evaluate.on_gpu import SHARE_FOR_COPIES_OF_ONE, choose_copies
+
     model: Any = load_trained(config, folder)
     if dtype is not None:
         model = model.to(dtype)
     autocast = compute_dtype(config)
-    note = None
+    said: list[str | None] = []
     if uses_gpu(config):
         if autocast is torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
             autocast = None  # trained on a newer GPU: in fp32 nothing is lost
         model, note = place_on_gpus(model, autocast)
+        said = [note, choose_copies(model, autocast, SHARE_FOR_COPIES_OF_ONE)]
     else:
         autocast = None  # a CPU computes in the weights' own format fastest
     chat_model = ChatModel(model, tokenizer, stop_ids=stop_ids(model, tokenizer), autocast_dtype=autocast)
-    return chat_model, [f"{chat_model.device} in {chat_model.format}"] + ([note] if note else [])
+    return chat_model, [f"{chat_model.device} in {chat_model.format}", *filter(None, said)]
 
 
 def _require_template(tokenizer: PreTrainedTokenizerBase, target: Target) -> None:

@@ -1,0 +1,19 @@
+"""Whether an error means that the memory ran out: torch, its libraries and the driver each say it in their own way."""
+
+from __future__ import annotations
+
+import torch
+
+# What accelerate does not know. The driver's own error names neither the size nor the allocator.
+_SAID = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch ran out of the memory of a GPU or of the host."""
+    from accelerate.utils.memory import should_reduce_batch_size
+
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    return should_reduce_batch_size(error) or any(said in str(error) for said in _SAID)
