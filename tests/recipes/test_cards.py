@@ -46,7 +46,8 @@ def test_card_has_its_sections_in_order_on_one_page(name: str) -> None:
     headings = [line[3:] for line in card(name).splitlines() if line.startswith("## ")]
     assert headings == SECTIONS
     assert card(name).startswith(f"# {name}: ")
-    assert len(card(name).splitlines()) <= 80
+    written, _, rest = card(name).partition("<!-- made from evidence")
+    assert len((written + rest.partition("<!-- end of evidence -->")[2]).splitlines()) <= 80  # beside what is generated
 
 
 @pytest.mark.parametrize("name", NAMES)
