@@ -13,6 +13,7 @@ from tunebook.config.compose import compose
 from tunebook.evidence.card import draw, plot_file, section
 from tunebook.evidence.compare import flat, is_split
 from tunebook.evidence.files import read_evidence
+from tunebook.evidence.overview import cell, row_start
 from tunebook.evidence.schema import Evidence
 from tunebook.hardware.detect import Gpu, Machine
 from tunebook.hardware.generations import GENERATIONS
@@ -62,3 +63,13 @@ def test_its_card_shows_what_the_files_say(folder: Path) -> None:
     assert {file.name for file in folder.iterdir()} == {
         name for file in files for name in (file.name, plot_file(file).name)
     }
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.parent.name)
+def test_the_books_table_of_recipes_names_it(folder: Path) -> None:
+    files, recipe = sorted(folder.glob("*.json")), folder.parent.name
+    rows = [
+        line for line in (RECIPES.parent / "README.md").read_text().splitlines() if line.startswith(row_start(recipe))
+    ]
+    assert len(rows) == 1
+    assert rows[0].endswith(f"| {cell(recipe, files, [read_evidence(file) for file in files])} |")

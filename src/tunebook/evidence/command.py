@@ -13,6 +13,7 @@ from tunebook.errors import RequestError
 from tunebook.evidence.card import update_card
 from tunebook.evidence.difference import difference_table, differences
 from tunebook.evidence.gather import read_finished
+from tunebook.evidence.overview import update_overview
 from tunebook.evidence.page import write_page
 from tunebook.evidence.recording import record_evidence
 from tunebook.evidence.show import PAGE_FILE, show_verification
@@ -46,7 +47,9 @@ def verify_command(
         file = record_evidence(records, label, recipes_dirs)
         console.print(Text(f"written: {file}"), soft_wrap=True)
         card = file.parent.parent / "README.md"
-        update_card(card, sorted(file.parent.glob("*.json")))
+        files = sorted(file.parent.glob("*.json"))
+        update_card(card, files)
+        update_overview(card.parents[2] / "README.md", card.parent.name, files)
         console.print(Text(f"shown on {card}"), soft_wrap=True)
         return 0
     if len(records) != 1 or label is not None:

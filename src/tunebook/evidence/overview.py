@@ -1,0 +1,42 @@
+"""The book's table of recipes says of each what is recorded of it: the last column, made from the evidence files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tunebook.evidence.files import read_evidence
+from tunebook.evidence.schema import Evidence
+from tunebook.record.atomic_files import atomic_write_text
+
+
+def update_overview(readme: Path, recipe: str, files: Sequence[Path]) -> bool:
+    """Write the recipe's last cell anew; false where the book has no such table, or none of the recipe's in it."""
+    if not files or not readme.is_file():
+        return False
+    text = readme.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    rows = [number for number, line in enumerate(lines) if line.startswith(row_start(recipe))]
+    if not rows:
+        return False
+    cells = lines[rows[0]].removesuffix("|").split("|")[:-1]
+    made = cell(recipe, files, [read_evidence(file) for file in files])
+    lines[rows[0]] = f"{'|'.join(cells)}| {made} |"
+    atomic_write_text(readme, "\n".join(lines) + "\n")
+    return True
+
+
+def row_start(recipe: str) -> str:
+    """How a recipe's row begins."""
+    return f"| [{recipe}](recipes/{recipe}/README.md) |"
+
+
+def cell(recipe: str, files: Sequence[Path], evidence: Sequence[Evidence]) -> str:
+    """A link per file, named by its hardware, and what it was run with."""
+    told = []
+    for file, found in zip(files, evidence, strict=True):
+        hardware, ran = found.hardware, found.ran
+        layers = "" if ran.layers.startswith("all") else f", {ran.layers} layers"
+        name = f"{hardware.gpus} x {(hardware.gpu or 'CPU').removeprefix('NVIDIA ')}"
+        told.append(f"[{name}](recipes/{recipe}/evidence/{file.name}) ({ran.weights} weights{layers})")
+    return ", ".join(told)

@@ -1,0 +1,48 @@
+"""The last column of the table of recipes, on a README of three lines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tunebook.evidence.gather import read_finished
+from tunebook.evidence.overview import update_overview
+from tunebook.evidence.recording import record_evidence
+
+from .conftest import MakeRun
+
+TABLE = """| recipe | what | evidence |
+|---|---|---|
+| [quickstart](recipes/quickstart/README.md) | word tasks | on its card |
+| [other](recipes/other/README.md) | the same | none yet |
+"""
+
+
+@pytest.fixture
+def evidence(make_run: MakeRun, recipes_dir: Path) -> Path:
+    return record_evidence([read_finished(make_run()), read_finished(make_run())], "try", [])
+
+
+def test_the_row_links_every_file_and_the_others_stay(tmp_path: Path, evidence: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(TABLE)
+    assert update_overview(readme, "quickstart", [evidence])
+    lines = readme.read_text().splitlines()
+    assert lines[2] == (
+        f"| [quickstart](recipes/quickstart/README.md) | word tasks | "
+        f"[1 x CPU](recipes/quickstart/evidence/{evidence.name}) (random weights) |"
+    )
+    assert [lines[number] for number in (0, 1, 3)] == [TABLE.splitlines()[number] for number in (0, 1, 3)]
+    again = readme.read_text()
+    assert update_overview(readme, "quickstart", [evidence])
+    assert readme.read_text() == again
+
+
+def test_a_book_without_the_row_is_left_alone(tmp_path: Path, evidence: Path) -> None:
+    readme = tmp_path / "README.md"
+    assert not update_overview(readme, "quickstart", [evidence])
+    readme.write_text(TABLE)
+    assert not update_overview(readme, "unlisted", [evidence])
+    assert not update_overview(readme, "quickstart", [])
+    assert readme.read_text() == TABLE
