@@ -21,7 +21,7 @@ unexport ARGS
 
 .DEFAULT_GOAL := help
 .PHONY: help train plan data eval fetch chat sweep report verify list explain doctor env image push pull \
-	check lint format type test test-system setup lock clean-venv
+	check lint format type test test-system test-slow setup lock clean-venv
 
 help:  ## This list
 	@printf 'make TARGET [RECIPE=%s] [ARGS="..."] [WHERE=...] [GPU=...] [GPUS=...]\n\n' '$(RECIPE)'
@@ -98,8 +98,14 @@ type: $(DEV_READY)  ## Types, strict for src
 test: $(DEV_READY)  ## The tests that need no GPU, engine or cluster; ARGS="tests/data -x"
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS) --dist loadfile $(value ARGS)
 
+# Side by side as tests/system/conftest.py deals them out; threads are left to the user's default there.
+SYSTEM_TESTS = .venv/bin/python -m pytest $(if $(findstring tests/,$(filter-out --%,$(value ARGS))),,tests/system)
+
 test-system: $(DEV_READY)  ## The tests that use the project as a whole, as its users do
-	.venv/bin/python -m pytest -m system $(if $(findstring tests/,$(filter-out --%,$(value ARGS))),,tests/system) $(value ARGS)
+	$(SYSTEM_TESTS) -m "system and not slow" -n $(WORKERS) $(value ARGS)
+
+test-slow: $(DEV_READY)  ## Those that take long and that few changes concern, for a nightly run
+	$(SYSTEM_TESTS) -m "system and slow" $(value ARGS)
 
 setup: $(DEV_READY)  ## Set up .venv for development, or bring it up to date with the locks
 

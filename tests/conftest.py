@@ -23,6 +23,9 @@ os.environ.update(
         "HF_HOME": str(ROOT / ".cache" / "tests" / "huggingface"),  # and finds nothing that this machine downloaded
         "TOKENIZERS_PARALLELISM": "false",  # its threads do not survive the forks of data set workers
         "COLUMNS": "120",  # messages wrap alike in every terminal
+        # DeepSpeed's operators are compiled again where torch or the compiler's command are other ones: in a folder
+        # that checkouts share, by each in turn.
+        "TORCH_EXTENSIONS_DIR": str(ROOT / ".cache" / "tests" / "torch_extensions"),
     }
 )
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as inherited from a shell that put the tests in the background
@@ -71,6 +74,6 @@ def open_page(chromium: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
                  "--disable-component-update", "--disable-sync")  # fmt: skip
         profile = f"--user-data-dir={tmp_path_factory.mktemp('browser')}"
         command = [str(chromium), *quiet, profile, "--dump-dom", *options, page.as_uri()]
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=200).stdout
 
     return dom_of

@@ -11,7 +11,7 @@ import pytest
 from tunebook.config.auto import resolve_auto
 from tunebook.config.compose import compose
 from tunebook.hardware.detect import Machine
-from tunebook.launch.local import TORCHRUN, rank_environment, run_and_wait
+from tunebook.launch.local import TORCHRUN, StopRequests, rank_environment, run_and_wait
 
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
 
@@ -90,10 +90,27 @@ def test_sigterm_is_passed_on_and_waited_for(request_stops):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_second_request_is_handed_on_as_ctrl_c_which_a_rank_takes_as_now(request_stops):
-    counter = request_stops(signal.SIGTERM, signal.SIGTERM)
+def test_ctrl_c_after_a_request_is_handed_on_and_a_rank_takes_it_as_now(request_stops):
+    counter = request_stops(signal.SIGTERM, signal.SIGINT)
     end = run_and_wait(program(counter, "SIGTERM", "SIGINT"), {})
     assert (end.exit_code, end.stopped_by) == (6, "SIGTERM")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+def test_a_request_that_comes_several_times_is_one_and_costs_no_save(number):
+    """As the kernel sends it when a parent of several threads is killed, and as a terminal does that is closed."""
+    handed_on = []
+    requests = StopRequests(handed_on.append)
+    first = signal.SIGUSR1 if number is signal.SIGUSR1 else signal.SIGTERM
+    with requests.listening():
+        for _ in range(3):
+            os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert handed_on == [first]
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
+        assert handed_on == [first, signal.SIGINT]
+    assert requests.first == number.name
 
 
 def test_a_third_request_kills(request_stops):

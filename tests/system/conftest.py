@@ -1,23 +1,58 @@
-"""Tunebook as its users run it: real commands in processes of their own, in the checkout, writing elsewhere."""
+"""Tunebook as its users run it: real commands in processes of their own, in the checkout, writing elsewhere.
+
+Files run side by side (`make test-system`), but for those whose tests share what they work on: `scope_of` says which.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tunebook.record.manifest import read_manifest
 from tunebook.record.metrics import is_training_line, read_metrics
 
+if TYPE_CHECKING:
+    from xdist.remote import Producer
+    from xdist.scheduler import LoadScopeScheduling
+
 HERE = Path(__file__).parent
 # What make and pytest would hand on to the make that is tested; threads are left to the user's default.
 NOT_INHERITED = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "ARGS", "RECIPE", "OMP_NUM_THREADS")
+
+
+COMPILED_WITHIN_S = 1200  # by a machine that does much else, in 120 to 220
+# The tests of these files evaluate, report and verify one run of the quickstart.
+ON_THE_QUICKSTARTS_RUN = ("test_chat.py", "test_evidence.py", "test_quickstart.py", "test_readme.py")
+
+
+def scope_of(name: str) -> str:
+    """Which tests run one after the other, in one process: those of a file, of an engine, and on one run."""
+    file = name.partition("::")[0]
+    if file.startswith("tests/system/docker/"):
+        return "docker"
+    return "quickstart" if Path(file).name in ON_THE_QUICKSTARTS_RUN else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    """Deal the tests out to xdist's processes by their scope, the scope with most tests first."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByScope(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return scope_of(nodeid)
+
+    return ByScope(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -25,6 +60,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker("system")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def operators_compiled_once() -> Iterator[None]:
+    """Let every command find this environment's programs first, as `tunebook train` lets its ranks.
+
+    DeepSpeed's operators would be compiled once more by another `ninja`, which cannot read what this one noted. And
+    whoever compiled them and was killed has left a lock, for which everybody after it would wait without end.
+    """
+    for lock in Path(os.environ["TORCH_EXTENSIONS_DIR"]).rglob("lock"):
+        with suppress(FileNotFoundError):
+            if time.time() - lock.stat().st_mtime > COMPILED_WITHIN_S:
+                lock.unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+        yield
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +105,7 @@ class Running:
             pytest.fail(f"not ended after {timeout_s} s:\n{self.output}")
         return Ended(exit_code=self.process.returncode, output=self.output)
 
-    def wait_for(self, condition: Callable[[], object], timeout_s: float = 60) -> None:
+    def wait_for(self, condition: Callable[[], object], timeout_s: float = 300) -> None:
         """Wait until something holds while the command is at work."""
         end = time.monotonic() + timeout_s
         while not condition():
@@ -81,10 +132,11 @@ class Running:
 
 @pytest.fixture(scope="session")
 def start(project_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Running]]:
-    """Start a command: `start(words, cwd=..., KEY=value...)`; data is prepared once for the session."""
+    """Start a command: `start(words, cwd=..., KEY=value...)`; data is prepared once for all of xdist's processes."""
     folder = tmp_path_factory.mktemp("system")
+    base = tmp_path_factory.getbasetemp()
     inherited = {key: value for key, value in os.environ.items() if key not in NOT_INHERITED}
-    inherited["TUNEBOOK_CACHE"] = str(folder / "cache")
+    inherited["TUNEBOOK_CACHE"] = str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "prepared")
     inherited["PATH"] = f"{project_root / '.venv' / 'bin'}:{inherited['PATH']}"
     started: list[Running] = []
 
@@ -102,7 +154,7 @@ def start(project_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 def run(start: Callable[..., Running]) -> Callable[..., Ended]:
     """Run a command to its end."""
 
-    def to_its_end(words: list[str], timeout_s: float = 120, **settings: object) -> Ended:
+    def to_its_end(words: list[str], timeout_s: float = 300, **settings: object) -> Ended:
         return start(words, **settings).wait(timeout_s)
 
     return to_its_end
@@ -145,12 +197,15 @@ class Quickstart:
     outputs: Path
     folder: Path
     ended: Ended
+    left: frozenset[str]  # the names in the folder when it had ended: later commands add to them
 
 
 @pytest.fixture(scope="session")
 def quickstart(run: Callable[..., Ended], tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
     """`make train`, once for all tests that look at what it leaves."""
     outputs = tmp_path_factory.mktemp("outputs")
-    ended = run(["make", "train", f"ARGS=outputs={outputs}"], timeout_s=400)
+    ended = run(["make", "train", f"ARGS=outputs={outputs}"], timeout_s=900)
     assert ended.exit_code == 0, ended.output
-    return Quickstart(outputs=outputs, folder=(outputs / "quickstart" / "latest").resolve(), ended=ended)
+    folder = (outputs / "quickstart" / "latest").resolve()
+    left = frozenset(path.name for path in folder.iterdir())
+    return Quickstart(outputs=outputs, folder=folder, ended=ended, left=left)

@@ -41,7 +41,7 @@ class Screen:
         """Press keys."""
         os.write(self._terminal, keys.encode())
 
-    def wait_for(self, text: str, timeout_s: float = 90) -> str:
+    def wait_for(self, text: str, timeout_s: float = 300) -> str:
         """Wait until a text is shown; returns what was shown before it and forgets both."""
         end = time.monotonic() + timeout_s
         while text not in self.text:
@@ -64,7 +64,7 @@ class Screen:
         """
         for _ in range(num_times):
             self.type(keys)
-            end = time.monotonic() + 10
+            end = time.monotonic() + 30
             while self.process.poll() is None and time.monotonic() < end:
                 self._read()
             if self.process.poll() is not None:

@@ -59,7 +59,7 @@ def test_what_was_learned_by_heart_passes(run, bubblewrap, task, conversations, 
         *[f"evaluation.limit={NUM_PROBLEMS}", "evaluation.code.max_new_tokens=128", f"outputs={tmp_path}"],
     ]
     # Whatever service runs on this machine is not this test's.
-    trained = run(["tunebook", "train", "quickstart", *settings], timeout_s=500, TUNEBOOK_HANDOVER="/nonexistent")
+    trained = run(["tunebook", "train", "quickstart", *settings], timeout_s=900, TUNEBOOK_HANDOVER="/nonexistent")
     assert trained.exit_code == 0, trained.output
     assert "small_python_instruct (pass@1)" in trained.output
     folder = (tmp_path / "quickstart" / "latest").resolve()
@@ -77,7 +77,7 @@ def test_what_was_learned_by_heart_passes(run, bubblewrap, task, conversations, 
     words = ["evaluation.code.num_samples=2", "evaluation.code.temperature=0.01", "evaluation.code.pass_at_k=[1,2]"]
     words += ["evaluation.code.max_new_tokens=128", f"--limit={NUM_PROBLEMS}"]
     command = ["tunebook", "eval", f"run={folder}", f"tasks={task}", *words]
-    evaluated = run(command, timeout_s=300, TUNEBOOK_HANDOVER="/nonexistent")
+    evaluated = run(command, timeout_s=600, TUNEBOOK_HANDOVER="/nonexistent")
     assert evaluated.exit_code == 0, evaluated.output
     (file,) = (file for file in (folder / "evaluation").glob("eval-*.json"))
     found = json.loads(file.read_text())["code"]["tasks"]["small_python_instruct"]

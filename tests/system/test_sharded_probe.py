@@ -63,7 +63,7 @@ def test_documents_are_isolated_and_training_goes_on(head, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(program), head]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=240)
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["moved"] <= found["alone"] <= 2.0**-8

@@ -26,7 +26,7 @@ def test_a_failing_trial_stops_no_other(run, project_root, tmp_path):
     (wild / "config.json").write_text(json.dumps(config | {"initializer_range": 1e30}))  # its loss is not finite
     outputs = tmp_path / "outputs"
     overrides = f"model.path={good},{wild} training.seed=0,1 training.max_steps=3 evaluation=none outputs={outputs}"
-    ended = run(["make", "sweep", f"ARGS={overrides}"], timeout_s=300)
+    ended = run(["make", "sweep", f"ARGS={overrides}"], timeout_s=600)
 
     assert "Error 7" in ended.output, ended.output  # what make makes of the exit code
     assert f"trial 4 of 4: model.path={wild} training.seed=1" in ended.output
@@ -45,10 +45,10 @@ def test_a_failing_trial_stops_no_other(run, project_root, tmp_path):
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two trials at a time need two cores")
 def test_trials_side_by_side_whose_sweep_is_killed_save_and_go_on(start, run, read_run, tmp_path):
+    # The first two are short; the others so long that one is at work yet when the other begins.
     words = [
-        *["tunebook", "sweep", "quickstart", "optimizer.learning_rate=1e-3,2e-3", "training.seed=0,1", *SHORT],
-        # Long enough that neither has ended before the other has begun, however busy the machine is.
-        *["training.max_steps=200", f"outputs={tmp_path}", "--launcher=joblib", "--jobs=2"],
+        *["tunebook", "sweep", "quickstart", "training.max_steps=3,200", "training.seed=0,1", *SHORT],
+        *[f"outputs={tmp_path}", "--launcher=joblib", "--jobs=2"],
     ]
     sweep = start(words)
 
@@ -56,43 +56,50 @@ def test_trials_side_by_side_whose_sweep_is_killed_save_and_go_on(start, run, re
         folders = list(tmp_path.glob(f"quickstart/sweep-*/trial-{number:03d}"))
         return len(read_run(folders[0]).losses) if folders else 0
 
-    sweep.wait_for(lambda: losses(2) >= 3 and losses(3) >= 3, 400)
+    sweep.wait_for(lambda: losses(2) >= 3 and losses(3) >= 3, 600)
     (folder,) = (tmp_path / "quickstart").glob("sweep-*")
     records = {name: (folder / name).stat().st_mtime for name in ("trial-000/manifest.json", "trial-001/manifest.json")}
+    # The kernel tells its trials as each of its threads ends: several times, which is one request all the same.
     os.kill(sweep.process.pid, signal.SIGKILL)
     sweep.process.wait()
+    killed = [number for number in (2, 3) if not (folder / f"trial-{number:03d}.json").exists()]
+    assert killed
     refused = run([*words, "--jobs=64"])
     assert refused.exit_code == 2, refused.output
     assert "type --jobs=" in refused.output
 
-    ended = run(words, timeout_s=300)
+    ended = run(words, timeout_s=600)
     assert ended.exit_code == 0, ended.output
-    assert "2 of 4 trials are done" in ended.output
+    assert f"{4 - len(killed)} of 4 trials are done" in ended.output
     assert [path.name for path in (tmp_path / "quickstart").glob("sweep-*")] == [folder.name]
     assert [line["exit_code"] for line in rows_of(folder)] == ["0"] * 4
     assert {name: (folder / name).stat().st_mtime for name in records} == records  # finished ones were left alone
     for number in (2, 3):
         finished = read_run(folder / f"trial-{number:03d}")
         assert len(finished.losses) == 200
-        assert "going on after" in (folder / f"trial-{number:03d}.log").read_text()
+        if number in killed:
+            assert "going on after" in (folder / f"trial-{number:03d}.log").read_text()
 
 
 def test_a_search_learns_what_is_best_and_goes_on_after_ctrl_c(start, run, tmp_path):
     words = [
         *["tunebook", "sweep", "quickstart", "optimizer.learning_rate=tag(log,interval(1e-5,1e-2))", *SHORT],
-        *["training.max_steps=6", f"outputs={tmp_path}", "--search=optuna", "--num-trials=4", "--metric=final_loss"],
+        *["training.max_steps=30", f"outputs={tmp_path}", "--search=optuna", "--num-trials=4", "--metric=final_loss"],
     ]
     sweep = start(words)
-    sweep.wait_for(lambda: list(tmp_path.glob("quickstart/sweep-*/trial-001/metrics.jsonl")), 200)
+    sweep.wait_for(lambda: list(tmp_path.glob("quickstart/sweep-*/trial-001/metrics.jsonl")), 400)
     sweep.interrupt()
-    stopped = sweep.wait(120)
+    stopped = sweep.wait(300)
     assert stopped.exit_code == 6, stopped.output
     assert "the same command goes on with it" in stopped.output
-
-    ended = run(words, timeout_s=300)
-    assert ended.exit_code == 0, ended.output
-    assert "1 of 4 trials are done" in ended.output
     (folder,) = (tmp_path / "quickstart").glob("sweep-*")
+    # Two where the second took its last step before it heard of the request.
+    num_done = [json.loads(file.read_text())["exit_code"] for file in folder.glob("trial-00?.json")].count(0)
+    assert num_done in (1, 2)
+
+    ended = run(words, timeout_s=600)
+    assert ended.exit_code == 0, ended.output
+    assert f"{num_done} of 4 trials are done" in ended.output
     lines = rows_of(folder)
     assert [line["rank"] for line in lines] == ["1", "2", "3", "4"]
     losses = [float(line["final_loss"]) for line in lines]

@@ -10,7 +10,6 @@ import pytest
 
 NUM_STEPS = 20
 TWO_RANKS = ("parallelism=ddp", "hardware=cpu", "hardware.gpus_per_node=2")
-PADDED = ("packing=padded", "training.micro_batch_size=2")  # 4 accumulated passes; packed rows need one
 
 
 def command(outputs: Path, *overrides: str, steps: int = NUM_STEPS) -> list[str]:
@@ -30,9 +29,9 @@ def one_rank(run, read_run, tmp_path_factory):
     return read_run(latest(outputs)).losses
 
 
-@pytest.mark.parametrize("packing", [(), PADDED], ids=["packed", "padded"])
-def test_two_ranks_take_the_steps_of_one(run, read_run, tmp_path, one_rank, packing):
-    ended = run(command(tmp_path, *TWO_RANKS, *packing))
+def test_two_ranks_take_the_steps_of_one(run, read_run, tmp_path, one_rank):
+    """Packed; padded and accumulated ones are in test_same_loss.py."""
+    ended = run(command(tmp_path, *TWO_RANKS))
     assert ended.exit_code == 0, ended.output
     assert "Traceback" not in ended.output
     assert "torch.distributed.run" in ended.output  # the launch command
@@ -40,22 +39,57 @@ def test_two_ranks_take_the_steps_of_one(run, read_run, tmp_path, one_rank, pack
     assert read_run(latest(tmp_path)).losses == pytest.approx(one_rank, rel=1e-5)
 
 
+FAULT = """
+import os, time
+if os.environ.get("RANK") == "1":
+    from tunebook.train.callbacks import StopOnRequest
+    from tunebook.train.trainer import RecipeTrainer
+
+    original = RecipeTrainer.training_step
+
+    def is_asked_to_stop(trainer):
+        callbacks = trainer.callback_handler.callbacks
+        return any(isinstance(callback, StopOnRequest) and callback.request.name for callback in callbacks)
+
+    def broken(self, *args, **kwargs):
+        if self.state.global_step == 3:
+            {fault}
+        return original(self, *args, **kwargs)
+
+    RecipeTrainer.training_step = broken
+"""
+WAIT_TO_BE_ASKED = "while not is_asked_to_stop(self): time.sleep(0.05)"
+
+
+@pytest.fixture
+def rank_1_with(tmp_path):
+    """Let something happen in the fourth step of rank 1 alone; returns what to add to the environment."""
+
+    def break_it(fault: str) -> dict[str, str]:
+        (tmp_path / "sitecustomize.py").write_text(FAULT.format(fault=fault))  # Python imports it by itself
+        return {"PYTHONPATH": str(tmp_path)}
+
+    return break_it
+
+
 @pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
-def test_a_request_to_stop_saves_on_both_and_the_same_command_goes_on(start, run, read_run, tmp_path, one_rank, how):
+def test_a_request_to_stop_saves_on_both_and_the_same_command_goes_on(
+    start, run, read_run, tmp_path, one_rank, rank_1_with, how
+):
     words = command(tmp_path, *TWO_RANKS)
-    running = start(words)
+    running = start(words, **rank_1_with(WAIT_TO_BE_ASKED))
     metrics = latest(tmp_path) / "metrics.jsonl"
     running.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3)
     if how == "Ctrl-C":
         running.interrupt()
     else:
         running.process.terminate()  # to the launcher alone
-    ended = running.wait(60)
+    ended = running.wait(300)
     assert ended.exit_code == 6, ended.output
     assert "Traceback" not in ended.output
     stopped = read_run(latest(tmp_path))
     done = len(stopped.losses)
-    assert 3 <= done < NUM_STEPS
+    assert done == 4  # the step that they were in
     assert stopped.status["state"] == "stopped"
     assert f"after step {done}" in stopped.status["reason"]
     assert stopped.checkpoints == [f"checkpoint-{done}"]
@@ -87,12 +121,12 @@ def ranks_of(folder: Path) -> list[int]:
     return [process for _, process in sorted(found)]
 
 
-def test_a_rank_that_is_killed_ends_the_run_and_is_named(start, run, read_run, tmp_path, one_rank):
+def test_a_rank_that_is_killed_ends_the_run_and_is_named(start, run, read_run, tmp_path, one_rank, rank_1_with):
     words = command(tmp_path, *TWO_RANKS, "training.save_every_steps=2")
-    running = start(words)
-    running.wait_for(lambda: latest(tmp_path).exists() and len(read_run(latest(tmp_path)).losses) >= 4)
+    running = start(words, **rank_1_with("time.sleep(1000)"))
+    running.wait_for(lambda: latest(tmp_path).exists() and len(read_run(latest(tmp_path)).losses) >= 3)
     os.kill(ranks_of(latest(tmp_path).resolve())[1], signal.SIGKILL)
-    ended = running.wait(60)
+    ended = running.wait(300)
     assert ended.exit_code == 1, ended.output
     failed = read_run(latest(tmp_path))
     assert failed.status["state"] == "failed"
@@ -104,33 +138,6 @@ def test_a_rank_that_is_killed_ends_the_run_and_is_named(start, run, read_run, t
     finished = read_run(latest(tmp_path))
     assert finished.folder == failed.folder
     assert finished.losses == pytest.approx(one_rank, rel=1e-5)
-
-
-FAULT = """
-import os
-if os.environ.get("RANK") == "1":
-    from tunebook.train.trainer import RecipeTrainer
-
-    original = RecipeTrainer.training_step
-
-    def broken(self, *args, **kwargs):
-        if self.state.global_step == 3:
-            {fault}
-        return original(self, *args, **kwargs)
-
-    RecipeTrainer.training_step = broken
-"""
-
-
-@pytest.fixture
-def rank_1_with(tmp_path):
-    """Let something go wrong in the fourth step of rank 1 alone; returns what to add to the environment."""
-
-    def break_it(fault: str) -> dict[str, str]:
-        (tmp_path / "sitecustomize.py").write_text(FAULT.format(fault=fault))  # Python imports it by itself
-        return {"PYTHONPATH": str(tmp_path)}
-
-    return break_it
 
 
 def test_a_rank_that_crashes_ends_the_run_with_its_reason(run, read_run, tmp_path, rank_1_with):

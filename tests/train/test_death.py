@@ -66,6 +66,17 @@ def test_signals_that_are_not_meant_for_it_are_ignored_from_the_start():
         assert subprocess.run(begun, capture_output=True, text=True, check=True).stdout == expected
 
 
+def test_ctrl_c_is_heard_also_where_the_parent_ignores_it():
+    """As everything does that a shell puts in the background."""
+    program = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        begun = stopping_with_parent([sys.executable, "-c", program])
+        assert subprocess.run(begun, capture_output=True, text=True, check=True).stdout == "True\n"
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_it_starts_from_threads_while_torch_is_at_work():
     """What a `preexec_fn` did not survive."""
     import torch

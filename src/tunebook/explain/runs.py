@@ -187,7 +187,8 @@ RUNS: dict[str, Explanation] = {
     ),
     "stopped": Explanation(
         summary="The run was stopped on request.",
-        why="Ctrl-C or SIGTERM ends a run after the step it is in.",
+        why="Ctrl-C or SIGTERM ends a run after the step it is in. Ctrl-C after that ends it without saving; SIGTERM "
+        "and a closed terminal may come several times and count once.",
         advice="Start it again: it goes on from its newest checkpoint where one was saved.",
     ),
     "upload-not-possible": Explanation(

@@ -23,10 +23,11 @@ from tunebook.errors import TunebookError
 from tunebook.launch.descendants import adopting_orphans, children_of, end_children
 from tunebook.launch.logs import Failure
 from tunebook.train.death import stopping_with_parent
+from tunebook.train.signals import RequestCount
 
 TORCHRUN = "torch.distributed.run"
 # What is sent on for a request: 1 finish the step and save, 2 end without saving (a rank takes a second request by
-# SIGINT as that), 3 and later kill.
+# SIGINT as that), 3 and later kill. Those after the first come by Ctrl-C alone.
 _FIRST = {signal.SIGTERM: signal.SIGTERM, signal.SIGUSR1: signal.SIGUSR1, signal.SIGHUP: signal.SIGTERM}
 _HANDED_ON = ("HF_HOME", "HF_TOKEN", "HF_HUB_OFFLINE", "WANDB_API_KEY", "OMP_NUM_THREADS", "PYTHONPATH")
 _HANDED_ON_AS = ("NCCL_", "GLOO_", "TORCH_", "TUNEBOOK_")
@@ -170,7 +171,7 @@ class StopRequests:
     def __init__(self, hand_on: Callable[[signal.Signals], None]) -> None:
         self.first: str | None = None
         self._hand_on = hand_on
-        self._num_requests = 0
+        self._count = RequestCount()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -186,8 +187,10 @@ class StopRequests:
                 signal.signal(number, handler)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
+        turn = self._count.take(number)
+        if turn == 0:
+            return
         self.first = self.first or signal.Signals(number).name
-        self._num_requests += 1
-        is_first, is_second = self._num_requests == 1, self._num_requests == 2
+        is_first, is_second = turn == 1, turn == 2
         sent = _FIRST.get(signal.Signals(number), signal.SIGINT) if is_first else signal.SIGINT
         self._hand_on(sent if is_first or is_second else signal.SIGKILL)

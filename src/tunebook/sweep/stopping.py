@@ -1,6 +1,7 @@
 """Requests to stop a sweep (Ctrl-C, SIGTERM, the end of the terminal), handed on to every trial that runs.
 
-The first lets them save and end, the second end without saving, the third kills them. No further trial is started.
+The first lets them save and end; after it Ctrl-C lets them end without saving, and the next kills them. No further
+trial is started.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+from tunebook.train.signals import RequestCount
 
 _REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -19,8 +22,13 @@ class Stopping:
     """Whether the sweep was asked to stop, and how often."""
 
     def __init__(self) -> None:
-        self.num_requests = 0
+        self._count = RequestCount()
         self._asked: dict[int, Ask] = {}  # single operations only: a signal's handler must not wait for a lock
+
+    @property
+    def num_requests(self) -> int:
+        """How often, by now."""
+        return self._count.num
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -47,9 +55,12 @@ class Stopping:
 
     def request(self) -> None:
         """Ask every trial that runs to stop, once more."""
-        self.num_requests += 1
-        for ask in list(self._asked.values()):
-            ask(self.num_requests)
+        self._ask(self._count.take(signal.SIGINT))
 
-    def _note(self, _number: int, _frame: FrameType | None) -> None:
-        self.request()
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        if turn := self._count.take(number):
+            self._ask(turn)
+
+    def _ask(self, turn: int) -> None:
+        for ask in list(self._asked.values()):
+            ask(turn)

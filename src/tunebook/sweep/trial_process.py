@@ -1,8 +1,8 @@
 """One trial: a child process `tunebook train` in its own run folder, whose end is a value and never an exception.
 
 The child gets a process group of its own, so that Ctrl-C does not reach it twice: it is asked to stop once, from here,
-and can save and end cleanly. It is asked by SIGTERM, because a child of a sweep in the background inherits that SIGINT
-is ignored. Should the sweep be killed, the kernel asks it in the same way.
+and can save and end cleanly. It is asked by SIGTERM. Should the sweep be killed, the kernel asks it in the same way,
+more than once where the sweep has several threads, so a second request is a SIGINT.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def ask_to_stop(process: subprocess.Popen[bytes], num_requests: int) -> None:
         return
     with suppress(ProcessLookupError):
         if num_requests <= 2:
-            os.kill(process.pid, signal.SIGTERM)
+            os.kill(process.pid, signal.SIGTERM if num_requests == 1 else signal.SIGINT)
         else:
             os.killpg(process.pid, signal.SIGKILL)
 

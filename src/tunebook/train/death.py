@@ -20,6 +20,7 @@ if sys.platform == "linux":
     ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, signal.SIGTERM)
     if os.getppid() != int(sys.argv[1]):
         os.kill(os.getpid(), signal.SIGTERM)
+signal.signal(signal.SIGINT, signal.SIG_DFL)
 for number in sys.argv[2].split(","):
     if number:
         signal.signal(int(number), signal.SIG_IGN)
@@ -44,9 +45,11 @@ def die_with_parent() -> None:
 
 
 def stopping_with_parent(command: list[str], ignoring: tuple[signal.Signals, ...] = ()) -> list[str]:
-    """The command, to be started by this process: it is sent SIGTERM when this process dies.
+    """The command, to be started by this process: it is sent SIGTERM when this process dies, once or several times.
 
-    Signals in `ignoring` are ignored from the start. Exit code 1, with a traceback, where the command does not exist.
+    Several times, since the kernel minds the thread that started it and then, one by one, those that outlive that one.
+    SIGINT is heard even where this process ignores it, being in the background. Signals in `ignoring` are ignored from
+    the start. Exit code 1, with a traceback, where the command does not exist.
     """
     ignored = ",".join(str(int(number)) for number in ignoring)
     return [sys.executable, "-I", "-S", "-c", _PROGRAM, str(os.getpid()), ignored, *command]

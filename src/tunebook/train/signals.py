@@ -12,6 +12,28 @@ from contextlib import contextmanager
 from types import FrameType
 
 
+class RequestCount:
+    """Counts requests to stop. Only Ctrl-C asks a second time.
+
+    The others come several times for one reason: the kernel tells of the death of each of the parent's threads, and a
+    closed terminal is told by the shell and by the kernel. Taken for a second request, which means "do not save", they
+    would cost the steps since the last checkpoint.
+    """
+
+    def __init__(self) -> None:
+        self.num = 0
+
+    def take(self, number: int) -> int:
+        """Which request this signal is, from 1; 0 for one that has been counted.
+
+        Nothing is called in here, since a handler is interrupted by the next signal's where it calls something.
+        """
+        if self.num and number != signal.SIGINT:
+            return 0
+        self.num += 1
+        return self.num
+
+
 class StopRequest:
     """Whether this process has been asked to stop, and by which signal."""
 

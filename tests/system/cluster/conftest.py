@@ -1,7 +1,7 @@
 """Several nodes on one machine: hosts that are network namespaces, a Slurm and a Ray cluster on them, real ones.
 
 They need root and Debian's packages. Where they cannot be made their tests are skipped, except in CI. Much of their
-time is time-outs that pass, so files may run beside each other (`-n 3 --dist loadfile`), but for those of one cluster.
+time is time-outs that pass, so files may run beside each other (`-n 3`), but for those of one cluster.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -72,8 +73,10 @@ def checkout(project_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(project_root / name, copy / name, follow_symlinks=False)
     shutil.copytree(project_root / ".git", copy / ".git", symlinks=True)
-    for folder in [*copy.parents][:3]:  # pytest's folders are closed to the other users that the tests run as
-        folder.chmod(folder.stat().st_mode | 0o055)
+    # pytest's folders, one more of them under xdist, are closed to the other users that the tests run as.
+    for folder in copy.parents:
+        if Path(tempfile.gettempdir()) in folder.parents:
+            folder.chmod(folder.stat().st_mode | 0o055)
     return copy
 
 
@@ -81,7 +84,7 @@ def checkout(project_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def in_checkout(checkout: Path, environment: dict[str, str]) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run a command in the copy; its two streams come back as one text in `stdout`."""
 
-    def call(*words: str, timeout_s: float = 120, **settings: str) -> subprocess.CompletedProcess[str]:
+    def call(*words: str, timeout_s: float = 400, **settings: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             words, cwd=checkout, env=environment | settings, text=True, check=False, timeout=timeout_s,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -93,7 +96,7 @@ def in_checkout(checkout: Path, environment: dict[str, str]) -> Callable[..., su
 @pytest.fixture(scope="session")
 def cpu_image(in_checkout: Docker) -> Iterator[str]:
     """The cpu image, built through make; its name. The tests' networks and volumes are removed at the end."""
-    built = in_checkout("make", "image", "GPU=cpu", timeout_s=1500)
+    built = in_checkout("make", "image", "GPU=cpu", timeout_s=2400)
     assert built.returncode == 0, built.stdout[-6000:]
     yield "tunebook:cpu"
     in_checkout("docker", "compose", "down", "--volumes", "--remove-orphans")

