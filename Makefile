@@ -20,7 +20,7 @@ export PYTHON
 unexport ARGS
 
 .DEFAULT_GOAL := help
-.PHONY: help train plan data eval chat sweep report list explain doctor env image push pull \
+.PHONY: help train plan data eval chat sweep export report list explain doctor env image push pull \
 	check lint format type test test-system setup lock clean-venv
 
 help:  ## This list
@@ -48,6 +48,9 @@ chat:  ## Talk to RECIPE's newest run; ARGS="--prompt 'Hello'" for one answer
 
 sweep:  ## Train RECIPE once per combination of ARGS="key=a,b key=c,d" and rank the results
 	$(FRONT) run sweep $(RECIPE) $(value ARGS)
+
+export:  ## Write RECIPE's newest run as one Hugging Face folder; ARGS="--checkpoint 40 --merge --dtype bf16 --to DIR"
+	$(FRONT) run export $(RECIPE) $(value ARGS)
 
 report:  ## Write the report of RECIPE's newest run again, or of others: ARGS="RUN RUN"
 	$(FRONT) run report $(or $(value ARGS),$(RECIPE))

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from tunebook.cli_options import (
     Direction,
+    ExportFormat,
     Jobs,
     Launcher,
     Metric,
@@ -315,6 +316,33 @@ def report(
     file = output or (folders[0] / "report.html" if len(folders) == 1 else outputs / "comparison.html")
     write_report(folders, file)
     _console().print(Text(f"written: {file}"), soft_wrap=True)
+
+
+@app.command()
+def export(
+    run: Annotated[str, typer.Argument(help="A run folder, a recipe (its newest run) or `latest`.")],
+    checkpoint: Annotated[
+        str | None,
+        typer.Option("--checkpoint", metavar="STEP|PATH", help="If unset, the trained model, or the newest."),
+    ] = None,
+    to: Annotated[
+        Path | None, typer.Option("--to", help="The folder to make; if unset, exports/<name> in the run folder.")
+    ] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Merge an adapter into its base model.")] = False,
+    dtype: Annotated[
+        ExportFormat | None, typer.Option("--dtype", help="If unset, the base model's; an adapter's own.")
+    ] = None,
+    push: Annotated[
+        str | None, typer.Option("--push", metavar="ORG/NAME", help="Upload it; a new repository is private.")
+    ] = None,
+    outputs: Outputs = Path("outputs"),
+) -> None:
+    """Write one plain Hugging Face folder from a run's model or any of its checkpoints, and check it. Needs no GPU."""
+    from tunebook.checkpoint.export.command import export_command
+
+    export_command(
+        run, outputs, _console(), checkpoint=checkpoint, to=to, merge=merge, dtype=dtype and dtype.value, push_to=push
+    )
 
 
 @app.command(name="list")

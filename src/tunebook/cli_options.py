@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,15 @@ RunFolder = Annotated[
     Path | None, typer.Option("--run-folder", help="Make the run here instead of in outputs/<recipe>/<time>.")
 ]
 Outputs = Annotated[Path, typer.Option("--outputs", help="The folder that holds the run folders.")]
+
+
+class ExportFormat(StrEnum):
+    """The number formats that weights can be exported in."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
 
 # Of a sweep.
 Launcher = Annotated[

@@ -65,17 +65,20 @@ def test_a_folder_that_is_named_is_taken_whatever_became_of_it(make_run: MakeRun
     assert said == []
 
 
-def test_no_finished_run_names_what_there_is(make_run: MakeRun, outputs: Path) -> None:
+def test_no_finished_run_names_what_there_is(
+    make_run: MakeRun, outputs: Path, make_checkpoint: Callable[..., Path]
+) -> None:
     for minute in range(5):
         newest = make_run("a", minute, "failed", "no memory")
-    (newest / "checkpoints" / "checkpoint-20").mkdir(parents=True)
+    checkpoint = make_checkpoint(newest, 20)
+    (newest / "checkpoints" / "checkpoint-30").mkdir()  # never finished
     with pytest.raises(
         RequestError, match=r"^no run has finished: a/2026-01-02T03-04-00Z: it failed: no mem"
     ) as raised:
         choose_run("latest", outputs, print)
     assert "; 2 more that did not finish." in raised.value.message
     assert f"(run={newest})" in raised.value.message
-    assert raised.value.message.endswith(str(newest / "checkpoints" / "checkpoint-20"))
+    assert raised.value.message.endswith(f": {checkpoint}")
     assert raised.value.problem_id == "run-without-model"
     with pytest.raises(RequestError, match=r"^no run of a has finished"):
         choose_run("a", outputs, print)

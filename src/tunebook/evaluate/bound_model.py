@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 
 from tunebook.config.choices import Attention, Compute, Generation, Weights
 from tunebook.config.schema import AttentionConfig, PeftSettings, RunConfig
-from tunebook.errors import DataError
 from tunebook.model.adapters import is_adapter, with_adapter
-from tunebook.model.tokenizer import stop_token_ids, tokenizer_hash
-from tunebook.record.manifest import MANIFEST_FILE, read_manifest
+from tunebook.model.tokenizer import stop_token_ids
+from tunebook.model.trained_tokenizer import check_tokenizer as check_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -53,38 +52,6 @@ def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list
     named = model.generation_config.eos_token_id
     known = named if isinstance(named, list) else [] if named is None else [named]
     return sorted({*stop_token_ids(tokenizer), *known})
-
-
-def check_tokenizer(run: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a chat template or tokenizer other than the manifest says was trained with. Raises: DataError."""
-    from tunebook.data.template import template_hash
-
-    if not (run / MANIFEST_FILE).is_file():
-        return
-    manifest = read_manifest(run)
-    template = manifest["chat_template_sha256"]
-    if template is not None and template != template_hash(tokenizer):
-        raise DataError(
-            f"the chat template is not the one that {run} was trained with: it changed since (the tokenizer is "
-            f"{tokenizer.name_or_path}); put it back, since a model answers badly under another template",
-            problem_id="template-changed",
-        )
-    if manifest["tokenizer_sha256"] not in (None, *_hashes(tokenizer)):
-        raise DataError(
-            f"the tokenizer {tokenizer.name_or_path} is not the one that {run} was trained with: it changed since; put "
-            "it back, since the same text would become other tokens",
-            problem_id="tokenizer-changed",
-        )
-
-
-def _hashes(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """The tokenizer's hash, and the one without a padding token: the trainer gives one to a tokenizer that has none."""
-    padding = tokenizer.pad_token
-    hashes = {tokenizer_hash(tokenizer)}
-    tokenizer.pad_token = None
-    hashes.add(tokenizer_hash(tokenizer))
-    tokenizer.pad_token = padding
-    return hashes
 
 
 def _config_to_load(config: RunConfig, folder: Path | None) -> RunConfig:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tunebook.checkpoint.newest import complete_checkpoints
+from tunebook.checkpoint.record import CHECKPOINTS_FOLDER
 from tunebook.errors import DataError, RequestError
 from tunebook.model.adapters import holds_model
 from tunebook.record.manifest import RunState, read_manifest
@@ -77,9 +79,9 @@ _STATES = {
 
 
 def checkpoints_of(run: Path) -> str:
-    """The checkpoints of a run, for a message."""
-    found = sorted(str(folder) for folder in (run / "checkpoints").glob("*") if folder.is_dir())
-    return ", ".join(found) or "there is none, so train again"
+    """The complete checkpoints of a run, newest first, for a message."""
+    found = complete_checkpoints(run / CHECKPOINTS_FOLDER)
+    return ", ".join(map(str, found)) or "there is none, so train again"
 
 
 def _told(passed_over: list[PassedOver]) -> list[str]:

@@ -12,7 +12,9 @@ from tunebook.config.rules.environment import EXPLANATIONS
 from tunebook.config.rules.frame import Explanation
 from tunebook.errors import RequestError, did_you_mean
 from tunebook.explain.chat import CHAT
+from tunebook.explain.checkpoints import CHECKPOINTS
 from tunebook.explain.doctor import DOCTOR
+from tunebook.explain.exporting import EXPORTING
 from tunebook.explain.launching import LAUNCHING
 from tunebook.explain.requests import COMPOSING, MODELS
 from tunebook.explain.runs import DATA, RUNS
@@ -26,7 +28,9 @@ ERRORS: dict[str, Explanation] = {
     **DATA,
     **RUNS,
     **LAUNCHING,
+    **CHECKPOINTS,
     **CHAT,
+    **EXPORTING,
     **SANDBOX,
     **SPREADING,
     **SWEEPING,

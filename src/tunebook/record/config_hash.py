@@ -12,11 +12,24 @@ from tunebook.config.schema import RunConfig
 from tunebook.record.atomic_files import sha256_text
 
 # What may differ between two runs that train the same thing: where results go and how the run is started or watched.
-NOT_HASHED = ("outputs", "launcher", "tracking", "training.resume", "training.push_to_hub", "dataset.num_workers")
+NOT_HASHED = (
+    "outputs",
+    "launcher",
+    "tracking",
+    "training.resume",
+    "training.resume_anyway",
+    "training.push_to_hub",
+    "dataset.num_workers",
+)
 
 
 def config_hash(config: RunConfig) -> str:
     """SHA-256 of a resolved configuration in canonical form: sorted keys, book paths as `book:...`, see NOT_HASHED."""
+    return sha256_text(json.dumps(hashed_settings(config), sort_keys=True, ensure_ascii=False, allow_nan=False))
+
+
+def hashed_settings(config: RunConfig) -> dict[str, Any]:
+    """What of a configuration is hashed, as plain JSON values by section."""
     canonical: dict[str, Any] = _canonical(dataclasses.asdict(config), f"{book_root()}/")
     for key in NOT_HASHED:
         *sections, name = key.split(".")
@@ -24,7 +37,7 @@ def config_hash(config: RunConfig) -> str:
         for section in sections:
             node = node[section]
         del node[name]
-    return sha256_text(json.dumps(canonical, sort_keys=True, ensure_ascii=False, allow_nan=False))
+    return canonical
 
 
 def _canonical(value: Any, book_folder: str) -> Any:
