@@ -10,10 +10,14 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -52,6 +56,47 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def project_root() -> Path:
     """The checkout."""
     return ROOT
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerBase:
+    """The quickstart's tokenizer."""
+    from tunebook.config.schema import ModelConfig
+    from tunebook.model.tokenizer import load_tokenizer
+
+    return load_tokenizer(ModelConfig(path="book:recipes/quickstart/model"))
+
+
+@pytest.fixture(scope="session")
+def make_checkpoint() -> Callable[..., Path]:
+    """Make a complete checkpoint of few bytes: `make_checkpoint(run, step, files={...}, identity=...)`; its path."""
+    from tunebook.checkpoint.record import CheckpointRecord, FileEntry, Identity
+    from tunebook.record.atomic_files import atomic_write_json, sha256_file
+
+    anybody = Identity(
+        strategy="single",
+        peft="full",
+        world_size=1,
+        model={"name": "m", "revision": None, "config_sha256": None, "weights": "pretrained"},
+        config_sha256="0" * 64,
+        settings={},
+        data_fingerprint="0" * 64,
+        tokenizer_sha256=None,
+        chat_template_sha256=None,
+    )
+
+    def make(run: Path, step: int, files: Mapping[str, bytes] | None = None, identity: Identity = anybody) -> Path:
+        checkpoint = run / "checkpoints" / f"checkpoint-{step}"
+        contents = {"trainer_state.json": b"{}", "optimizer.pt": b"state"} if files is None else files
+        for name, content in contents.items():
+            (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
+            (checkpoint / name).write_bytes(content)
+        entries = {name: FileEntry(size=len(c), sha256=sha256_file(checkpoint / name)) for name, c in contents.items()}
+        record = CheckpointRecord(step=step, saved="", seconds=0, versions={}, identity=identity, files=entries)
+        atomic_write_json(checkpoint / "complete.json", record.to_json())
+        return checkpoint
+
+    return make
 
 
 @pytest.fixture(scope="session")

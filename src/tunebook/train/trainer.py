@@ -1,9 +1,9 @@
 """TRL's `SFTTrainer` with our batches: the one subclass, overriding only what has no hook upstream.
 
 Overridden (a test pins the signatures): `get_train_dataloader` (our sampler decides every step's documents),
-`evaluate` (validation loss weighted by tokens; upstream averages over batches of different size), `_save_checkpoint`
-(refuses to save weights after a loss that is not finite; removes what it could not finish),
-`compute_loss_context_manager` (accelerate runs FSDP2 without autocast).
+`evaluate` (validation loss weighted by tokens; upstream averages over batches of different size),
+`compute_loss_context_manager` (accelerate runs FSDP2 without autocast), `_save_checkpoint`, `_get_output_dir`,
+`_push_from_checkpoint` and `_load_best_model` (checkpoints are complete or not there, and verified before a load).
 """
 
 from __future__ import annotations
@@ -15,8 +15,13 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
+from transformers.trainer import TRAINER_STATE_NAME
 from trl import SFTTrainer
 
+from tunebook.checkpoint.choose import require_verified
+from tunebook.checkpoint.record import checkpoint_path
+from tunebook.checkpoint.room import estimate_bytes
+from tunebook.checkpoint.save import CheckpointSaver
 from tunebook.data.rows import DocumentRows
 from tunebook.data.sampler import RankBatches
 from tunebook.errors import TunebookError
@@ -37,12 +42,15 @@ class RecipeTrainer(SFTTrainer):
         train_batches: RankBatches,
         validation_batches: RankBatches | None = None,
         autocast_dtype: torch.dtype | None = None,
+        saver: CheckpointSaver,
         **kwargs: Any,
     ) -> None:
         self.filler_token_id = filler_token_id  # of rows without a document; no loss counts it
         self.train_batches = train_batches
         self.validation_batches = validation_batches
         self.autocast_dtype = autocast_dtype  # where the base class would run without autocast
+        self.saver = saver
+        self._is_saving = False
         super().__init__(*args, **kwargs)
 
     def _loader(self, documents: Any, batches: RankBatches) -> DataLoader[Any]:
@@ -97,16 +105,46 @@ class RecipeTrainer(SFTTrainer):
             raise loss_not_finite(self.state.global_step)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """All of a checkpoint or nothing, and never weights after a loss that is not finite."""
         self.require_finite_loss()
+        step = self.state.global_step
         try:
+            self.saver.begin(step, estimate_bytes(self.model, is_deepspeed=self.is_deepspeed_enabled))
+            self._is_saving = True
             super()._save_checkpoint(model, trial)  # type: ignore[no-untyped-call]
+            self._name_best(step)
+            complete = self.saver.finish(step, self.state.best_global_step)
         except BaseException:
-            # Half a checkpoint is worth nothing, and where the disk is full its room is needed for the records.
-            if self.is_world_process_zero():
-                shutil.rmtree(
-                    Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}", ignore_errors=True
-                )
+            self.saver.abandon(step)
             raise
+        finally:
+            self._is_saving = False
+        if self.args.push_to_hub:
+            super()._push_from_checkpoint(str(complete))
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """Where upstream makes and looks for checkpoints: while one is written, out of sight."""
+        if self._is_saving:
+            return str(self.saver.unfinished)
+        folder: str = super()._get_output_dir(trial)
+        return folder
+
+    def _name_best(self, step: int) -> None:
+        """Say where the best checkpoint will lie: upstream found it where it was written, or the run has moved."""
+        best = self.state.best_global_step
+        if best is None or not (best == step or self.saver.has(best)):
+            return  # there is none, or it is in the folder of the run that this one went on from
+        self.state.best_model_checkpoint = str(checkpoint_path(self.saver.folder, best))
+        if self.args.should_save:
+            self.state.save_to_json(str(checkpoint_path(self.saver.unfinished, step) / TRAINER_STATE_NAME))
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Not while it is being written: see `_save_checkpoint`."""
+
+    def _load_best_model(self) -> None:
+        """As upstream, after every rank has seen that it is what was written."""
+        require_verified(Path(str(self.state.best_model_checkpoint)))
+        super()._load_best_model()
 
     def save_final_model(self, folder: Path) -> None:
         """Write the trained model as one Hugging Face folder, gathered from all ranks: all of it, or nothing.
