@@ -10,7 +10,8 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -97,6 +98,51 @@ def make_checkpoint() -> Callable[..., Path]:
         return checkpoint
 
     return make
+
+
+@dataclass(frozen=True)
+class SmallDisk:
+    """A file system of a few MiB, mounted on a folder."""
+
+    folder: Path
+
+    @property
+    def free_bytes(self) -> int:
+        """What can still be written."""
+        return shutil.disk_usage(self.folder).free
+
+    def fill(self, leave_bytes: int) -> Path:
+        """Write a file that leaves so many bytes free, in whole pages; the file."""
+        filler = self.folder / "filler"
+        with filler.open("wb") as stream:
+            stream.write(bytes(max(0, self.free_bytes - leave_bytes)))
+        return filler
+
+    def set_read_only(self, is_read_only: bool) -> None:
+        """Let nobody write, root included, or let them again."""
+        options = f"remount,{'ro' if is_read_only else 'rw'}"
+        subprocess.run(["mount", "-o", options, str(self.folder)], check=True, capture_output=True)
+
+
+@pytest.fixture
+def small_disk() -> Iterator[Callable[[Path, int], SmallDisk]]:
+    """Mount a file system: `small_disk(folder, num_bytes)`. Skipped where that is not allowed."""
+    mounted: list[SmallDisk] = []
+
+    def make(folder: Path, num_bytes: int) -> SmallDisk:
+        if os.geteuid() != 0:
+            pytest.skip("only root can mount a small file system")
+        folder.mkdir(parents=True, exist_ok=True)
+        words = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "small", str(folder)]
+        done = subprocess.run(words, capture_output=True, text=True)
+        if done.returncode != 0:
+            pytest.skip(f"this machine's root may not mount: {done.stderr.strip()}")
+        mounted.append(SmallDisk(folder))
+        return mounted[-1]
+
+    yield make
+    for disk in mounted:
+        subprocess.run(["umount", str(disk.folder)], check=True)
 
 
 @pytest.fixture(scope="session")

@@ -245,3 +245,23 @@ def test_room_is_asked_of_a_real_disk(tmp_path: Path) -> None:
         require_room(tmp_path, 1, 2**62, last=None)
     with pytest.raises(DoesNotFitError, match=r"another/disk\. The last good checkpoint is /runs/checkpoint-4"):
         require_room(tmp_path, 1, 2**62, last=Path("/runs/checkpoint-4"))
+
+
+def test_a_read_only_folder_is_named_and_what_is_in_it_stays(
+    tmp_path: Path, identity: Identity, small_disk: Callable[[Path, int], Any]
+) -> None:
+    disk = small_disk(tmp_path / "run", 2**20)
+    saver = CheckpointSaver(disk.folder, identity, keep=2)
+    checkpoint = save_step(saver, 4)
+    (saver.unfinished / "checkpoint-6").mkdir(parents=True)  # of a save that was interrupted
+    disk.set_read_only(True)
+    with pytest.raises(
+        TunebookError, match=r"of step 8 cannot be written to .*: Read-only file system.*outputs="
+    ) as raised:
+        saver.begin(8, 0)
+    assert raised.value.problem_id == "checkpoint-not-written"
+    assert newest_checkpoint(disk.folder) == checkpoint
+    assert verified_record(checkpoint).step == 4
+    disk.set_read_only(False)
+    assert save_step(saver, 8) == newest_checkpoint(disk.folder)
+    assert names(saver) == ["checkpoint-4", "checkpoint-8"]

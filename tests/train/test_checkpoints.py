@@ -186,3 +186,34 @@ def test_a_best_checkpoint_that_was_damaged_meanwhile_is_not_loaded(config, run,
     folder, code, _ = run(best_first)
     assert code == 4
     assert "checkpoint-4 cannot be loaded: optimizer.pt has 5 bytes" in reason(folder)
+
+
+@pytest.mark.parametrize("is_foreseen", [True, False], ids=["foreseen", "while-it-writes"])
+def test_a_full_disk_ends_the_run_with_the_last_checkpoint_and_with_room_it_goes_on(
+    config, run, changed, small_disk, tmp_path, monkeypatch, is_foreseen
+):
+    """What a file system needs besides the bytes of files is not foreseen: the writes fail then."""
+    config = changed(config, **SAVED)
+    _, _, lines = run(config, "whole")
+    disk = small_disk(tmp_path / "run", 8 * 2**20)
+
+    def fill_up(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+            needed = verified_record(newest_checkpoint(disk.folder)).num_bytes
+            disk.fill(needed // 2 if is_foreseen else needed + 4096)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Records, "on_step_begin", fill_up, raising=False)
+        folder, code, _ = run(config)
+    assert code == 3, reason(folder)
+    kept = folder / "checkpoints" / "checkpoint-2"
+    assert f"The last good checkpoint is {kept}" in reason(folder)
+    assert ("MiB free and the checkpoint of step 4 takes about" in reason(folder)) == is_foreseen
+    assert newest_checkpoint(folder) == kept
+    assert verified_record(kept).step == 2
+    assert steps(folder) == [2]
+    assert not (folder / "checkpoints" / "_unfinished").exists()
+    (folder / "filler").unlink()
+    folder, code, resumed = run(config)
+    assert code == 0, reason(folder)
+    assert losses(resumed) == losses(lines)

@@ -107,6 +107,7 @@ class CheckpointSaver:
         try:
             clean_up(self.folder)
             self.unfinished.mkdir(parents=True, exist_ok=True)
+            require_writable(self.unfinished)
             complete = complete_checkpoints(self.folder)
             needed = read_record(complete[0]).num_bytes if complete else estimated_bytes
             require_room(self.folder, step, needed, last=complete[0] if complete else None)
@@ -149,6 +150,13 @@ class CheckpointSaver:
             identity=self.identity,
             files=dict(sorted(files.items())),
         )
+
+
+def require_writable(folder: Path) -> None:
+    """Write a file and remove it: a folder that is there already may be read-only all the same. Raises: OSError."""
+    probe = folder / ".writable"
+    probe.touch()
+    probe.unlink()
 
 
 def require_room(folder: Path, step: int, needed_bytes: int, *, last: Path | None) -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import errno
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -48,6 +52,41 @@ def test_it_has_its_name_only_when_it_is_whole(tmp_path: Path) -> None:
     assert (place / "a").read_text() == "x"
 
 
+EXPORTS = """
+import sys
+from pathlib import Path
+from tunebook.checkpoint.export.folder import beside
+
+with beside(Path(sys.argv[1])) as work:
+    (work / "model.safetensors").write_bytes(bytes(1000))
+    print(work, flush=True)
+    sys.stdin.read()
+"""
+
+
+def begun(place: Path) -> tuple[subprocess.Popen[str], Path]:
+    """An export in a process of its own, that has written a file, and the folder that it works in."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", EXPORTS, str(place)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().strip())
+
+
+def test_what_a_killed_export_has_left_is_removed_by_the_next_and_another_at_work_is_not(tmp_path: Path) -> None:
+    place = tmp_path / "[model] 1"
+    (killed, left), (at_work, kept), (_, other) = begun(place), begun(place), (None, tmp_path / ".other.unfinished-1-a")
+    other.mkdir()
+    killed.kill()
+    killed.communicate()
+    assert (left / "model.safetensors").stat().st_size == 1000
+    with beside(place) as work:
+        assert sorted(tmp_path.iterdir()) == sorted([work, kept, other])
+    at_work.communicate("")
+    assert at_work.returncode != 0  # its place was taken meanwhile
+    assert sorted(tmp_path.iterdir()) == sorted([place, other])
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("x"), RequestError("x")])
 def test_a_failed_one_leaves_no_trace(tmp_path: Path, error: BaseException) -> None:
     with pytest.raises(type(error)), beside(tmp_path / "new" / "deep" / "export") as work:
@@ -76,3 +115,21 @@ def test_what_the_system_says_is_put_into_words(tmp_path: Path, code: int, kind:
     with pytest.raises(kind, match=says), beside(tmp_path / "export"):
         raise OSError(code, words, "model.safetensors")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_is_really_full_keeps_nothing(tmp_path: Path, small_disk: Callable[[Path, int], Any]) -> None:
+    disk = small_disk(tmp_path / "disk", 2**20)
+    disk.fill(leave_bytes=2**16)
+    with pytest.raises(DoesNotFitError, match="filled up during the export"), beside(disk.folder / "export") as work:
+        (work / "config.json").write_text("{}")
+        (work / "model.safetensors").write_bytes(bytes(2**17))
+    assert [path.name for path in disk.folder.iterdir()] == ["filler"]
+    assert disk.free_bytes == 2**16
+
+
+def test_a_folder_that_is_really_read_only_is_refused(tmp_path: Path, small_disk: Callable[[Path, int], Any]) -> None:
+    disk = small_disk(tmp_path / "disk", 2**20)
+    disk.set_read_only(True)
+    said = r"cannot be written: Read-only file system .*--to FOLDER"
+    with pytest.raises(RequestError, match=said), beside(disk.folder / "export"):
+        pass

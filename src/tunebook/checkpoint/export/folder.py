@@ -1,8 +1,14 @@
-"""The folder that an export makes: beside its place until it is whole, then renamed. A failed one leaves nothing."""
+"""The folder that an export makes: beside its place until it is whole, then renamed. A failed one leaves nothing.
+
+What an export leaves that was killed is removed by the next one to the same place: the lock that each holds on its
+folder is free then.
+"""
 
 from __future__ import annotations
 
 import errno
+import fcntl
+import glob
 import os
 import secrets
 import shutil
@@ -55,14 +61,16 @@ def beside(folder: Path) -> Iterator[Path]:
     Raises: DoesNotFitError when the disk fills up, RequestError where nothing may be written.
     """
     made = [path for path in folder.parents if not path.exists()]
-    work = folder.with_name(f".{folder.name}.unfinished-{os.getpid()}-{secrets.token_hex(4)}")
+    work, lock = folder, None
     try:
-        work.mkdir(parents=True)
+        _remove_left_overs(folder)
+        work, lock = _locked_beside(folder)
         yield work
         _flush(work)
         _rename(work, folder)
     except BaseException as error:
-        shutil.rmtree(work, ignore_errors=True)
+        if work != folder:
+            shutil.rmtree(work, ignore_errors=True)
         for path in made:
             with suppress(OSError):
                 path.rmdir()
@@ -70,6 +78,48 @@ def beside(folder: Path) -> Iterator[Path]:
         if problem is not None:
             raise problem from error
         raise
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _locked_beside(folder: Path) -> tuple[Path, int]:
+    """A new folder beside its place, and a descriptor that holds its lock, where the file system has locks."""
+    while True:
+        work = folder.with_name(f"{_unfinished(folder)}{os.getpid()}-{secrets.token_hex(4)}")
+        work.mkdir(parents=True)
+        lock = os.open(work, os.O_RDONLY)
+        if _try_lock(lock) is not False and work.exists():
+            return work, lock
+        os.close(lock)  # another export took it for a left-over before it was locked
+
+
+def _remove_left_overs(folder: Path) -> None:
+    """Remove what exports to the same place have left that were killed; where locks are unknown, nothing."""
+    for left in folder.parent.glob(f"{glob.escape(_unfinished(folder))}*"):
+        with suppress(OSError):
+            lock = os.open(left, os.O_RDONLY)
+            try:
+                if _try_lock(lock):
+                    shutil.rmtree(left, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+def _unfinished(folder: Path) -> str:
+    """How the names of folders begin that are to become this one."""
+    return f".{folder.name}.unfinished-"
+
+
+def _try_lock(descriptor: int) -> bool | None:
+    """Whether the lock was free and is now held; None on a file system without locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
 
 
 def _rename(work: Path, folder: Path) -> None:
