@@ -12,7 +12,7 @@ import pytest
 
 from tunebook.checkpoint.identity import differences, identity_of, require_same
 from tunebook.checkpoint.record import Identity, read_record
-from tunebook.config.choices import PeftMethod, ResumeAnyway, StateDict, Strategy
+from tunebook.config.choices import Offload, PeftMethod, ResumeAnyway, StateDict, Strategy
 from tunebook.config.schema import FsdpConfig, ParallelismConfig, RunConfig, ZeroConfig
 from tunebook.data.prepared import PartCounts, Prepared, PreparedPart
 from tunebook.errors import RequestError
@@ -138,21 +138,56 @@ def identity_with(identity: Identity, config: RunConfig, parallelism: Parallelis
     return replace(identity, strategy=parallelism.strategy.name, world_size=ranks, settings=settings)
 
 
-def test_shards_of_zero_fit_their_number_of_ranks_only_and_those_of_fsdp_any(
-    identity: Identity, config: RunConfig
+@pytest.mark.parametrize(
+    "parallelism",
+    [
+        ZeroConfig(strategy=Strategy.zero1),
+        ZeroConfig(strategy=Strategy.zero3, offload_optimizer=Offload.cpu),
+        FsdpConfig(strategy=Strategy.fsdp),
+    ],
+    ids=["zero1", "zero3-offload", "fsdp"],
+)
+def test_shards_are_cut_anew_for_another_number_of_ranks_if_that_is_allowed(
+    identity: Identity, config: RunConfig, parallelism: ParallelismConfig
 ) -> None:
-    zero = ZeroConfig(strategy=Strategy.zero1)
+    two, four = (identity_with(identity, config, parallelism, ranks) for ranks in (2, 4))
+    (found,) = differences(two, four)
+    assert found.allowed_by is ResumeAnyway.world_size
+    assert found.text == "it was saved by 2 ranks and this run has 4 ranks"
+
+
+@pytest.mark.parametrize(
+    ("zero", "why"),
+    [
+        (ZeroConfig(strategy=Strategy.zero3, offload_optimizer=Offload.nvme), "on NVMe disks is saved as each rank's"),
+        (ZeroConfig(strategy=Strategy.zero2, round_robin_gradients=True), "DeepSpeed mixes up parameters"),
+    ],
+    ids=["nvme", "round-robin"],
+)
+def test_shards_that_cannot_be_cut_anew_fit_their_number_of_ranks_only(
+    identity: Identity, config: RunConfig, zero: ZeroConfig, why: str
+) -> None:
     two, four = (identity_with(identity, config, zero, ranks) for ranks in (2, 4))
     (found,) = differences(two, four)
     assert found.allowed_by is None
-    assert found.text == "it holds the shards of 2 ranks, and this run has 4 ranks"
-    sharded = FsdpConfig(strategy=Strategy.fsdp)
-    two, four = (identity_with(identity, config, sharded, ranks) for ranks in (2, 4))
-    (found,) = differences(two, four)
-    assert found.allowed_by is ResumeAnyway.world_size
-    full = FsdpConfig(strategy=Strategy.fsdp, state_dict=StateDict.full)
-    found, *_ = differences(two, identity_with(identity, config, full, 2))
-    assert found.allowed_by is None
+    assert found.text.startswith("it holds the shards of 2 ranks, and this run has 4 ranks; ")
+    assert why in found.text
+    assert found.fix.startswith("Go on with 2 ranks. ")
+    assert list(differences(two, two)) == []
+
+
+def test_a_checkpoint_that_is_laid_out_otherwise_cannot_be_loaded(identity: Identity, config: RunConfig) -> None:
+    dealt = ZeroConfig(strategy=Strategy.zero2, round_robin_gradients=True)
+    for one, other in (
+        (FsdpConfig(strategy=Strategy.fsdp), FsdpConfig(strategy=Strategy.fsdp, state_dict=StateDict.full)),
+        (dealt, ZeroConfig(strategy=Strategy.zero2)),
+    ):
+        found, *_ = differences(identity_with(identity, config, one, 2), identity_with(identity, config, other, 2))
+        assert found.allowed_by is None
+    assert found.text == (
+        "it was saved by zero2 with parallelism.round_robin_gradients=true, and this run is zero2 with "
+        "parallelism.round_robin_gradients=false"
+    )
 
 
 def test_the_identity_of_a_run(config: RunConfig, tmp_path: Path, identity: Identity) -> None:

@@ -27,6 +27,17 @@ def test_a_killed_run_loses_nothing_and_ends_with_the_bits_of_one_that_nobody_ki
     assert (line["lost"], line["damaged"], line["different"]) == (0, 0, 0)
 
 
+def test_with_another_number_of_ranks_the_losses_are_the_same_but_for_roundings(run, project_root):
+    """From one rank to two and back; DeepSpeed cuts its shards anew. The benchmark has figures of more strategies."""
+    words = [sys.executable, str(project_root / "tests" / "bench" / "checkpoint_ranks.py"), "--only", "zero1", "zero3"]
+    ended = run(words, timeout_s=600)
+    assert ended.exit_code == 0, ended.output
+    lines = [json.loads(line) for line in ended.output.splitlines() if line.startswith("{")]
+    found = [(line["case"], line["ranks"], line["resumed_with"], line["steps"]) for line in lines]
+    assert found == [("zero1", 2, 1, 6), ("zero1", 1, 2, 6), ("zero3", 2, 1, 6), ("zero3", 1, 2, 6)]
+    assert max(line["largest_difference"] for line in lines) <= 1e-6
+
+
 def command(outputs: Path, *overrides: str) -> list[str]:
     words = ["tunebook", "train", "quickstart", "evaluation=none", "training.max_steps=8", f"outputs={outputs}"]
     return [*words, "parallelism=ddp", "hardware=cpu", "hardware.gpus_per_node=2", *overrides]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tunebook.checkpoint.record import CheckpointRecord, Identity
-from tunebook.config.choices import ResumeAnyway, Strategy
+from tunebook.config.choices import Offload, ResumeAnyway, Strategy
 from tunebook.config.schema import RunConfig
 from tunebook.data.prepared import Prepared
 from tunebook.errors import RequestError
@@ -97,7 +97,7 @@ def differences(theirs: Identity, own: Identity) -> Iterator[Difference]:
         yield Difference(text="its chat template is another", allowed_by=ResumeAnyway.template)
     if theirs.tokenizer_sha256 != own.tokenizer_sha256:
         yield Difference(text="its tokenizer is another", allowed_by=ResumeAnyway.data)
-    if theirs.world_size != own.world_size and layout(theirs) == layout(own) and not layout(own).startswith("zero"):
+    if theirs.world_size != own.world_size and layout(theirs) == layout(own) and not _why_rigid(theirs):
         told = f"it was saved by {_ranks(theirs.world_size)} and this run has {_ranks(own.world_size)}"
         yield Difference(text=told, allowed_by=ResumeAnyway.world_size)
     if keys := sorted(_changed_keys(theirs.settings, own.settings)):
@@ -109,7 +109,7 @@ def layout(identity: Identity) -> str:
     """How a checkpoint is laid out on disk; one of another layout cannot be loaded."""
     strategy = Strategy[identity.strategy]
     if zero_stage(strategy) is not None:
-        return strategy.name
+        return f"{strategy.name} with parallelism.round_robin_gradients={_typed(_is_dealt_out(identity))}"
     if is_fsdp(strategy):
         return f"fsdp with {identity.settings['parallelism']['state_dict']} state"
     return "whole"
@@ -125,11 +125,29 @@ def _cannot_load(theirs: Identity, own: Identity) -> Iterator[Difference]:
         yield Difference(text=told, allowed_by=None, fix=f"Go on with peft={theirs.peft}. {from_weights}")
     if layout(theirs) != layout(own):
         told = f"it was saved by parallelism={theirs.strategy}, and this run has parallelism={own.strategy}"
-        fix = f"Go on with parallelism={theirs.strategy}. {from_weights}"
+        if theirs.strategy == own.strategy:
+            told = f"it was saved by {layout(theirs)}, and this run is {layout(own)}"
+        fix = f"Go on with parallelism={layout(theirs) if theirs.strategy == own.strategy else theirs.strategy}"
+        fix = f"{fix}. {from_weights}"
         yield Difference(text=told, allowed_by=None, fix=fix)
-    elif theirs.world_size != own.world_size and layout(own).startswith("zero"):
-        told = f"it holds the shards of {_ranks(theirs.world_size)}, and this run has {_ranks(own.world_size)}"
+    elif theirs.world_size != own.world_size and (why := _why_rigid(theirs)):
+        told = f"it holds the shards of {_ranks(theirs.world_size)}, and this run has {_ranks(own.world_size)}; {why}"
         yield Difference(text=told, allowed_by=None, fix=f"Go on with {_ranks(theirs.world_size)}. {from_weights}")
+
+
+def _why_rigid(identity: Identity) -> str | None:
+    """Why DeepSpeed cannot cut a ZeRO checkpoint anew for another number of ranks; None where it can, or need not."""
+    if identity.settings.get("parallelism", {}).get("offload_optimizer") == Offload.nvme.name:
+        return "what is kept on NVMe disks is saved as each rank's files"
+    if _is_dealt_out(identity):
+        # Seen with DeepSpeed 0.19: the parameters of the universal checkpoint have each other's values.
+        return "with parallelism.round_robin_gradients=true DeepSpeed mixes up parameters when it cuts them anew"
+    return None
+
+
+def _is_dealt_out(identity: Identity) -> bool:
+    """Whether ZeRO dealt its parameters out to the ranks one by one, so that they lie in another order."""
+    return bool(identity.settings.get("parallelism", {}).get("round_robin_gradients"))
 
 
 def _model_name(identity: Identity) -> str:

@@ -26,9 +26,17 @@ CHECKPOINTS: dict[str, Explanation] = {
     ),
     "checkpoint-of-another-run": Explanation(
         summary="A checkpoint of another model or strategy, which cannot be loaded.",
-        why="Each strategy saves its shards in its own way, ZeRO one for each rank, and an adapter fits its base only.",
+        why="Each strategy saves its shards in its own way, and an adapter fits its base only. ZeRO's shards can be "
+        "cut anew for another number of ranks, but not those on NVMe disks, which are saved as each rank's files, nor "
+        "those with round_robin_gradients, whose parameters DeepSpeed 0.19 mixes up.",
         advice="Go on with the model, strategy and number of ranks that the message names; or export its weights with "
         "`tunebook export` and start from them: model.path=FOLDER.",
+    ),
+    "checkpoint-not-resharded": Explanation(
+        summary="A ZeRO checkpoint cannot be cut anew for another number of ranks.",
+        why="DeepSpeed makes a universal checkpoint of it first, of whole parameters, and does not know this one.",
+        advice="Go on with the number of ranks that saved it; or export its weights with `tunebook export` and start "
+        "from them, with a new optimizer: model.path=FOLDER.",
     ),
     "checkpoint-not-usable": Explanation(
         summary="The folder that training.resume names is no checkpoint that a run can go on from.",

@@ -117,6 +117,7 @@ def _resumed(config: RunConfig, trainer: RecipeTrainer, folder: Path) -> Path | 
     if resumed is not None:
         trainer.saver.resumed_step = read_record(resumed).step
         say(f"going on after {resumed}: every file in it was read, and is what was written")
+        resumed = trainer.loadable(resumed)
     return resumed
 
 

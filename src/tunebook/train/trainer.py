@@ -19,9 +19,11 @@ from transformers.trainer import TRAINER_STATE_NAME
 from trl import SFTTrainer
 
 from tunebook.checkpoint.choose import require_verified
-from tunebook.checkpoint.record import checkpoint_path
+from tunebook.checkpoint.record import checkpoint_path, read_record
+from tunebook.checkpoint.resharding import needs_universal, write_universal
 from tunebook.checkpoint.room import estimate_bytes
 from tunebook.checkpoint.save import CheckpointSaver
+from tunebook.checkpoint.together import on_first_rank
 from tunebook.data.rows import DocumentRows
 from tunebook.data.sampler import RankBatches
 from tunebook.errors import TunebookError
@@ -51,6 +53,7 @@ class RecipeTrainer(SFTTrainer):
         self.autocast_dtype = autocast_dtype  # where the base class would run without autocast
         self.saver = saver
         self._is_saving = False
+        self._is_universal = False  # whether what is loaded was made for another number of ranks
         super().__init__(*args, **kwargs)
 
     def _loader(self, documents: Any, batches: RankBatches) -> DataLoader[Any]:
@@ -141,10 +144,44 @@ class RecipeTrainer(SFTTrainer):
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Not while it is being written: see `_save_checkpoint`."""
 
+    def loadable(self, checkpoint: Path) -> Path:
+        """The folder to load a checkpoint from: another one where ZeRO's number of ranks has changed. A collective."""
+        record = on_first_rank(lambda: read_record(checkpoint))
+        self._is_universal = needs_universal(record.identity, self.saver.identity)
+        if self.is_deepspeed_enabled:
+            self.accelerator.state.deepspeed_plugin.deepspeed_config["checkpoint"] = {
+                "load_universal": self._is_universal
+            }
+            if self.deepspeed is not None:  # the engine is there already, and has read that
+                self.deepspeed._config.load_universal_checkpoint = self._is_universal
+        if not self._is_universal:
+            return checkpoint
+        return on_first_rank(lambda: write_universal(checkpoint, self.saver.unfinished))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """As upstream, and what DeepSpeed's universal checkpoints do not give back (as of 0.19).
+
+        From them all groups of ZeRO-3 get the weight decay of the first, and one tensor that counts the steps of all,
+        which every group's update counts up.
+        """
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if not self._is_universal:
+            return
+        assert self.optimizer is not None
+        for group, decay in zip(self.optimizer.param_groups, (self.args.weight_decay, 0.0), strict=False):
+            group["weight_decay"] = decay
+        engine: Any = self.deepspeed
+        for state in engine.optimizer.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].clone()
+
     def _load_best_model(self) -> None:
         """As upstream, after every rank has seen that it is what was written."""
-        require_verified(Path(str(self.state.best_model_checkpoint)))
+        best = Path(str(self.state.best_model_checkpoint))
+        require_verified(best)
+        self.state.best_model_checkpoint = str(self.loadable(best))
         super()._load_best_model()
+        self.state.best_model_checkpoint = str(best)
 
     def save_final_model(self, folder: Path) -> None:
         """Write the trained model as one Hugging Face folder, gathered from all ranks: all of it, or nothing.
