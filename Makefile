@@ -20,7 +20,7 @@ export PYTHON
 unexport ARGS
 
 .DEFAULT_GOAL := help
-.PHONY: help train plan data eval fetch chat sweep report verify list explain doctor env image push pull \
+.PHONY: help train plan data eval fetch chat sweep export report verify list explain doctor env image push pull \
 	check lint format type test test-system test-slow setup lock clean-venv
 
 help:  ## This list
@@ -51,6 +51,9 @@ chat:  ## Talk to RECIPE's newest run; ARGS="--prompt 'Hello'" for one answer
 
 sweep:  ## Train RECIPE once per combination of ARGS="key=a,b key=c,d" and rank the results
 	$(FRONT) run sweep $(RECIPE) $(value ARGS)
+
+export:  ## Write RECIPE's newest run as one Hugging Face folder; ARGS="--checkpoint 40 --merge --dtype bf16 --to DIR"
+	$(FRONT) run export $(RECIPE) $(value ARGS)
 
 report:  ## Write the report of RECIPE's newest run again, or of others: ARGS="RUN RUN"
 	$(FRONT) run report $(or $(value ARGS),$(RECIPE))

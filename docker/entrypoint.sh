@@ -78,9 +78,9 @@ is_mounted() { [ "$(stat -c %d "$1")" != "$(stat -c %d /)" ]; }
 
 writes_outputs() { # writes_outputs COMMAND ARGUMENT...; false where they are elsewhere: Python looks at these folders
   local word
-  case $1 in train | sweep | eval | report) ;; *) return 1 ;; esac
+  case $1 in train | sweep | eval | report | export) ;; *) return 1 ;; esac
   for word in "${@:2}"; do
-    case $word in --dry-run | outputs=* | --outputs* | --run-folder*) return 1 ;; esac
+    case $word in --dry-run | outputs=* | --outputs* | --run-folder* | --to | --to=*) return 1 ;; esac
   done
 }
 

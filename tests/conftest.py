@@ -10,10 +10,15 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -55,6 +60,92 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def project_root() -> Path:
     """The checkout."""
     return ROOT
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerBase:
+    """The quickstart's tokenizer."""
+    from tunebook.config.schema import ModelConfig
+    from tunebook.model.tokenizer import load_tokenizer
+
+    return load_tokenizer(ModelConfig(path="book:recipes/quickstart/model"))
+
+
+@pytest.fixture(scope="session")
+def make_checkpoint() -> Callable[..., Path]:
+    """Make a complete checkpoint of few bytes: `make_checkpoint(run, step, files={...}, identity=...)`; its path."""
+    from tunebook.checkpoint.record import CheckpointRecord, FileEntry, Identity
+    from tunebook.record.atomic_files import atomic_write_json, sha256_file
+
+    anybody = Identity(
+        strategy="single",
+        peft="full",
+        world_size=1,
+        model={"name": "m", "revision": None, "config_sha256": None, "weights": "pretrained"},
+        config_sha256="0" * 64,
+        settings={},
+        data_sha256="0" * 64,
+        tokenizer_sha256=None,
+        chat_template_sha256=None,
+    )
+
+    def make(run: Path, step: int, files: Mapping[str, bytes] | None = None, identity: Identity = anybody) -> Path:
+        checkpoint = run / "checkpoints" / f"checkpoint-{step}"
+        contents = {"trainer_state.json": b"{}", "optimizer.pt": b"state"} if files is None else files
+        for name, content in contents.items():
+            (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
+            (checkpoint / name).write_bytes(content)
+        entries = {name: FileEntry(size=len(c), sha256=sha256_file(checkpoint / name)) for name, c in contents.items()}
+        record = CheckpointRecord(step=step, saved="", seconds=0, versions={}, identity=identity, files=entries)
+        atomic_write_json(checkpoint / "complete.json", record.to_json())
+        return checkpoint
+
+    return make
+
+
+@dataclass(frozen=True)
+class SmallDisk:
+    """A file system of a few MiB, mounted on a folder."""
+
+    folder: Path
+
+    @property
+    def free_bytes(self) -> int:
+        """What can still be written."""
+        return shutil.disk_usage(self.folder).free
+
+    def fill(self, leave_bytes: int) -> Path:
+        """Write a file that leaves so many bytes free, in whole pages; the file."""
+        filler = self.folder / "filler"
+        with filler.open("wb") as stream:
+            stream.write(bytes(max(0, self.free_bytes - leave_bytes)))
+        return filler
+
+    def set_read_only(self, is_read_only: bool) -> None:
+        """Let nobody write, root included, or let them again."""
+        options = f"remount,{'ro' if is_read_only else 'rw'}"
+        subprocess.run(["mount", "-o", options, str(self.folder)], check=True, capture_output=True)
+
+
+@pytest.fixture
+def small_disk() -> Iterator[Callable[[Path, int], SmallDisk]]:
+    """Mount a file system: `small_disk(folder, num_bytes)`. Skipped where that is not allowed."""
+    mounted: list[SmallDisk] = []
+
+    def make(folder: Path, num_bytes: int) -> SmallDisk:
+        if os.geteuid() != 0:
+            pytest.skip("only root can mount a small file system")
+        folder.mkdir(parents=True, exist_ok=True)
+        words = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "small", str(folder)]
+        done = subprocess.run(words, capture_output=True, text=True)
+        if done.returncode != 0:
+            pytest.skip(f"this machine's root may not mount: {done.stderr.strip()}")
+        mounted.append(SmallDisk(folder))
+        return mounted[-1]
+
+    yield make
+    for disk in mounted:
+        subprocess.run(["umount", str(disk.folder)], check=True)
 
 
 @pytest.fixture(scope="session")

@@ -186,6 +186,27 @@ def test_fetch_tells_a_recipe_from_a_suite(run, monkeypatch):
     ]
 
 
+def test_export_hands_its_options_on(run, monkeypatch, tmp_path):
+    asked = {}
+
+    def export(target, outputs, say, **settings):
+        asked.update(settings, target=target, outputs=outputs)
+        raise DataError("that is all")
+
+    monkeypatch.setattr("tunebook.checkpoint.export.run.export_run", export)
+    words = ("--checkpoint", "40", "--to", str(tmp_path), "--merge", "--dtype", "bf16", "--push", "me/x")
+    assert run("export", "tiny", *words)[0] == 4
+    assert asked == {
+        "target": "tiny", "outputs": Path("outputs"), "checkpoint": "40", "to": tmp_path, "merge": True,
+        "dtype": "bf16", "push_to": "me/x",
+    }  # fmt: skip
+    run("export", "latest")
+    assert {asked[key] for key in ("checkpoint", "to", "dtype", "push_to")} == {None}
+    code, _, said = run("export", "latest", "--dtype", "int8")
+    assert code == 2
+    assert "'int8' is not one of 'fp32', 'bf16', 'fp16'" in said
+
+
 def test_chat_hands_its_options_on_and_ends_with_its_code(run, monkeypatch, tmp_path):
     asked = {}
 

@@ -29,7 +29,7 @@ choose_place_by_itself() { # choose_place_by_itself COMMAND
     return
   fi
   case $1 in
-    list | explain | report | data) if take_what_is_there; then return; fi ;;
+    list | explain | report | export | data) if take_what_is_there; then return; fi ;;
   esac
   choose_generation
   if [ "$gpu_state" != found ]; then

@@ -329,7 +329,7 @@ def parity(
     raise typer.Exit(code)
 
 
-app.add_typer(records_app)  # report, verify, reproduce, diff: what is done with the records of runs
+app.add_typer(records_app)  # report, verify, reproduce, diff, export: what is done with runs that were made
 
 
 @app.command(name="list")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -41,6 +42,16 @@ UnsafeCode = Annotated[
     bool,
     typer.Option("--confirm_run_unsafe_code", help="Run programs that a model wrote without a sandbox; recorded."),
 ]
+
+
+# Of an export.
+class ExportFormat(StrEnum):
+    """The number formats that weights can be exported in."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
 
 # Of a sweep.
 Launcher = Annotated[

@@ -1,4 +1,4 @@
-"""The commands that work on the records of runs: report, verify, reproduce, diff."""
+"""The commands that work on runs that were made: report, verify, reproduce, diff, export."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from tunebook.cli_options import Outputs, RecipesDir
+from tunebook.cli_options import ExportFormat, Outputs, RecipesDir
 
 records_app = typer.Typer()
 
@@ -79,3 +79,37 @@ def diff(
     from tunebook.evidence.command import diff_command
 
     raise typer.Exit(diff_command((one, other), outputs, make_console(), as_json=as_json))
+
+
+@records_app.command()
+def export(
+    run: Annotated[str, typer.Argument(help="A run folder, a recipe (its newest run) or `latest`.")],
+    checkpoint: Annotated[
+        str | None,
+        typer.Option("--checkpoint", metavar="STEP|PATH", help="If unset, the trained model, or the newest."),
+    ] = None,
+    to: Annotated[
+        Path | None, typer.Option("--to", help="The folder to make; if unset, exports/<name> in the run folder.")
+    ] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Merge an adapter into its base model.")] = False,
+    dtype: Annotated[
+        ExportFormat | None, typer.Option("--dtype", help="If unset, the base model's; an adapter's own.")
+    ] = None,
+    push: Annotated[
+        str | None, typer.Option("--push", metavar="ORG/NAME", help="Upload it; a new repository is private.")
+    ] = None,
+    outputs: Outputs = Path("outputs"),
+) -> None:
+    """Write one plain Hugging Face folder from a run's model or any of its checkpoints, and check it. Needs no GPU."""
+    from tunebook.checkpoint.export.command import export_command
+
+    export_command(
+        run,
+        outputs,
+        make_console(),
+        checkpoint=checkpoint,
+        to=to,
+        merge=merge,
+        dtype=dtype and dtype.value,
+        push_to=push,
+    )

@@ -170,7 +170,7 @@ class GpuQueue:
         line |= {"wall_s": round(now - run.started, 1), "ready_after_s": _seconds(run.started, run.went)}
         line |= {"turn_s": _seconds(run.went, run.done or now), "clock_s": round(now - self._start, 1)}
         line |= measured(kept)
-        line |= {"machine": _machine()}
+        line |= {"machine": machine_versions()}
         self.lines.append(line)
         with (self.output / "results.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -246,7 +246,7 @@ def _seconds(start: float | None, end: float | None) -> float | None:
     return None if start is None or end is None else round(end - start, 1)
 
 
-def _machine() -> dict[str, str]:
+def machine_versions() -> dict[str, str]:
     found = {}
     for package in _PACKAGES:
         try:

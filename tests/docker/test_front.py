@@ -77,7 +77,7 @@ def test_what_was_asked_for_is_obeyed_and_said(machine, variables, place, why):
     assert done.stderr.startswith(f"tunebook: in {place}: {why}")
 
 
-@pytest.mark.parametrize("command", ["list", "explain", "report", "data"])
+@pytest.mark.parametrize("command", ["list", "explain", "report", "export", "data"])
 def test_what_needs_no_gpu_runs_in_what_is_set_up(machine, command):
     machine.gpus()
     machine.images("tunebook:hopper")

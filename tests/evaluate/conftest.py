@@ -25,7 +25,6 @@ from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml
 from tunebook.config.schema import EvaluationConfig, ModelConfig, RunConfig
 from tunebook.evaluate.harness import prepare_environment
-from tunebook.model.tokenizer import load_tokenizer
 
 _CHANGED = (
     "TQDM_DISABLE", "HF_DATASETS_DISABLE_PROGRESS_BARS", "TOKENIZERS_PARALLELISM", "HF_ALLOW_CODE_EVAL",
@@ -55,11 +54,6 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
         return folder
 
     return make
-
-
-@pytest.fixture(scope="session")
-def tokenizer() -> PreTrainedTokenizerBase:
-    return load_tokenizer(ModelConfig(path="book:recipes/quickstart/model"))
 
 
 @pytest.fixture

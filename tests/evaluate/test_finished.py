@@ -65,14 +65,15 @@ def test_a_folder_that_is_named_is_taken_whatever_became_of_it(make_run: MakeRun
     assert said == []
 
 
-def test_no_finished_run_names_what_there_is(make_run: MakeRun, outputs: Path) -> None:
+def test_no_finished_run_names_what_there_is(
+    make_run: MakeRun, outputs: Path, make_checkpoint: Callable[..., Path]
+) -> None:
     for minute in range(5):
         newest = make_run("a", minute, "failed", "no memory")
-    whole = newest / "checkpoints" / "checkpoint-20"
-    for folder in (whole, newest / "checkpoints" / "checkpoint-40"):
-        folder.mkdir(parents=True)
-        (folder / "config.json").write_text("{}")
-    (whole / "model.safetensors").write_text("")  # the newer one is sharded, so it cannot be named
+    weights = {"config.json": b"{}", "model.safetensors": b"weights"}
+    whole = make_checkpoint(newest, 20, weights)
+    make_checkpoint(newest, 30)  # sharded, so it cannot be named
+    (newest / "checkpoints" / "checkpoint-40").mkdir()  # never finished
     with pytest.raises(
         RequestError, match=r"^no run has finished: a/2026-01-02T03-04-00Z: it failed: no mem"
     ) as raised:
@@ -85,14 +86,18 @@ def test_no_finished_run_names_what_there_is(make_run: MakeRun, outputs: Path) -
         choose_run("a", outputs, print)
 
 
-def test_checkpoints_that_hold_no_whole_model_are_counted_only(make_run: MakeRun) -> None:
+def test_checkpoints_that_hold_no_whole_model_are_to_be_exported(
+    make_run: MakeRun, make_checkpoint: Callable[..., Path]
+) -> None:
     run = make_run("a", 1, "failed")
-    assert checkpoints_of(run) == "there is none, so train again"
     (run / "checkpoints" / "checkpoint-20").mkdir(parents=True)
-    assert checkpoints_of(run).startswith("the only one holds no whole model (sharded or unfinished)")
-    (run / "checkpoints" / "checkpoint-40").mkdir()
-    assert checkpoints_of(run).startswith("none of the 2 holds a whole model")
+    assert checkpoints_of(run) == "there is none that is complete, so go on training"
+    make_checkpoint(run, 40)
+    assert checkpoints_of(run).startswith("they are sharded")
     assert checkpoints_of(run).endswith(f"tunebook export {run}")
+    weights = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"weights"}
+    whole = [make_checkpoint(run, step, weights) for step in (60, 100)]
+    assert checkpoints_of(run) == f"{whole[1]}, {whole[0]}"
 
 
 def test_an_unknown_name_suggests_the_nearest(make_run: MakeRun, outputs: Path) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ import pytest
 from tunebook.errors import RequestError
 from tunebook.evaluate.target import Target, find_named_model, find_target
 from tunebook.record.origin import ORIGIN_FILE
+
+WHOLE = {"config.json": b"{}", "model.safetensors": b"weights"}  # a checkpoint that holds a whole model
 
 
 @pytest.fixture
@@ -87,8 +90,10 @@ def test_a_sharded_checkpoint_is_refused(run: Path, outputs: Path) -> None:
         find_target(str(sharded), outputs)
 
 
-def test_a_run_without_a_model_names_its_checkpoints(run: Path, outputs: Path) -> None:
-    checkpoint = model_folder(run / "checkpoints" / "checkpoint-20")
+def test_a_run_without_a_model_names_its_checkpoints(
+    run: Path, outputs: Path, make_checkpoint: Callable[..., Path]
+) -> None:
+    checkpoint = make_checkpoint(run, 20, WHOLE)
     with pytest.raises(RequestError, match=f"has finished.*{checkpoint}"):
         find_target("tiny", outputs)
 
@@ -127,8 +132,10 @@ def test_a_run_whose_model_has_no_weights_is_refused(run: Path, outputs: Path) -
         find_target("latest", outputs)
 
 
-def test_an_unfinished_run_that_is_named_tells_its_checkpoints(run: Path, outputs: Path) -> None:
-    checkpoint = model_folder(run / "checkpoints" / "checkpoint-20")
+def test_an_unfinished_run_that_is_named_tells_its_checkpoints(
+    run: Path, outputs: Path, make_checkpoint: Callable[..., Path]
+) -> None:
+    checkpoint = make_checkpoint(run, 20, WHOLE)
     with pytest.raises(RequestError, match=f"has no model/ folder.*checkpoints: {checkpoint}"):
         find_target(str(run), outputs)
 

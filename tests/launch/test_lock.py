@@ -42,3 +42,44 @@ def test_without_locks_runs_start_but_none_is_taken_over(tmp_path, monkeypatch):
         os.fstat(lock)
     assert (tmp_path / LOCK_FILE).exists()
     assert is_worked_in(tmp_path)
+
+
+HOLDS = """
+import sys
+from pathlib import Path
+from tunebook.errors import RequestError
+from tunebook.launch.lock import working_in
+
+sys.stdin.readline()
+try:
+    with working_in(Path(sys.argv[1])):
+        print("at work", flush=True)
+        sys.stdin.read()
+except RequestError as error:
+    print(error.problem_id, flush=True)
+"""
+
+
+@pytest.fixture
+def starting(tmp_path):
+    """Processes that try to work in one folder once a line is written to each."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    found = [subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path)], **pipes) for _ in range(3)]
+    yield found
+    for process in found:
+        process.kill()
+        process.communicate()
+
+
+def test_of_runs_that_start_in_one_folder_at_once_one_is_let_in(tmp_path, starting):
+    for process in starting:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    said = [process.stdout.readline().strip() for process in starting]
+    assert sorted(said) == ["at work", "run-is-running", "run-is-running"]
+    starting[said.index("at work")].kill()  # leaves its lock file behind, which holds nobody up
+    starting[said.index("at work")].wait()
+    assert (tmp_path / LOCK_FILE).exists()
+    assert not is_worked_in(tmp_path)
+    with working_in(tmp_path):
+        pass

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tunebook.checkpoint.newest import checkpoint_to_load, newest_checkpoint
+from tunebook.checkpoint.newest import newest_checkpoint
 from tunebook.config.auto import resolve_auto
 from tunebook.config.compose import compose
 from tunebook.errors import RequestError
@@ -23,64 +23,66 @@ def config(tmp_path):
     return resolve_auto(compose("quickstart", [f"outputs={tmp_path}"]).config, NO_GPU).config
 
 
-def make_run(config, tmp_path, name, state, steps=(), sha256=None):
-    folder = tmp_path / "quickstart" / name
-    folder.mkdir(parents=True)
-    manifest = {"format": FORMAT, "config_sha256": sha256 or config_hash(config), "status": {"state": state}}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    for step in steps:
-        checkpoint = folder / "checkpoints" / f"checkpoint-{step}"
-        checkpoint.mkdir(parents=True)
-        (checkpoint / "trainer_state.json").write_text("{}")
-    return folder
+@pytest.fixture
+def make_run(make_checkpoint):
+    def make(config, tmp_path, name, state, steps=(), sha256=None):
+        folder = tmp_path / "quickstart" / name
+        folder.mkdir(parents=True)
+        manifest = {"format": FORMAT, "config_sha256": sha256 or config_hash(config), "status": {"state": state}}
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+        for step in steps:
+            make_checkpoint(folder, step)
+        return folder
+
+    return make
 
 
-def test_a_stopped_run_of_the_same_configuration_is_gone_on_with(config, tmp_path):
+def test_a_stopped_run_of_the_same_configuration_is_gone_on_with(config, tmp_path, make_run):
     folder = make_run(config, tmp_path, "2026-01-01T00-00-00Z", "stopped", steps=(5, 10))
     assert unfinished_run(config) == folder
-    assert checkpoint_to_load(config, folder) == folder / "checkpoints" / "checkpoint-10"
+    assert newest_checkpoint(folder) == folder / "checkpoints" / "checkpoint-10"
 
 
 @pytest.mark.parametrize("state", ["finished", "invalid", "running"])
-def test_other_endings_start_anew(config, tmp_path, state):
+def test_other_endings_start_anew(config, tmp_path, state, make_run):
     make_run(config, tmp_path, "2026-01-01T00-00-00Z", state, steps=(5,))
     assert unfinished_run(config) is None
 
 
-def test_another_configuration_starts_anew(config, tmp_path):
+def test_another_configuration_starts_anew(config, tmp_path, make_run):
     make_run(config, tmp_path, "2026-01-01T00-00-00Z", "stopped", steps=(5,), sha256="0" * 64)
     assert unfinished_run(config) is None
 
 
-def test_a_finished_run_after_the_stopped_one_settles_it(config, tmp_path):
+def test_a_finished_run_after_the_stopped_one_settles_it(config, tmp_path, make_run):
     make_run(config, tmp_path, "2026-01-01T00-00-00Z", "stopped", steps=(5,))
     make_run(config, tmp_path, "2026-01-02T00-00-00Z", "finished", steps=(9,))
     assert unfinished_run(config) is None
 
 
-def test_without_a_checkpoint_there_is_nothing_to_go_on_with(config, tmp_path):
+def test_without_a_checkpoint_there_is_nothing_to_go_on_with(config, tmp_path, make_run):
     make_run(config, tmp_path, "2026-01-01T00-00-00Z", "stopped")
     assert unfinished_run(config) is None
 
 
-def test_never_and_a_named_checkpoint(config, tmp_path):
-    folder = make_run(config, tmp_path, "2026-01-01T00-00-00Z", "stopped", steps=(5, 10))
+def test_never_starts_anew(config, tmp_path, make_run):
+    make_run(config, tmp_path, "2026-01-01T00-00-00Z", "stopped", steps=(5, 10))
     config.training.resume = "never"
     assert unfinished_run(config) is None
-    new = tmp_path / "new"
-    config.training.resume = str(folder / "checkpoints" / "checkpoint-5")
-    assert checkpoint_to_load(config, new) == folder / "checkpoints" / "checkpoint-5"
-    config.training.resume = str(folder)
-    assert checkpoint_to_load(config, new) == newest_checkpoint(folder)
 
 
-def test_a_checkpoint_that_was_not_written_to_its_end_does_not_count(config, tmp_path):
+def test_a_run_with_checkpoints_of_an_older_version_only_is_not_gone_on_with_and_that_is_said(
+    config, tmp_path, make_run
+):
     folder = make_run(config, tmp_path, "2026-01-01T00-00-00Z", "stopped", steps=(5,))
-    (folder / "checkpoints" / "checkpoint-10").mkdir()
-    assert newest_checkpoint(folder).name == "checkpoint-5"
+    (folder / "checkpoints" / "checkpoint-5" / "complete.json").unlink()
+    said = []
+    assert unfinished_run(config, said.append) is None
+    (told,) = said
+    assert told.startswith(f"not gone on from {folder / 'checkpoints' / 'checkpoint-5'}: it has no complete.json")
 
 
-def test_a_run_that_was_trained_and_not_evaluated_is_gone_on_with(config, tmp_path):
+def test_a_run_that_was_trained_and_not_evaluated_is_gone_on_with(config, tmp_path, make_run):
     folder = make_run(config, tmp_path, "2026-01-01T00-00-00Z", "stopped")
     (folder / "model").mkdir()
     assert unfinished_run(config) is None  # a model, but no rank that says it is the trained one
@@ -88,14 +90,14 @@ def test_a_run_that_was_trained_and_not_evaluated_is_gone_on_with(config, tmp_pa
     assert unfinished_run(config) == folder
 
 
-def test_a_run_that_was_killed_is_gone_on_with_and_one_at_work_is_not(config, tmp_path):
+def test_a_run_that_was_killed_is_gone_on_with_and_one_at_work_is_not(config, tmp_path, make_run):
     folder = make_run(config, tmp_path, "2026-01-01T00-00-00Z", "running", steps=(5,))
     with working_in(folder):
         assert unfinished_run(config) is None
     assert unfinished_run(config) == folder
 
 
-def test_a_named_run_folder_may_be_new_empty_or_an_unfinished_run_of_the_same(config, tmp_path):
+def test_a_named_run_folder_may_be_new_empty_or_an_unfinished_run_of_the_same(config, tmp_path, make_run):
     check_run_folder(config, tmp_path / "new")
     (tmp_path / "empty").mkdir()
     check_run_folder(config, tmp_path / "empty")
@@ -112,13 +114,13 @@ def test_a_named_run_folder_may_be_new_empty_or_an_unfinished_run_of_the_same(co
         ("stopped", "0" * 64, r"holds a run \(stopped\) of another configuration"),
     ],
 )
-def test_any_other_run_in_a_named_folder_is_left_alone(config, tmp_path, state, sha256, message):
+def test_any_other_run_in_a_named_folder_is_left_alone(config, tmp_path, state, sha256, message, make_run):
     folder = make_run(config, tmp_path, "2026-01-01T00-00-00Z", state, steps=(5,), sha256=sha256)
     with pytest.raises(RequestError, match=f"{message}.*name a folder that is new or empty"):
         check_run_folder(config, folder)
 
 
-def test_a_named_folder_with_other_files_or_with_resume_never_is_refused(config, tmp_path):
+def test_a_named_folder_with_other_files_or_with_resume_never_is_refused(config, tmp_path, make_run):
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(RequestError, match="it holds other files and no run"):
         check_run_folder(config, tmp_path)

@@ -9,7 +9,7 @@ from tunebook.config.frozen import config_to_yaml
 from tunebook.config.schema import RunConfig
 from tunebook.errors import DataError
 from tunebook.record.manifest import start_manifest
-from tunebook.record.origin import ORIGIN_FILE, read_origin, write_origin
+from tunebook.record.origin import ORIGIN_FILE, origin_of, read_origin, write_origin
 
 
 @pytest.fixture
@@ -26,7 +26,8 @@ def test_an_exported_folder_says_what_its_run_recorded(run: Path, tmp_path: Path
     exported = tmp_path / "exported"
     exported.mkdir()
     assert read_origin(exported) is None
-    written = write_origin(exported, run)
+    written = origin_of(run)
+    write_origin(exported, written)
     manifest = json.loads((run / "manifest.json").read_text())
     assert written == read_origin(exported)
     assert written.run == "example/2026-01-02T03-04-05Z"
@@ -39,7 +40,7 @@ def test_an_exported_folder_says_what_its_run_recorded(run: Path, tmp_path: Path
 def test_another_file_of_that_name_is_an_error(
     run: Path, tmp_path: Path, change: dict[str, object] | list[int]
 ) -> None:
-    write_origin(tmp_path, run)
+    write_origin(tmp_path, origin_of(run))
     said = json.loads((tmp_path / ORIGIN_FILE).read_text())
     said = {key: value for key, value in (said | change).items() if value is not ...} if change else []
     (tmp_path / ORIGIN_FILE).write_text(json.dumps(said))

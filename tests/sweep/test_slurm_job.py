@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,9 @@ folder = pathlib.Path(sys.argv[1]); folder.mkdir(exist_ok=True)
 lock = open(folder / ".lock", "w"); fcntl.flock(lock, fcntl.LOCK_EX)
 def stop(*_):
     time.sleep(0.3)
-    (folder / "checkpoints" / "checkpoint-4").mkdir(parents=True)
-    (folder / "checkpoints" / "checkpoint-4" / "trainer_state.json").touch()
+    saved = folder.parent / "saved" / "checkpoints"
+    if saved.exists():
+        saved.rename(folder / "checkpoints")
     sys.exit(6)
 signal.signal(signal.SIGTERM, stop)
 print("threads", os.environ["OMP_NUM_THREADS"], flush=True)
@@ -72,7 +74,10 @@ def test_it_hears_from_the_sweep_by_a_file(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("is_requeued", [True, False])
-def test_a_trial_saves_before_slurm_takes_the_job_away(tmp_path: Path, is_requeued: bool) -> None:
+def test_a_trial_saves_before_slurm_takes_the_job_away(
+    tmp_path: Path, is_requeued: bool, make_checkpoint: Callable[..., Path]
+) -> None:
+    make_checkpoint(tmp_path / "saved", 4)
     trial = job(tmp_path, TRAINS, is_requeued=is_requeued)
     thread = in_thread(trial, tmp_path / "trial-000")
     again = trial.checkpoint()
@@ -86,13 +91,12 @@ def test_a_trial_saves_before_slurm_takes_the_job_away(tmp_path: Path, is_requeu
 
 
 @pytest.mark.parametrize("has_earlier", [False, True])
-def test_a_trial_that_came_no_further_is_not_requeued(tmp_path: Path, has_earlier: bool) -> None:
+def test_a_trial_that_came_no_further_is_not_requeued(
+    tmp_path: Path, has_earlier: bool, make_checkpoint: Callable[..., Path]
+) -> None:
     if has_earlier:  # of the turn before
-        earlier = tmp_path / "trial-000" / "checkpoints" / "checkpoint-2"
-        earlier.mkdir(parents=True)
-        (earlier / "trainer_state.json").touch()
-    program = "".join(line for line in TRAINS.splitlines(keepends=True) if "checkpoint-4" not in line)
-    trial = job(tmp_path, program)
+        make_checkpoint(tmp_path / "trial-000", 2)
+    trial = job(tmp_path, TRAINS)
     thread = in_thread(trial, tmp_path / "trial-000")
     assert trial.checkpoint() is None
     end = read_trial_end(tmp_path / "trial-000.json")

@@ -31,7 +31,8 @@ def outcome(folder):
 
 
 def test_upstream_still_has_the_methods_we_override():
-    for name in ("get_train_dataloader", "evaluate", "_save_checkpoint", "compute_loss_context_manager"):
+    checkpoints = ("_save_checkpoint", "_get_output_dir", "_push_from_checkpoint", "_load_best_model")
+    for name in ("get_train_dataloader", "evaluate", "compute_loss_context_manager", *checkpoints):
         ours, theirs = (inspect.signature(getattr(kind, name)) for kind in (RecipeTrainer, SFTTrainer))
         assert list(ours.parameters) == list(theirs.parameters), name
 

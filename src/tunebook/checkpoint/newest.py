@@ -1,22 +1,33 @@
-"""Find the checkpoint that a run goes on from."""
+"""Which checkpoints of a run are complete, told without reading their files: by record and sizes. Cheap.
+
+Before one is loaded its hashes are verified besides (`checkpoint.verify`), because loading a pickle runs code.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tunebook.config.schema import RunConfig
+from tunebook.checkpoint.record import CHECKPOINTS_FOLDER, named_as_checkpoints
+from tunebook.checkpoint.verify import why_not_complete
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint with the highest step that was written to its end (the trainer's state is written last)."""
-    found = [path.parent for path in (folder / "checkpoints").glob("checkpoint-*/trainer_state.json")]
-    return max(found, key=lambda path: int(path.name.split("-")[1])) if found else None
+def newest_checkpoint(run: Path) -> Path | None:
+    """The newest complete checkpoint of a run folder: its record is there and every file has its size."""
+    found = named_as_checkpoints(run / CHECKPOINTS_FOLDER)
+    return next((path for path in found if why_not_complete(path) is None), None)
 
 
-def checkpoint_to_load(config: RunConfig, folder: Path) -> Path | None:
-    """Where a rank goes on from: the run's own newest checkpoint, else the one that `training.resume` names."""
-    own = newest_checkpoint(folder)
-    if own is not None or config.training.resume in ("auto", "never"):
-        return own
-    named = Path(config.training.resume).expanduser().absolute()
-    return newest_checkpoint(named) or named
+def complete_checkpoints(checkpoints: Path) -> list[Path]:
+    """Every complete checkpoint of a folder of checkpoints, newest first."""
+    return [path for path in named_as_checkpoints(checkpoints) if why_not_complete(path) is None]
+
+
+def passed_over(run: Path) -> dict[Path, str]:
+    """The checkpoints of a run that are newer than its newest complete one, and why each is none."""
+    found: dict[Path, str] = {}
+    for path in named_as_checkpoints(run / CHECKPOINTS_FOLDER):
+        why = why_not_complete(path)
+        if why is None:
+            break
+        found[path] = why
+    return found

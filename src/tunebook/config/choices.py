@@ -199,3 +199,12 @@ class TrackerName(Enum):
     trackio = "trackio"
     tensorboard = "tensorboard"
     wandb = "wandb"
+
+
+class ResumeAnyway(Enum):
+    """What may differ between a checkpoint and the run that goes on from it, though the result does then, too."""
+
+    config = "config"
+    data = "data"
+    template = "template"
+    world_size = "world_size"

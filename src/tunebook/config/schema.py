@@ -25,6 +25,7 @@ from tunebook.config.choices import (
     Overlong,
     PackingMode,
     PeftMethod,
+    ResumeAnyway,
     ScheduleName,
     Source,
     StateDict,
@@ -336,6 +337,7 @@ class TrainingConfig:
     load_best_at_end: bool = False  # by validation loss
     early_stopping_patience: int | None = None  # validations without improvement; null: never stop early
     resume: str = "auto"  # auto, never, or a checkpoint folder
+    resume_anyway: list[ResumeAnyway] = field(default_factory=list)  # what may differ from the checkpoint gone on from
     push_to_hub: str | None = None  # organisation/name that every save is uploaded to; null: nothing leaves the machine
 
 

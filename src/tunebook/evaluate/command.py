@@ -18,7 +18,6 @@ from tunebook.config.schema import EvaluationConfig, RunConfig
 from tunebook.errors import RequestError, StoppedError, TunebookError
 from tunebook.evaluate.bare_model import MODEL_FILE, bare_config, results_folder, without_overrides
 from tunebook.evaluate.batch_size import read_batch_size
-from tunebook.evaluate.binding import allowed_mismatches
 from tunebook.evaluate.code.checks import check_code
 from tunebook.evaluate.code.choice import take_options
 from tunebook.evaluate.needs.check import Lack, find_lacks, harness_environment, lacks_error, told
@@ -28,6 +27,7 @@ from tunebook.evaluate.target import Target, find_named_model, find_target
 from tunebook.evaluate.task_files import check_tasks
 from tunebook.launch.local import ProcessEnd, run_and_wait
 from tunebook.record.atomic_files import atomic_write_json, atomic_write_text, read_json
+from tunebook.record.binding import allowed_mismatches
 from tunebook.record.differences import Answers, answers_of, task_difference
 from tunebook.record.files import RUN_FILE
 from tunebook.record.page.evaluation import change_text

@@ -21,7 +21,6 @@ from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
 from tunebook.evaluate.baseline import score_baseline
 from tunebook.evaluate.batch_size import AUTO, LARGEST_ON_CPU, LARGEST_ON_GPU, BatchSize
-from tunebook.evaluate.binding import Trained, check_bound
 from tunebook.evaluate.bound_model import (
     compute_dtype,
     load_padded_tokenizer,
@@ -44,6 +43,7 @@ from tunebook.evaluate.spread import ALONE, Spread
 from tunebook.evaluate.task_files import TaskFile
 from tunebook.evaluate.task_runs import TaskRuns, describe_error, failure
 from tunebook.record.atomic_files import atomic_write_json, atomic_write_text
+from tunebook.record.binding import Trained, check_bound
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tunebook.checkpoint.newest import complete_checkpoints
+from tunebook.checkpoint.record import CHECKPOINTS_FOLDER
 from tunebook.errors import DataError, RequestError
 from tunebook.model.adapters import holds_model
 from tunebook.model.hub import WEIGHT_FILES
@@ -83,15 +85,14 @@ def has_weights(folder: Path) -> bool:
 
 
 def checkpoints_of(run: Path) -> str:
-    """The checkpoints of a run that hold a whole model, for a message."""
-    found = [folder for folder in (run / "checkpoints").glob("*") if folder.is_dir()]
-    whole = sorted(folder for folder in found if holds_model(folder) and has_weights(folder))
+    """The complete checkpoints of a run that hold a whole model, newest first, for a message."""
+    complete = complete_checkpoints(run / CHECKPOINTS_FOLDER)
+    whole = [folder for folder in complete if holds_model(folder) and has_weights(folder)]
     if whole:
         return ", ".join(map(str, whole))
-    if found:
-        which = "the only one holds no" if len(found) == 1 else f"none of the {len(found)} holds a"
-        return f"{which} whole model (sharded or unfinished); go on training, or type: tunebook export {run}"
-    return "there is none, so train again"
+    if complete:
+        return f"they are sharded, so make a whole model of the newest with: tunebook export {run}"
+    return "there is none that is complete, so go on training"
 
 
 def _told(passed_over: list[PassedOver]) -> list[str]:

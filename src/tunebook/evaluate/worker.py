@@ -18,7 +18,6 @@ from tunebook.config.frozen import load_config
 from tunebook.config.schema import EvaluationConfig
 from tunebook.errors import RequestError, TunebookError
 from tunebook.evaluate.batch_size import read_batch_size
-from tunebook.evaluate.binding import MISMATCHES, recorded_beside, recorded_by_run
 from tunebook.evaluate.code.checks import with_samples
 from tunebook.evaluate.code.choice import take_words
 from tunebook.evaluate.evaluation import Evaluation, evaluate, help_evaluate
@@ -28,6 +27,7 @@ from tunebook.evaluate.suites import suite_settings
 from tunebook.evaluate.task_files import resolve_task
 from tunebook.hardware.detect import detect_machine
 from tunebook.model.adapters import holds_model
+from tunebook.record.binding import MISMATCHES, recorded_beside, recorded_by_run
 from tunebook.record.files import RUN_FILE
 
 AFTER = "after"

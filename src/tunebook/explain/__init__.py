@@ -13,9 +13,11 @@ from tunebook.config.rules.frame import Explanation
 from tunebook.errors import RequestError, did_you_mean
 from tunebook.explain.answering import ANSWERING
 from tunebook.explain.chat import CHAT
+from tunebook.explain.checkpoints import CHECKPOINTS
 from tunebook.explain.doctor import DOCTOR
 from tunebook.explain.evaluating import EVALUATING
 from tunebook.explain.evidence import EVIDENCE
+from tunebook.explain.exporting import EXPORTING
 from tunebook.explain.launching import LAUNCHING
 from tunebook.explain.requests import COMPOSING, MODELS
 from tunebook.explain.runs import DATA, RUNS
@@ -31,7 +33,9 @@ ERRORS: dict[str, Explanation] = {
     **EVALUATING,
     **LAUNCHING,
     **ANSWERING,
+    **CHECKPOINTS,
     **CHAT,
+    **EXPORTING,
     **SANDBOX,
     **SPREADING,
     **SWEEPING,

@@ -192,9 +192,10 @@ RUNS: dict[str, Explanation] = {
         advice="Start it again: it goes on from its newest checkpoint where one was saved.",
     ),
     "upload-not-possible": Explanation(
-        summary="What the run saves cannot be uploaded.",
-        why="training.push_to_hub uploads every save, which needs a network and an account that may write there.",
-        advice="Run `hf auth login`, or set training.push_to_hub=null and upload the model/ folder later.",
+        summary="What the run saves, or an export, cannot be uploaded.",
+        why="training.push_to_hub uploads every save and `tunebook export --push` one folder, which needs a network "
+        "and an account that may write there. An adapter is of use to others only if they have its base model.",
+        advice="Run `hf auth login`; or set training.push_to_hub=null and upload later with `tunebook export --push`.",
     ),
     "run-is-running": Explanation(
         summary="A run is at work in that folder.",

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from tunebook.checkpoint.newest import newest_checkpoint
+from tunebook.checkpoint.candidates import expected_checkpoint
+from tunebook.checkpoint.identity import identity_of
 from tunebook.config.auto import Resolution
 from tunebook.config.frozen import config_to_yaml
 from tunebook.config.rules import check_environment
@@ -98,10 +99,13 @@ def run_job(job: Job, console: Console, *, folder: Path | None = None) -> int:
         show_summary(prepared, console)
         plan = solve_batch(config, prepared.train.load_lengths().astype("int64"))
         show_batch(plan, console)
-        folder = _new_or_unfinished(config, folder)
+        found = folder or unfinished_run(config, lambda text: console.print(Text(text), soft_wrap=True))
+        is_done = found is not None and is_trained(found, config)
+        checkpoint = None if is_done else expected_checkpoint(config, found, identity_of(config, prepared))
+        folder = _make_folder(config, found)
         lock = stack.enter_context(working_in(folder))
         _set_up_folder(job, plan, prepared, folder)
-        console.print(f"run folder: {folder}{_going_on(config, folder)}", highlight=False, soft_wrap=True)
+        console.print(f"run folder: {folder}{_going_on(config, folder, checkpoint)}", highlight=False, soft_wrap=True)
         if not isinstance(config.launcher, SlurmConfig):
             return Attempt(config=config, folder=folder, lock=lock, console=console, roll=roll).carry_out()
         job_id = submit(config, folder, console)
@@ -143,18 +147,17 @@ def prepare_data(config: RunConfig, console: Console) -> Prepared:
         return prepare(config, progress)
 
 
-def _new_or_unfinished(config: RunConfig, named: Path | None) -> Path:
-    folder = named or unfinished_run(config)
-    if folder is None:
+def _make_folder(config: RunConfig, found: Path | None) -> Path:
+    """The folder that was named, or of a run that is gone on with; a new one where there is neither."""
+    if found is None:
         return create_run_folder(Path(config.outputs), config.recipe or "custom")
-    refuse_if_queued(folder)
-    return make_run_folder(folder)
+    refuse_if_queued(found)
+    return make_run_folder(found)
 
 
-def _going_on(config: RunConfig, folder: Path) -> str:
+def _going_on(config: RunConfig, folder: Path, checkpoint: Path | None) -> str:
     if is_trained(folder, config):
         return ", trained already: going on with its evaluation"
-    checkpoint = newest_checkpoint(folder)
     return f", going on after {checkpoint}" if checkpoint is not None else ""
 
 

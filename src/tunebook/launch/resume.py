@@ -6,10 +6,11 @@ only its evaluation is left to do.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tunebook.checkpoint.newest import newest_checkpoint
+from tunebook.checkpoint.newest import newest_checkpoint, passed_over
 from tunebook.config.schema import RunConfig
 from tunebook.errors import DataError, RequestError
 from tunebook.launch.lock import LOCK_FILE, is_worked_in
@@ -22,10 +23,11 @@ from tunebook.record.run_folder import find_runs, is_run, read_outcomes
 _UNFINISHED = (RunState.stopped.name, RunState.failed.name)
 
 
-def unfinished_run(config: RunConfig) -> Path | None:
+def unfinished_run(config: RunConfig, say: Callable[[str], None] = lambda text: None) -> Path | None:
     """The newest run of a resolved configuration that ended early with a checkpoint to go on from; None if not asked.
 
-    The configuration's hash must be the same: another seed, batch or learning rate is another run.
+    The configuration's hash must be the same: another seed, batch or learning rate is another run. Said is why one is
+    not gone on with that ended early and has checkpoints of which none is complete.
     """
     if config.training.resume != "auto":
         return None
@@ -38,7 +40,13 @@ def unfinished_run(config: RunConfig) -> Path | None:
         if manifest["config_sha256"] != wanted:
             continue
         # The newest of the same configuration decides: after it has finished there is nothing to go on with.
-        return folder if _is_unfinished(folder, manifest) and _has_progress(folder, config) else None
+        if not _is_unfinished(folder, manifest):
+            return None
+        if _has_progress(folder, config):
+            return folder
+        for checkpoint, why in passed_over(folder).items():
+            say(f"not gone on from {checkpoint}: {why}")
+        return None
     return None
 
 

@@ -38,6 +38,19 @@ def is_out_of_reach(error: BaseException) -> bool:
     return False
 
 
+def why_no_upload() -> str | None:
+    """Why nothing can be uploaded from here, with what to do; None where the hub answers and knows the account."""
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().whoami()
+    except Exception as error:  # the hub's errors, and those of the HTTP library below it
+        if is_out_of_reach(error):
+            return "the hub is out of reach (or HF_HUB_OFFLINE is set); upload later, from a machine with a network"
+        return "the hub knows no account here; run `hf auth login`, or set HF_TOKEN"
+    return None
+
+
 def fetch_config(model: ModelConfig) -> Path:
     """The folder with a hub model's config.json, fetched or from the cache.
 

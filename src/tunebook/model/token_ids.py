@@ -1,4 +1,7 @@
-"""A stand-in tokenizer for documents that were generated as token ids: the trainer wants one, nothing is tokenised."""
+"""Which tokens a trained model begins, ends and pads with, and a stand-in tokenizer for generated documents.
+
+Documents that were generated as token ids are never tokenised, but the trainer wants a tokenizer all the same.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tunebook.config.choices import Source
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
-from tunebook.model.tokenizer import load_tokenizer, needs_padding
+from tunebook.model.tokenizer import load_tokenizer, needs_padding, stop_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,6 +26,14 @@ def trainer_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
         if not is_replaceable or facts is None:
             raise
         return ids_only(facts.vocab_size)
+
+
+def agree_on_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Generation must stop at the token that training ends answers with, and at those that it stopped at before."""
+    model.config.eos_token_id = tokenizer.eos_token_id
+    model.config.pad_token_id = tokenizer.pad_token_id
+    model.generation_config.eos_token_id = sorted(stop_token_ids(tokenizer))
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
 
 
 def ids_only(vocab_size: int) -> PreTrainedTokenizerBase:

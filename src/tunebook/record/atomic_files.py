@@ -30,7 +30,7 @@ def atomic_write_text(path: Path, text: str) -> None:
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
-    _flush_folder(path.parent)
+    flush_folder(path.parent)
 
 
 def atomic_write_json(path: Path, value: Any) -> None:
@@ -61,7 +61,7 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _flush_folder(folder: Path) -> None:
+def flush_folder(folder: Path) -> None:
     """Make a rename survive a power cut; some network file systems refuse, and the file itself is safe already."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)

@@ -12,13 +12,25 @@ from tunebook.config.schema import RunConfig
 from tunebook.record.atomic_files import sha256_text
 
 # What may differ between two runs that train the same thing: where results go and how the run is started or watched.
-NOT_HASHED = ("outputs", "launcher", "tracking", "training.resume", "training.push_to_hub", "dataset.num_workers")
+NOT_HASHED = (
+    "outputs",
+    "launcher",
+    "tracking",
+    "training.resume",
+    "training.resume_anyway",
+    "training.push_to_hub",
+    "dataset.num_workers",
+)
 
 
 def config_hash(config: RunConfig) -> str:
     """SHA-256 of a resolved configuration in canonical form: sorted keys, book paths as `book:...`, see NOT_HASHED."""
-    canonical = _without(config, NOT_HASHED)
-    return sha256_text(json.dumps(canonical, sort_keys=True, ensure_ascii=False, allow_nan=False))
+    return sha256_text(json.dumps(hashed_settings(config), sort_keys=True, ensure_ascii=False, allow_nan=False))
+
+
+def hashed_settings(config: RunConfig) -> dict[str, Any]:
+    """What of a configuration is hashed, as plain JSON values by section."""
+    return _without(config, NOT_HASHED)
 
 
 def comparable_config(config: RunConfig) -> dict[str, Any]:

@@ -8,12 +8,14 @@ from pathlib import Path
 from tunebook.errors import DoesNotFitError
 
 _CODES = (errno.ENOSPC, errno.EDQUOT)
-# safetensors passes on the system's words; torch's zip writer only says that it is not where it should be.
+# safetensors passes on the system's words; torch's zip writer only says that it is not where it should be, and C++'s
+# streams that they failed.
 _WORDS = (
     "No space left on device",
     "Disk quota exceeded",
     "PytorchStreamWriter failed",
     "enforce fail at inline_container",
+    "iostream error",
 )
 
 

@@ -32,12 +32,12 @@ class Origin:
     system_prompt: str | None
 
 
-def write_origin(folder: Path, run: Path) -> Origin:
-    """Write into an exported model's `folder` which run it comes from. Raises: DataError, RequestError for no run."""
+def origin_of(run: Path) -> Origin:
+    """What a run recorded of itself. Raises: DataError, RequestError for no run."""
     manifest = read_manifest(run)
     config = load_config(run / RUN_FILE)
     run = run.resolve()
-    origin = Origin(
+    return Origin(
         run=f"{run.parent.name}/{run.name}",
         recipe=config.recipe,
         config_sha256=manifest["config_sha256"],
@@ -45,8 +45,11 @@ def write_origin(folder: Path, run: Path) -> Origin:
         chat_template_sha256=manifest["chat_template_sha256"],
         system_prompt=config.dataset.system_prompt,
     )
+
+
+def write_origin(folder: Path, origin: Origin) -> None:
+    """Write into an exported model's `folder` where it comes from; what a subclass knows besides is written too."""
     atomic_write_json(folder / ORIGIN_FILE, {"format": FORMAT, **asdict(origin)})
-    return origin
 
 
 def read_origin(folder: Path) -> Origin | None:

@@ -123,10 +123,10 @@ def _mixes_by_itself(config: RunConfig) -> bool:
 
 
 def _saving(config: RunConfig, has_validation: bool) -> dict[str, Any]:
+    """Which checkpoints are kept is not upstream's to decide: see `checkpoint.retention`."""
     training = config.training
     arguments: dict[str, Any] = {
         "save_strategy": "steps" if training.save_every_steps else "no",
-        "save_total_limit": training.keep_checkpoints,
         "eval_strategy": "steps" if has_validation and training.evaluate_every_steps else "no",
         "load_best_model_at_end": training.load_best_at_end,
     }

@@ -20,7 +20,11 @@ from rich.console import Console
 from transformers import EarlyStoppingCallback, PrinterCallback
 from trl import SFTConfig
 
-from tunebook.checkpoint.newest import checkpoint_to_load, newest_checkpoint
+from tunebook.checkpoint.choose import choose_checkpoint
+from tunebook.checkpoint.identity import identity_of
+from tunebook.checkpoint.newest import newest_checkpoint
+from tunebook.checkpoint.record import read_record
+from tunebook.checkpoint.save import CheckpointSaver
 from tunebook.config.choices import Generation, PackingMode, PeftMethod, Switch
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import RunConfig
@@ -30,8 +34,7 @@ from tunebook.errors import DoesNotFitError, InvalidTrainingError, StoppedError,
 from tunebook.hardware.peaks import peak_of
 from tunebook.model.adapters import adapter_config, keep_format
 from tunebook.model.load import begin_loading, finish_loading, master_dtype
-from tunebook.model.token_ids import trainer_tokenizer
-from tunebook.model.tokenizer import stop_token_ids
+from tunebook.model.token_ids import agree_on_tokens, trainer_tokenizer
 from tunebook.parallel.fsdp import is_fsdp, mixed_precision_policy, uses_autocast
 from tunebook.parallel.units import unit_classes
 from tunebook.plan.batch import BatchPlan, row_length, schedule_of, solve_batch
@@ -90,7 +93,7 @@ def train(folder: Path, request: StopRequest) -> None:
         trainer.add_callback(FiniteLoss())  # after the records, so that the bad step is among them
         if writer is not None and (folder / MANIFEST_FILE).exists():
             update_manifest(folder, {"hardware": {"nccl": nccl_version()}} | _loaded_revision(trainer))
-        _run_to_its_end(trainer, checkpoint_to_load(config, folder), folder)
+        _run_to_its_end(trainer, _resumed(config, trainer, folder), folder)
         if prepared.validation is not None and not config.training.evaluate_every_steps and not stopping.is_stopping:
             trainer.evaluate()
     trainer.accelerator.wait_for_everyone()  # rank 0 may still be saving, and must not be killed for it
@@ -101,6 +104,21 @@ def train(folder: Path, request: StopRequest) -> None:
             problem_id="stopped",
         )
     trainer.save_final_model(folder / "model")
+
+
+def _resumed(config: RunConfig, trainer: RecipeTrainer, folder: Path) -> Path | None:
+    """The checkpoint to go on from, told by the first rank."""
+
+    def say(text: str) -> None:
+        if trainer.args.process_index == 0:
+            print(text, flush=True)
+
+    resumed = choose_checkpoint(config, folder, trainer.saver.identity, say)
+    if resumed is not None:
+        trainer.saver.resumed_step = read_record(resumed).step
+        say(f"going on after {resumed}: every file in it was read, and is what was written")
+        resumed = trainer.loadable(resumed)
+    return resumed
 
 
 def _run_to_its_end(trainer: RecipeTrainer, resumed: Path | None, folder: Path) -> None:
@@ -133,7 +151,7 @@ def _build_trainer(
     if units:  # the arguments have no name for these two
         policy = mixed_precision_policy(config)
         arguments.fsdp_plugin_args |= {"transformer_cls_names_to_wrap": units, "mixed_precision_policy": policy}
-    _agree_on_tokens(model, tokenizer)
+    agree_on_tokens(model, tokenizer)
     batches = RankBatches(
         schedule, num_steps=plan.total_steps, micro_batch_size=plan.micro_batch_size, rank=rank, world_size=ranks
     )
@@ -150,6 +168,7 @@ def _build_trainer(
         train_batches=batches,
         validation_batches=_validation_batches(config, plan, validation, rank, ranks) if validation else None,
         autocast_dtype=torch.bfloat16 if uses_autocast(config) else None,
+        saver=CheckpointSaver(folder, identity_of(config, prepared), keep=config.training.keep_checkpoints),
     )
     if config.peft.method is PeftMethod.qlora:
         keep_format(trainer.model, master_dtype(config))
@@ -164,14 +183,6 @@ def _loaded_revision(trainer: RecipeTrainer) -> dict[str, Any]:
     model: Any = trainer.model
     commit = getattr(model.config, "_commit_hash", None)
     return {"model": {"revision": commit}} if commit else {}
-
-
-def _agree_on_tokens(model: Any, tokenizer: Any) -> None:
-    """Generation must stop at the token that training ends answers with, and at those that it stopped at before."""
-    model.config.eos_token_id = tokenizer.eos_token_id
-    model.config.pad_token_id = tokenizer.pad_token_id
-    model.generation_config.eos_token_id = sorted(stop_token_ids(tokenizer))
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
 
 
 def _validation_batches(config: RunConfig, plan: BatchPlan, part: PreparedPart, rank: int, ranks: int) -> RankBatches:

@@ -1,9 +1,9 @@
 """TRL's `SFTTrainer` with our batches: the one subclass, overriding only what has no hook upstream.
 
 Overridden (a test pins the signatures): `get_train_dataloader` (our sampler decides every step's documents),
-`evaluate` (validation loss weighted by tokens; upstream averages over batches of different size), `_save_checkpoint`
-(refuses to save weights after a loss that is not finite; removes what it could not finish),
-`compute_loss_context_manager` (accelerate runs FSDP2 without autocast).
+`evaluate` (validation loss weighted by tokens; upstream averages over batches of different size),
+`compute_loss_context_manager` (accelerate runs FSDP2 without autocast), `_save_checkpoint`, `_get_output_dir`,
+`_push_from_checkpoint` and `_load_best_model` (checkpoints are complete or not there, and verified before a load).
 """
 
 from __future__ import annotations
@@ -15,8 +15,15 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
+from transformers.trainer import TRAINER_STATE_NAME
 from trl import SFTTrainer
 
+from tunebook.checkpoint.choose import require_verified
+from tunebook.checkpoint.record import checkpoint_path, read_record
+from tunebook.checkpoint.resharding import needs_universal, write_universal
+from tunebook.checkpoint.room import estimate_bytes
+from tunebook.checkpoint.save import CheckpointSaver
+from tunebook.checkpoint.together import on_first_rank
 from tunebook.data.rows import DocumentRows
 from tunebook.data.sampler import RankBatches
 from tunebook.errors import TunebookError
@@ -37,12 +44,16 @@ class RecipeTrainer(SFTTrainer):
         train_batches: RankBatches,
         validation_batches: RankBatches | None = None,
         autocast_dtype: torch.dtype | None = None,
+        saver: CheckpointSaver,
         **kwargs: Any,
     ) -> None:
         self.filler_token_id = filler_token_id  # of rows without a document; no loss counts it
         self.train_batches = train_batches
         self.validation_batches = validation_batches
         self.autocast_dtype = autocast_dtype  # where the base class would run without autocast
+        self.saver = saver
+        self._is_saving = False
+        self._is_universal = False  # whether what is loaded was made for another number of ranks
         super().__init__(*args, **kwargs)
 
     def _loader(self, documents: Any, batches: RankBatches) -> DataLoader[Any]:
@@ -97,16 +108,80 @@ class RecipeTrainer(SFTTrainer):
             raise loss_not_finite(self.state.global_step)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """All of a checkpoint or nothing, and never weights after a loss that is not finite."""
         self.require_finite_loss()
+        step = self.state.global_step
         try:
+            self.saver.begin(step, estimate_bytes(self.model, is_deepspeed=self.is_deepspeed_enabled))
+            self._is_saving = True
             super()._save_checkpoint(model, trial)  # type: ignore[no-untyped-call]
+            self._name_best(step)
+            complete = self.saver.finish(step, self.state.best_global_step)
         except BaseException:
-            # Half a checkpoint is worth nothing, and where the disk is full its room is needed for the records.
-            if self.is_world_process_zero():
-                shutil.rmtree(
-                    Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}", ignore_errors=True
-                )
+            self.saver.abandon(step)
             raise
+        finally:
+            self._is_saving = False
+        if self.args.push_to_hub:
+            super()._push_from_checkpoint(str(complete))
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """Where upstream makes and looks for checkpoints: while one is written, out of sight."""
+        if self._is_saving:
+            return str(self.saver.unfinished)
+        folder: str = super()._get_output_dir(trial)
+        return folder
+
+    def _name_best(self, step: int) -> None:
+        """Say where the best checkpoint will lie: upstream found it where it was written, or the run has moved."""
+        best = self.state.best_global_step
+        if best is None or not (best == step or self.saver.has(best)):
+            return  # there is none, or it is in the folder of the run that this one went on from
+        self.state.best_model_checkpoint = str(checkpoint_path(self.saver.folder, best))
+        if self.args.should_save:
+            self.state.save_to_json(str(checkpoint_path(self.saver.unfinished, step) / TRAINER_STATE_NAME))
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Not while it is being written: see `_save_checkpoint`."""
+
+    def loadable(self, checkpoint: Path) -> Path:
+        """The folder to load a checkpoint from: another one where ZeRO's number of ranks has changed. A collective."""
+        record = on_first_rank(lambda: read_record(checkpoint))
+        self._is_universal = needs_universal(record.identity, self.saver.identity)
+        if self.is_deepspeed_enabled:
+            self.accelerator.state.deepspeed_plugin.deepspeed_config["checkpoint"] = {
+                "load_universal": self._is_universal
+            }
+            if self.deepspeed is not None:  # the engine is there already, and has read that
+                self.deepspeed._config.load_universal_checkpoint = self._is_universal
+        if not self._is_universal:
+            return checkpoint
+        return on_first_rank(lambda: write_universal(checkpoint, self.saver.unfinished))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """As upstream, and what DeepSpeed's universal checkpoints do not give back (as of 0.19).
+
+        From them all groups of ZeRO-3 get the weight decay of the first, and one tensor that counts the steps of all,
+        which every group's update counts up.
+        """
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if not self._is_universal:
+            return
+        assert self.optimizer is not None
+        for group, decay in zip(self.optimizer.param_groups, (self.args.weight_decay, 0.0), strict=False):
+            group["weight_decay"] = decay
+        engine: Any = self.deepspeed
+        for state in engine.optimizer.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].clone()
+
+    def _load_best_model(self) -> None:
+        """As upstream, after every rank has seen that it is what was written."""
+        best = Path(str(self.state.best_model_checkpoint))
+        require_verified(best)
+        self.state.best_model_checkpoint = str(self.loadable(best))
+        super()._load_best_model()
+        self.state.best_model_checkpoint = str(best)
 
     def save_final_model(self, folder: Path) -> None:
         """Write the trained model as one Hugging Face folder, gathered from all ranks: all of it, or nothing.

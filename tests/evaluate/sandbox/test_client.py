@@ -178,6 +178,9 @@ def test_a_runner_that_is_alive_and_does_nothing(runner, monkeypatch):
 
 def test_a_hand_over_folder_that_is_gone(runner):
     backend = runner(passing)
+    (fake,) = runner.made
+    fake.is_stopped = True
+    fake.thread.join()  # it looks into the folder all the time
     backend.handover.jobs.rmdir()
     with pytest.raises(RequestError, match=r"cannot be handed over in .*jobs: No such file") as caught:
         run_programs([sample()], backend)

@@ -18,13 +18,13 @@ from tunebook.config.frozen import load_config
 from tunebook.config.schema import ModelConfig, RunConfig
 from tunebook.errors import RequestError
 from tunebook.evaluate.bare_model import config_of, model_config, without_overrides
-from tunebook.evaluate.binding import check_bound, recorded_by_origin, recorded_by_run
 from tunebook.evaluate.bound_model import compute_dtype, load_trained, stop_ids, tokenizer_of_run, uses_gpu
 from tunebook.evaluate.chat.answering import ChatModel
 from tunebook.evaluate.target import Target
 from tunebook.model.hub import fetch_config
 from tunebook.model.placement import place_on_gpus
 from tunebook.model.tokenizer import load_tokenizer
+from tunebook.record.binding import check_bound, recorded_by_origin, recorded_by_run
 from tunebook.record.files import RUN_FILE
 
 if TYPE_CHECKING:

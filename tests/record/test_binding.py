@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from tunebook.data.template import template_hash
 from tunebook.errors import DataError, RequestError
-from tunebook.evaluate.binding import (
+from tunebook.model.tokenizer import tokenizer_hash
+from tunebook.record.binding import (
     MISMATCHES,
     Trained,
     allowed_mismatches,
@@ -19,7 +20,6 @@ from tunebook.evaluate.binding import (
     recorded_by_origin,
     recorded_by_run,
 )
-from tunebook.model.tokenizer import tokenizer_hash
 from tunebook.record.manifest import system_prompt_hash
 from tunebook.record.origin import ORIGIN_FILE, Origin
 

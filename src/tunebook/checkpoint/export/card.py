@@ -1,0 +1,273 @@
+"""What an exported folder says of itself to people: `README.md`, the model card. Programs read `tunebook.json`.
+
+Only what the run has recorded is written. Paths of the machine are shortened to their last name, since the folder is
+there to be given away.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tunebook.config.book import BOOK_PREFIX
+from tunebook.config.choices import PeftMethod, ScheduleName, Source, Weights
+from tunebook.config.schema import RunConfig
+from tunebook.parallel.deepspeed import zero_stage
+from tunebook.plan.batch import world_size
+from tunebook.record.origin import ORIGIN_FILE, Origin
+from tunebook.record.run_record import RunRecord
+
+_FINAL = "model"  # the run's folder with the model as it was at the end
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOrigin(Origin):
+    """Where an exported folder comes from, and what was made of what lay there: the content of `tunebook.json`."""
+
+    source: str  # the folder in the run: `model`, or `checkpoints/checkpoint-<step>`
+    stored_as: str  # a `Form`
+    step: int | None  # optimizer steps that the weights have seen
+    base_model: dict[str, Any]
+    is_adapter: bool
+    is_merged: bool
+    base_was_dequantised: bool
+    dtype: str | None  # None: each tensor as it was stored
+    stored_dtypes: list[str]
+    num_parameters: int
+    check: dict[str, Any]
+    files_sha256: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+def card(origin: ExportOrigin, config: RunConfig, record: RunRecord) -> str:
+    """The model card as Markdown with the hub's header."""
+    parts = [
+        _header(origin, config),
+        f"# {record.manifest['title'] if record.manifest and record.manifest.get('title') else origin.recipe}",
+        _what(origin, config),
+        "## Use\n\n" + _use(origin, config),
+        "## Data\n\n" + _table(_data(config, record)),
+        "## Training\n\n" + _table(_training(origin, config, record)),
+        "## Evaluation\n\n" + _evaluation(origin, record),
+        "## Where it comes from\n\n" + _provenance(origin, record),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _header(origin: ExportOrigin, config: RunConfig) -> str:
+    import yaml
+
+    names = [part.name for part in (config.dataset, *config.dataset.parts.values()) if part.name and "/" in part.name]
+    header: dict[str, Any] = {"library_name": "peft" if origin.is_adapter else "transformers"}
+    header |= {"pipeline_tag": "text-generation", "tags": ["tunebook", "sft"]}
+    if config.model.name is not None:
+        header["base_model"] = config.model.name
+        header["base_model_relation"] = "adapter" if origin.is_adapter else "finetune"
+    if names and config.dataset.source in (Source.hub, Source.mixture):
+        header["datasets"] = names
+    text: str = yaml.safe_dump(header, sort_keys=False, allow_unicode=True)
+    return f"---\n{text}---"
+
+
+def _what(origin: ExportOrigin, config: RunConfig) -> str:
+    base = _base(config)
+    what = "A LoRA adapter for" if origin.is_adapter else "A full model, supervised fine-tuning of"
+    if origin.is_merged:
+        what = "A LoRA adapter, merged into its base model:"
+    lines = [f"{what} {base}, {origin.num_parameters:,} numbers" + (f" in {origin.dtype}." if origin.dtype else ".")]
+    if origin.base_was_dequantised:
+        lines.append(
+            "The adapter was trained over a base quantised to 4 bits (QLoRA); it was merged into that base turned back "
+            "into the full format, which differs from the published base by the rounding to 4 bits."
+        )
+    if origin.is_adapter and config.peft.method is PeftMethod.qlora:
+        lines.append("It was trained over a base quantised to 4 bits (NF4, double quantisation).")
+    if origin.is_adapter and config.model.weights is Weights.random:
+        lines.append(
+            "The base was random weights drawn from the run's seed, so the adapter is of use in that run only."
+        )
+    return " ".join(lines)
+
+
+def _base(config: RunConfig) -> str:
+    path = config.model.path or ""
+    name = config.model.name or (path.removeprefix(BOOK_PREFIX) if path.startswith(BOOK_PREFIX) else Path(path).name)
+    revision = f" at {config.model.revision}" if config.model.revision else ""
+    if config.model.weights is Weights.random:
+        return f"the architecture of {name} with random weights"
+    return f"{name}{revision}"
+
+
+def _use(origin: ExportOrigin, config: RunConfig) -> str:
+    model = "AutoModelForCausalLM.from_pretrained(folder)"
+    imports = "from transformers import AutoModelForCausalLM, AutoTokenizer"
+    if origin.is_adapter:
+        imports = "from peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer"
+        model = "AutoPeftModelForCausalLM.from_pretrained(folder)"
+    turns = [{"role": "user", "content": "..."}]
+    if config.dataset.system_prompt is not None:
+        turns.insert(0, {"role": "system", "content": config.dataset.system_prompt})
+    text = '"..."'
+    call = f'tokenizer({text}, return_tensors="pt")'
+    if origin.chat_template_sha256 is not None:
+        call = (
+            f"tokenizer.apply_chat_template(\n    {turns!r},\n    add_generation_prompt=True, return_dict=True, "
+            'return_tensors="pt",\n)'
+        )
+    return (
+        f'```python\n{imports}\n\nfolder = "."  # or this model\'s name on the hub\ntokenizer = '
+        f"AutoTokenizer.from_pretrained(folder)\nmodel = {model}\ninputs = {call}\nanswer = model.generate(**inputs, "
+        'max_new_tokens=256)\nprint(tokenizer.decode(answer[0, inputs["input_ids"].shape[1]:], '
+        "skip_special_tokens=True))\n```"
+    )
+
+
+def _data(config: RunConfig, record: RunRecord) -> list[tuple[str, str]]:
+    found = (record.manifest or {}).get("dataset") or {}
+    rows = []
+    for source in found.get("records") or []:
+        name = str(source.get("location") or source.get("name") or "").rpartition("book:")[2]
+        shown = name if not name.startswith(("/", "~")) else Path(name).name
+        facts = [f"{source['num_documents']:,} documents"] if source.get("num_documents") is not None else []
+        facts += [f"{key} {source[key]}" for key in ("revision", "format") if source.get(key)]
+        facts += [f"SHA-256 {source['sha256'][:12]}"] if source.get("sha256") else []
+        rows.append((shown, ", ".join(facts)))
+    train = (found.get("counts") or {}).get("train")
+    if train:
+        rows.append(("trained on", _counts(train)))
+    rows.append(("loss on", config.dataset.train_on.name))
+    if found.get("content_sha256"):
+        rows.append(("SHA-256 of the tokens", str(found["content_sha256"])[:16]))
+    return rows
+
+
+def _counts(train: dict[str, Any]) -> str:
+    return (
+        f"{train['num_documents']:,} of {train['num_read']:,} documents read, {train['num_tokens']:,} tokens, "
+        f"{train['num_trained_tokens']:,} of them in the loss"
+    )
+
+
+def _training(origin: ExportOrigin, config: RunConfig, record: RunRecord) -> list[tuple[str, str]]:
+    batch = (record.plan or {}).get("batch") or {}
+    stage = zero_stage(config.parallelism.strategy)
+    strategy = f"ZeRO-{stage}" if stage is not None else config.parallelism.strategy.name
+    where = f"{world_size(config)} x {_hardware(record)}"
+    rows = [("strategy", f"{strategy} over {where}")]
+    if config.peft.method is not PeftMethod.full:
+        rows.append((config.peft.method.name, f"rank {config.peft.rank}, alpha {config.peft.alpha:g}"))
+    if batch.get("documents_per_step"):
+        tokens = f", {batch['tokens_per_step']:,.0f} tokens on average" if batch.get("tokens_per_step") else ""
+        rows.append(("batch", f"{batch['documents_per_step']:g} documents an optimizer step{tokens}"))
+    total = batch.get("total_steps")
+    rows.append(("steps", f"{_step(origin)} of {total}" if total else _step(origin)))
+    rows.append(("longest document", f"{config.training.max_length} tokens, packing {config.packing.mode.name}"))
+    rows.append(("optimizer", f"{config.optimizer.name.name}, learning rate {config.optimizer.learning_rate:g}"))
+    rows.append(("schedule", _schedule(config)))
+    rows.append(
+        ("precision", f"{config.precision.compute.name}, weights kept in {config.precision.master_weights.name}")
+    )
+    rows.append(("seed", str(config.training.seed)))
+    losses = [line for line in record.training if line.get("loss") is not None and _is_seen(line, origin)]
+    if losses:
+        first, last = losses[0], losses[-1]
+        rows.append(("loss", f"{first['loss']:.4f} at step {first['step']}, {last['loss']:.4f} at step {last['step']}"))
+        if last.get("tokens_seen"):
+            rows.append(("tokens seen", f"{last['tokens_seen']:,}"))
+    validations = [line for line in record.validation if "validation_loss" in line and _is_seen(line, origin)]
+    if validations:
+        last = validations[-1]
+        rows.append(("validation loss", f"{last['validation_loss']:.4f} at step {last['step']}"))
+    return rows
+
+
+def _step(origin: ExportOrigin) -> str:
+    return str(origin.step) if origin.step is not None else "not recorded"
+
+
+def _is_seen(line: dict[str, Any], origin: ExportOrigin) -> bool:
+    return origin.step is None or int(line["step"]) <= origin.step
+
+
+def _hardware(record: RunRecord) -> str:
+    gpus = ((record.manifest or {}).get("hardware") or {}).get("gpus") or []
+    return str(gpus[0]["name"]) if gpus else "CPU process"
+
+
+def _schedule(config: RunConfig) -> str:
+    schedule = config.schedule
+    warmup = f"{schedule.warmup_steps} steps" if schedule.warmup_steps is not None else None
+    if schedule.warmup_share is not None:
+        warmup = f"{schedule.warmup_share:.0%} of the steps"
+    name = schedule.name.name if schedule.name is not ScheduleName.constant else "constant"
+    return f"{name}, warm-up {warmup}" if warmup else name
+
+
+def _evaluation(origin: ExportOrigin, record: RunRecord) -> str:
+    found = [item for item in evaluations(origin, record) if item.get("tasks")]
+    if not found:
+        return "None was made of these weights."
+    lines = ["| task | metric | items | " + " | ".join(item["when"] for item in found) + " |"]
+    lines.append("|---|---|---|" + "---|" * len(found))
+    tasks = {name: task for item in found for name, task in item["tasks"].items()}
+    for name, task in tasks.items():
+        cells = [_score(item["tasks"].get(name)) for item in found]
+        lines.append(f"| {name} | {task['metric']} | {task['num_items']} | " + " | ".join(cells) + " |")
+    version = found[-1].get("harness_version")
+    lines.append(f"\nBy lm-evaluation-harness {version}; ± is the standard error." if version else "")
+    limited = [item["when"] for item in found if item.get("limit")]
+    if limited:
+        lines.append(f"Of {', '.join(limited)} only the first items of each task.")
+    return "\n".join(lines).rstrip()
+
+
+def evaluations(origin: ExportOrigin, record: RunRecord) -> list[dict[str, Any]]:
+    """The evaluations of the very weights that are exported, and of the base model before training."""
+    last = record.status.get("step") if record.status.get("state") == "finished" else None
+    is_final = origin.source == _FINAL or (last is not None and origin.step == last)
+    theirs = (origin.source, _FINAL) if is_final else (origin.source,)
+    found = [item for item in record.evaluations if item.get("model") in theirs]
+    if is_final and record.after is not None:
+        found.insert(0, record.after)
+    return [record.before, *found] if found and record.before is not None else found
+
+
+def _score(task: dict[str, Any] | None) -> str:
+    if task is None:
+        return "-"
+    error = f" ± {task['stderr']:.4f}" if task.get("stderr") is not None else ""
+    return f"{task['value']:.4f}{error}"
+
+
+def _provenance(origin: ExportOrigin, record: RunRecord) -> str:
+    code = (record.manifest or {}).get("code") or {}
+    state, is_changed = record.status.get("state"), code.get("is_clean") is False
+    rows = [
+        ("recipe", origin.recipe or "none"),
+        ("run", origin.run + (f" ({state})" if state else "")),
+        ("exported from", f"{origin.source} ({origin.stored_as}), step {_step(origin)}"),
+        ("configuration, SHA-256", origin.config_sha256 or "not recorded"),
+        ("code", str(code.get("git_commit") or "not recorded") + (" with changes" if is_changed else "")),
+        ("checked", _checked(origin)),
+    ]
+    return _table(rows) + f"\n\n`{ORIGIN_FILE}` holds the same for programs, with the hashes of the weight files."
+
+
+def _checked(origin: ExportOrigin) -> str:
+    check = origin.check
+    if check["is_exact"]:
+        return f"loaded again, the logits of {check['logits']} equal the checkpoint's bit for bit"
+    return (
+        f"loaded again, the logits of {check['logits']} differ from the checkpoint's by {check['difference']:.2g} "
+        f"(root of the mean square, relative); rounding to {origin.dtype or 'this format'} explains "
+        f"{check['allowed']:.2g}"
+    )
+
+
+def _table(rows: list[tuple[str, str]]) -> str:
+    return "\n".join(["| | |", "|---|---|", *(f"| {_cell(key)} | {_cell(value)} |" for key, value in rows)])
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())

@@ -1,0 +1,101 @@
+"""Does an exported folder answer as the checkpoint does? Both compute logits of a fixed input on the CPU.
+
+What was written is loaded by transformers as anybody would load it, and must give exactly the logits of the
+checkpoint's weights in the same number format. Where weights were cast, or an adapter was merged, the logits must also
+be those of the checkpoint itself up to that format's rounding, by the root of the mean square over all logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tunebook.checkpoint.export.model import answering, cpu_attention
+from tunebook.checkpoint.export.write import short_name
+from tunebook.config.schema import RunConfig
+from tunebook.errors import DifferenceError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+_ROWS, _TOKENS = 2, 24
+_FACTOR = 16  # roundings of one weight's size that may add up; bf16 was measured at 0.5 to 2
+_LEAST_ALLOWED = 1e-4  # fp32: sums in another order
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What was compared, for the record: relative differences of the logits, by the root of the mean square."""
+
+    is_exact: bool  # with the checkpoint itself
+    difference: float
+    allowed: float
+    logits: str
+
+    def to_json(self) -> dict[str, Any]:
+        """As it is written."""
+        return asdict(self)
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    """The logits of the fixed input in fp32. Shape: (2, 24, vocabulary)."""
+    import torch
+
+    size = model.config.get_text_config().vocab_size
+    ids = (torch.arange(_ROWS * _TOKENS).reshape(_ROWS, _TOKENS) * 7919 + 17) % size
+    with torch.inference_mode():
+        logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits.float()
+
+
+def load_written(folder: Path, config: RunConfig) -> PreTrainedModel:
+    """A written folder as anybody would load it. Raises: DifferenceError where weights are missing in it."""
+    from transformers import AutoModelForCausalLM
+
+    loader: Any = AutoModelForCausalLM
+    model, info = loader.from_pretrained(
+        str(folder),
+        dtype="auto",
+        output_loading_info=True,
+        trust_remote_code=config.model.trust_remote_code,
+        attn_implementation=cpu_attention(config).value,
+    )
+    wrong = [*map(str, info["missing_keys"]), *map(str, info["unexpected_keys"]), *map(str, info["mismatched_keys"])]
+    if wrong:
+        raise _differs(f"{len(wrong)} of its weights do not fill the model: {', '.join(sorted(wrong)[:5])}")
+    return answering(model)
+
+
+def require_same(written: torch.Tensor, expected: torch.Tensor) -> None:
+    """Raise a DifferenceError unless logits are equal bit for bit, and numbers."""
+    import torch
+
+    if not bool(written.isfinite().all()):
+        raise _differs("its logits are not finite; export in the format that the run was trained in: --dtype")
+    if not torch.equal(written, expected):
+        raise _differs(f"its logits differ by up to {float((written - expected).abs().max()):.3g}")
+
+
+def compare(written: torch.Tensor, own: torch.Tensor, dtype: torch.dtype) -> Comparison:
+    """What was written against the checkpoint itself. Raises: DifferenceError beyond the rounding of the format."""
+    import torch
+
+    difference = float((written - own).square().mean().sqrt() / own.square().mean().sqrt().clamp_min(1e-12))
+    allowed = max(_FACTOR * torch.finfo(dtype).eps, _LEAST_ALLOWED)
+    if not difference <= allowed:
+        raise _differs(
+            f"its logits differ from the checkpoint's by {difference:.3g} (root of the mean square, relative), and "
+            f"rounding to {short_name(dtype)} explains {allowed:.3g}"
+        )
+    where = f"{_ROWS} rows of {_TOKENS} fixed token ids, on a CPU"
+    return Comparison(is_exact=torch.equal(written, own), difference=difference, allowed=allowed, logits=where)
+
+
+def _differs(what: str) -> DifferenceError:
+    return DifferenceError(
+        f"the exported model, loaded again, is not the checkpoint's: {what}. Nothing was kept. Try another checkpoint, "
+        "and please report this with the run's manifest.json",
+        problem_id="export-differs",
+    )

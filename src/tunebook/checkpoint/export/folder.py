@@ -1,0 +1,158 @@
+"""The folder that an export makes: beside its place until it is whole, then renamed. A failed one leaves nothing.
+
+What an export leaves that was killed is removed by the next one to the same place: the lock that each holds on its
+folder is free then.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import glob
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tunebook.checkpoint.record import CHECKPOINTS_FOLDER
+from tunebook.errors import DoesNotFitError, RequestError, TunebookError
+from tunebook.record.disk import is_disk_full
+
+_ROOM_BESIDES = 50_000_000  # bytes for the tokenizer, the card and what the file system needs itself
+
+
+def check_target(folder: Path, run: Path) -> Path:
+    """The folder to write as an absolute path. Raises: RequestError for one that exists or lies in a checkpoint."""
+    folder = folder.expanduser().absolute()
+    if folder.exists() or folder.is_symlink():
+        what = "is a file" if folder.is_file() else "exists"
+        raise RequestError(
+            f"{folder} {what}, and an export never writes over anything; name a new folder with --to FOLDER, or remove "
+            "it",
+            problem_id="export-target",
+        )
+    for taken in (run / CHECKPOINTS_FOLDER, run / "model"):
+        if folder.resolve().is_relative_to(taken.resolve()):
+            raise RequestError(
+                f"{folder} lies in {taken}, whose files are listed in its records; name another place with --to FOLDER",
+                problem_id="export-target",
+            )
+    return folder
+
+
+def check_room(folder: Path, num_bytes: int) -> None:
+    """Raise DoesNotFitError unless the disk of a folder that need not exist has room for so many bytes."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    disk = shutil.disk_usage(there)
+    if disk.total and disk.free < num_bytes + _ROOM_BESIDES:  # a total of 0: a file system that does not count
+        raise DoesNotFitError(
+            f"the disk of {folder} has {disk.free / 2**30:.2f} GiB free and the export takes {num_bytes / 2**30:.2f} "
+            "GiB; free some space, or write elsewhere: --to /a/folder/on/another/disk",
+            problem_id="disk-full",
+        )
+
+
+@contextmanager
+def beside(folder: Path) -> Iterator[Path]:
+    """A new folder that is renamed to `folder` at the end, and removed with all in it when something is raised.
+
+    Raises: DoesNotFitError when the disk fills up, RequestError where nothing may be written.
+    """
+    made = [path for path in folder.parents if not path.exists()]
+    work, lock = folder, None
+    try:
+        _remove_left_overs(folder)
+        work, lock = _locked_beside(folder)
+        yield work
+        _flush(work)
+        _rename(work, folder)
+    except BaseException as error:
+        if work != folder:
+            shutil.rmtree(work, ignore_errors=True)
+        for path in made:
+            with suppress(OSError):
+                path.rmdir()
+        problem = _problem(folder, error)
+        if problem is not None:
+            raise problem from error
+        raise
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _locked_beside(folder: Path) -> tuple[Path, int]:
+    """A new folder beside its place, and a descriptor that holds its lock, where the file system has locks."""
+    while True:
+        work = folder.with_name(f"{_unfinished(folder)}{os.getpid()}-{secrets.token_hex(4)}")
+        work.mkdir(parents=True)
+        lock = os.open(work, os.O_RDONLY)
+        if _try_lock(lock) is not False and work.exists():
+            return work, lock
+        os.close(lock)  # another export took it for a left-over before it was locked
+
+
+def _remove_left_overs(folder: Path) -> None:
+    """Remove what exports to the same place have left that were killed; where locks are unknown, nothing."""
+    for left in folder.parent.glob(f"{glob.escape(_unfinished(folder))}*"):
+        with suppress(OSError):
+            lock = os.open(left, os.O_RDONLY)
+            try:
+                if _try_lock(lock):
+                    shutil.rmtree(left, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+def _unfinished(folder: Path) -> str:
+    """How the names of folders begin that are to become this one."""
+    return f".{folder.name}.unfinished-"
+
+
+def _try_lock(descriptor: int) -> bool | None:
+    """Whether the lock was free and is now held; None on a file system without locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _rename(work: Path, folder: Path) -> None:
+    if folder.exists():  # made by somebody else in the meantime; an empty folder would be replaced without a word
+        raise RequestError(
+            f"{folder} came into being while it was exported; name another folder with --to FOLDER",
+            problem_id="export-target",
+        )
+    work.rename(folder)
+    _flush(folder.parent)
+
+
+def _flush(folder: Path) -> None:
+    with suppress(OSError):  # some network file systems refuse
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _problem(folder: Path, error: BaseException) -> TunebookError | None:
+    if isinstance(error, TunebookError) or not isinstance(error, Exception):
+        return None
+    if is_disk_full(error):
+        return DoesNotFitError(
+            f"the disk of {folder} filled up during the export, and nothing of it was kept; free some space, or write "
+            "elsewhere: --to /a/folder/on/another/disk",
+            problem_id="disk-full",
+        )
+    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+        return RequestError(
+            f"{folder} cannot be written: {error.strerror} ({error.filename}); name another place with --to FOLDER",
+            problem_id="export-target",
+        )
+    return None

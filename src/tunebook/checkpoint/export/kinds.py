@@ -1,0 +1,189 @@
+"""The three things that can be exported: a whole model, an adapter, an adapter merged into its base.
+
+Each is written, loaded again and compared; at most one model is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tunebook.checkpoint.export.adapter import with_trained
+from tunebook.checkpoint.export.check import Comparison, compare, load_written, logits_of, require_same
+from tunebook.checkpoint.export.formats import Form, Stored
+from tunebook.checkpoint.export.model import (
+    Blueprint,
+    answering,
+    filled,
+    in_format,
+    load_base,
+    load_dequantised_base,
+    load_folder,
+    room_for,
+)
+from tunebook.checkpoint.export.source import Source
+from tunebook.checkpoint.export.stored_weights import HeldWeights, Weights
+from tunebook.checkpoint.export.write import compare_with_model, without_tied, write_weights
+from tunebook.config.base_model import read_dtype
+from tunebook.config.choices import PeftMethod
+from tunebook.config.schema import RunConfig
+from tunebook.model.adapters import with_adapter
+from tunebook.model.token_ids import agree_on_tokens
+from tunebook.record.run_record import RunRecord
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What an export is of, once it is known to be possible."""
+
+    run: RunRecord
+    config: RunConfig
+    source: Source
+    stored: Stored
+    blueprint: Blueprint
+    weights: Weights
+    dtype: torch.dtype | None  # of what is written; None: as it is stored
+    is_merged: bool
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether an adapter is written."""
+        return self.blueprint.adapter is not None and not self.is_merged
+
+    @property
+    def place(self) -> str:
+        """Where the weights come from, for messages."""
+        return str(self.source.folder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What was written and how it compares."""
+
+    hashes: dict[str, str]  # SHA-256 by file
+    num_parameters: int
+    check: Comparison
+    base_was_dequantised: bool = False
+
+
+def base_dtype(config: RunConfig) -> torch.dtype | None:
+    """The number format that the base model was published in; None where it is not known."""
+    import torch
+
+    name = read_dtype(config.model)
+    found: torch.dtype | None = getattr(torch, name) if name is not None else None
+    return found
+
+
+def write_whole(work: Work, folder: Path) -> Written:
+    """A model that was trained whole. Raises: RequestError for its weights, DifferenceError for what was written."""
+    names = without_tied(work.blueprint.model, work.weights, work.place)
+    hashes = write_weights(work.weights, names, folder, dtype=work.dtype, place=work.place)
+    dtype = work.dtype or _most(list(work.weights.dtypes.values()))
+    _write_settings(work, work.blueprint.model, folder, dtype)
+    written = load_written(folder, work.config)
+    found = logits_of(written)
+    formats = {name: parameter.dtype for name, parameter in written.named_parameters()}
+    del written
+    gc.collect()
+    reference = _reference(work)
+    own = logits_of(reference)
+    for name, parameter in reference.named_parameters():
+        parameter.data = parameter.data.to(formats[name])
+    require_same(found, logits_of(reference))
+    check = compare(found, own, _narrowest(list(formats.values())))
+    return Written(hashes=hashes, num_parameters=_count(work.weights, names), check=check)
+
+
+def write_adapter(work: Work, folder: Path) -> Written:
+    """An adapter as PEFT loads it, compared over its base in the base's own format. Raises: as `write_whole`."""
+    import torch
+
+    settings = work.blueprint.adapter
+    assert settings is not None
+    names = list(work.weights.shapes)
+    hashes = write_weights(work.weights, names, folder, stem="adapter_model", dtype=work.dtype, place=work.place)
+    settings.base_model_name_or_path = work.config.model.name or settings.base_model_name_or_path
+    settings.save_pretrained(str(folder))
+    work.blueprint.tokenizer.save_pretrained(str(folder))
+    dtype = base_dtype(work.config) or torch.float32
+    adapted = with_trained(load_base(work.config, dtype), settings, work.weights)
+    own = logits_of(adapted)
+    del adapted
+    gc.collect()
+    written = with_adapter(load_base(work.config, dtype), folder, PeftMethod.qlora)  # beside the base, not merged
+    found = logits_of(answering(written))
+    if work.dtype is None:
+        require_same(found, own)
+    check = compare(found, own, _narrowest([work.dtype or dtype, dtype]))
+    return Written(hashes=hashes, num_parameters=_count(work.weights, names), check=check)
+
+
+def write_merged(work: Work, folder: Path) -> Written:
+    """An adapter merged into its base, which for QLoRA is rounded to 4 bits and back. Raises: as `write_whole`."""
+    import torch
+
+    dtype = work.dtype or torch.float32
+    is_quantised = work.config.peft.method is PeftMethod.qlora
+    base = load_dequantised_base(work.config, dtype) if is_quantised else load_base(work.config, dtype)
+    assert work.blueprint.adapter is not None
+    adapted = with_trained(base, work.blueprint.adapter, work.weights)
+    own = logits_of(adapted)
+    model: Any = in_format(adapted.merge_and_unload(), dtype)
+    del base, adapted
+    expected = logits_of(model)
+    agree_on_tokens(model, work.blueprint.tokenizer)
+    weights = HeldWeights(dict(model.state_dict()))
+    compare_with_model(work.blueprint.model, weights.shapes).refuse(work.place)
+    names = without_tied(model, weights, work.place)
+    hashes = write_weights(weights, names, folder, dtype=dtype, place=work.place)
+    count = _count(weights, names)
+    _write_settings(work, model, folder, dtype)
+    del model, weights
+    gc.collect()
+    found = logits_of(load_written(folder, work.config))
+    require_same(found, expected)
+    check = compare(found, own, dtype)
+    return Written(hashes=hashes, num_parameters=count, check=check, base_was_dequantised=is_quantised)
+
+
+def _reference(work: Work) -> Any:
+    """The checkpoint's own model in its own number format, from its own files."""
+    model = room_for(work.blueprint.model.config, work.config)
+    if work.stored.form is Form.whole and not set(work.weights.shapes) <= set(model.state_dict()):
+        # Names on disk are older ones or parts of the model's: transformers translates them.
+        return load_folder(work.source.folder, work.config, _most(list(work.weights.dtypes.values())))
+    return filled(model, work.weights)
+
+
+def _write_settings(work: Work, model: Any, folder: Path, dtype: torch.dtype) -> None:
+    """config.json, generation_config.json, the tokenizer and its template, and code that the model brings along."""
+    model.config.dtype = dtype
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(str(folder))
+    model.generation_config.save_pretrained(str(folder))
+    work.blueprint.tokenizer.save_pretrained(str(folder))
+    if work.config.model.trust_remote_code:
+        for file in work.source.folder.glob("*.py"):
+            shutil.copy2(file, folder)
+
+
+def _count(weights: Weights, names: list[str]) -> int:
+    return sum(math.prod(weights.shapes[name]) for name in names)
+
+
+def _most(dtypes: list[torch.dtype]) -> torch.dtype:
+    return max(dict.fromkeys(dtypes), key=dtypes.count)
+
+
+def _narrowest(dtypes: list[torch.dtype]) -> torch.dtype:
+    import torch
+
+    return max((dtype for dtype in dtypes if dtype.is_floating_point), key=lambda dtype: torch.finfo(dtype).eps)

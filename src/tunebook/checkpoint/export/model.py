@@ -1,0 +1,213 @@
+"""The model that an export is of, apart from its weights: architecture, generation settings, tokenizer, adapter.
+
+They come from the checkpoint's own folder where it has them, and from the run's configuration where it holds nothing
+but shards (FSDP saves no config.json).
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tunebook.checkpoint.export.stored_weights import Weights, read_in_batches
+from tunebook.config.choices import Attention, MasterWeights, PeftMethod
+from tunebook.config.choices import Weights as Origin
+from tunebook.config.schema import AttentionConfig, ModelConfig, PeftSettings, RunConfig
+from tunebook.errors import RequestError
+from tunebook.model.adapters import ADAPTER_FILE, adapter_config
+from tunebook.model.hub import hub_problem
+from tunebook.model.load import load_architecture, load_model, model_location
+from tunebook.model.token_ids import agree_on_tokens, trainer_tokenizer
+from tunebook.model.tokenizer import load_tokenizer
+from tunebook.model.tokenizer_files import VOCABULARY_FILES
+
+if TYPE_CHECKING:
+    import torch
+    from peft import PeftConfig
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blueprint:
+    """A model with room for its weights, and what is written beside them."""
+
+    model: PreTrainedModel  # no memory stands behind its weights as long as nothing is written there
+    tokenizer: PreTrainedTokenizerBase
+    adapter: PeftConfig | None  # None: the model was trained whole
+
+
+def blueprint_of(config: RunConfig, folder: Path) -> Blueprint:
+    """What the weights of a checkpoint's folder belong to. Raises: RequestError for a base model out of reach."""
+    tokenizer = _tokenizer(config, folder)
+    peft = _adapter(config, folder)
+    has_config = (folder / "config.json").is_file() and peft is None
+    model = room_for(_read_architecture(folder, config) if has_config else load_architecture(config.model), config)
+    if has_config and (folder / "generation_config.json").is_file():
+        model.generation_config = _generation(str(folder), None)
+    else:
+        if config.model.weights is Origin.pretrained:
+            model.generation_config = _generation(model_location(config.model), config.model.revision) or (
+                model.generation_config
+            )
+        agree_on_tokens(model, tokenizer)
+    return Blueprint(model=model, tokenizer=tokenizer, adapter=peft)
+
+
+def room_for(architecture: PretrainedConfig, config: RunConfig) -> PreTrainedModel:
+    """A model whose weights are only room; its buffers are computed, since they are not stored."""
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    loader: Any = AutoModelForCausalLM
+    with no_init_weights():
+        model: PreTrainedModel = loader.from_config(
+            copy.deepcopy(architecture),
+            trust_remote_code=config.model.trust_remote_code,
+            attn_implementation=cpu_attention(config).value,
+        )
+    model.tie_weights()
+    return answering(model)
+
+
+def load_folder(folder: Path, config: RunConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of a checkpoint's folder in a number format, as transformers loads it."""
+    from transformers import AutoModelForCausalLM
+
+    loader: Any = AutoModelForCausalLM
+    model: PreTrainedModel = loader.from_pretrained(
+        str(folder),
+        dtype=dtype,
+        trust_remote_code=config.model.trust_remote_code,
+        attn_implementation=cpu_attention(config).value,
+    )
+    return answering(model)
+
+
+def load_base(config: RunConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The base model of an adapter in a number format, on the CPU. Raises: RequestError where it cannot be loaded.
+
+    Random weights are drawn as the run drew them. The base of a QLoRA run is loaded as published.
+    """
+    import torch
+
+    precision = config.precision
+    if config.model.weights is Origin.pretrained:  # read in the format asked for: no other copy of it is made
+        master = MasterWeights.bf16 if dtype is torch.bfloat16 else MasterWeights.fp32
+        precision = replace(precision, master_weights=master)
+    base = load_model(replace(_on_cpu(config), precision=precision, peft=PeftSettings()))
+    return answering(in_format(base, dtype))
+
+
+def load_dequantised_base(config: RunConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The base of a QLoRA run as it was computed with: quantised to 4 bits and back. Raises: RequestError."""
+    try:
+        importlib.import_module("bitsandbytes")
+    except ImportError as error:
+        raise RequestError(
+            "--merge: this adapter was trained over a base quantised by bitsandbytes, which is not installed here, so "
+            "the base cannot be rounded as it was in training; install it (pip install 'bitsandbytes>=0.50.2,<0.51'; "
+            "a CPU is enough), or leave --merge out",
+            problem_id="export-merge",
+        ) from error
+    quantised: Any = load_model(_on_cpu(config))
+    return answering(in_format(quantised.dequantize(), dtype))
+
+
+def answering(model: Any) -> PreTrainedModel:
+    """The same model without dropout."""
+    evaluated: PreTrainedModel = model.eval()
+    return evaluated
+
+
+def in_format(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """The same model with its floating-point parameters in a number format, one after the other; buffers are left."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def filled(model: PreTrainedModel, weights: Weights) -> PreTrainedModel:
+    """The model with its room taken by stored weights, as they are stored; mapped files are not copied."""
+    import torch
+
+    for name, tensor in read_in_batches(weights, weights.shapes):
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        if leaf in module._parameters:
+            module._parameters[leaf] = torch.nn.Parameter(tensor, requires_grad=False)
+        else:
+            module._buffers[leaf] = tensor
+    model.tie_weights()
+    return model
+
+
+@contextmanager
+def quiet_peft() -> Iterator[None]:
+    """Without what peft warns of while it asks transformers by a name that has a newer one."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
+        warnings.filterwarnings("ignore", message="The PEFT config's `base_model_name_or_path`", category=UserWarning)
+        yield
+
+
+def _on_cpu(config: RunConfig) -> RunConfig:
+    return replace(config, attention=AttentionConfig(implementation=cpu_attention(config)))
+
+
+def cpu_attention(config: RunConfig) -> Attention:
+    """Kernels that a CPU has."""
+    return Attention.eager if config.attention.implementation is Attention.eager else Attention.sdpa
+
+
+def _tokenizer(config: RunConfig, folder: Path) -> PreTrainedTokenizerBase:
+    """That beside the weights, which holds wherever the run is copied, or else the one that the run names."""
+    if any((folder / name).is_file() for name in VOCABULARY_FILES):
+        beside = ModelConfig(path=str(folder), trust_remote_code=config.model.trust_remote_code)
+        return load_tokenizer(beside, is_padded=False)
+    return trainer_tokenizer(config)
+
+
+def _adapter(config: RunConfig, folder: Path) -> PeftConfig | None:
+    if (folder / ADAPTER_FILE).is_file():
+        from peft import PeftConfig
+
+        try:
+            found: PeftConfig = PeftConfig.from_pretrained(str(folder))
+        except (ValueError, KeyError, TypeError) as error:
+            raise RequestError(
+                f"{folder / ADAPTER_FILE} cannot be read ({str(error).splitlines()[0]}); name another checkpoint with "
+                "--checkpoint",
+                problem_id="weights-file-damaged",
+            ) from error
+        return found
+    return adapter_config(config.peft) if config.peft.method is not PeftMethod.full else None
+
+
+def _read_architecture(folder: Path, config: RunConfig) -> PretrainedConfig:
+    from transformers import AutoConfig
+
+    try:
+        architecture: PretrainedConfig = AutoConfig.from_pretrained(
+            str(folder), trust_remote_code=config.model.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise hub_problem(error, "model", str(folder)) from error
+    return architecture
+
+
+def _generation(location: str, revision: str | None) -> Any:
+    from transformers import GenerationConfig
+
+    kind: Any = GenerationConfig
+    try:
+        return kind.from_pretrained(location, revision=revision)
+    except OSError:  # a model need not have one
+        return None

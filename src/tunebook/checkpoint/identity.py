@@ -1,0 +1,188 @@
+"""What a checkpoint belongs to, and whether a run that differs from that may go on from it.
+
+Some differences make a checkpoint impossible to load, others make the result another one: those are refused unless
+`training.resume_anyway` names them. What changes neither, such as how often is saved, is not compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tunebook.checkpoint.record import CheckpointRecord, Identity
+from tunebook.config.choices import Offload, ResumeAnyway, Strategy
+from tunebook.config.schema import RunConfig
+from tunebook.data.prepared import Prepared
+from tunebook.errors import RequestError
+from tunebook.parallel.deepspeed import zero_stage
+from tunebook.parallel.fsdp import is_fsdp
+from tunebook.plan.batch import world_size
+from tunebook.record.config_hash import config_hash, hashed_settings
+from tunebook.record.manifest import describe_model
+
+# Keys that change no weight of a run that goes on, or that are compared in another way.
+_NOT_COMPARED = (
+    "recipe",
+    "title",
+    "evaluation",
+    "training.save_every_steps",
+    "training.keep_checkpoints",
+    "training.log_every_steps",
+    "hardware",  # the number of ranks is
+    "parallelism.strategy",
+    "peft.method",
+    "dataset",  # the hash of the tokens is
+    "model.path",  # its config.json is
+    "model.name",
+    "model.revision",
+    "model.facts",
+    "model.weights",  # where they come from before the first step
+)
+_NUM_KEYS_TOLD = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """One way in which a run differs from a checkpoint: in words, and what of `training.resume_anyway` allows it."""
+
+    text: str
+    allowed_by: ResumeAnyway | None  # None: it cannot be loaded
+    fix: str = ""  # what to do about one that cannot
+
+
+def identity_of(config: RunConfig, prepared: Prepared) -> Identity:
+    """What the checkpoints of a resolved run on prepared data belong to."""
+    return Identity(
+        strategy=config.parallelism.strategy.name,
+        peft=config.peft.method.name,
+        world_size=world_size(config),
+        model=describe_model(config.model),
+        config_sha256=config_hash(config),
+        settings=hashed_settings(config),
+        data_sha256=prepared.content_sha256,
+        tokenizer_sha256=prepared.tokenizer_sha256,
+        chat_template_sha256=prepared.chat_template_sha256,
+    )
+
+
+def require_same(checkpoint: Path, record: CheckpointRecord, own: Identity, anyway: list[ResumeAnyway]) -> None:
+    """Refuse a checkpoint that a run cannot go on from, or only to another result. Raises: RequestError."""
+    found = list(differences(record.identity, own))
+    if impossible := [difference for difference in found if difference.allowed_by is None]:
+        raise RequestError(
+            f"{checkpoint} cannot be gone on from: {'; '.join(difference.text for difference in impossible)}. "
+            f"{impossible[0].fix}",
+            problem_id="checkpoint-of-another-run",
+        )
+    refused = [difference for difference in found if difference.allowed_by not in anyway]
+    if refused:
+        names = [name.name for name in ResumeAnyway if any(other.allowed_by is name for other in found)]
+        raise RequestError(
+            f"{checkpoint} is not of this run: {'; '.join(difference.text for difference in refused)}. Going on from "
+            "it would give another result than either run. To do so all the same: "
+            f"'training.resume_anyway=[{','.join(names)}]'; to start anew: training.resume=never",
+            problem_id="checkpoint-differs",
+        )
+
+
+def differences(theirs: Identity, own: Identity) -> Iterator[Difference]:
+    """Every way in which a checkpoint's identity differs from a run's."""
+    yield from _cannot_load(theirs, own)
+    if theirs.data_sha256 != own.data_sha256:
+        told = f"its data have the hash {theirs.data_sha256[:12]}..., not {own.data_sha256[:12]}..."
+        yield Difference(text=told, allowed_by=ResumeAnyway.data)
+    if theirs.chat_template_sha256 != own.chat_template_sha256:
+        yield Difference(text="its chat template is another", allowed_by=ResumeAnyway.template)
+    if theirs.tokenizer_sha256 != own.tokenizer_sha256:
+        yield Difference(text="its tokenizer is another", allowed_by=ResumeAnyway.data)
+    if theirs.world_size != own.world_size and layout(theirs) == layout(own) and not _why_rigid(theirs):
+        told = f"it was saved by {_ranks(theirs.world_size)} and this run has {_ranks(own.world_size)}"
+        yield Difference(text=told, allowed_by=ResumeAnyway.world_size)
+    if keys := sorted(_changed_keys(theirs.settings, own.settings)):
+        more = f" and {len(keys) - _NUM_KEYS_TOLD} more" if len(keys) > _NUM_KEYS_TOLD else ""
+        yield Difference(text=", ".join(keys[:_NUM_KEYS_TOLD]) + more, allowed_by=ResumeAnyway.config)
+
+
+def layout(identity: Identity) -> str:
+    """How a checkpoint is laid out on disk; one of another layout cannot be loaded."""
+    strategy = Strategy[identity.strategy]
+    if zero_stage(strategy) is not None:
+        return f"{strategy.name} with parallelism.round_robin_gradients={_typed(_is_dealt_out(identity))}"
+    if is_fsdp(strategy):
+        return f"fsdp with {identity.settings['parallelism']['state_dict']} state"
+    return "whole"
+
+
+def _cannot_load(theirs: Identity, own: Identity) -> Iterator[Difference]:
+    from_weights = "To start from its weights, with a new optimizer: tunebook export, then model.path=THAT_FOLDER"
+    if (name := _model_name(theirs)) != _model_name(own):
+        told = f"it is of the model {name}, and this run trains {_model_name(own)}"
+        yield Difference(text=told, allowed_by=None, fix="Name a checkpoint of this model")
+    if theirs.peft != own.peft:
+        told = f"it was trained with peft={theirs.peft}, and this run with peft={own.peft}"
+        yield Difference(text=told, allowed_by=None, fix=f"Go on with peft={theirs.peft}. {from_weights}")
+    if layout(theirs) != layout(own):
+        told = f"it was saved by parallelism={theirs.strategy}, and this run has parallelism={own.strategy}"
+        if theirs.strategy == own.strategy:
+            told = f"it was saved by {layout(theirs)}, and this run is {layout(own)}"
+        fix = f"Go on with parallelism={layout(theirs) if theirs.strategy == own.strategy else theirs.strategy}"
+        fix = f"{fix}. {from_weights}"
+        yield Difference(text=told, allowed_by=None, fix=fix)
+    elif theirs.world_size != own.world_size and (why := _why_rigid(theirs)):
+        told = f"it holds the shards of {_ranks(theirs.world_size)}, and this run has {_ranks(own.world_size)}; {why}"
+        yield Difference(text=told, allowed_by=None, fix=f"Go on with {_ranks(theirs.world_size)}. {from_weights}")
+
+
+def _why_rigid(identity: Identity) -> str | None:
+    """Why DeepSpeed cannot cut a ZeRO checkpoint anew for another number of ranks; None where it can, or need not."""
+    if identity.settings.get("parallelism", {}).get("offload_optimizer") == Offload.nvme.name:
+        return "what is kept on NVMe disks is saved as each rank's files"
+    if _is_dealt_out(identity):
+        # Seen with DeepSpeed 0.19: the parameters of the universal checkpoint have each other's values.
+        return "with parallelism.round_robin_gradients=true DeepSpeed mixes up parameters when it cuts them anew"
+    return None
+
+
+def _is_dealt_out(identity: Identity) -> bool:
+    """Whether ZeRO dealt its parameters out to the ranks one by one, so that they lie in another order."""
+    return bool(identity.settings.get("parallelism", {}).get("round_robin_gradients"))
+
+
+def _model_name(identity: Identity) -> str:
+    """A model's name on the hub; of a folder, which may have moved, the hash of its config.json."""
+    model = identity.model
+    if model["config_sha256"] is not None:
+        return f"with the config.json {model['config_sha256'][:12]}..."
+    return f"{model['name']}@{model['revision']}" if model["revision"] else str(model["name"])
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' if count != 1 else ''}"
+
+
+def _changed_keys(theirs: dict[str, Any], own: dict[str, Any]) -> Iterator[str]:
+    """Each key whose value differs, as `key=theirs and here own`."""
+    flat_theirs, flat_own = dict(_flat(theirs)), dict(_flat(own))
+    for key in sorted(flat_theirs.keys() | flat_own.keys()):
+        if any(key == skipped or key.startswith(f"{skipped}.") for skipped in _NOT_COMPARED):
+            continue
+        before, now = flat_theirs.get(key, "absent"), flat_own.get(key, "absent")
+        if before != now:
+            yield f"{key} was {_typed(before)} and is {_typed(now)}"
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _typed(value: Any) -> str:
+    """A value as it is typed on a command line."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,64 @@
+"""A ZeRO checkpoint for another number of ranks: DeepSpeed's universal checkpoint, made from one that was verified.
+
+ZeRO saves a shard for each rank. A universal checkpoint has a file for each parameter and each of its moments instead,
+of which any number of ranks take their share. DDP's checkpoints are whole, and FSDP's are cut anew by torch itself.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+from argparse import Namespace
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+from tunebook.checkpoint.record import Identity
+from tunebook.config.choices import Strategy
+from tunebook.errors import TunebookError
+from tunebook.parallel.deepspeed import zero_stage
+
+# What else the trainer reads of a checkpoint: weights, moments and DeepSpeed's own state are in the universal folder.
+_OF_THE_TRAINER = ("trainer_state.json", "scheduler.pt", "rng_state*.pth")
+
+
+def needs_universal(theirs: Identity, own: Identity) -> bool:
+    """Whether DeepSpeed has to be given a universal checkpoint to load one of such an identity."""
+    return zero_stage(Strategy[own.strategy]) is not None and theirs.world_size != own.world_size
+
+
+def write_universal(checkpoint: Path, place: Path) -> Path:
+    """Write the universal form of a ZeRO checkpoint into a new folder in `place`; its path. For one process.
+
+    DeepSpeed unpickles what it reads: every file must have been seen to be what was written. Takes the memory of one
+    rank's shard and the disk space of the checkpoint. Raises: OSError, TunebookError for shards it cannot put together.
+    """
+    from deepspeed.checkpoint import ds_to_universal
+
+    (shards,) = [path for path in checkpoint.glob("global_step*") if path.is_dir()]
+    folder = place / f"universal-{checkpoint.name}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for pattern in _OF_THE_TRAINER:
+        for file in checkpoint.glob(pattern):
+            shutil.copy2(file, folder)
+    arguments = Namespace(
+        input_folder=str(shards),
+        output_folder=str(folder / f"{shards.name}_universal"),
+        num_extract_workers=1,  # in this process
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=True,  # what only Megatron writes
+    )
+    try:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            ds_to_universal.main(arguments)
+    except OSError:
+        raise
+    except Exception as error:
+        raise TunebookError(
+            f"{checkpoint} cannot be cut anew for another number of ranks: {type(error).__name__}: {error}; go on with "
+            "as many ranks as saved it",
+            problem_id="checkpoint-not-resharded",
+        ) from error
+    return folder

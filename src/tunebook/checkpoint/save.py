@@ -1,0 +1,203 @@
+"""Completes what the trainer has written: every file flushed and hashed, then the folder named, then its record.
+
+The trainer writes to `checkpoints/_unfinished/checkpoint-12`. Once all ranks have written, they flush and hash the
+files, each its share; the first rank gives the folder its name and writes `complete.json` last of all. Killed at any
+moment, a run has the checkpoint before or this one, never half of one.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import time
+from contextlib import suppress
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from tunebook.checkpoint.newest import complete_checkpoints
+from tunebook.checkpoint.record import (
+    CHECKPOINTS_FOLDER,
+    PENDING_FILE,
+    RECORD_FILE,
+    UNFINISHED_FOLDER,
+    CheckpointRecord,
+    FileEntry,
+    Identity,
+    checkpoint_path,
+    list_files,
+    read_record,
+)
+from tunebook.checkpoint.retention import clean_up, remove_old
+from tunebook.checkpoint.together import on_every_rank, on_first_rank, rank_and_size, share_of
+from tunebook.checkpoint.verify import why_not_complete
+from tunebook.errors import DoesNotFitError, TunebookError
+from tunebook.record.atomic_files import atomic_write_json, flush_folder, sha256_file
+from tunebook.record.disk import is_disk_full
+
+_PACKAGES = ("tunebook", "torch", "transformers", "trl", "accelerate", "peft", "deepspeed")
+_MIB = 2**20
+
+
+class CheckpointSaver:
+    """Saves the checkpoints of one run. `keep` is how many of the newest stay, beside the best.
+
+    `resumed_step` is to be set to the step that the run has gone on from.
+    `begin` and `finish` are collectives: every rank calls them.
+    """
+
+    def __init__(self, run: Path, identity: Identity, *, keep: int) -> None:
+        self.folder = run / CHECKPOINTS_FOLDER
+        self.identity = identity
+        self.keep = keep
+        self.resumed_step = 0
+        self._saved: set[int] = set()
+        self._started = 0.0
+
+    @property
+    def unfinished(self) -> Path:
+        """The folder in which the trainer makes the folder of a step."""
+        return self.folder / UNFINISHED_FOLDER
+
+    def begin(self, step: int, estimated_bytes: int) -> None:
+        """Clear the place and see that there is room: as much as the checkpoint before took, or as was estimated.
+
+        Raises: DoesNotFitError, TunebookError where nothing can be written.
+        """
+        self._started = time.perf_counter()
+        on_first_rank(lambda: self._clear(step, estimated_bytes))
+
+    def finish(self, step: int, best_step: int | None) -> Path:
+        """Complete the checkpoint that every rank has written its part of, and let older ones go; its path.
+
+        Raises: OSError, TunebookError; on every rank, and the checkpoint is not there then.
+        """
+        unfinished = checkpoint_path(self.unfinished, step)
+        on_every_rank(lambda: None)  # all have written
+        sizes = on_first_rank(lambda: _files_to_record(unfinished))
+        rank, num_ranks = rank_and_size()
+        shares = on_every_rank(lambda: {name: _seal(unfinished / name) for name in share_of(sizes, rank, num_ranks)})
+        files = {name: entry for share in shares for name, entry in share.items()}
+        on_first_rank(lambda: self._publish(step, files))
+        self._saved.add(step)
+        on_first_rank(
+            lambda: remove_old(self.folder, newest=step, keep=self.keep, best=best_step, trusts=self._is_trusted)
+        )
+        return checkpoint_path(self.folder, step)
+
+    def has(self, step: int) -> bool:
+        """Whether the checkpoint of a step is in the run's own folder; a collective."""
+        return on_first_rank(lambda: why_not_complete(checkpoint_path(self.folder, step)) is None)
+
+    def _is_trusted(self, step: int) -> bool:
+        """One that is later than where the run went back to, and was not saved since, was found to be damaged."""
+        return step <= self.resumed_step or step in self._saved
+
+    def abandon(self, step: int) -> None:
+        """Remove what could not be finished: where the disk is full its room is needed for the records.
+
+        No collective: it is called by a rank that failed, and the others may not know of it.
+        """
+        shutil.rmtree(checkpoint_path(self.unfinished, step), ignore_errors=True)
+        with suppress(OSError):
+            self.unfinished.rmdir()
+
+    def _clear(self, step: int, estimated_bytes: int) -> None:
+        try:
+            clean_up(self.folder)
+            self.unfinished.mkdir(parents=True, exist_ok=True)
+            require_writable(self.unfinished)
+            complete = complete_checkpoints(self.folder)
+            needed = read_record(complete[0]).num_bytes if complete else estimated_bytes
+            require_room(self.folder, step, needed, last=complete[0] if complete else None)
+        except OSError as error:
+            if is_disk_full(error):
+                raise
+            raise TunebookError(
+                f"the checkpoint of step {step} cannot be written to {self.folder}: {error.strerror}; make the folder "
+                "writable, or write elsewhere: outputs=/a/folder/of/yours",
+                problem_id="checkpoint-not-written",
+            ) from error
+
+    def _publish(self, step: int, files: dict[str, FileEntry]) -> None:
+        """Give a checkpoint whose files are on the disk its name, then its record. For the first rank."""
+        unfinished, final = checkpoint_path(self.unfinished, step), checkpoint_path(self.folder, step)
+        for folder, _, _ in os.walk(unfinished, topdown=False):
+            flush_folder(Path(folder))
+        # A folder that is named but has no record yet is told apart, by this file, from one that never had any.
+        atomic_write_json(unfinished / PENDING_FILE, self._record(step, files).to_json())
+        if final.exists():
+            self._make_way(final)
+        unfinished.rename(final)
+        flush_folder(self.folder)
+        (final / PENDING_FILE).rename(final / RECORD_FILE)
+        flush_folder(final)
+        clean_up(self.folder)
+
+    def _make_way(self, final: Path) -> None:
+        """One of ours was found damaged, or the run had not gone back before it. Another program's is not deleted."""
+        is_ours = (final / RECORD_FILE).exists()
+        name = f"{'replaced' if is_ours else 'kept'}-{final.name}-{secrets.token_hex(4)}"
+        final.rename((self.unfinished if is_ours else self.folder) / name)
+
+    def _record(self, step: int, files: dict[str, FileEntry]) -> CheckpointRecord:
+        return CheckpointRecord(
+            step=step,
+            saved=datetime.now(UTC).isoformat(timespec="seconds"),
+            seconds=round(time.perf_counter() - self._started, 3),
+            versions=_versions(),
+            identity=self.identity,
+            files=dict(sorted(files.items())),
+        )
+
+
+def require_writable(folder: Path) -> None:
+    """Write a file and remove it: a folder that is there already may be read-only all the same. Raises: OSError."""
+    probe = folder / ".writable"
+    probe.touch()
+    probe.unlink()
+
+
+def require_room(folder: Path, step: int, needed_bytes: int, *, last: Path | None) -> None:
+    """Raise DoesNotFitError unless the disk of `folder` has room for a checkpoint; `last` is the newest complete one.
+
+    Raises: OSError.
+    """
+    disk = shutil.disk_usage(folder)
+    # A total of zero is a file system that does not count, such as some network mounts: the writes will tell.
+    if disk.total and disk.free < needed_bytes:
+        kept = f"The last good checkpoint is {last}" if last is not None else "Nothing was saved before"
+        raise DoesNotFitError(
+            f"the disk of {folder} has {disk.free / _MIB:,.0f} MiB free and the checkpoint of step {step} takes about "
+            f"{needed_bytes / _MIB:,.0f} MiB; free some space, keep fewer checkpoints (training.keep_checkpoints=1), "
+            f"or write elsewhere: outputs=/a/folder/on/another/disk. {kept}",
+            problem_id="disk-full",
+        )
+
+
+def _files_to_record(unfinished: Path) -> dict[str, int]:
+    """The files that a record will list. Raises: TunebookError for a checkpoint that no loader could be given."""
+    found = list_files(unfinished)
+    if found.others or not found.sizes:
+        what = f"{found.others[0]} in it is no regular file" if found.others else "nothing was written"
+        raise TunebookError(
+            f"the checkpoint in {unfinished} cannot be completed: {what}; the one before is still the newest",
+            problem_id="checkpoint-not-written",
+        )
+    return found.sizes
+
+
+def _seal(file: Path) -> FileEntry:
+    """Flush a file to the disk, and tell what is in it. Raises: OSError."""
+    with file.open("rb") as stream:
+        os.fsync(stream.fileno())
+    return FileEntry(size=file.stat().st_size, sha256=sha256_file(file))
+
+
+def _versions() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found

@@ -1,0 +1,78 @@
+"""Whether a checkpoint still is what was written: its files and their sizes (cheap), then every hash.
+
+A checkpoint is loaded only after all of it holds. A file that the record does not list counts as damage as well: what
+loads a checkpoint goes by the names of the files it finds, and most of them are pickles, which run code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from tunebook.checkpoint.record import (
+    RECORD_FILE,
+    CheckpointRecord,
+    FileEntry,
+    UnreadableRecordError,
+    list_files,
+    read_record,
+)
+from tunebook.errors import DataError
+from tunebook.record.atomic_files import sha256_file
+
+
+def why_not_complete(checkpoint: Path) -> str | None:
+    """Why a folder is no complete checkpoint, or None: its record is there and its files have their sizes."""
+    try:
+        record = read_record(checkpoint)
+        return difference_of_files(checkpoint, record)
+    except UnreadableRecordError as error:
+        return str(error)
+    except OSError as error:
+        return f"it cannot be read ({error.strerror})"
+
+
+def difference_of_files(checkpoint: Path, record: CheckpointRecord) -> str | None:
+    """What differs between a checkpoint's files and its record, going by names and sizes. Raises: OSError."""
+    found = list_files(checkpoint)
+    if found.others:
+        return f"{found.others[0]} in it is a link or no file, and may lead anywhere; checkpoints are written without"
+    for name, entry in sorted(record.files.items()):
+        size = found.sizes.get(name)
+        if size is None:
+            return f"{name} is missing"
+        if size != entry.size:
+            return f"{name} has {size:,} bytes and was written with {entry.size:,}"
+    added = sorted(set(found.sizes) - set(record.files))
+    if added:
+        return f"{added[0]} in it is not listed in its {RECORD_FILE}; take it away to use this checkpoint"
+    return None
+
+
+def wrong_hash(checkpoint: Path, files: Iterable[tuple[str, FileEntry]]) -> str | None:
+    """The first of some files whose content is not what was written, in words; None where all are. Reads them whole."""
+    for name, entry in files:
+        try:
+            found = sha256_file(checkpoint / name)
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+        if found != entry.sha256:
+            return f"{name} is not what was written: its SHA-256 is {found[:12]}..., not {entry.sha256[:12]}..."
+    return None
+
+
+def verified_record(checkpoint: Path) -> CheckpointRecord:
+    """The record of a checkpoint all of which was read and found to be what was written; in this process, alone.
+
+    Raises: DataError saying what is wrong with it.
+    """
+    why = why_not_complete(checkpoint)
+    if why is None:
+        record = read_record(checkpoint)
+        why = wrong_hash(checkpoint, record.files.items())
+        if why is None:
+            return record
+    raise DataError(
+        f"{checkpoint} cannot be used: {why}; name an older checkpoint, or restore this one from a copy",
+        problem_id="checkpoint-damaged",
+    )

@@ -1,0 +1,55 @@
+"""The texts for errors around saving checkpoints and going on from them, by `problem_id`."""
+
+from __future__ import annotations
+
+from tunebook.config.rules.frame import Explanation
+
+CHECKPOINTS: dict[str, Explanation] = {
+    "checkpoint-damaged": Explanation(
+        summary="A checkpoint is not what was written.",
+        why="Its record, complete.json, lists every file with its size and SHA-256, and one is missing, added, cut off "
+        "or changed. Most files are pickles, which run code when they are loaded, so nothing of it is loaded.",
+        advice="Name an older checkpoint, or restore this one from a copy. With training.resume=auto a run goes back "
+        "to the newest that is whole, by itself.",
+    ),
+    "checkpoint-not-written": Explanation(
+        summary="A checkpoint could not be written.",
+        why="The folder may be read-only, or a library wrote nothing. The checkpoint before is still the newest one.",
+        advice="Make the run folder writable and start the run again; it goes on after the last checkpoint.",
+    ),
+    "checkpoint-differs": Explanation(
+        summary="A checkpoint was saved by a run with other settings, data, chat template or number of ranks.",
+        why="Going on from it would give a result that belongs to neither run: the order of documents, the learning "
+        "rate or the random numbers would change in the middle.",
+        advice="Start with what the checkpoint was saved with, or name what may differ, such as "
+        "'training.resume_anyway=[config]'; the words are config, data, template and world_size.",
+    ),
+    "checkpoint-of-another-run": Explanation(
+        summary="A checkpoint of another model or strategy, which cannot be loaded.",
+        why="Each strategy saves its shards in its own way, and an adapter fits its base only. ZeRO's shards can be "
+        "cut anew for another number of ranks, but not those on NVMe disks, which are saved as each rank's files, nor "
+        "those with round_robin_gradients, whose parameters DeepSpeed 0.19 mixes up.",
+        advice="Go on with the model, strategy and number of ranks that the message names; or export its weights with "
+        "`tunebook export` and start from them: model.path=FOLDER.",
+    ),
+    "checkpoint-not-resharded": Explanation(
+        summary="A ZeRO checkpoint cannot be cut anew for another number of ranks.",
+        why="DeepSpeed makes a universal checkpoint of it first, of whole parameters, and does not know this one.",
+        advice="Go on with the number of ranks that saved it; or export its weights with `tunebook export` and start "
+        "from them, with a new optimizer: model.path=FOLDER.",
+    ),
+    "checkpoint-not-usable": Explanation(
+        summary="The folder that training.resume names is no checkpoint that a run can go on from.",
+        why="A checkpoint has a record, complete.json, written last. Without one nobody can tell whether it is whole, "
+        "or who wrote the pickles in it, which run code when they are loaded. Checkpoints of other programs, and of "
+        "Tunebook before it wrote records, have none.",
+        advice="Name a run folder or one of its checkpoints. Where the folder holds weights as safetensors, start from "
+        "them with a new optimizer: model.path=FOLDER.",
+    ),
+    "checkpoint-of-newer-version": Explanation(
+        summary="A checkpoint was written by a later version of Tunebook.",
+        why="Its record has a format that this version does not know, so it cannot be checked. Going back before it "
+        "would lose the steps that it holds.",
+        advice="Go on with the version that wrote it, or a later one; or start anew with training.resume=never.",
+    ),
+}

@@ -1,0 +1,296 @@
+"""Does a run that goes on from a checkpoint on GPUs do what one does that nobody stopped? One JSON line per strategy.
+
+    python tests/bench/gpu_checkpoints.py --output DIR [--gpus 2] [--only NAME ...] [--layers 8] [--deadline-s 340]
+
+Of each strategy the same twelve steps are trained: `whole` and `again` without a stop, `stopped` until SIGTERM after
+about half of them, `resumed` in its folder, and `fewer`, on one GPU from the checkpoint that `whole` saved half-way.
+Losses on GPUs need not repeat bit for bit, so the difference of `resumed` from `whole` stands beside that of `again`.
+Random weights of the real architecture, cut to some whole layers, on generated documents, and said so in each line.
+Runs share the GPUs: seconds are those of a busy machine. `--cpu` tries the same with the quickstart's small model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gpu_queue import KEPT, machine_versions, measured
+from gpu_recipes import facts_of, slice_words
+
+from tunebook.parity.compare import compare_losses
+
+STEPS, HALF = 12, 6
+CASES: dict[str, tuple[bool, list[str]]] = {  # whether it takes all GPUs, and what is overridden
+    "single": (False, ["parallelism=single"]),
+    "ddp": (True, ["parallelism=ddp"]),
+    "zero2": (True, ["parallelism=zero2", "parallelism.round_robin_gradients=false"]),  # with it 2 -> 1 is refused
+    "zero3": (True, ["parallelism=zero3"]),
+    "fsdp": (True, ["parallelism=fsdp"]),
+    "lora": (True, ["parallelism=ddp", "peft=lora", "optimizer.learning_rate=1e-3"]),
+}
+ON_FEWER = ("ddp", "zero2", "zero3", "fsdp")
+GENERATED = ["model.weights=random", "dataset=synthetic", "dataset.synthetic.num_documents=1500", "attention=sdpa"]
+QWEN = ["qwen05b_single", *GENERATED, "training.global_samples=32", "packing.row_length=2048"]
+QUICKSTART = ["quickstart", "hardware=cpu", "training.global_samples=16"]
+COMMON = [f"training.max_steps={STEPS}", f"training.save_every_steps={HALF}", "training.keep_checkpoints=2",
+          "training.log_every_steps=1", "training.evaluate_every_steps=null", "evaluation=none",
+          "schedule.warmup_steps=2", "schedule.warmup_share=null"]  # fmt: skip
+_TICK_S = 0.02
+
+
+@dataclass(kw_only=True)
+class Ended:
+    """One command that has ended, and what its folder says."""
+
+    folder: Path
+    exit_code: int | str
+    wall_s: float
+    first_step_after_s: float | None  # from the start of the command to the first step that was logged by it
+    last_words: str
+    losses: dict[int, float] = field(default_factory=dict)  # by step
+    records: list[dict[str, Any]] = field(default_factory=list)  # of the checkpoints, oldest first
+
+    def from_step(self, step: int) -> list[float]:
+        """The losses after a step, in order."""
+        return [loss for at, loss in sorted(self.losses.items()) if at > step]
+
+
+class Ranks:
+    """Room for so many ranks at a time on all GPUs together."""
+
+    def __init__(self, most: int) -> None:
+        self._free = most
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def taken(self, count: int) -> Iterator[None]:
+        """Wait for room, and hold it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= count)
+            self._free -= count
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += count
+                self._changed.notify_all()
+
+
+class Bench:
+    """Runs the commands of all cases, as many at a time as there is room for."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.deadline = time.monotonic() + arguments.deadline_s
+        self.ranks = Ranks(arguments.ranks_at_once)
+        self.alone = itertools.cycle(range(arguments.gpus))
+        self.logs: Path = arguments.logs or arguments.output / "logs"
+        self.writing = threading.Lock()
+        self.shared, self.described = shared_words(arguments.cpu, arguments.layers)
+
+    def measure(self, case: str) -> dict[str, Any]:
+        """All runs of a case, and its line."""
+        takes_all, words = CASES[case]
+        gpus = self.arguments.gpus if takes_all else 1
+        with ThreadPoolExecutor() as pool:
+            first = [pool.submit(self.train, case, name, words, gpus) for name in ("whole", "again", "stopped")]
+            whole, again, stopped = (future.result() for future in first)
+            second = [pool.submit(self.train, case, "stopped", words, gpus, is_second=True)]
+            if case in ON_FEWER and gpus > 1:
+                from_half = f"training.resume={whole.folder / 'checkpoints' / f'checkpoint-{HALF}'}"
+                anyway = "training.resume_anyway=[world_size]"
+                second.append(pool.submit(self.train, case, "fewer", [*words, from_half, anyway], 1))
+            resumed, *fewer = (future.result() for future in second)
+        line = {"case": case, "gpus": gpus, "overrides": [*self.shared[1:], *words]} | self.described
+        line |= compared(whole, again, stopped, resumed, fewer[0] if fewer else None)
+        line |= costs(whole, resumed, measured(self.logs / f"{case}-whole")) | {"machine": machine_versions()}
+        for ended in (whole, again, stopped, *fewer):
+            shutil.rmtree(ended.folder, ignore_errors=True)
+        with self.writing, (self.arguments.output / "results.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        short = {key: value for key, value in line.items() if key not in ("overrides", "machine", "losses")}
+        print(json.dumps(short), flush=True)
+        return line
+
+    def train(self, case: str, name: str, words: list[str], gpus: int, *, is_second: bool = False) -> Ended:
+        """One command to its end; `stopped` is sent SIGTERM half-way, unless it is `is_second`."""
+        folder = self.arguments.runs / "checkpoints" / case / name
+        shown = f"{case}-{'resumed' if is_second else name}"
+        kept = self.logs / shown
+        kept.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "tunebook", "train", *self.shared, *words, f"hardware.gpus_per_node={gpus}"]
+        with self.ranks.taken(gpus), (kept / "terminal.txt").open("w") as terminal:
+            visible = range(self.arguments.gpus) if gpus > 1 else [next(self.alone)]
+            environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(self.arguments.threads)}
+            environment |= {"CUDA_VISIBLE_DEVICES": "" if self.arguments.cpu else ",".join(map(str, visible))}
+            started = time.monotonic()
+            process = subprocess.Popen(
+                [*command, "--run-folder", str(folder)], stdout=terminal, stderr=subprocess.STDOUT, env=environment
+            )
+            is_stopped = name == "stopped" and not is_second
+            after_s, exit_code = self._watch(process, folder, started, stop_after=HALF - 1 if is_stopped else None)
+        for file in (*KEPT, "outcome-0.json"):
+            if (folder / file).exists():
+                shutil.copy(folder / file, kept / file)
+        return read_ended(folder, kept / "terminal.txt", exit_code, time.monotonic() - started, after_s)
+
+    def _watch(
+        self, process: subprocess.Popen[bytes], folder: Path, started: float, *, stop_after: int | None
+    ) -> tuple[float | None, int | str]:
+        """Until it has ended: when it logged its first step, and its exit code or `timeout`."""
+        known = last_step(folder)
+        after_s, is_told = None, False
+        end = min(self.deadline, started + self.arguments.timeout_s)
+        while process.poll() is None:
+            step = last_step(folder)
+            if after_s is None and step > known:
+                after_s = round(time.monotonic() - started, 2)
+            if stop_after is not None and step >= stop_after and not is_told:
+                process.send_signal(signal.SIGTERM)
+                is_told = True
+            if time.monotonic() > end:
+                return after_s, ended_by_force(process)
+            time.sleep(_TICK_S)
+        return after_s, process.returncode
+
+
+def ended_by_force(process: subprocess.Popen[bytes]) -> str:
+    """The third request makes Tunebook kill its ranks."""
+    for _ in range(3):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+    try:
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    return "timeout"
+
+
+def shared_words(is_cpu: bool, layers: int) -> tuple[list[str], dict[str, Any]]:
+    """What every run is started with, and what a line says of the model."""
+    if is_cpu:
+        return [*QUICKSTART, *COMMON], {"recipe": "quickstart", "weights": "the recipe's own", "on": "CPU"}
+    sliced, total = slice_words("qwen25_05b", layers)
+    of_all = facts_of("qwen25_05b")["num_layers"]
+    described = {"recipe": QWEN[0], "weights": "random", "data": "generated documents", "layers": layers}
+    return [*QWEN, *COMMON, *sliced], described | {"layers_of_the_model": of_all, "num_parameters": total}
+
+
+def last_step(folder: Path) -> int:
+    """The last step that was logged; 0 for none."""
+    return max(losses_of(folder), default=0)
+
+
+def losses_of(folder: Path) -> dict[int, float]:
+    """The loss of each step."""
+    file = folder / "metrics.jsonl"
+    found = {}
+    for text in file.read_text().splitlines() if file.exists() else []:
+        try:
+            line = json.loads(text)
+        except ValueError:  # being written
+            continue
+        if "loss" in line:
+            found[line["step"]] = line["loss"]
+    return found
+
+
+def read_ended(folder: Path, terminal: Path, exit_code: int | str, wall_s: float, after_s: float | None) -> Ended:
+    """What a command has left."""
+    records = [json.loads(file.read_text()) for file in folder.glob("checkpoints/checkpoint-*/complete.json")]
+    words = terminal.read_text(errors="replace").strip().splitlines()
+    return Ended(
+        folder=folder,
+        exit_code=exit_code,
+        wall_s=round(wall_s, 1),
+        first_step_after_s=after_s,
+        last_words="" if exit_code in (0, 6) else " ".join(" ".join(words[-6:]).split())[-600:],
+        losses=losses_of(folder),
+        records=sorted(records, key=lambda record: int(record["step"])),
+    )
+
+
+def compared(whole: Ended, again: Ended, stopped: Ended, resumed: Ended, fewer: Ended | None) -> dict[str, Any]:
+    """How far the losses of each run are from those of the first, and how each ended."""
+    runs = {"whole": whole, "again": again, "stopped": stopped, "resumed": resumed} | (
+        {"fewer": fewer} if fewer else {}
+    )
+    stopped_after = max(stopped.losses, default=0)
+    line: dict[str, Any] = {"steps": STEPS, "stopped_after": stopped_after}
+    line["exit_codes"] = {name: ended.exit_code for name, ended in runs.items()}
+    line["again_difference"] = difference(again, whole, 0)
+    line["resumed_difference"] = difference(resumed, whole, stopped_after)
+    if fewer is not None:
+        line["fewer_gpus_difference"] = difference(fewer, whole, HALF)
+    line["losses"] = {name: [round(loss, 7) for loss in ended.from_step(0)] for name, ended in runs.items()}
+    failed = {name: ended.last_words for name, ended in runs.items() if ended.last_words}
+    return line | ({"said": failed} if failed else {})
+
+
+def difference(run: Ended, whole: Ended, after: int) -> dict[str, Any] | None:
+    """The largest relative difference of a run's losses after a step; None where it has not all of them."""
+    theirs, own = whole.from_step(after), run.from_step(after)
+    if len(theirs) != STEPS - after or len(own) != len(theirs) or not own:
+        return None
+    found = compare_losses(own, theirs)
+    return {"largest": found.largest, "at_step": after + (found.at_step or 0), "same_bits": own == theirs}
+
+
+def costs(whole: Ended, resumed: Ended, found: dict[str, Any]) -> dict[str, Any]:
+    """Seconds and bytes of saving and of going on."""
+    return {
+        "save_s": [record["seconds"] for record in whole.records],
+        "checkpoint_bytes": [sum(entry["size"] for entry in record["files"].values()) for record in whole.records],
+        "first_step_after_s": {"whole": whole.first_step_after_s, "resumed": resumed.first_step_after_s},
+        "seconds_per_step": found.get("seconds_per_step"),
+        "wall_s": {"whole": whole.wall_s, "resumed": resumed.wall_s},
+    }
+
+
+def main() -> None:
+    """Parse the arguments and measure the cases side by side."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--only", nargs="*", choices=CASES, default=list(CASES))
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=8, help="of the model's 24, in full width")
+    parser.add_argument("--timeout-s", type=float, default=120, help="of one command")
+    parser.add_argument("--deadline-s", type=float, default=340, help="of everything")
+    parser.add_argument("--ranks-at-once", type=int, default=10)
+    parser.add_argument("--threads", type=int, default=2, help="of a rank")
+    parser.add_argument("--runs", type=Path, default=Path("/tmp/runs"), help="where run folders are made")
+    parser.add_argument("--logs", type=Path, help="where each run's small files are kept; OUTPUT/logs if not given")
+    parser.add_argument("--cpu", action="store_true", help="on processes of the CPU, to try this file")
+    parser.add_argument("--list", action="store_true", help="print the words of each case and run nothing")
+    arguments = parser.parse_args()
+    bench = Bench(arguments)
+    if arguments.list:
+        print("\n".join(json.dumps([case, *bench.shared, *CASES[case][1]]) for case in arguments.only))
+        return
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(arguments.runs / "checkpoints", ignore_errors=True)
+    with ThreadPoolExecutor(max_workers=len(arguments.only)) as pool:
+        lines = list(pool.map(bench.measure, arguments.only))
+    with tarfile.open(arguments.output / "logs.tgz", "w:gz") as archive:
+        archive.add(bench.logs, arcname="logs")
+    sys.exit(int(any(line["resumed_difference"] is None for line in lines)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""A configuration and what a checkpoint of it belongs to."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from tunebook.checkpoint.record import Identity
+from tunebook.config.auto import resolve_auto
+from tunebook.config.compose import compose
+from tunebook.config.schema import RunConfig
+from tunebook.hardware.detect import Machine
+from tunebook.record.config_hash import config_hash, hashed_settings
+from tunebook.record.manifest import describe_model
+
+NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
+
+
+@pytest.fixture(scope="session")
+def resolved() -> RunConfig:
+    """The quickstart, on two ranks of a CPU."""
+    words = ["parallelism=ddp", "hardware=cpu", "hardware.gpus_per_node=2"]
+    return resolve_auto(compose("quickstart", words).config, NO_GPU).config
+
+
+@pytest.fixture
+def config(resolved: RunConfig) -> RunConfig:
+    """The quickstart, for a test to change."""
+    return copy.deepcopy(resolved)
+
+
+@pytest.fixture(scope="session")
+def identity(resolved: RunConfig) -> Identity:
+    """What the configuration's checkpoints belong to, on data that were never prepared."""
+    config = resolved
+    return Identity(
+        strategy=config.parallelism.strategy.name,
+        peft=config.peft.method.name,
+        world_size=2,
+        model=describe_model(config.model),
+        config_sha256=config_hash(config),
+        settings=hashed_settings(config),
+        data_sha256="d" * 64,
+        tokenizer_sha256="e" * 64,
+        chat_template_sha256="f" * 64,
+    )

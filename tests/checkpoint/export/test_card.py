@@ -1,0 +1,67 @@
+"""The model card: a header that the hub reads, and only what the run has recorded of these very weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+
+def task(value: float) -> dict[str, Any]:
+    return {"metric": "exact_match", "value": value, "stderr": 0.01, "num_items": 100}
+
+
+def write_evaluation(run: Path, when: str, model: str, value: float) -> None:
+    folder = run / "evaluation"
+    folder.mkdir(exist_ok=True)
+    record = {"when": when, "model": model, "tasks": {"words": task(value)}, "limit": None, "harness_version": "0.4"}
+    (folder / f"{when}.json").write_text(json.dumps(record))
+
+
+@pytest.fixture
+def card(layouts: Any, run: Path, export: Any) -> Any:
+    """The text of the card of a step's export."""
+
+    def text(step: int) -> str:
+        layouts.write_checkpoint(run, "whole", step=step)
+        content: str = (export(run, checkpoint=str(step)).folder / "README.md").read_text()
+        return content
+
+    return text
+
+
+def test_header_and_table_of_the_run(card: Any, run: Path) -> None:
+    lines = [{"step": step, "loss": 4.0 - step, "tokens_seen": 1000 * step} for step in (1, 2, 3)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_evaluation(run, "before", "base", 0.1)
+    write_evaluation(run, "after", "model", 0.9)  # of step 3
+    text = card(2)
+    header = yaml.safe_load(text.split("---")[1])
+    assert header == {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["tunebook", "sft"]}
+    assert "# A tiny run" in text
+    assert "| loss | 3.0000 at step 1, 2.0000 at step 2 |" in text  # not what came after these weights
+    assert "| tokens seen | 2,000 |" in text
+    assert "| exported from | checkpoints/checkpoint-2 (whole safetensors), step 2 |" in text
+    assert "rounding to bf16 explains 0.12" in text
+    assert str(run.parent) not in text  # no paths of this machine
+    assert "None was made of these weights." in text
+
+
+def test_evaluations_of_these_weights_only(card: Any, run: Path) -> None:
+    write_evaluation(run, "before", "base", 0.1)
+    write_evaluation(run, "after", "model", 0.9)
+    write_evaluation(run, "eval-1", "checkpoints/checkpoint-2", 0.5)
+    last, earlier = card(3), card(2)
+    assert "| words | exact_match | 100 | 0.1000 ± 0.0100 | 0.9000 ± 0.0100 |" in last
+    assert "| words | exact_match | 100 | 0.1000 ± 0.0100 | 0.5000 ± 0.0100 |" in earlier
+
+
+def test_an_adapters_card_says_how_to_load_it(layouts: Any, lora_run: Path, export: Any) -> None:
+    layouts.write_checkpoint(lora_run, "adapter")
+    text = (export(lora_run).folder / "README.md").read_text()
+    assert yaml.safe_load(text.split("---")[1])["library_name"] == "peft"
+    assert "AutoPeftModelForCausalLM.from_pretrained(folder)" in text
+    assert "| lora | rank 4, alpha 8 |" in text

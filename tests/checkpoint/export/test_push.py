@@ -1,0 +1,94 @@
+"""Uploads: refused before anything is written where they cannot work; the hub is asked by its own library."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tunebook.errors import RequestError, TunebookError
+
+
+class FakeHub:
+    """What is called of huggingface_hub.HfApi."""
+
+    calls: list[tuple[str, Any]]
+    error: Exception | None
+
+    def whoami(self) -> None:
+        self.calls.append(("whoami", None))
+        if isinstance(self.error, ConnectionError):
+            raise self.error
+
+    def create_repo(self, name: str, **options: Any) -> str:
+        self.calls.append(("create", (name, options)))
+        return f"https://hub/{name}"
+
+    def upload_folder(self, *, folder_path: str, repo_id: str, commit_message: str) -> None:
+        self.calls.append(("upload", (repo_id, commit_message, sorted(p.name for p in Path(folder_path).iterdir()))))
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> type[FakeHub]:
+    monkeypatch.setattr("huggingface_hub.HfApi", FakeHub)
+    monkeypatch.setattr(FakeHub, "calls", [], raising=False)
+    monkeypatch.setattr(FakeHub, "error", None, raising=False)
+    return FakeHub
+
+
+def test_a_whole_folder_is_one_commit_in_a_private_repository(
+    layouts: Any, run: Path, export: Any, hub: type[FakeHub]
+) -> None:
+    layouts.write_checkpoint(run, "whole")
+    exported = export(run, push_to="me/tiny")
+    assert exported.address == "https://hub/me/tiny"
+    files = sorted(path.name for path in exported.folder.iterdir())
+    assert hub.calls == [
+        ("whoami", None),
+        ("create", ("me/tiny", {"private": True, "exist_ok": True})),
+        ("upload", ("me/tiny", "tiny, checkpoints/checkpoint-3 of tiny/run", files)),
+    ]
+    assert "model.safetensors" in files and "README.md" in files
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("tiny", "does not say whose"), ("a/b/c", "write it as ORGANISATION/NAME"), ("me/ti ny", "write it as")],
+)
+def test_a_name_that_is_none_is_refused_before(
+    layouts: Any, run: Path, export: Any, hub: type[FakeHub], name: str, says: str
+) -> None:
+    layouts.write_checkpoint(run, "whole")
+    with pytest.raises(RequestError, match=says):
+        export(run, push_to=name)
+    assert hub.calls == [] and not (run / "exports").exists()
+
+
+def test_without_a_network_nothing_is_written(layouts: Any, run: Path, export: Any, hub: type[FakeHub]) -> None:
+    hub.error = ConnectionError("Name or service not known")
+    layouts.write_checkpoint(run, "whole")
+    with pytest.raises(RequestError, match=r"--push me/tiny: the hub is out of reach .*export without --push"):
+        export(run, push_to="me/tiny")
+    assert not (run / "exports").exists()
+
+
+def test_an_upload_that_breaks_off_keeps_the_folder(layouts: Any, run: Path, export: Any, hub: type[FakeHub]) -> None:
+    hub.error = OSError("quota exceeded")
+    layouts.write_checkpoint(run, "whole")
+    place = run / "exports" / "checkpoint-3"
+    with pytest.raises(TunebookError, match=f"whole in {place}.*quota exceeded.*hf upload me/tiny {place}") as raised:
+        export(run, push_to="me/tiny")
+    assert (raised.value.exit_code, raised.value.problem_id) == (1, "upload-failed")
+    assert (place / "model.safetensors").is_file()
+
+
+def test_an_adapter_over_a_local_base_is_no_use_to_others(
+    layouts: Any, lora_run: Path, export: Any, hub: type[FakeHub]
+) -> None:
+    layouts.write_checkpoint(lora_run, "adapter")
+    with pytest.raises(RequestError, match="which nobody else has; push one whole model: --merge"):
+        export(lora_run, push_to="me/tiny")
+    assert hub.calls == []

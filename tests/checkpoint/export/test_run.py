@@ -1,0 +1,265 @@
+"""One export: every form gives the same folder, dtypes, what it records, and what is refused with nothing left."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tunebook.checkpoint.export import run as exporting
+from tunebook.errors import DataError, DifferenceError, DoesNotFitError, RequestError
+from tunebook.evaluate.target import find_target
+from tunebook.record.atomic_files import sha256_file
+from tunebook.record.binding import check_bound, recorded_by_origin
+from tunebook.record.origin import ORIGIN_FILE
+
+# peft asks transformers by a name that has a newer one
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
+
+
+def edit(checkpoint: Path, layouts: Any, change: Any, name: str = "model.safetensors") -> None:
+    weights = load_file(checkpoint / name)
+    change(weights)
+    save_file(weights, checkpoint / name, metadata={"format": "pt"})
+    layouts.write_record(checkpoint)
+
+
+def left_in(run: Path) -> list[str]:
+    return sorted(path.name for path in run.iterdir())
+
+
+@pytest.mark.parametrize("form", ["whole", "zero2", "zero3", "fsdp"])
+def test_every_form_is_exported_as_the_same_weights(layouts: Any, run: Path, export: Any, form: str) -> None:
+    layouts.write_checkpoint(run, form)
+    folder = export(run).folder
+    assert folder == run / "exports" / "checkpoint-3"
+    found = load_file(folder / "model.safetensors")
+    expected = layouts.trained(run, form)
+    assert set(found) == set(expected)
+    assert all(torch.equal(found[name], expected[name].to(torch.bfloat16)) for name in expected)  # as the base
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert (model.config.eos_token_id, model.generation_config.eos_token_id) in ((2, 2), (2, [2]))
+    assert AutoTokenizer.from_pretrained(folder).chat_template
+    assert {path.name for path in folder.iterdir()} == {
+        "README.md", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors",
+        "tokenizer.json", "tokenizer_config.json", ORIGIN_FILE,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["adapter", "zero3_adapter", "fsdp_adapter"])
+def test_an_adapter_stays_one_in_its_own_format(layouts: Any, lora_run: Path, export: Any, form: str) -> None:
+    layouts.write_checkpoint(lora_run, form)
+    exported = export(lora_run)
+    found = load_file(exported.folder / "adapter_model.safetensors")
+    expected = layouts.trained(lora_run, form)
+    assert set(found) == set(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    settings = json.loads((exported.folder / "adapter_config.json").read_text())
+    assert (settings["r"], settings["lora_alpha"]) == (4, 8)
+    assert sorted(settings["target_modules"]) == ["down_proj", "q_proj"]
+    assert (exported.origin.is_adapter, exported.origin.is_merged, exported.origin.check["is_exact"]) == (
+        True, False, True,
+    )  # fmt: skip
+
+
+def test_a_merged_adapter_is_added_to_its_base(layouts: Any, lora_run: Path, base: Path, export: Any) -> None:
+    layouts.write_checkpoint(lora_run, "adapter")
+    exported = export(lora_run, merge=True, dtype="fp32")
+    assert exported.folder.name == "checkpoint-3-merged-fp32"
+    found = load_file(exported.folder / "model.safetensors")
+    weights, adapter = load_file(base / "model.safetensors"), layouts.trained(lora_run, "adapter")
+    name = "model.layers.1.self_attn.q_proj"
+    first, second = (adapter[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
+    torch.testing.assert_close(found[f"{name}.weight"], weights[f"{name}.weight"].float() + second @ first * (8 / 4))
+    untouched = "model.layers.1.self_attn.k_proj.weight"
+    assert torch.equal(found[untouched], weights[untouched].float())
+    assert not (exported.folder / "adapter_config.json").exists()
+    assert 0 < exported.origin.check["difference"] < exported.origin.check["allowed"] == 1e-4
+
+
+def test_the_format_asked_for_wins_and_the_folder_says_so(layouts: Any, run: Path, export: Any) -> None:
+    layouts.write_checkpoint(run, "zero2")
+    exported = export(run, dtype="fp32", to=run.parent / "elsewhere" / "deep")
+    found = load_file(run.parent / "elsewhere" / "deep" / "model.safetensors")
+    expected = layouts.trained(run, "zero2")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert json.loads((exported.folder / "config.json").read_text())["dtype"] == "float32"
+    assert exported.origin.check["is_exact"] is True
+
+
+def test_what_is_recorded(layouts: Any, run: Path, export: Any) -> None:
+    layouts.write_checkpoint(run, "zero3")
+    folder = export(run).folder
+    origin = json.loads((folder / ORIGIN_FILE).read_text())
+    assert {key: origin[key] for key in ("format", "recipe", "run", "source", "step", "dtype", "stored_dtypes")} == {
+        "format": 1, "recipe": "tiny", "run": "tiny/run", "source": "checkpoints/checkpoint-3", "step": 3,
+        "dtype": "bf16", "stored_dtypes": ["fp32"],
+    }  # fmt: skip
+    assert origin["config_sha256"] == layouts.CONFIG_SHA256  # the checkpoint's own
+    assert origin["files_sha256"] == {"model.safetensors": sha256_file(folder / "model.safetensors")}
+    assert len(origin["tokenizer_sha256"]) == len(origin["chat_template_sha256"]) == 64
+    assert origin["num_parameters"] == sum(weight.numel() for weight in layouts.trained(run, "zero3").values())
+    assert not origin["check"]["is_exact"]
+    assert 0 < origin["check"]["difference"] < origin["check"]["allowed"] == 16 * torch.finfo(torch.bfloat16).eps
+
+
+def test_an_exported_folder_is_bound_to_what_its_run_was_trained_with(layouts: Any, run: Path, export: Any) -> None:
+    """Wherever it is moved to, an evaluation compares it with the run's tokenizer and template."""
+    layouts.write_checkpoint(run, "zero2")
+    folder = export(run).folder.rename(run.parents[2] / "given away")
+    shutil.rmtree(run)
+    target = find_target(str(folder), run.parents[1])
+    assert (target.run, target.folder) == (None, folder)
+    assert target.origin is not None
+    trained = recorded_by_origin(target.origin)
+    assert (trained.name, trained.by) == ("tiny/run", "the run tiny/run")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert check_bound(trained, tokenizer, None) == {"to": "tiny/run", "mismatches": [], **layouts.trained_with()}
+    assert check_bound(trained, tokenizer, "Be short.", ["system_prompt"])["mismatches"] == ["system_prompt"]
+    tokenizer.chat_template += " "
+    with pytest.raises(DataError, match="the chat template is not the one that the run tiny/run was trained with"):
+        check_bound(trained, tokenizer, None)
+
+
+def test_the_trained_model_comes_before_checkpoints(layouts: Any, run: Path, export: Any) -> None:
+    checkpoint = layouts.write_checkpoint(run, "whole")
+    shutil.copytree(checkpoint, run / "model")
+    assert export(run).origin.source == "model"
+    assert export(run, checkpoint="3").origin.source == "checkpoints/checkpoint-3"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda weights: weights.pop("model.norm.weight"), "1 missing: model.norm.weight"),
+        (lambda weights: weights.update({"model.norm.weight": torch.zeros(0)}), "1 empty: model.norm.weight"),
+        (lambda weights: weights.update({"extra": torch.zeros(1)}), "1 not of this model: extra"),
+        (
+            lambda weights: weights.update({"model.norm.weight": torch.zeros(31)}),
+            "1 misshapen: model.norm.weight of shape [31], where the model has [32]",
+        ),
+        (lambda weights: weights["model.norm.weight"].fill_(float("nan")), "1 not finite: model.norm.weight"),
+        (
+            lambda weights: [weight[..., 0].fill_(float("-inf")) for weight in weights.values()],
+            "26 not finite: model.embed_tokens.weight, model.layers.0",
+        ),
+    ],
+    ids=["missing", "empty", "unexpected", "misshapen", "nan", "infinite"],
+)
+def test_wrong_tensors_are_named_and_nothing_is_left(
+    layouts: Any, run: Path, export: Any, change: Any, says: str
+) -> None:
+    edit(layouts.write_checkpoint(run, "whole"), layouts, change)
+    with pytest.raises(RequestError) as raised:
+        export(run)
+    assert raised.value.problem_id == "export-weights"
+    assert says in raised.value.message and "checkpoint-3" in raised.value.message
+    assert left_in(run) == ["checkpoints", "manifest.json", "run.yaml"]
+
+
+def test_an_adapter_with_a_wrong_tensor_is_refused(layouts: Any, lora_run: Path, export: Any) -> None:
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    checkpoint = layouts.write_checkpoint(lora_run, "adapter")
+    edit(checkpoint, layouts, lambda weights: weights.pop(name), "adapter_model.safetensors")
+    with pytest.raises(RequestError, match=f"1 missing: {name}"):
+        export(lora_run)
+    assert left_in(lora_run) == ["checkpoints", "manifest.json", "run.yaml"]
+
+
+def test_a_weight_too_large_for_fp16_is_named(layouts: Any, run: Path, export: Any) -> None:
+    edit(layouts.write_checkpoint(run, "whole"), layouts, lambda weights: weights["model.norm.weight"].fill_(7e4))
+    with pytest.raises(RequestError, match=r"1 too large for the number format: model\.norm\.weight.*--dtype bf16"):
+        export(run, dtype="fp16")
+    assert "exports" not in left_in(run)
+
+
+def test_tied_weights_that_differ_are_refused(layouts: Any, run: Path, export: Any) -> None:
+    def add_head(weights: dict[str, torch.Tensor]) -> None:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+
+    checkpoint = layouts.write_checkpoint(run, "whole")
+    edit(checkpoint, layouts, add_head)
+    assert "lm_head.weight" not in load_file(export(run, to=run / "same").folder / "model.safetensors")
+    edit(checkpoint, layouts, lambda weights: weights["lm_head.weight"].add_(1))
+    with pytest.raises(RequestError, match=r"lm_head\.weight and model\.embed_tokens\.weight are one tensor"):
+        export(run)
+
+
+def test_what_was_written_wrong_is_found_and_removed(
+    layouts: Any, run: Path, export: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The written file is changed before it is loaded again: one bit of one weight."""
+    from tunebook.checkpoint.export import kinds
+
+    load = kinds.load_written
+
+    def damaged(folder: Path, config: Any) -> Any:
+        weights = load_file(folder / "model.safetensors")
+        weights["model.layers.0.mlp.up_proj.weight"].view(torch.int16)[3, 3] ^= 1 << 6
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        return load(folder, config)
+
+    monkeypatch.setattr(kinds, "load_written", damaged)
+    layouts.write_checkpoint(run, "zero1")
+    with pytest.raises(DifferenceError, match="its logits differ by up to") as raised:
+        export(run)
+    assert raised.value.problem_id == "export-differs"
+    assert left_in(run) == ["checkpoints", "manifest.json", "run.yaml"]
+
+
+def test_a_disk_that_fills_up_leaves_nothing(
+    layouts: Any, run: Path, export: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill_up(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    layouts.write_checkpoint(run, "whole")
+    monkeypatch.setattr("safetensors.torch.save_file", fill_up)
+    with pytest.raises(DoesNotFitError, match=r"filled up during the export.*--to"):
+        export(run)
+    assert left_in(run) == ["checkpoints", "manifest.json", "run.yaml"]
+
+
+def test_an_interrupted_export_leaves_nothing(
+    layouts: Any, run: Path, export: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    layouts.write_checkpoint(run, "whole")
+    monkeypatch.setattr(exporting, "card", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        export(run)
+    assert left_in(run) == ["checkpoints", "manifest.json", "run.yaml"]
+
+
+def test_merge_of_a_whole_model_is_refused(layouts: Any, run: Path, export: Any) -> None:
+    layouts.write_checkpoint(run, "whole")
+    with pytest.raises(RequestError, match="leave --merge out"):
+        export(run, merge=True)
+
+
+def test_another_template_than_in_training_is_refused(layouts: Any, run: Path, export: Any) -> None:
+    layouts.write_checkpoint(run, "whole")
+    manifest = json.loads((run / "manifest.json").read_text())
+    (run / "manifest.json").write_text(json.dumps(manifest | {"chat_template_sha256": "0" * 64}))
+    with pytest.raises(DataError, match="the chat template is not the one"):
+        export(run)
+
+
+def test_qlora_is_merged_only_with_bitsandbytes(layouts: Any, base: Path, tmp_path: Path, export: Any) -> None:
+    run = layouts.write_run(tmp_path / "outputs" / "tiny" / "qlora", base, peft="qlora")
+    layouts.write_checkpoint(run, "adapter")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(__import__("sys").modules, "bitsandbytes", None)
+        with pytest.raises(RequestError, match=r"pip install 'bitsandbytes.*leave --merge out"):
+            export(run, merge=True)
+    assert "4 bits" in (export(run).folder / "README.md").read_text()

@@ -1,0 +1,74 @@
+"""Which checkpoint is taken, and what --checkpoint may name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tunebook.checkpoint.export.source import choose_source
+from tunebook.errors import DataError, RequestError
+from tunebook.record.run_record import read_run
+
+
+def test_the_newest_complete_checkpoint_is_taken_where_there_is_no_model(layouts: Any, run: Path) -> None:
+    for step in (2, 10, 9):
+        layouts.write_checkpoint(run, "whole", step=step)
+    source = choose_source(read_run(run), None)
+    assert (source.folder.name, source.step) == ("checkpoint-10", 10)
+    assert source.record is not None and source.record.identity.config_sha256 == layouts.CONFIG_SHA256
+    (run / "checkpoints" / "checkpoint-10" / "complete.json").unlink()
+    assert choose_source(read_run(run), None).step == 9
+
+
+def test_a_step_a_name_and_a_path_mean_the_same(layouts: Any, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = layouts.write_checkpoint(run, "whole")
+    layouts.write_checkpoint(run, "whole", step=5)
+    monkeypatch.chdir(checkpoint.parent)
+    for text in ("3", "checkpoint-3", str(checkpoint), "./checkpoint-3"):
+        assert choose_source(read_run(run), text).folder == checkpoint
+
+
+def test_a_run_without_anything_says_why(layouts: Any, run: Path) -> None:
+    with pytest.raises(RequestError, match=r"neither a model/ folder nor a complete checkpoint, so there") as raised:
+        choose_source(read_run(run), None)
+    assert raised.value.problem_id == "export-no-checkpoint"
+    (layouts.write_checkpoint(run, "whole") / "complete.json").unlink()
+    with pytest.raises(RequestError, match=r"checkpoint-3: it has no complete\.json"):
+        choose_source(read_run(run), None)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("4", "there is no .*checkpoint-4; its checkpoints are of the steps 3. Name a step, such as --checkpoint 3"),
+     ("last", "--checkpoint last is neither a step nor a folder")],
+)  # fmt: skip
+def test_what_names_nothing_lists_the_steps(layouts: Any, run: Path, text: str, says: str) -> None:
+    layouts.write_checkpoint(run, "whole")
+    with pytest.raises(RequestError, match=says):
+        choose_source(read_run(run), text)
+
+
+def test_another_runs_checkpoint_is_refused(layouts: Any, run: Path, base: Path) -> None:
+    other = layouts.write_checkpoint(layouts.write_run(run.parent / "other", base), "whole")
+    (run / "checkpoints").mkdir()
+    (run / "checkpoints" / "checkpoint-3").symlink_to(other)
+    for text in (str(other), str(run), "3"):
+        if text == "3":
+            with pytest.raises((RequestError, DataError)):
+                choose_source(read_run(run), str(run / "checkpoints" / "checkpoint-3"))
+            continue
+        with pytest.raises(RequestError, match="is no checkpoint of"):
+            choose_source(read_run(run), text)
+
+
+def test_a_checkpoint_that_changed_is_refused_before_it_is_read(layouts: Any, run: Path) -> None:
+    checkpoint = layouts.write_checkpoint(run, "zero2")
+    (file,) = checkpoint.glob("*/zero_pp_rank_1_*")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(DataError, match="is not what was written: its SHA-256") as raised:
+        choose_source(read_run(run), "3")
+    assert raised.value.problem_id == "checkpoint-damaged"

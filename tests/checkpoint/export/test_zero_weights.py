@@ -1,0 +1,105 @@
+"""ZeRO's partitions as whole tensors; the real library's are read in tests/system/test_export.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tunebook.checkpoint.export.zero_weights import PartitionedWeights
+from tunebook.errors import RequestError
+
+# Sizes that leave a remainder for two and for three ranks, and a tensor that crosses subgroups and ranks.
+WEIGHTS = {"a": (5, 7), "b": (3,), "c": (11, 2), "d": (1,)}
+
+
+@pytest.fixture
+def weights() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in WEIGHTS.items()}
+
+
+def partitions(folder: Path) -> Path:
+    return folder / "global_step3"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_tensor_is_put_together(
+    layouts: Any, tmp_path: Path, weights: dict[str, torch.Tensor], stage: int, ranks: int
+) -> None:
+    layouts.write_zero(tmp_path, weights, stage=stage, ranks=ranks)
+    found = PartitionedWeights(partitions(tmp_path))
+    assert found.shapes == WEIGHTS
+    read = {name: tensor.clone() for name, tensor in found.read(["c", "a", "d", "b"])}
+    assert all(torch.equal(read[name], weights[name]) for name in weights)
+
+
+def test_paddings_between_parameters_are_left_out(tmp_path: Path) -> None:
+    """As DeepSpeed aligns parameters for some optimizers: 2 numbers after the first, 3 after the second."""
+    folder = tmp_path / "global_step3"
+    folder.mkdir()
+    flat = torch.tensor([1.0, 2, 0, 0, 3, 0, 0, 0])
+    for rank in range(2):
+        state = {
+            "zero_stage": 2, "partition_count": 2, "single_partition_of_fp32_groups": [flat.chunk(2)[rank].clone()],
+            "param_alignment_paddings": [[2, 3]],
+        }  # fmt: skip
+        torch.save({"optimizer_state_dict": state}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    model = {"param_shapes": [{"a": torch.Size([2]), "b": torch.Size([1])}], "shared_params": {"tied": "a"}}
+    torch.save(model, folder / "mp_rank_00_model_states.pt")
+    found = PartitionedWeights(folder)
+    assert {name: tensor.tolist() for name, tensor in found.read(found.shapes)} == {
+        "a": [1.0, 2.0], "b": [3.0], "tied": [1.0, 2.0],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_partitions_that_are_too_short_are_refused(
+    layouts: Any, tmp_path: Path, weights: dict[str, torch.Tensor], stage: int
+) -> None:
+    layouts.write_zero(tmp_path, weights, stage=stage)
+    file = partitions(tmp_path) / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    content = torch.load(file)
+    key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+    content["optimizer_state_dict"][key][0] = torch.zeros(1)
+    torch.save(content, file)
+    with pytest.raises(RequestError, match=r"holds [\d,]+ numbers of (the )?parameters"):
+        PartitionedWeights(partitions(tmp_path))
+
+
+def test_a_rank_whose_file_is_gone_is_counted(layouts: Any, tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
+    layouts.write_zero(tmp_path, weights, stage=3)
+    (partitions(tmp_path) / "zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(RequestError, match="2 ranks wrote it and the files of 1 are there"):
+        PartitionedWeights(partitions(tmp_path))
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return (Path.touch, (Path("ran"),))
+
+
+def test_a_pickle_that_would_run_code_does_not(
+    layouts: Any, tmp_path: Path, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    layouts.write_zero(tmp_path, weights, stage=3)
+    file = partitions(tmp_path) / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    torch.save({"optimizer_state_dict": Evil()}, file)
+    with pytest.raises(RequestError, match=r"optim_states\.pt .* cannot be read") as raised:
+        PartitionedWeights(partitions(tmp_path))
+    assert raised.value.problem_id == "weights-file-damaged"
+    assert not (tmp_path / "ran").exists()
+    torch.load(file, weights_only=False)
+    assert (tmp_path / "ran").exists()  # the file was dangerous
+
+
+def test_a_file_that_was_cut_off_is_named(layouts: Any, tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
+    layouts.write_zero(tmp_path, weights, stage=2)
+    file = partitions(tmp_path) / "mp_rank_00_model_states.pt"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(RequestError, match=r"mp_rank_00_model_states\.pt \([\d,]+ bytes\) cannot be read"):
+        PartitionedWeights(partitions(tmp_path))

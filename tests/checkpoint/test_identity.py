@@ -1,0 +1,214 @@
+"""What a run may differ in from the checkpoint that it goes on from."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tunebook.checkpoint.identity import differences, identity_of, require_same
+from tunebook.checkpoint.record import Identity, read_record
+from tunebook.config.choices import Offload, PeftMethod, ResumeAnyway, StateDict, Strategy
+from tunebook.config.schema import FsdpConfig, ParallelismConfig, RunConfig, ZeroConfig
+from tunebook.data.prepared import PartCounts, Prepared, PreparedPart
+from tunebook.errors import RequestError
+from tunebook.record.config_hash import hashed_settings
+
+MakeCheckpoint = Callable[..., Path]
+
+
+def refusal(make_checkpoint: MakeCheckpoint, run: Path, theirs: Identity, own: Identity, *anyway: ResumeAnyway) -> str:
+    """What is said of going on from a checkpoint of `theirs`; empty when it is allowed."""
+    checkpoint = make_checkpoint(run, 4, identity=theirs)
+    try:
+        require_same(checkpoint, read_record(checkpoint), own, list(anyway))
+    except RequestError as error:
+        return f"{error.problem_id}: {error.message}"
+    return ""
+
+
+@pytest.fixture
+def said(make_checkpoint: MakeCheckpoint, tmp_path: Path, identity: Identity) -> Callable[..., str]:
+    """What is said when a checkpoint with some values changed is gone on from."""
+
+    def refused(*anyway: ResumeAnyway, **changes: Any) -> str:
+        return refusal(make_checkpoint, tmp_path, replace(identity, **changes), identity, *anyway)
+
+    return refused
+
+
+def with_settings(identity: Identity, **values: Any) -> dict[str, Any]:
+    """The settings with `section__key` changed."""
+    settings = copy.deepcopy(identity.settings)
+    for name, value in values.items():
+        section, key = name.split("__")
+        settings[section][key] = value
+    return settings
+
+
+def test_its_own_is_gone_on_from(said: Callable[..., str]) -> None:
+    assert said() == ""
+
+
+def test_settings_that_change_nothing_are_not_compared(said: Callable[..., str], identity: Identity) -> None:
+    changed = with_settings(
+        identity,
+        training__save_every_steps=7,
+        training__keep_checkpoints=9,
+        training__log_every_steps=3,
+        evaluation__tasks=["arc"],
+        hardware__memory_gib=3.0,
+        model__path="/moved/to/here",
+        dataset__path="/moved/too",
+    )
+    assert said(settings=changed, config_sha256="1" * 64) == ""
+
+
+def test_settings_that_change_the_result_are_named(said: Callable[..., str], identity: Identity) -> None:
+    rate = identity.settings["optimizer"]["learning_rate"]
+    changed = with_settings(identity, optimizer__learning_rate=0.5, training__seed=7)
+    text = said(settings=changed)
+    assert text.startswith("checkpoint-differs: ")
+    assert f"optimizer.learning_rate was 0.5 and is {rate}" in text
+    assert f"training.seed was 7 and is {identity.settings['training']['seed']}" in text
+    assert "'training.resume_anyway=[config]'; to start anew: training.resume=never" in text
+    assert said(ResumeAnyway.config, settings=changed) == ""
+    assert said(ResumeAnyway.data, settings=changed) == text
+
+
+@pytest.mark.parametrize(
+    ("change", "text", "name"),
+    [
+        ({"data_sha256": "1" * 64}, "its data have the hash 111111111111..., not dddddddddddd...", "data"),
+        ({"tokenizer_sha256": "1" * 64}, "its tokenizer is another", "data"),
+        ({"chat_template_sha256": "1" * 64}, "its chat template is another", "template"),
+        ({"world_size": 1}, "it was saved by 1 rank and this run has 2 ranks", "world_size"),
+        ({"world_size": 1, "strategy": "single"}, "it was saved by 1 rank and this run has 2 ranks", "world_size"),
+    ],
+    ids=["data", "tokenizer", "template", "world_size", "single"],
+)
+def test_each_difference_is_allowed_by_its_name(
+    said: Callable[..., str], change: dict[str, Any], text: str, name: str
+) -> None:
+    assert text in said(**change)
+    assert f"'training.resume_anyway=[{name}]'" in said(**change)
+    assert said(ResumeAnyway[name], **change) == ""
+    others = [word for word in ResumeAnyway if word.name != name]
+    assert text in said(*others, **change)
+
+
+def test_all_that_must_be_named_is_said_at_once(said: Callable[..., str]) -> None:
+    change = {"data_sha256": "1" * 64, "chat_template_sha256": "1" * 64}
+    assert "'training.resume_anyway=[data,template]'" in said(ResumeAnyway.data, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "text", "fix"),
+    [
+        ({"strategy": "zero2"}, "it was saved by parallelism=zero2, and this run has parallelism=ddp", "zero2"),
+        ({"peft": "lora"}, "it was trained with peft=lora, and this run with peft=full", "Go on with peft=lora"),
+        (
+            {"model": {"name": "other/model", "revision": "main", "config_sha256": None, "weights": "pretrained"}},
+            "it is of the model other/model@main, and this run trains with the config.json ",
+            "Name a checkpoint of this model",
+        ),
+    ],
+    ids=["strategy", "adapter", "model"],
+)
+def test_what_cannot_be_loaded_is_refused_whatever_is_allowed(
+    said: Callable[..., str], change: dict[str, Any], text: str, fix: str
+) -> None:
+    refused = said(*ResumeAnyway, **change)
+    assert refused.startswith("checkpoint-of-another-run: ")
+    assert text in refused
+    assert fix in refused
+
+
+def test_a_model_that_was_moved_is_the_same(said: Callable[..., str], identity: Identity) -> None:
+    assert said(model=identity.model | {"name": "/elsewhere"}) == ""
+    assert "is of the model" in said(model=identity.model | {"config_sha256": "1" * 64})
+
+
+def identity_with(identity: Identity, config: RunConfig, parallelism: ParallelismConfig, ranks: int) -> Identity:
+    settings = hashed_settings(replace(config, parallelism=parallelism))
+    return replace(identity, strategy=parallelism.strategy.name, world_size=ranks, settings=settings)
+
+
+@pytest.mark.parametrize(
+    "parallelism",
+    [
+        ZeroConfig(strategy=Strategy.zero1),
+        ZeroConfig(strategy=Strategy.zero3, offload_optimizer=Offload.cpu),
+        FsdpConfig(strategy=Strategy.fsdp),
+    ],
+    ids=["zero1", "zero3-offload", "fsdp"],
+)
+def test_shards_are_cut_anew_for_another_number_of_ranks_if_that_is_allowed(
+    identity: Identity, config: RunConfig, parallelism: ParallelismConfig
+) -> None:
+    two, four = (identity_with(identity, config, parallelism, ranks) for ranks in (2, 4))
+    (found,) = differences(two, four)
+    assert found.allowed_by is ResumeAnyway.world_size
+    assert found.text == "it was saved by 2 ranks and this run has 4 ranks"
+
+
+@pytest.mark.parametrize(
+    ("zero", "why"),
+    [
+        (ZeroConfig(strategy=Strategy.zero3, offload_optimizer=Offload.nvme), "on NVMe disks is saved as each rank's"),
+        (ZeroConfig(strategy=Strategy.zero2, round_robin_gradients=True), "DeepSpeed mixes up parameters"),
+    ],
+    ids=["nvme", "round-robin"],
+)
+def test_shards_that_cannot_be_cut_anew_fit_their_number_of_ranks_only(
+    identity: Identity, config: RunConfig, zero: ZeroConfig, why: str
+) -> None:
+    two, four = (identity_with(identity, config, zero, ranks) for ranks in (2, 4))
+    (found,) = differences(two, four)
+    assert found.allowed_by is None
+    assert found.text.startswith("it holds the shards of 2 ranks, and this run has 4 ranks; ")
+    assert why in found.text
+    assert found.fix.startswith("Go on with 2 ranks. ")
+    assert list(differences(two, two)) == []
+
+
+def test_a_checkpoint_that_is_laid_out_otherwise_cannot_be_loaded(identity: Identity, config: RunConfig) -> None:
+    dealt = ZeroConfig(strategy=Strategy.zero2, round_robin_gradients=True)
+    for one, other in (
+        (FsdpConfig(strategy=Strategy.fsdp), FsdpConfig(strategy=Strategy.fsdp, state_dict=StateDict.full)),
+        (dealt, ZeroConfig(strategy=Strategy.zero2)),
+    ):
+        found, *_ = differences(identity_with(identity, config, one, 2), identity_with(identity, config, other, 2))
+        assert found.allowed_by is None
+    assert found.text == (
+        "it was saved by zero2 with parallelism.round_robin_gradients=true, and this run is zero2 with "
+        "parallelism.round_robin_gradients=false"
+    )
+
+
+def test_the_identity_of_a_run(config: RunConfig, tmp_path: Path, identity: Identity) -> None:
+    part = PreparedPart(folder=tmp_path, counts=PartCounts())
+    prepared = Prepared(
+        folder=tmp_path,
+        fingerprint="9" * 64,
+        content_sha256="d" * 64,
+        kind="conversations",
+        max_length=64,
+        tokenizer_sha256="e" * 64,
+        chat_template_sha256="f" * 64,
+        can_pad=True,
+        records=[],
+        notes=[],
+        made_from={},
+        seconds=0.0,
+        train=part,
+        validation=None,
+        was_cached=False,
+    )
+    assert identity_of(config, prepared) == identity
+    adapter = replace(config, peft=replace(config.peft, method=PeftMethod.lora))
+    assert identity_of(adapter, prepared).peft == "lora"

@@ -1,0 +1,267 @@
+"""What the trainer has written becomes a checkpoint in one step; interrupted anywhere, the one before is the newest."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import shutil
+from collections import namedtuple
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tunebook.checkpoint import save
+from tunebook.checkpoint.newest import newest_checkpoint
+from tunebook.checkpoint.record import Identity
+from tunebook.checkpoint.save import CheckpointSaver, require_room
+from tunebook.checkpoint.verify import verified_record
+from tunebook.errors import DoesNotFitError, TunebookError
+
+FILES = {"model.safetensors": b"weights", "global_step4/optim.pt": b"state", "latest": b"global_step4"}
+
+
+@pytest.fixture
+def saver(tmp_path: Path, identity: Identity) -> CheckpointSaver:
+    return CheckpointSaver(tmp_path, identity, keep=2)
+
+
+def write(saver: CheckpointSaver, step: int) -> None:
+    """What the trainer does."""
+    for name, content in FILES.items():
+        file = saver.unfinished / f"checkpoint-{step}" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content + str(step).encode())
+
+
+def save_step(saver: CheckpointSaver, step: int, best: int | None = None) -> Path:
+    saver.begin(step, 0)
+    write(saver, step)
+    return saver.finish(step, best)
+
+
+def names(saver: CheckpointSaver) -> list[str]:
+    return sorted(path.name for path in saver.folder.iterdir())
+
+
+def test_a_saved_checkpoint_is_verified_and_says_what_it_belongs_to(
+    saver: CheckpointSaver, tmp_path: Path, identity: Identity
+) -> None:
+    checkpoint = save_step(saver, 4)
+    assert checkpoint == tmp_path / "checkpoints" / "checkpoint-4" == newest_checkpoint(tmp_path)
+    record = verified_record(checkpoint)
+    assert sorted(record.files) == sorted(FILES)
+    assert record.identity == identity
+    assert record.versions["torch"]
+    assert record.seconds > 0
+    assert names(saver) == ["checkpoint-4"]
+
+
+def test_all_is_flushed_before_the_folder_gets_its_name(
+    saver: CheckpointSaver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: set[int] = set()
+    missing: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def note(descriptor: int) -> None:
+        flushed.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def look(source: Path, target: Path) -> None:
+        if Path(target).name == "checkpoint-4":
+            inside = [Path(source), *Path(source).rglob("*")]
+            missing.extend(path.name for path in inside if path.stat().st_ino not in flushed)
+            assert len(inside) == 6  # three files, their two folders, the record to be
+            flushed.clear()
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(os, "rename", look)
+    checkpoint = save_step(saver, 4)
+    assert missing == []
+    assert {checkpoint.stat().st_ino, checkpoint.parent.stat().st_ino} <= flushed
+
+
+def test_the_newest_two_and_the_best_stay(saver: CheckpointSaver) -> None:
+    for step in (2, 4, 6, 8):
+        save_step(saver, step, best=2)
+    assert names(saver) == ["checkpoint-2", "checkpoint-6", "checkpoint-8"]
+
+
+def test_later_ones_that_the_run_went_back_behind_go_with_the_next_save(saver: CheckpointSaver, tmp_path: Path) -> None:
+    for step in (4, 5, 9):
+        save_step(saver, step)
+    assert names(saver) == ["checkpoint-5", "checkpoint-9"]
+    again = CheckpointSaver(tmp_path, saver.identity, keep=2)
+    again.resumed_step = 5
+    save_step(again, 6)
+    assert names(again) == ["checkpoint-5", "checkpoint-6"]
+    assert again.has(6)
+    assert not again.has(9)
+
+
+class Power:
+    """Lets a number of calls to the file system pass; then, as after SIGKILL, none has an effect."""
+
+    calls = ("rename", "fsync", "replace", "open", "mkdir", "rmdir")
+
+    def __init__(self, last_call: int, patch: pytest.MonkeyPatch) -> None:
+        self.last_call, self.done = last_call, 0
+        for name in self.calls:
+            patch.setattr(os, name, self._counted(getattr(os, name)))
+
+    def _counted(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **settings: Any) -> Any:
+            self.done += 1
+            if self.done > self.last_call:
+                raise KeyboardInterrupt
+            return original(*args, **settings)
+
+        return call
+
+
+def test_stopped_at_any_call_the_one_before_or_this_one_is_whole(
+    saver: CheckpointSaver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_step(saver, 2)
+    shutil.copytree(tmp_path / "checkpoints", tmp_path / "before")
+    newest: list[str] = []
+    for last_call in itertools.count(1):
+        saver.begin(4, 0)
+        write(saver, 4)
+        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+            power = Power(last_call, patch)
+            saver.finish(4, None)
+        found = newest_checkpoint(tmp_path)
+        assert found is not None
+        assert verified_record(found).files
+        newest.append(found.name)
+        if power.done <= last_call:
+            break
+        shutil.rmtree(tmp_path / "checkpoints")
+        shutil.copytree(tmp_path / "before", tmp_path / "checkpoints")
+    assert newest == sorted(newest)  # once it is there, it stays
+    assert newest[0] == "checkpoint-2"
+    assert newest[-1] == "checkpoint-4"
+    assert newest.count("checkpoint-2") > 10
+
+
+def test_an_interrupted_save_is_in_nobodys_way(saver: CheckpointSaver, tmp_path: Path) -> None:
+    save_step(saver, 2)
+    saver.begin(4, 0)
+    write(saver, 4)
+    assert newest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "checkpoint-2"
+    again = CheckpointSaver(tmp_path, saver.identity, keep=2)
+    again.resumed_step = 2
+    save_step(again, 3)
+    assert names(again) == ["checkpoint-2", "checkpoint-3"]
+
+
+def test_what_failed_is_removed_at_once(saver: CheckpointSaver) -> None:
+    saver.begin(4, 0)
+    write(saver, 4)
+    saver.abandon(4)
+    assert names(saver) == []
+
+
+def test_a_damaged_one_of_the_same_step_is_replaced_and_another_programs_is_kept(
+    saver: CheckpointSaver, tmp_path: Path
+) -> None:
+    (save_step(saver, 2) / "latest").unlink()
+    assert verified_record(save_step(saver, 2)).step == 2
+    assert names(saver) == ["checkpoint-2"]
+    foreign = tmp_path / "checkpoints" / "checkpoint-4"
+    foreign.mkdir()
+    (foreign / "optimizer.pt").write_text("theirs")
+    assert verified_record(save_step(saver, 4)).step == 4
+    (kept,) = tmp_path.glob("checkpoints/kept-checkpoint-4-*")
+    assert (kept / "optimizer.pt").read_text() == "theirs"
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(
+    saver: CheckpointSaver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**40, 0, 10 * 2**20))
+    saver.begin(2, 10 * 2**20)
+    with pytest.raises(DoesNotFitError, match=r"has 10 MiB free and the checkpoint of step 2 takes about 11 MiB; free"):
+        saver.begin(2, 11 * 2**20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, 0))
+    saver.begin(2, 2**50)  # a file system that does not count
+
+
+def test_the_checkpoint_before_says_how_much_room_the_next_takes(
+    saver: CheckpointSaver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = verified_record(save_step(saver, 2)).num_bytes
+    needed: list[int] = []
+    monkeypatch.setattr(save, "require_room", lambda folder, step, bytes_, last: needed.append(bytes_))
+    saver.begin(4, 10**15)
+    assert needed == [size]
+
+
+def test_a_disk_that_fills_up_leaves_the_last_one(
+    saver: CheckpointSaver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, value: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    save_step(saver, 2)
+    monkeypatch.setattr(save, "atomic_write_json", full)
+    with pytest.raises(OSError, match="No space left"):
+        save_step(saver, 4)
+    saver.abandon(4)
+    assert names(saver) == ["checkpoint-2"]
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(
+    saver: CheckpointSaver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(path: Path, *args: object, **settings: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "mkdir", read_only)
+    with pytest.raises(TunebookError, match=r"the checkpoint of step 4 cannot be written to .*: Read-only file system"):
+        saver.begin(4, 0)
+
+
+def test_nothing_written_is_no_checkpoint(saver: CheckpointSaver) -> None:
+    saver.begin(4, 0)
+    (saver.unfinished / "checkpoint-4").mkdir()
+    with pytest.raises(TunebookError, match="nothing was written"):
+        saver.finish(4, None)
+    (saver.unfinished / "checkpoint-4" / "link").symlink_to("/etc/hostname")
+    with pytest.raises(TunebookError, match="link in it is no regular file"):
+        saver.finish(4, None)
+
+
+def test_room_is_asked_of_a_real_disk(tmp_path: Path) -> None:
+    require_room(tmp_path, 1, 1, last=None)
+    with pytest.raises(DoesNotFitError, match=r"another/disk\. Nothing was saved before"):
+        require_room(tmp_path, 1, 2**62, last=None)
+    with pytest.raises(DoesNotFitError, match=r"another/disk\. The last good checkpoint is /runs/checkpoint-4"):
+        require_room(tmp_path, 1, 2**62, last=Path("/runs/checkpoint-4"))
+
+
+def test_a_read_only_folder_is_named_and_what_is_in_it_stays(
+    tmp_path: Path, identity: Identity, small_disk: Callable[[Path, int], Any]
+) -> None:
+    disk = small_disk(tmp_path / "run", 2**20)
+    saver = CheckpointSaver(disk.folder, identity, keep=2)
+    checkpoint = save_step(saver, 4)
+    (saver.unfinished / "checkpoint-6").mkdir(parents=True)  # of a save that was interrupted
+    disk.set_read_only(True)
+    with pytest.raises(
+        TunebookError, match=r"of step 8 cannot be written to .*: Read-only file system.*outputs="
+    ) as raised:
+        saver.begin(8, 0)
+    assert raised.value.problem_id == "checkpoint-not-written"
+    assert newest_checkpoint(disk.folder) == checkpoint
+    assert verified_record(checkpoint).step == 4
+    disk.set_read_only(False)
+    assert save_step(saver, 8) == newest_checkpoint(disk.folder)
+    assert names(saver) == ["checkpoint-4", "checkpoint-8"]

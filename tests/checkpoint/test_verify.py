@@ -1,0 +1,130 @@
+"""A checkpoint is complete by record and sizes, and whole by every hash; anything else is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tunebook.checkpoint.newest import complete_checkpoints, newest_checkpoint, passed_over
+from tunebook.checkpoint.record import FORMAT, NewerRecordError, UnreadableRecordError, read_record
+from tunebook.checkpoint.verify import verified_record, why_not_complete, wrong_hash
+from tunebook.errors import DataError
+
+MakeCheckpoint = Callable[..., Path]
+FILES = {"trainer_state.json": b"{}", "global_step4/bf16_optim.pt": b"0123456789", ".metadata": b"m", "empty": b""}
+
+
+@pytest.fixture
+def checkpoint(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> Path:
+    return make_checkpoint(tmp_path, 4, files=FILES)
+
+
+def test_a_whole_one_has_its_record(checkpoint: Path) -> None:
+    record = verified_record(checkpoint)
+    assert {name: entry.size for name, entry in record.files.items()} == {n: len(c) for n, c in FILES.items()}
+    assert record.num_bytes == 13
+    assert record.step == 4
+    assert record == read_record(checkpoint)
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[5] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (lambda file: file.unlink(), "global_step4/bf16_optim.pt is missing"),
+        (lambda file: file.write_bytes(b"01234"), "bf16_optim.pt has 5 bytes and was written with 10"),
+        (lambda file: file.with_name("more.pt").touch(), "global_step4/more.pt in it is not listed in its complete"),
+        (lambda file: (file.unlink(), file.symlink_to("/etc/hostname")), "bf16_optim.pt in it is a link or no file"),
+        (lambda file: (file.parent / "sub").symlink_to("/etc"), "global_step4/sub in it is a link or no file"),
+    ],
+    ids=["deleted", "truncated", "added", "a link for a file", "a linked folder"],
+)
+def test_damage_that_names_and_sizes_show(checkpoint: Path, damage: Callable[[Path], object], why: str) -> None:
+    damage(checkpoint / "global_step4" / "bf16_optim.pt")
+    assert why in str(why_not_complete(checkpoint))
+    assert newest_checkpoint(checkpoint.parent.parent) is None
+    with pytest.raises(DataError, match=r"cannot be used: .*name an older checkpoint, or restore"):
+        verified_record(checkpoint)
+
+
+def test_a_flipped_bit_is_found_by_its_hash_alone(checkpoint: Path) -> None:
+    flip_a_bit(checkpoint / "global_step4" / "bf16_optim.pt")
+    assert why_not_complete(checkpoint) is None
+    record = read_record(checkpoint)
+    said = "global_step4/bf16_optim.pt is not what was written: its SHA-256 is "
+    assert str(wrong_hash(checkpoint, record.files.items())).startswith(said)
+    others = [(name, entry) for name, entry in record.files.items() if not name.endswith("optim.pt")]
+    assert wrong_hash(checkpoint, others) is None
+    with pytest.raises(DataError, match=r"bf16_optim\.pt is not what was written"):
+        verified_record(checkpoint)
+
+
+def test_a_linked_folder_of_files_that_are_what_was_written_is_still_refused(checkpoint: Path, tmp_path: Path) -> None:
+    (checkpoint / "global_step4").rename(tmp_path / "elsewhere")
+    (checkpoint / "global_step4").symlink_to(tmp_path / "elsewhere")
+    assert "global_step4 in it is a link or no file" in str(why_not_complete(checkpoint))
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("", "its complete.json is damaged"),
+        ("[]", "its complete.json is damaged"),
+        ('{"format": 1}', "its complete.json is damaged"),
+        ('{"format": "new"}', "its complete.json is damaged"),
+    ],
+    ids=["empty", "no object", "without keys", "no number"],
+)
+def test_a_damaged_record_is_no_record(checkpoint: Path, content: str, why: str) -> None:
+    (checkpoint / "complete.json").write_text(content)
+    with pytest.raises(UnreadableRecordError, match=why):
+        read_record(checkpoint)
+    assert why in str(why_not_complete(checkpoint))
+
+
+def test_a_record_that_lists_nothing_vouches_for_nothing(checkpoint: Path) -> None:
+    content = json.loads((checkpoint / "complete.json").read_text())
+    (checkpoint / "complete.json").write_text(json.dumps(content | {"files": {}}))
+    assert why_not_complete(checkpoint) == "its complete.json lists no files"
+
+
+def test_paths_that_lead_out_of_the_folder_are_files_that_are_missing(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "outside").write_bytes(b"")
+    content = json.loads((checkpoint / "complete.json").read_text())
+    content["files"]["../../outside"] = content["files"]["empty"]
+    (checkpoint / "complete.json").write_text(json.dumps(content))
+    assert why_not_complete(checkpoint) == "../../outside is missing"
+
+
+def test_a_newer_format_is_told_apart(checkpoint: Path) -> None:
+    content = json.loads((checkpoint / "complete.json").read_text())
+    (checkpoint / "complete.json").write_text(json.dumps({"format": FORMAT + 1, "shards": content}))
+    with pytest.raises(NewerRecordError, match=f"has format {FORMAT + 1} and this Tunebook reads up to {FORMAT}"):
+        read_record(checkpoint)
+
+
+def test_without_a_record_it_is_not_there(checkpoint: Path) -> None:
+    (checkpoint / "complete.json").unlink()
+    assert "it has no complete.json: " in str(why_not_complete(checkpoint))
+    (checkpoint / ".complete.json").touch()
+    assert why_not_complete(checkpoint) == "it was not written to its end"
+
+
+def test_the_newest_complete_one_and_what_is_newer(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    assert newest_checkpoint(tmp_path) is None
+    made = [make_checkpoint(tmp_path, step) for step in (2, 10, 9, 12)]
+    (made[3] / "optimizer.pt").unlink()
+    (tmp_path / "checkpoints" / "checkpoint-20").mkdir()
+    (tmp_path / "checkpoints" / "checkpoint-30x").mkdir()
+    assert newest_checkpoint(tmp_path) == made[1]  # by number, not by letters
+    assert complete_checkpoints(tmp_path / "checkpoints") == [made[1], made[2], made[0]]
+    assert [path.name for path in passed_over(tmp_path)] == ["checkpoint-20", "checkpoint-12"]
+    assert passed_over(tmp_path)[made[3]] == "optimizer.pt is missing"

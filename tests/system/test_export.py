@@ -1,0 +1,157 @@
+"""Exports of what DeepSpeed and FSDP really write: trained by `tunebook train`, or sharded by two ranks over gloo."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tunebook.checkpoint.export.fsdp_weights import ShardedWeights
+from tunebook.checkpoint.export.zero_weights import PartitionedWeights
+
+TIMEOUT_S = 400  # DeepSpeed compiles a small operator when it is first used
+STEPS = 2
+SHARD = """
+import sys
+from types import SimpleNamespace
+
+import torch
+from accelerate import FullyShardedDataParallelPlugin, PartialState
+from accelerate.utils.fsdp_utils import save_fsdp_model
+from peft import LoraConfig, get_peft_model
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
+
+source, folder, kind = sys.argv[1:]
+state = PartialState(cpu=True)
+model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+layers = model.model.layers
+if kind == "lora":
+    torch.manual_seed(1)
+    modules = ["q_proj", "down_proj"]
+    settings = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=modules, init_lora_weights=False)
+    model = get_peft_model(model, settings)
+for layer in layers:
+    fully_shard(layer)
+fully_shard(model)
+assert state.num_processes == 2 and type(model).__name__.startswith("FSDP")
+plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+rank = SimpleNamespace(process_index=state.process_index, num_processes=2)
+save_fsdp_model(plugin, rank, model, folder, adapter_only=kind == "lora")
+state.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def layouts(project_root: Path) -> Any:
+    """The records that make a checkpoint complete."""
+    file = project_root / "tests" / "checkpoint" / "export" / "layouts.py"
+    spec = importlib.util.spec_from_file_location("layouts", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def train(run: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Train two steps on two ranks; the run folder."""
+
+    def begin(*overrides: str) -> Path:
+        outputs = tmp_path_factory.mktemp("outputs")
+        words = ["tunebook", "train", "quickstart", "evaluation=none", "hardware=cpu", "hardware.gpus_per_node=2"]
+        words += [f"training.max_steps={STEPS}", f"training.save_every_steps={STEPS}", "training.global_samples=16"]
+        ended = run([*words, f"outputs={outputs}", *overrides], timeout_s=TIMEOUT_S)
+        assert ended.exit_code == 0, ended.output
+        return (outputs / "quickstart" / "latest").resolve()
+
+    return begin
+
+
+def without_gathered(layouts: Any, folder: Path) -> Path:
+    """A run whose checkpoint holds partitions alone, as without gathering."""
+    checkpoint = folder / "checkpoints" / f"checkpoint-{STEPS}"
+    for name in ("model", "adapter_model"):
+        (checkpoint / f"{name}.safetensors").unlink(missing_ok=True)
+    shutil.rmtree(folder / "model")
+    layouts.write_record(checkpoint)
+    return checkpoint
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_partitions_of_deepspeed_are_what_it_gathers(
+    run: Any, train: Any, layouts: Any, tmp_path: Path, stage: int
+) -> None:
+    folder = train(f"parallelism=zero{stage}")
+    checkpoint = folder / "checkpoints" / f"checkpoint-{STEPS}"
+    gathered = load_file(checkpoint / "model.safetensors")
+    partitions = PartitionedWeights(checkpoint / f"global_step{STEPS}")
+    for name, tensor in partitions.read(set(gathered)):
+        assert torch.equal(tensor, gathered[name]), name
+    without_gathered(layouts, folder)
+    ended = run(["tunebook", "export", str(folder), "--to", str(tmp_path / "out")])
+    assert ended.exit_code == 0, ended.output
+    assert "(ZeRO's partitions)" in ended.output
+    assert "equal the checkpoint's bit for bit" in ended.output
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(found[name], gathered[name]) for name in found)
+    again = run(["tunebook", "export", str(folder), "--to", str(tmp_path / "out")])
+    assert again.exit_code == 2
+    assert "an export never writes over anything" in again.output
+
+
+def test_an_exported_folder_is_evaluated_with_what_its_run_was_trained_with(
+    run: Any, train: Any, tmp_path: Path
+) -> None:
+    folder, out = train("parallelism=ddp"), tmp_path / "out"
+    ended = run(["tunebook", "export", str(folder), "--checkpoint", str(STEPS), "--to", str(out)])
+    assert ended.exit_code == 0, ended.output
+    (tmp_path / "outputs").mkdir()
+    words = ["tunebook", "eval", f"model={out}", "suite=quick", "--limit", "2", "--outputs", str(tmp_path / "outputs")]
+    ended = run(words)
+    assert ended.exit_code == 0, ended.output
+    record = json.loads(next((tmp_path / "outputs").rglob("eval-*.json")).read_text())
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert record["bound"]["to"] == f"quickstart/{folder.name}"
+    assert record["bound"]["mismatches"] == []
+    for key in ("tokenizer_sha256", "chat_template_sha256"):
+        assert record["bound"][key] == manifest[key]
+    with (out / "chat_template.jinja").open("a") as stream:
+        stream.write("{{ 1 }}")
+    ended = run(words)
+    assert ended.exit_code == 4, ended.output
+    assert "the chat template is not the one that the run quickstart/" in " ".join(ended.output.split())
+
+
+def test_two_ranks_shards_of_fsdp_are_exported_and_merged(run: Any, layouts: Any, tmp_path: Path) -> None:
+    (tmp_path / "shard.py").write_text(SHARD)
+    base = layouts.write_base(tmp_path / "base", {}, "float32")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    for kind in ("full", "lora"):
+        ended = run([*torchrun, str(tmp_path / "shard.py"), str(base), str(tmp_path / kind), kind])
+        assert ended.exit_code == 0, ended.output
+        assert len(list((tmp_path / kind / "pytorch_model_fsdp_0").glob("*.distcp"))) == 2
+    whole, sharded = load_file(base / "model.safetensors"), ShardedWeights(tmp_path / "full" / "pytorch_model_fsdp_0")
+    for name, tensor in sharded.read(whole):
+        assert torch.equal(tensor, whole[name]), name
+    folder = layouts.write_run(tmp_path / "run", base, peft="lora")
+    shutil.copytree(tmp_path / "lora", folder / "checkpoints" / "checkpoint-2")
+    layouts.write_record(folder / "checkpoints" / "checkpoint-2")
+    ended = run(["tunebook", "export", str(folder), "--merge", "--to", str(tmp_path / "merged")])
+    assert ended.exit_code == 0, ended.output
+    assert "FSDP's sharded checkpoint" in ended.output
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    adapter = ShardedWeights(tmp_path / "lora" / "pytorch_model_fsdp_0")
+    name = "model.layers.1.self_attn.q_proj"
+    names = [f"base_model.model.{name}.lora_{part}.weight" for part in "AB"]
+    first, second = (tensor for _, tensor in adapter.read(names))
+    torch.testing.assert_close(merged[f"{name}.weight"], whole[f"{name}.weight"] + second @ first * (8 / 4))
+    origin = json.loads((tmp_path / "merged" / "tunebook.json").read_text())
+    assert (origin["is_merged"], origin["step"], origin["num_parameters"]) == (True, 2, 1_046_592)

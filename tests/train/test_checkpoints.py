@@ -1,0 +1,219 @@
+"""Checkpoints of real runs in this process: complete, verified, of this run, and gone on from to the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from tunebook.checkpoint.newest import newest_checkpoint
+from tunebook.checkpoint.verify import verified_record
+from tunebook.config.choices import PackingMode, PeftMethod, ResumeAnyway
+from tunebook.train.callbacks import Records
+from tunebook.train.trainer import RecipeTrainer
+
+NUM_STEPS = 6
+LORA = {"peft": {"method": PeftMethod.lora, "rank": 4, "dropout": 0.2}}  # what it drops is drawn at random
+PADDED = {"packing": {"mode": PackingMode.padded}, "training": {"micro_batch_size": 4, "save_every_steps": 2}}
+SAVED = {"training": {"save_every_steps": 2}}
+of_upstream = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft over transformers
+
+
+def losses(lines):
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def reason(folder):
+    return json.loads((folder / "outcome-0.json").read_text())["reason"]
+
+
+def steps(folder):
+    return sorted(int(path.name.split("-")[1]) for path in (folder / "checkpoints").glob("checkpoint-*"))
+
+
+@pytest.fixture
+def stopped(run, monkeypatch):
+    """Train a configuration and ask it to stop in a step, after which it saves; returns as `run`."""
+
+    def train(config, step, name="run"):
+        def ask(self, args, state, control, **kwargs):
+            if state.global_step == step - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Records, "on_step_begin", ask, raising=False)
+            folder, code, lines = run(config, name)
+        assert code == 6
+        assert len(losses(lines)) == step
+        return folder
+
+    return train
+
+
+@of_upstream
+@pytest.mark.parametrize("groups", [{}, PADDED, LORA, LORA | PADDED], ids=["packed", "padded", "lora", "lora-padded"])
+def test_a_stopped_run_ends_with_the_bits_of_the_uninterrupted_one(config, run, stopped, changed, groups):
+    config = changed(config, **groups)
+    whole, code, lines = run(config, "whole")
+    assert code == 0
+    folder = stopped(config, 3)  # in the middle of an epoch's last pass, or where the first epoch ends
+    record = verified_record(newest_checkpoint(folder))
+    assert (record.step, record.identity.world_size) == (3, 1)
+    assert {"trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth"} <= set(record.files)
+    folder, code, resumed = run(config)
+    assert code == 0, reason(folder)
+    assert losses(resumed) == losses(lines)
+    assert len(losses(resumed)) == NUM_STEPS
+    assert same_weights(whole / "model", folder / "model")
+
+
+def same_weights(one, other):
+    """Whether two model folders hold the same bits, and at least one tensor."""
+    (first,), (second,) = ([load_file(file) for file in folder.glob("*.safetensors")] for folder in (one, other))
+    return bool(first) and all((first[name] == second[name]).all() for name in first.keys() | second.keys())
+
+
+@of_upstream
+def test_without_its_random_numbers_a_resumed_run_drops_something_else(config, run, stopped, changed, monkeypatch):
+    """What the test above would not see if nothing were drawn at random."""
+    config = changed(config, **LORA)
+    whole = losses(run(config, "whole")[2])
+    stopped(config, 3)
+    monkeypatch.setattr(RecipeTrainer, "_load_rng_state", lambda self, checkpoint: None)
+    assert losses(run(config)[2])[3:] != whole[3:]
+
+
+def test_a_damaged_checkpoint_is_gone_back_behind_and_said(config, run, stopped, changed, capfd):
+    config = changed(config, **SAVED)
+    whole = losses(run(config, "whole")[2])
+    folder = stopped(config, 5)
+    assert steps(folder) == [4, 5]
+    file = folder / "checkpoints" / "checkpoint-5" / "optimizer.pt"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    capfd.readouterr()
+    folder, code, lines = run(config)
+    assert code == 0
+    said = capfd.readouterr().out
+    assert f"{folder / 'checkpoints' / 'checkpoint-5'} is passed over: optimizer.pt is not what was written" in said
+    assert f"going on after {folder / 'checkpoints' / 'checkpoint-4'}: every file in it was read" in said
+    assert losses(lines) == whole
+    assert steps(folder) == [4, 6]  # the damaged one is gone
+
+
+def test_the_newest_and_the_best_stay_and_the_best_is_loaded_after_a_resume(config, run, stopped, changed):
+    worsening = changed(
+        config,
+        dataset={"validation_share": 0.3},
+        optimizer={"learning_rate": 0.05},
+        training={
+            "global_samples": 4,
+            "max_steps": 8,
+            "evaluate_every_steps": 1,
+            "save_every_steps": 1,
+            "keep_checkpoints": 1,
+            "load_best_at_end": True,
+        },
+    )
+    whole, code, lines = run(worsening, "whole")
+    assert code == 0
+    validation = {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
+    best = min(validation, key=validation.get)
+    assert best < 6  # so it is gone on from a later one
+    assert steps(whole) == [best, 8]
+    folder = stopped(worsening, 6)
+    assert steps(folder) == [best, 6]
+    moved = folder.rename(folder.with_name("moved"))
+    assert run(worsening, "moved")[1] == 0
+    assert steps(moved) == [best, 8]
+    state = json.loads((moved / "checkpoints" / "checkpoint-8" / "trainer_state.json").read_text())
+    assert state["best_global_step"] == best
+    assert state["best_model_checkpoint"] == str(moved / "checkpoints" / f"checkpoint-{best}")
+    assert same_weights(whole / "model", moved / "model")
+
+
+def test_other_data_are_refused_unless_they_are_allowed(config, run, stopped, changed, documents, tmp_path):
+    file = tmp_path / "data.jsonl"
+    shutil.copy(documents, file)
+    config = changed(config, dataset={"path": str(file)})
+    stopped(config, 3)
+    file.write_text("\n".join(reversed(file.read_text().splitlines())) + "\n")
+    folder, code, lines = run(config)
+    assert code == 2
+    assert "its data have the hash" in reason(folder)
+    assert "'training.resume_anyway=[data]'" in reason(folder)
+    assert len(losses(lines)) == 3
+    allowed = changed(config, training={"resume_anyway": [ResumeAnyway.data]})
+    _, code, lines = run(allowed)
+    assert code == 0
+    assert len(losses(lines)) == NUM_STEPS
+
+
+def test_a_checkpoint_of_another_run_is_gone_on_from_in_a_new_folder(config, run, stopped, changed, tmp_path):
+    whole = losses(run(config, "whole")[2])
+    earlier = stopped(config, 3, "earlier")
+    folder, code, lines = run(changed(config, training={"resume": str(earlier)}), "later")
+    assert code == 0
+    assert losses(lines) == whole[3:]
+    other = changed(config, training={"resume": str(earlier)}, optimizer={"learning_rate": 1e-3})
+    folder, code, _ = run(other, "other")
+    assert code == 2
+    assert "optimizer.learning_rate was 0.01 and is 0.001" in reason(folder)
+
+
+def test_a_best_checkpoint_that_was_damaged_meanwhile_is_not_loaded(config, run, changed, monkeypatch):
+    def damage(trainer, *args, **kwargs):
+        if trainer.state.global_step == 4:
+            (file,) = Path(trainer.saver.folder).glob("checkpoint-*/optimizer.pt")
+            file.write_bytes(b"other")
+        return original(trainer, *args, **kwargs)
+
+    original = RecipeTrainer.training_step
+    monkeypatch.setattr(RecipeTrainer, "training_step", damage)
+    best_first = changed(
+        config,
+        dataset={"validation_share": 0.3},
+        optimizer={"learning_rate": 0.05},
+        training={"global_samples": 4, "max_steps": 6, "evaluate_every_steps": 4, "save_every_steps": 4,
+                  "load_best_at_end": True},
+    )  # fmt: skip
+    folder, code, _ = run(best_first)
+    assert code == 4
+    assert "checkpoint-4 cannot be loaded: optimizer.pt has 5 bytes" in reason(folder)
+
+
+@pytest.mark.parametrize("is_foreseen", [True, False], ids=["foreseen", "while-it-writes"])
+def test_a_full_disk_ends_the_run_with_the_last_checkpoint_and_with_room_it_goes_on(
+    config, run, changed, small_disk, tmp_path, monkeypatch, is_foreseen
+):
+    """What a file system needs besides the bytes of files is not foreseen: the writes fail then."""
+    config = changed(config, **SAVED)
+    _, _, lines = run(config, "whole")
+    disk = small_disk(tmp_path / "run", 8 * 2**20)
+
+    def fill_up(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+            needed = verified_record(newest_checkpoint(disk.folder)).num_bytes
+            disk.fill(needed // 2 if is_foreseen else needed + 4096)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Records, "on_step_begin", fill_up, raising=False)
+        folder, code, _ = run(config)
+    assert code == 3, reason(folder)
+    kept = folder / "checkpoints" / "checkpoint-2"
+    assert f"The last good checkpoint is {kept}" in reason(folder)
+    assert ("MiB free and the checkpoint of step 4 takes about" in reason(folder)) == is_foreseen
+    assert newest_checkpoint(folder) == kept
+    assert verified_record(kept).step == 2
+    assert steps(folder) == [2]
+    assert not (folder / "checkpoints" / "_unfinished").exists()
+    (folder / "filler").unlink()
+    folder, code, resumed = run(config)
+    assert code == 0, reason(folder)
+    assert losses(resumed) == losses(lines)
