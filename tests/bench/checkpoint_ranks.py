@@ -31,7 +31,8 @@ CASES: dict[str, list[str]] = {
     "ddp": ["parallelism=ddp"],
     "ddp_lora": ["parallelism=ddp", *_LORA],
     "zero1": ["parallelism=zero1"],
-    "zero2": ["parallelism=zero2", "parallelism.round_robin_gradients=false"],
+    "zero2": ["parallelism=zero2"],  # with round_robin_gradients
+    "zero2_in_order": ["parallelism=zero2", "parallelism.round_robin_gradients=false"],
     "zero3": ["parallelism=zero3"],
     "zero3_lora": ["parallelism=zero3", *_LORA],
 }

@@ -139,9 +139,6 @@ def _why_rigid(identity: Identity) -> str | None:
     """Why DeepSpeed cannot cut a ZeRO checkpoint anew for another number of ranks; None where it can, or need not."""
     if identity.settings.get("parallelism", {}).get("offload_optimizer") == Offload.nvme.name:
         return "what is kept on NVMe disks is saved as each rank's files"
-    if _is_dealt_out(identity):
-        # Seen with DeepSpeed 0.19: the parameters of the universal checkpoint have each other's values.
-        return "with parallelism.round_robin_gradients=true DeepSpeed mixes up parameters when it cuts them anew"
     return None
 
 

@@ -11,7 +11,9 @@ import shutil
 from argparse import Namespace
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
 
+from tunebook.checkpoint.export.zero_weights import PartitionedWeights
 from tunebook.checkpoint.record import Identity
 from tunebook.config.choices import Strategy
 from tunebook.errors import TunebookError
@@ -56,9 +58,49 @@ def write_universal(checkpoint: Path, place: Path) -> Path:
     except OSError:
         raise
     except Exception as error:
-        raise TunebookError(
-            f"{checkpoint} cannot be cut anew for another number of ranks: {type(error).__name__}: {error}; go on with "
-            "as many ranks as saved it",
-            problem_id="checkpoint-not-resharded",
-        ) from error
+        raise _not_resharded(checkpoint, f"{type(error).__name__}: {error}") from error
+    _require_same(shards, folder / f"{shards.name}_universal" / "zero", checkpoint)
     return folder
+
+
+def _require_same(shards: Path, parameters: Path, checkpoint: Path) -> None:
+    """Compare what DeepSpeed made of the shards with the shards, as an export reads them. Raises: TunebookError."""
+    import torch
+
+    weights = PartitionedWeights(shards)
+    names = [name for name in weights.shapes if (parameters / name / "fp32.pt").is_file()]
+    for name, tensor in weights.read(names):
+        made = torch.load(parameters / name / "fp32.pt", weights_only=True)
+        made = made["param"] if isinstance(made, dict) else made
+        if made.numel() != tensor.numel() or not torch.equal(made.flatten(), tensor.flatten()):
+            raise _not_resharded(checkpoint, f"{name} has another's values in DeepSpeed's universal checkpoint")
+
+
+def _not_resharded(checkpoint: Path, why: str) -> TunebookError:
+    return TunebookError(
+        f"{checkpoint} cannot be cut anew for another number of ranks: {why}; go on with as many ranks as saved it",
+        problem_id="checkpoint-not-resharded",
+    )
+
+
+def link_in_flat_order() -> None:
+    """Let ZeRO-1 and 2 know where their parameters lie with `round_robin_gradients`, to save it and to load it.
+
+    DeepSpeed 0.19 notes the places of parameters as if they followed each other as in the model, where they were dealt
+    out to the ranks one by one. Nothing but universal checkpoints goes by that.
+    """
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    upstream = DeepSpeedZeroOptimizer._link_all_hp_params
+    if upstream.__name__ == "_link_in_flat_order":
+        return
+
+    def _link_in_flat_order(self: Any) -> None:
+        given = self.bit16_groups
+        self.bit16_groups = self.round_robin_bit16_groups
+        try:
+            upstream(self)
+        finally:
+            self.bit16_groups = given
+
+    DeepSpeedZeroOptimizer._link_all_hp_params = _link_in_flat_order

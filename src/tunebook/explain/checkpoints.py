@@ -27,8 +27,7 @@ CHECKPOINTS: dict[str, Explanation] = {
     "checkpoint-of-another-run": Explanation(
         summary="A checkpoint of another model or strategy, which cannot be loaded.",
         why="Each strategy saves its shards in its own way, and an adapter fits its base only. ZeRO's shards can be "
-        "cut anew for another number of ranks, but not those on NVMe disks, which are saved as each rank's files, nor "
-        "those with round_robin_gradients, whose parameters DeepSpeed 0.19 mixes up.",
+        "cut anew for another number of ranks, but not what is kept on NVMe disks, which each rank saves as its files.",
         advice="Go on with the model, strategy and number of ranks that the message names; or export its weights with "
         "`tunebook export` and start from them: model.path=FOLDER.",
     ),

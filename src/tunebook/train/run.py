@@ -24,6 +24,7 @@ from tunebook.checkpoint.choose import choose_checkpoint
 from tunebook.checkpoint.identity import identity_of
 from tunebook.checkpoint.newest import newest_checkpoint
 from tunebook.checkpoint.record import read_record
+from tunebook.checkpoint.resharding import link_in_flat_order
 from tunebook.checkpoint.save import CheckpointSaver
 from tunebook.config.choices import Generation, PackingMode, PeftMethod, Switch
 from tunebook.config.frozen import load_config
@@ -35,6 +36,7 @@ from tunebook.hardware.peaks import peak_of
 from tunebook.model.adapters import adapter_config, keep_format
 from tunebook.model.load import begin_loading, finish_loading, master_dtype
 from tunebook.model.token_ids import agree_on_tokens, trainer_tokenizer
+from tunebook.parallel.deepspeed import zero_stage
 from tunebook.parallel.fsdp import is_fsdp, mixed_precision_policy, uses_autocast
 from tunebook.parallel.units import unit_classes
 from tunebook.plan.batch import BatchPlan, row_length, schedule_of, solve_batch
@@ -151,6 +153,8 @@ def _build_trainer(
     if units:  # the arguments have no name for these two
         policy = mixed_precision_policy(config)
         arguments.fsdp_plugin_args |= {"transformer_cls_names_to_wrap": units, "mixed_precision_policy": policy}
+    if zero_stage(config.parallelism.strategy) in (1, 2):
+        link_in_flat_order()
     agree_on_tokens(model, tokenizer)
     batches = RankBatches(
         schedule, num_steps=plan.total_steps, micro_batch_size=plan.micro_batch_size, rank=rank, world_size=ranks
