@@ -39,7 +39,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     start_manifest(
         folder, config, world_size=1, command=["tunebook", "train", "quickstart", "outputs=/somewhere"],
         tokenizer_sha256="1" * 64, chat_template_sha256="2" * 64,
-        dataset={"fingerprint": "4" * 64, "content_sha256": "3" * 64},
+        dataset={"records": [], "fingerprint": "4" * 64, "content_sha256": "3" * 64},
     )  # fmt: skip
     finish_manifest(folder, RunState.finished, 0, step=NUM_STEPS)
     return folder

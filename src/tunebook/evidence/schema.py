@@ -1,11 +1,13 @@
 """What an evidence file holds: one type per section, from which its JSON schema is made and by which it is checked.
 
 `recipes/<name>/evidence/<hardware>-<gpus>-<label>.json`. Numbers that are not finite, keys that are unknown and keys
-that are missing are refused when a file is written as when it is read.
+that are missing are refused when a file is written as when it is read. As JSON schema: `evidence.schema.json` beside
+this file, written by `python -m tunebook.evidence.schema > src/tunebook/evidence/evidence.schema.json`.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -119,3 +121,7 @@ class Evidence(Section):
     inputs: Inputs
     software: Software
     content_sha256: str = Field(description="of everything else, as canonical JSON")
+
+
+if __name__ == "__main__":
+    print(json.dumps(Evidence.model_json_schema(), indent=2))

@@ -89,7 +89,7 @@ def start_manifest(
         "seed": config.training.seed,
         "command": describe_command(command),
     }
-    atomic_write_json(folder / MANIFEST_FILE, manifest)
+    _write(folder, manifest)
     return manifest
 
 
@@ -99,7 +99,7 @@ def update_manifest(folder: Path, facts: dict[str, Any]) -> dict[str, Any]:
     for key, value in facts.items():
         is_section = isinstance(value, dict) and isinstance(manifest.get(key), dict)
         manifest[key] = manifest[key] | value if is_section else value
-    atomic_write_json(folder / MANIFEST_FILE, manifest)
+    _write(folder, manifest)
     return manifest
 
 
@@ -177,6 +177,13 @@ def _earlier_attempts(folder: Path) -> list[dict[str, Any]]:
     earlier = read_manifest(folder)
     attempts: list[dict[str, Any]] = earlier["earlier_attempts"]
     return [*attempts, earlier["status"]]
+
+
+def _write(folder: Path, manifest: dict[str, Any]) -> None:
+    from tunebook.record.manifest_schema import check_manifest  # pydantic takes a tenth of a second
+
+    check_manifest(manifest)
+    atomic_write_json(folder / MANIFEST_FILE, manifest)
 
 
 def _now() -> datetime:

@@ -1,0 +1,134 @@
+"""What a manifest holds: one type per section, from which its JSON schema is made and by which it is checked.
+
+Facts that are learnt while a run goes on (`parallelism_found`, `leak_probe`, `slurm` and others) may be added at the
+top level; a section's own keys are closed. As JSON schema: `manifest.schema.json` beside this file, written by
+`python -m tunebook.record.manifest_schema > src/tunebook/record/manifest.schema.json`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tunebook.errors import DataError
+
+
+class Section(BaseModel):
+    """Closed: a key that is misspelt is an error where it is written, not a gap where it is read."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Status(Section):
+    """How the run stands, or an attempt before it stood."""
+
+    state: Literal["running", "finished", "stopped", "failed", "invalid"]
+    exit_code: int | None
+    reason: str | None = Field(description="one sentence; for every state but running and finished")
+    started: str = Field(description="ISO 8601, UTC")
+    ended: str | None
+    seconds: float | None
+    step: int | None = Field(default=None, description="optimizer steps that were done")
+    last_checkpoint: str | None = None
+
+
+class Code(Section):
+    """The commit, and a hash of what was changed since; `reason` says why one is null."""
+
+    git_commit: str | None
+    git_diff_sha256: str | None
+    is_clean: bool | None
+    reason: str | None
+
+
+class Environment(Section):
+    """What was installed."""
+
+    image_digest: str | None
+    image: dict[str, Any] | None
+    lock_sha256: str | None
+    installed_sha256: str
+    python: str
+    packages: dict[str, str] = Field(description="versions of those that can change a loss or a speed")
+
+
+class Model(Section):
+    """The base model."""
+
+    name: str
+    revision: str | None
+    config_sha256: str | None = Field(description="of config.json, where the model is a folder")
+    weights: Literal["pretrained", "random"]
+
+
+class Dataset(Section):
+    """The prepared data."""
+
+    records: list[dict[str, Any]] = Field(description="one per source, as it was read")
+    fingerprint: str = Field(description="of everything that could change a token: sources, code, libraries")
+    content_sha256: str | None = Field(default=None, description="of the tokens and labels themselves")
+    counts: dict[str, dict[str, Any]] = Field(default_factory=dict, description="by part: train, validation")
+
+
+class Gpu(Section):
+    """One GPU of the machine."""
+
+    name: str
+    memory_gib: float
+    generation: str
+
+
+class Hardware(Section):
+    """The machine that started the run."""
+
+    gpus: list[Gpu]
+    driver: str | None
+    nccl: str | None
+    topology: str | None = Field(description="what nvidia-smi topo -m said")
+    cpus: int
+    memory_gib: float
+    host: str = Field(description="tells machines apart without naming them")
+
+
+class Manifest(BaseModel):
+    """`manifest.json` of a run folder."""
+
+    model_config = ConfigDict(extra="allow", title="manifest.json of Tunebook")
+
+    format: int = Field(ge=1)
+    recipe: str | None
+    title: str
+    status: Status
+    earlier_attempts: list[Status]
+    code: Code
+    environment: Environment
+    config_sha256: str
+    model: Model
+    tokenizer_sha256: str | None
+    chat_template_sha256: str | None
+    system_prompt_sha256: str
+    dataset: Dataset | None
+    hardware: Hardware
+    world_size: int = Field(ge=1)
+    seed: int
+    command: list[str]
+
+
+def check_manifest(manifest: dict[str, Any]) -> None:
+    """Raises: DataError naming the first key that is not what the schema says; only a fault of Tunebook leads there."""
+    try:
+        Manifest.model_validate(manifest)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise DataError(
+            f"the manifest would not be valid: {where}: {first['msg']}; this is a fault of Tunebook, please report it "
+            "with `tunebook doctor --json`",
+            problem_id="broken-record",
+        ) from error
+
+
+if __name__ == "__main__":
+    print(json.dumps(Manifest.model_json_schema(), indent=2))
