@@ -73,6 +73,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path)
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--saved-by", type=int, nargs="+", choices=(1, 2), default=[2, 1], help="so many ranks")
     arguments = parser.parse_args()
     import_everything()
     lines = []
@@ -80,8 +81,8 @@ def main() -> int:
         os.environ["TUNEBOOK_CACHE"] = f"{temporary}/cache"
         give_extensions(Path(temporary) / "extensions")
         for case in arguments.only:
-            for first, then in ((2, 1), (1, 2)):
-                lines.append(measure(case, first, then, Path(temporary)))
+            for first in arguments.saved_by:
+                lines.append(measure(case, first, 3 - first, Path(temporary)))
                 print(json.dumps(lines[-1]), flush=True)
                 if arguments.output is not None:
                     with arguments.output.open("a") as file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import shutil
@@ -62,8 +63,9 @@ def layouts(project_root: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def train(run: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Train two steps on two ranks; the run folder."""
+    """Train two steps on two ranks, once for each strategy; the run folder, which is not to be changed."""
 
+    @functools.cache
     def begin(*overrides: str) -> Path:
         outputs = tmp_path_factory.mktemp("outputs")
         words = ["tunebook", "train", "quickstart", "evaluation=none", "hardware=cpu", "hardware.gpus_per_node=2"]
@@ -75,21 +77,21 @@ def train(run: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return begin
 
 
-def without_gathered(layouts: Any, folder: Path) -> Path:
-    """A run whose checkpoint holds partitions alone, as without gathering."""
+def without_gathered(layouts: Any, folder: Path) -> None:
+    """Leave a run with a checkpoint that holds partitions alone, as without gathering."""
     checkpoint = folder / "checkpoints" / f"checkpoint-{STEPS}"
     for name in ("model", "adapter_model"):
         (checkpoint / f"{name}.safetensors").unlink(missing_ok=True)
     shutil.rmtree(folder / "model")
     layouts.write_record(checkpoint)
-    return checkpoint
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_partitions_of_deepspeed_are_what_it_gathers(
     run: Any, train: Any, layouts: Any, tmp_path: Path, stage: int
 ) -> None:
-    folder = train(f"parallelism=zero{stage}")
+    folder = tmp_path / "quickstart" / "run"
+    shutil.copytree(train(f"parallelism=zero{stage}"), folder)
     checkpoint = folder / "checkpoints" / f"checkpoint-{STEPS}"
     gathered = load_file(checkpoint / "model.safetensors")
     partitions = PartitionedWeights(checkpoint / f"global_step{STEPS}")
@@ -110,7 +112,7 @@ def test_partitions_of_deepspeed_are_what_it_gathers(
 def test_an_exported_folder_is_evaluated_with_what_its_run_was_trained_with(
     run: Any, train: Any, tmp_path: Path
 ) -> None:
-    folder, out = train("parallelism=ddp"), tmp_path / "out"
+    folder, out = train("parallelism=zero2"), tmp_path / "out"
     ended = run(["tunebook", "export", str(folder), "--checkpoint", str(STEPS), "--to", str(out)])
     assert ended.exit_code == 0, ended.output
     (tmp_path / "outputs").mkdir()

@@ -217,3 +217,11 @@ def test_a_full_disk_ends_the_run_with_the_last_checkpoint_and_with_room_it_goes
     folder, code, resumed = run(config)
     assert code == 0, reason(folder)
     assert losses(resumed) == losses(lines)
+
+
+def test_the_line_after_a_save_says_how_long_training_stood_still(config, run, changed):
+    folder, code, lines = run(changed(config, **SAVED))
+    assert code == 0
+    told = {line["step"]: line["save_seconds"] for line in lines if "save_seconds" in line}
+    assert sorted(told) == [3, 5]
+    assert told[5] >= verified_record(folder / "checkpoints" / "checkpoint-4").seconds > 0

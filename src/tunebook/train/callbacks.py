@@ -78,6 +78,7 @@ class Records(TrainerCallback):
         self.peak_tflops = peak_tflops
         self._last = time.perf_counter()
         self._seconds = 0.0  # training time since the last logged step
+        self._saving_seconds = 0.0  # that training stood still since the last logged step
         self._logged_step = 0
 
     def on_train_begin(
@@ -96,8 +97,10 @@ class Records(TrainerCallback):
         self._last = now
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Saving is not training time."""
-        self._last = time.perf_counter()
+        """Saving is not training time, which stands still for it: what it took is told by the next line."""
+        now = time.perf_counter()
+        self._saving_seconds += now - self._last
+        self._last = now
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Validation is not training time."""
@@ -135,6 +138,7 @@ class Records(TrainerCallback):
         totals = self.batches.totals(self._logged_step, step)
         seen = self.batches.totals(0, step)
         seconds, self._seconds, self._logged_step = self._seconds, 0.0, step
+        saving, self._saving_seconds = self._saving_seconds, 0.0
         speed = totals.tokens / seconds / self.batches.world_size if seconds else 0.0
         has_peak = self.flops_per_token is not None and self.peak_tflops is not None
         self.writer.write(
@@ -154,6 +158,7 @@ class Records(TrainerCallback):
                 "peak_tflops": self.peak_tflops,
                 "seconds": round(seconds, 4),
             }
+            | ({"save_seconds": round(saving, 4)} if saving else {})
             | memory
         )
         if self.progress is not None:

@@ -1,0 +1,166 @@
+"""What a checkpoint costs beside one of the plain Trainer: the stall of a save, its bytes, the time to go on from it.
+
+    python tests/bench/checkpoint_costs.py --output FILE [--only CASE ...] [--repeats 3]
+
+The same ten steps of a model of 26 million weights on CPU ranks, saved after every second step, are trained as Tunebook
+does and with transformers' own methods in place of Tunebook's, in turn. A save of Tunebook's is flushed to the disk and
+every file hashed before it counts; the Trainer leaves its files to the system's cache. `save_s` is the median over all
+saves of how long training stood still, `resume_s` over the repeats of the time from looking for a checkpoint to the
+first step; in Tunebook's every file is read and hashed in it. One JSON line per case. Needs 4 GB of disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import checkpoint_kills
+from checkpoint_kills import forked, give_extensions, import_everything, set_up
+
+SIZES = {
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+}
+CASES: dict[str, list[str]] = {
+    "single": ["parallelism=single", "hardware.gpus_per_node=1"],
+    "single_lora": ["parallelism=single", "hardware.gpus_per_node=1", "peft=lora"],
+    "ddp": ["parallelism=ddp", "hardware.gpus_per_node=2"],
+    "zero2": ["parallelism=zero2", "hardware.gpus_per_node=2"],
+}
+_UPSTREAM = ("_save_checkpoint", "_get_output_dir", "_push_from_checkpoint", "_load_best_model")
+_PATIENCE_S = 900.0
+
+
+def timed(work: Callable[[], int], notes: Path, *, is_plain: bool) -> Callable[[], int]:
+    """A rank's work with notes of what its saves and its start took; `is_plain` with the Trainer's own checkpoints."""
+
+    def note(**times: float) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            with notes.open("a") as stream:
+                stream.write(json.dumps(times) + "\n")
+
+    def do() -> int:
+        from transformers.trainer_utils import get_last_checkpoint
+        from trl import SFTTrainer
+
+        from tunebook.train import run as running
+        from tunebook.train.callbacks import Records
+        from tunebook.train.trainer import RecipeTrainer
+
+        trainer: Any = RecipeTrainer
+        if is_plain:
+            for name in _UPSTREAM:
+                setattr(trainer, name, getattr(SFTTrainer, name))
+        save, choose, begin = trainer._save_checkpoint, running._resumed, Records.on_train_begin
+        started: list[float] = []
+
+        def timed_save(self: Any, *args: Any, **settings: Any) -> Any:
+            at = time.perf_counter()
+            result = save(self, *args, **settings)
+            note(save_s=time.perf_counter() - at)
+            return result
+
+        def timed_choice(config: Any, own: Any, folder: Path) -> Path | None:
+            started.append(time.perf_counter())
+            if not is_plain:
+                return choose(config, own, folder)
+            checkpoints = folder / "checkpoints"
+            newest = get_last_checkpoint(str(checkpoints)) if checkpoints.is_dir() else None
+            return Path(newest) if newest else None
+
+        def timed_begin(self: Any, args: Any, state: Any, control: Any, **settings: Any) -> None:
+            begin(self, args, state, control, **settings)
+            if state.global_step:
+                note(resume_s=time.perf_counter() - started[0])
+
+        changed: Any = running
+        trainer._save_checkpoint, changed._resumed = timed_save, timed_choice
+        Records.on_train_begin = timed_begin  # type: ignore[method-assign]
+        return work()
+
+    return do
+
+
+def train(folder: Path, ranks: int, notes: Path, *, is_plain: bool) -> None:
+    """The ranks of one run to their end."""
+    log = folder.parent / "log.txt"
+    whole = checkpoint_kills._train
+    checkpoint_kills._train = lambda *words: timed(whole(*words), notes, is_plain=is_plain)
+    try:
+        attempt = checkpoint_kills.Attempt(folder, ranks, log)
+    finally:
+        checkpoint_kills._train = whole
+    is_over = attempt.wait(_PATIENCE_S)
+    attempt.kill(attempt.ranks)
+    if not is_over or any(attempt.ended.values()):
+        raise SystemExit(f"{folder} did not end well:\n{log.read_text()[-3000:]}")
+
+
+def measure(case: str, repeats: int, place: Path) -> dict[str, Any]:
+    """The line of one case."""
+    own = place / case
+    own.mkdir()
+    process = forked(lambda: set_up(own / "template", CASES[case], place), own / "log.txt")
+    if os.waitpid(process, 0)[1] != 0:
+        raise SystemExit(f"{case} could not be set up:\n{(own / 'log.txt').read_text()}")
+    ranks = int(next(word for word in CASES[case] if "gpus_per_node" in word)[-1])
+    found: dict[str, Any] = {}
+    for repeat in range(repeats):
+        for kind in ("tunebook", "trainer"):
+            folder, notes = own / f"{kind}-{repeat}", own / f"{kind}.jsonl"
+            shutil.copytree(own / "template", folder)
+            train(folder, ranks, notes, is_plain=kind == "trainer")
+            shutil.rmtree(folder / "checkpoints" / "checkpoint-10")  # as if it had been killed after the eighth step
+            train(folder, ranks, notes, is_plain=kind == "trainer")
+            newest = [file for file in (folder / "checkpoints" / "checkpoint-10").rglob("*") if file.is_file()]
+            found[f"{kind}_bytes"] = sum(file.stat().st_size for file in newest)
+            shutil.rmtree(folder)
+    for kind in ("tunebook", "trainer"):
+        lines = [json.loads(line) for line in (own / f"{kind}.jsonl").read_text().splitlines()]
+        for key in ("save_s", "resume_s"):
+            times = [line[key] for line in lines if key in line]
+            found[f"{kind}_{key}"] = round(statistics.median(times), 4)
+            found[f"{kind}_{key.removesuffix('_s')}s"] = len(times)
+    line = {"case": case, "date": date.today().isoformat(), "machine": platform.machine(), "cpus": os.cpu_count()}
+    versions = {name: version(name) for name in ("torch", "transformers", "accelerate", "deepspeed")}
+    busy = {"load_average": round(os.getloadavg()[0], 1)}  # of the last minute: above the ranks, other work ran beside
+    return line | {"ranks": ranks} | found | busy | {"versions": versions}
+
+
+def main() -> None:
+    """Measure the cases and write their lines."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    checkpoint_kills.SIZES.update(SIZES)
+    import_everything()
+    with tempfile.TemporaryDirectory() as temporary:
+        os.environ["TUNEBOOK_CACHE"] = f"{temporary}/cache"
+        give_extensions(Path(temporary) / "extensions")
+        for case in arguments.only:
+            line = measure(case, arguments.repeats, Path(temporary))
+            print(json.dumps(line), flush=True)
+            if arguments.output is not None:
+                with arguments.output.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
