@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 from dataclasses import dataclass, field
 from itertools import cycle
-from pathlib import Path
 
-from gpu_queue import GpuQueue, Job
+from gpu_queue import Job, add_arguments, run_jobs
 from gpu_recipes import RANDOM, RECIPES, SHORT, facts_of
 
 REPEATS = 2
@@ -105,29 +103,13 @@ def jobs_of(names: list[str], num_gpus: int) -> list[Job]:
 def main() -> None:
     """Parse the arguments and run the queue."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True)
+    add_arguments(parser, deadline_s=400)
     parser.add_argument("--gpus", type=int, required=True, help="of the machine")
     parser.add_argument("--only", nargs="*", choices=CLAIMS, default=list(CLAIMS))
-    parser.add_argument("--deadline-s", type=float, default=400)
-    parser.add_argument("--max-host-gib", type=float, default=120, help="of weights of runs that have not trained yet")
-    parser.add_argument("--runs", type=Path, default=Path("/tmp/runs"), help="where run folders are made")
-    parser.add_argument("--logs", type=Path, help="where each run's small files are kept; OUTPUT/logs if not given")
-    parser.add_argument("--list", action="store_true", help="print the commands and run nothing")
     arguments = parser.parse_args()
-    jobs = jobs_of(arguments.only, arguments.gpus)
-    if arguments.list:
-        print("\n".join(json.dumps([job.name, job.gpus, *job.words]) for job in jobs))
-        return
-    shutil.rmtree(arguments.runs / "turns", ignore_errors=True)
-    GpuQueue(
-        jobs,
-        arguments.output,
-        runs=arguments.runs,
-        deadline_s=arguments.deadline_s,
-        max_host_gib=arguments.max_host_gib,
-        max_ranks=2 * arguments.gpus,  # those that train, and the next ones getting ready
-        logs=arguments.logs,
-    ).run()
+    # Those that train, and the next ones getting ready: more would disturb what is timed.
+    arguments.max_ranks = min(arguments.max_ranks, 2 * arguments.gpus)
+    run_jobs(jobs_of(arguments.only, arguments.gpus), arguments)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from gpu_queue import GpuQueue, Job
+from gpu_queue import Job, add_arguments, run_jobs
 from gpu_recipes import facts_of, slice_words
 
 STEPS = 3
@@ -177,31 +175,11 @@ def jobs_of(names: list[str], num_gpus: int) -> list[Job]:
 def main() -> None:
     """Parse the arguments and run the queue."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, required=True)
+    add_arguments(parser, deadline_s=500)
     parser.add_argument("--only", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--gpus", type=int, default=4, help="of the machine")
-    parser.add_argument("--deadline-s", type=float, default=500)
-    parser.add_argument("--runs", type=Path, default=Path("/tmp/memory-runs"), help="where run folders are made")
-    parser.add_argument("--max-host-gib", type=float, default=120, help="of weights of runs that have not trained yet")
-    parser.add_argument("--max-ranks", type=int, default=8, help="of runs that have not ended: all hold memory")
-    parser.add_argument("--logs", type=Path, help="where each run's small files are kept; OUTPUT/logs if not given")
-    parser.add_argument("--list", action="store_true", help="print the commands and run nothing")
     arguments = parser.parse_args()
-    jobs = jobs_of(arguments.only, arguments.gpus)
-    if arguments.list:
-        print("\n".join(json.dumps([job.name, job.gpus, *job.words]) for job in jobs))
-        return
-    shutil.rmtree(arguments.runs, ignore_errors=True)
-    queue = GpuQueue(
-        jobs,
-        arguments.output,
-        runs=arguments.runs,
-        deadline_s=arguments.deadline_s,
-        max_host_gib=arguments.max_host_gib,
-        max_ranks=arguments.max_ranks,
-        logs=arguments.logs,
-    )
-    queue.run()
+    run_jobs(jobs_of(arguments.only, arguments.gpus), arguments)
 
 
 if __name__ == "__main__":

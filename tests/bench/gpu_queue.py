@@ -7,6 +7,7 @@ nobody asks for. `gpu_turns/sitecustomize.py` is the other end. A line of JSON i
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -183,6 +185,41 @@ class GpuQueue:
     def _keep_logs(self) -> None:
         with tarfile.open(self.output / "logs.tgz", "w:gz") as archive:
             archive.add(self.logs, arcname="logs")
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, deadline_s: float) -> None:
+    """What every script that runs a queue takes."""
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--deadline-s", type=float, default=deadline_s)
+    parser.add_argument("--max-host-gib", type=float, default=120, help="of weights of runs that have not trained yet")
+    parser.add_argument("--max-ranks", type=int, default=8, help="of runs that have not ended: all hold memory")
+    parser.add_argument("--runs", type=Path, default=Path("/tmp/runs"), help="where run folders are made")
+    parser.add_argument("--logs", type=Path, help="where each run's small files are kept; OUTPUT/logs if not given")
+    parser.add_argument("--list", action="store_true", help="print the commands and run nothing")
+
+
+def run_jobs(
+    jobs: list[Job],
+    arguments: argparse.Namespace,
+    before: Callable[[], dict[str, subprocess.Popen[bytes]]] = dict,
+) -> list[dict[str, Any]]:
+    """Run the jobs anew by what `add_arguments` parsed, and return their lines; none where they are only listed."""
+    if arguments.list:
+        print("\n".join(json.dumps([job.name, job.gpus, *job.words]) for job in jobs))
+        return []
+    for name in ("turns", *(job.name for job in jobs)):
+        shutil.rmtree(arguments.runs / name, ignore_errors=True)
+    queue = GpuQueue(
+        jobs,
+        arguments.output,
+        runs=arguments.runs,
+        deadline_s=arguments.deadline_s,
+        max_ranks=arguments.max_ranks,
+        max_host_gib=arguments.max_host_gib,
+        before=before(),
+        logs=arguments.logs,
+    )
+    return queue.run()
 
 
 def who_goes(ready: list[Job], training: list[Job]) -> list[Job]:

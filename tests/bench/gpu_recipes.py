@@ -10,15 +10,13 @@ where it is large. `--parity` adds series of `gpu_parity`, whose runs fill the g
 from __future__ import annotations
 
 import argparse
-import json
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import gpu_parity
 import yaml
-from gpu_queue import GpuQueue, Job
+from gpu_queue import Job, add_arguments, run_jobs
 
 ROOT = Path(__file__).resolve().parents[2]
 RANDOM = ["model.weights=random", "dataset=synthetic", "dataset.synthetic.num_documents=1500"]
@@ -141,29 +139,14 @@ def recipe_job(name: str, priority: int) -> Job:
 def main() -> None:
     """Parse the arguments, build what is compiled on first use, and run the queue."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, required=True)
+    add_arguments(parser, deadline_s=250)
     parser.add_argument("--only", nargs="*", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--parity", nargs="*", choices=gpu_parity.SERIES, default=[])
-    parser.add_argument("--deadline-s", type=float, default=250)
-    parser.add_argument("--runs", type=Path, default=Path("/tmp/runs"), help="where run folders are made")
-    parser.add_argument("--logs", type=Path, help="where each run's small files are kept; OUTPUT/logs if not given")
-    parser.add_argument("--list", action="store_true", help="print the commands and run nothing")
     arguments = parser.parse_args()
     jobs = _all_jobs(arguments.only, arguments.parity)
-    if arguments.list:
-        print("\n".join(json.dumps([job.name, job.gpus, *job.words]) for job in jobs))
-        return
-    shutil.rmtree(arguments.runs / "turns", ignore_errors=True)
-    before = {"async_io": gpu_parity.start_building()}
-    queue = GpuQueue(
-        jobs,
-        arguments.output,
-        runs=arguments.runs,
-        deadline_s=arguments.deadline_s,
-        before=before,
-        logs=arguments.logs,
-    )
-    gpu_parity.write_compared(queue.run(), arguments.output)
+    lines = run_jobs(jobs, arguments, lambda: {"async_io": gpu_parity.start_building()})
+    if lines:
+        gpu_parity.write_compared(lines, arguments.output)
 
 
 def _all_jobs(recipes: list[str], series: list[str]) -> list[Job]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -45,3 +48,15 @@ def identity(resolved: RunConfig) -> Identity:
         tokenizer_sha256="e" * 64,
         chat_template_sha256="f" * 64,
     )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run folder that is yet to be made."""
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def save(make_checkpoint: Callable[..., Path], run: Path, identity: Identity) -> Callable[..., Path]:
+    """Save a checkpoint of the configuration."""
+    return lambda step, **changes: make_checkpoint(run, step, identity=replace(identity, **changes))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,17 +15,6 @@ from tunebook.config.schema import RunConfig
 from tunebook.errors import DataError, RequestError
 
 MakeCheckpoint = Callable[..., Path]
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return tmp_path / "run"
-
-
-@pytest.fixture
-def save(make_checkpoint: MakeCheckpoint, run: Path, identity: Identity) -> Callable[..., Path]:
-    """Save a checkpoint of the configuration."""
-    return lambda step, **changes: make_checkpoint(run, step, identity=replace(identity, **changes))
 
 
 def test_the_runs_newest_complete_one(config: RunConfig, run: Path, save: MakeCheckpoint, identity: Identity) -> None:

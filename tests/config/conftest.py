@@ -8,24 +8,14 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from tunebook.config.choices import Attention, Compute, Generation, LauncherName, PackingMode, Source, Strategy, Switch
+from tunebook.config.choices import Attention, Compute, Generation, PackingMode, Source, Switch
+from tunebook.config.plain import plain_config
 from tunebook.config.schema import (
-    ActivationConfig,
-    AttentionConfig,
     DatasetConfig,
-    EvaluationConfig,
-    HardwareConfig,
-    LauncherConfig,
     ModelConfig,
     ModelFacts,
     OptimizerConfig,
-    PackingConfig,
-    ParallelismConfig,
-    PeftSettings,
-    PrecisionConfig,
     RunConfig,
-    ScheduleConfig,
-    TrackingConfig,
     TrainingConfig,
 )
 from tunebook.hardware.detect import Gpu, Machine
@@ -47,21 +37,10 @@ QWEN_FACTS = {
 
 def open_config() -> RunConfig:
     """Qwen2.5-0.5B on one GPU, with everything left open that can be."""
-    return RunConfig(
+    return plain_config(
         model=ModelConfig(name="Qwen/Qwen2.5-0.5B", facts=ModelFacts(**QWEN_FACTS)),
         dataset=DatasetConfig(source=Source.hub, name="organisation/chats"),
-        parallelism=ParallelismConfig(strategy=Strategy.single),
-        hardware=HardwareConfig(),
-        precision=PrecisionConfig(),
-        attention=AttentionConfig(),
-        packing=PackingConfig(),
-        activation=ActivationConfig(),
-        peft=PeftSettings(),
         optimizer=OptimizerConfig(learning_rate=1e-5),
-        schedule=ScheduleConfig(),
-        launcher=LauncherConfig(name=LauncherName.local),
-        tracking=TrackingConfig(),
-        evaluation=EvaluationConfig(tasks=[]),
         training=TrainingConfig(global_samples=64, max_length=2048),
     )
 

@@ -4,22 +4,13 @@ import numpy as np
 import pytest
 
 from tunebook.config.choices import Generation, PackingMode, Strategy
+from tunebook.config.plain import plain_config
 from tunebook.config.schema import (
-    ActivationConfig,
-    AttentionConfig,
     DatasetConfig,
-    EvaluationConfig,
     HardwareConfig,
-    LauncherConfig,
-    ModelConfig,
     OptimizerConfig,
     PackingConfig,
     ParallelismConfig,
-    PeftSettings,
-    PrecisionConfig,
-    RunConfig,
-    ScheduleConfig,
-    TrackingConfig,
     TrainingConfig,
 )
 from tunebook.data.sampler import RankBatches
@@ -28,21 +19,12 @@ from tunebook.plan.batch import schedule_of, solve_batch
 
 
 def config_of(mode, ranks, *, mean_tokens=None, **training):
-    return RunConfig(
-        model=ModelConfig(),
+    return plain_config(
         dataset=DatasetConfig(mean_tokens=mean_tokens, num_documents=None),
         parallelism=ParallelismConfig(strategy=Strategy.ddp),
         hardware=HardwareConfig(generation=Generation.hopper, gpus_per_node=ranks),
-        precision=PrecisionConfig(),
-        attention=AttentionConfig(),
         packing=PackingConfig(mode=mode),
-        activation=ActivationConfig(),
-        peft=PeftSettings(),
         optimizer=OptimizerConfig(learning_rate=1e-4),
-        schedule=ScheduleConfig(),
-        launcher=LauncherConfig(),
-        tracking=TrackingConfig(),
-        evaluation=EvaluationConfig(tasks=[]),
         training=TrainingConfig(**{"max_length": 1024, **training}),
     )
 

@@ -10,23 +10,14 @@ from typing import Any
 
 import pytest
 
-from tunebook.config.choices import Generation, LauncherName, Strategy, Weights
+from tunebook.config.choices import Generation, Weights
+from tunebook.config.plain import plain_config
 from tunebook.config.schema import (
-    ActivationConfig,
-    AttentionConfig,
     DatasetConfig,
-    EvaluationConfig,
     HardwareConfig,
-    LauncherConfig,
     ModelConfig,
     OptimizerConfig,
-    PackingConfig,
-    ParallelismConfig,
-    PeftSettings,
-    PrecisionConfig,
     RunConfig,
-    ScheduleConfig,
-    TrackingConfig,
     TrainingConfig,
 )
 
@@ -202,22 +193,12 @@ def write_run(
 @pytest.fixture
 def run_config() -> RunConfig:
     """A resolved configuration of the quickstart's model and data."""
-    return RunConfig(
+    return plain_config(
         recipe="example",
         title="An example",
         model=ModelConfig(path="book:recipes/quickstart/model", weights=Weights.random),
         dataset=DatasetConfig(path="book:recipes/quickstart/data/train.jsonl"),
-        parallelism=ParallelismConfig(strategy=Strategy.single),
         hardware=HardwareConfig(generation=Generation.cpu, gpus_per_node=1),
-        precision=PrecisionConfig(),
-        attention=AttentionConfig(),
-        packing=PackingConfig(),
-        activation=ActivationConfig(),
-        peft=PeftSettings(),
         optimizer=OptimizerConfig(learning_rate=2e-3),
-        schedule=ScheduleConfig(),
-        launcher=LauncherConfig(name=LauncherName.local),
-        tracking=TrackingConfig(),
-        evaluation=EvaluationConfig(tasks=[]),
         training=TrainingConfig(max_length=512, global_samples=64),
     )

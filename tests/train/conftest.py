@@ -12,31 +12,24 @@ from tunebook.config.choices import (
     Attention,
     Compute,
     Generation,
-    LauncherName,
     Overlong,
     PackingMode,
     ScheduleName,
-    Strategy,
     Switch,
     Weights,
 )
 from tunebook.config.frozen import config_to_yaml
+from tunebook.config.plain import plain_config
 from tunebook.config.schema import (
     ActivationConfig,
     AttentionConfig,
     DatasetConfig,
-    EvaluationConfig,
     HardwareConfig,
-    LauncherConfig,
     ModelConfig,
     OptimizerConfig,
     PackingConfig,
-    ParallelismConfig,
-    PeftSettings,
     PrecisionConfig,
-    RunConfig,
     ScheduleConfig,
-    TrackingConfig,
     TrainingConfig,
 )
 from tunebook.data.prepare import prepare
@@ -76,22 +69,17 @@ def documents(tmp_path_factory, project_root):
 @pytest.fixture
 def config(tiny_model, documents):
     """Eight documents a step, three steps an epoch, two epochs."""
-    return RunConfig(
+    return plain_config(
         recipe="tiny",
         model=ModelConfig(path=str(tiny_model), weights=Weights.random),
         dataset=DatasetConfig(path=str(documents), overlong=Overlong.drop, num_workers=1),
-        parallelism=ParallelismConfig(strategy=Strategy.single),
         hardware=HardwareConfig(generation=Generation.cpu, gpus_per_node=1),
         precision=PrecisionConfig(compute=Compute.fp32, tf32=Switch.disabled),
         attention=AttentionConfig(implementation=Attention.sdpa),
         packing=PackingConfig(mode=PackingMode.isolated),
         activation=ActivationConfig(checkpointing=Switch.disabled),
-        peft=PeftSettings(),
         optimizer=OptimizerConfig(learning_rate=1e-2),
         schedule=ScheduleConfig(name=ScheduleName.constant),
-        launcher=LauncherConfig(name=LauncherName.local),
-        tracking=TrackingConfig(),
-        evaluation=EvaluationConfig(tasks=[]),
         training=TrainingConfig(global_samples=8, max_length=256, num_epochs=2, seed=1),
     )
 

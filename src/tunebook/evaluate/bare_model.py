@@ -15,30 +15,23 @@ from tunebook.config.choices import (
     Attention,
     Compute,
     Generation,
-    LauncherName,
     MasterWeights,
     PackingMode,
     PeftMethod,
-    Strategy,
     Switch,
 )
+from tunebook.config.plain import plain_config
 from tunebook.config.schema import (
     ActivationConfig,
     AttentionConfig,
     DatasetConfig,
     EvaluationConfig,
     HardwareConfig,
-    LauncherConfig,
     ModelConfig,
-    OptimizerConfig,
     PackingConfig,
-    ParallelismConfig,
     PeftSettings,
     PrecisionConfig,
     RunConfig,
-    ScheduleConfig,
-    TrackingConfig,
-    TrainingConfig,
 )
 from tunebook.errors import RequestError
 from tunebook.evaluate.target import Target
@@ -121,11 +114,10 @@ def config_of(
     recipe: str | None = None,
 ) -> RunConfig:
     """A configuration for loading a model in its weights' own format, with nothing in it to train."""
-    return RunConfig(
+    return plain_config(
         recipe=recipe,
         model=model,
         dataset=DatasetConfig(system_prompt=system_prompt),
-        parallelism=ParallelismConfig(strategy=Strategy.single),
         hardware=hardware or HardwareConfig(),
         # Products are computed in the weights' format: fp32 asks for no conversion.
         precision=PrecisionConfig(
@@ -135,12 +127,7 @@ def config_of(
         packing=PackingConfig(mode=PackingMode.padded),
         activation=ActivationConfig(checkpointing=Switch.disabled),
         peft=PeftSettings(method=PeftMethod.lora),
-        optimizer=OptimizerConfig(learning_rate=0.0),
-        schedule=ScheduleConfig(),
-        launcher=LauncherConfig(name=LauncherName.local),
-        tracking=TrackingConfig(),
         evaluation=evaluation or EvaluationConfig(tasks=[]),
-        training=TrainingConfig(max_length=0),
     )
 
 

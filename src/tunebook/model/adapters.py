@@ -110,12 +110,17 @@ def _adapter_files(folder: Path) -> list[Path]:
     return files[:1]
 
 
-def _require_whole_adapter(adapted: Any, stored: Shapes, folder: Path) -> None:
+def adapter_shapes(adapted: Any) -> Shapes:
+    """The tensors that belong into an adapter's file, by their names there."""
     from peft import get_peft_model_state_dict
 
     # False: the embeddings of a base model whose vocabulary was changed, which no run of ours does.
     weights = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-    expected = {name: tuple(weight.shape) for name, weight in weights.items()}
+    return {name: tuple(weight.shape) for name, weight in weights.items()}
+
+
+def _require_whole_adapter(adapted: Any, stored: Shapes, folder: Path) -> None:
+    expected = adapter_shapes(adapted)
     require_complete(
         missing=sorted(set(expected) - set(stored)),
         unexpected=sorted(set(stored) - set(expected)),

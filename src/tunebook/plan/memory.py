@@ -27,7 +27,7 @@ class Memory:
     optimizer: float | None = None
     activations: float | None = None  # and the output head
     buffers: float | None = None  # what is whole or in another number format for a time, and DDP's buckets
-    overhead: float | None = None  # CUDA context, communication, unusable pieces: by others' figures
+    overhead: float | None = None  # CUDA context, communication, unusable pieces
     total: float | None = None  # of the parts
     capacity: float | None
 
@@ -79,7 +79,7 @@ def plan_memory(config: RunConfig, batch: BatchPlan | None = None) -> MemoryPlan
 def _judge(estimate: Estimate, overhead: float, capacity: float | None) -> tuple[bool | None, str]:
     """Yes where the tensors fit into the usable share, no where they are more than there is.
 
-    The overhead, which is not measured, can take away a yes and never gives one.
+    The overhead, of which only a part is measured, can take away a yes and never gives one.
     """
     if capacity is None:
         return None, f"{_NOT_KNOWN}: hardware.memory_gib is not set"

@@ -30,29 +30,22 @@ from tunebook.config.choices import (
     Attention,
     Compute,
     Generation,
-    LauncherName,
     PeftMethod,
     ScheduleName,
-    Strategy,
     Switch,
 )
 from tunebook.config.frozen import config_to_yaml
+from tunebook.config.plain import plain_config
 from tunebook.config.schema import (
     ActivationConfig,
     AttentionConfig,
     DatasetConfig,
-    EvaluationConfig,
     HardwareConfig,
-    LauncherConfig,
     ModelConfig,
     OptimizerConfig,
-    PackingConfig,
-    ParallelismConfig,
     PeftSettings,
     PrecisionConfig,
-    RunConfig,
     ScheduleConfig,
-    TrackingConfig,
     TrainingConfig,
 )
 from tunebook.data.template import template_hash
@@ -89,22 +82,17 @@ def write_base(folder: Path, sizes: dict[str, Any], dtype: str) -> Path:
 def write_run(folder: Path, base: Path, *, peft: str = "full", state: str = "finished") -> Path:
     """A run folder without a model or a checkpoint."""
     folder.mkdir(parents=True)
-    config = RunConfig(
+    config = plain_config(
         recipe="tiny",
         model=ModelConfig(path=str(base)),
         dataset=DatasetConfig(path="train.jsonl"),
-        parallelism=ParallelismConfig(strategy=Strategy.single),
         hardware=HardwareConfig(generation=Generation.cpu, gpus_per_node=1),
         precision=PrecisionConfig(compute=Compute.fp32, tf32=Switch.disabled),
         attention=AttentionConfig(implementation=Attention.sdpa),
-        packing=PackingConfig(),
         activation=ActivationConfig(checkpointing=Switch.disabled),
         peft=PeftSettings(method=PeftMethod[peft], rank=RANK, alpha=8, target_modules=["q_proj", "down_proj"]),
         optimizer=OptimizerConfig(learning_rate=1e-2),
         schedule=ScheduleConfig(name=ScheduleName.constant),
-        launcher=LauncherConfig(name=LauncherName.local),
-        tracking=TrackingConfig(),
-        evaluation=EvaluationConfig(tasks=[]),
         training=TrainingConfig(global_samples=8, max_length=256, num_epochs=2, seed=1),
     )
     (folder / "run.yaml").write_text(config_to_yaml(config))

@@ -44,6 +44,7 @@ def test_header_and_table_of_the_run(card: Any, run: Path) -> None:
     assert "# A tiny run" in text
     assert "| loss | 3.0000 at step 1, 2.0000 at step 2 |" in text  # not what came after these weights
     assert "| tokens seen | 2,000 |" in text
+    assert "| loss on | the assistant's turns, and every token of plain text |" in text
     assert "| exported from | checkpoints/checkpoint-2 (whole safetensors), step 2 |" in text
     assert "rounding to bf16 explains 0.12" in text
     assert str(run.parent) not in text  # no paths of this machine

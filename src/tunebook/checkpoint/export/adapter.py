@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tunebook.checkpoint.export.model import Blueprint, quiet_peft
 from tunebook.checkpoint.export.stored_weights import RenamedWeights, Weights
 from tunebook.checkpoint.export.write import compare_with
+from tunebook.model.adapters import adapter_shapes
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -37,15 +38,11 @@ def require_whole(blueprint: Blueprint, weights: Weights, place: str) -> PeftCon
     Raises: RequestError naming tensors that are empty, missing, misshapen or of another adapter.
     """
     import torch
-    from peft import get_peft_model_state_dict
 
     assert blueprint.adapter is not None
     on_meta = blueprint.model.to(device=torch.device("meta"))  # type: ignore[call-arg]  # as upstream's own wrapper
     adapted = _attached(copy.deepcopy(on_meta), blueprint.adapter)
-    # False: the embeddings of a base model whose vocabulary was changed, which no run of ours does.
-    expected = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-    shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
-    compare_with(shapes, weights.shapes).refuse(place)
+    compare_with(adapter_shapes(adapted), weights.shapes).refuse(place)
     settings: PeftConfig = adapted.peft_config[_NAME]
     settings.inference_mode = True
     return settings

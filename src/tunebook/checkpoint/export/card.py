@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tunebook.config.book import BOOK_PREFIX
-from tunebook.config.choices import PeftMethod, ScheduleName, Source, Weights
+from tunebook.config.choices import PeftMethod, ScheduleName, Source, TrainOn, Weights
 from tunebook.config.schema import RunConfig
 from tunebook.parallel.deepspeed import zero_stage
 from tunebook.plan.batch import world_size
@@ -19,6 +19,11 @@ from tunebook.record.origin import ORIGIN_FILE, Origin
 from tunebook.record.run_record import RunRecord
 
 _FINAL = "model"  # the run's folder with the model as it was at the end
+_LOSS_ON = {
+    TrainOn.auto: "the assistant's turns, and every token of plain text",
+    TrainOn.assistant: "the assistant's turns",
+    TrainOn.everything: "every token",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +141,7 @@ def _data(config: RunConfig, record: RunRecord) -> list[tuple[str, str]]:
     train = (found.get("counts") or {}).get("train")
     if train:
         rows.append(("trained on", _counts(train)))
-    rows.append(("loss on", config.dataset.train_on.name))
+    rows.append(("loss on", _LOSS_ON[config.dataset.train_on]))
     if found.get("content_sha256"):
         rows.append(("SHA-256 of the tokens", str(found["content_sha256"])[:16]))
     return rows
