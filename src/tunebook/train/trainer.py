@@ -162,7 +162,7 @@ class RecipeTrainer(SFTTrainer):
         """As upstream, and what DeepSpeed's universal checkpoints do not give back (as of 0.19).
 
         From them all groups of ZeRO-3 get the weight decay of the first, and one tensor that counts the steps of all,
-        which every group's update counts up.
+        which every group's update counts up; and it lies on the CPU, where a fused update on a GPU does not take it.
         """
         super()._load_optimizer_and_scheduler(checkpoint)
         if not self._is_universal:
@@ -171,9 +171,9 @@ class RecipeTrainer(SFTTrainer):
         for group, decay in zip(self.optimizer.param_groups, (self.args.weight_decay, 0.0), strict=False):
             group["weight_decay"] = decay
         engine: Any = self.deepspeed
-        for state in engine.optimizer.optimizer.state.values():
+        for parameter, state in engine.optimizer.optimizer.state.items():
             if isinstance(state.get("step"), torch.Tensor):
-                state["step"] = state["step"].clone()
+                state["step"] = state["step"].to(parameter.device, copy=True)
 
     def _load_best_model(self) -> None:
         """As upstream, after every rank has seen that it is what was written."""
