@@ -131,7 +131,7 @@ class Switch(Enum):
 
 
 class Attention(Enum):
-    """The attention kernel, by the name transformers uses."""
+    """The attention kernel, by the name that transformers knows it by."""
 
     auto = "auto"
     eager = "eager"
@@ -140,6 +140,7 @@ class Attention(Enum):
     flash_attention_2 = "flash_attention_2"
     flash_attention_3 = "flash_attention_3"
     flash_attention_4 = "flash_attention_4"
+    varlen_attention = "varlen_attention"  # ours: see model.varlen_attention
 
 
 class PackingMode(Enum):

@@ -33,6 +33,12 @@ SPREADING: dict[str, Explanation] = {
         advice="packing=padded is always right. Faster: another attention that isolates this model, such as "
         "attention=sdpa. If the installed packages are not those of the lock, install them first.",
     ),
+    "varlen-attention-not-possible": Explanation(
+        summary="The model asks for more than torch's kernel for packed rows can compute.",
+        why="It has no attention dropout, no cap on the logits and no attention sinks, and computes packed rows only. "
+        "Leaving one of them out without a word would train another model.",
+        advice="Take attention=sdpa, which can compute all of them.",
+    ),
     "units-too-large": Explanation(
         summary="FSDP's units by size would be larger than any part of the model.",
         why="Without units FSDP gathers the whole model at once, which saves nothing.",

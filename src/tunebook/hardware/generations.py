@@ -136,12 +136,13 @@ GENERATIONS: dict[Generation, GenerationFacts] = {
     ),
 }
 
-# The oldest GPU that has the instructions a flash attention package is written in. Version 3 exists as Hopper builds,
+# The oldest GPU that has the instructions a flash attention kernel is written in. Version 3 exists as Hopper builds,
 # whose source also compiles for 8.0; whether this environment's build has the GPU's code is checked when it is loaded.
 MIN_ATTENTION_CAPABILITY: dict[Attention, ComputeCapability] = {
     Attention.flash_attention_2: (8, 0),
     Attention.flash_attention_3: (8, 0),
     Attention.flash_attention_4: (9, 0),
+    Attention.varlen_attention: (8, 0),
 }
 # The distribution on the package registry (or, for 3, of its own build) that transformers looks for.
 ATTENTION_PACKAGES: dict[Attention, str] = {

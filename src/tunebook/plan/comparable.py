@@ -15,11 +15,11 @@ from tunebook.config.choices import (
     Strategy,
     Switch,
 )
+from tunebook.config.rules.attention import FLASH
 from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig, ZeroConfig
 from tunebook.plan.batch import world_size
 from tunebook.plan.measured_speed import ADAPTERS, ALONE, SPREAD, Adapter, Alone, Spread
 
-_FLASH = (Attention.flash_attention_2, Attention.flash_attention_3, Attention.flash_attention_4)
 _PAGED = (OptimizerName.paged_adamw_32bit, OptimizerName.paged_adamw_8bit)
 
 
@@ -37,8 +37,8 @@ def why_not_estimated(config: RunConfig) -> str | None:
             compute is Compute.fp32 and config.precision.tf32 is Switch.enabled,
             "fp32 was measured without TF32 only; precision.tf32=disabled has an estimate",
         ),
-        (kernel not in (*_FLASH, Attention.sdpa), f"no speed was measured with attention={kernel.name}"),
-        (is_padded and kernel in _FLASH, f"padded rows were measured with sdpa, not with {kernel.name}"),
+        (kernel not in (*FLASH, Attention.sdpa), f"no speed was measured with attention={kernel.name}"),
+        (is_padded and kernel in FLASH, f"padded rows were measured with sdpa, not with {kernel.name}"),
         (
             world_size(config) > 1 and not _spreads(config),
             f"no speed was measured with parallelism={config.parallelism.strategy.name}",
@@ -67,7 +67,7 @@ def alike(config: RunConfig, facts: ModelFacts, flops_per_pass: float) -> Alone:
     kernel, is_packed = config.attention.implementation, config.packing.mode is PackingMode.isolated
     rows = [row for row in ALONE if (row.compute is Compute.fp32) == is_fp32]
     if not is_fp32:  # in fp32 there is one measurement for all
-        rows = [row for row in rows if (row.attention in _FLASH) == (kernel in _FLASH) and row.is_packed == is_packed]
+        rows = [row for row in rows if (row.attention in FLASH) == (kernel in FLASH) and row.is_packed == is_packed]
 
     def distance(row: Alone) -> tuple[float, bool]:
         work = _distance(row.flops_per_pass, flops_per_pass)

@@ -34,6 +34,7 @@ from tunebook.data.sampler import RankBatches, Schedule, StepSize
 from tunebook.errors import DoesNotFitError, InvalidTrainingError, StoppedError, TunebookError
 from tunebook.hardware.peaks import peak_of
 from tunebook.model.adapters import adapter_config, keep_format
+from tunebook.model.compiled_layers import compile_layers
 from tunebook.model.load import begin_loading, finish_loading, master_dtype
 from tunebook.model.token_ids import agree_on_tokens, trainer_tokenizer
 from tunebook.parallel.deepspeed import zero_stage
@@ -174,6 +175,8 @@ def _build_trainer(
         autocast_dtype=torch.bfloat16 if uses_autocast(config) else None,
         saver=CheckpointSaver(folder, identity_of(config, prepared), keep=config.training.keep_checkpoints),
     )
+    if config.model.compile_layers:
+        compile_layers(model)  # the blocks as the trainer has changed them: adapters, Liger's kernels
     if config.peft.method is PeftMethod.qlora:
         keep_format(trainer.model, master_dtype(config))
     trainer.add_callback(ParallelismCheck(config, trainer, folder, units))

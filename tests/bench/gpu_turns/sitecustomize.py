@@ -2,7 +2,8 @@
 
 Everything up to `trainer.train()` (imports, data, random weights) is done on the CPU and can overlap with other runs;
 from there on the ranks of a run wait until `gpu_queue` gives them their GPUs, and say when they are through. Files in
-$TUNEBOOK_BENCH_TURN carry the messages, so that nothing of Tunebook itself has to know of it.
+$TUNEBOOK_BENCH_TURN carry the messages, so that nothing of Tunebook itself has to know of it. Where
+$TUNEBOOK_BENCH_PROFILE names a file, rank 0 writes there which kernels one optimizer step has spent its time in.
 """
 
 from __future__ import annotations
@@ -50,6 +51,10 @@ def _take_turns(trainer: Any, turn: Path) -> None:
         (turn / f"ready-{rank}").touch()
         while not (turn / "go").exists():
             time.sleep(_POLL_S)
+        if "TUNEBOOK_BENCH_PROFILE" in os.environ and rank == "0":
+            from gpu_profile import OneStep
+
+            self.add_callback(OneStep(Path(os.environ["TUNEBOOK_BENCH_PROFILE"])))
         try:
             return train(self, *args, **kwargs)
         finally:

@@ -7,13 +7,25 @@ from tunebook.config.rules.frame import Finding, Level, Rule, rule
 from tunebook.config.schema import RunConfig
 from tunebook.hardware.generations import GENERATIONS, MIN_ATTENTION_CAPABILITY, can_run, capability_text
 
-FLASH = (Attention.flash_attention_2, Attention.flash_attention_3, Attention.flash_attention_4)
+FLASH = (
+    Attention.flash_attention_2,
+    Attention.flash_attention_3,
+    Attention.flash_attention_4,
+    Attention.varlen_attention,
+)
 
 # Architectures in which packed documents reach each other whatever the attention kernel: those that do not take
 # position_ids, from which transformers works out where a document starts, and those that carry a state along the row.
 LEAKING_ARCHITECTURES = frozenset({
     "BloomForCausalLM", "FalconMambaForCausalLM", "JambaForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM",
     "MptForCausalLM", "RecurrentGemmaForCausalLM", "RwkvForCausalLM",
+})  # fmt: skip
+
+# Architectures that were compared with sdpa under torch's varlen kernel (tests/model/test_varlen_attention.py): `auto`
+# takes it for no others, since some call no attention function, and some ask for what it cannot compute.
+VARLEN_ARCHITECTURES = frozenset({
+    "GPTNeoXForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "OlmoForCausalLM", "Olmo2ForCausalLM",
+    "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "SmolLM3ForCausalLM",
 })  # fmt: skip
 
 
@@ -54,6 +66,20 @@ def flash_attention_in_fp32(config: RunConfig) -> Finding | None:
         return None
     message = f"{kernel.name} computes in fp16 or bf16 only, and precision.compute=fp32"
     return Finding(key="attention.implementation", message=message, fix="attention.implementation=sdpa")
+
+
+@rule(
+    "varlen-attention-padded",
+    summary="attention=varlen_attention with padded rows.",
+    why="torch's varlen kernel is told where documents begin and end, and knows no padding between them.",
+    advice="Pack the rows, or take sdpa or flash_attention_2, which know both.",
+)
+def varlen_attention_padded(config: RunConfig) -> Finding | None:
+    """torch's varlen kernel and rows that are not packed."""
+    if config.attention.implementation is not Attention.varlen_attention or config.packing.mode is PackingMode.isolated:
+        return None
+    message = f"varlen_attention computes packed rows only, and packing.mode={config.packing.mode.name}"
+    return Finding(key="attention.implementation", message=message, fix="packing.mode=isolated or attention=sdpa")
 
 
 @rule(
@@ -149,6 +175,7 @@ def activation_offload_without_gpu(config: RunConfig) -> Finding | None:
 RULES: tuple[Rule, ...] = (
     flash_attention_below_ampere,
     flash_attention_in_fp32,
+    varlen_attention_padded,
     flex_attention_on_cpu,
     flash_attention_not_deterministic,
     packing_leaks,

@@ -1,0 +1,35 @@
+"""Each transformer block compiled by itself: its norms, activations, casts and sums become a few kernels.
+
+All blocks share one compilation, where the whole model would take minutes. What is wrapped around a block (the hooks of
+FSDP and DDP, the recomputing of activations) stays outside, since only the block's own `forward` is replaced. The
+length of a pass is left open, so rows of another length compile nothing again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tunebook.errors import RequestError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def compile_layers(model: nn.Module, *, backend: str = "inductor") -> int:
+    """Compile the forward pass of every transformer block, when it is first run; how many there are.
+
+    Raises: RequestError where transformers does not say which of the model's classes are its blocks.
+    """
+    import torch
+
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    blocks: list[Any] = [module for module in model.modules() if type(module).__name__ in names]
+    if not blocks:
+        raise RequestError(
+            f"model.compile_layers=true: transformers does not say which parts of {type(model).__name__} are its "
+            "blocks; try model.compile_layers=false",
+            problem_id="no-layers-to-compile",
+        )
+    for block in blocks:
+        block.forward = torch.compile(block.forward, backend=backend, dynamic=True)
+    return len(blocks)

@@ -1,0 +1,126 @@
+"""How fast is a full fine-tune on one GPU, and in what is its time spent? One JSON line per variant, side by side.
+
+    python tests/bench/gpu_speed.py --output DIR [--gpus 2] [--only NAME ...] [--steps 40] [--deadline-s 400]
+
+Qwen2.5-3B, or what `MODELS` names, at full size: random weights, generated documents of lognormal(5.8, 0.9) tokens cut
+to 16 to 4,096, all of whose tokens count; 32,768 tokens per GPU and optimizer step. The speed is that of real tokens,
+the median of the optimizer steps after the first 10. A variant is what is typed after the recipe. Each has its GPU for
+itself; the kernels of one step of those after `--profile` are looked at in a second run, which is not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+from gpu_queue import Job, add_arguments, run_jobs
+from gpu_recipes import SHORT, facts_of
+
+WARM_UP_STEPS = 10  # compiled layers and flash attention 4 meet their shapes in these
+TOKENS_PER_STEP = 32_768
+DATA = ["model.weights=random", "dataset=synthetic", "dataset.synthetic.num_documents=4000",
+        "dataset.train_on=everything", "training.max_length=4096", "training.global_samples=null"]  # fmt: skip
+QUIET = ["evaluation=none", "optimizer.learning_rate=3e-5", "schedule.warmup_steps=3", "parallelism=single"]
+
+
+def _rows(length: int) -> list[str]:
+    return [f"packing.row_length={length}"]
+
+
+_VARLEN = ["attention=varlen_attention"]
+_COMPILED = [*_VARLEN, "model.compile_layers=true", "model.liger_kernel=false"]
+_STORED = ["activation=stored"]
+_BF16 = ["precision.master_weights=bf16"]
+PROFILED_STEPS = 10
+VARIANTS: dict[str, list[str]] = {
+    "sdpa": ["attention=sdpa", *_rows(4096)],
+    "varlen_8192": [*_VARLEN, *_STORED, *_rows(8192)],
+    "varlen_16384": [*_VARLEN, *_STORED, *_rows(16384)],
+    "flash_attention_4_8192": ["attention=flash_attention_4", *_STORED, *_rows(8192)],
+    "compiled_8192": [*_COMPILED, *_STORED, *_rows(8192)],
+    "compiled_16384": [*_COMPILED, *_STORED, *_rows(16384)],
+    "compiled_32768": [*_COMPILED, *_STORED, *_rows(32768)],
+    "compiled_liger_8192": [*_VARLEN, "model.compile_layers=true", *_STORED, *_rows(8192)],
+    "varlen_bf16_16384": [*_VARLEN, *_BF16, *_STORED, *_rows(16384)],
+    "compiled_bf16_16384": [*_COMPILED, *_BF16, *_STORED, *_rows(16384)],
+}
+
+
+def jobs_of(names: list[str], arguments: argparse.Namespace) -> list[Job]:
+    """A run of each variant, on the GPUs in turn."""
+    places = cycle(range(arguments.gpus))
+    facts = facts_of(arguments.model)
+    jobs: list[Job] = []
+    for name, is_profiled in [*((name, False) for name in names), *((name, True) for name in arguments.profile)]:
+        words = ["qwen3b_zero2", f"model={arguments.model}", "model.liger_kernel=true", *DATA, *QUIET, *SHORT]
+        steps = PROFILED_STEPS if is_profiled else arguments.steps
+        words += [f"training.global_tokens={TOKENS_PER_STEP}", f"training.max_steps={steps}"]
+        words += ["hardware.gpus_per_node=1", *VARIANTS[name], *arguments.more]
+        profile = {"TUNEBOOK_BENCH_PROFILE": str(arguments.runs / f"{name}.json")} if is_profiled else {}
+        jobs.append(
+            Job(
+                name=f"{name}_profiled" if is_profiled else name,
+                gpus=(next(places),),
+                words=without_repeats(words),
+                priority=len(jobs),
+                host_gib=4 * facts["num_parameters"] / 2**30,
+                turn_timeout_s=arguments.timeout_s,
+                environment={"OMP_NUM_THREADS": "8"} | profile,
+                line={"variant": VARIANTS[name], "model": arguments.model, "weights": "random",
+                      "data": "generated documents, every token counts"},
+            )
+        )  # fmt: skip
+    return jobs
+
+
+def without_repeats(words: list[str]) -> list[str]:
+    """Of two words for one key the later: Hydra takes a key only once."""
+    last = {word.split("=")[0]: word for word in words}
+    return list(last.values())
+
+
+def speed(metrics: Path) -> dict[str, Any]:
+    """Of a run's records: medians after the warm-up."""
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    timed = [line for line in lines if "loss" in line][WARM_UP_STEPS:]
+    if not timed:
+        return {}
+    found: dict[str, Any] = {"timed_steps": len(timed)}
+    for key in ("tokens_per_second_per_gpu", "mfu", "padding_share", "seconds"):
+        values = [line[key] for line in timed if line.get(key) is not None]
+        found[f"median_{key}"] = round(statistics.median(values), 4) if values else None
+    return found
+
+
+def main() -> None:
+    """Parse the arguments, run the queue, and write what the variants have reached."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser, deadline_s=400)
+    parser.add_argument("--gpus", type=int, default=1, help="of the machine")
+    parser.add_argument("--only", nargs="*", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--model", default="qwen25_3b", help="a file of hydra_configs/model")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--timeout-s", type=float, default=150, help="of one variant on its GPU")
+    parser.add_argument("--more", nargs="*", default=[], help="overrides for every variant")
+    parser.add_argument("--profile", nargs="*", choices=VARIANTS, default=[], help="look at the kernels of these, too")
+    arguments = parser.parse_args()
+    arguments.max_ranks = min(arguments.max_ranks, 2 * arguments.gpus)
+    lines = run_jobs(jobs_of(arguments.only, arguments), arguments)
+    logs = arguments.logs or arguments.output / "logs"
+    for line in lines:
+        kept = ("name", "variant", "model", "weights", "data", "exit_code", "steps", "first_loss",
+                "last_loss", "memory_gib", "memory_reserved_gib", "machine")  # fmt: skip
+        short = {key: line[key] for key in kept if key in line} | speed(logs / line["name"] / "metrics.jsonl")
+        profile = arguments.runs / f"{line['name'].removesuffix('_profiled')}.json"
+        if line["name"].endswith("_profiled") and profile.exists():
+            short |= {"profile": json.loads(profile.read_text())}
+        with (arguments.output / "speed.jsonl").open("a") as file:
+            file.write(json.dumps(short) + "\n")
+
+
+if __name__ == "__main__":
+    main()
