@@ -74,7 +74,8 @@ class TestRowLength:
     def row(self, undecided, machine_found):
         return resolve_auto(undecided, machine_found).config.packing.row_length
 
-    def test_is_half_as_long_where_the_kernel_computes_the_whole_square(self, undecided, machine, has_no_flash):
+    def test_is_half_as_long_where_the_kernel_computes_the_whole_square(self, undecided, machine):
+        undecided.attention.implementation = Attention.sdpa
         assert self.row(undecided, machine(H200)) == 4096
 
     def test_a_token_budget_is_still_dealt_evenly(self, undecided, machine, has_flash):
@@ -130,8 +131,21 @@ def test_no_gpu_and_a_gpu_recipe_is_planned_only(undecided, machine, has_no_flas
 
 def test_flash_attention_needs_its_package_where_it_runs(undecided, machine, has_no_flash):
     resolution = resolve_auto(undecided, machine(A100))
+    assert resolution.config.attention.implementation is Attention.varlen_attention
+    why = whys(resolution)["attention.implementation"]
+    assert why == "torch brings it along; the package flash-attn is not installed here; the ampere image has it"
+
+
+def test_rows_that_are_padded_cannot_take_torchs_own_kernel(undecided, machine, has_no_flash):
+    undecided.packing.mode = PackingMode.padded
+    resolution = resolve_auto(undecided, machine(A100))
     assert resolution.config.attention.implementation is Attention.sdpa
     assert "the package flash-attn is not installed here" in whys(resolution)["attention.implementation"]
+
+
+def test_torchs_own_kernel_is_only_taken_for_architectures_it_was_tried_with(undecided, machine, has_no_flash):
+    undecided.model.facts.architecture = "Gemma2ForCausalLM"  # caps its attention logits
+    assert resolve_auto(undecided, machine(A100)).config.attention.implementation is Attention.sdpa
 
 
 def test_another_machine_can_be_planned_by_name(undecided, machine):

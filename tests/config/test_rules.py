@@ -231,6 +231,12 @@ CASES = [
     case("packing-leaks", "BloomForCausalLM cannot keep", {"model.facts.architecture": "BloomForCausalLM"}),
     case("row-length-without-packing", "4096 is not used", {"packing.row_length": 4096}, PADDED),
     case("liger-without-gpu", "need a GPU", {"model.liger_kernel": True}, ON_CPU),
+    case(
+        "compiled-layers-with-liger", "cannot be compiled", {"model.liger_kernel": True, "model.compile_layers": True}
+    ),
+    case(
+        "varlen-attention-padded", "packed rows only", {"attention.implementation": Attention.varlen_attention}, PADDED
+    ),
     case("activation-offload-without-gpu", "no GPU memory", {"activation.offload": True}, ON_CPU),
     # parallelism
     case("strategy-settings-mismatch", "FSDP settings", {"parallelism.strategy": Strategy.zero2}, fsdp(Strategy.fsdp)),

@@ -39,6 +39,11 @@ SPREADING: dict[str, Explanation] = {
         "Leaving one of them out without a word would train another model.",
         advice="Take attention=sdpa, which can compute all of them.",
     ),
+    "no-layers-to-compile": Explanation(
+        summary="model.compile_layers, and transformers does not say what the model's blocks are.",
+        why="Blocks are found by the class that the architecture names as not to be split; each is compiled by itself.",
+        advice="Leave model.compile_layers off for this architecture.",
+    ),
     "units-too-large": Explanation(
         summary="FSDP's units by size would be larger than any part of the model.",
         why="Without units FSDP gathers the whole model at once, which saves nothing.",

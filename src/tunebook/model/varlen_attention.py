@@ -60,6 +60,8 @@ def varlen_attention(
         raise _not_possible(f"{type(module).__name__} {asked[0]}")
     if dropout:
         raise _not_possible(f"the model's config asks for a dropout of {dropout:g} of the attention")
+    if sliding_window is not None and "window_size" not in kernel_takes and max_length_q > sliding_window:
+        raise _not_possible("the model has a sliding window, and this version of torch's kernel knows none")
     dtype = _kernel_dtype(query)
     # (1, heads, tokens, size) -> (tokens, heads, size); rotating the positions has made the two of them fp32
     query, key, value = (tensor.transpose(1, 2).squeeze(0).to(dtype) for tensor in (query, key, value))

@@ -77,7 +77,7 @@ def layer_bytes_per_token(config: RunConfig, facts: ModelFacts) -> float:
     element = 4 if config.precision.compute is Compute.fp32 else 2
     norms = _norm_bytes(config) * facts.hidden_size
     inner = 4 * element * facts.intermediate_size  # gate, its activation, up, their product
-    if config.model.liger_kernel:
+    if config.model.liger_kernel or config.model.compile_layers:
         inner = 3 * element * facts.intermediate_size  # the activation is computed again
     return norms + inner + _attention_bytes(config, facts, element) + _dropout_bytes(config, facts)
 
@@ -85,6 +85,9 @@ def layer_bytes_per_token(config: RunConfig, facts: ModelFacts) -> float:
 def _norm_bytes(config: RunConfig) -> float:
     """Of both norms and of the five products that read their outputs, per number of the hidden size."""
     is_adapter = config.peft.method is not PeftMethod.full
+    if config.model.compile_layers:
+        # Of both norms the input and the output; measured with fp32 weights and bf16 ones (h200_speed_one_gpu.jsonl).
+        return 2 * _stream_element(config) + 2 * (4 if config.precision.compute is Compute.fp32 else 2)
     if config.precision.compute is Compute.fp32:
         return 16 if is_adapter else 24  # input, normalised input (for the norm's own weight), output
     if _stream_element(config) == 2:

@@ -160,6 +160,21 @@ def liger_without_gpu(config: RunConfig) -> Finding | None:
 
 
 @rule(
+    "compiled-layers-with-liger",
+    summary="model.compile_layers together with model.liger_kernel.",
+    why="torch cannot compile a block that calls Liger's kernels (tried with torch 2.11 and liger-kernel 0.8.5), and "
+    "fuses by itself what they fuse.",
+    advice="Take one of the two. Compiled blocks were 8% faster and took 5% less memory (Qwen2.5-3B, one H200).",
+)
+def compiled_layers_with_liger(config: RunConfig) -> Finding | None:
+    """Both ways to fuse a block's small operations."""
+    if not (config.model.compile_layers and config.model.liger_kernel):
+        return None
+    message = "blocks that call Liger's kernels cannot be compiled"
+    return Finding(key="model.compile_layers", message=message, fix="model.liger_kernel=false")
+
+
+@rule(
     "activation-offload-without-gpu",
     summary="activation.offload without a GPU.",
     why="It moves activations from GPU memory to host memory; on a CPU they are there already.",
@@ -181,5 +196,6 @@ RULES: tuple[Rule, ...] = (
     packing_leaks,
     row_length_without_packing,
     liger_without_gpu,
+    compiled_layers_with_liger,
     activation_offload_without_gpu,
 )

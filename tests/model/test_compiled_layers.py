@@ -1,0 +1,68 @@
+"""Blocks compiled one by one. The compiler's own back end is left out here: what is replaced is what is tested."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tunebook.errors import RequestError
+from tunebook.model.compiled_layers import compile_layers
+
+INPUTS = {"input_ids": torch.arange(3, 12)[None], "position_ids": torch.arange(9)[None]}
+
+
+@pytest.fixture
+def model():
+    config = AutoConfig.for_model(
+        "qwen2", vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=1, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def gradients(model):
+    model.zero_grad()
+    model(**INPUTS, use_cache=False).logits.logsumexp(-1).sum().backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks at all
+def test_every_block_is_compiled_and_computes_the_same(model):
+    names = list(model.state_dict())
+    expected = gradients(model)
+    graphs = []
+
+    def backend(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    assert compile_layers(model, backend=backend) == 3
+    found = gradients(model)
+    assert graphs, "nothing was compiled"
+    assert len(graphs) < 3, "blocks of one kind share one compilation"
+    assert list(model.state_dict()) == names, "a checkpoint's names stay as they are"
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_rows_of_another_length_compile_nothing_again(model):
+    graphs = []
+
+    def backend(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compile_layers(model, backend=backend)
+    with torch.no_grad():
+        model(**INPUTS, use_cache=False)
+        first = len(graphs)
+        longer = {"input_ids": torch.arange(3, 20)[None], "position_ids": torch.arange(17)[None]}
+        model(**longer, use_cache=False)
+    assert len(graphs) == first
+
+
+def test_a_model_that_names_no_blocks_is_refused():
+    with pytest.raises(RequestError, match=r"does not say which parts of Linear .* try model.compile_layers=false"):
+        compile_layers(torch.nn.Linear(2, 2))
