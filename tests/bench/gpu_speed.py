@@ -1,8 +1,8 @@
-"""How fast is a full fine-tune on one GPU, and in what is its time spent? One JSON line per variant, side by side.
+"""How fast is a fine-tune on each GPU, and in what is its time spent? One JSON line per variant, side by side.
 
     python tests/bench/gpu_speed.py --output DIR [--gpus 2] [--only NAME ...] [--steps 40] [--deadline-s 400]
 
-Qwen2.5-3B, or what `MODELS` names, at full size: random weights, generated documents of lognormal(5.8, 0.9) tokens cut
+Qwen2.5-3B, or what a variant names, at full size: random weights, generated documents of lognormal(5.8, 0.9) tokens cut
 to 16 to 4,096, all of whose tokens count; 32,768 tokens per GPU and optimizer step. The speed is that of real tokens,
 the median of the optimizer steps after the first 10. A variant is what is typed after the recipe. Each has its GPU for
 itself; the kernels of one step of those after `--profile` are looked at in a second run, which is not timed.
@@ -36,6 +36,8 @@ _COMPILED = [*_VARLEN, "model.compile_layers=true", "model.liger_kernel=false"]
 _STORED = ["activation=stored"]
 _BF16 = ["precision.master_weights=bf16"]
 PROFILED_STEPS = 10
+_FLASH_4 = ["attention=flash_attention_4", "model.compile_layers=true", "model.liger_kernel=false"]
+_LORA = [*_VARLEN, "model=llama3_8b", "peft=lora", "model.liger_kernel=false", *_STORED, *_rows(8192)]
 VARIANTS: dict[str, list[str]] = {
     "sdpa": ["attention=sdpa", *_rows(4096)],
     "varlen_8192": [*_VARLEN, *_STORED, *_rows(8192)],
@@ -47,30 +49,47 @@ VARIANTS: dict[str, list[str]] = {
     "compiled_liger_8192": [*_VARLEN, "model.compile_layers=true", *_STORED, *_rows(8192)],
     "varlen_bf16_16384": [*_VARLEN, *_BF16, *_STORED, *_rows(16384)],
     "compiled_bf16_16384": [*_COMPILED, *_BF16, *_STORED, *_rows(16384)],
+    "compiled_flash_attention_4_16384": [*_FLASH_4, *_STORED, *_rows(16384)],
+    "compiled_checkpointing_32768": [*_COMPILED, "activation=checkpointing", *_rows(32768)],
+    "lora_8b": _LORA,
+    "lora_8b_compiled": [*_LORA, "model.compile_layers=true"],
+    "lora_8b_compiled_bf16": [*_LORA, *_BF16, "model.compile_layers=true"],
 }
+_SPREAD = [*_COMPILED, *_STORED, *_rows(8192)]
+SPREAD: dict[str, list[str]] = {  # over all GPUs of the machine
+    "ddp": ["parallelism=ddp", *_SPREAD],
+    "zero2": ["parallelism=zero2", *_SPREAD],
+    "zero2_cast": ["parallelism=zero2", "parallelism.mixed_precision=cast", *_SPREAD],
+    "zero3": ["parallelism=zero3", *_SPREAD],
+    "fsdp": ["parallelism=fsdp", *_SPREAD],
+    "fsdp_grad_op": ["parallelism=fsdp_grad_op", *_SPREAD],
+}
+KNOWN = VARIANTS | SPREAD
 
 
 def jobs_of(names: list[str], arguments: argparse.Namespace) -> list[Job]:
     """A run of each variant, on the GPUs in turn."""
-    places = cycle(range(arguments.gpus))
-    facts = facts_of(arguments.model)
+    places = cycle((gpu,) for gpu in range(arguments.gpus))
     jobs: list[Job] = []
     for name, is_profiled in [*((name, False) for name in names), *((name, True) for name in arguments.profile)]:
-        words = ["qwen3b_zero2", f"model={arguments.model}", "model.liger_kernel=true", *DATA, *QUIET, *SHORT]
+        gpus = tuple(range(arguments.gpus)) if name in SPREAD else next(places)
+        words = ["qwen3b_zero2", "model=qwen25_3b", "model.liger_kernel=true", *DATA, *QUIET, *SHORT]
         steps = PROFILED_STEPS if is_profiled else arguments.steps
-        words += [f"training.global_tokens={TOKENS_PER_STEP}", f"training.max_steps={steps}"]
-        words += ["hardware.gpus_per_node=1", *VARIANTS[name], *arguments.more]
+        words += [f"training.global_tokens={TOKENS_PER_STEP * len(gpus)}", f"training.max_steps={steps}"]
+        words += [f"hardware.gpus_per_node={len(gpus)}", *KNOWN[name], *arguments.more]
+        words = without_repeats(words)
+        model = next(word.removeprefix("model=") for word in words if word.startswith("model="))
         profile = {"TUNEBOOK_BENCH_PROFILE": str(arguments.runs / f"{name}.json")} if is_profiled else {}
         jobs.append(
             Job(
                 name=f"{name}_profiled" if is_profiled else name,
-                gpus=(next(places),),
-                words=without_repeats(words),
+                gpus=gpus,
+                words=words,
                 priority=len(jobs),
-                host_gib=4 * facts["num_parameters"] / 2**30,
+                host_gib=len(gpus) * 4 * facts_of(model)["num_parameters"] / 2**30,
                 turn_timeout_s=arguments.timeout_s,
                 environment={"OMP_NUM_THREADS": "8"} | profile,
-                line={"variant": VARIANTS[name], "model": arguments.model, "weights": "random",
+                line={"variant": KNOWN[name], "model": model, "weights": "random",
                       "data": "generated documents, every token counts"},
             )
         )  # fmt: skip
@@ -101,18 +120,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, deadline_s=400)
     parser.add_argument("--gpus", type=int, default=1, help="of the machine")
-    parser.add_argument("--only", nargs="*", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--model", default="qwen25_3b", help="a file of hydra_configs/model")
+    parser.add_argument("--only", nargs="*", choices=KNOWN, default=list(VARIANTS))
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--timeout-s", type=float, default=150, help="of one variant on its GPU")
     parser.add_argument("--more", nargs="*", default=[], help="overrides for every variant")
-    parser.add_argument("--profile", nargs="*", choices=VARIANTS, default=[], help="look at the kernels of these, too")
+    parser.add_argument("--profile", nargs="*", choices=KNOWN, default=[], help="look at the kernels of these, too")
     arguments = parser.parse_args()
     arguments.max_ranks = min(arguments.max_ranks, 2 * arguments.gpus)
     lines = run_jobs(jobs_of(arguments.only, arguments), arguments)
     logs = arguments.logs or arguments.output / "logs"
     for line in lines:
-        kept = ("name", "variant", "model", "weights", "data", "exit_code", "steps", "first_loss",
+        kept = ("name", "gpus", "variant", "model", "weights", "data", "exit_code", "steps", "first_loss",
                 "last_loss", "memory_gib", "memory_reserved_gib", "machine")  # fmt: skip
         short = {key: line[key] for key in kept if key in line} | speed(logs / line["name"] / "metrics.jsonl")
         profile = arguments.runs / f"{line['name'].removesuffix('_profiled')}.json"
