@@ -173,6 +173,8 @@ class Attempt:
         if end.failure is not None:
             said = reason if outcome.time is not None else "no rank could save"
             return replace(outcome, reason=f"{end.failure.message}. {said}")
+        if end.notice is not None and outcome.exit_code != 0:
+            return replace(outcome, reason=f"{end.notice}. {reason}")
         if outcome.exit_code != 1:
             return outcome
         rank, failed = outcome.rank, first_failure(self.folder) or end.failed
