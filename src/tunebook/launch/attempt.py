@@ -132,7 +132,10 @@ class Attempt:
         if end.stopped_by is not None and is_trained(self.folder, self.config) and self.config.evaluation.tasks:
             message = f"stopped by {end.stopped_by} after the last step, before the evaluation"
             raise StoppedError(f"{message}; the same command goes on with it", problem_id="stopped")
-        return self._with_cause(self._read_outcomes(), end)
+        outcome = self._with_cause(self._read_outcomes(), end)
+        if end.notice is None or outcome.exit_code == 0:
+            return outcome
+        return replace(outcome, reason=f"{end.notice}. {outcome.reason}")
 
     def _start_ranks(self) -> ProcessEnd:
         config, folder = self.config, self.folder
@@ -173,8 +176,6 @@ class Attempt:
         if end.failure is not None:
             said = reason if outcome.time is not None else "no rank could save"
             return replace(outcome, reason=f"{end.failure.message}. {said}")
-        if end.notice is not None and outcome.exit_code != 0:
-            return replace(outcome, reason=f"{end.notice}. {reason}")
         if outcome.exit_code != 1:
             return outcome
         rank, failed = outcome.rank, first_failure(self.folder) or end.failed
