@@ -50,6 +50,7 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     "fsdp_to_bf16": ("fsdp", "float32", []),
     "adapter": ("adapter", "float32", []),
     "adapter_merged_bf16": ("adapter", "float32", ["--merge"]),
+    "adapter_merged_fp32": ("adapter", "float32", ["--merge", "--dtype", "fp32"]),
 }
 WATCHED = """
 import sys

@@ -194,6 +194,38 @@ def test_a_request_of_one_node_reaches_all(opened, call):
     assert roll.stopped_by == "SIGINT"
 
 
+@pytest.mark.parametrize(
+    ("gone_in_s", "stop_timeout_s", "kill_after_s", "when"),
+    [(20.4, 60, 20.4, " in 20 s"), (90, 60, 60, " in 90 s"), (None, 60, 60, "")],
+    ids=["sooner", "later", "unknown"],
+)
+def test_before_a_machine_is_taken_away_all_get_time_to_save(
+    opened, call, gone_in_s, stop_timeout_s, kill_after_s, when
+):
+    roll = opened(reassembles=True, unit="rank", stop_timeout_s=stop_timeout_s)
+    first, second = call(roll, 0), call(roll, 1)
+    first.heard()
+    second.heard()
+    first.line.send("notice", ranks=[1], gone_in_s=gone_in_s)
+    stop = {"kind": "stop", "signal": "SIGTERM", "kill_after_s": kill_after_s}
+    assert first.heard() == [stop]
+    assert second.heard() == [stop]
+    assert roll.stopped_by == "SIGTERM"
+    assert roll.notice == f"host1 is to be taken away{when}, with rank 1"
+    for caller in (first, second):
+        caller.line.send("ended", exit_code=6, why=None)
+    settle(roll)
+    assert roll.is_over  # and does not wait for others in their place
+
+
+def test_machines_that_are_taken_away_are_named_with_their_ranks(opened, call):
+    roll = opened(3)
+    callers = [call(roll, 0, host="a"), call(roll, 1, host="b"), call(roll, 2, host="b")]
+    callers[0].line.send("notice", ranks=[1, 2], gone_in_s=3.0)
+    settle(roll)
+    assert roll.notice == "b is to be taken away in 3 s, with ranks 1, 2"
+
+
 def test_a_request_before_the_start_sends_all_home(opened, call):
     roll = opened()
     first = call(roll, 0)

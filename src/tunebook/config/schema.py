@@ -250,7 +250,7 @@ class LauncherConfig:
     name: LauncherName = MISSING
     timeout_s: int = 1800  # seconds a rank waits for the others in one collective
     start_timeout_s: int = 600  # seconds until every node is there, then until the ranks meet: cold disks take minutes
-    stop_timeout_s: int = 300  # seconds to save and end that ranks get when a node is lost or Slurm takes the job away
+    stop_timeout_s: int = 300  # seconds ranks get to save and end when a node is lost, or Slurm or Ray takes one away
     node_rank: int = 0  # launcher=local on several nodes: which this is; node 0 prepares, evaluates and keeps records
     master_address: str | None = None  # the same: node 0's name or address, as this node reaches it
     master_port: int = 29400  # the same: a port of node 0 that the other nodes can reach; 29400 is torchrun's usual one

@@ -188,7 +188,9 @@ RUNS: dict[str, Explanation] = {
     "stopped": Explanation(
         summary="The run was stopped on request.",
         why="Ctrl-C or SIGTERM ends a run after the step it is in. Ctrl-C after that ends it without saving; SIGTERM "
-        "and a closed terminal may come several times and count once.",
+        "and a closed terminal may come several times and count once. Slurm asks so before it takes a job away, and "
+        "Ray before it takes a machine away: ranks then have launcher.stop_timeout_s to save and end, or until the "
+        "machine goes where that is sooner.",
         advice="Start it again: it goes on from its newest checkpoint where one was saved.",
     ),
     "upload-not-possible": Explanation(

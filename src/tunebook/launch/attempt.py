@@ -15,6 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from tunebook.checkpoint.newest import newest_checkpoint
 from tunebook.config.choices import LauncherName
 from tunebook.config.schema import RunConfig
 from tunebook.errors import DoesNotFitError, StoppedError, TunebookError
@@ -132,7 +133,10 @@ class Attempt:
         if end.stopped_by is not None and is_trained(self.folder, self.config) and self.config.evaluation.tasks:
             message = f"stopped by {end.stopped_by} after the last step, before the evaluation"
             raise StoppedError(f"{message}; the same command goes on with it", problem_id="stopped")
-        return self._with_cause(self._read_outcomes(), end)
+        outcome = self._with_cause(self._read_outcomes(), end)
+        if end.notice is None or outcome.exit_code == 0:
+            return outcome
+        return replace(outcome, reason=f"{end.notice}. {outcome.reason}")
 
     def _start_ranks(self) -> ProcessEnd:
         config, folder = self.config, self.folder
@@ -195,6 +199,8 @@ class Attempt:
         if end.failure is not None:
             self._quote(launcher_log(self.folder))
             return end.failure
+        if end.notice is not None:
+            return StoppedError(f"{end.notice}. {self._unsaved()}", problem_id="stopped")
         if end.stopped_by is not None:
             return StoppedError(f"stopped by {end.stopped_by} before the first step", problem_id="stopped")
         if end.exit_code == DoesNotFitError.exit_code:
@@ -209,6 +215,15 @@ class Attempt:
             f"{who} {how} and could not say why; what it printed is above, and in {self.folder / 'log.txt'}. A kill by "
             f"signal 9 is most often the system's, which ran out of memory",
             problem_id="run-lost",
+        )
+
+    def _unsaved(self) -> str:
+        """What is said where no rank came to the end of a step in the time that it had."""
+        newest = newest_checkpoint(self.folder)
+        going_on = f"goes on from {newest}" if newest is not None else "begins again, since there is no checkpoint"
+        return (
+            f"No rank ended within that, or within launcher.stop_timeout_s={self.config.launcher.stop_timeout_s}, and "
+            f"nothing more was saved; the same command {going_on}"
         )
 
     def _outcome_of(self, error: BaseException) -> Outcome:

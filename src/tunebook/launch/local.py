@@ -43,6 +43,7 @@ class ProcessEnd:
     failed: Failure | None = None  # the rank that failed first, where its own launcher says so
     failure: TunebookError | None = None  # what the launcher ended it for: a node that never came, or was lost
     lost_ranks: tuple[int, ...] = ()  # of a node that was lost
+    notice: str | None = None  # which machines were to be taken away, and when
 
 
 def run_and_wait(

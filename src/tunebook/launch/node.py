@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from tunebook.config.frozen import load_config
@@ -34,6 +34,14 @@ from tunebook.record.run_folder import read_outcomes
 from tunebook.train.death import ask_to_stop_when_parent_dies
 
 
+@dataclass(frozen=True, kw_only=True)
+class Notice:
+    """That machines of the run are to be taken away, by what runs the cluster."""
+
+    ranks: tuple[int, ...]  # those on them
+    gone_in_s: float | None  # None: nobody said when
+
+
 @dataclass(kw_only=True)
 class Agent:
     """Follows the ranks of one node while it stays on the line with the launcher."""
@@ -41,6 +49,7 @@ class Agent:
     line: Line
     stop_timeout_s: float
     asked: list[signal.Signals] = field(default_factory=list)  # requests to stop that this process got itself
+    notices: list[Notice] = field(default_factory=list)  # may be added to by a thread
 
     def wait_for_go(self) -> Message:
         """What to start. Raises: RequestError when refused, TunebookError when the launcher is gone."""
@@ -74,6 +83,8 @@ class Agent:
                 time.sleep(POLL_S)
             while self.asked:
                 self._hand_on(self.asked.pop(0), ranks)
+            while self.notices:
+                self.line.send("notice", **asdict(self.notices.pop(0)))
             if kill_at is not None and time.monotonic() > kill_at:
                 ranks.kill()
         return exit_code

@@ -83,6 +83,7 @@ def run_on_nodes(
         failed=roll.failed,
         failure=roll.failure,
         lost_ranks=tuple(roll.lost_ranks),
+        notice=roll.notice,
     )
 
 

@@ -69,6 +69,7 @@ class RollCall:
     on_go: Callable[[int], None] = lambda attempt: None  # called before the ranks start, with the attempt's number
     failure: TunebookError | None = None  # why the run was ended from here
     stopped_by: str | None = None  # the signal by which a node, or this process, was asked to stop
+    notice: str | None = None  # which machines of the run are to be taken away, and when
     failed: Failure | None = None  # the rank that failed first, where a member is one rank
     lost_ranks: list[int] = field(default_factory=list)  # of the node that was lost last
     hosts: dict[int, str] = field(default_factory=dict)  # of ranks
@@ -84,7 +85,7 @@ class RollCall:
         self.is_running = False  # whether every node has been told to go
         self._start_by: float | None = None
         self._kill_at: float | None = None
-        self._stops: list[signal.Signals] = []
+        self._stops: list[tuple[signal.Signals, float | None]] = []  # and in how many seconds ranks are killed
         self._listener = _listen(self.port, self.num_members)
         self.port = self._listener.getsockname()[1]
 
@@ -110,10 +111,10 @@ class RollCall:
         has_begun = self.is_running or self.failure is not None or self.stopped_by is not None or self._is_concluded
         return has_begun and not any(member.is_at_work for member in self._members.values())
 
-    def stop(self, number: signal.Signals) -> None:
+    def stop(self, number: signal.Signals, kill_after_s: float | None = None) -> None:
         """Hand a request to stop on to the ranks of every node; may be called from a signal handler."""
         self.stopped_by = self.stopped_by or number.name
-        self._stops.append(number)
+        self._stops.append((number, kill_after_s))
 
     def poll(self, timeout_s: float) -> None:
         """Take calls and messages for at most `timeout_s`, and do what time-outs ask for."""
@@ -125,9 +126,9 @@ class RollCall:
             if self._listener in ready:
                 self._take_call()
         while self._stops:
-            number = self._stops.pop(0)
+            number, kill_after_s = self._stops.pop(0)
             if self.is_running:
-                self._tell_all("stop", signal=number.name, kill_after_s=None)
+                self._tell_all("stop", signal=number.name, kill_after_s=kill_after_s)
             else:
                 self._dismiss(f"stopped by {number.name} before the start")
         for call in list(self._strangers):
@@ -258,6 +259,8 @@ class RollCall:
                     self.give_up(RequestError(why, problem_id="folder-not-shared"))
             elif message["kind"] == "asked":
                 self.stop(signal.Signals[message["signal"]])
+            elif message["kind"] == "notice":
+                self._take_notice([int(rank) for rank in message["ranks"]], message["gone_in_s"])
         if not was_at_work or member.is_at_work or not self.is_running:
             return
         who = f"{self.unit} {node} ({member.host})"
@@ -268,6 +271,15 @@ class RollCall:
         elif member.exit_code != 0 and any(other.is_at_work for other in self._members.values()):
             self._kill_at = self._kill_at or time.monotonic() + 2 * KILL_AFTER_S
             self._tell_all("stop", signal=signal.SIGTERM.name, kill_after_s=KILL_AFTER_S)
+
+    def _take_notice(self, ranks: list[int], gone_in_s: float | None) -> None:
+        """Let all ranks save before some lose their machine, within the time that any stop gets."""
+        when = "" if gone_in_s is None else f" in {gone_in_s:.0f} s"
+        hosts = ", ".join(sorted({self.hosts[rank] for rank in ranks}))
+        named = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+        self.notice = f"{hosts} is to be taken away{when}, with {named}"
+        timeout_s = self._stop_timeout_s
+        self.stop(signal.SIGTERM, timeout_s if gone_in_s is None else min(timeout_s, gone_in_s))
 
     def _mind_the_time(self) -> None:
         now = time.monotonic()

@@ -34,7 +34,7 @@ from tunebook.config.choices import (
     ScheduleName,
     Switch,
 )
-from tunebook.config.frozen import config_to_yaml
+from tunebook.config.frozen import config_to_yaml, load_config
 from tunebook.config.plain import plain_config
 from tunebook.config.schema import (
     ActivationConfig,
@@ -49,6 +49,7 @@ from tunebook.config.schema import (
     TrainingConfig,
 )
 from tunebook.data.template import template_hash
+from tunebook.model.adapters import adapter_config
 from tunebook.model.tokenizer import load_tokenizer, tokenizer_hash
 from tunebook.record.atomic_files import atomic_write_json, sha256_file
 from tunebook.record.manifest import system_prompt_hash
@@ -79,9 +80,10 @@ def write_base(folder: Path, sizes: dict[str, Any], dtype: str) -> Path:
     return folder
 
 
-def write_run(folder: Path, base: Path, *, peft: str = "full", state: str = "finished") -> Path:
+def write_run(folder: Path, base: Path, *, peft: str = "full", state: str = "finished", **peft_settings: Any) -> Path:
     """A run folder without a model or a checkpoint."""
     folder.mkdir(parents=True)
+    adapted: dict[str, Any] = {"rank": RANK, "alpha": 8, "target_modules": ["q_proj", "down_proj"]} | peft_settings
     config = plain_config(
         recipe="tiny",
         model=ModelConfig(path=str(base)),
@@ -90,7 +92,7 @@ def write_run(folder: Path, base: Path, *, peft: str = "full", state: str = "fin
         precision=PrecisionConfig(compute=Compute.fp32, tf32=Switch.disabled),
         attention=AttentionConfig(implementation=Attention.sdpa),
         activation=ActivationConfig(checkpointing=Switch.disabled),
-        peft=PeftSettings(method=PeftMethod[peft], rank=RANK, alpha=8, target_modules=["q_proj", "down_proj"]),
+        peft=PeftSettings(method=PeftMethod[peft], **adapted),
         optimizer=OptimizerConfig(learning_rate=1e-2),
         schedule=ScheduleConfig(name=ScheduleName.constant),
         training=TrainingConfig(global_samples=8, max_length=256, num_epochs=2, seed=1),
@@ -137,13 +139,12 @@ def drawn(base: Path, seed: int) -> Tensors:
 
 def drawn_adapter(run: Path, seed: int) -> tuple[Tensors, Any]:
     """An adapter's random fp32 weights by their names in its file, and its settings."""
-    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+    from peft import get_peft_model, get_peft_model_state_dict
 
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base_of(run)))
-        settings = LoraConfig(
-            task_type="CAUSAL_LM", r=RANK, lora_alpha=8, target_modules=["q_proj", "down_proj"], inference_mode=True
-        )
+        settings = adapter_config(load_config(run / "run.yaml").peft)
+        assert settings is not None
         settings.base_model_name_or_path = str(base_of(run))
         with warnings.catch_warnings():  # as in `tunebook.checkpoint.export.model.quiet_peft`
             warnings.simplefilter("ignore")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -83,6 +84,39 @@ def test_a_merged_adapter_is_added_to_its_base(layouts: Any, lora_run: Path, bas
     assert torch.equal(found[untouched], weights[untouched].float())
     assert not (exported.folder / "adapter_config.json").exists()
     assert 0 < exported.origin.check["difference"] < exported.origin.check["allowed"] == 1e-4
+
+
+SAVED_WHOLE = {"modules_to_save": ["k_proj", "lm_head"]}
+
+
+@pytest.mark.parametrize(
+    ("settings", "base_dtype", "dtype"),
+    [
+        ({}, "bfloat16", None),
+        ({}, "bfloat16", "fp32"),
+        ({}, "float32", None),
+        ({"use_rslora": True}, "bfloat16", None),
+        ({"target_modules": []}, "bfloat16", None),
+        (SAVED_WHOLE, "bfloat16", None),
+    ],
+    ids=["plain", "plain-to-fp32", "plain-of-fp32", "rslora", "all-linear", "saved-whole"],
+)
+def test_merged_weights_are_what_peft_makes_of_them_bit_for_bit(
+    layouts: Any, tmp_path: Path, export: Any, settings: Any, base_dtype: str, dtype: str | None
+) -> None:
+    base = layouts.write_base(tmp_path / "base", layouts.TINY | {"tie_word_embeddings": False}, base_dtype)
+    run = layouts.write_run(tmp_path / "outputs" / "tiny" / "lora", base, peft="lora", **settings)
+    checkpoint = layouts.write_checkpoint(run, "adapter")
+    found = load_file(export(run, merge=True, dtype=dtype).folder / "model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32 if dtype else getattr(torch, base_dtype))
+    expected = PeftModel.from_pretrained(model, str(checkpoint)).merge_and_unload().state_dict()
+    assert set(found) == set(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    stored = load_file(base / "model.safetensors")
+    changed = {name.split(".")[-2] for name in found if not torch.equal(found[name].float(), stored[name].float())}
+    everywhere = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    targets = set(settings.get("target_modules", ["q_proj", "down_proj"])) or everywhere
+    assert changed == targets | set(settings.get("modules_to_save", []))
 
 
 def test_the_format_asked_for_wins_and_the_folder_says_so(layouts: Any, run: Path, export: Any) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from safetensors.torch import load_file
 
@@ -36,6 +38,28 @@ def test_shards_are_cut_at_the_limit_of_what_is_written(tmp_path: Path) -> None:
         "c": torch.int64
     }
     assert all(torch.equal(read[name].double(), WEIGHTS[name].double()) for name in WEIGHTS)
+
+
+@pytest.mark.parametrize("is_in_memory", [True, False])
+def test_only_weights_that_do_not_stay_are_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_in_memory: bool
+) -> None:
+    """A second copy of a merged model's weights would be as large as the model, or a shard of it."""
+    written: dict[str, int] = {}
+    save = safetensors.torch.save_file
+
+    def note(tensors: dict[str, torch.Tensor], *words: Any, **settings: Any) -> None:
+        written.update({name: tensor.data_ptr() for name, tensor in tensors.items()})
+        save(tensors, *words, **settings)
+
+    monkeypatch.setattr(safetensors.torch, "save_file", note)
+    weights = HeldWeights(WEIGHTS)
+    weights.is_in_memory = is_in_memory
+    write_weights(weights, list(WEIGHTS), tmp_path, dtype=None, place="x")
+    same = [name for name, tensor in WEIGHTS.items() if written[name] == tensor.data_ptr()]
+    assert same == (list(WEIGHTS) if is_in_memory else [])
+    found = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(found[name], WEIGHTS[name]) for name in WEIGHTS)
 
 
 def test_one_shard_has_no_index_and_others_may_read_it(tmp_path: Path) -> None:

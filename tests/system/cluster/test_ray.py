@@ -6,6 +6,7 @@ The cluster's processes are known by its folder; `ray stop` would end those of o
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from .conftest import at_work, ranks_of, required, train_words
 
 HEAD = "10.213.77.11:6379"
 SECRET = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a" * 64}  # whatever this machine's user has
+LONG_NOTICE = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "120"}  # 30 by itself: a busy machine may not save in that
 RAY = ("hardware=cpu", "parallelism=ddp", "launcher=ray", "launcher.stop_timeout_s=20")
 ON_TWO = (*RAY, "hardware.num_nodes=2", "hardware.gpus_per_node=1", f"launcher.address={HEAD}")
 
@@ -47,9 +49,19 @@ class Cluster:
 
     def _begin(self, host, *words):
         usual = ["--num-cpus=1", "--object-store-memory=100000000", "--disable-usage-stats", "--block"]
-        running = self.start(self.hosts(host, [*self.ray, "start", *words, *usual]), **SECRET)
+        running = self.start(self.hosts(host, [*self.ray, "start", *words, *usual]), **SECRET, **LONG_NOTICE)
         running.wait_for(lambda: "Ray runtime started" in running.output, 120)
         return running
+
+    def shut_second_down(self):
+        """As Kubernetes does with a pod that it deletes; Ray has the node drained first, for as long as it says."""
+        (daemon,) = [process for process, words in at_work(HEAD).items() if f" start --address={HEAD}" in words]
+        os.kill(daemon, signal.SIGTERM)
+
+    def lose_second(self):
+        """Switch the second node off."""
+        self.second.kill()
+        self.kill("--node_ip_address=10.213.77.12", "--node-ip-address=10.213.77.12")
 
     def kill(self, *names):
         """End those of its processes whose program or arguments hold one of some words."""
@@ -190,12 +202,40 @@ def daemons():
     return {line.split()[0] for line in listed.splitlines() if line.split()[1] in ("raylet", "gcs_server")}
 
 
+def test_before_a_machine_is_taken_away_the_run_saves_and_the_same_command_goes_on(
+    cluster, start_on, read_run, leaves_nothing
+):
+    in_time = "launcher.stop_timeout_s=120"
+    running, folder = start_on(in_time)
+    wait_for_steps(running, read_run, folder, 3)
+    lost = {host_of(process): rank for rank, process in ranks_of(folder.resolve()).items()}["node2"]
+    cluster.shut_second_down()
+    ended = running.wait(120)
+    assert ended.exit_code == 6, ended.output
+    stopped = read_run(folder)
+    losses = stopped.losses
+    steps = len(losses)
+    said = rf"node2 is to be taken away in \d+ s, with rank {lost}\. stopped by SIGTERM after step {steps}, saved in"
+    assert re.match(said, stopped.status["reason"]), stopped.status["reason"]
+    assert stopped.checkpoints == [f"checkpoint-{steps}"]
+    leaves_nothing()
+    cluster.lose_second()
+    cluster.mend()
+    again, _ = start_on(in_time)
+    wait_for_steps(again, read_run, folder, steps + 3)
+    again.interrupt()
+    ended = again.wait(120)
+    assert ended.exit_code == 6, ended.output
+    assert f"going on after {folder.resolve()}/checkpoints/checkpoint-{steps}" in "".join(ended.output.splitlines())
+    assert read_run(folder).losses[:steps] == losses
+    leaves_nothing()
+
+
 def test_a_lost_node_that_nobody_replaces_ends_the_run_in_time(cluster, start_on, read_run, leaves_nothing):
     running, folder = start_on("launcher.start_timeout_s=100", "training.save_every_steps=2")
     wait_for_steps(running, read_run, folder, 3)
     lost = {host_of(process): rank for rank, process in ranks_of(folder.resolve()).items()}["node2"]
-    cluster.second.kill()
-    cluster.kill("--node_ip_address=10.213.77.12", "--node-ip-address=10.213.77.12")
+    cluster.lose_second()
     ended = running.wait(300)
     assert ended.exit_code == 1, ended.output
     reason = read_run(folder).status["reason"]

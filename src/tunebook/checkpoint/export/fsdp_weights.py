@@ -49,6 +49,8 @@ class _Unpickler(pickle.Unpickler):
 class ShardedWeights:
     """The tensors of one sharded checkpoint, each put together from all ranks' pieces when it is read."""
 
+    is_in_memory = False
+
     def __init__(self, folder: Path) -> None:
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 

@@ -25,6 +25,7 @@ _BATCH_BYTES = 256 * 2**20
 class Weights(Protocol):
     """Named tensors that are somewhere; `read` gives them one by one, valid until the next one is asked for."""
 
+    is_in_memory: bool  # whether they stay valid, so that a copy of one would only be a second one
     shapes: Shapes
     dtypes: dict[str, torch.dtype]
 
@@ -61,6 +62,8 @@ def read_in_batches(weights: Weights, names: Iterable[str]) -> Iterator[tuple[st
 class FileWeights:
     """Tensors of safetensors files."""
 
+    is_in_memory = False
+
     def __init__(self, files: list[Path]) -> None:
         self.shapes: Shapes = {}
         self.dtypes: dict[str, torch.dtype] = {}
@@ -87,6 +90,8 @@ class FileWeights:
 class HeldWeights:
     """Tensors that are in memory already, such as those of a merged model."""
 
+    is_in_memory = True
+
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self._tensors = tensors
         self.shapes: Shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -104,6 +109,7 @@ class RenamedWeights:
     def __init__(self, weights: Weights, names: dict[str, str]) -> None:
         """`names`: from the new name to the one there."""
         self._weights, self._names = weights, names
+        self.is_in_memory = weights.is_in_memory
         self.shapes: Shapes = {new: weights.shapes[old] for new, old in names.items()}
         self.dtypes = {new: weights.dtypes[old] for new, old in names.items()}
 

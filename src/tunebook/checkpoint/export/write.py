@@ -1,7 +1,8 @@
 """Write weights as safetensors, shard by shard: checked on the way, cast to one number format, flushed to the disk.
 
-One shard is in memory at a time. Names and shapes are compared with the architecture before anything is read; numbers
-are looked at as they pass. Everything that is wrong is named, and nothing is written that is.
+One shard is in memory at a time, and none beside weights that are there already. Names and shapes are compared with the
+architecture before anything is read; numbers are looked at as they pass. Everything that is wrong is named, and nothing
+is written that is.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ def write_weights(
     places: dict[str, str] = {}
     problems = Problems()
     for number, shard in enumerate(shards, 1):
-        tensors = _copied(weights, shard, dtype, problems)
+        tensors = _kept(weights, shard, dtype, problems)
         if problems.not_finite or problems.too_large:
             continue  # look at the rest, write no more
         part = "" if len(shards) == 1 else f"-{number:05}-of-{len(shards):05}"
@@ -168,20 +169,18 @@ def short_name(dtype: torch.dtype) -> str:
     return {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(name, name)
 
 
-def _copied(
-    weights: Weights, names: list[str], dtype: torch.dtype | None, problems: Problems
-) -> dict[str, torch.Tensor]:
-    """Copies in the number format that is written; what is wrong with them is added to the problems."""
+def _kept(weights: Weights, names: list[str], dtype: torch.dtype | None, problems: Problems) -> dict[str, torch.Tensor]:
+    """Tensors in the number format that is written, which stay; what is wrong with them is added to the problems."""
     tensors = {}
     for name, tensor in read_in_batches(weights, names):
         if not _is_finite(tensor):
             problems.not_finite.append(name)
             continue
         is_cast = dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype
-        copy = tensor.to(dtype) if is_cast else tensor.clone()
-        if is_cast and not _is_finite(copy):
+        kept = tensor.to(dtype) if is_cast else tensor if weights.is_in_memory else tensor.clone()
+        if is_cast and not _is_finite(kept):
             problems.too_large.append(name)
-        tensors[name] = copy.contiguous()
+        tensors[name] = kept.contiguous()
     return tensors
 
 

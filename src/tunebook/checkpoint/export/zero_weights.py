@@ -43,6 +43,8 @@ class _Place:
 class PartitionedWeights:
     """The parameters of a ZeRO checkpoint in their master precision."""
 
+    is_in_memory = False
+
     def __init__(self, folder: Path) -> None:
         import torch
 

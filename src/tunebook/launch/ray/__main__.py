@@ -61,7 +61,12 @@ def make_trainer(config: RunConfig, folder: Path, meet: str) -> Any:
         run_config=train.RunConfig(
             name="ray",
             storage_path=str(folder),
-            failure_config=train.FailureConfig(max_failures=settings.max_failures, controller_failure_limit=0),
+            failure_config=train.FailureConfig(
+                max_failures=settings.max_failures,
+                controller_failure_limit=0,
+                # Where a machine is to be taken away, the launcher ends the ranks in time, and no later than this.
+                preemption_grace_s=settings.stop_timeout_s,
+            ),
         ),
     )
 

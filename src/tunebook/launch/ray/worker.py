@@ -26,6 +26,7 @@ from tunebook.launch.commands import rank_command
 from tunebook.launch.local import rank_environment, start_command
 from tunebook.launch.logs import rank_log
 from tunebook.launch.node import Agent
+from tunebook.launch.ray.notices import NoticeWatch
 from tunebook.record.files import RUN_FILE
 
 # Endings that another attempt would not change, or that were asked for.
@@ -50,6 +51,9 @@ def work(settings: dict[str, str]) -> None:
         place = import_module("ray").get_runtime_context().get_node_id()
         hello(line, reached_at, node=rank, ranks=[rank], port=port, problems=problems, place=place)
         agent = Agent(line=line, stop_timeout_s=config.launcher.stop_timeout_s)
+        # Every worker asks, since Ray has them agree; one of them tells.
+        watch = NoticeWatch(train.get_preemption_info, agent.notices.append if rank == 0 else lambda notice: None)
+        watch.start()
         go = agent.wait_for_go()
         environment = rank_environment(config, os.environ) | _rank_variables(context, go)
         if interface := socket_interface(line.own_address):
@@ -64,7 +68,7 @@ def work(settings: dict[str, str]) -> None:
         agent.wait_for_end(exit_code)
     finally:
         line.close()
-    if exit_code not in _DECIDED:
+    if exit_code not in _DECIDED and not watch.has_come:  # after a notice nobody is to be started here again
         raise RuntimeError(f"rank {rank} ended with exit code {exit_code}; it says why in {rank_log(folder, rank)}")
 
 

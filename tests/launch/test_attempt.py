@@ -1,0 +1,46 @@
+"""What an attempt says of ranks that could not say themselves how they ended."""
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tunebook.config.choices import LauncherName
+from tunebook.config.plain import plain_config
+from tunebook.config.schema import RayConfig
+from tunebook.launch import attempt
+from tunebook.launch.attempt import Attempt
+from tunebook.launch.local import ProcessEnd
+from tunebook.record.files import RUN_FILE
+
+GOES = "node2 is to be taken away in 26 s, with rank 1"
+
+
+@pytest.fixture
+def make(tmp_path, monkeypatch):
+    """An attempt at a run whose ranks end in a given way, with some checkpoint left."""
+
+    def begin(end, newest=None):
+        (tmp_path / RUN_FILE).touch()
+        monkeypatch.setattr(Attempt, "_start_ranks", lambda self: end)
+        monkeypatch.setattr(attempt, "newest_checkpoint", lambda folder: newest)
+        config = plain_config(launcher=RayConfig(name=LauncherName.ray, stop_timeout_s=20))
+        return Attempt(config=config, folder=tmp_path, lock=0, console=Console(quiet=True))
+
+    return begin
+
+
+@pytest.mark.parametrize(
+    ("newest", "said"),
+    [(Path("/r/checkpoint-4"), "goes on from /r/checkpoint-4"), (None, "begins again, since there is no checkpoint")],
+    ids=["some", "none"],
+)
+def test_ranks_that_did_not_save_before_their_machine_went_are_told_apart_from_those_that_did(make, newest, said):
+    made = make(ProcessEnd(exit_code=0, stopped_by="SIGTERM", notice=GOES), newest)
+    with pytest.raises(attempt.StoppedError) as error:
+        made.carry_out()
+    assert error.value.message == (
+        f"{GOES}. No rank ended within that, or within launcher.stop_timeout_s=20, and nothing more was saved; the "
+        f"same command {said}"
+    )
+    assert error.value.exit_code == 6
