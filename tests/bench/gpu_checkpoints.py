@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpu_queue import KEPT, machine_versions, measured
+from gpu_queue import ASKS, KEPT, machine_versions, measured
 from gpu_recipes import facts_of, slice_words
 
 from tunebook.parity.compare import compare_losses
@@ -175,8 +175,8 @@ class Bench:
 
 def ended_by_force(process: subprocess.Popen[bytes]) -> str:
     """The third request makes Tunebook kill its ranks."""
-    for _ in range(3):
-        process.send_signal(signal.SIGTERM)
+    for request in ASKS:
+        process.send_signal(request)
         time.sleep(0.5)
     try:
         process.wait(20)

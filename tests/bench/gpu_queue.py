@@ -26,6 +26,7 @@ from typing import Any
 WARM_UP_STEPS = 5  # left out of the median speed
 KEPT = ("run.yaml", "manifest.json", "metrics.jsonl", "deepspeed.json", "log.txt", "plan.json")
 SHARES = 3  # runs that are not alone on a GPU at a time
+ASKS = (signal.SIGTERM, signal.SIGINT, signal.SIGINT)  # only Ctrl-C counts more than once
 _TICK_S = 0.05
 _PACKAGES = ("torch", "transformers", "trl", "accelerate", "deepspeed", "peft", "torchao")
 
@@ -151,11 +152,11 @@ class GpuQueue:
                 self._end([run], f"stopped after {run.job.turn_timeout_s:g} s on the GPUs")
 
     def _end(self, runs: list[_Running], why: str) -> None:
-        """The third request makes Tunebook kill its ranks."""
-        for _ in range(3):
+        """Ask for a save, and then not even for that: the third request makes Tunebook kill its ranks."""
+        for request in ASKS:
             for run in runs:
                 run.ended = why
-                run.process.send_signal(signal.SIGTERM)
+                run.process.send_signal(request)
             time.sleep(0.3)
 
     def _collect(self, run: _Running, exit_code: int | str) -> None:

@@ -111,7 +111,8 @@ def speed(metrics: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"timed_steps": len(timed)}
     for key in ("tokens_per_second_per_gpu", "mfu", "padding_share", "seconds"):
         values = [line[key] for line in timed if line.get(key) is not None]
-        found[f"median_{key}"] = round(statistics.median(values), 4) if values else None
+        name = "seconds_per_step" if key == "seconds" else key
+        found[name] = round(statistics.median(values), 4) if values else None
     return found
 
 

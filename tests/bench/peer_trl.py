@@ -102,7 +102,7 @@ def measure(name: str, steps: int, output: Path) -> dict[str, Any]:
     return {
         "name": f"trl_{name}", "settings": VARIANTS[name], "model": "qwen25_3b", "weights": "random", "steps": steps,
         "first_loss": losses[0], "last_loss": losses[-1], "timed_steps": len(timed),
-        "median_tokens_per_second_per_gpu": round(statistics.median(timed), 1),
+        "tokens_per_second_per_gpu": round(statistics.median(timed), 1),
         "memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3), "hardware": torch.cuda.get_device_name(),
         "machine": machine_versions(),
     }  # fmt: skip

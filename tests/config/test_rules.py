@@ -231,8 +231,12 @@ CASES = [
     case("packing-leaks", "BloomForCausalLM cannot keep", {"model.facts.architecture": "BloomForCausalLM"}),
     case("row-length-without-packing", "4096 is not used", {"packing.row_length": 4096}, PADDED),
     case("liger-without-gpu", "need a GPU", {"model.liger_kernel": True}, ON_CPU),
+    case("compiled-layers-with-flash-attn", "compiled by itself", {"model.compile_layers": True}),
     case(
-        "compiled-layers-with-liger", "cannot be compiled", {"model.liger_kernel": True, "model.compile_layers": True}
+        "compiled-layers-with-liger",
+        "cannot be compiled",
+        {"model.liger_kernel": True, "model.compile_layers": True},
+        {"attention.implementation": Attention.varlen_attention},
     ),
     case(
         "varlen-attention-padded", "packed rows only", {"attention.implementation": Attention.varlen_attention}, PADDED

@@ -84,12 +84,14 @@ def timed(config: RunConfig, **changes: Any) -> TimePlan:
     [
         ({}, 22_233),
         ({"attention__implementation": Attention.flash_attention_2}, 21_841),
+        ({"attention__implementation": Attention.varlen_attention}, 22_936),
+        ({"attention__implementation": Attention.varlen_attention, "model__compile_layers": True}, 24_679),
         ({"activation__checkpointing": Switch.enabled}, 17_810),
         ({"strategy": Strategy.zero2, "gpus": 8}, 17_289),
         ({"strategy": Strategy.fsdp, "gpus": 8}, 17_578),
         ({"strategy": Strategy.zero3, "gpus": 8}, 7_969),
     ],
-    ids=["flash4", "flash2", "checkpointing", "zero2", "fsdp", "zero3"],
+    ids=["flash4", "flash2", "varlen", "compiled", "checkpointing", "zero2", "fsdp", "zero3"],
 )
 def test_what_was_measured_comes_out_again(changes: dict[str, Any], tokens_per_second: float) -> None:
     time = timed(qwen_3b(**changes))

@@ -68,6 +68,8 @@ def alike(config: RunConfig, facts: ModelFacts, flops_per_pass: float) -> Alone:
     rows = [row for row in ALONE if (row.compute is Compute.fp32) == is_fp32]
     if not is_fp32:  # in fp32 there is one measurement for all
         rows = [row for row in rows if (row.attention in FLASH) == (kernel in FLASH) and row.is_packed == is_packed]
+        # Compiled blocks were measured with torch's own kernel only; elsewhere they are taken as if they were not.
+        rows = [row for row in rows if row.is_compiled == config.model.compile_layers] or rows
 
     def distance(row: Alone) -> tuple[float, bool]:
         work = _distance(row.flops_per_pass, flops_per_pass)

@@ -16,6 +16,7 @@ from tunebook.plan.flops import flops_per_token, model_flops_utilisation, recomp
 
 RESULTS = "tests/bench/results/"
 _SPEED, _SMALL = f"{RESULTS}h200_speed.jsonl", f"{RESULTS}h200_qwen05b_single.jsonl"
+_ONE_GPU = f"{RESULTS}h200_speed_one_gpu.jsonl"
 BF16_PEAK, FP32_PEAK = 989.0, 67.0  # TFLOP/s of the GPU all was measured on
 MEASURED_ON = "H200"
 
@@ -51,6 +52,7 @@ class Alone:
     padding_share: float | None = 0.0  # None: not recorded
     compute: Compute = Compute.bf16
     is_recomputed: bool = False
+    is_compiled: bool = False  # model.compile_layers
 
     @property
     def efficiency(self) -> float:
@@ -72,7 +74,7 @@ class Alone:
     @property
     def text(self) -> str:
         """For people: where the number comes from."""
-        rows = "packed" if self.is_packed else "padded"
+        rows = ("packed" if self.is_packed else "padded") + (", compiled" if self.is_compiled else "")
         return (
             f"one {MEASURED_ON} with {_NAMES[self.model.num_parameters]}, {rows}, {self.attention.name}, "
             f"{self.compute.name} ({self.tokens_per_second:,.0f} tokens/s)"
@@ -89,6 +91,18 @@ ALONE = (
     Alone(
         source=f"{_SPEED} packed_flash_attention_4", model=QWEN_3B, tokens_per_second=22_233, tokens_per_pass=8192,
         attended_length=_WHOLE, attention=Attention.flash_attention_4,
+    ),
+    Alone(
+        source=f"{_ONE_GPU} varlen_8192", model=QWEN_3B, tokens_per_second=22_936.35, tokens_per_pass=8192,
+        attended_length=_WHOLE, attention=Attention.varlen_attention,
+    ),
+    Alone(
+        source=f"{_ONE_GPU} compiled_8192", model=QWEN_3B, tokens_per_second=24_679.4, tokens_per_pass=8192,
+        attended_length=_WHOLE, attention=Attention.varlen_attention, is_compiled=True,
+    ),
+    Alone(
+        source=f"{_ONE_GPU} compiled_16384", model=QWEN_3B, tokens_per_second=26_355.5, tokens_per_pass=16384,
+        attended_length=_WHOLE, attention=Attention.varlen_attention, is_compiled=True,
     ),
     Alone(
         source=f"{_SMALL} flash_attention_4_rows_8192", model=QWEN_05B, tokens_per_second=75_767.6,

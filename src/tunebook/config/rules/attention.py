@@ -79,7 +79,7 @@ def varlen_attention_padded(config: RunConfig) -> Finding | None:
     if config.attention.implementation is not Attention.varlen_attention or config.packing.mode is PackingMode.isolated:
         return None
     message = f"varlen_attention computes packed rows only, and packing.mode={config.packing.mode.name}"
-    return Finding(key="attention.implementation", message=message, fix="packing.mode=isolated or attention=sdpa")
+    return Finding(key="attention.implementation", message=message, fix="packing.mode=isolated or attention.implementation=sdpa")
 
 
 @rule(
@@ -175,6 +175,23 @@ def compiled_layers_with_liger(config: RunConfig) -> Finding | None:
 
 
 @rule(
+    "compiled-layers-with-flash-attn",
+    summary="model.compile_layers with one of flash-attn's packages.",
+    why="transformers' function for them looks at the number of the block that calls it, so torch compiles each block "
+    "anew, gives up after eight, and leaves the rest as they are. With flash_attention_4, which compiles as well, the "
+    "first step had not come after 250 s (one H200).",
+    advice="Take torch's own kernels for packed rows, which compile once for all blocks.",
+)
+def compiled_layers_with_flash_attn(config: RunConfig) -> Finding | None:
+    """Compiled blocks and an attention that makes each of them another one."""
+    kernel = config.attention.implementation
+    if not config.model.compile_layers or kernel not in FLASH or kernel is Attention.varlen_attention:
+        return None
+    message = f"with {kernel.name} every block would be compiled by itself, and most not at all"
+    return Finding(key="model.compile_layers", message=message, fix="attention.implementation=varlen_attention")
+
+
+@rule(
     "activation-offload-without-gpu",
     summary="activation.offload without a GPU.",
     why="It moves activations from GPU memory to host memory; on a CPU they are there already.",
@@ -197,5 +214,6 @@ RULES: tuple[Rule, ...] = (
     row_length_without_packing,
     liger_without_gpu,
     compiled_layers_with_liger,
+    compiled_layers_with_flash_attn,
     activation_offload_without_gpu,
 )
