@@ -41,9 +41,12 @@ CASES: dict[str, tuple[bool, list[str]]] = {  # whether it takes all GPUs, and w
     "zero2": (True, ["parallelism=zero2"]),
     "zero3": (True, ["parallelism=zero3"]),
     "fsdp": (True, ["parallelism=fsdp"]),
+    "fsdp_full": (True, ["parallelism=fsdp", "parallelism.state_dict=full"]),
+    "zero1": (True, ["parallelism=zero1"]),
+    "zero2_offload": (True, ["parallelism=zero2_offload"]),
     "lora": (True, ["parallelism=ddp", "peft=lora", "optimizer.learning_rate=1e-3"]),
 }
-ON_FEWER = ("ddp", "zero2", "zero3", "fsdp")
+ON_FEWER = ("ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp_full")
 GENERATED = ["model.weights=random", "dataset=synthetic", "dataset.synthetic.num_documents=1500", "attention=sdpa"]
 QWEN = ["qwen05b_single", *GENERATED, "training.global_samples=32", "packing.row_length=2048"]
 QUICKSTART = ["quickstart", "hardware=cpu", "training.global_samples=16"]
