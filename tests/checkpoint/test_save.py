@@ -24,9 +24,9 @@ from tunebook.errors import DoesNotFitError, TunebookError
 FILES = {"model.safetensors": b"weights", "global_step4/optim.pt": b"state", "latest": b"global_step4"}
 
 
-@pytest.fixture
-def saver(tmp_path: Path, identity: Identity) -> CheckpointSaver:
-    return CheckpointSaver(tmp_path, identity, keep=2)
+@pytest.fixture(params=[False, True], ids=["waiting", "in-background"])
+def saver(request: pytest.FixtureRequest, tmp_path: Path, identity: Identity) -> CheckpointSaver:
+    return CheckpointSaver(tmp_path, identity, keep=2, in_background=request.param)
 
 
 def write(saver: CheckpointSaver, step: int) -> None:
@@ -40,7 +40,13 @@ def write(saver: CheckpointSaver, step: int) -> None:
 def save_step(saver: CheckpointSaver, step: int, best: int | None = None) -> Path:
     saver.begin(step, 0)
     write(saver, step)
-    return saver.finish(step, best)
+    finish(saver, step, best)
+    return saver.folder / f"checkpoint-{step}"
+
+
+def finish(saver: CheckpointSaver, step: int, best: int | None = None) -> None:
+    saver.finish(step, best)
+    saver.settle()
 
 
 def names(saver: CheckpointSaver) -> list[str]:
@@ -56,7 +62,8 @@ def test_a_saved_checkpoint_is_verified_and_says_what_it_belongs_to(
     assert sorted(record.files) == sorted(FILES)
     assert record.identity == identity
     assert record.versions["torch"]
-    assert record.seconds > 0
+    assert record.stall_seconds is not None
+    assert record.seconds >= record.stall_seconds > 0
     assert names(saver) == ["checkpoint-4"]
 
 
@@ -135,7 +142,7 @@ def test_stopped_at_any_call_the_one_before_or_this_one_is_whole(
         write(saver, 4)
         with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
             power = Power(last_call, patch)
-            saver.finish(4, None)
+            finish(saver, 4)
         found = newest_checkpoint(tmp_path)
         assert found is not None
         assert verified_record(found).files
@@ -214,8 +221,8 @@ def test_a_disk_that_fills_up_leaves_the_last_one(
     monkeypatch.setattr(save, "atomic_write_json", full)
     with pytest.raises(OSError, match="No space left"):
         save_step(saver, 4)
-    saver.abandon(4)
     assert names(saver) == ["checkpoint-2"]
+    assert not saver.is_in_the_air
 
 
 def test_a_folder_that_cannot_be_written_to_is_named(
@@ -233,10 +240,13 @@ def test_nothing_written_is_no_checkpoint(saver: CheckpointSaver) -> None:
     saver.begin(4, 0)
     (saver.unfinished / "checkpoint-4").mkdir()
     with pytest.raises(TunebookError, match="nothing was written"):
-        saver.finish(4, None)
+        finish(saver, 4)
+    assert names(saver) == []
+    saver.begin(4, 0)
+    (saver.unfinished / "checkpoint-4").mkdir()
     (saver.unfinished / "checkpoint-4" / "link").symlink_to("/etc/hostname")
     with pytest.raises(TunebookError, match="link in it is no regular file"):
-        saver.finish(4, None)
+        finish(saver, 4)
 
 
 def test_room_is_asked_of_a_real_disk(tmp_path: Path) -> None:
