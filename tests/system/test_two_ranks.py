@@ -124,7 +124,8 @@ def ranks_of(folder: Path) -> list[int]:
 def test_a_rank_that_is_killed_ends_the_run_and_is_named(start, run, read_run, tmp_path, one_rank, rank_1_with):
     words = command(tmp_path, *TWO_RANKS, "training.save_every_steps=2")
     running = start(words, **rank_1_with("time.sleep(1000)"))
-    running.wait_for(lambda: latest(tmp_path).exists() and len(read_run(latest(tmp_path)).losses) >= 3)
+    saved = latest(tmp_path) / "checkpoints" / "checkpoint-2" / "complete.json"
+    running.wait_for(lambda: saved.exists() and len(read_run(latest(tmp_path)).losses) >= 3)
     os.kill(ranks_of(latest(tmp_path).resolve())[1], signal.SIGKILL)
     ended = running.wait(300)
     assert ended.exit_code == 1, ended.output

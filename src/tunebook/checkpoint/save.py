@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -38,42 +37,15 @@ from tunebook.checkpoint.record import (
     read_record,
 )
 from tunebook.checkpoint.retention import clean_up, remove_old
+from tunebook.checkpoint.room import require_room, require_writable
+from tunebook.checkpoint.stall import Stall
 from tunebook.checkpoint.together import Group, on_every_rank, on_first_rank, rank_and_size, share_of
 from tunebook.checkpoint.verify import why_not_complete
-from tunebook.errors import DoesNotFitError, TunebookError
+from tunebook.errors import TunebookError
 from tunebook.record.atomic_files import atomic_write_json, flush_folder, sha256_file
 from tunebook.record.disk import is_disk_full
 
 _PACKAGES = ("tunebook", "torch", "transformers", "trl", "accelerate", "peft", "deepspeed")
-_MIB = 2**20
-
-
-class Stall:
-    """How long training has stood still for a save, from when this is made; read by the thread that completes it."""
-
-    def __init__(self) -> None:
-        self._began = time.perf_counter()
-        self._before_s = 0.0
-        self._since: float | None = self._began  # None while training goes on
-
-    @property
-    def age_s(self) -> float:
-        """Since the save began."""
-        return time.perf_counter() - self._began
-
-    @property
-    def seconds(self) -> float:
-        """That training has stood still, up to now."""
-        since = self._since
-        return self._before_s + (time.perf_counter() - since if since is not None else 0.0)
-
-    def stop(self) -> None:
-        """Training goes on. To be called before the thread is started that reads."""
-        self._before_s, self._since = self.seconds, None
-
-    def go_on(self) -> None:
-        """Training stands still again, for good."""
-        self._since = time.perf_counter()
 
 
 class CheckpointSaver:
@@ -262,30 +234,6 @@ class CheckpointSaver:
             versions=_versions(),
             identity=self.identity,
             files=dict(sorted(files.items())),
-        )
-
-
-def require_writable(folder: Path) -> None:
-    """Write a file and remove it: a folder that is there already may be read-only all the same. Raises: OSError."""
-    probe = folder / ".writable"
-    probe.touch()
-    probe.unlink()
-
-
-def require_room(folder: Path, step: int, needed_bytes: int, *, last: Path | None) -> None:
-    """Raise DoesNotFitError unless the disk of `folder` has room for a checkpoint; `last` is the newest complete one.
-
-    Raises: OSError.
-    """
-    disk = shutil.disk_usage(folder)
-    # A total of zero is a file system that does not count, such as some network mounts: the writes will tell.
-    if disk.total and disk.free < needed_bytes:
-        kept = f"The last good checkpoint is {last}" if last is not None else "Nothing was saved before"
-        raise DoesNotFitError(
-            f"the disk of {folder} has {disk.free / _MIB:,.0f} MiB free and the checkpoint of step {step} takes about "
-            f"{needed_bytes / _MIB:,.0f} MiB; free some space, keep fewer checkpoints (training.keep_checkpoints=1), "
-            f"or write elsewhere: outputs=/a/folder/on/another/disk. {kept}",
-            problem_id="disk-full",
         )
 
 
