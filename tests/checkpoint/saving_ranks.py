@@ -35,6 +35,7 @@ class Rank:
         self.rank = rank
         self.folder = folder
         self.may_go_on = threading.Event()
+        self.has_sealed = threading.Event()
         self.sealed: list[str] = []
         self.failure: OSError | None = None
         self._seal = save._seal
@@ -53,13 +54,19 @@ class Rank:
         if self.failure is not None:
             raise self.failure
         self.sealed.append(file.name)
-        return self._seal(file)
+        entry = self._seal(file)
+        if len(self.sealed) == len(FILES) // 2:
+            self.has_sealed.set()
+        return entry
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, *, is_held: bool = True) -> None:
         """What the trainer does: each rank writes two files."""
         self.saver.begin(step, 0)
         self.sealed = []
-        self.may_go_on.clear()
+        if is_held:
+            self.may_go_on.clear()
+        else:
+            self.may_go_on.set()
         folder = self.saver.unfinished / f"checkpoint-{step}"
         folder.mkdir(exist_ok=True)
         for name in FILES[2 * self.rank : 2 * self.rank + 2]:
@@ -74,8 +81,12 @@ class Rank:
         return found
 
     def in_the_air(self) -> dict[str, Any]:
-        """Train while the save has not ended, then settle it."""
-        self.save(2)
+        """Train while the save has not ended, then settle it.
+
+        The first rank's thread has sealed its files and told so, or is about to; the second's has not begun.
+        """
+        self.save(2, is_held=self.rank == 1)
+        assert self.rank == 1 or self.has_sealed.wait(PATIENCE_S)
         mine = torch.tensor([self.rank + 1.0])
         torch.distributed.all_reduce(mine)
         found = {"is_busy": self.saver.is_busy, "sum": mine.item(), "before": self.folders()}

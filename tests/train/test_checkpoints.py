@@ -318,8 +318,9 @@ def test_what_is_uploaded_is_complete_and_named_by_its_step(config, run, changed
         uploaded.append((complete, trainer.state.global_step))
 
     monkeypatch.setattr(SFTTrainer, "_push_from_checkpoint", look)
+    monkeypatch.setattr(SFTTrainer, "_finish_current_push", lambda trainer: uploaded.append("waited for"))
     for name in ("init_hf_repo", "push_to_hub"):
         monkeypatch.setattr(SFTTrainer, name, lambda trainer, **words: None)
     folder, code, _ = run(changed(config, training={"save_every_steps": 2, "push_to_hub": "me/tiny"}))
     assert code == 0, reason(folder)
-    assert uploaded == [(2, 2), (4, 4), (6, 6)]
+    assert uploaded == [(2, 2), (4, 4), (6, 6), "waited for"]
