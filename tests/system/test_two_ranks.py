@@ -67,7 +67,7 @@ def rank_1_with(tmp_path):
 
     def break_it(fault: str) -> dict[str, str]:
         (tmp_path / "sitecustomize.py").write_text(FAULT.format(fault=fault))  # Python imports it by itself
-        return {"PYTHONPATH": str(tmp_path)}
+        return {"PYTHONPATH": os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))}
 
     return break_it
 
