@@ -149,6 +149,24 @@ def test_a_rank_that_crashes_ends_the_run_with_its_reason(run, read_run, tmp_pat
     assert (status["state"], status["reason"]) == ("failed", "ZeroDivisionError: a fault of rank 1")
 
 
+FULL_DISK = (
+    "from tunebook.checkpoint import save; "
+    "save._seal = lambda file: (_ for _ in ()).throw(OSError(28, 'No space left on device'))"
+)
+
+
+def test_a_save_that_one_rank_cannot_complete_in_the_background_ends_both(run, read_run, tmp_path, rank_1_with):
+    broken = rank_1_with(FULL_DISK)  # from the fourth step on, after which the second save begins
+    ended = run(command(tmp_path / "outputs", *TWO_RANKS, "training.save_every_steps=2"), **broken)
+    assert ended.exit_code == 3, ended.output
+    assert "Traceback" not in ended.output
+    failed = read_run(latest(tmp_path / "outputs"))
+    assert "is full; free some space" in failed.status["reason"]
+    assert failed.status["reason"].endswith("checkpoint-2")
+    assert failed.checkpoints == ["checkpoint-2"]
+    assert 4 <= len(failed.losses) <= 6  # the next save would wait for it
+
+
 def test_a_loss_that_is_not_finite_names_the_step_and_the_last_good_checkpoint(run, read_run, tmp_path, rank_1_with):
     broken = rank_1_with("return original(self, *args, **kwargs) * float('nan')")
     ended = run(command(tmp_path / "outputs", *TWO_RANKS, "training.save_every_steps=1"), **broken)
