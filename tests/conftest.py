@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,6 +102,43 @@ def make_checkpoint() -> Callable[..., Path]:
         return checkpoint
 
     return make
+
+
+@pytest.fixture
+def saves_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves in the background have ended before training goes on: as on a fast disk."""
+    from tunebook.checkpoint import save
+
+    class AtOnce(save.Background):
+        def start(self, work: Callable[[], None]) -> None:
+            super().start(work)
+            assert self._thread is not None
+            self._thread.join()
+
+    monkeypatch.setattr(save, "Background", AtOnce)
+
+
+@pytest.fixture
+def saves_when_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves in the background make no progress until somebody waits for them: as on a slow disk."""
+    from tunebook.checkpoint import save
+
+    class WhenWaitedFor(save.Background):
+        def start(self, work: Callable[[], None]) -> None:
+            self.may_go_on = threading.Event()
+
+            def held() -> None:
+                self.may_go_on.wait()
+                work()
+
+            super().start(held)
+
+        def wait(self) -> BaseException | None:
+            if self._thread is not None:
+                self.may_go_on.set()
+            return super().wait()
+
+    monkeypatch.setattr(save, "Background", WhenWaitedFor)
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,13 @@
     python tests/bench/checkpoint_costs.py --output FILE [--only CASE ...] [--repeats 3]
 
 The same ten steps of a model of 26 million weights on CPU ranks, saved after every second step, are trained as Tunebook
-does and with transformers' own methods in place of Tunebook's, in turn. A save of Tunebook's is flushed to the disk and
-every file hashed before it counts; the Trainer leaves its files to the system's cache. `save_s` is the median over all
-saves of how long training stood still, `resume_s` over the repeats of the time from looking for a checkpoint to the
-first step; in Tunebook's every file is read and hashed in it. One JSON line per case. Needs 4 GB of disk.
+does, in the background (`tunebook`) and waiting for each save (`tunebook_waiting`), and with transformers' own methods
+in place of Tunebook's (`trainer`), in turn. A save of Tunebook's is flushed to the disk and every file hashed before it
+counts; the Trainer leaves its files to the system's cache. Medians over the repeats, and over the saves but the last:
+`save_s` is how long training stood still for one, `whole_save_s` how long it took until it was complete, as its record
+says. `train_s` is the time of all ten steps until the last save is complete: what is done in the background, on cores
+that training needs, counts in it. `resume_s` is the time from looking for a checkpoint to the first step; in Tunebook's
+every file is read and hashed in it. One JSON line per case. Needs 4 GB of disk.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import checkpoint_kills
-from checkpoint_kills import forked, give_extensions, import_everything, set_up
+from checkpoint_kills import STEPS, forked, give_extensions, import_everything, set_up
 
 SIZES = {
     "hidden_size": 512,
@@ -42,6 +45,7 @@ CASES: dict[str, list[str]] = {
     "ddp": ["parallelism=ddp", "hardware.gpus_per_node=2"],
     "zero2": ["parallelism=zero2", "hardware.gpus_per_node=2"],
 }
+KINDS = ("tunebook", "tunebook_waiting", "trainer")
 _UPSTREAM = ("_save_checkpoint", "_get_output_dir", "_push_from_checkpoint", "_load_best_model")
 _PATIENCE_S = 900.0
 
@@ -67,12 +71,15 @@ def timed(work: Callable[[], int], notes: Path, *, is_plain: bool) -> Callable[[
             for name in _UPSTREAM:
                 setattr(trainer, name, getattr(SFTTrainer, name))
         save, choose, begin = trainer._save_checkpoint, running._resumed, Records.on_train_begin
+        end = Records.on_train_end
         started: list[float] = []
+        begun: list[float] = []
 
         def timed_save(self: Any, *args: Any, **settings: Any) -> Any:
             at = time.perf_counter()
             result = save(self, *args, **settings)
-            note(save_s=time.perf_counter() - at)
+            if self.state.global_step < STEPS:  # what is waited for at the end is in `train_s`
+                note(save_s=time.perf_counter() - at)
             return result
 
         def timed_choice(config: Any, own: Any, folder: Path) -> Path | None:
@@ -87,10 +94,18 @@ def timed(work: Callable[[], int], notes: Path, *, is_plain: bool) -> Callable[[
             begin(self, args, state, control, **settings)
             if state.global_step:
                 note(resume_s=time.perf_counter() - started[0])
+            else:
+                begun.append(time.perf_counter())
+
+        def timed_end(self: Any, args: Any, state: Any, control: Any, **settings: Any) -> None:
+            end(self, args, state, control, **settings)
+            if begun:
+                note(train_s=time.perf_counter() - begun[0])
 
         changed: Any = running
         trainer._save_checkpoint, changed._resumed = timed_save, timed_choice
         Records.on_train_begin = timed_begin  # type: ignore[method-assign]
+        Records.on_train_end = timed_end  # type: ignore[method-assign]
         return work()
 
     return do
@@ -111,31 +126,43 @@ def train(folder: Path, ranks: int, notes: Path, *, is_plain: bool) -> None:
         raise SystemExit(f"{folder} did not end well:\n{log.read_text()[-3000:]}")
 
 
+def train_and_go_on(folder: Path, ranks: int, notes: Path, *, is_plain: bool) -> int:
+    """A run to its end, and its last two steps again; the bytes of its last checkpoint."""
+    train(folder, ranks, notes, is_plain=is_plain)
+    if not is_plain:
+        record = json.loads((folder / "checkpoints" / f"checkpoint-{STEPS - 2}" / "complete.json").read_text())
+        with notes.open("a") as stream:
+            stream.write(json.dumps({"whole_save_s": record["seconds"]}) + "\n")
+    last = folder / "checkpoints" / f"checkpoint-{STEPS}"
+    shutil.rmtree(last)  # as if it had been killed after the eighth step
+    train(folder, ranks, notes, is_plain=is_plain)
+    return sum(file.stat().st_size for file in last.rglob("*") if file.is_file())
+
+
 def measure(case: str, repeats: int, place: Path) -> dict[str, Any]:
     """The line of one case."""
     own = place / case
     own.mkdir()
-    process = forked(lambda: set_up(own / "template", CASES[case], place), own / "log.txt")
-    if os.waitpid(process, 0)[1] != 0:
-        raise SystemExit(f"{case} could not be set up:\n{(own / 'log.txt').read_text()}")
+    for kind in KINDS:
+        words = [*CASES[case], f"training.save_in_background={str(kind == 'tunebook').lower()}"]
+        process = forked(lambda kind=kind, words=words: set_up(own / kind, words, place), own / "log.txt")
+        if os.waitpid(process, 0)[1] != 0:
+            raise SystemExit(f"{case} could not be set up:\n{(own / 'log.txt').read_text()}")
     ranks = int(next(word for word in CASES[case] if "gpus_per_node" in word)[-1])
     found: dict[str, Any] = {}
     for repeat in range(repeats):
-        for kind in ("tunebook", "trainer"):
-            folder, notes = own / f"{kind}-{repeat}", own / f"{kind}.jsonl"
-            shutil.copytree(own / "template", folder)
-            train(folder, ranks, notes, is_plain=kind == "trainer")
-            shutil.rmtree(folder / "checkpoints" / "checkpoint-10")  # as if it had been killed after the eighth step
-            train(folder, ranks, notes, is_plain=kind == "trainer")
-            newest = [file for file in (folder / "checkpoints" / "checkpoint-10").rglob("*") if file.is_file()]
-            found[f"{kind}_bytes"] = sum(file.stat().st_size for file in newest)
+        for kind in KINDS:
+            folder = own / f"{kind}-{repeat}"
+            shutil.copytree(own / kind, folder)
+            found[f"{kind}_bytes"] = train_and_go_on(folder, ranks, own / f"{kind}.jsonl", is_plain=kind == "trainer")
             shutil.rmtree(folder)
-    for kind in ("tunebook", "trainer"):
+    for kind in KINDS:
         lines = [json.loads(line) for line in (own / f"{kind}.jsonl").read_text().splitlines()]
-        for key in ("save_s", "resume_s"):
+        for key in ("save_s", "whole_save_s", "train_s", "resume_s"):
             times = [line[key] for line in lines if key in line]
-            found[f"{kind}_{key}"] = round(statistics.median(times), 4)
-            found[f"{kind}_{key.removesuffix('_s')}s"] = len(times)
+            if times:
+                found[f"{kind}_{key}"] = round(statistics.median(times), 4)
+                found[f"{kind}_{key.removesuffix('_s')}s"] = len(times)
     line = {"case": case, "date": date.today().isoformat(), "machine": platform.machine(), "cpus": os.cpu_count()}
     versions = {name: version(name) for name in ("torch", "transformers", "accelerate", "deepspeed")}
     busy = {"load_average": round(os.getloadavg()[0], 1)}  # of the last minute: above the ranks, other work ran beside

@@ -1,10 +1,11 @@
 """SIGKILLs runs at random moments, a good share of them during saves, and lets each go on to its end: what is lost?
 
-    python tests/bench/checkpoint_kills.py --kills 200 --output FILE [--only CASE ...] [--seed 0]
+    python tests/bench/checkpoint_kills.py --kills 200 --output FILE [--only CASE ...] [--seed 0] [--waiting]
 
 A run of 10 steps of a tiny model on CPU ranks saves after every second one. It is killed (one rank, or all at once)
-and started again in its folder until it ends; then the next run begins, until the kills are done. One JSON line per
-case says how many kills there were and what came of them; a case fails when
+and started again in its folder until it ends; then the next run begins, until the kills are done. Saves are completed
+in the background, or with `--waiting` while training waits. One JSON line per case says how many kills there were and
+what came of them; a case fails when
 
     lost       the newest complete checkpoint after a kill is older than the newest that was complete before it
     damaged    a complete checkpoint has a file that is not what its record says
@@ -151,14 +152,15 @@ def forked(work: Callable[[], int], log: Path) -> int:
 class Case:
     """One strategy: the reference that nobody kills, and runs that are killed."""
 
-    def __init__(self, name: str, place: Path, seed: int) -> None:
+    def __init__(self, name: str, place: Path, seed: int, *, in_background: bool) -> None:
+        words = [*CASES[name], f"training.save_in_background={str(in_background).lower()}"]
         self.place = place / name
         self.place.mkdir()
         self.log = self.place / "log.txt"
         self.random = random.Random(f"{seed} {name}")
         self.tally = Tally()
         self.template = self.place / "template"
-        process = forked(lambda: set_up(self.template, CASES[name], place), self.log)
+        process = forked(lambda: set_up(self.template, words, place), self.log)
         if os.waitpid(process, 0)[1] != 0:
             raise SystemExit(f"{name} could not be set up:\n{self.log.read_text()}")
         self.num_ranks = int(next(word for word in CASES[name] if "gpus_per_node" in word)[-1])
@@ -294,15 +296,15 @@ def result_of(folder: Path) -> Result:
     return Result(losses=losses, model_sha256=sha256_file(weights))
 
 
-def measure(name: str, num_kills: int, place: Path, seed: int) -> dict[str, Any]:
+def measure(name: str, num_kills: int, place: Path, seed: int, *, in_background: bool) -> dict[str, Any]:
     """The line of one case."""
     begin = time.monotonic()
-    case = Case(name, place, seed)
+    case = Case(name, place, seed, in_background=in_background)
     if len(case.reference.losses) != STEPS:
         raise SystemExit(f"the reference has {len(case.reference.losses)} losses, not {STEPS}")
     case.run(num_kills)
     line = {"case": name, "date": date.today().isoformat(), "machine": platform.machine(), "cpus": os.cpu_count()}
-    line |= {"ranks": case.num_ranks, "seed": seed} | vars(case.tally)
+    line |= {"ranks": case.num_ranks, "seed": seed, "in_background": in_background} | vars(case.tally)
     return line | {"seconds": round(time.monotonic() - begin, 1), "longest_save_s": case.save_s}
 
 
@@ -338,6 +340,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--waiting", action="store_true", help="training waits until a checkpoint is complete")
     arguments = parser.parse_args()
     import_everything()
     lines = []
@@ -346,7 +349,8 @@ def main() -> int:
         give_extensions(Path(temporary) / "extensions")
         for number, name in enumerate(arguments.only):
             kills = arguments.kills // len(arguments.only) + (number < arguments.kills % len(arguments.only))
-            lines.append(measure(name, kills, Path(temporary), arguments.seed))
+            saving = {"in_background": not arguments.waiting}
+            lines.append(measure(name, kills, Path(temporary), arguments.seed, **saving))
             print(json.dumps(lines[-1]), flush=True)
             if arguments.output is not None:
                 with arguments.output.open("a") as file:

@@ -263,6 +263,7 @@ def costs(whole: Ended, resumed: Ended, found: dict[str, Any]) -> dict[str, Any]
     """Seconds and bytes of saving and of going on."""
     return {
         "save_s": [record["seconds"] for record in whole.records],
+        "stall_s": [record.get("stall_seconds") for record in whole.records],
         "checkpoint_bytes": [sum(entry["size"] for entry in record["files"].values()) for record in whole.records],
         "first_step_after_s": {"whole": whole.first_step_after_s, "resumed": resumed.first_step_after_s},
         "seconds_per_step": found.get("seconds_per_step"),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from tunebook.checkpoint.room import estimate_bytes
+from tunebook.checkpoint.room import estimate_bytes, require_room
+from tunebook.errors import DoesNotFitError
 
 
 @pytest.fixture
@@ -34,3 +37,11 @@ def test_a_rank_of_zero3_holds_a_part_only(model: torch.nn.Module) -> None:
     for parameter in model.parameters():
         parameter.ds_numel = 2 * parameter.numel()
     assert estimate_bytes(model, is_deepspeed=False) == 2 * (60 * (4 + 8) + 10 * 2)
+
+
+def test_room_is_asked_of_a_real_disk(tmp_path: Path) -> None:
+    require_room(tmp_path, 1, 1, last=None)
+    with pytest.raises(DoesNotFitError, match=r"another/disk\. Nothing was saved before"):
+        require_room(tmp_path, 1, 2**62, last=None)
+    with pytest.raises(DoesNotFitError, match=r"another/disk\. The last good checkpoint is /runs/checkpoint-4"):
+        require_room(tmp_path, 1, 2**62, last=Path("/runs/checkpoint-4"))

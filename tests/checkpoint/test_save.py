@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 import shutil
+import time
 from collections import namedtuple
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,17 +17,17 @@ import pytest
 
 from tunebook.checkpoint import save
 from tunebook.checkpoint.newest import newest_checkpoint
-from tunebook.checkpoint.record import Identity
-from tunebook.checkpoint.save import CheckpointSaver, require_room
+from tunebook.checkpoint.record import FileEntry, Identity
+from tunebook.checkpoint.save import CheckpointSaver
 from tunebook.checkpoint.verify import verified_record
 from tunebook.errors import DoesNotFitError, TunebookError
 
 FILES = {"model.safetensors": b"weights", "global_step4/optim.pt": b"state", "latest": b"global_step4"}
 
 
-@pytest.fixture
-def saver(tmp_path: Path, identity: Identity) -> CheckpointSaver:
-    return CheckpointSaver(tmp_path, identity, keep=2)
+@pytest.fixture(params=[False, True], ids=["waiting", "in-background"])
+def saver(request: pytest.FixtureRequest, tmp_path: Path, identity: Identity) -> CheckpointSaver:
+    return CheckpointSaver(tmp_path, identity, keep=2, in_background=request.param)
 
 
 def write(saver: CheckpointSaver, step: int) -> None:
@@ -40,7 +41,20 @@ def write(saver: CheckpointSaver, step: int) -> None:
 def save_step(saver: CheckpointSaver, step: int, best: int | None = None) -> Path:
     saver.begin(step, 0)
     write(saver, step)
-    return saver.finish(step, best)
+    finish(saver, step, best)
+    return saver.folder / f"checkpoint-{step}"
+
+
+def finish(saver: CheckpointSaver, step: int, best: int | None = None) -> None:
+    saver.finish(step, best)
+    saver.settle()
+
+
+def failing(number: int) -> Callable[..., Any]:
+    def fail(*args: object, **settings: object) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    return fail
 
 
 def names(saver: CheckpointSaver) -> list[str]:
@@ -56,7 +70,8 @@ def test_a_saved_checkpoint_is_verified_and_says_what_it_belongs_to(
     assert sorted(record.files) == sorted(FILES)
     assert record.identity == identity
     assert record.versions["torch"]
-    assert record.seconds > 0
+    assert record.stall_seconds is not None
+    assert record.seconds >= record.stall_seconds > 0
     assert names(saver) == ["checkpoint-4"]
 
 
@@ -124,6 +139,135 @@ class Power:
         return call
 
 
+@pytest.mark.usefixtures("saves_when_waited_for")
+def test_the_one_in_the_air_is_not_there_until_it_is_waited_for(tmp_path: Path, identity: Identity) -> None:
+    saver = CheckpointSaver(tmp_path, identity, keep=1, in_background=True)
+    save_step(saver, 2)
+    saver.begin(4, 0)
+    write(saver, 4)
+    saver.finish(4, None)
+    assert saver.is_in_the_air
+    assert saver.is_busy
+    assert names(saver) == ["_unfinished", "checkpoint-2"]  # the one before goes last of all
+    assert saver.has(4)
+    assert not saver.is_in_the_air
+    assert names(saver) == ["checkpoint-4"]
+
+
+@pytest.mark.usefixtures("saves_when_waited_for")
+def test_the_next_save_clears_its_place_after_the_one_in_the_air(
+    tmp_path: Path, identity: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = CheckpointSaver(tmp_path, identity, keep=2, in_background=True)
+    there: list[list[str]] = []
+    clear = saver._clear
+
+    def look(step: int, estimated_bytes: int) -> None:
+        there.append(names(saver) if saver.folder.exists() else [])
+        clear(step, estimated_bytes)
+
+    monkeypatch.setattr(saver, "_clear", look)
+    for step in (2, 4, 6):
+        saver.begin(step, 0)
+        write(saver, step)
+        saver.finish(step, None)
+    assert there == [[], ["checkpoint-2"], ["checkpoint-2", "checkpoint-4"]]
+    saver.settle()
+    assert names(saver) == ["checkpoint-4", "checkpoint-6"]
+
+
+@pytest.mark.usefixtures("saves_when_waited_for")
+def test_what_fails_in_the_air_is_raised_by_who_waits_first_and_once(
+    tmp_path: Path, identity: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = CheckpointSaver(tmp_path, identity, keep=2, in_background=True)
+    save_step(saver, 2)
+    saver.begin(4, 0)
+    write(saver, 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(save, "_seal", failing(errno.ENOSPC))
+        saver.finish(4, None)
+        with pytest.raises(OSError, match="No space left"):
+            saver.begin(6, 0)
+    assert names(saver) == ["checkpoint-2"]
+    save_step(saver, 6)
+    assert names(saver) == ["checkpoint-2", "checkpoint-6"]
+
+
+@pytest.mark.usefixtures("saves_when_waited_for")
+def test_an_error_of_the_training_waits_for_the_save_in_the_air_and_tells_of_its_failure(
+    tmp_path: Path, identity: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = CheckpointSaver(tmp_path, identity, keep=2, in_background=True)
+    for step in (2, 4):
+        if step == 4:
+            monkeypatch.setattr(save, "_seal", failing(errno.EIO))
+        with pytest.raises(ZeroDivisionError) as raised, saver.settled():
+            saver.begin(step, 0)
+            write(saver, step)
+            saver.finish(step, None)
+            raise ZeroDivisionError
+        assert names(saver) == ["checkpoint-2"]
+        saver._in_the_air = None  # a run ends with it
+    (note,) = raised.value.__notes__
+    assert note == "The checkpoint of step 4 was not completed either: [Errno 5] Input/output error"
+
+
+@pytest.mark.usefixtures("saves_when_waited_for")
+def test_a_second_ctrl_c_waits_for_nothing(tmp_path: Path, identity: Identity) -> None:
+    saver = CheckpointSaver(tmp_path, identity, keep=2, in_background=True)
+    with pytest.raises(KeyboardInterrupt), saver.settled():
+        saver.begin(2, 0)
+        write(saver, 2)
+        saver.finish(2, None)
+        raise KeyboardInterrupt
+    assert saver.is_busy
+    assert names(saver) == ["_unfinished"]
+    saver.settle()  # lets its thread end
+
+
+def test_what_is_to_be_done_with_a_complete_one_is_done_once(saver: CheckpointSaver, tmp_path: Path) -> None:
+    complete: list[tuple[Path, Path | None]] = []
+    saver.when_complete = lambda checkpoint: complete.append((checkpoint, newest_checkpoint(tmp_path)))
+    first, second = save_step(saver, 2), save_step(saver, 4)
+    saver.settle()
+    assert complete == [(first, first), (second, second)]
+
+
+@pytest.mark.usefixtures("saves_when_waited_for")
+@pytest.mark.parametrize(
+    ("wait", "stall_s"),
+    [(CheckpointSaver.settle, 7), (lambda saver: saver.begin(4, 0), 3)],  # that wait is the next one's
+    ids=["at-the-end", "by-the-next"],
+)
+def test_a_record_says_for_how_long(
+    tmp_path: Path,
+    identity: Identity,
+    monkeypatch: pytest.MonkeyPatch,
+    wait: Callable[[CheckpointSaver], None],
+    stall_s: int,
+) -> None:
+    """Written in 3 s and sealed in 4 s, of a clock that stands still otherwise."""
+    now = 0
+
+    def seal(file: Path) -> FileEntry:
+        nonlocal now
+        now += 4 if file.name == "latest" else 0
+        return original(file)
+
+    original = save._seal
+    monkeypatch.setattr(save, "_seal", seal)
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    saver = CheckpointSaver(tmp_path, identity, keep=2, in_background=True)
+    saver.begin(2, 0)
+    write(saver, 2)
+    now += 3
+    saver.finish(2, None)
+    wait(saver)
+    record = verified_record(tmp_path / "checkpoints" / "checkpoint-2")
+    assert (record.seconds, record.stall_seconds) == (7, stall_s)
+
+
 def test_stopped_at_any_call_the_one_before_or_this_one_is_whole(
     saver: CheckpointSaver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,7 +279,7 @@ def test_stopped_at_any_call_the_one_before_or_this_one_is_whole(
         write(saver, 4)
         with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
             power = Power(last_call, patch)
-            saver.finish(4, None)
+            finish(saver, 4)
         found = newest_checkpoint(tmp_path)
         assert found is not None
         assert verified_record(found).files
@@ -207,24 +351,18 @@ def test_the_checkpoint_before_says_how_much_room_the_next_takes(
 def test_a_disk_that_fills_up_leaves_the_last_one(
     saver: CheckpointSaver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(path: Path, value: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     save_step(saver, 2)
-    monkeypatch.setattr(save, "atomic_write_json", full)
+    monkeypatch.setattr(save, "atomic_write_json", failing(errno.ENOSPC))
     with pytest.raises(OSError, match="No space left"):
         save_step(saver, 4)
-    saver.abandon(4)
     assert names(saver) == ["checkpoint-2"]
+    assert not saver.is_in_the_air
 
 
 def test_a_folder_that_cannot_be_written_to_is_named(
     saver: CheckpointSaver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def read_only(path: Path, *args: object, **settings: object) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    monkeypatch.setattr(Path, "mkdir", read_only)
+    monkeypatch.setattr(Path, "mkdir", failing(errno.EROFS))
     with pytest.raises(TunebookError, match=r"the checkpoint of step 4 cannot be written to .*: Read-only file system"):
         saver.begin(4, 0)
 
@@ -233,18 +371,13 @@ def test_nothing_written_is_no_checkpoint(saver: CheckpointSaver) -> None:
     saver.begin(4, 0)
     (saver.unfinished / "checkpoint-4").mkdir()
     with pytest.raises(TunebookError, match="nothing was written"):
-        saver.finish(4, None)
+        finish(saver, 4)
+    assert names(saver) == []
+    saver.begin(4, 0)
+    (saver.unfinished / "checkpoint-4").mkdir()
     (saver.unfinished / "checkpoint-4" / "link").symlink_to("/etc/hostname")
     with pytest.raises(TunebookError, match="link in it is no regular file"):
-        saver.finish(4, None)
-
-
-def test_room_is_asked_of_a_real_disk(tmp_path: Path) -> None:
-    require_room(tmp_path, 1, 1, last=None)
-    with pytest.raises(DoesNotFitError, match=r"another/disk\. Nothing was saved before"):
-        require_room(tmp_path, 1, 2**62, last=None)
-    with pytest.raises(DoesNotFitError, match=r"another/disk\. The last good checkpoint is /runs/checkpoint-4"):
-        require_room(tmp_path, 1, 2**62, last=Path("/runs/checkpoint-4"))
+        finish(saver, 4)
 
 
 def test_a_read_only_folder_is_named_and_what_is_in_it_stays(

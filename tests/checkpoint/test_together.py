@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from datetime import timedelta
 
-from tunebook.checkpoint.together import on_every_rank, on_first_rank, rank_and_size, share_of, tell_all
+import pytest
+import torch.distributed
+
+from tunebook.checkpoint import together
+from tunebook.checkpoint.together import group_apart, on_every_rank, on_first_rank, rank_and_size, share_of, tell_all
+from tunebook.errors import TunebookError
 
 SIZES = {"a": 5, "b": 4, "c": 3, "d": 3, "empty": 0, "nothing": 0}
 
@@ -20,11 +25,25 @@ def test_more_ranks_than_files() -> None:
     assert shares == [["a"], [], []]
 
 
+def test_ranks_that_gloo_cannot_connect_are_told_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**settings: object) -> None:
+        assert settings == {"backend": "gloo", "timeout": timedelta(seconds=5)}
+        raise RuntimeError("Connection refused\nand more")
+
+    monkeypatch.setattr(together, "rank_and_size", lambda: (0, 2))
+    monkeypatch.setattr(torch.distributed, "new_group", fail)
+    with pytest.raises(TunebookError, match=r"over gloo: Connection refused\. Name .* GLOO_SOCKET_IFNAME") as raised:
+        group_apart(5)
+    assert raised.value.problem_id == "no-talk-beside-training"
+    assert raised.value.message.endswith("training.save_in_background=false")
+
+
 def test_one_rank_is_all_ranks() -> None:
     def fail() -> None:
         raise ZeroDivisionError
 
     assert rank_and_size() == (0, 1)
+    assert group_apart(1) is None
     assert tell_all(3) == [3]
     assert on_first_rank(lambda: 4) == 4
     assert on_every_rank(lambda: 5) == [5]

@@ -104,6 +104,14 @@ def test_paths_that_lead_out_of_the_folder_are_files_that_are_missing(checkpoint
     assert why_not_complete(checkpoint) == "../../outside is missing"
 
 
+def test_one_that_was_saved_before_there_was_a_choice_has_no_stall_of_its_own(checkpoint: Path) -> None:
+    content = json.loads((checkpoint / "complete.json").read_text())
+    del content["stall_seconds"]
+    (checkpoint / "complete.json").write_text(json.dumps(content))
+    assert read_record(checkpoint).stall_seconds is None
+    assert why_not_complete(checkpoint) is None
+
+
 def test_a_newer_format_is_told_apart(checkpoint: Path) -> None:
     content = json.loads((checkpoint / "complete.json").read_text())
     (checkpoint / "complete.json").write_text(json.dumps({"format": FORMAT + 1, "shards": content}))

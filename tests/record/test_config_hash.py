@@ -21,10 +21,20 @@ from tunebook.record.config_hash import config_hash
         lambda config: replace(config, tracking=TrackingConfig(name=TrackerName.wandb)),
         lambda config: replace(config, training=replace(config.training, resume="never")),
         lambda config: replace(config, training=replace(config.training, resume_anyway=[ResumeAnyway.data])),
+        lambda config: replace(config, training=replace(config.training, save_in_background=False)),
         lambda config: replace(config, dataset=replace(config.dataset, num_workers=7)),
         lambda config: replace(config, model=replace(config.model, path=str(resolve_path(config.model.path)))),
     ],
-    ids=["outputs", "launcher", "tracking", "resume", "resume_anyway", "num_workers", "absolute book path"],
+    ids=[
+        "outputs",
+        "launcher",
+        "tracking",
+        "resume",
+        "resume_anyway",
+        "save_in_background",
+        "num_workers",
+        "absolute book path",
+    ],
 )
 def test_where_and_how_a_run_is_started_does_not_change_its_hash(
     run_config: RunConfig, change: Callable[[RunConfig], RunConfig]

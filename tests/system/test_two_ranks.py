@@ -67,7 +67,7 @@ def rank_1_with(tmp_path):
 
     def break_it(fault: str) -> dict[str, str]:
         (tmp_path / "sitecustomize.py").write_text(FAULT.format(fault=fault))  # Python imports it by itself
-        return {"PYTHONPATH": str(tmp_path)}
+        return {"PYTHONPATH": os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))}
 
     return break_it
 
@@ -124,7 +124,8 @@ def ranks_of(folder: Path) -> list[int]:
 def test_a_rank_that_is_killed_ends_the_run_and_is_named(start, run, read_run, tmp_path, one_rank, rank_1_with):
     words = command(tmp_path, *TWO_RANKS, "training.save_every_steps=2")
     running = start(words, **rank_1_with("time.sleep(1000)"))
-    running.wait_for(lambda: latest(tmp_path).exists() and len(read_run(latest(tmp_path)).losses) >= 3)
+    saved = latest(tmp_path) / "checkpoints" / "checkpoint-2" / "complete.json"
+    running.wait_for(lambda: saved.exists() and len(read_run(latest(tmp_path)).losses) >= 3)
     os.kill(ranks_of(latest(tmp_path).resolve())[1], signal.SIGKILL)
     ended = running.wait(300)
     assert ended.exit_code == 1, ended.output
@@ -146,6 +147,24 @@ def test_a_rank_that_crashes_ends_the_run_with_its_reason(run, read_run, tmp_pat
     assert ended.exit_code == 1, ended.output
     status = read_run(latest(tmp_path / "outputs")).status
     assert (status["state"], status["reason"]) == ("failed", "ZeroDivisionError: a fault of rank 1")
+
+
+FULL_DISK = (
+    "from tunebook.checkpoint import save; "
+    "save._seal = lambda file: (_ for _ in ()).throw(OSError(28, 'No space left on device'))"
+)
+
+
+def test_a_save_that_one_rank_cannot_complete_in_the_background_ends_both(run, read_run, tmp_path, rank_1_with):
+    broken = rank_1_with(FULL_DISK)  # from the fourth step on, after which the second save begins
+    ended = run(command(tmp_path / "outputs", *TWO_RANKS, "training.save_every_steps=2"), **broken)
+    assert ended.exit_code == 3, ended.output
+    assert "Traceback" not in ended.output
+    failed = read_run(latest(tmp_path / "outputs"))
+    assert "is full; free some space" in failed.status["reason"]
+    assert failed.status["reason"].endswith("checkpoint-2")
+    assert failed.checkpoints == ["checkpoint-2"]
+    assert 4 <= len(failed.losses) <= 6  # the next save would wait for it
 
 
 def test_a_loss_that_is_not_finite_names_the_step_and_the_last_good_checkpoint(run, read_run, tmp_path, rank_1_with):

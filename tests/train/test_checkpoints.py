@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -10,7 +11,9 @@ from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
+from trl import SFTTrainer
 
+from tunebook.checkpoint import save
 from tunebook.checkpoint.newest import newest_checkpoint
 from tunebook.checkpoint.verify import verified_record
 from tunebook.config.choices import PackingMode, PeftMethod, ResumeAnyway
@@ -167,6 +170,7 @@ def test_a_checkpoint_of_another_run_is_gone_on_from_in_a_new_folder(config, run
     assert "optimizer.learning_rate was 0.01 and is 0.001" in reason(folder)
 
 
+@pytest.mark.usefixtures("saves_at_once")
 def test_a_best_checkpoint_that_was_damaged_meanwhile_is_not_loaded(config, run, changed, monkeypatch):
     def damage(trainer, *args, **kwargs):
         if trainer.state.global_step == 4:
@@ -188,6 +192,7 @@ def test_a_best_checkpoint_that_was_damaged_meanwhile_is_not_loaded(config, run,
     assert "checkpoint-4 cannot be loaded: optimizer.pt has 5 bytes" in reason(folder)
 
 
+@pytest.mark.usefixtures("saves_at_once")
 @pytest.mark.parametrize("is_foreseen", [True, False], ids=["foreseen", "while-it-writes"])
 def test_a_full_disk_ends_the_run_with_the_last_checkpoint_and_with_room_it_goes_on(
     config, run, changed, small_disk, tmp_path, monkeypatch, is_foreseen
@@ -224,4 +229,98 @@ def test_the_line_after_a_save_says_how_long_training_stood_still(config, run, c
     assert code == 0
     told = {line["step"]: line["save_seconds"] for line in lines if "save_seconds" in line}
     assert sorted(told) == [3, 5]
-    assert told[5] >= verified_record(folder / "checkpoints" / "checkpoint-4").seconds > 0
+    record = verified_record(folder / "checkpoints" / "checkpoint-4")
+    assert told[5] + 0.001 > record.stall_seconds > 0  # rounded
+    assert record.seconds >= record.stall_seconds
+
+
+@pytest.mark.usefixtures("saves_when_waited_for")
+def test_a_request_to_stop_waits_for_the_save_in_the_air_and_for_its_own(config, run, stopped, changed):
+    config = changed(config, **SAVED)
+    whole = losses(run(config, "whole")[2])
+    folder = stopped(config, 5)
+    assert steps(folder) == [4, 5]
+    assert [verified_record(folder / "checkpoints" / f"checkpoint-{step}").step for step in (4, 5)] == [4, 5]
+    assert not (folder / "checkpoints" / "_unfinished").exists()
+    _, code, resumed = run(config)
+    assert code == 0
+    assert losses(resumed) == whole
+
+
+@pytest.mark.usefixtures("saves_when_waited_for")
+def test_the_best_is_loaded_once_it_is_complete(config, run, changed):
+    best_last = changed(
+        config,
+        dataset={"validation_share": 0.3},
+        training={"global_samples": 4, "max_steps": 4, "evaluate_every_steps": 2, "save_every_steps": 2,
+                  "load_best_at_end": True},
+    )  # fmt: skip
+    folder, code, lines = run(best_last)
+    assert code == 0, reason(folder)
+    validation = {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
+    assert validation[4] < validation[2]  # the one that is still in the air when training has ended
+    assert same_weights(folder / "model", folder / "checkpoints" / "checkpoint-4")
+
+
+@pytest.mark.usefixtures("saves_when_waited_for")
+def test_a_loss_that_is_not_finite_leaves_the_save_in_the_air_complete(config, run, changed, monkeypatch):
+    def spoil(trainer, *args, **kwargs):
+        return original(trainer, *args, **kwargs) * (float("nan") if trainer.state.global_step == 2 else 1)
+
+    original = RecipeTrainer.training_step
+    monkeypatch.setattr(RecipeTrainer, "training_step", spoil)
+    folder, code, _ = run(changed(config, **SAVED))
+    assert code == 7
+    assert "not finite at step 3" in reason(folder)
+    assert reason(folder).endswith("checkpoint-2")
+    assert verified_record(folder / "checkpoints" / "checkpoint-2").step == 2
+
+
+@pytest.mark.usefixtures("saves_at_once")
+def test_a_save_that_fails_in_the_background_ends_the_run_after_the_next_step(config, run, changed, monkeypatch):
+    def fill(file):
+        if "checkpoint-2" in str(file):
+            return original(file)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    original = save._seal
+    monkeypatch.setattr(save, "_seal", fill)
+    folder, code, lines = run(changed(config, training={"save_every_steps": 2, "num_epochs": 4}))
+    assert code == 3
+    assert "is full; free some space" in reason(folder)
+    assert reason(folder).endswith("checkpoint-2")
+    assert len(losses(lines)) == 4  # the fifth step was not logged
+    assert steps(folder) == [2]
+    assert not (folder / "checkpoints" / "_unfinished").exists()
+
+
+def test_in_the_background_or_not_a_run_ends_with_the_same_bits_and_files(config, run, changed):
+    folders = []
+    for name, is_in_background in (("background", True), ("waiting", False)):
+        training = SAVED["training"] | {"save_in_background": is_in_background}
+        folder, code, _ = run(changed(config, training=training), name)
+        assert code == 0
+        assert steps(folder) == [4, 6]
+        folders.append(folder / "checkpoints" / "checkpoint-6")
+    assert same_weights(*folders)
+    records = [verified_record(folder) for folder in folders]
+    assert records[0].files.keys() == records[1].files.keys()
+    assert records[0].identity == records[1].identity
+    assert records[1].seconds == pytest.approx(records[1].stall_seconds, abs=0.002)  # nothing but stall
+
+
+@pytest.mark.usefixtures("saves_when_waited_for")
+def test_what_is_uploaded_is_complete_and_named_by_its_step(config, run, changed, monkeypatch):
+    uploaded = []
+
+    def look(trainer, checkpoint_folder):
+        complete = verified_record(Path(checkpoint_folder)).step  # or it raises
+        uploaded.append((complete, trainer.state.global_step))
+
+    monkeypatch.setattr(SFTTrainer, "_push_from_checkpoint", look)
+    monkeypatch.setattr(SFTTrainer, "_finish_current_push", lambda trainer: uploaded.append("waited for"))
+    for name in ("init_hf_repo", "push_to_hub"):
+        monkeypatch.setattr(SFTTrainer, name, lambda trainer, **words: None)
+    folder, code, _ = run(changed(config, training={"save_every_steps": 2, "push_to_hub": "me/tiny"}))
+    assert code == 0, reason(folder)
+    assert uploaded == [(2, 2), (4, 4), (6, 6), "waited for"]

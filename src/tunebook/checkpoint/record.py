@@ -53,7 +53,8 @@ class CheckpointRecord:
     format: int = FORMAT
     step: int
     saved: str  # when, in UTC
-    seconds: float  # that training stood still for it, up to this record
+    seconds: float  # that saving it took, up to this record
+    stall_seconds: float | None = None  # of those, that training stood still; None: all, as before there was a choice
     versions: dict[str, str]  # of the packages that wrote it
     identity: Identity
     files: dict[str, FileEntry] = field(default_factory=dict)

@@ -3,6 +3,12 @@
 The trainer writes to `checkpoints/_unfinished/checkpoint-12`. Once all ranks have written, they flush and hash the
 files, each its share; the first rank gives the folder its name and writes `complete.json` last of all. Killed at any
 moment, a run has the checkpoint before or this one, never half of one.
+
+Training stands still while the trainer writes; all that follows may be done by a thread of each rank while it goes on.
+What has been written is a copy on the host that no step changes: it lies in the system's cache of files until it is
+flushed. So a save takes up to its own size of host memory, which is the system's and not the process', but counts
+against a container's limit; where less is free the system makes the trainer's writes wait for the disk. On NFS closing
+a file flushes it, so there the trainer waits for that. One save at most is in the air: the next one waits for it.
 """
 
 from __future__ import annotations
@@ -10,12 +16,13 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from tunebook.checkpoint.background import Background
 from tunebook.checkpoint.newest import complete_checkpoints
 from tunebook.checkpoint.record import (
     CHECKPOINTS_FOLDER,
@@ -30,78 +37,155 @@ from tunebook.checkpoint.record import (
     read_record,
 )
 from tunebook.checkpoint.retention import clean_up, remove_old
-from tunebook.checkpoint.together import on_every_rank, on_first_rank, rank_and_size, share_of
+from tunebook.checkpoint.room import require_room, require_writable
+from tunebook.checkpoint.stall import Stall
+from tunebook.checkpoint.together import Group, on_every_rank, on_first_rank, rank_and_size, share_of
 from tunebook.checkpoint.verify import why_not_complete
-from tunebook.errors import DoesNotFitError, TunebookError
+from tunebook.errors import TunebookError
 from tunebook.record.atomic_files import atomic_write_json, flush_folder, sha256_file
 from tunebook.record.disk import is_disk_full
 
 _PACKAGES = ("tunebook", "torch", "transformers", "trl", "accelerate", "peft", "deepspeed")
-_MIB = 2**20
 
 
 class CheckpointSaver:
     """Saves the checkpoints of one run. `keep` is how many of the newest stay, beside the best.
 
-    `resumed_step` is to be set to the step that the run has gone on from.
-    `begin` and `finish` are collectives: every rank calls them.
+    `resumed_step` is to be set to the step that the run has gone on from; `when_complete`, if at all, to what is to be
+    done on every rank with a checkpoint once it is complete. In the background, `group` is for the threads' talk.
+    `begin`, `finish`, `settle` and `has` are collectives: every rank calls them, in its main thread.
     """
 
-    def __init__(self, run: Path, identity: Identity, *, keep: int) -> None:
+    def __init__(
+        self, run: Path, identity: Identity, *, keep: int, in_background: bool = False, group: Group = None
+    ) -> None:
         self.folder = run / CHECKPOINTS_FOLDER
         self.identity = identity
         self.keep = keep
         self.resumed_step = 0
+        self.when_complete: Callable[[Path], None] | None = None
         self._saved: set[int] = set()
-        self._started = 0.0
+        self._thread = Background() if in_background else None
+        self._group = group
+        self._in_the_air: int | None = None  # the step whose checkpoint is written, but not known to be complete
+        self._stall = Stall()
 
     @property
     def unfinished(self) -> Path:
         """The folder in which the trainer makes the folder of a step."""
         return self.folder / UNFINISHED_FOLDER
 
-    def begin(self, step: int, estimated_bytes: int) -> None:
-        """Clear the place and see that there is room: as much as the checkpoint before took, or as was estimated.
+    @property
+    def is_in_the_air(self) -> bool:
+        """Whether there is a save to be settled, done or not; the same on every rank."""
+        return self._in_the_air is not None
 
-        Raises: DoesNotFitError, TunebookError where nothing can be written.
+    @property
+    def is_busy(self) -> bool:
+        """Whether this rank is still at work on a save."""
+        return self._thread is not None and self._thread.is_busy
+
+    def begin(self, step: int, estimated_bytes: int) -> None:
+        """Settle the save before, clear the place and see that there is room.
+
+        As much room as the checkpoint before took, or as was estimated. Raises: what the save before ended with;
+        DoesNotFitError, TunebookError where nothing can be written.
         """
-        self._started = time.perf_counter()
+        stall = Stall()
+        self._settle()
+        self._stall = stall
         on_first_rank(lambda: self._clear(step, estimated_bytes))
 
-    def finish(self, step: int, best_step: int | None) -> Path:
-        """Complete the checkpoint that every rank has written its part of, and let older ones go; its path.
+    def finish(self, step: int, best_step: int | None) -> None:
+        """Complete the checkpoint that every rank has written its part of, and let older ones go; or begin to.
 
-        Raises: OSError, TunebookError; on every rank, and the checkpoint is not there then.
+        In the background it is complete once it is settled. Raises: OSError, TunebookError, on every rank; the
+        checkpoint is not there then. In the background `settle` does.
         """
-        unfinished = checkpoint_path(self.unfinished, step)
         on_every_rank(lambda: None)  # all have written
-        sizes = on_first_rank(lambda: _files_to_record(unfinished))
-        rank, num_ranks = rank_and_size()
-        shares = on_every_rank(lambda: {name: _seal(unfinished / name) for name in share_of(sizes, rank, num_ranks)})
-        files = {name: entry for share in shares for name, entry in share.items()}
-        on_first_rank(lambda: self._publish(step, files))
-        self._saved.add(step)
-        on_first_rank(
-            lambda: remove_old(self.folder, newest=step, keep=self.keep, best=best_step, trusts=self._is_trusted)
-        )
-        return checkpoint_path(self.folder, step)
+        if self._thread is not None:
+            self._stall.stop()
+            self._thread.start(lambda: self._complete(step, best_step))
+            self._in_the_air = step
+        else:
+            self._complete(step, best_step)
+            self._in_the_air = step
+            self._settle()
+
+    def settle(self) -> None:
+        """Wait for the save that is in the air, if any: it is complete then. Raises: what it ended with, on every rank.
+
+        Until then training stands still for it.
+        """
+        if self.is_busy:
+            self._stall.go_on()
+        self._settle()
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Let nobody leave what is done in here while a save is in the air, not even by an error that one rank has.
+
+        Only what is to end at once, as by a second Ctrl-C, does. Raises: as `settle`.
+        """
+        try:
+            yield
+        except Exception as error:
+            failure = self._thread.wait() if self._thread is not None else None
+            if failure is not None:
+                error.add_note(f"The checkpoint of step {self._in_the_air} was not completed either: {failure}")
+            raise
+        self.settle()
 
     def has(self, step: int) -> bool:
-        """Whether the checkpoint of a step is in the run's own folder; a collective."""
+        """Whether the checkpoint of a step is in the run's own folder. Raises: as `settle`."""
+        self.settle()
         return on_first_rank(lambda: why_not_complete(checkpoint_path(self.folder, step)) is None)
-
-    def _is_trusted(self, step: int) -> bool:
-        """One that is later than where the run went back to, and was not saved since, was found to be damaged."""
-        return step <= self.resumed_step or step in self._saved
 
     def abandon(self, step: int) -> None:
         """Remove what could not be finished: where the disk is full its room is needed for the records.
 
-        No collective: it is called by a rank that failed, and the others may not know of it.
+        No collective: it is called by a rank that failed, and the others may not know of it. Not once `finish` was
+        called: what fails then is removed by the first rank alone, which may be giving the folder its name.
         """
         shutil.rmtree(checkpoint_path(self.unfinished, step), ignore_errors=True)
         with suppress(OSError):
             self.unfinished.rmdir()
+
+    def _settle(self) -> None:
+        if self._in_the_air is None:
+            return
+        error = self._thread.wait() if self._thread is not None else None
+        step, self._in_the_air = self._in_the_air, None
+        on_every_rank(lambda: _raise(error))  # also where the talk failed for some of them alone
+        if self.when_complete is not None:
+            self.when_complete(checkpoint_path(self.folder, step))
+
+    def _complete(self, step: int, best_step: int | None) -> None:
+        """What follows the writing, on every rank: in the background in its thread."""
+        rank, num_ranks = rank_and_size()
+        try:
+            self._seal_and_publish(step, rank, num_ranks)
+        except BaseException:
+            if rank == 0:
+                self.abandon(step)
+            raise
+        on_first_rank(
+            lambda: remove_old(self.folder, newest=step, keep=self.keep, best=best_step, trusts=self._is_trusted),
+            self._group,
+        )
+
+    def _seal_and_publish(self, step: int, rank: int, num_ranks: int) -> None:
+        unfinished, group = checkpoint_path(self.unfinished, step), self._group
+        sizes = on_first_rank(lambda: _files_to_record(unfinished), group)
+        mine = share_of(sizes, rank, num_ranks)
+        shares = on_every_rank(lambda: {name: _seal(unfinished / name) for name in mine}, group)
+        files = {name: entry for share in shares for name, entry in share.items()}
+        on_first_rank(lambda: self._publish(step, files), group)
+        self._saved.add(step)
+
+    def _is_trusted(self, step: int) -> bool:
+        """One that is later than where the run went back to, and was not saved since, was found to be damaged."""
+        return step <= self.resumed_step or step in self._saved
 
     def _clear(self, step: int, estimated_bytes: int) -> None:
         try:
@@ -145,34 +229,11 @@ class CheckpointSaver:
         return CheckpointRecord(
             step=step,
             saved=datetime.now(UTC).isoformat(timespec="seconds"),
-            seconds=round(time.perf_counter() - self._started, 3),
+            seconds=round(self._stall.age_s, 3),
+            stall_seconds=round(self._stall.seconds, 3),
             versions=_versions(),
             identity=self.identity,
             files=dict(sorted(files.items())),
-        )
-
-
-def require_writable(folder: Path) -> None:
-    """Write a file and remove it: a folder that is there already may be read-only all the same. Raises: OSError."""
-    probe = folder / ".writable"
-    probe.touch()
-    probe.unlink()
-
-
-def require_room(folder: Path, step: int, needed_bytes: int, *, last: Path | None) -> None:
-    """Raise DoesNotFitError unless the disk of `folder` has room for a checkpoint; `last` is the newest complete one.
-
-    Raises: OSError.
-    """
-    disk = shutil.disk_usage(folder)
-    # A total of zero is a file system that does not count, such as some network mounts: the writes will tell.
-    if disk.total and disk.free < needed_bytes:
-        kept = f"The last good checkpoint is {last}" if last is not None else "Nothing was saved before"
-        raise DoesNotFitError(
-            f"the disk of {folder} has {disk.free / _MIB:,.0f} MiB free and the checkpoint of step {step} takes about "
-            f"{needed_bytes / _MIB:,.0f} MiB; free some space, keep fewer checkpoints (training.keep_checkpoints=1), "
-            f"or write elsewhere: outputs=/a/folder/on/another/disk. {kept}",
-            problem_id="disk-full",
         )
 
 
@@ -193,6 +254,11 @@ def _seal(file: Path) -> FileEntry:
     with file.open("rb") as stream:
         os.fsync(stream.fileno())
     return FileEntry(size=file.stat().st_size, sha256=sha256_file(file))
+
+
+def _raise(error: BaseException | None) -> None:
+    if error is not None:
+        raise error
 
 
 def _versions() -> dict[str, str]:

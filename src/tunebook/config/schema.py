@@ -334,6 +334,7 @@ class TrainingConfig:
     log_every_steps: int = 1
     save_every_steps: int | None = None  # null: only at the end
     keep_checkpoints: int = 2  # the newest this many, and the best
+    save_in_background: bool = True  # training waits for a checkpoint's writing alone, not for its flushing and hashing
     evaluate_every_steps: int | None = None  # validation loss; null: at the end, if there is a validation part
     load_best_at_end: bool = False  # by validation loss
     early_stopping_patience: int | None = None  # validations without improvement; null: never stop early

@@ -17,6 +17,14 @@ CHECKPOINTS: dict[str, Explanation] = {
         why="The folder may be read-only, or a library wrote nothing. The checkpoint before is still the newest one.",
         advice="Make the run folder writable and start the run again; it goes on after the last checkpoint.",
     ),
+    "no-talk-beside-training": Explanation(
+        summary="The ranks cannot talk to each other beside the training.",
+        why="What completes a checkpoint in the background asks all ranks over gloo, in a thread of its own, since "
+        "what training uses is busy with training. Gloo takes the network interface of the host's name, which may "
+        "lead to the host alone.",
+        advice="Name the network interface between the nodes with GLOO_SOCKET_IFNAME, or let training stand still for "
+        "its saves: training.save_in_background=false.",
+    ),
     "checkpoint-differs": Explanation(
         summary="A checkpoint was saved by a run with other settings, data, chat template or number of ranks.",
         why="Going on from it would give a result that belongs to neither run: the order of documents, the learning "

@@ -18,6 +18,7 @@ NOT_HASHED = (
     "tracking",
     "training.resume",
     "training.resume_anyway",
+    "training.save_in_background",
     "training.push_to_hub",
     "dataset.num_workers",
 )

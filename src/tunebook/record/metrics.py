@@ -1,8 +1,9 @@
 """`metrics.jsonl`: one JSON object per logged step, appended and flushed at once.
 
 A training line has `step, loss, ...`, a validation line `step, validation_loss, validation_tokens`. The first training
-line after a save has `save_seconds`, for which training stood still; of the last save its record has it. A run that is
-killed loses at most the line it was writing; a run that goes on from a checkpoint appends to the same file.
+line after a save has `save_seconds`, for which training stood still; of the last save its record has it, with what was
+waited for at the end. A run that is killed loses at most the line it was writing; a run that goes on from a checkpoint
+appends to the same file.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from accelerate import PartialState
 from accelerate.utils import gather, reduce
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from tunebook.checkpoint.save import CheckpointSaver
 from tunebook.data.sampler import RankBatches
 from tunebook.errors import InvalidTrainingError
 from tunebook.plan.flops import model_flops_utilisation
@@ -44,19 +45,33 @@ class FiniteLoss(TrainerCallback):
 
 
 class StopOnRequest(TrainerCallback):
-    """Ends the run after the current step, with a save, once any rank has been asked to stop."""
+    """Ends the run after the current step, with a save, once any rank has been asked to stop.
 
-    def __init__(self, request: StopRequest) -> None:
+    What the ranks tell each other for that also says when a save in the background has ended on every rank: then it is
+    settled, so that one that failed ends the run after this step and not at the next save.
+    """
+
+    def __init__(self, request: StopRequest, saver: CheckpointSaver) -> None:
         self.request = request
+        self.saver = saver
         self.is_stopping = False
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """All ranks agree: one rank's request is every rank's."""
-        asked = torch.tensor([1.0 if self.request.name else 0.0], device=args.device)
-        if reduce(asked, reduction="sum").item() > 0:
+        """All ranks agree: one rank's request is every rank's. Raises: what a save in the background ended with."""
+        told = torch.tensor([float(self.request.name is not None), float(self.saver.is_busy)], device=args.device)
+        num_asked, num_busy = reduce(told, reduction="sum").tolist()
+        if num_asked > 0:
             self.is_stopping = True
             control.should_save = True
             control.should_training_stop = True
+        if self.saver.is_in_the_air and num_busy == 0:
+            self.saver.settle()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The last save is complete before upstream waits for its uploads. Raises: as `on_step_end`."""
+        self.saver.settle()
 
 
 class Records(TrainerCallback):

@@ -26,6 +26,7 @@ from tunebook.checkpoint.newest import newest_checkpoint
 from tunebook.checkpoint.record import read_record
 from tunebook.checkpoint.resharding import link_in_flat_order
 from tunebook.checkpoint.save import CheckpointSaver
+from tunebook.checkpoint.together import group_apart
 from tunebook.config.choices import Generation, PackingMode, PeftMethod, Switch
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import RunConfig
@@ -89,7 +90,7 @@ def train(folder: Path, request: StopRequest) -> None:
     lengths = prepared.train.load_lengths().astype(np.int64)
     plan = solve_batch(config, lengths)
     trainer = _build_trainer(config, plan, prepared, schedule_of(config, plan, lengths), folder)
-    stopping = StopOnRequest(request)
+    stopping = StopOnRequest(request, trainer.saver)
     trainer.add_callback(stopping)
     with MetricsWriter(folder) if trainer.args.process_index == 0 else nullcontext() as writer:
         trainer.add_callback(_records(config, trainer, writer))
@@ -126,8 +127,9 @@ def _resumed(config: RunConfig, trainer: RecipeTrainer, folder: Path) -> Path | 
 
 def _run_to_its_end(trainer: RecipeTrainer, resumed: Path | None, folder: Path) -> None:
     try:
-        trainer.train(resume_from_checkpoint=str(resumed) if resumed else None)
-        trainer.require_finite_loss()
+        with trainer.saver.settled():
+            trainer.train(resume_from_checkpoint=str(resumed) if resumed else None)
+            trainer.require_finite_loss()
     except InvalidTrainingError as error:
         raise InvalidTrainingError(f"{error.message}. {_last_good(folder)}", problem_id=error.problem_id) from error
 
@@ -173,7 +175,7 @@ def _build_trainer(
         train_batches=batches,
         validation_batches=_validation_batches(config, plan, validation, rank, ranks) if validation else None,
         autocast_dtype=torch.bfloat16 if uses_autocast(config) else None,
-        saver=CheckpointSaver(folder, identity_of(config, prepared), keep=config.training.keep_checkpoints),
+        saver=_saver(config, folder, prepared),
     )
     if config.model.compile_layers:
         compile_layers(model)  # the blocks as the trainer has changed them: adapters, Liger's kernels
@@ -183,6 +185,18 @@ def _build_trainer(
     trainer.add_callback(LeakProbe(config, trainer, folder))  # of the model that was just seen to be the right one
     trainer.remove_callback(PrinterCallback)  # the base class adds it in place of its progress bar
     return trainer
+
+
+def _saver(config: RunConfig, folder: Path, prepared: Prepared) -> CheckpointSaver:
+    """What saves the run's checkpoints; the ranks are joined already."""
+    training = config.training
+    return CheckpointSaver(
+        folder,
+        identity_of(config, prepared),
+        keep=training.keep_checkpoints,
+        in_background=training.save_in_background,
+        group=group_apart(config.launcher.timeout_s) if training.save_in_background else None,
+    )
 
 
 def _loaded_revision(trainer: RecipeTrainer) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from trl import SFTTrainer
 
 from tunebook.checkpoint.choose import require_verified
-from tunebook.checkpoint.record import checkpoint_path, read_record
+from tunebook.checkpoint.record import checkpoint_path, read_record, step_of
 from tunebook.checkpoint.resharding import needs_universal, write_universal
 from tunebook.checkpoint.room import estimate_bytes
 from tunebook.checkpoint.save import CheckpointSaver
@@ -55,6 +55,8 @@ class RecipeTrainer(SFTTrainer):
         self._is_saving = False
         self._is_universal = False  # whether what is loaded was made for another number of ranks
         super().__init__(*args, **kwargs)
+        if self.args.push_to_hub:
+            saver.when_complete = self._upload
 
     def _loader(self, documents: Any, batches: RankBatches) -> DataLoader[Any]:
         rows = DocumentRows(documents, filler_token_id=self.filler_token_id)
@@ -108,7 +110,10 @@ class RecipeTrainer(SFTTrainer):
             raise loss_not_finite(self.state.global_step)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """All of a checkpoint or nothing, and never weights after a loss that is not finite."""
+        """All of a checkpoint or nothing, and never weights after a loss that is not finite.
+
+        What is written here is completed by the saver, in the background if that is asked for.
+        """
         self.require_finite_loss()
         step = self.state.global_step
         try:
@@ -116,14 +121,12 @@ class RecipeTrainer(SFTTrainer):
             self._is_saving = True
             super()._save_checkpoint(model, trial)  # type: ignore[no-untyped-call]
             self._name_best(step)
-            complete = self.saver.finish(step, self.state.best_global_step)
         except BaseException:
             self.saver.abandon(step)
             raise
         finally:
             self._is_saving = False
-        if self.args.push_to_hub:
-            super()._push_from_checkpoint(str(complete))
+        self.saver.finish(step, self.state.best_global_step)
 
     def _get_output_dir(self, trial: Any) -> str:
         """Where upstream makes and looks for checkpoints: while one is written, out of sight."""
@@ -142,7 +145,16 @@ class RecipeTrainer(SFTTrainer):
             self.state.save_to_json(str(checkpoint_path(self.saver.unfinished, step) / TRAINER_STATE_NAME))
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Not while it is being written: see `_save_checkpoint`."""
+        """Not while it is being written: see `_upload`."""
+
+    def _upload(self, checkpoint: Path) -> None:
+        """Upload a checkpoint that is complete. Upstream tells the hub the step that training is at."""
+        now = self.state.global_step
+        self.state.global_step = step_of(checkpoint) or now
+        try:
+            super()._push_from_checkpoint(str(checkpoint))
+        finally:
+            self.state.global_step = now
 
     def loadable(self, checkpoint: Path) -> Path:
         """The folder to load a checkpoint from: another one where ZeRO's number of ranks has changed. A collective."""
@@ -176,7 +188,8 @@ class RecipeTrainer(SFTTrainer):
                 state["step"] = state["step"].to(parameter.device, copy=True)
 
     def _load_best_model(self) -> None:
-        """As upstream, after every rank has seen that it is what was written."""
+        """As upstream, after every rank has seen that it is complete and what was written."""
+        self.saver.settle()
         best = Path(str(self.state.best_model_checkpoint))
         require_verified(best)
         self.state.best_model_checkpoint = str(self.loadable(best))
