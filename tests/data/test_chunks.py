@@ -58,6 +58,22 @@ def test_several_processes_give_what_one_gives(
     assert list(encode_chunks(documents, settings, 2)) == alone
 
 
+def test_documents_of_a_file_that_is_mapped_anew_are_all_read_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+    import pyarrow as pa
+
+    make_documents(30).save_to_disk(tmp_path / "documents")
+    chosen = datasets.load_from_disk(tmp_path / "documents").select([*range(20, 30), *range(0, 15, 2)])
+    monkeypatch.setattr(chunks, "DOCUMENTS_PER_CHUNK", 4)
+    monkeypatch.setattr(chunks, "_CHUNKS_PER_MAPPING", 2)
+    streams = list(chunks._read_chunks(chosen))
+    rows = [row for stream in streams for row in pa.ipc.open_stream(stream).read_all().to_pylist()]
+    assert [row["origin"] for row in rows] == [f"a:{number}" for number in [*range(20, 30), *range(0, 15, 2)]]
+    assert rows == chosen.to_list()
+
+
 def test_a_document_that_a_worker_cannot_encode_is_named(
     tokenizer_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
