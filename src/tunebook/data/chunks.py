@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 DOCUMENTS_PER_CHUNK = 1000
 # A worker takes seconds to start, in which one core encodes about this many short conversations.
-_DOCUMENTS_PER_WORKER = 5_000
+_DOCUMENTS_PER_WORKER = 8_000
 _CHUNKS_IN_FLIGHT_PER_WORKER = 3
 _CHUNKS_PER_MAPPING = 50
 
