@@ -79,6 +79,9 @@ def test_a_document_that_does_not_fit_waits_in_its_place():
     lengths = np.array([8, 9, 5, 6, 2, 1], dtype=np.int64)
     steps = cut_into_steps(np.arange(6), lengths, StepSize(tokens=20, row_length=10))
     assert [step.tolist() for step in steps] == [[0, 1, 4, 5], [2, 3]]
+    # the third is passed over twice, and still comes before the last, which has not been looked at again
+    steps = cut_into_steps(np.arange(5), np.array([9, 6, 7, 4, 8]), StepSize(tokens=10, row_length=10))
+    assert [step.tolist() for step in steps] == [[0], [1, 3], [2], [4]]
 
 
 def test_a_token_budget_loses_and_repeats_nothing_and_fits_its_rows():
