@@ -115,6 +115,8 @@ def test_notes_are_counted_for_each_chunk_alone(tokenizer_folder: Callable[..., 
     assert [sum(encoder.encode(stream).counts.notes.values()) for _ in range(2)] == [1, 1]
 
 
-@pytest.mark.parametrize(("num_documents", "asked", "expected"), [(10, 8, 1), (15_999, 8, 1), (16_000, 8, 2), (900_000, 3, 3)])
+@pytest.mark.parametrize(
+    ("num_documents", "asked", "expected"), [(10, 8, 1), (15_999, 8, 1), (16_000, 8, 2), (900_000, 3, 3)]
+)
 def test_no_worker_starts_for_nothing(num_documents: int, asked: int, expected: int) -> None:
     assert choose_num_workers(num_documents, asked) == expected
