@@ -58,6 +58,22 @@ def test_several_processes_give_what_one_gives(
     assert list(encode_chunks(documents, settings, 2)) == alone
 
 
+def test_documents_of_a_file_that_is_mapped_anew_are_all_read_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+    import pyarrow as pa
+
+    make_documents(30).save_to_disk(tmp_path / "documents")
+    chosen = datasets.load_from_disk(tmp_path / "documents").select([*range(20, 30), *range(0, 15, 2)])
+    monkeypatch.setattr(chunks, "DOCUMENTS_PER_CHUNK", 4)
+    monkeypatch.setattr(chunks, "_CHUNKS_PER_MAPPING", 2)
+    streams = list(chunks._read_chunks(chosen))
+    rows = [row for stream in streams for row in pa.ipc.open_stream(stream).read_all().to_pylist()]
+    assert [row["origin"] for row in rows] == [f"a:{number}" for number in [*range(20, 30), *range(0, 15, 2)]]
+    assert rows == chosen.to_list()
+
+
 def test_a_document_that_a_worker_cannot_encode_is_named(
     tokenizer_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,6 +115,8 @@ def test_notes_are_counted_for_each_chunk_alone(tokenizer_folder: Callable[..., 
     assert [sum(encoder.encode(stream).counts.notes.values()) for _ in range(2)] == [1, 1]
 
 
-@pytest.mark.parametrize(("num_documents", "asked", "expected"), [(10, 8, 1), (60_000, 8, 2), (900_000, 3, 3)])
+@pytest.mark.parametrize(
+    ("num_documents", "asked", "expected"), [(10, 8, 1), (15_999, 8, 1), (16_000, 8, 2), (900_000, 3, 3)]
+)
 def test_no_worker_starts_for_nothing(num_documents: int, asked: int, expected: int) -> None:
     assert choose_num_workers(num_documents, asked) == expected

@@ -13,7 +13,8 @@ import pytest
 from tunebook.config.choices import TrainOn
 from tunebook.config.schema import ModelConfig
 from tunebook.data.corpus import CorpusKind
-from tunebook.data.encode import REWRITTEN, STRADDLING, Document, Encoder, num_shared, tokens_of_span
+from tunebook.data.encode import REWRITTEN, STRADDLING, Document, Encoder, num_shared
+from tunebook.data.span_tokens import tokens_of_span
 from tunebook.errors import DataError, RequestError
 from tunebook.model.tokenizer import load_tokenizer
 

@@ -68,6 +68,22 @@ def test_validation_keeps_the_stored_order():
     assert epoch_order(5, None, 3).tolist() == [0, 1, 2, 3, 4]
 
 
+def test_a_token_budget_puts_each_document_in_the_fullest_row_that_has_room():
+    lengths = np.array([6, 7, 3, 4, 9, 9, 1], dtype=np.int64)
+    # 6 and 7 take a row each, 3 fills up the second and 4 the first; 9 and 9 take the next two rows, 1 fits beside one
+    steps = cut_into_steps(np.arange(7), lengths, StepSize(tokens=20, row_length=10))
+    assert [step.tolist() for step in steps] == [[0, 1, 2, 3], [4, 5, 6]]
+
+
+def test_a_document_that_does_not_fit_waits_in_its_place():
+    lengths = np.array([8, 9, 5, 6, 2, 1], dtype=np.int64)
+    steps = cut_into_steps(np.arange(6), lengths, StepSize(tokens=20, row_length=10))
+    assert [step.tolist() for step in steps] == [[0, 1, 4, 5], [2, 3]]
+    # the third is passed over twice, and still comes before the last, which has not been looked at again
+    steps = cut_into_steps(np.arange(5), np.array([9, 6, 7, 4, 8]), StepSize(tokens=10, row_length=10))
+    assert [step.tolist() for step in steps] == [[0], [1, 3], [2], [4]]
+
+
 def test_a_token_budget_loses_and_repeats_nothing_and_fits_its_rows():
     order = epoch_order(len(LENGTHS), 1, 0)
     size = StepSize(tokens=4 * 128, row_length=128)

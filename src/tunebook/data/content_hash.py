@@ -17,7 +17,7 @@ def hash_documents(parts: Iterable[Path]) -> str:
     """SHA-256 over every part's name, tokens, labels and lengths, as hexadecimal digits.
 
     Independent of how Arrow cut the documents into batches. `parts` are the folders of a whole preparation, whose
-    columns are `chunks.prepared_schema`; they are memory-mapped, never read whole.
+    columns are `chunks.prepared_schema`; they are read batch by batch, and not mapped: what is mapped stays in memory.
     """
     told = (f"{part.name}:{_hash_part(part / ARROW_FILE)}" for part in sorted(parts))
     return hashlib.sha256("\n".join(told).encode()).hexdigest()
@@ -27,7 +27,7 @@ def _hash_part(file: Path) -> str:
     import pyarrow as pa
 
     hashes = {name: hashlib.sha256() for name in ("input_ids", "labels", "length")}
-    with pa.memory_map(str(file)) as source, pa.ipc.open_stream(source) as batches:
+    with pa.OSFile(str(file)) as source, pa.ipc.open_stream(source) as batches:
         for batch in batches:
             for name, column_hash in hashes.items():
                 column = batch.column(name)

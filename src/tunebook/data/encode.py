@@ -6,7 +6,6 @@ is always -100: nothing predicts a document's first token, and in a packed row i
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tunebook.config.choices import TrainOn
 from tunebook.data.corpus import CorpusKind, Row
 from tunebook.data.formats import IGNORED_LABEL
+from tunebook.data.span_tokens import SpanTokenizer
 from tunebook.data.template import ConversationRenderer, Rendered, Span
 from tunebook.errors import DataError, RequestError
 from tunebook.model.tokenizer import stop_token_ids
@@ -71,6 +71,8 @@ class Encoder:
         self._bos_token = tokenizer.bos_token
         self._stop_ids = stop_token_ids(tokenizer)
         if kind is CorpusKind.conversation:
+            # The template writes the special tokens; a tokenizer adding its own would double them.
+            self._tokenizer = SpanTokenizer(self._backend)
             self._renderer = ConversationRenderer(tokenizer)
 
     def encode(self, rows: Sequence[Row]) -> list[Document]:
@@ -79,18 +81,18 @@ class Encoder:
 
     def _conversations(self, rows: Sequence[Row]) -> list[Document]:
         rendered = [self._render(row) for row in rows]
-        # The template has written the special tokens; the tokenizer adding its own would double them.
-        encodings = self._backend.encode_batch([one.text for one in rendered], add_special_tokens=False)
+        tokenised = self._tokenizer.tokenise([one.text for one in rendered], [one.spans for one in rendered])
         documents = []
-        for row, one, encoding in zip(rows, rendered, encodings, strict=True):
-            ids: list[int] = encoding.ids
+        for row, one, tokens in zip(rows, rendered, tokenised, strict=True):
+            ids = tokens.ids
             self._refuse_two_bos(ids, row["origin"], "the chat template writes it twice; correct the template")
             if self._everything:
                 self._require_stop(ids, row["origin"])
                 labels = all_labels(ids)
             else:
-                labels = self._labels_of_spans(ids, encoding.offsets, one.spans, row["origin"])
+                labels = self._labels_of_ranges(ids, tokens.ranges, row["origin"])
             self.notes[REWRITTEN] += one.num_rewritten > 0
+            self.notes[STRADDLING] += tokens.num_straddling
             documents.append(Document(ids, labels))
         return documents
 
@@ -99,17 +101,12 @@ class Encoder:
             return Rendered(text=self._renderer.text(row["messages"], row["origin"]), spans=[])
         return self._renderer.render(row["messages"], row["origin"])
 
-    def _labels_of_spans(
-        self, ids: list[int], offsets: list[tuple[int, int]], spans: list[Span], origin: str
-    ) -> list[int]:
+    def _labels_of_ranges(self, ids: list[int], ranges: list[Span], origin: str) -> list[int]:
         labels = [IGNORED_LABEL] * len(ids)
-        starts = [start for start, _ in offsets]
-        ends = [end for _, end in offsets]
-        for span in spans:
-            first, after_last = tokens_of_span(starts, ends, span)
-            self._require_stop(ids[first:after_last], origin)
-            self.notes[STRADDLING] += starts[first] < span[0]
-            labels[first:after_last] = ids[first:after_last]
+        for first, after_last in ranges:
+            trained = ids[first:after_last]
+            self._require_stop(trained, origin)
+            labels[first:after_last] = trained
         if labels:
             labels[0] = IGNORED_LABEL
         return labels
@@ -181,11 +178,3 @@ def num_shared(first: Sequence[object], second: Sequence[object]) -> int:
     """How many items two sequences begin with in common."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((position for position, (one, other) in pairs if one != other), min(len(first), len(second)))
-
-
-def tokens_of_span(starts: list[int], ends: list[int], span: Span) -> tuple[int, int]:
-    """The tokens that share at least one character with a span: first, and one after the last.
-
-    Shapes: `starts` and `ends` (num_tokens,), the characters of each token, neither ever decreasing.
-    """
-    return bisect_right(ends, span[0]), bisect_left(starts, span[1])

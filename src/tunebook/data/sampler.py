@@ -8,6 +8,8 @@ an epoch may be smaller: the loss is weighted by tokens, so an empty row counts 
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -48,26 +50,27 @@ def cut_into_steps(order: Lengths, lengths: Lengths, size: StepSize) -> list[Len
 
 def _fill_budgets(order: Lengths, lengths: Lengths, num_rows: int, row_length: int) -> Iterator[Lengths]:
     """Steps of `num_rows` rows filled best-fit; a document that no longer fits waits for the next step."""
-    waiting: list[int] = []
+    waiting: deque[int] = deque()
     upcoming = iter(order.tolist())
+    tokens_of = lengths.tolist()
     exhausted = False
     while True:
-        room = [row_length] * num_rows
+        room = [(row_length, row) for row in range(num_rows)]  # what each row has left, least first
         step: list[int] = []
         skipped: list[int] = []
-        while len(skipped) < _LOOK_AHEAD and max(room) > 0:
-            document = waiting.pop(0) if waiting else next(upcoming, None)
+        while len(skipped) < _LOOK_AHEAD and room[-1][0] > 0:
+            document = waiting.popleft() if waiting else next(upcoming, None)
             if document is None:
                 exhausted = True
                 break
-            tokens = int(lengths[document])
-            fitting = [(left, row) for row, left in enumerate(room) if left >= tokens]
-            if not fitting:
+            tokens = tokens_of[document]
+            if tokens > room[-1][0]:
                 skipped.append(document)
                 continue
-            room[min(fitting)[1]] -= tokens
+            left, row = room.pop(bisect_left(room, (tokens, 0)))
+            insort(room, (left - tokens, row))
             step.append(document)
-        waiting = skipped + waiting
+        waiting.extendleft(reversed(skipped))
         if step:
             yield np.asarray(step, dtype=np.int64)
         if exhausted and not waiting:

@@ -1,0 +1,63 @@
+"""Texts as tokens, and the tokens that hold given spans of their characters: by pieces where that is sure, or else
+by the tokenizer and its offsets. Both say the same."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tunebook.data.pieces import CutText, piece_tokenizer
+from tunebook.data.template import Span
+
+
+@dataclass(frozen=True)
+class Tokenised:
+    """One text. Shapes: `ids` (num_tokens,), `ranges` (num_spans,)."""
+
+    ids: list[int]
+    ranges: list[Span]  # of tokens: the first that has a character of the span, and one after the last
+    num_straddling: int = 0  # spans whose first token begins before them
+
+
+class SpanTokenizer:
+    """Tokenises texts that have their special tokens written out: none is added."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self._pieces = piece_tokenizer(backend)
+
+    def tokenise(self, texts: Sequence[str], spans: Sequence[list[Span]]) -> list[Tokenised]:
+        """Every text, with the tokens of its spans."""
+        done = [self._by_pieces(text, wanted) for text, wanted in zip(texts, spans, strict=True)]
+        left = [number for number, one in enumerate(done) if one is None]
+        encodings = self._backend.encode_batch([texts[number] for number in left], add_special_tokens=False)
+        for number, encoding in zip(left, encodings, strict=True):
+            done[number] = _by_offsets(encoding, spans[number])
+        return [one for one in done if one is not None]
+
+    def _by_pieces(self, text: str, spans: list[Span]) -> Tokenised | None:
+        if self._pieces is None:
+            return None
+        cut: CutText | None = self._pieces.cut(text)
+        ranges = cut.tokens_of_spans(spans) if cut is not None else None
+        return Tokenised(cut.ids, ranges) if cut is not None and ranges is not None else None
+
+
+def tokens_of_span(starts: list[int], ends: list[int], span: Span) -> Span:
+    """The tokens that share at least one character with a span: first, and one after the last.
+
+    Shapes: `starts` and `ends` (num_tokens,), the characters of each token, neither ever decreasing.
+    """
+    return bisect_right(ends, span[0]), bisect_left(starts, span[1])
+
+
+def _by_offsets(encoding: Any, spans: list[Span]) -> Tokenised:
+    if not spans:
+        return Tokenised(encoding.ids, [])
+    offsets = encoding.offsets
+    starts, ends = [start for start, _ in offsets], [end for _, end in offsets]
+    ranges = [tokens_of_span(starts, ends, span) for span in spans]
+    num_straddling = sum(starts[first : first + 1] < [span[0]] for (first, _), span in zip(ranges, spans, strict=True))
+    return Tokenised(encoding.ids, ranges, num_straddling)
