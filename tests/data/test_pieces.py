@@ -10,6 +10,7 @@ import pytest
 from tunebook.data import pieces
 from tunebook.data.pieces import piece_tokenizer
 from tunebook.data.span_tokens import SpanTokenizer, tokens_of_span
+from tunebook.errors import TunebookError
 
 QWEN, LLAMA = pieces._CUTS
 # Everything that the expressions tell apart, and what two engines could see differently.
@@ -162,3 +163,42 @@ def test_a_token_over_the_boundary_is_counted() -> None:
     straddles = backend.encode("the word").offsets[one.ranges[0][0]][0] < 5
     assert straddles
     assert one.num_straddling == 1
+
+
+class TestTheTokenizerIsAsked:
+    TEXTS = ["the word"] * 3
+
+    def test_whether_it_agrees(self) -> None:
+        asked: list[int] = []
+        backend = make_backend()
+        tokeniser = SpanTokenizer(Asked(backend, asked))
+        expected = [backend.encode(text).ids for text in self.TEXTS]
+        assert [one.ids for one in tokeniser.tokenise(self.TEXTS, [[]] * 3)] == expected
+        assert asked == [1], "one of a hundred texts that were cut by pieces"
+
+    def test_and_other_tokens_are_an_error_that_says_how_to_go_on(self) -> None:
+        tokeniser = SpanTokenizer(make_backend())
+        assert tokeniser._pieces is not None
+        tokeniser._pieces._known["the"] = b"\x07\0\0\0"
+        with pytest.raises(TunebookError, match=r"'the word'.*TUNEBOOK_TOKENIZE_BY_LIBRARY=1 before the command"):
+            tokeniser.tokenise(self.TEXTS, [[]] * 3)
+
+    def test_alone_where_that_is_asked_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TUNEBOOK_TOKENIZE_BY_LIBRARY", "1")
+        asked: list[int] = []
+        SpanTokenizer(Asked(make_backend(), asked)).tokenise(self.TEXTS, [[]] * 3)
+        assert asked == [3]
+
+
+class Asked:
+    """A tokenizer that notes how many texts it is given."""
+
+    def __init__(self, backend: Any, asked: list[int]) -> None:
+        self._backend, self._asked = backend, asked
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def encode_batch(self, texts: list[str], **options: Any) -> Any:
+        self._asked.append(len(texts))
+        return self._backend.encode_batch(texts, **options)

@@ -26,6 +26,13 @@ DATA: dict[str, Explanation] = {
         why="Names differ between data sets: train, train_sft, default.",
         advice="Take one of those that the message lists.",
     ),
+    "tokens-differ": Explanation(
+        summary="Two ways to tokenise a text gave different tokens.",
+        why="Conversations are cut into words and known words looked up, which is faster than the tokenizer and must "
+        "say the same; one text of a hundred is given to both. A difference is a defect of Tunebook.",
+        advice="Type TUNEBOOK_TOKENIZE_BY_LIBRARY=1 before the command: every text then goes to the tokenizer. Please "
+        "report the text and the tokenizer's name.",
+    ),
     "data-file-not-found": Explanation(
         summary="A data file does not exist or cannot be read.",
         why="Relative paths start where the command is typed. A folder is refused because its files may be meant for "

@@ -79,7 +79,9 @@ def varlen_attention_padded(config: RunConfig) -> Finding | None:
     if config.attention.implementation is not Attention.varlen_attention or config.packing.mode is PackingMode.isolated:
         return None
     message = f"varlen_attention computes packed rows only, and packing.mode={config.packing.mode.name}"
-    return Finding(key="attention.implementation", message=message, fix="packing.mode=isolated or attention.implementation=sdpa")
+    return Finding(
+        key="attention.implementation", message=message, fix="packing.mode=isolated or attention.implementation=sdpa"
+    )
 
 
 @rule(
