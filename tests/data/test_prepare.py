@@ -280,3 +280,16 @@ def test_data_prepared_without_a_padding_token_is_not_for_a_run_that_pads(
     with pytest.raises(RequestError, match="the tokenizer has no padding token") as caught:
         prepare(config)
     assert caught.value.problem_id == "tokenizer-no-pad"
+
+
+def test_lengths_keep_nothing_of_the_tokens_beside_them():
+    import pyarrow as pa
+
+    sink = pa.BufferOutputStream()
+    batch = pa.RecordBatch.from_pydict({"input_ids": [[1, 2, 3], [4]], "length": pa.array([3, 1], pa.int32())})
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    table = pa.ipc.open_stream(sink.getvalue()).read_all()
+    lengths = prepare_module.lengths_of(table)
+    assert lengths.tolist() == [3, 1]
+    assert lengths.flags.owndata, "a view would keep the whole chunk in memory"

@@ -35,6 +35,9 @@ from tunebook.errors import DataError, DoesNotFitError, RequestError
 
 if TYPE_CHECKING:
     import datasets
+    import numpy as np
+    import numpy.typing as npt
+    import pyarrow as pa
 
     from tunebook.data.chunks import ChunkSettings
     from tunebook.data.corpus import Corpus
@@ -205,7 +208,7 @@ def _write_part(
         for chunk in encode_chunks(documents, settings, config.dataset.num_workers):
             table = pa.ipc.open_stream(chunk.stream).read_all()
             writer.write_table(table.cast(features.arrow_schema))
-            lengths.append(table["length"].to_numpy())
+            lengths.append(lengths_of(table))
             counts.add(chunk.counts)
             report(counts.num_read, len(documents), what)
     if counts.num_documents == 0:
@@ -225,6 +228,12 @@ def _write_part(
     }
     (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
     return counts
+
+
+def lengths_of(table: pa.Table) -> npt.NDArray[np.int32]:
+    """A copy of the column of lengths: a view would keep the tokens beside it in memory, those of all chunks."""
+    lengths: npt.NDArray[np.int32] = table["length"].to_numpy().copy()
+    return lengths
 
 
 def _nothing_left(part: str, counts: PartCounts, settings: ChunkSettings) -> DataError:
