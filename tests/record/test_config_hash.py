@@ -10,7 +10,7 @@ from tunebook.config.book import resolve_path
 from tunebook.config.choices import LauncherName, ResumeAnyway, Strategy, TrackerName
 from tunebook.config.frozen import config_to_yaml, load_config
 from tunebook.config.schema import LauncherConfig, RunConfig, TrackingConfig, ZeroConfig
-from tunebook.record.config_hash import config_hash
+from tunebook.record.config_hash import comparable_config, config_hash
 
 
 @pytest.mark.parametrize(
@@ -50,11 +50,19 @@ def test_where_and_how_a_run_is_started_does_not_change_its_hash(
         lambda config: replace(config, optimizer=replace(config.optimizer, learning_rate=1e-3)),
         lambda config: replace(config, parallelism=ZeroConfig(strategy=Strategy.single)),
         lambda config: replace(config, model=replace(config.model, path="book:recipes/other/model")),
+        lambda config: replace(config, model=replace(config.model, compile_layers=True)),
     ],
-    ids=["seed", "learning_rate", "parallelism", "model"],
+    ids=["seed", "learning_rate", "parallelism", "model", "compile_layers"],
 )
 def test_what_a_run_trains_changes_its_hash(run_config: RunConfig, change: Callable[[RunConfig], RunConfig]) -> None:
     assert config_hash(change(run_config)) != config_hash(run_config)
+
+
+def test_a_setting_that_came_later_is_told_only_where_it_is_used(run_config: RunConfig) -> None:
+    """What was recorded before there was one still holds."""
+    assert "compile_layers" not in comparable_config(run_config)["model"]
+    compiled = replace(run_config, model=replace(run_config.model, compile_layers=True))
+    assert comparable_config(compiled)["model"]["compile_layers"] is True
 
 
 def test_the_hash_of_a_frozen_configuration_is_that_of_the_original(tmp_path: Path, run_config: RunConfig) -> None:

@@ -23,6 +23,10 @@ NOT_HASHED = (
     "dataset.num_workers",
 )
 
+# Settings that came after evidence and checkpoints had been recorded, with what was the only way before: left out at
+# that value, so that what was recorded without them still holds.
+ADDED_LATER = {"model.compile_layers": False}
+
 
 def config_hash(config: RunConfig) -> str:
     """SHA-256 of a resolved configuration in canonical form: sorted keys, book paths as `book:...`, see NOT_HASHED."""
@@ -42,12 +46,22 @@ def comparable_config(config: RunConfig) -> dict[str, Any]:
 def _without(config: RunConfig, keys: tuple[str, ...]) -> dict[str, Any]:
     canonical: dict[str, Any] = _canonical(dataclasses.asdict(config), f"{book_root()}/")
     for key in keys:
-        *sections, name = key.split(".")
-        node = canonical
-        for section in sections:
-            node = node[section]
+        node, name = _place(canonical, key)
         del node[name]
+    for key, before in ADDED_LATER.items():
+        node, name = _place(canonical, key)
+        if node[name] == before:
+            del node[name]
     return canonical
+
+
+def _place(canonical: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
+    """The section that holds a key, and the key's name in it."""
+    *sections, name = key.split(".")
+    node = canonical
+    for section in sections:
+        node = node[section]
+    return node, name
 
 
 def _canonical(value: Any, book_folder: str) -> Any:
