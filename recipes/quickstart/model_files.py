@@ -44,7 +44,7 @@ CHAT_TEMPLATE = """\
 """
 
 
-def build_tokenizer(texts: Iterable[str]) -> Tokenizer:
+def build_tokenizer(texts: Iterable[str], vocabulary_size: int = VOCABULARY_SIZE) -> Tokenizer:
     """A byte-level BPE trained on the texts; the special tokens take the first ids."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
@@ -54,7 +54,7 @@ def build_tokenizer(texts: Iterable[str]) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY_SIZE,
+        vocab_size=vocabulary_size,
         special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,

@@ -36,7 +36,6 @@ _COMPILED = [*_VARLEN, "model.compile_layers=true", "model.liger_kernel=false"]
 _STORED = ["activation=stored"]
 _BF16 = ["precision.master_weights=bf16"]
 PROFILED_STEPS = 10
-_FLASH_4 = ["attention=flash_attention_4", "model.compile_layers=true", "model.liger_kernel=false"]
 _LORA = [*_VARLEN, "model=llama3_8b", "peft=lora", "model.liger_kernel=false", *_STORED, *_rows(8192)]
 VARIANTS: dict[str, list[str]] = {
     "sdpa": ["attention=sdpa", *_rows(4096)],
@@ -46,10 +45,8 @@ VARIANTS: dict[str, list[str]] = {
     "compiled_8192": [*_COMPILED, *_STORED, *_rows(8192)],
     "compiled_16384": [*_COMPILED, *_STORED, *_rows(16384)],
     "compiled_32768": [*_COMPILED, *_STORED, *_rows(32768)],
-    "compiled_liger_8192": [*_VARLEN, "model.compile_layers=true", *_STORED, *_rows(8192)],
     "varlen_bf16_16384": [*_VARLEN, *_BF16, *_STORED, *_rows(16384)],
     "compiled_bf16_16384": [*_COMPILED, *_BF16, *_STORED, *_rows(16384)],
-    "compiled_flash_attention_4_16384": [*_FLASH_4, *_STORED, *_rows(16384)],
     "compiled_checkpointing_32768": [*_COMPILED, "activation=checkpointing", *_rows(32768)],
     "lora_8b": _LORA,
     "lora_8b_compiled": [*_LORA, "model.compile_layers=true"],

@@ -2,9 +2,9 @@
 
     python tests/bench/peer_trl.py --output DIR [--only NAME ...] [--steps 30]
 
-`default` is what `trl sft` does where nothing but the model, the data and the length is said; the others are the flags
-that its documentation recommends for speed. Random weights of Qwen2.5-3B; real tokens are counted as the collator hands
-them over, without padding; the median of the optimizer steps after the first 10.
+`default` is what `trl sft` does where nothing but the model, the data and the length is said; the others are flags that
+make it faster. Random weights of Qwen2.5-3B; real tokens are counted as the collator hands them over, without padding;
+the median of the optimizer steps after the first 10.
 """
 
 from __future__ import annotations

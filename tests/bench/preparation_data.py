@@ -8,10 +8,15 @@ follow lognormal(5.8, 0.9) clipped to 16..4096, once `tokens_per_word` of the tr
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes" / "quickstart"))
+
+from model_files import CHAT_TEMPLATE, EOS_TOKEN, PAD_TOKEN, build_tokenizer
 
 SEED = 9
 NUM_WORDS = 120_000
@@ -21,24 +26,6 @@ TOKENS_PER_TURN = 5  # <|im_start|>, the role, a line break, <|im_end|>, a line 
 _WORDS_PER_TURN = 160  # of user and assistant together: longer conversations have more turns
 _CHUNK = 5_000  # conversations drawn at once; a conversation depends on the seed and its number only
 
-TEMPLATE = """\
-{%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '\\n' }}
-    {%- if message.role == 'assistant' %}
-        {%- generation %}{{- message.content + '<|im_end|>' }}{%- endgeneration %}
-    {%- else %}
-        {{- message.content + '<|im_end|>' }}
-    {%- endif %}
-    {{- '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
-# As Qwen's: contractions, words, digits one by one, punctuation, line breaks.
-_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 _ONSETS = ["st", "th", "ch", "pr", *"bcdfghjklmnprstvw", *"bdlmnrstw"]  # some twice: they come up twice as often
 _VOWELS = [*"aeiouaeiouaeiouyéö", "ea", "ou"]
 _CODAS = ["", "", "", "", "n", "r", "s", "t", "l", "nd"]
@@ -124,28 +111,14 @@ def write_conversations(file: Path, number: int, tokens_per_word: float) -> None
 
 def write_model(folder: Path, sample: int = 12_000) -> float:
     """Train the tokenizer on a sample and write a model's folder with it (no weights): returns tokens per word."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
-    split = pre_tokenizers.Split(Regex(_PATTERN), behavior="isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    special = [AddedToken(name, special=True) for name in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")]
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=special, show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
     writer = Writer(tokens_per_word=1.3)
     texts = [turn["content"] for messages in writer.conversations(sample) for turn in messages]
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer = build_tokenizer(texts, VOCABULARY)
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
-    names = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    names = {"eos_token": EOS_TOKEN, "pad_token": PAD_TOKEN}
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"} | names))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     _write_config(folder, tokenizer.get_vocab_size())
     seen = texts[:2000]
     return sum(len(one.ids) for one in tokenizer.encode_batch(seen)) / sum(text.count(" ") + 1 for text in seen)

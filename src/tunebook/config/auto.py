@@ -124,7 +124,10 @@ def _tf32(config: RunConfig) -> tuple[Switch, str]:
 
 
 def _attention(config: RunConfig, is_planned: bool) -> tuple[Attention, str]:
-    """flash-attn 2 where GPU, precision and environment allow it; what is planned for elsewhere has it in its image."""
+    """flash-attn 2 where GPU and precision allow it and it is installed, else torch's own kernel for packed rows.
+
+    What is planned for elsewhere has flash-attn in its image.
+    """
     flash, generation, compute = Attention.flash_attention_2, config.hardware.generation, config.precision.compute
     if generation is Generation.cpu:
         return Attention.sdpa, "flash attention needs a GPU"

@@ -1,8 +1,8 @@
 """Each transformer block compiled by itself: its norms, activations, casts and sums become a few kernels.
 
-All blocks share one compilation, where the whole model would take minutes. What is wrapped around a block (the hooks of
-FSDP and DDP, the recomputing of activations) stays outside, since only the block's own `forward` is replaced. The
-length of a pass is left open, so rows of another length compile nothing again.
+All blocks share one compilation, where the whole model would take minutes. What is hooked to a block, as by FSDP, stays
+outside, since only its `forward` is replaced; transformers has put the recomputing of activations inside that. How long
+a pass is stays open, so rows of another length compile nothing again.
 """
 
 from __future__ import annotations
