@@ -204,9 +204,7 @@ def main() -> int:
     write_model(model)
     jobs, refused = adapter_jobs(model, arguments.gpus, arguments.timeout_s, arguments.only)
     runs = Path("/tmp/runs") / f"adapters-{os.getpid()}"
-    queue = GpuQueue(
-        jobs, arguments.output, runs=runs, deadline_s=arguments.deadline_s, before={"async_io": start_building()}
-    )
+    queue = GpuQueue(jobs, arguments.output, runs=runs, deadline_s=arguments.deadline_s, before=start_building())
     lines = [*judge(queue.run(), queue.logs), *refused]
     named = {line["name"] for line in lines}
     lines += [job.line | {"verdict": "failed: the time was up"} for job in jobs if job.line["name"] not in named]

@@ -17,7 +17,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from gpu_queue import GpuQueue, Job
+from gpu_queue import Job, add_arguments, run_jobs
 
 from tunebook.parity.compare import compare_losses
 
@@ -156,13 +156,11 @@ def write_compared(lines: list[dict[str, Any]], output: Path) -> list[dict[str, 
 def main() -> None:
     """Run some series and print a line for each run as it ends; their differences from the reference come last."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, required=True)
+    add_arguments(parser, deadline_s=500)
     parser.add_argument("--series", choices=SERIES, nargs="+", required=True)
     parser.add_argument("--gpus", type=int, default=4)
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--deadline-s", type=float, default=500)
     parser.add_argument("--only", nargs="*")
-    parser.add_argument("--logs", type=Path, help="where each run's small files are kept; OUTPUT/logs if not given")
     parser.add_argument("--more", nargs="*", default=[], help="overrides for every run")
     arguments = parser.parse_args()
     jobs = [
@@ -171,23 +169,16 @@ def main() -> None:
         for job in parity_jobs(name, 100 * number, gpus=arguments.gpus, steps=arguments.steps, more=arguments.more)
         if not arguments.only or job.line["name"] in arguments.only
     ]
-    before = {"async_io": start_building()}
-    queue = GpuQueue(
-        jobs,
-        arguments.output,
-        runs=Path("/tmp/runs"),
-        deadline_s=arguments.deadline_s,
-        before=before,
-        logs=arguments.logs,
-    )
-    write_compared(queue.run(), arguments.output)
+    lines = run_jobs(jobs, arguments, start_building)
+    if lines:
+        write_compared(lines, arguments.output)
 
 
-def start_building() -> subprocess.Popen[bytes]:
+def start_building() -> dict[str, subprocess.Popen[bytes]]:
     """Compile DeepSpeed's reader of NVMe disks, which the first run that needs it would do in its turn."""
     NVME.mkdir(exist_ok=True)
     build = "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load()"
-    return subprocess.Popen([sys.executable, "-c", build], stdout=subprocess.DEVNULL)
+    return {"async_io": subprocess.Popen([sys.executable, "-c", build], stdout=subprocess.DEVNULL)}
 
 
 if __name__ == "__main__":

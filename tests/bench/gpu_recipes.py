@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--parity", nargs="*", choices=gpu_parity.SERIES, default=[])
     arguments = parser.parse_args()
     jobs = _all_jobs(arguments.only, arguments.parity)
-    lines = run_jobs(jobs, arguments, lambda: {"async_io": gpu_parity.start_building()})
+    lines = run_jobs(jobs, arguments, gpu_parity.start_building)
     if lines:
         gpu_parity.write_compared(lines, arguments.output)
 
