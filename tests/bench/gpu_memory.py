@@ -58,6 +58,7 @@ class Case:
 
 STORED, RECOMPUTED = ["activation=stored"], ["activation=checkpointing"]
 LORA, FP32 = ["peft=lora"], ["precision=fp32", "precision.tf32=disabled"]
+COMPILED = ["attention=varlen_attention", "model.compile_layers=true"]
 LIGER, ALL_BF16 = ["model.liger_kernel=true"], ["precision.master_weights=bf16"]
 
 
@@ -125,6 +126,15 @@ CASES: dict[str, Case] = {
     ),
     "held_05b_zero2_offload_accumulated_2": Case(
         model="qwen25_05b", gpus=2, length=2048, accumulation=2, words=_spread("zero2_offload")
+    ),
+    "8b_6_layers_lora_compiled": Case(model="llama3_8b", layers=6, words=[*STORED, *LORA, *COMPILED]),
+    "8b_12_layers_lora_compiled": Case(model="llama3_8b", layers=12, words=[*STORED, *LORA, *COMPILED]),
+    "8b_6_layers_lora_compiled_no_dropout": Case(
+        model="llama3_8b", layers=6, words=[*STORED, *LORA, *COMPILED, "peft.dropout=0"]
+    ),
+    "8b_6_layers_lora_varlen": Case(model="llama3_8b", layers=6, words=[*STORED, *LORA, "attention=varlen_attention"]),
+    "3b_12_layers_compiled_ddp_2": Case(
+        model="qwen25_3b", layers=12, gpus=2, accumulation=2, words=_spread("ddp", *COMPILED)
     ),
     "8b_ddp_4": Case(model="llama3_8b", layers=4, gpus=4, length=2048, words=_spread("ddp")),
     "8b_zero2_4": Case(model="llama3_8b", layers=8, gpus=4, length=8192, words=_spread("zero2", *RECOMPUTED)),

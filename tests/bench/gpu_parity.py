@@ -35,8 +35,9 @@ def _strategies(gpus: int) -> Runs:
     runs: Runs = {"single": (1, ["parallelism=single"])}
     runs |= {name: (gpus, [f"parallelism={name}"]) for name in ("ddp", *SHARDED, *OFFLOADED)}
     runs["zero3_nvme"] = (gpus, ["parallelism=zero3_nvme", f"parallelism.nvme_path={NVME}"])
-    runs["hsdp"] = (gpus, ["parallelism=hsdp", "parallelism.shard_group_size=2"])
     runs["fsdp_by_size"] = (gpus, by_size)
+    if gpus >= 4:  # two groups of two
+        runs["hsdp"] = (gpus, ["parallelism=hsdp", "parallelism.shard_group_size=2"])
     return runs
 
 
@@ -50,7 +51,7 @@ def _on_fewer() -> Runs:
 def _casting(gpus: int) -> Runs:
     """The strategies whose library may cast the whole model to bf16, both ways."""
     runs: Runs = {}
-    for name in ("zero1", "zero2", "zero3", "zero2_offload", "fsdp", "hsdp"):
+    for name in ("zero1", "zero2", "zero3", "zero2_offload", "fsdp", *(["hsdp"] if gpus >= 4 else [])):
         group = ["parallelism.shard_group_size=2"] if name == "hsdp" else []
         runs[f"{name}_cast"] = (gpus, [f"parallelism={name}", *group, "parallelism.mixed_precision=cast"])
     return runs

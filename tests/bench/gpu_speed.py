@@ -51,8 +51,10 @@ VARIANTS: dict[str, list[str]] = {
     "lora_8b": _LORA,
     "lora_8b_compiled": [*_LORA, "model.compile_layers=true"],
     "lora_8b_compiled_bf16": [*_LORA, *_BF16, "model.compile_layers=true"],
+    "lora_8b_compiled_bf16_16384": [*_LORA, *_BF16, "model.compile_layers=true", *_rows(16384)],
 }
 _SPREAD = [*_COMPILED, *_STORED, *_rows(8192)]
+_LONG = [*_COMPILED, *_STORED, *_rows(16384)]
 SPREAD: dict[str, list[str]] = {  # over all GPUs of the machine
     "ddp": ["parallelism=ddp", *_SPREAD],
     "zero2": ["parallelism=zero2", *_SPREAD],
@@ -60,6 +62,11 @@ SPREAD: dict[str, list[str]] = {  # over all GPUs of the machine
     "zero3": ["parallelism=zero3", *_SPREAD],
     "fsdp": ["parallelism=fsdp", *_SPREAD],
     "fsdp_grad_op": ["parallelism=fsdp_grad_op", *_SPREAD],
+    "ddp_16384": ["parallelism=ddp", *_LONG],
+    "zero2_16384": ["parallelism=zero2", *_LONG],
+    "zero3_16384": ["parallelism=zero3", *_LONG],
+    "fsdp_16384": ["parallelism=fsdp", *_LONG],
+    "fsdp_grad_op_16384": ["parallelism=fsdp_grad_op", *_LONG],
 }
 KNOWN = VARIANTS | SPREAD
 

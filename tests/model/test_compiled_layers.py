@@ -63,6 +63,25 @@ def test_rows_of_another_length_compile_nothing_again(model):
     assert len(graphs) == first
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_ddp_does_not_cut_a_block_where_its_buckets_end(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", True)  # torch's default, which others may have changed
+    graphs = []
+
+    def backend(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compile_layers(model, backend=backend)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        one_kib = 1 / 1024  # a bucket for each weight or two
+        torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=one_kib)(**INPUTS, use_cache=False)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert len(graphs) == 1
+
+
 def test_a_model_that_names_no_blocks_is_refused():
     with pytest.raises(RequestError, match=r"does not say which parts of Linear .* try model.compile_layers=false"):
         compile_layers(torch.nn.Linear(2, 2))

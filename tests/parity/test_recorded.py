@@ -9,9 +9,18 @@ from tunebook.parity.compare import FP32_TOLERANCE, LOW_PRECISION_TOLERANCE, com
 NUM_STEPS = 50
 
 
+RESULTS = "tests/bench/results"
+
+
 @pytest.fixture(scope="module")
 def recorded(project_root):
-    lines = (project_root / "tests/bench/results/h200x4_parity.jsonl").read_text().splitlines()
+    lines = (project_root / RESULTS / "h200x4_parity.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def on_two(project_root):
+    lines = (project_root / RESULTS / "h200x2_parity.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
 
@@ -38,6 +47,28 @@ def test_every_strategy_has_the_losses_of_one_gpu(recorded, series, tolerance, m
         assert run["steps_run"] == NUM_STEPS or f"after {run['steps_run']} of 50 steps" in run["ended"]
 
 
+@pytest.mark.parametrize(
+    ("series", "tolerance"), [("fp32", FP32_TOLERANCE), ("bf16_quickstart", LOW_PRECISION_TOLERANCE)]
+)
+def test_on_two_gpus_and_on_one_of_them_too(on_two, series, tolerance):
+    runs = {line["name"]: line for line in on_two if line["series"].removesuffix("_fewer") == series}
+    reference = runs.pop("single")["losses"]
+    alone = {"zero2", "zero3", "fsdp", "zero2_offload", "zero3_offload", "fsdp_offload"}
+    assert set(runs) == {
+        *(SHARDED - {"hsdp"}),
+        "zero1",
+        "fsdp_grad_op",
+        "fsdp_by_size",
+        *(f"{name}_alone" for name in alone),
+    }
+    for name, run in runs.items():
+        assert run["gpus"] == (1 if name.endswith("_alone") else 2)
+        assert len(run["losses"]) == len(reference) == NUM_STEPS
+        difference = compare_losses(run["losses"], reference)
+        assert difference.largest <= tolerance, name
+        assert difference.largest == pytest.approx(run["largest_difference"], rel=0.01, abs=2e-7)
+
+
 def test_what_was_cut_short_in_one_bf16_series_went_through_in_the_other(recorded):
     """All but FSDP by size, and those that offload parameters to the host, of which 32 and 33 steps are there."""
     whole = {line["name"] for line in recorded if line["series"].startswith("bf16") and line["steps_run"] == NUM_STEPS}
@@ -46,8 +77,8 @@ def test_what_was_cut_short_in_one_bf16_series_went_through_in_the_other(recorde
     assert (steps["zero3_offload"], steps["fsdp_offload"]) == (32, 33)
 
 
-def test_each_was_wrapped_in_what_it_is_called(recorded):
-    for line in recorded:
+def test_each_was_wrapped_in_what_it_is_called(recorded, on_two):
+    for line in [*recorded, *on_two]:
         strategy = line["name"].removesuffix("_cast").removesuffix("_2").removesuffix("_alone")
         found = line["parallelism_found"]
         assert strategy.startswith(found["strategy"]), line["name"]
@@ -65,7 +96,7 @@ def test_casting_costs_zero_2_more_loss_than_it_gains_speed(recorded):
     assert runs["fsdp"]["losses"][-1] == pytest.approx(runs["zero2"]["losses"][-1], rel=1e-3)
 
 
-def test_every_line_says_what_it_was_run_on(recorded):
-    for line in recorded:
+def test_every_line_says_what_it_was_run_on(recorded, on_two):
+    for line in [*recorded, *on_two]:
         assert {"date", "hardware", "torch", "transformers", "deepspeed", "weights", "data"} <= set(line)
         assert line["weights"] == "random"
