@@ -174,7 +174,7 @@ def jobs_of(names: list[str], num_gpus: int) -> list[Job]:
                 gpus=gpus,
                 words=overrides,
                 line=line,
-                turn_timeout_s=60,
+                turn_timeout_s=150 if COMPILED[-1] in case.words else 60,
                 priority=len(jobs),
                 host_gib=host_gib,
             )

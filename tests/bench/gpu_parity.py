@@ -57,6 +57,21 @@ def _casting(gpus: int) -> Runs:
     return runs
 
 
+def _in_fp8(gpus: int) -> Runs:
+    """bf16 twice, since two runs of it differ too, and fp8 both ways, alone and spread."""
+    runs: Runs = {"single": (1, ["parallelism=single", "precision=bf16"])}
+    runs |= {"fsdp_bf16": (gpus, ["parallelism=fsdp", "precision=bf16"])} if gpus > 1 else {}
+    for scaling in ("tensorwise", "rowwise"):
+        words = ["precision=fp8", f"precision.fp8_scaling={scaling}"]
+        runs[f"fp8_{scaling}"] = (1, ["parallelism=single", *words])
+        runs |= {f"fsdp_fp8_{scaling}": (gpus, ["parallelism=fsdp", *words])} if gpus > 1 else {}
+    return runs
+
+
+def _without(words: list[str], key: str) -> list[str]:
+    return [word for word in words if not word.startswith(f"{key}=")]
+
+
 _GENERATED = ["model.weights=random", "dataset=synthetic", "dataset.synthetic.num_documents=4000", "attention=sdpa"]
 QUICKSTART = [
     "quickstart",
@@ -75,7 +90,9 @@ QWEN_3B_TWO_LAYERS = [  # of 36, in full width
     *[*_QWEN_3B, "training.global_samples=16", "packing.row_length=2048", "schedule.warmup_steps=2"],
     *["model.facts.num_layers=2", "model.facts.num_parameters=465320960"],
 ]
-SERIES = ("fp32", "fp32_fewer", "bf16", "bf16_quickstart", "bf16_quickstart_fewer", "bf16_3b", "lora", "speed")
+_COMPILED = ["attention=varlen_attention", "model.compile_layers=true"]
+SERIES = ("fp32", "fp32_fewer", "bf16", "bf16_quickstart", "bf16_quickstart_fewer", "bf16_3b", "lora", "fp8", "fp8_3b",
+          "speed")  # fmt: skip
 
 
 def series(name: str, gpus: int) -> tuple[list[str], Runs]:
@@ -94,6 +111,8 @@ def series(name: str, gpus: int) -> tuple[list[str], Runs]:
     if name == "lora":
         runs = {key: (gpus, [f"parallelism={key}"]) for key in ("ddp", "zero2", "zero3", "fsdp", "fsdp_offload")}
         return [*QUICKSTART, "peft=lora", "optimizer.learning_rate=1e-2", "precision=bf16"], runs
+    if name in ("fp8", "fp8_3b"):
+        return _without(QWEN_3B_SLICE if name == "fp8_3b" else QWEN_05B, "attention") + _COMPILED, _in_fp8(gpus)
     runs = {}
     for strategy in ("zero2", "fsdp", "zero3"):
         runs[strategy] = (gpus, [f"parallelism={strategy}"])
@@ -120,7 +139,7 @@ def parity_jobs(
                 priority=priority + number,
                 is_alone=name == "speed",
                 needs="async_io" if key.startswith("zero3_nvme") else None,
-                turn_timeout_s=60,
+                turn_timeout_s=240 if name.startswith("fp8") else 60,  # more steps, and blocks are compiled
                 environment={"OMP_NUM_THREADS": "4"},
                 line={
                     "series": name,

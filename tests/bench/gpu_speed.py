@@ -34,6 +34,7 @@ def _rows(length: int) -> list[str]:
 _VARLEN = ["attention=varlen_attention"]
 _COMPILED = [*_VARLEN, "model.compile_layers=true", "model.liger_kernel=false"]
 _STORED = ["activation=stored"]
+_FP8 = ["precision=fp8"]
 _BF16 = ["precision.master_weights=bf16"]
 PROFILED_STEPS = 10
 _LORA = [*_VARLEN, "model=llama3_8b", "peft=lora", "model.liger_kernel=false", *_STORED, *_rows(8192)]
@@ -48,11 +49,14 @@ VARIANTS: dict[str, list[str]] = {
     "varlen_bf16_16384": [*_VARLEN, *_BF16, *_STORED, *_rows(16384)],
     "compiled_bf16_16384": [*_COMPILED, *_BF16, *_STORED, *_rows(16384)],
     "compiled_checkpointing_32768": [*_COMPILED, "activation=checkpointing", *_rows(32768)],
+    "compiled_16384_fp8": [*_COMPILED, *_STORED, *_rows(16384), *_FP8],
+    "compiled_16384_fp8_rowwise": [*_COMPILED, *_STORED, *_rows(16384), *_FP8, "precision.fp8_scaling=rowwise"],
     "lora_8b": _LORA,
     "lora_8b_compiled": [*_LORA, "model.compile_layers=true"],
     "lora_8b_compiled_bf16": [*_LORA, *_BF16, "model.compile_layers=true"],
     "lora_8b_compiled_bf16_16384": [*_LORA, *_BF16, "model.compile_layers=true", *_rows(16384)],
 }
+_LLAMA = ["model=llama3_8b", "parallelism=fsdp", *_COMPILED, *_rows(8192)]
 _SPREAD = [*_COMPILED, *_STORED, *_rows(8192)]
 _LONG = [*_COMPILED, *_STORED, *_rows(16384)]
 SPREAD: dict[str, list[str]] = {  # over all GPUs of the machine
@@ -67,6 +71,9 @@ SPREAD: dict[str, list[str]] = {  # over all GPUs of the machine
     "zero3_16384": ["parallelism=zero3", *_LONG],
     "fsdp_16384": ["parallelism=fsdp", *_LONG],
     "fsdp_grad_op_16384": ["parallelism=fsdp_grad_op", *_LONG],
+    "llama8b_fsdp_bf16": [*_LLAMA, *_STORED],
+    "llama8b_fsdp_fp8": [*_LLAMA, *_STORED, *_FP8],
+    "llama8b_fsdp_fp8_rowwise": [*_LLAMA, *_STORED, *_FP8, "precision.fp8_scaling=rowwise"],
 }
 KNOWN = VARIANTS | SPREAD
 

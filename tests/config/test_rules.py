@@ -18,6 +18,7 @@ from tunebook.config.choices import (
     Compute,
     ContainerRuntime,
     Format,
+    Fp8Scaling,
     Generation,
     LauncherName,
     MasterWeights,
@@ -91,6 +92,8 @@ def fsdp(strategy: Strategy, **settings: Any) -> dict[str, Any]:
     return {"parallelism": FsdpConfig(strategy=strategy, **settings), **ON_8}
 
 
+FP8 = {"precision.compute": Compute.fp8}
+COMPILED = {"model.compile_layers": True, "attention.implementation": Attention.varlen_attention}
 DDP = {"parallelism": ParallelismConfig(strategy=Strategy.ddp), **ON_8}
 PADDED = {"packing.mode": PackingMode.padded, "training.micro_batch_size": None}
 PADDED_DDP = {**DDP, **PADDED}
@@ -199,10 +202,23 @@ CASES = [
         "fp8-without-hardware",
         "ampere .*fp8 starts at 8.9",
         {"precision.compute": Compute.fp8},
-        {"hardware.generation": Generation.ampere},
+        {"hardware.generation": Generation.ampere, **COMPILED},
     ),
-    case("fp8-with-efficient-loading", "accelerate", {"precision.compute": Compute.fp8}, fsdp(Strategy.fsdp)),
-    case("fp8-with-qlora", "4-bit", {"precision.compute": Compute.fp8}, {"peft.method": PeftMethod.qlora}),
+    *(
+        case("fp8-with-adapters", f"method={method.name}", FP8, {"peft.method": method, **COMPILED})
+        for method in (PeftMethod.lora, PeftMethod.qlora)
+    ),
+    case("fp8-with-deepspeed", "under zero1", FP8, {**zero(Strategy.zero1), **COMPILED}),
+    case("fp8-with-deepspeed", "under zero3", FP8, {**zero(Strategy.zero3), **COMPILED}),
+    case(
+        "fp8-with-deepspeed",
+        "under zero2",
+        FP8,
+        {**zero(Strategy.zero2, offload_optimizer=Offload.cpu), **COMPILED},
+    ),
+    case("fp8-not-compiled", "slower than bf16", FP8),
+    case("fp8-not-compiled", "slower than bf16", FP8, SDPA),
+    case("fp8-scaling-ignored", "rowwise changes nothing .*bf16", {"precision.fp8_scaling": Fp8Scaling.rowwise}),
     case("tf32-without-hardware", "volta", {"precision.tf32": Switch.enabled}, ON_VOLTA),
     case("tf32-without-hardware", "a CPU", {"precision.tf32": Switch.enabled}, ON_CPU),
     case("bf16-weights-without-bf16", "compute=fp32", {"precision.master_weights": MasterWeights.bf16}, ON_VOLTA),
@@ -416,6 +432,9 @@ GROUP_CHOICES = {
     "parallelism=ddp": ("parallelism", ParallelismConfig(strategy=Strategy.ddp)),
     "parallelism=zero2": ("parallelism", ZeroConfig(strategy=Strategy.zero2)),
     "parallelism=zero3": ("parallelism", ZeroConfig(strategy=Strategy.zero3)),
+    "parallelism=fsdp": ("parallelism", FsdpConfig(strategy=Strategy.fsdp)),
+    "parallelism=fsdp_grad_op": ("parallelism", FsdpConfig(strategy=Strategy.fsdp_grad_op)),
+    "parallelism=fsdp_offload": ("parallelism", FsdpConfig(strategy=Strategy.fsdp, offload_parameters=Offload.cpu)),
     "launcher=slurm": ("launcher", SlurmConfig(name=LauncherName.slurm)),
     "launcher=local": ("launcher", LauncherConfig(name=LauncherName.local)),
 }
@@ -507,6 +526,8 @@ def test_warnings_are_the_ones_a_run_can_live_with():
         "adapter-settings-ignored",
         "dataset-field-ignored",
         "evaluation-never-runs",
+        "fp8-not-compiled",
+        "fp8-scaling-ignored",
         "flash-attention-not-deterministic",
         "interval-beyond-run",
         "micro-rows-on-mask",

@@ -100,8 +100,10 @@ def test_paged_adamw_of_the_llama2_source_is_refused_under_fsdp() -> None:
         assert problem.id == "bitsandbytes-optimizer-with-fsdp"
 
 
-def test_fp8_recipe_needs_every_rank_to_load() -> None:
-    assert errors(resolved("llama3_8b_fp8", "parallelism=fsdp")) != []
+def test_fp8_runs_on_its_source_s_machine_and_not_under_deepspeed() -> None:
+    assert check(resolved("llama3_8b_fp8")) == []
+    (problem,) = check(resolved("llama3_8b_fp8", "parallelism=zero3"))
+    assert (problem.id, problem.fix) == ("fp8-with-deepspeed", "parallelism=fsdp")
 
 
 @pytest.mark.parametrize("name", NAMES)

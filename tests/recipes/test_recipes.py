@@ -160,7 +160,8 @@ def test_leaves_the_machine_to_decide_what_its_source_did_not(name: str) -> None
     groups = compose(name, []).groups
     open_groups = {"hardware", "precision", "attention", "packing", "activation"}
     chosen = {group: groups[group] for group in open_groups if groups[group] != "auto"}
-    assert chosen == ({"precision": "fp8"} if name == "llama3_8b_fp8" else {})
+    in_fp8 = {"precision": "fp8", "attention": "varlen_attention"}  # the kernel that can be part of compiled blocks
+    assert chosen == (in_fp8 if name == "llama3_8b_fp8" else {})
 
 
 # ---- the settings of the sources, value by value
@@ -335,7 +336,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "precision.compute": "fp8",
         "precision.master_weights": "fp32",
         "parallelism.strategy": "fsdp",
-        "parallelism.cpu_ram_efficient_loading": False,
+        "precision.fp8_scaling": "tensorwise",
+        "model.compile_layers": True,
+        "attention.implementation": "varlen_attention",
+        "parallelism.cpu_ram_efficient_loading": True,
         "hardware.reference.generation": "hopper",
         "hardware.reference.gpus_per_node": 8,
     },

@@ -115,6 +115,13 @@ class Compute(Enum):
     fp8 = "fp8"
 
 
+class Fp8Scaling(Enum):
+    """What shares one scale when a tensor is turned into fp8: all of it, or each row."""
+
+    tensorwise = "tensorwise"
+    rowwise = "rowwise"
+
+
 class MasterWeights(Enum):
     """The number format in which the optimizer keeps the weights."""
 

@@ -16,6 +16,7 @@ from tunebook.config.choices import (
     Compute,
     ContainerRuntime,
     Format,
+    Fp8Scaling,
     Generation,
     LauncherName,
     MasterWeights,
@@ -182,6 +183,7 @@ class PrecisionConfig:
     compute: Compute = Compute.auto
     master_weights: MasterWeights = MasterWeights.fp32  # bf16 halves the memory and loses small updates
     tf32: Switch = Switch.auto  # TensorFloat-32 for fp32 products; cc >= 8.0
+    fp8_scaling: Fp8Scaling = Fp8Scaling.tensorwise  # with compute=fp8: one scale a tensor is faster, one a row exacter
 
 
 @dataclass(kw_only=True)

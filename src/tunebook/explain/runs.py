@@ -223,11 +223,6 @@ RUNS: dict[str, Explanation] = {
         advice="Look at what it printed and at log.txt in the run folder; start it again, and it goes on from its "
         "newest checkpoint.",
     ),
-    "fp8-plans-only": Explanation(
-        summary="Training in fp8, which this version only plans for.",
-        why="It would run in bf16 without a word.",
-        advice="Use precision=bf16.",
-    ),
     "unknown-suite": Explanation(
         summary="There is no set of tasks of that name for this run.",
         why="A suite is an evaluation group of hydra_configs/evaluation, or `quick`, the tasks that the run's recipe "

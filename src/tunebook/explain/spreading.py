@@ -24,6 +24,13 @@ SPREADING: dict[str, Explanation] = {
         advice="Choose a strategy that works here, such as parallelism=ddp. If the installed packages are not those of "
         "the lock, install them first.",
     ),
+    "not-in-fp8": Explanation(
+        summary="A run in fp8 whose linear layers do not multiply in fp8.",
+        why="Something put ordinary layers back after they were converted, and the run would train in bf16 without a "
+        "word. So every rank counts its layers in the wrapped model before the first step; the number is in "
+        "manifest.json under parallelism_found.",
+        advice="Use precision=bf16. If the installed packages are not those of the lock, install them first.",
+    ),
     "leak": Explanation(
         summary="Documents that share a packed row see each other.",
         why="Then the model learns to continue a document from a stranger's, and no loss curve shows it. Before the "
@@ -38,6 +45,12 @@ SPREADING: dict[str, Explanation] = {
         why="It has no attention dropout, no cap on the logits and no attention sinks, and computes packed rows only. "
         "Leaving one of them out without a word would train another model.",
         advice="Take attention=sdpa, which can compute all of them.",
+    ),
+    "fp8-nothing-to-convert": Explanation(
+        summary="precision=fp8, and no linear layer of the model would be faster for it.",
+        why="Turning a layer's tensors into fp8 costs time, too: small layers lose more than they gain and stay in "
+        "bf16, as do the embeddings and the head. This model has nothing else.",
+        advice="Use precision=bf16.",
     ),
     "no-layers-to-compile": Explanation(
         summary="model.compile_layers, and transformers does not say what the model's blocks are.",

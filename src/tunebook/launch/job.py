@@ -26,7 +26,6 @@ from tunebook.launch.attempt import Attempt
 from tunebook.launch.commands import JOB_SCRIPT, launch_command
 from tunebook.launch.draft import Draft, draft_json, draft_run, estimate_time, refuse_too_large
 from tunebook.launch.lock import working_in
-from tunebook.launch.plans_only import refuse_plans_only
 from tunebook.launch.resume import check_run_folder, is_trained, unfinished_run
 from tunebook.launch.several_nodes import has_later_nodes, is_later_node, join_run, open_to_nodes
 from tunebook.launch.show import show_batch, show_choices, show_command
@@ -118,7 +117,6 @@ def require_runnable(job: Job) -> None:
     problem = job.resolution.problem
     if problem is not None:
         raise RequestError(job.resolution.why_not_runnable, problem_id=problem.id)
-    refuse_plans_only(job.config)
     if missing := check_environment(job.config):
         raise RulesError(missing)
     refuse_too_large(plan_memory(job.config))

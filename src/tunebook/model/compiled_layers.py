@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tunebook.errors import RequestError
+from tunebook.model.blocks import transformer_blocks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,8 +27,7 @@ def compile_layers(model: nn.Module, *, backend: str = "inductor") -> int:
     import torch
     from torch._dynamo import config as dynamo
 
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    blocks: list[Any] = [module for module in model.modules() if type(module).__name__ in names]
+    blocks: list[Any] = list(transformer_blocks(model).values())
     if not blocks:
         raise RequestError(
             f"model.compile_layers=true: transformers does not say which parts of {type(model).__name__} are its "

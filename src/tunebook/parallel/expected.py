@@ -69,6 +69,23 @@ def require_expected(config: RunConfig, by_rank: list[dict[str, Any]], unit_clas
             )
 
 
+def require_fp8(config: RunConfig, by_rank: list[dict[str, Any]], num_layers: int) -> None:
+    """Compare the fp8 layers that each rank found in its wrapped model with the number that were converted.
+
+    Raises: InvalidTrainingError where a run in fp8 computes in something else.
+    """
+    if config.precision.compute is not Compute.fp8:
+        return
+    for rank, found in enumerate(by_rank):
+        if not num_layers or found.get("fp8_layers") != num_layers:
+            raise InvalidTrainingError(
+                f"precision.compute=fp8: on rank {rank} {found.get('fp8_layers', 0)} linear layers multiply in fp8, "
+                f"and {num_layers} were converted. Nothing was trained, since it would have been in bf16 without a "
+                "word; try precision=bf16",
+                problem_id="not-in-fp8",
+            )
+
+
 def _is_ddp_of_one(found: dict[str, Any]) -> bool:
     """One rank has nobody to agree with: accelerate wraps DDP around it or not, depending on how it was started."""
     return (found["strategy"], found["ranks"]) == (Strategy.ddp.name, 1)

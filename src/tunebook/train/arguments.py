@@ -21,6 +21,7 @@ from tunebook.config.choices import (
     TrackerName,
 )
 from tunebook.config.schema import RunConfig, ScheduleConfig
+from tunebook.model.fp8_layers import ALIGNMENT
 from tunebook.parallel.deepspeed import deepspeed_settings, uses_autocast, zero_stage
 from tunebook.parallel.fsdp import fsdp_arguments, is_fsdp
 from tunebook.plan.batch import BatchPlan
@@ -50,6 +51,7 @@ def trainer_arguments(config: RunConfig, plan: BatchPlan, folder: Path, *, has_v
         "max_length": None,
         "dataset_kwargs": {"skip_prepare_dataset": True},
         "padding_free": config.packing.mode is PackingMode.isolated,
+        "pad_to_multiple_of": row_multiple(config) if config.packing.mode is PackingMode.padded else None,
         "remove_unused_columns": False,
         # Our own records replace the trainer's progress bar and logs; trackers get the same numbers besides.
         "disable_tqdm": True,
@@ -64,6 +66,11 @@ def trainer_arguments(config: RunConfig, plan: BatchPlan, folder: Path, *, has_v
     arguments |= learning_rate_schedule(config.schedule, config.optimizer.learning_rate, plan.total_steps)
     arguments |= _numbers(config) | _saving(config, has_validation) | _parallelism(config)
     return arguments
+
+
+def row_multiple(config: RunConfig) -> int | None:
+    """What the number of tokens of every row must be a multiple of; None where any number will do."""
+    return ALIGNMENT if config.precision.compute is Compute.fp8 else None
 
 
 def tracker_environment(config: RunConfig, folder: Path) -> dict[str, str]:

@@ -21,7 +21,8 @@ from tunebook.config.choices import Compute
 FIRST_LENGTH, SECOND_LENGTH = 48, 32  # tokens; the first is longer, so that a leak outweighs what is its own
 
 # The unit roundoff of what products are computed in: 2 ** -(bits of the mantissa + 1).
-_UNIT_ROUNDOFF = {Compute.fp32: 2.0**-24, Compute.fp16: 2.0**-11, Compute.bf16: 2.0**-8, Compute.fp8: 2.0**-4}
+# A run in fp8 is looked at in bf16: see `model.fp8_layers.plain_products`.
+_UNIT_ROUNDOFF = {Compute.fp32: 2.0**-24, Compute.fp16: 2.0**-11, Compute.bf16: 2.0**-8, Compute.fp8: 2.0**-8}
 _TF32_UNIT_ROUNDOFF = 2.0**-11
 # Rounding errors of 100 layers add up to about sqrt(2 x 100) of one, and kernels choose tiles by a row's length.
 _LOGIT_ROUNDOFFS = 32.0

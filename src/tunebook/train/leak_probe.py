@@ -23,6 +23,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from tunebook.config.choices import PackingMode, Switch
 from tunebook.config.schema import RunConfig
 from tunebook.errors import InvalidTrainingError
+from tunebook.model.fp8_layers import plain_products
 from tunebook.parallel.trace import forget_parameter_order
 from tunebook.record.manifest import MANIFEST_FILE, update_manifest
 from tunebook.train.isolation import Isolation, Tolerance, compile_kernels, leaks, measure_isolation, tolerance
@@ -65,12 +66,13 @@ class LeakProbe(TrainerCallback):
         """What was found, the seconds of the passes that compile kernels, and those of the probe itself."""
         vocab_size = self.trainer.model.config.get_text_config().vocab_size
         forward = TrainingForward(self.trainer)
-        with torch.no_grad(), _in_evaluation_mode(self.trainer.model_wrapped), _generators_kept():
+        model = self.trainer.model_wrapped
+        with torch.no_grad(), _in_evaluation_mode(model), _generators_kept(), plain_products(model):
             start = time.monotonic()
             compile_kernels(forward)
             middle = time.monotonic()
             found = measure_isolation(forward, vocab_size)
-            forget_parameter_order(self.trainer.model_wrapped)  # training has a backward pass too
+            forget_parameter_order(model)  # training has a backward pass too
         return found, middle - start, time.monotonic() - middle
 
     def _record(self, state: TrainerState, entry: dict[str, Any]) -> None:

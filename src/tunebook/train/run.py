@@ -27,7 +27,7 @@ from tunebook.checkpoint.record import read_record
 from tunebook.checkpoint.resharding import link_in_flat_order
 from tunebook.checkpoint.save import CheckpointSaver
 from tunebook.checkpoint.together import group_apart
-from tunebook.config.choices import Generation, PackingMode, PeftMethod, Switch
+from tunebook.config.choices import Compute, Generation, PackingMode, PeftMethod, Switch
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import RunConfig
 from tunebook.data.prepared import Prepared, PreparedPart, load_prepared
@@ -36,6 +36,7 @@ from tunebook.errors import DoesNotFitError, InvalidTrainingError, StoppedError,
 from tunebook.hardware.peaks import peak_of
 from tunebook.model.adapters import adapter_config, keep_format
 from tunebook.model.compiled_layers import compile_layers
+from tunebook.model.fp8_layers import convert_to_fp8
 from tunebook.model.load import begin_loading, finish_loading, master_dtype
 from tunebook.model.token_ids import agree_on_tokens, trainer_tokenizer
 from tunebook.parallel.deepspeed import zero_stage
@@ -48,7 +49,7 @@ from tunebook.record.files import PREPARED_FILE
 from tunebook.record.manifest import MANIFEST_FILE, update_manifest
 from tunebook.record.metrics import MetricsWriter, read_metrics
 from tunebook.record.run_folder import write_outcome
-from tunebook.train.arguments import tracker_environment, trainer_arguments
+from tunebook.train.arguments import row_multiple, tracker_environment, trainer_arguments
 from tunebook.train.callbacks import FiniteLoss, Records, StopOnRequest
 from tunebook.train.leak_probe import LeakProbe
 from tunebook.train.progress import TrainingProgress
@@ -175,13 +176,16 @@ def _build_trainer(
         train_batches=batches,
         validation_batches=_validation_batches(config, plan, validation, rank, ranks) if validation else None,
         autocast_dtype=torch.bfloat16 if uses_autocast(config) else None,
+        row_multiple=row_multiple(config),
         saver=_saver(config, folder, prepared),
     )
+    is_fp8 = config.precision.compute is Compute.fp8
+    fp8_layers = convert_to_fp8(model, config.precision.fp8_scaling) if is_fp8 else []
     if config.model.compile_layers:
         compile_layers(model)  # the blocks as the trainer has changed them: adapters, Liger's kernels
     if config.peft.method is PeftMethod.qlora:
         keep_format(trainer.model, master_dtype(config))
-    trainer.add_callback(ParallelismCheck(config, trainer, folder, units))
+    trainer.add_callback(ParallelismCheck(config, trainer, folder, units, len(fp8_layers)))
     trainer.add_callback(LeakProbe(config, trainer, folder))  # of the model that was just seen to be the right one
     trainer.remove_callback(PrinterCallback)  # the base class adds it in place of its progress bar
     return trainer

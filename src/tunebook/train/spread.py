@@ -11,11 +11,12 @@ from typing import Any
 from accelerate.utils import gather_object
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from tunebook.config.choices import Generation, Strategy
+from tunebook.config.choices import Compute, Generation, Strategy
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
+from tunebook.model.fp8_layers import count_fp8_layers
 from tunebook.parallel.deepspeed import uses_nvme, zero_stage
-from tunebook.parallel.expected import require_expected
+from tunebook.parallel.expected import require_expected, require_fp8
 from tunebook.parallel.found import find_parallelism
 from tunebook.record.atomic_files import atomic_write_json
 from tunebook.record.files import DEEPSPEED_FILE
@@ -62,9 +63,12 @@ def _free_port() -> int:
 class ParallelismCheck(TrainerCallback):
     """Compares the wrapped model with what was asked for, on every rank, and writes down what it is."""
 
-    def __init__(self, config: RunConfig, trainer: Any, folder: Path, unit_classes: list[str]) -> None:
+    def __init__(
+        self, config: RunConfig, trainer: Any, folder: Path, unit_classes: list[str], num_fp8_layers: int = 0
+    ) -> None:
         self.config = config
         self.unit_classes = unit_classes
+        self.num_fp8_layers = num_fp8_layers
         self.trainer = trainer
         self.folder = folder
 
@@ -72,10 +76,13 @@ class ParallelismCheck(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """All ranks see all ranks' findings, so that they raise together."""
-        by_rank = gather_object([find_parallelism(self.trainer.model_wrapped)])
+        model = self.trainer.model_wrapped
+        fp8 = {"fp8_layers": count_fp8_layers(model)} if self.config.precision.compute is Compute.fp8 else {}
+        by_rank = gather_object([find_parallelism(model) | fp8])
         if state.is_world_process_zero:
             self._write_down(by_rank[0])
         require_expected(self.config, by_rank, self.unit_classes)
+        require_fp8(self.config, by_rank, self.num_fp8_layers)
 
     def _write_down(self, found: dict[str, Any]) -> None:
         plugin = getattr(self.trainer.accelerator.state, "deepspeed_plugin", None)

@@ -44,6 +44,7 @@ class RecipeTrainer(SFTTrainer):
         train_batches: RankBatches,
         validation_batches: RankBatches | None = None,
         autocast_dtype: torch.dtype | None = None,
+        row_multiple: int | None = None,
         saver: CheckpointSaver,
         **kwargs: Any,
     ) -> None:
@@ -51,6 +52,7 @@ class RecipeTrainer(SFTTrainer):
         self.train_batches = train_batches
         self.validation_batches = validation_batches
         self.autocast_dtype = autocast_dtype  # where the base class would run without autocast
+        self.row_multiple = row_multiple  # in tokens
         self.saver = saver
         self._is_saving = False
         self._is_universal = False  # whether what is loaded was made for another number of ranks
@@ -59,7 +61,8 @@ class RecipeTrainer(SFTTrainer):
             saver.when_complete = self._upload
 
     def _loader(self, documents: Any, batches: RankBatches) -> DataLoader[Any]:
-        rows = DocumentRows(documents, filler_token_id=self.filler_token_id)
+        multiple = self.row_multiple if self.padding_free else None  # padded rows are filled up by the collator
+        rows = DocumentRows(documents, filler_token_id=self.filler_token_id, multiple=multiple or 1)
         return DataLoader(
             rows,  # type: ignore[arg-type]
             batch_sampler=batches,

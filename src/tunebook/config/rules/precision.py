@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from tunebook.config.choices import (
+    Attention,
     Compute,
+    Fp8Scaling,
     Generation,
     MasterWeights,
+    Offload,
     PeftMethod,
+    Strategy,
     Switch,
     Weights,
 )
-from tunebook.config.rules.frame import Finding, Rule, rule
-from tunebook.config.schema import FsdpConfig, RunConfig
+from tunebook.config.rules.attention import FLASH
+from tunebook.config.rules.frame import Finding, Level, Rule, rule
+from tunebook.config.schema import RunConfig, ZeroConfig
 from tunebook.hardware.generations import GENERATIONS, GenerationFacts, capability_text
 
 
@@ -92,38 +97,74 @@ def fp8_without_hardware(config: RunConfig) -> Finding | None:
 
 
 @rule(
-    "fp8-with-efficient-loading",
-    summary="fp8 under FSDP with parallelism.cpu_ram_efficient_loading.",
-    why="torchao swaps the linear layers before the weights have been sent to the other ranks, so accelerate refuses "
-    "the pair.",
-    advice="Let every rank read the weights, which needs host memory for one model per rank.",
+    "fp8-with-adapters",
+    summary="fp8 with LoRA or QLoRA.",
+    why="torchao's fp8 layers compute the gradient of their weight whether it is trained or not, so over a frozen base "
+    "they multiply half as much again as bf16 does: what fp8 saves is lost. QLoRA replaces the same layers by 4-bit "
+    "ones.",
+    advice="Compute adapters in bf16.",
 )
-def fp8_with_efficient_loading(config: RunConfig) -> Finding | None:
-    """accelerate raises ValueError for it when the training starts."""
-    settings = config.parallelism
-    if config.precision.compute is not Compute.fp8 or not isinstance(settings, FsdpConfig):
+def fp8_with_adapters(config: RunConfig) -> Finding | None:
+    """fp8 and any method that trains adapters over frozen linear layers."""
+    if config.precision.compute is not Compute.fp8 or config.peft.method is PeftMethod.full:
         return None
-    if not settings.cpu_ram_efficient_loading:
-        return None
-    return Finding(
-        key="parallelism.cpu_ram_efficient_loading",
-        message="accelerate cannot load on one rank and convert to fp8",
-        fix="parallelism.cpu_ram_efficient_loading=false",
-    )
+    message = f"fp8 saves nothing where the linear layers are frozen (peft.method={config.peft.method.name})"
+    return Finding(key="precision.compute", message=message, fix="precision.compute=bf16")
 
 
 @rule(
-    "fp8-with-qlora",
-    summary="fp8 with a 4-bit base model.",
-    why="Both replace the linear layers by their own: torchao by fp8 layers, bitsandbytes by 4-bit ones.",
-    advice="Compute QLoRA in bf16, or use peft=lora with fp8.",
+    "fp8-with-deepspeed",
+    summary="fp8 with a ZeRO strategy.",
+    why="torchao's fp8 layers keep a view of their weight until the backward pass. FSDP gathers the weight back into "
+    "that memory; ZeRO-3 into another, so that every gathered weight would stay on the GPU. ZeRO-1 and ZeRO-2 have not "
+    "been run with fp8.",
+    advice="Take FSDP in place of ZeRO: fsdp shards what ZeRO-3 shards, fsdp_grad_op is nearest to ZeRO-2.",
 )
-def fp8_with_qlora(config: RunConfig) -> Finding | None:
-    """fp8 and QLoRA."""
-    if config.precision.compute is not Compute.fp8 or config.peft.method is not PeftMethod.qlora:
+def fp8_with_deepspeed(config: RunConfig) -> Finding | None:
+    """fp8 and DeepSpeed."""
+    settings = config.parallelism
+    if config.precision.compute is not Compute.fp8 or not isinstance(settings, ZeroConfig):
         return None
-    message = "fp8 layers cannot replace the 4-bit layers of peft.method=qlora"
-    return Finding(key="precision.compute", message=message, fix="precision.compute=bf16")
+    offloads = settings.offload_parameters is not Offload.none or settings.offload_optimizer is not Offload.none
+    is_whole = settings.strategy is not Strategy.zero3
+    better = "fsdp_offload" if offloads else "fsdp_grad_op" if is_whole else "fsdp"
+    message = f"fp8 does not run under {settings.strategy.name}"
+    return Finding(key="precision.compute", message=message, fix=f"parallelism={better}")
+
+
+@rule(
+    "fp8-not-compiled",
+    level=Level.warning,
+    summary="fp8 without model.compile_layers.",
+    why="Each product in fp8 needs the largest value of both factors, and casts of them. Compiled, they become part of "
+    "the operations before; otherwise each is a pass over memory, and fp8 is slower than bf16.",
+    advice="Compile the blocks: model.compile_layers=true with attention=varlen_attention and without Liger's kernels.",
+)
+def fp8_not_compiled(config: RunConfig) -> Finding | None:
+    """fp8 in blocks that are not compiled."""
+    if config.precision.compute is not Compute.fp8 or config.model.compile_layers:
+        return None
+    message = "fp8 is slower than bf16 where the blocks are not compiled"
+    kernel = config.attention.implementation
+    can_compile = kernel is Attention.varlen_attention or kernel not in FLASH
+    fix = "model.compile_layers=true" + ("" if can_compile else " attention.implementation=varlen_attention")
+    return Finding(key="model.compile_layers", message=message, fix=fix)
+
+
+@rule(
+    "fp8-scaling-ignored",
+    level=Level.warning,
+    summary="precision.fp8_scaling in a run that does not compute in fp8.",
+    why="It says how tensors are scaled when they are turned into fp8, which only precision=fp8 does.",
+    advice="Leave precision.fp8_scaling out, or compute in fp8.",
+)
+def fp8_scaling_ignored(config: RunConfig) -> Finding | None:
+    """Scales of fp8 without fp8."""
+    precision = config.precision
+    if precision.compute is Compute.fp8 or precision.fp8_scaling is Fp8Scaling.tensorwise:
+        return None
+    message = f"fp8_scaling={precision.fp8_scaling.name} changes nothing with compute={precision.compute.name}"
+    return Finding(key="precision.fp8_scaling", message=message, fix="precision.compute=fp8")
 
 
 @rule(
@@ -162,8 +203,10 @@ RULES: tuple[Rule, ...] = (
     fp16_with_bf16_base,
     fp16_on_cpu,
     fp8_without_hardware,
-    fp8_with_efficient_loading,
-    fp8_with_qlora,
+    fp8_with_adapters,
+    fp8_with_deepspeed,
+    fp8_not_compiled,
+    fp8_scaling_ignored,
     tf32_without_hardware,
     bf16_weights_without_bf16,
 )
