@@ -42,7 +42,9 @@ def _gathered(config: RunConfig, facts: ModelFacts) -> float:
     """What is whole of a sharded or offloaded model: the embeddings and two layers, and the gradient of one layer.
 
     Where ZeRO-3 keeps the shares on the GPU, it held as much as they take once more (measured on H200s: 22.8 GiB with
-    them and 11.3 with parameters on the host, of 12 layers of Qwen2.5-3B; as much again with LoRA).
+    them and 11.3 with parameters on the host, of 12 layers of Qwen2.5-3B; as much again with LoRA). Where the output
+    head has a weight of its own, its gradient is there once more on its way to the other ranks (measured offloaded, of
+    4 layers of Qwen2.5-7B: 2.5 GiB, and 2.0 are counted).
     """
     settings = config.parallelism
     is_away = isinstance(settings, ZeroConfig | FsdpConfig) and settings.offload_parameters is not Offload.none
@@ -53,6 +55,8 @@ def _gathered(config: RunConfig, facts: ModelFacts) -> float:
     layer = parameters.layers / max(1, facts.num_layers)
     gradients = layer if config.peft.method is PeftMethod.full else 0
     again = state_bytes(config, facts).weights if settings.strategy is Strategy.zero3 else 0.0
+    if isinstance(settings, ZeroConfig) and not facts.tie_word_embeddings:
+        again += head_gradient_bytes(config, facts)
     return again + (4 if config.precision.compute is Compute.fp32 else 2) * (embeddings + 2 * layer + gradients)
 
 
