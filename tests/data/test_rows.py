@@ -26,6 +26,12 @@ def rows(request, tmp_path) -> DocumentRows:
     return DocumentRows(Dataset.from_file(str(file)), filler_token_id=99)
 
 
+@pytest.fixture
+def rows_of_8(rows) -> DocumentRows:
+    """The same, filled up to multiples of eight tokens."""
+    return DocumentRows(rows.documents, filler_token_id=99, multiple=8)
+
+
 def test_a_row_is_its_documents_end_to_end_in_the_order_asked(rows):
     found = rows[[3, 0]]
     assert found["input_ids"].tolist() == [7, 8, 9, 10, 1, 2, 3]
@@ -44,3 +50,23 @@ def test_a_row_without_documents_is_two_tokens_that_no_loss_counts(rows):
     assert found["input_ids"].tolist() == [99, 99]
     assert found["labels"].tolist() == [-100, -100]
     assert found["seq_lengths"] == [2]
+
+
+def test_a_row_is_filled_up_by_a_document_that_no_loss_counts(rows_of_8):
+    found = rows_of_8[[3, 0]]
+    assert found["input_ids"].tolist() == [7, 8, 9, 10, 1, 2, 3, 99]
+    assert found["labels"].tolist() == [7, 8, 9, 10, -100, 2, 3, -100]
+    assert found["seq_lengths"] == [4, 3, 1]
+    assert found["input_ids"].dtype == found["labels"].dtype == np.int64
+
+
+def test_a_row_that_is_a_multiple_already_stays_as_it_is(rows, rows_of_8):
+    found = rows_of_8[[3, 3]]
+    assert found["seq_lengths"] == [4, 4]
+    assert found["input_ids"].tolist() == rows[[3, 3]]["input_ids"].tolist()
+
+
+def test_a_row_without_documents_is_a_whole_multiple(rows_of_8):
+    found = rows_of_8[[]]
+    assert (found["input_ids"].tolist(), found["labels"].tolist()) == ([99] * 8, [-100] * 8)
+    assert found["seq_lengths"] == [8]

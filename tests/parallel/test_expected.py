@@ -3,7 +3,7 @@
 import pytest
 
 from tunebook.errors import InvalidTrainingError
-from tunebook.parallel.expected import expected_parallelism, require_expected
+from tunebook.parallel.expected import expected_parallelism, require_expected, require_fp8
 
 FSDP = {
     "strategy": "fsdp", "wrapper": "FSDPQwen2ForCausalLM", "ranks": 4, "mesh": [4], "offload_parameters": "none",
@@ -67,3 +67,23 @@ def test_bf16_weights_are_expected_where_they_were_asked_for(config_on):
     expected = expected_parallelism(config_on("fsdp", 4, "precision.master_weights=bf16"))
     assert (expected["weights"], expected["gathered"]) == ("bf16", "bf16")
     assert "weights" not in expected_parallelism(config_on("fsdp", 4, "peft=lora"))
+
+
+def test_fp8_layers_are_those_that_were_converted_on_every_rank(config_on):
+    fp8 = config_on("fsdp", 2, "precision=fp8")
+    require_fp8(fp8, [FSDP | {"fp8_layers": 72}] * 2, 72)
+    require_fp8(config_on("fsdp", 2), [FSDP] * 2, 0)  # bf16
+
+
+@pytest.mark.parametrize(
+    ("second", "num_layers", "words"),
+    [
+        (FSDP | {"fp8_layers": 71}, 72, "on rank 1 71 linear layers multiply in fp8, and 72 were converted"),
+        (FSDP, 72, "on rank 1 0 linear layers multiply in fp8, and 72 were converted"),
+        (FSDP | {"fp8_layers": 0}, 0, "on rank 0 72 linear layers multiply in fp8, and 0 were converted"),
+    ],
+)
+def test_a_rank_that_is_not_in_fp8_is_named(config_on, second, num_layers, words):
+    with pytest.raises(InvalidTrainingError, match=words) as caught:
+        require_fp8(config_on("fsdp", 2, "precision=fp8"), [FSDP | {"fp8_layers": 72}, second], num_layers)
+    assert (caught.value.exit_code, caught.value.problem_id) == (7, "not-in-fp8")

@@ -44,6 +44,7 @@ def test_no_losses_at_all_are_no_agreement():
         (["quickstart", "hardware=hopper", "precision=fp32"], 1e-4),
         (["quickstart", "hardware=hopper", "precision=bf16"], 2e-3),
         (["quickstart", "hardware=cpu", "precision=bf16"], 2e-3),
+        (["quickstart", "hardware=hopper", "precision=fp8"], 1e-2),
     ],
 )
 def test_the_tolerance_follows_the_number_format(words, tolerance):

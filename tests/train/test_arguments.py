@@ -107,3 +107,17 @@ def test_trackers_are_off_unless_asked_for():
 def test_accelerate_hears_of_bf16_only_where_it_does_the_right_thing_with_it(overrides, is_told):
     shared = ("precision=bf16", "hardware=hopper", "packing=padded")
     assert arguments_of("qwen3b_zero2", *shared, *overrides)["bf16"] is is_told
+
+
+@pytest.mark.parametrize(
+    ("words", "multiple"),
+    [
+        (["packing=padded", "precision=fp8"], 16),  # the collator's business where rows are padded
+        (["precision=fp8"], None),  # and that of the rows where documents share them
+        (["packing=padded", "precision=bf16"], None),
+    ],
+)
+def test_rows_in_fp8_are_multiples_of_16_tokens(words, multiple):
+    arguments = arguments_of("quickstart", "hardware=hopper", *words)
+    assert arguments["pad_to_multiple_of"] == multiple
+    assert arguments["bf16"] is True  # what is not in fp8

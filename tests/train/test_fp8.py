@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from functools import partial
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
-from tunebook.config.choices import Compute
+from tunebook.config.choices import Compute, PackingMode
 from tunebook.model import fp8_layers
 from tunebook.record.manifest import read_manifest, start_manifest
 from tunebook.train import run as run_module
-
-pytest.importorskip("torchao", reason="torchao is in the images of GPUs with fp8 only")
 
 
 @pytest.fixture
@@ -29,12 +29,19 @@ def wide_model(tiny_model, tmp_path):
 
 
 @pytest.fixture
-def fp8(config, changed, wide_model, monkeypatch):
-    """Three steps of the wide model in fp8."""
-    monkeypatch.setattr(run_module, "convert_to_fp8", partial(fp8_layers.convert_to_fp8, emulate=True))
+def asked(config, changed, wide_model):
+    """Three steps of the wide model in fp8, which no CPU can do."""
     return changed(
         config, model={"path": str(wide_model)}, precision={"compute": Compute.fp8}, training={"max_steps": 3}
     )
+
+
+@pytest.fixture
+def fp8(asked, monkeypatch):
+    """The same, computed as a GPU would."""
+    pytest.importorskip("torchao", reason="torchao is in the images of GPUs with fp8 only")
+    monkeypatch.setattr(run_module, "convert_to_fp8", partial(fp8_layers.convert_to_fp8, emulate=True))
+    return asked
 
 
 def test_it_trains_close_to_bf16_and_writes_ordinary_weights(fp8, run, changed, tmp_path):
@@ -54,3 +61,58 @@ def test_it_trains_close_to_bf16_and_writes_ordinary_weights(fp8, run, changed, 
     assert {name: (one.shape, one.dtype) for name, one in weights.items()} == {
         name: (one.shape, one.dtype) for name, one in others.items()
     }
+
+
+def test_a_run_whose_layers_are_ordinary_again_ends_with_7_before_a_step(asked, run, monkeypatch):
+    """Whatever puts them back: here, what converts them does nothing."""
+    monkeypatch.setattr(run_module, "convert_to_fp8", lambda model, scaling: ["model.layers.0.mlp.up_proj"])
+    folder, code, lines = run(asked)
+    assert (code, lines) == (7, [])
+    reason = json.loads((folder / "outcome-0.json").read_text())["reason"]
+    assert "on rank 0 0 linear layers multiply in fp8, and 1 were converted" in reason
+
+
+def test_padded_rows_are_multiples_of_16_tokens_too(fp8, run, changed, monkeypatch):
+    lengths = []
+
+    def look(model, scaling):
+        model.register_forward_pre_hook(
+            lambda _, args, kwargs: lengths.append(kwargs["input_ids"].shape), with_kwargs=True
+        )
+        return fp8_layers.convert_to_fp8(model, scaling, emulate=True)
+
+    monkeypatch.setattr(run_module, "convert_to_fp8", look)
+    for mode, micro in ((PackingMode.padded, 2), (PackingMode.isolated, 1)):
+        settings = {"packing": {"mode": mode}, "training": {"max_steps": 2, "micro_batch_size": micro}}
+        _, code, lines = run(changed(fp8, **settings), name=mode.name)
+        assert code == 0
+        assert len(lines) == 2
+    assert {length % 16 for _, length in lengths} == {0}
+
+
+def test_it_goes_on_from_a_checkpoint_to_the_same_bits(fp8, run, changed, tmp_path):
+    saved = changed(fp8, training={"max_steps": 4, "save_every_steps": 2})
+    folder, code, _ = run(saved, name="whole")
+    assert code == 0
+    shutil.copytree(folder / "checkpoints" / "checkpoint-2", tmp_path / "again" / "checkpoints" / "checkpoint-2")
+    again, code, _ = run(saved, name="again")
+    assert code == 0
+    whole, resumed = (load_file(one / "model" / "model.safetensors") for one in (folder, again))
+    assert all(torch.equal(weight, resumed[name]) for name, weight in whole.items())
+    stored = load_file(folder / "checkpoints" / "checkpoint-4" / "model.safetensors")
+    assert {name: weight.dtype for name, weight in stored.items()} == dict.fromkeys(stored, torch.float32)
+
+
+def test_whether_documents_leak_is_looked_at_in_bf16_and_training_is_in_fp8(fp8, run, monkeypatch):
+    passes = set()
+
+    def look(model, scaling):
+        model.register_forward_pre_hook(
+            lambda _, args: passes.add((torch.is_grad_enabled(), fp8_layers.count_fp8_layers(model)))
+        )
+        return fp8_layers.convert_to_fp8(model, scaling, emulate=True)
+
+    monkeypatch.setattr(run_module, "convert_to_fp8", look)
+    _, code, _ = run(fp8)
+    assert code == 0
+    assert passes == {(False, 0), (True, 4)}

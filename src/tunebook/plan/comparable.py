@@ -32,7 +32,7 @@ def why_not_estimated(config: RunConfig) -> str | None:
         (hardware.num_nodes > 1, "no speed was measured on several nodes, and their links decide it"),
         (is_offloaded(config), "no speed was measured that would carry over to another host's memory, cores and disks"),
         (config.peft.method is PeftMethod.qlora, "no speed was measured with a quantised base (peft=qlora)"),
-        (compute is Compute.fp8, "fp8 has not been run"),
+        (compute is Compute.fp8, "no speed was measured in fp8"),
         (
             compute is Compute.fp32 and config.precision.tf32 is Switch.enabled,
             "fp32 was measured without TF32 only; precision.tf32=disabled has an estimate",
