@@ -1,4 +1,4 @@
-"""What a process does when the one that started it is gone, with real processes."""
+"""How processes end: when the one that started them is gone, and after a failure; with real processes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import time
 
 import pytest
 
-from tunebook.train.death import stopping_with_parent
+from tunebook.train.death import AGREED_ENDINGS, stopping_with_parent
 
 # Starts the command that follows through the module under test, says its process, and waits.
 PARENT = """
 import subprocess, sys, time
-from tunebook.train.death import stopping_with_parent
+from tunebook.train.death import AGREED_ENDINGS, stopping_with_parent
 child = subprocess.Popen(stopping_with_parent(sys.argv[1:]))
 print(child.pid, flush=True)
 time.sleep(60)
@@ -93,3 +93,29 @@ def test_it_starts_from_threads_while_torch_is_at_work():
     for thread in threads:
         thread.join()
     assert codes == [0] * 8
+
+
+# Ends as it is told to, with a thread and a clean-up in the way that would take a minute.
+ENDING = """
+import atexit, sys, threading, time
+from tunebook.train.death import leave
+if sys.argv[2] == "waits":
+    threading.Thread(target=time.sleep, args=(60,)).start()
+    atexit.register(time.sleep, 60)
+atexit.register(print, "cleaned up")
+print("ending")
+leave(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("code", [1, 3])
+def test_a_rank_that_failed_waits_for_nothing(code):
+    words = [sys.executable, "-c", ENDING, str(code), "waits"]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=50)
+    assert (ended.returncode, ended.stdout) == (code, "ending\n")
+
+
+@pytest.mark.parametrize("code", AGREED_ENDINGS)
+def test_what_all_ranks_agreed_on_is_cleaned_up_after(code):
+    ended = subprocess.run([sys.executable, "-c", ENDING, str(code), "at once"], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (code, "ending\ncleaned up\n")

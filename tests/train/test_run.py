@@ -16,9 +16,12 @@ from trl import SFTTrainer
 from tunebook.config.choices import PackingMode, PeftMethod, Weights
 from tunebook.data.prepared import load_prepared
 from tunebook.data.sampler import epoch_order
+from tunebook.errors import InvalidTrainingError, RequestError, StoppedError
 from tunebook.model.adapters import holds_model, is_adapter, with_adapter
 from tunebook.model.load import load_model
+from tunebook.train import run as train_run
 from tunebook.train.callbacks import Records
+from tunebook.train.signals import StopRequest
 from tunebook.train.trainer import RecipeTrainer
 
 
@@ -198,3 +201,26 @@ def test_an_adapter_is_evaluated_on_the_base_that_it_was_trained_on(config, run,
     trained, _ = nll_per_token(with_adapter(base, folder / "model", PeftMethod.lora).eval(), documents)
     assert losses(lines)[-1] < losses(lines)[0]
     assert trained < untrained - 0.01
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "is_waited_for"),
+    [
+        (RuntimeError("CUDA out of memory"), 1, False),
+        (RequestError("of this rank alone"), 2, False),
+        (StoppedError("agreed on"), 6, True),
+        (InvalidTrainingError("seen by all"), 7, True),
+    ],
+)
+def test_only_ranks_that_end_together_wait_for_each_other(tmp_path, monkeypatch, error, code, is_waited_for):
+    """NCCL's group is closed by all ranks at once: one that failed would wait there for those that wait for it."""
+    closed = []
+
+    def fail(folder, request):
+        raise error
+
+    monkeypatch.setattr(train_run, "train", fail)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: closed.append(True))
+    assert train_run.run_rank(tmp_path, StopRequest()) == code
+    assert bool(closed) is is_waited_for

@@ -14,17 +14,13 @@ import traceback
 from pathlib import Path
 
 from tunebook.config.frozen import load_config
-from tunebook.errors import InvalidTrainingError, StoppedError
+from tunebook.errors import StoppedError
 from tunebook.launch.commands import DIES_WITH_PARENT
 from tunebook.launch.logs import rank_log, where
 from tunebook.launch.meeting import StartWatch, meet
 from tunebook.record.run_folder import write_outcome
-from tunebook.train.death import ask_to_stop_when_parent_dies, die_with_parent
+from tunebook.train.death import AGREED_ENDINGS, ask_to_stop_when_parent_dies, die_with_parent, leave
 from tunebook.train.signals import StopRequest
-
-# Endings that the ranks take together, each by itself. torchrun need not hear of them: it would call them a failure,
-# and kill the ranks that are a moment behind.
-_AGREED = (StoppedError.exit_code, InvalidTrainingError.exit_code)
 
 
 def main() -> int:
@@ -50,7 +46,8 @@ def main() -> int:
         code = _meet_and_train(folder, rank, request, watch)
     for number in StopRequest.signals:
         signal.signal(number, signal.SIG_IGN)  # there is nothing left to stop, and the end is written down
-    return 0 if code in _AGREED else code
+    # torchrun need not hear of what all ranks agreed on: it would call it a failure, and kill those a moment behind.
+    return 0 if code in AGREED_ENDINGS else code
 
 
 def _meet_and_train(folder: Path, rank: int, request: StopRequest, watch: StartWatch) -> int:
@@ -83,4 +80,4 @@ def _log_errors(file: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

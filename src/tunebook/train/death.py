@@ -1,6 +1,7 @@
-"""A process that ends when the one that started it is gone, so that nobody trains on unseen after a `kill -9` (Linux).
+"""How a rank's process ends: with the one that started it, and after an error of its own without the other ranks.
 
-The kernel minds the thread that started the process: it has to live as long as the process is wanted.
+A process ends when the one that started it is gone, so that nobody trains on unseen after a `kill -9` (Linux). The
+kernel minds the thread that started the process: it has to live as long as the process is wanted.
 """
 
 from __future__ import annotations
@@ -9,6 +10,12 @@ import ctypes
 import os
 import signal
 import sys
+from typing import NoReturn
+
+from tunebook.errors import InvalidTrainingError, StoppedError
+
+# Exit codes of endings that the ranks take together, each by itself.
+AGREED_ENDINGS = (0, StoppedError.exit_code, InvalidTrainingError.exit_code)
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -32,6 +39,19 @@ def prctl(option: int, value: int) -> None:
     """Ask the kernel for something about this process; nothing where there is no such call."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value)
+
+
+def leave(exit_code: int) -> NoReturn:
+    """End this process; where it failed alone at once, and without what Python and its libraries do at an end.
+
+    NCCL's part of that waits until all ranks have come to it: a rank out of GPU memory stayed for minutes, with its
+    GPU and the other ranks waiting in a collective, until somebody stopped the run (2 H200, FSDP).
+    """
+    if exit_code in AGREED_ENDINGS:
+        sys.exit(exit_code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
 
 
 def ask_to_stop_when_parent_dies() -> None:

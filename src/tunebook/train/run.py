@@ -51,6 +51,7 @@ from tunebook.record.metrics import MetricsWriter, read_metrics
 from tunebook.record.run_folder import write_outcome
 from tunebook.train.arguments import row_multiple, tracker_environment, trainer_arguments
 from tunebook.train.callbacks import FiniteLoss, Records, StopOnRequest
+from tunebook.train.death import AGREED_ENDINGS
 from tunebook.train.leak_probe import LeakProbe
 from tunebook.train.progress import TrainingProgress
 from tunebook.train.quiet import quiet_libraries
@@ -76,8 +77,8 @@ def run_rank(folder: Path, request: StopRequest) -> int:
             traceback.print_exc()
             exit_code, reason = 1, f"{type(error).__name__}: {error}"
     _write_ending(folder, exit_code, reason)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    if exit_code in AGREED_ENDINGS and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()  # waits for all ranks; one that failed alone just ends
     return exit_code
 
 
