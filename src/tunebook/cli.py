@@ -63,13 +63,18 @@ def train(
     """Train a recipe: compose, check, plan, prepare, launch, evaluate, report."""
     from tunebook.launch.job import plan_job, run_job
     from tunebook.launch.plan_command import plan_command
+    from tunebook.record.start_up import StartClock, process_begun
+
+    clock = StartClock(process_begun())
+    clock.passed("start_python")
 
     recipe, overrides = split(words)
     console = make_console()
     if dry_run:
         raise typer.Exit(plan_command(recipe, overrides, recipes_dir or [], console, folder=run_folder))
     job = plan_job(recipe, overrides, recipes_dir or [])
-    raise typer.Exit(run_job(job, console, folder=run_folder))
+    clock.passed("plan")
+    raise typer.Exit(run_job(job, console, folder=run_folder, clock=clock))
 
 
 @app.command()

@@ -45,6 +45,7 @@ def clocked(hook: Callable[..., Any], spent: dict[int, float]) -> Callable[..., 
 
 def seconds_by_step(folder: Path) -> tuple[dict[int, float], list[float]]:
     """Train as a run's only rank does: the seconds in our callbacks by optimizer step, and those of the steps."""
+    from tunebook.record.start_up import StartClock
     from tunebook.train.callbacks import FiniteLoss, Records, StopOnRequest
     from tunebook.train.run import train
     from tunebook.train.signals import StopRequest
@@ -54,7 +55,7 @@ def seconds_by_step(folder: Path) -> tuple[dict[int, float], list[float]]:
         for name in HOOKS:
             if name in vars(callback):
                 setattr(callback, name, clocked(getattr(callback, name), spent))
-    train(folder, StopRequest())
+    train(folder, StopRequest(), StartClock())
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return spent, [line["seconds"] for line in lines if "loss" in line]
 

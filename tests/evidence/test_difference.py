@@ -20,6 +20,15 @@ def test_equal_runs_differ_in_nothing(make_run: MakeRun) -> None:
     assert differences(read_run(make_run()), read_run(make_run())) == {"config": [], "manifest": [], "results": []}
 
 
+def test_how_long_a_start_took_is_no_difference(make_run: MakeRun) -> None:
+    folders = [make_run(), make_run()]
+    for folder, seconds in zip(folders, (1.0, 2.0), strict=True):
+        took = {"start_up": {"launcher": {"plan": seconds}, "rank": {}, "first_step_s": seconds}}
+        file = folder / "manifest.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | took))
+    assert differences(*map(read_run, folders))["manifest"] == []
+
+
 def test_each_section_names_its_keys_with_both_values(make_run: MakeRun) -> None:
     one = read_run(make_run())
     other = read_run(make_run("training.seed=7", gpus=1, losses=curve(1.1), speed=500.0))

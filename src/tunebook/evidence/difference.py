@@ -18,6 +18,7 @@ _ALWAYS_OTHERS = (
     "status.started", "status.ended", "status.seconds", "command", "config_sha256", "leak_probe.probe_s",
     "leak_probe.warm_up_s",
 )  # fmt: skip
+_ALWAYS_OTHERS_BELOW = "start_up."
 _NUMBERS = (
     "num_steps", "num_tokens", "first_loss", "final_loss", "best_validation_loss", "tokens_per_second_per_gpu", "mfu",
     "padding_share", "seconds",
@@ -35,7 +36,11 @@ def differences(one: RunRecord, other: RunRecord) -> dict[str, list[tuple[str, A
 
 def _manifest_differences(one: dict[str, Any], other: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     found = flat_differences(one, other, missing=NOT_SET)
-    return [difference for difference in found if difference[0] not in _ALWAYS_OTHERS]
+    return [
+        difference
+        for difference in found
+        if difference[0] not in _ALWAYS_OTHERS and not difference[0].startswith(_ALWAYS_OTHERS_BELOW)
+    ]
 
 
 def _result_differences(one: RunRecord, other: RunRecord) -> list[tuple[str, Any, Any]]:

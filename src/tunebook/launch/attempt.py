@@ -46,6 +46,7 @@ from tunebook.record.disk import disk_full
 from tunebook.record.files import RUN_FILE
 from tunebook.record.manifest import finish_manifest, state_of_exit_code
 from tunebook.record.run_folder import Outcome, clear_outcomes, has_outcome, read_outcomes
+from tunebook.record.start_up import StartClock, note_launch
 
 REPORT_FILE = "report.html"
 
@@ -62,6 +63,7 @@ class Attempt:
     stopped_by: str | None = None
     asked: Sequence[signal.Signals] = ()  # requests to stop that came while nothing was at work to hand them to
     hosts: Mapping[int, str] = field(default_factory=dict)  # of ranks
+    clock: StartClock = field(default_factory=StartClock)  # of this process, up to the start of the ranks
 
     def carry_out(self) -> int:
         """Do all of it; returns the exit code that the run's outcome asks for. Errors are recorded, then raised."""
@@ -81,6 +83,7 @@ class Attempt:
             check_code(evaluation, evaluation.tasks)  # now, and not after hours of training
         if evaluation.tasks and evaluation.before and not is_evaluated(self.folder, "before"):
             self._evaluate("before")
+            self.clock.passed("evaluation_before")
         outcome = self._train()
         if outcome.exit_code == 0 and evaluation.tasks and evaluation.after:
             self._evaluate("after")
@@ -140,6 +143,7 @@ class Attempt:
 
     def _start_ranks(self) -> ProcessEnd:
         config, folder = self.config, self.folder
+        note_launch(folder, self.clock)
         if not has_callers(config):
             command = ranks_command(config, folder)
             show_command(command, self.console)

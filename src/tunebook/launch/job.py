@@ -41,6 +41,7 @@ from tunebook.record.atomic_files import atomic_write_json, atomic_write_text
 from tunebook.record.files import PLAN_FILE, PREPARED_FILE, RUN_FILE
 from tunebook.record.manifest import start_manifest
 from tunebook.record.run_folder import check_outputs, clear_outcomes, create_run_folder, make_run_folder
+from tunebook.record.start_up import StartClock
 
 if TYPE_CHECKING:
     from tunebook.data.prepared import Prepared
@@ -80,9 +81,12 @@ def show_job(job: Job, console: Console, folder: Path) -> None:
         console.print(Text(f"{folder / JOB_SCRIPT}:\n{job_script(job.config, folder)}".rstrip()), soft_wrap=True)
 
 
-def run_job(job: Job, console: Console, *, folder: Path | None = None) -> int:
-    """Prepare, launch, evaluate and report; returns the exit code that the run's outcome asks for."""
-    config = job.config
+def run_job(job: Job, console: Console, *, folder: Path | None = None, clock: StartClock | None = None) -> int:
+    """Prepare, launch, evaluate and report; returns the exit code that the run's outcome asks for.
+
+    `clock` has the phases before this one, where somebody has counted them.
+    """
+    config, clock = job.config, clock or StartClock()
     show_choices(job.resolution.choices, job.problems, console)
     require_runnable(job)
     if is_later_node(config):
@@ -91,10 +95,12 @@ def run_job(job: Job, console: Console, *, folder: Path | None = None) -> int:
         folder = folder.expanduser().absolute()
         check_run_folder(config, folder)
     check_outputs(folder or Path(config.outputs))
+    clock.passed("checks")
     with ExitStack() as stack:
         # Before anything is prepared: a port that is in use is said at once, and nodes that come early wait in line.
         roll = stack.enter_context(open_to_nodes(config, console)) if has_later_nodes(config) else None
         prepared = prepare_data(config, console)
+        clock.passed("data")
         show_summary(prepared, console)
         plan = solve_batch(config, prepared.train.load_lengths().astype("int64"))
         show_batch(plan, console)
@@ -105,8 +111,10 @@ def run_job(job: Job, console: Console, *, folder: Path | None = None) -> int:
         lock = stack.enter_context(working_in(folder))
         _set_up_folder(job, plan, prepared, folder)
         console.print(f"run folder: {folder}{_going_on(config, folder, checkpoint)}", highlight=False, soft_wrap=True)
+        clock.passed("run_folder")
         if not isinstance(config.launcher, SlurmConfig):
-            return Attempt(config=config, folder=folder, lock=lock, console=console, roll=roll).carry_out()
+            attempt = Attempt(config=config, folder=folder, lock=lock, console=console, roll=roll, clock=clock)
+            return attempt.carry_out()
         job_id = submit(config, folder, console)
     # The folder is the job's now.
     return follow(job_id, folder, console) if config.launcher.wait else 0

@@ -19,6 +19,7 @@ from tunebook.launch.commands import DIES_WITH_PARENT
 from tunebook.launch.logs import rank_log, where
 from tunebook.launch.meeting import StartWatch, meet
 from tunebook.record.run_folder import write_outcome
+from tunebook.record.start_up import StartClock, process_begun
 from tunebook.train.death import AGREED_ENDINGS, ask_to_stop_when_parent_dies, die_with_parent, leave
 from tunebook.train.signals import StopRequest
 
@@ -33,6 +34,8 @@ def main() -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, StopRequest.signals)  # Ray's workers block some, and hand that down
     _log_errors(rank_log(folder, rank))
     launcher = load_config(folder / "run.yaml").launcher
+    clock = StartClock(process_begun())
+    clock.passed("start_python")
     request = StopRequest()
     with request.listening():
         watch = StartWatch(
@@ -43,15 +46,18 @@ def main() -> int:
             alone_timeout_s=launcher.stop_timeout_s,
         )
         watch.start()
-        code = _meet_and_train(folder, rank, request, watch)
+        code = _meet_and_train(folder, rank, request, watch, clock)
     for number in StopRequest.signals:
         signal.signal(number, signal.SIG_IGN)  # there is nothing left to stop, and the end is written down
     # torchrun need not hear of what all ranks agreed on: it would call it a failure, and kill those a moment behind.
     return 0 if code in AGREED_ENDINGS else code
 
 
-def _meet_and_train(folder: Path, rank: int, request: StopRequest, watch: StartWatch) -> int:
+def _meet_and_train(folder: Path, rank: int, request: StopRequest, watch: StartWatch, clock: StartClock) -> int:
     try:
+        import torch  # noqa: F401  takes seconds, which the others are not waited for
+
+        clock.passed("import_torch")
         is_stopping = meet(load_config(folder / "run.yaml"), watch, lambda: request.name is not None)
     except Exception as error:  # torch's, NCCL's, gloo's
         traceback.print_exc()
@@ -62,9 +68,11 @@ def _meet_and_train(folder: Path, rank: int, request: StopRequest, watch: StartW
         reason = f"stopped by {request.name or 'another rank'} before the first step"
         write_outcome(folder, rank=rank, exit_code=StoppedError.exit_code, reason=reason)
         return StoppedError.exit_code
+    clock.passed("meet")
     from tunebook.train.run import run_rank  # takes seconds
 
-    return run_rank(folder, request)
+    clock.passed("import_libraries")
+    return run_rank(folder, request, clock)
 
 
 def _log_errors(file: Path) -> None:

@@ -92,6 +92,15 @@ class Hardware(Section):
     host: str = Field(description="tells machines apart without naming them")
 
 
+class StartUp(Section):
+    """How long it took to the first optimizer step, by phases in their order; each ends where the next begins."""
+
+    launched: str | None = Field(description="ISO 8601, UTC: when the ranks were started")
+    launcher: dict[str, float] = Field(description="seconds by phase of the process that started the ranks")
+    rank: dict[str, float] = Field(description="seconds by phase of rank 0; empty before its first step has ended")
+    first_step_s: float | None = Field(description="the sum of all phases: to the end of the first step")
+
+
 class Manifest(BaseModel):
     """`manifest.json` of a run folder."""
 
@@ -114,6 +123,7 @@ class Manifest(BaseModel):
     world_size: int = Field(ge=1)
     seed: int
     command: list[str]
+    start_up: StartUp | None = None
 
 
 def check_manifest(manifest: dict[str, Any]) -> None:

@@ -29,6 +29,7 @@ from tunebook.record.page.evaluations import compare_scores, failed_tasks, later
 from tunebook.record.page.overview import build_overview, format_time
 from tunebook.record.page.predicted import build_prediction, draw_stack
 from tunebook.record.page.programs import program_lines
+from tunebook.record.page.start import start_bars
 from tunebook.record.page.summary import summarise
 from tunebook.record.run_record import RunRecord, read_run
 
@@ -60,6 +61,7 @@ def render_run(record: RunRecord) -> str:
     charts, missing = other_charts(record)
     bars, memory_note = memory_bars(record, summary)
     prediction = build_prediction(record, summary)
+    started, start_note = start_bars(record.manifest)
     return render_page(
         "run.html.jinja",
         overview=build_overview(record, summary),
@@ -83,6 +85,8 @@ def render_run(record: RunRecord) -> str:
         stack=draw_stack(prediction.stack) if prediction and prediction.stack else None,
         memory_bars=bars,
         memory_note=memory_note,
+        start_bars=started,
+        start_note=start_note,
         batch=batch_facts(record.plan),
         choices=choices(record.plan),
         problems=(record.plan or {}).get("problems") or [],

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from tunebook.errors import InvalidTrainingError, StoppedError
+from tunebook.record.start_up import StartClock, process_begun
 from tunebook.train.death import ask_to_stop_when_parent_dies
 from tunebook.train.signals import StopRequest
 
@@ -17,11 +18,14 @@ _AGREED = (StoppedError.exit_code, InvalidTrainingError.exit_code)
 def main() -> int:
     """Run this rank; the exit code is for torchrun, the launcher reads the ranks' outcome files."""
     ask_to_stop_when_parent_dies()
+    clock = StartClock(process_begun())
+    clock.passed("start_python")
     request = StopRequest()
     with request.listening():
         from tunebook.train.run import run_rank  # takes seconds, in which a request to stop must not be lost
 
-        code = run_rank(Path(sys.argv[1]), request)
+        clock.passed("import_libraries")
+        code = run_rank(Path(sys.argv[1]), request, clock)
     for number in StopRequest.signals:
         signal.signal(number, signal.SIG_IGN)  # there is nothing left to stop, and the end is written down
     return 0 if code in _AGREED and "TORCHELASTIC_RUN_ID" in os.environ else code

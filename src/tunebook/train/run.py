@@ -49,6 +49,7 @@ from tunebook.record.files import PREPARED_FILE
 from tunebook.record.manifest import MANIFEST_FILE, update_manifest
 from tunebook.record.metrics import MetricsWriter, read_metrics
 from tunebook.record.run_folder import write_outcome
+from tunebook.record.start_up import StartClock
 from tunebook.train.arguments import row_multiple, tracker_environment, trainer_arguments
 from tunebook.train.callbacks import FiniteLoss, Records, StopOnRequest
 from tunebook.train.death import AGREED_ENDINGS
@@ -57,15 +58,19 @@ from tunebook.train.progress import TrainingProgress
 from tunebook.train.quiet import quiet_libraries
 from tunebook.train.signals import StopRequest
 from tunebook.train.spread import ParallelismCheck, join_ranks
+from tunebook.train.start_record import StartRecord
 from tunebook.train.trainer import RecipeTrainer
 
 
-def run_rank(folder: Path, request: StopRequest) -> int:
-    """Train in this process and write how it ended. `request` is listening already. Returns the exit code."""
+def run_rank(folder: Path, request: StopRequest, clock: StartClock | None = None) -> int:
+    """Train in this process and write how it ended. `request` is listening already. Returns the exit code.
+
+    `clock` has the phases of this process so far, where somebody has counted them.
+    """
     exit_code, reason = 0, "finished"
     try:
         with quiet_libraries(folder / "log.txt"):
-            train(folder, request)
+            train(folder, request, clock or StartClock())
     except TunebookError as error:
         exit_code, reason = error.exit_code, error.message
     except KeyboardInterrupt:
@@ -82,7 +87,7 @@ def run_rank(folder: Path, request: StopRequest) -> int:
     return exit_code
 
 
-def train(folder: Path, request: StopRequest) -> None:
+def train(folder: Path, request: StopRequest, clock: StartClock) -> None:
     """Compose nothing, decide nothing: run what `run.yaml` says.
 
     Raises: StoppedError after a clean save on request; InvalidTrainingError for a loss that is not finite.
@@ -91,7 +96,9 @@ def train(folder: Path, request: StopRequest) -> None:
     prepared = load_prepared(Path(json.loads((folder / PREPARED_FILE).read_text())["folder"]))
     lengths = prepared.train.load_lengths().astype(np.int64)
     plan = solve_batch(config, lengths)
-    trainer = _build_trainer(config, plan, prepared, schedule_of(config, plan, lengths), folder)
+    schedule = schedule_of(config, plan, lengths)
+    clock.passed("data")
+    trainer = _build_trainer(config, plan, prepared, schedule, folder, clock)
     stopping = StopOnRequest(request, trainer.saver)
     trainer.add_callback(stopping)
     with MetricsWriter(folder) if trainer.args.process_index == 0 else nullcontext() as writer:
@@ -142,18 +149,21 @@ def _last_good(folder: Path) -> str:
 
 
 def _build_trainer(
-    config: RunConfig, plan: BatchPlan, prepared: Prepared, schedule: Schedule, folder: Path
+    config: RunConfig, plan: BatchPlan, prepared: Prepared, schedule: Schedule, folder: Path, clock: StartClock
 ) -> RecipeTrainer:
     assert plan.total_steps is not None
     validation = prepared.validation
     os.environ.update(tracker_environment(config, folder))
     begun = begin_loading(config, rank=int(os.environ.get("RANK", "0")))
+    clock.passed("model")
     join_ranks(config)
     arguments = SFTConfig(**trainer_arguments(config, plan, folder, has_validation=validation is not None))
     rank, ranks = arguments.process_index, arguments.world_size
+    clock.passed("join_ranks")
     tokenizer = trainer_tokenizer(config)
     model = finish_loading(config, begun, rank, arguments.device)
     del begun
+    clock.passed("weights")
     units = unit_classes(config, model) if is_fsdp(config.parallelism.strategy) else []
     if units:  # the arguments have no name for these two
         policy = mixed_precision_policy(config)
@@ -186,6 +196,8 @@ def _build_trainer(
         compile_layers(model)  # the blocks as the trainer has changed them: adapters, Liger's kernels
     if config.peft.method is PeftMethod.qlora:
         keep_format(trainer.model, master_dtype(config))
+    clock.passed("trainer")
+    trainer.add_callback(StartRecord(clock, folder))
     trainer.add_callback(ParallelismCheck(config, trainer, folder, units, len(fp8_layers)))
     trainer.add_callback(LeakProbe(config, trainer, folder))  # of the model that was just seen to be the right one
     trainer.remove_callback(PrinterCallback)  # the base class adds it in place of its progress bar

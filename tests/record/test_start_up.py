@@ -1,0 +1,82 @@
+"""The phases of a start: they add up to the time that passed, and stand in the manifest of the run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tunebook.record import start_up
+from tunebook.record.manifest import read_manifest, start_manifest
+from tunebook.record.start_up import StartClock, note_first_step, note_launch, process_begun
+
+
+@pytest.fixture
+def clock_at(monkeypatch):
+    """Sets the time that the clocks see, in seconds."""
+    return lambda now: monkeypatch.setattr(time, "time", lambda: now)
+
+
+def test_every_second_is_some_phases(clock_at) -> None:
+    clock = StartClock(100.0)
+    for now, phase in ((101.5, "plan"), (104.5, "data"), (104.75, "plan"), (104.0, "set_back")):
+        clock_at(now)
+        clock.passed(phase)
+    assert clock.phases == {"plan": 1.75, "data": 3.0, "set_back": 0.0}
+
+
+def test_launcher_and_rank_add_up_to_the_first_step(run_config, clock_at, tmp_path: Path) -> None:
+    start_manifest(tmp_path, run_config, world_size=1, command=["tunebook"])
+    launcher = StartClock(1000.0)
+    clock_at(1002.0)
+    launcher.passed("plan")
+    note_launch(tmp_path, launcher)
+    noted = read_manifest(tmp_path)["start_up"]
+    assert (noted["launcher"], noted["rank"], noted["first_step_s"]) == ({"plan": 2.0}, {}, None)
+    launched = start_up.datetime.fromisoformat(noted["launched"]).timestamp()
+    rank = StartClock(launched + 3.0)
+    clock_at(launched + 7.5)
+    rank.passed("model")
+    note_first_step(tmp_path, rank)
+    noted = read_manifest(tmp_path)["start_up"]
+    assert noted["rank"] == {"launch": 3.0, "model": 4.5}
+    assert list(noted["rank"]) == ["launch", "model"]
+    assert noted["first_step_s"] == 2.0 + 3.0 + 4.5
+    note_launch(tmp_path, launcher)  # another attempt at the same run
+    assert read_manifest(tmp_path)["start_up"]["rank"] == {}
+
+
+def test_a_rank_whose_launcher_wrote_nothing_tells_its_own(run_config, tmp_path: Path) -> None:
+    start_manifest(tmp_path, run_config, world_size=1, command=["tunebook"])
+    rank = StartClock()
+    rank.passed("model")
+    note_first_step(tmp_path, rank)
+    assert list(read_manifest(tmp_path)["start_up"]["rank"]) == ["model"]
+
+
+def test_without_a_manifest_nothing_is_written(tmp_path: Path) -> None:
+    note_launch(tmp_path, StartClock())
+    note_first_step(tmp_path, StartClock())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_knows_when_it_was_made() -> None:
+    program = "import time; time.sleep(1); from tunebook.record.start_up import process_begun; print(process_begun())"
+    before = time.time()
+    said = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+    after = time.time()
+    assert before - 0.1 <= float(said) <= after - 0.9  # the system counts in hundredths of a second
+
+
+def test_a_system_that_does_not_say_is_taken_to_mean_now(monkeypatch) -> None:
+    def nothing(name: str) -> int:
+        raise ValueError(name)
+
+    monkeypatch.setattr(os, "sysconf", nothing)
+    assert time.time() - process_begun() < 20
+    monkeypatch.setattr(os, "sysconf", lambda name: 10**-9)  # a start an age ago
+    assert time.time() - process_begun() < 20
