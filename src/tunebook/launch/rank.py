@@ -21,6 +21,7 @@ from tunebook.launch.meeting import StartWatch, meet
 from tunebook.record.run_folder import write_outcome
 from tunebook.record.start_up import StartClock, process_begun
 from tunebook.train.death import AGREED_ENDINGS, ask_to_stop_when_parent_dies, die_with_parent, leave
+from tunebook.train.imports import importing_libraries
 from tunebook.train.signals import StopRequest
 
 
@@ -55,7 +56,8 @@ def main() -> int:
 
 def _meet_and_train(folder: Path, rank: int, request: StopRequest, watch: StartWatch, clock: StartClock) -> int:
     try:
-        import torch  # noqa: F401  takes seconds, which the others are not waited for
+        with importing_libraries():  # takes seconds, in which nobody is waited for
+            import torch  # noqa: F401
 
         clock.passed("import_torch")
         is_stopping = meet(load_config(folder / "run.yaml"), watch, lambda: request.name is not None)
@@ -69,7 +71,8 @@ def _meet_and_train(folder: Path, rank: int, request: StopRequest, watch: StartW
         write_outcome(folder, rank=rank, exit_code=StoppedError.exit_code, reason=reason)
         return StoppedError.exit_code
     clock.passed("meet")
-    from tunebook.train.run import run_rank  # takes seconds
+    with importing_libraries():
+        from tunebook.train.run import run_rank
 
     clock.passed("import_libraries")
     return run_rank(folder, request, clock)

@@ -8,6 +8,7 @@ from pathlib import Path
 from tunebook.errors import InvalidTrainingError, StoppedError
 from tunebook.record.start_up import StartClock, process_begun
 from tunebook.train.death import ask_to_stop_when_parent_dies
+from tunebook.train.imports import importing_libraries
 from tunebook.train.signals import StopRequest
 
 # Endings that the ranks take together, each by itself. torchrun need not hear of them: it would call them a failure,
@@ -22,7 +23,8 @@ def main() -> int:
     clock.passed("start_python")
     request = StopRequest()
     with request.listening():
-        from tunebook.train.run import run_rank  # takes seconds, in which a request to stop must not be lost
+        with importing_libraries():  # takes seconds, in which a request to stop must not be lost
+            from tunebook.train.run import run_rank
 
         clock.passed("import_libraries")
         code = run_rank(Path(sys.argv[1]), request, clock)
