@@ -61,6 +61,12 @@ def test_the_manifest_is_complete(quickstart):
     assert manifest["dataset"]["counts"]["train"]
     assert (manifest["world_size"], manifest["seed"]) == (1, 0)
     assert manifest["command"][:3] == ["tunebook", "train", "quickstart"]
+    started = manifest["start_up"]
+    assert {"start_python", "plan", "data", "run_folder"} <= started["launcher"].keys()
+    assert {"launch", "import_libraries", "model", "checks", "first_step"} <= started["rank"].keys()
+    assert started["launcher"]["evaluation_before"] > 0
+    phases = [*started["launcher"].values(), *started["rank"].values()]
+    assert abs(started["first_step_s"] - sum(phases)) < 0.001 * len(phases)
 
 
 def test_the_frozen_configuration_reads_back_as_it_was_run(quickstart):
