@@ -105,7 +105,7 @@ test: $(DEV_READY)  ## The tests that need no GPU, engine or cluster; ARGS="test
 SYSTEM_TESTS = .venv/bin/python -m pytest $(if $(findstring tests/,$(filter-out --%,$(value ARGS))),,tests/system)
 
 test-system: $(DEV_READY)  ## The tests that use the project as a whole, as its users do
-	$(SYSTEM_TESTS) -m "system and not slow" -n $(WORKERS) $(value ARGS)
+	$(SYSTEM_TESTS) -m "system and not slow" -n $(WORKERS) --durations=40 $(value ARGS)
 
 test-slow: $(DEV_READY)  ## Those that take long and that few changes concern, for a nightly run
 	$(SYSTEM_TESTS) -m "system and slow" $(value ARGS)

@@ -45,10 +45,9 @@ make_venv() {
 say_what_is_left_out() {
   [ -f "$locks/$generation/requirements-attention.lock" ] || return 0
   say "flash-attn 2 is not in .venv: it is compiled in the image (make image GPU=$generation)."
+  say "here, attention=auto takes torch's own kernel for packed rows where the model is known to work with it, else sdpa"
   if grep -q '^flash-attn-4==' "$locks/$generation/requirements.lock"; then
-    say "here, choose attention=flash_attention_4 or attention=sdpa"
-  else
-    say "here, choose attention=sdpa"
+    say "flash-attn 4 is here, a beta: attention=flash_attention_4"
   fi
 }
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tunebook.config.auto import resolve_auto
 from tunebook.config.choices import (
     Attention,
     Compute,
@@ -16,6 +17,7 @@ from tunebook.config.choices import (
     LauncherName,
     Offload,
     OptimizerName,
+    PackingMode,
     PeftMethod,
     Strategy,
     Switch,
@@ -86,6 +88,50 @@ def test_a_missing_package_is_named_with_its_install_line(sound, changed, machin
     assert "pip install" in problem.fix
     installed({**GPU_PACKAGES, package: "1.0"})
     assert check_environment(config, machine(H200)) == []
+
+
+FLASH, FLASH_4 = "pip install flash-attn --no-build-isolation", "pip install --pre flash-attn-4"
+UNPACKED = {"packing.mode": PackingMode.padded, "packing.row_length": None}
+GEMMA = {"model.facts.architecture": "Gemma2ForCausalLM"}  # no kernel of torch's was tried with it
+
+
+@pytest.mark.parametrize(
+    ("asked", "values", "has_flash_attn", "expected", "install"),
+    [
+        (Attention.flash_attention_2, {}, False, "varlen_attention", FLASH),
+        (Attention.flash_attention_2, UNPACKED, False, "sdpa", FLASH),
+        (Attention.flash_attention_2, GEMMA, False, "sdpa", FLASH),
+        (Attention.flash_attention_2, {"model.facts": None}, False, "sdpa", FLASH),
+        (Attention.flash_attention_4, {}, False, "varlen_attention", FLASH_4),
+        (Attention.flash_attention_4, {}, True, "flash_attention_2", FLASH_4),
+        (Attention.flash_attention_3, {}, False, "varlen_attention", None),  # its package is on no registry
+        (Attention.flash_attention_3, {}, True, "flash_attention_2", None),
+    ],
+)
+def test_a_missing_attention_package_names_what_auto_takes(
+    sound, changed, machine, installed, monkeypatch, asked, values, has_flash_attn, expected, install
+):
+    present = GPU_PACKAGES if has_flash_attn else {"torch": "2.13.0"}
+    installed(present)
+    config = changed(sound, {"attention.implementation": asked} | values)
+    (problem,) = check_environment(config, machine(H200))
+    instead = f"attention.implementation={expected}"
+    assert problem.fix == (f"{instead} or {install}" if install else instead)
+    monkeypatch.setattr("tunebook.config.auto.installed_version", present.get)
+    config.attention.implementation = Attention.auto
+    taken = resolve_auto(config, machine(H200)).config
+    assert taken.attention.implementation.name == expected
+    assert check_environment(taken, machine(H200)) == []
+
+
+def test_in_fp32_a_missing_attention_package_is_replaced_by_sdpa(sound, changed, machine, installed):
+    config = changed(
+        sound, {"attention.implementation": Attention.flash_attention_4, "precision.compute": Compute.fp32}
+    )
+    for present in (GPU_PACKAGES, {"torch": "2.13.0"}):
+        installed(present)
+        (problem,) = check_environment(config, machine(H200))
+        assert problem.fix == f"attention.implementation=sdpa or {FLASH_4}"
 
 
 def test_without_a_gpu_only_that_is_said(sound, machine, installed):

@@ -203,7 +203,7 @@ def test_what_an_image_lacks_is_not_installed_with_pip(inside, sound, machine):
     assert problem.message == (
         "flash_attention_2 needs the package flash-attn, which is not installed; this is the volta image"
     )
-    assert problem.fix == "attention.implementation=sdpa or make train RECIPE=a_recipe GPU=hopper"
+    assert problem.fix == "attention.implementation=varlen_attention or make train RECIPE=a_recipe GPU=hopper"
     inside("hopper")
     config.precision.compute = Compute.fp8
     config.attention.implementation = Attention.flash_attention_4

@@ -140,14 +140,17 @@ def test_a_gpu_generation_can_be_set_up_and_flash_attn_is_said_to_be_missing(
     done = set_up(tmp_path, machine_python, "dev", "hopper")
     assert done.returncode == 0, done.stderr
     assert "flash-attn 2 is not in .venv: it is compiled in the image (make image GPU=hopper)." in done.stdout
-    assert "here, choose attention=flash_attention_4 or attention=sdpa" in done.stdout
+    assert "here, attention=auto takes torch's own kernel for packed rows" in done.stdout
+    assert "flash-attn 4 is here, a beta: attention=flash_attention_4" in done.stdout
     installs = [line.split()[-2] for line in (tmp_path / "log").read_text().splitlines() if " install " in line]
     assert [word.removeprefix(f"{DOCKER}/") for word in installs] == [
         "requirements-build.lock", "hopper/requirements.lock", "requirements-dev.lock", ".",
     ]  # fmt: skip
     assert (tmp_path / ".venv" / ".generation").read_text() == "hopper\n"
     assert not (tmp_path / ".venv" / ".unfinished").exists()
-    assert "choose attention=sdpa" in set_up(tmp_path, machine_python, "run", "ampere").stdout
+    on_ampere = set_up(tmp_path, machine_python, "run", "ampere").stdout
+    assert "flash-attn 2 is not in .venv" in on_ampere
+    assert "flash-attn 4" not in on_ampere
     assert "flash-attn" not in set_up(tmp_path, machine_python, "run", "volta").stdout
 
 

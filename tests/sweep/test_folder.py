@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,11 +93,20 @@ def test_a_trial_that_outlived_its_sweep_is_read_from_its_run(tmp_path: Path) ->
     assert not folder.is_done(TRIAL)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_an_unwritable_folder_is_named(tmp_path: Path) -> None:
+@pytest.fixture
+def closed(tmp_path: Path) -> Iterator[Path]:
+    """A folder in which the test may not write; root is somebody else until it ends."""
     tmp_path.chmod(0o500)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    yield tmp_path
+    os.seteuid(user)
+
+
+def test_an_unwritable_folder_is_named(closed: Path) -> None:
     with pytest.raises(RequestError, match=r"no sweep folder can be made in .*: Permission denied"):
-        create(REQUEST, tmp_path, "quickstart")
+        create(REQUEST, closed, "quickstart")
 
 
 def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path) -> None:

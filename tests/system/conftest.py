@@ -9,7 +9,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,40 +28,60 @@ if TYPE_CHECKING:
     from xdist.scheduler import LoadScopeScheduling
 
 HERE = Path(__file__).parent
-# What make and pytest would hand on to the make that is tested; threads are left to the user's default.
-NOT_INHERITED = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "ARGS", "RECIPE", "OMP_NUM_THREADS")
+# What make and pytest would hand on to the make that is tested; threads are left to the user's default, and so is that
+# a module is compiled once and not by each of hundreds of commands.
+NOT_INHERITED = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "ARGS", "RECIPE", "OMP_NUM_THREADS",
+                 "PYTHONDONTWRITEBYTECODE")  # fmt: skip
 
 
 COMPILED_WITHIN_S = 1200  # by a machine that does much else, in 120 to 220
 # The tests of these files evaluate, report and verify one run of the quickstart.
 ON_THE_QUICKSTARTS_RUN = ("test_chat.py", "test_evidence.py", "test_quickstart.py", "test_readme.py")
+# Those of these files share nothing, so each goes to whichever process is free.
+SHARE_NOTHING = ("test_sweep.py", "test_evaluation.py", "test_sharded_probe.py", "test_other_architectures.py")
+# What takes minutes begins first, and what takes seconds fills the gaps at the end.
+LONGEST_FIRST = ("docker", "quickstart", "test_two_ranks.py", "test_sweep.py", "test_same_loss.py",
+                 "test_locks_online.py", "test_checkpoints.py", "test_export.py", "test_loading.py",
+                 "test_code.py")  # fmt: skip
 
 
 def scope_of(name: str) -> str:
-    """Which tests run one after the other, in one process: those of a file, of an engine, and on one run."""
+    """Which tests run one after the other, in one process: those of an engine, on one run, and of most files."""
     file = name.partition("::")[0]
-    if file.startswith("tests/system/docker/"):
+    if file.startswith("tests/system/docker/") and not file.endswith("/test_locks_online.py"):  # needs no engine
         return "docker"
+    if Path(file).name in SHARE_NOTHING:
+        return name
     return "quickstart" if Path(file).name in ON_THE_QUICKSTARTS_RUN else file
+
+
+def turn_of(scope: str) -> int:
+    """When a scope begins, among the others."""
+    name = Path(scope.partition("::")[0]).name
+    return LONGEST_FIRST.index(name) if name in LONGEST_FIRST else len(LONGEST_FIRST)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
-    """Deal the tests out to xdist's processes by their scope, the scope with most tests first."""
+    """Deal the tests out to xdist's processes by their scope, in the order of `pytest_collection_modifyitems`."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByScope(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return scope_of(nodeid)
 
+    config.option.loadscopereorder = False
     return ByScope(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything in this folder is a system test."""
-    for item in items:
-        if HERE in item.path.parents:
-            item.add_marker("system")
+    """Everything in this folder is a system test; the longest scope comes first, among equals that of most tests."""
+    ours = [item for item in items if HERE in item.path.parents]
+    for item in ours:
+        item.add_marker("system")
+    if len(ours) == len(items):
+        sizes = Counter(scope_of(item.nodeid) for item in items)
+        items.sort(key=lambda item: (turn_of(scope_of(item.nodeid)), -sizes[scope_of(item.nodeid)]))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -158,6 +180,37 @@ def run(start: Callable[..., Running]) -> Callable[..., Ended]:
         return start(words, **settings).wait(timeout_s)
 
     return to_its_end
+
+
+@pytest.fixture(scope="session")
+def warm_ranks(operators_compiled_once: None) -> Iterator[dict[str, str]]:
+    """What to add to the environment of a command whose ranks are to begin with the libraries imported."""
+    folder = HERE / "warm"
+    with tempfile.TemporaryDirectory(prefix="ranks-") as place:  # a short one: a socket's name has 107 characters
+        where, log = f"{place}/socket", Path(place) / "log"
+        settings = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        settings |= {"JE_ARROW_MALLOC_CONF": "background_thread:false"}  # pyarrow's memory would have a thread
+        words = [sys.executable, str(folder / "ranks.py"), where]
+        with log.open("w") as stream:
+            server = subprocess.Popen(
+                words, env=os.environ | settings, stdout=subprocess.PIPE, stderr=stream, text=True
+            )
+        assert server.stdout is not None
+        said = server.stdout.readline()
+        assert said == "ready\n", said + log.read_text()
+        path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+        yield {"WARM_RANKS": where, "PYTHONPATH": path}
+        server.kill()
+        server.communicate()
+
+
+@pytest.fixture
+def starts_warm_ranks(warm_ranks: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the test itself start such ranks."""
+    from tests.system.warm.sitecustomize import Popen
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    monkeypatch.setenv("WARM_RANKS", warm_ranks["WARM_RANKS"])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from tunebook.config.base_model import read_dtype, read_facts
 from tunebook.config.choices import Attention, Compute, Generation, MasterWeights, PackingMode, Strategy, Switch
 from tunebook.config.decisions import Choice, Decisions
 from tunebook.config.estimate import USABLE_SHARE, estimate_memory
-from tunebook.config.rules.attention import FLASH, LEAKING_ARCHITECTURES, VARLEN_ARCHITECTURES
+from tunebook.config.rules.attention import FLASH, LEAKING_ARCHITECTURES, without_flash_attn
 from tunebook.config.rules.environment import hardware_problem, installed_version, starts_elsewhere
 from tunebook.config.rules.frame import world_size
 from tunebook.config.schema import FsdpConfig, RunConfig
@@ -141,16 +141,9 @@ def _attention(config: RunConfig, is_planned: bool) -> tuple[Attention, str]:
     version = installed_version(package)
     if version is None:
         missing = f"the package {package} is not installed here; the {_image(config)} image has it"
-        if not _can_take_varlen(config):
-            return Attention.sdpa, missing
-        return Attention.varlen_attention, f"torch brings it along; {missing}"
+        kernel = without_flash_attn(config)
+        return kernel, missing if kernel is Attention.sdpa else f"torch brings it along; {missing}"
     return flash, f"the fastest stable kernel on {generation.name} ({package} {version})"
-
-
-def _can_take_varlen(config: RunConfig) -> bool:
-    facts = config.model.facts
-    is_known = facts is not None and facts.architecture in VARLEN_ARCHITECTURES
-    return is_known and config.packing.mode is not PackingMode.padded
 
 
 def _image(config: RunConfig) -> str:

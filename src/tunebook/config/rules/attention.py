@@ -33,6 +33,15 @@ def _is_on_cpu(config: RunConfig) -> bool:
     return config.hardware.generation is Generation.cpu
 
 
+def without_flash_attn(config: RunConfig) -> Attention:
+    """The kernel that `auto` takes where flash-attn is not installed: torch's own for packed rows, or sdpa."""
+    kernel, facts = Attention.varlen_attention, config.model.facts
+    is_known = facts is not None and facts.architecture in VARLEN_ARCHITECTURES
+    is_packed = config.packing.mode is not PackingMode.padded
+    is_possible = can_run(kernel, config.hardware.generation) and config.precision.compute is not Compute.fp32
+    return kernel if is_known and is_packed and is_possible else Attention.sdpa
+
+
 @rule(
     "flash-attention-below-ampere",
     summary="A flash attention kernel on a GPU that is too old for it, or on a CPU.",

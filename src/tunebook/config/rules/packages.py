@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from tunebook.config.choices import Attention, Compute, PeftMethod, TrackerName
+from tunebook.config.rules.attention import without_flash_attn
 from tunebook.config.rules.frame import Explanation
 from tunebook.config.rules.image import train_line
 from tunebook.config.rules.optimizing import BITSANDBYTES
 from tunebook.config.rules.parallelism import ZERO
 from tunebook.config.schema import RunConfig
 from tunebook.errors import Problem
-from tunebook.hardware.generations import ATTENTION_PACKAGES, GENERATIONS
+from tunebook.hardware.generations import ATTENTION_PACKAGES, GENERATIONS, can_run
 from tunebook.hardware.image import Image
 
 VersionOf = Callable[[str], str | None]
@@ -98,9 +99,8 @@ _NEEDS: tuple[_Need, ...] = (
         for name in (TrackerName.trackio, TrackerName.tensorboard, TrackerName.wandb)
     ),
 )
-_ATTENTION_INSTALL = {
+_ATTENTION_INSTALL = {  # flash-attn-3 is not on the registry: built from its source
     "flash-attn": "pip install flash-attn --no-build-isolation",
-    "flash-attn-3": "attention.implementation=flash_attention_2",  # not on the registry: built from its source
     "flash-attn-4": "pip install --pre flash-attn-4",
 }
 
@@ -117,15 +117,27 @@ def missing_packages(config: RunConfig, version_of: VersionOf, image: Image | No
     if package is not None and version_of(package) is None:
         where = f"; this is the {image.generation} image" if image else ""
         message = f"{kernel.name} needs the package {package}, which is not installed{where}"
-        fix = f"attention.implementation=sdpa or {_get_attention(config, package, image)}"
+        instead = _attention_at_hand(config, version_of).name
+        fix = " or ".join([f"attention.implementation={instead}", *_get_attention(config, package, image)])
         yield Problem(id="missing-package", key="attention.implementation", message=message, fix=fix)
 
 
-def _get_attention(config: RunConfig, package: str, image: Image | None) -> str:
-    if image is None or package == ATTENTION_PACKAGES[Attention.flash_attention_3]:
-        return _ATTENTION_INSTALL[package]
+def _attention_at_hand(config: RunConfig, version_of: VersionOf) -> Attention:
+    """What `attention=auto` would be here."""
+    flash, is_fp32 = Attention.flash_attention_2, config.precision.compute is Compute.fp32
+    can_run_it = can_run(flash, config.hardware.generation) and not is_fp32
+    is_here = version_of(ATTENTION_PACKAGES[flash]) is not None
+    return flash if is_here and can_run_it else without_flash_attn(config)
+
+
+def _get_attention(config: RunConfig, package: str, image: Image | None) -> Iterator[str]:
+    if package not in _ATTENTION_INSTALL:
+        return
     own = GENERATIONS[config.hardware.generation].image.name
-    return train_line(config.recipe, own) if own != image.generation else _add_to(image, package)
+    if image is None:
+        yield _ATTENTION_INSTALL[package]
+    else:
+        yield train_line(config.recipe, own) if own != image.generation else _add_to(image, package)
 
 
 def _add_to(image: Image, package: str) -> str:
