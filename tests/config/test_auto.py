@@ -136,6 +136,15 @@ def test_flash_attention_needs_its_package_where_it_runs(undecided, machine, has
     assert why == "torch brings it along; the package flash-attn is not installed here; the ampere image has it"
 
 
+def test_compiled_blocks_take_a_kernel_that_compiles_with_them(undecided, machine, has_flash):
+    undecided.model.compile_layers = True
+    resolution = resolve_auto(undecided, machine(H200))
+    assert resolution.config.attention.implementation is Attention.varlen_attention
+    assert not check(resolution.config)
+    undecided.packing.mode = PackingMode.padded
+    assert resolve_auto(undecided, machine(H200)).config.attention.implementation is Attention.sdpa
+
+
 def test_rows_that_are_padded_cannot_take_torchs_own_kernel(undecided, machine, has_no_flash):
     undecided.packing.mode = PackingMode.padded
     resolution = resolve_auto(undecided, machine(A100))

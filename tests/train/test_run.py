@@ -216,7 +216,7 @@ def test_only_ranks_that_end_together_wait_for_each_other(tmp_path, monkeypatch,
     """NCCL's group is closed by all ranks at once: one that failed would wait there for those that wait for it."""
     closed = []
 
-    def fail(folder, request):
+    def fail(*_):
         raise error
 
     monkeypatch.setattr(train_run, "train", fail)

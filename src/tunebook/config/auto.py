@@ -135,6 +135,9 @@ def _attention(config: RunConfig, is_planned: bool) -> tuple[Attention, str]:
         return Attention.sdpa, f"flash attention needs compute capability 8.0, and {generation.name} is older"
     if compute is Compute.fp32:
         return Attention.sdpa, "flash attention computes in bf16 or fp16 only, and precision.compute=fp32"
+    if config.model.compile_layers:
+        kernel = without_flash_attn(config)
+        return kernel, f"flash-attn's packages do not compile with the blocks; {kernel.name} does"
     if is_planned:
         return flash, f"the fastest stable kernel on {generation.name}; the {_image(config)} image has it"
     package = ATTENTION_PACKAGES[flash]
