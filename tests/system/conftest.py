@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -180,37 +179,6 @@ def run(start: Callable[..., Running]) -> Callable[..., Ended]:
         return start(words, **settings).wait(timeout_s)
 
     return to_its_end
-
-
-@pytest.fixture(scope="session")
-def warm_ranks(operators_compiled_once: None) -> Iterator[dict[str, str]]:
-    """What to add to the environment of a command whose ranks are to begin with the libraries imported."""
-    folder = HERE / "warm"
-    with tempfile.TemporaryDirectory(prefix="ranks-") as place:  # a short one: a socket's name has 107 characters
-        where, log = f"{place}/socket", Path(place) / "log"
-        settings = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-        settings |= {"JE_ARROW_MALLOC_CONF": "background_thread:false"}  # pyarrow's memory would have a thread
-        words = [sys.executable, str(folder / "ranks.py"), where]
-        with log.open("w") as stream:
-            server = subprocess.Popen(
-                words, env=os.environ | settings, stdout=subprocess.PIPE, stderr=stream, text=True
-            )
-        assert server.stdout is not None
-        said = server.stdout.readline()
-        assert said == "ready\n", said + log.read_text()
-        path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-        yield {"WARM_RANKS": where, "PYTHONPATH": path}
-        server.kill()
-        server.communicate()
-
-
-@pytest.fixture
-def starts_warm_ranks(warm_ranks: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the test itself start such ranks."""
-    from tests.system.warm.sitecustomize import Popen
-
-    monkeypatch.setattr(subprocess, "Popen", Popen)
-    monkeypatch.setenv("WARM_RANKS", warm_ranks["WARM_RANKS"])
 
 
 @dataclass(frozen=True, kw_only=True)

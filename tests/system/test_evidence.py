@@ -18,12 +18,12 @@ def test_the_quickstart_agrees_with_its_evidence(quickstart, run):
 
 
 @pytest.mark.parametrize("ranks", [(), TWO_RANKS], ids=["one_rank", "two_ranks"])
-def test_a_run_is_made_again_from_its_manifest_to_the_last_bit(run, read_run, warm_ranks, tmp_path, ranks):
+def test_a_run_is_made_again_from_its_manifest_to_the_last_bit(run, read_run, tmp_path, ranks):
     words = ["evaluation=none", "training.max_steps=6", "training.deterministic=true", "training.resume=never", *ranks]
-    first = run(["tunebook", "train", "quickstart", *words, f"outputs={tmp_path}"], **warm_ranks)
+    first = run(["tunebook", "train", "quickstart", *words, f"outputs={tmp_path}"])
     assert first.exit_code == 0, first.output
     original = (tmp_path / "quickstart" / "latest").resolve()
-    again = run(["tunebook", "reproduce", str(original), f"--outputs={tmp_path}"], **warm_ranks)
+    again = run(["tunebook", "reproduce", str(original), f"--outputs={tmp_path}"])
     assert again.exit_code == 0, again.output
     assert "code, packages and machine are as they were" in again.output
     assert f"agrees with quickstart/{original.name}" in again.output

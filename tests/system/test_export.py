@@ -132,15 +132,12 @@ def test_an_exported_folder_is_evaluated_with_what_its_run_was_trained_with(
     assert "the chat template is not the one that the run quickstart/" in " ".join(ended.output.split())
 
 
-@pytest.mark.usefixtures("starts_warm_ranks")
-def test_two_ranks_shards_of_fsdp_are_exported_and_merged(
-    run: Any, warm_ranks: dict[str, str], layouts: Any, tmp_path: Path
-) -> None:
+def test_two_ranks_shards_of_fsdp_are_exported_and_merged(run: Any, layouts: Any, tmp_path: Path) -> None:
     (tmp_path / "shard.py").write_text(SHARD)
     base = layouts.write_base(tmp_path / "base", {}, "float32")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     for kind in ("full", "lora"):
-        ended = run([*torchrun, str(tmp_path / "shard.py"), str(base), str(tmp_path / kind), kind], **warm_ranks)
+        ended = run([*torchrun, str(tmp_path / "shard.py"), str(base), str(tmp_path / kind), kind])
         assert ended.exit_code == 0, ended.output
         assert len(list((tmp_path / kind / "pytorch_model_fsdp_0").glob("*.distcp"))) == 2
     whole, sharded = load_file(base / "model.safetensors"), ShardedWeights(tmp_path / "full" / "pytorch_model_fsdp_0")

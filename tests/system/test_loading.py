@@ -17,8 +17,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-pytestmark = pytest.mark.usefixtures("starts_warm_ranks")
-
 STRATEGIES = ("ddp", "zero2", "zero3", "fsdp")
 SIZES = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -152,14 +150,11 @@ def test_a_run_with_a_file_cut_off_ends_before_any_rank_starts(run, damaged: lis
     assert "Traceback" not in ended.output
 
 
-def test_a_run_with_a_weight_missing_ends_with_2_on_two_ranks(
-    run, warm_ranks, damaged: list[Path], tmp_path: Path
-) -> None:
+def test_a_run_with_a_weight_missing_ends_with_2_on_two_ranks(run, damaged: list[Path], tmp_path: Path) -> None:
     model = [f"model.path={damaged[0]}", "model.weights=pretrained", "model.facts=null", "model.tokenizer=DIR"]
     model[-1] = f"model.tokenizer={Path(__file__).parents[2] / 'recipes' / 'quickstart' / 'model'}"
     ranks = ["hardware=cpu", "hardware.gpus_per_node=2", "parallelism=ddp", "training.max_steps=1"]
-    words = ["tunebook", "train", "quickstart", *model, *ranks, "evaluation=none", f"outputs={tmp_path}"]
-    ended = run(words, **warm_ranks)
+    ended = run(["tunebook", "train", "quickstart", *model, *ranks, "evaluation=none", f"outputs={tmp_path}"])
     assert ended.exit_code == 2, ended.output
     assert "1 missing keys such as model.layers.1.mlp.up_proj.weight" in ended.output
     assert "Traceback" not in ended.output

@@ -30,12 +30,12 @@ def padded(ranks: int, accumulation: int) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def losses_of(run, read_run, warm_ranks, tmp_path_factory):
+def losses_of(run, read_run, tmp_path_factory):
     """Train; returns the run, whose strategy has been checked by its own record."""
 
     def train(strategy: str, ranks: int, *overrides: str):
         outputs = tmp_path_factory.mktemp("outputs")
-        ended = run(command(outputs, strategy, ranks, *overrides), timeout_s=TIMEOUT_S, **warm_ranks)
+        ended = run(command(outputs, strategy, ranks, *overrides), timeout_s=TIMEOUT_S)
         assert ended.exit_code == 0, ended.output
         return read_run(outputs / "quickstart" / "latest")
 

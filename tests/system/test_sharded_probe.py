@@ -58,7 +58,6 @@ torch.distributed.destroy_process_group()
 """
 
 
-@pytest.mark.usefixtures("starts_warm_ranks")
 @pytest.mark.parametrize("head", ["tied", "its own"])
 def test_documents_are_isolated_and_training_goes_on(head, tmp_path):
     program = tmp_path / "program.py"

@@ -22,9 +22,9 @@ def latest(outputs: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def one_rank(run, read_run, warm_ranks, tmp_path_factory):
+def one_rank(run, read_run, tmp_path_factory):
     outputs = tmp_path_factory.mktemp("one_rank")
-    ended = run(command(outputs), **warm_ranks)
+    ended = run(command(outputs))
     assert ended.exit_code == 0, ended.output
     return read_run(latest(outputs)).losses
 
@@ -74,7 +74,7 @@ def rank_1_with(tmp_path):
 
 @pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
 def test_a_request_to_stop_saves_on_both_and_the_same_command_goes_on(
-    start, run, read_run, tmp_path, one_rank, warm_ranks, rank_1_with, how
+    start, run, read_run, tmp_path, one_rank, rank_1_with, how
 ):
     words = command(tmp_path, *TWO_RANKS)
     running = start(words, **rank_1_with(WAIT_TO_BE_ASKED))
@@ -96,7 +96,7 @@ def test_a_request_to_stop_saves_on_both_and_the_same_command_goes_on(
     assert not (stopped.folder / "model").exists()
     assert (stopped.folder / "report.html").exists()
 
-    ended = run(words, **warm_ranks)
+    ended = run(words)
     assert ended.exit_code == 0, ended.output
     assert f"going on after {stopped.folder / 'checkpoints' / f'checkpoint-{done}'}" in ended.output
     finished = read_run(latest(tmp_path))
@@ -121,9 +121,7 @@ def ranks_of(folder: Path) -> list[int]:
     return [process for _, process in sorted(found)]
 
 
-def test_a_rank_that_is_killed_ends_the_run_and_is_named(
-    start, run, read_run, tmp_path, one_rank, warm_ranks, rank_1_with
-):
+def test_a_rank_that_is_killed_ends_the_run_and_is_named(start, run, read_run, tmp_path, one_rank, rank_1_with):
     words = command(tmp_path, *TWO_RANKS, "training.save_every_steps=2")
     running = start(words, **rank_1_with("time.sleep(1000)"))
     saved = latest(tmp_path) / "checkpoints" / "checkpoint-2" / "complete.json"
@@ -137,7 +135,7 @@ def test_a_rank_that_is_killed_ends_the_run_and_is_named(
     assert "rank 1 ended without a word" in ended.output
     assert failed.checkpoints
 
-    assert run(words, **warm_ranks).exit_code == 0  # goes on after the last checkpoint
+    assert run(words).exit_code == 0  # goes on after the last checkpoint
     finished = read_run(latest(tmp_path))
     assert finished.folder == failed.folder
     assert finished.losses == pytest.approx(one_rank, rel=1e-5)
