@@ -90,7 +90,8 @@ def jobs_of(names: list[str], arguments: argparse.Namespace) -> list[Job]:
         words += [f"hardware.gpus_per_node={len(gpus)}", *KNOWN[name], *arguments.more]
         words = without_repeats(words)
         model = next(word.removeprefix("model=") for word in words if word.startswith("model="))
-        profile = {"TUNEBOOK_BENCH_PROFILE": str(arguments.runs / f"{name}.json")} if is_profiled else {}
+        more = {"TUNEBOOK_BENCH_PROFILE": str(arguments.runs / f"{name}.json")} if is_profiled else {}
+        more |= {"TUNEBOOK_BENCH_KEEPS_GPUS": "1"} if model == "llama3_8b" else {}  # two do not fit
         jobs.append(
             Job(
                 name=f"{name}_profiled" if is_profiled else name,
@@ -99,7 +100,7 @@ def jobs_of(names: list[str], arguments: argparse.Namespace) -> list[Job]:
                 priority=len(jobs),
                 host_gib=len(gpus) * 4 * facts_of(model)["num_parameters"] / 2**30,
                 turn_timeout_s=arguments.timeout_s,
-                environment={"OMP_NUM_THREADS": "8"} | profile,
+                environment={"OMP_NUM_THREADS": "8"} | more,
                 line={"variant": KNOWN[name], "model": model, "weights": "random",
                       "data": "generated documents, every token counts"},
             )

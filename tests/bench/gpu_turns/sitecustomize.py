@@ -2,7 +2,8 @@
 
 Everything up to `trainer.train()` (imports, data, random weights) is done on the CPU and can overlap with other runs;
 from there on the ranks of a run wait until `gpu_queue` gives them their GPUs, and say when they are through. Files in
-$TUNEBOOK_BENCH_TURN carry the messages, so that nothing of Tunebook itself has to know of it. Where
+$TUNEBOOK_BENCH_TURN carry the messages, so that nothing of Tunebook itself has to know of it. While a model is saved it
+still fills its GPUs: with $TUNEBOOK_BENCH_KEEPS_GPUS a run gives them back only when it has ended. Where
 $TUNEBOOK_BENCH_PROFILE names a file, rank 0 writes there which kernels one optimizer step has spent its time in.
 """
 
@@ -58,7 +59,8 @@ def _take_turns(trainer: Any, turn: Path) -> None:
         try:
             return train(self, *args, **kwargs)
         finally:
-            (turn / f"done-{rank}").touch()
+            if "TUNEBOOK_BENCH_KEEPS_GPUS" not in os.environ:
+                (turn / f"done-{rank}").touch()
 
     trainer.train = train_in_turn
 
