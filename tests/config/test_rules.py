@@ -257,6 +257,15 @@ CASES = [
     case(
         "varlen-attention-padded", "packed rows only", {"attention.implementation": Attention.varlen_attention}, PADDED
     ),
+    case(
+        "varlen-attention-padded", "packed rows only", {"attention.implementation": Attention.sdpa_by_document}, PADDED
+    ),
+    case(
+        "compiled-layers-by-document",
+        "cannot be compiled as one",
+        {"model.compile_layers": True},
+        {"attention.implementation": Attention.sdpa_by_document},
+    ),
     case("activation-offload-without-gpu", "no GPU memory", {"activation.offload": True}, ON_CPU),
     # parallelism
     case("strategy-settings-mismatch", "FSDP settings", {"parallelism.strategy": Strategy.zero2}, fsdp(Strategy.fsdp)),

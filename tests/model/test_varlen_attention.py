@@ -8,9 +8,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tunebook.config.choices import Attention
 from tunebook.config.rules.attention import VARLEN_ARCHITECTURES
 from tunebook.errors import RequestError
-from tunebook.model.varlen_attention import register_varlen_attention, varlen_attention
+from tunebook.model.varlen_attention import register, varlen_attention
 
 LENGTHS = (12, 8)
 SIZES = {
@@ -53,7 +54,7 @@ def kernel_of_torch_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is
 @pytest.fixture(params=[kernel, kernel_of_torch_2_10], ids=["torch_2_13", "torch_2_10"])
 def registered(request, monkeypatch):
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", request.param)
-    register_varlen_attention()
+    register(Attention.varlen_attention)
 
 
 def model_pair(kind: str, **sizes: object) -> tuple[PreTrainedModel, PreTrainedModel]:
@@ -102,7 +103,7 @@ def test_computes_what_sdpa_does_with_its_block_mask(registered, architecture):
 @torch.no_grad()
 def test_a_sliding_window_is_as_long_as_the_models(monkeypatch):
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
-    register_varlen_attention()
+    register(Attention.varlen_attention)
     theirs, ours = model_pair("mistral", sliding_window=3)
     inputs = row()
     expected = theirs(**plain(inputs), use_cache=False).logits
@@ -111,7 +112,7 @@ def test_a_sliding_window_is_as_long_as_the_models(monkeypatch):
 
 def test_a_window_is_not_left_out_where_the_kernel_knows_none(monkeypatch):
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel_of_torch_2_10)
-    register_varlen_attention()
+    register(Attention.varlen_attention)
     _, ours = model_pair("mistral", sliding_window=3)
     with pytest.raises(RequestError, match="sliding window"):
         ours(**row(), use_cache=False)

@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tunebook.config.base_model import model_folder_problem
 from tunebook.config.book import resolve_path
-from tunebook.config.choices import Attention, MasterWeights, PeftMethod, Strategy, Weights
+from tunebook.config.choices import MasterWeights, PeftMethod, Strategy, Weights
+from tunebook.config.rules.attention import BY_LENGTHS
 from tunebook.config.schema import ModelConfig, ModelFacts, ParallelismConfig, RunConfig
 from tunebook.errors import RequestError
 from tunebook.model.adapters import four_bit
 from tunebook.model.completeness import check_stored_weights, require_complete
 from tunebook.model.hub import WEIGHT_FILES, check_hub_model, fetch_config, fetch_weights, hub_problem
 from tunebook.model.sharing import Sharing, copy_from_first_rank, sharing_of, stays_whole
-from tunebook.model.varlen_attention import register_varlen_attention
+from tunebook.model.varlen_attention import register
 from tunebook.model.weight_files import find_weight_files, read_shapes
 
 if TYPE_CHECKING:
@@ -213,8 +214,8 @@ def _loader() -> Any:
 
 
 def _options(config: RunConfig) -> dict[str, Any]:
-    if config.attention.implementation is Attention.varlen_attention:
-        register_varlen_attention()
+    if config.attention.implementation in BY_LENGTHS:
+        register(config.attention.implementation)
     return {
         "attn_implementation": config.attention.implementation.value,
         "trust_remote_code": config.model.trust_remote_code,

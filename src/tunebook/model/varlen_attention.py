@@ -1,7 +1,8 @@
-"""Attention over packed documents by the flash kernels that torch brings along, for transformers to call by its name.
+"""Attention over packed documents by kernels that torch brings along, for transformers to call by their names.
 
-torch's `varlen_attn` computes each document by itself, as flash-attn 2 does, and needs no package of its own. It is
-told where the documents of a row begin and end by the collator's `cu_seq_lens_q`; without that nothing is computed.
+`varlen_attention` is torch's `varlen_attn`, which computes each document by itself, as flash-attn 2 does, in bf16 or
+fp16 from Ampere on. `sdpa_by_document` is for what that leaves out: see `document_attention`. Both are told where the
+documents of a row begin and end by the collator's `cu_seq_lens_q`; without that nothing is computed.
 Source: torch.nn.attention.varlen, from torch 2.10 on; transformers' AttentionInterface.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,14 +24,24 @@ if TYPE_CHECKING:
 _NOT_SUPPORTED = {"softcap": "caps its attention logits", "s_aux": "has attention sinks"}
 
 
-def register_varlen_attention() -> None:
-    """Let models be made with `attn_implementation="varlen_attention"`. Transformers then builds no mask for them."""
-    from torch.nn.attention.varlen import varlen_attn
+def register(implementation: Attention) -> None:
+    """Let models be made with one of the two as `attn_implementation`. Transformers then builds no mask for them."""
     from transformers import AttentionInterface
 
-    takes = frozenset(inspect.signature(varlen_attn).parameters)  # looked at here: compiled layers cannot
-    attention = partial(varlen_attention, kernel=varlen_attn, kernel_takes=takes)
-    AttentionInterface.register(Attention.varlen_attention.value, attention)
+    kernel = _kernel_of(implementation)
+    takes = frozenset(inspect.signature(kernel).parameters)  # looked at here: compiled layers cannot
+    attention = partial(varlen_attention, kernel=kernel, kernel_takes=takes, name=implementation.value)
+    AttentionInterface.register(implementation.value, attention)
+
+
+def _kernel_of(implementation: Attention) -> Callable[..., Any]:
+    if implementation is Attention.sdpa_by_document:
+        from tunebook.model.document_attention import sdpa_by_document
+
+        return sdpa_by_document
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn
 
 
 def varlen_attention(
@@ -46,25 +58,27 @@ def varlen_attention(
     *,
     kernel: Any,
     kernel_takes: frozenset[str],
+    name: str = Attention.varlen_attention.value,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention of each document to itself.
 
     Shapes: query (1, num_heads, num_tokens, head_size), key and value the same with their own number of heads,
     cu_seq_lens_q (num_documents + 1,) in int32; the result (1, num_tokens, num_heads, head_size). `kernel` is torch's,
-    and `kernel_takes` the names of what its version can be told.
+    `kernel_takes` the names of what its version can be told, and `name` what users know it by.
     Raises: RequestError where the documents' places are not given, or the model asks for more than the kernel can.
     """
     if cu_seq_lens_q is None or max_length_q is None or attention_mask is not None:
-        raise _not_possible("rows come without the places of their documents", "packing=isolated")
-    if asked := [why for name, why in _NOT_SUPPORTED.items() if more.get(name) is not None]:
-        raise _not_possible(f"{type(module).__name__} {asked[0]}")
+        raise _not_possible(name, "rows come without the places of their documents", "packing=isolated")
+    if asked := [why for option, why in _NOT_SUPPORTED.items() if more.get(option) is not None]:
+        raise _not_possible(name, f"{type(module).__name__} {asked[0]}")
     if dropout:
-        raise _not_possible(f"the model's config asks for a dropout of {dropout:g} of the attention")
+        raise _not_possible(name, f"the model's config asks for a dropout of {dropout:g} of the attention")
     if sliding_window is not None and "window_size" not in kernel_takes and max_length_q > sliding_window:
-        raise _not_possible("the model has a sliding window, and this version of torch's kernel knows none")
+        raise _not_possible(name, "the model has a sliding window, and this version of torch's kernel knows none")
     if scaling is not None and "scale" not in kernel_takes and not math.isclose(scaling, query.shape[-1] ** -0.5):
-        raise _not_possible(f"the model scales its attention by {scaling:g}, and this version of torch's kernel cannot")
+        why = f"the model scales its attention by {scaling:g}, and this version of torch's kernel cannot"
+        raise _not_possible(name, why)
     dtype = _kernel_dtype(query)
     # (1, heads, tokens, size) -> (tokens, heads, size); rotating the positions has made the two of them fp32
     query, key, value = (tensor.transpose(1, 2).squeeze(0).to(dtype) for tensor in (query, key, value))
@@ -94,7 +108,7 @@ def _kernel_dtype(query: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
 
 
-def _not_possible(why: str, fix: str = "attention=sdpa") -> RequestError:
+def _not_possible(name: str, why: str, fix: str = "attention=sdpa") -> RequestError:
     return RequestError(
-        f"attention=varlen_attention cannot compute this: {why}; try {fix}", problem_id="varlen-attention-not-possible"
+        f"attention={name} cannot compute this: {why}; try {fix}", problem_id="varlen-attention-not-possible"
     )

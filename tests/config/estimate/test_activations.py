@@ -16,6 +16,7 @@ from tunebook.config.compose import compose
 from tunebook.config.estimate import estimate_memory
 from tunebook.config.estimate.activations import layer_bytes_per_token
 from tunebook.hardware.detect import Machine
+from tunebook.model.varlen_attention import register
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 TOKENS, RANK = 40, 4  # like no size of a weight, by which those are told apart
@@ -28,6 +29,7 @@ NOT_COUNTED = 4 * SIZES["num_attention_heads"] + 2 * 4
 
 def saved_bytes(num_layers, *, weights, is_mixed, attention="sdpa", is_adapter=False):
     """Bytes of what autograd saves of two documents of half a row each, copies of weights left out."""
+    register(Attention.sdpa_by_document)
     config = AutoConfig.for_model("qwen2", num_hidden_layers=num_layers, tie_word_embeddings=True, **SIZES)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=weights)
     decoder = model.base_model
@@ -49,6 +51,8 @@ def saved_bytes(num_layers, *, weights, is_mixed, attention="sdpa", is_adapter=F
 
     half = torch.arange(TOKENS // 2)
     row = {"input_ids": torch.randint(0, 32, (1, TOKENS)), "position_ids": torch.cat([half, half])[None]}
+    if attention == Attention.sdpa_by_document.value:
+        row |= {"cu_seq_lens_q": torch.tensor([0, TOKENS // 2, TOKENS]), "max_length_q": TOKENS // 2}
     mixed = torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_mixed)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), mixed:
         decoder(**row, use_cache=False)
@@ -58,6 +62,8 @@ def saved_bytes(num_layers, *, weights, is_mixed, attention="sdpa", is_adapter=F
 CASES = {
     "autocast": (Compute.bf16, MasterWeights.fp32, Attention.sdpa, PeftMethod.full),
     "fp32": (Compute.fp32, MasterWeights.fp32, Attention.sdpa, PeftMethod.full),
+    "by_document": (Compute.bf16, MasterWeights.fp32, Attention.sdpa_by_document, PeftMethod.full),
+    "by_document_fp32": (Compute.fp32, MasterWeights.fp32, Attention.sdpa_by_document, PeftMethod.full),
     "all_bf16": (Compute.bf16, MasterWeights.bf16, Attention.sdpa, PeftMethod.full),
     "lora": (Compute.bf16, MasterWeights.fp32, Attention.sdpa, PeftMethod.lora),
     "lora_on_bf16": (Compute.bf16, MasterWeights.bf16, Attention.sdpa, PeftMethod.lora),

@@ -17,7 +17,8 @@ from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig
 _HEAD_TOKENS, _HEAD_WORDS = 4096, 32768
 # Padded rows per pass where nobody says: as many as stay within this many tokens, when all are of the full length.
 PADDED_TOKENS_PER_PASS = 8192
-_REPEATING = (Attention.sdpa, Attention.eager)  # keys and values once for each query's head, where there is a mask
+# Keys and values once for each query's head.
+_REPEATING = (Attention.sdpa, Attention.sdpa_by_document, Attention.eager)
 
 
 def activation_bytes(config: RunConfig, facts: ModelFacts, *, is_recomputed: bool) -> float:
@@ -61,6 +62,8 @@ def _mode(config: RunConfig) -> str:
     number_format = "fp32" if is_fp32 else "bf16" if _stream_element(config) == 2 else "autocast"
     method = "full" if config.peft.method is PeftMethod.full else "adapter"
     kernel = config.attention.implementation
+    if kernel is Attention.sdpa_by_document:
+        kernel = Attention.sdpa  # which counts a mask too many
     return f"{number_format}/{method}/{kernel.name if kernel in _REPEATING else 'flash'}"
 
 
@@ -108,6 +111,8 @@ def _attention_bytes(config: RunConfig, facts: ModelFacts, element: int) -> floa
     if kernel is Attention.eager:
         # The softmax in fp32, and again in the number format of the product where that is another.
         return kept + heads * row * (4 if element == 4 else 4 + element)
+    if kernel is Attention.sdpa_by_document:
+        kept += element * facts.hidden_size  # the output of each document, and once more in one piece
     if kernel is Attention.sdpa:
         kept += element * row  # one mask per layer, added to the scores of all heads
     return kept + _plain_kernel_bytes(config, facts)

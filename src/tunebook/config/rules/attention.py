@@ -13,6 +13,8 @@ FLASH = (
     Attention.flash_attention_4,
     Attention.varlen_attention,
 )
+# Those that are told where documents begin and end, and by nothing else.
+BY_LENGTHS = (Attention.varlen_attention, Attention.sdpa_by_document)
 
 # Architectures in which packed documents reach each other whatever the attention kernel: those that do not take
 # position_ids, from which transformers works out where a document starts, and those that carry a state along the row.
@@ -79,15 +81,16 @@ def flash_attention_in_fp32(config: RunConfig) -> Finding | None:
 
 @rule(
     "varlen-attention-padded",
-    summary="attention=varlen_attention with padded rows.",
-    why="torch's varlen kernel is told where documents begin and end, and knows no padding between them.",
+    summary="attention=varlen_attention or sdpa_by_document with padded rows.",
+    why="Both are told where documents begin and end, and know no padding between them.",
     advice="Pack the rows, or take sdpa or flash_attention_2, which know both.",
 )
 def varlen_attention_padded(config: RunConfig) -> Finding | None:
-    """torch's varlen kernel and rows that are not packed."""
-    if config.attention.implementation is not Attention.varlen_attention or config.packing.mode is PackingMode.isolated:
+    """Attention by documents' lengths, and rows that are not packed."""
+    kernel = config.attention.implementation
+    if kernel not in BY_LENGTHS or config.packing.mode is PackingMode.isolated:
         return None
-    message = f"varlen_attention computes packed rows only, and packing.mode={config.packing.mode.name}"
+    message = f"{kernel.name} computes packed rows only, and packing.mode={config.packing.mode.name}"
     return Finding(
         key="attention.implementation", message=message, fix="packing.mode=isolated or attention.implementation=sdpa"
     )
@@ -215,10 +218,26 @@ def activation_offload_without_gpu(config: RunConfig) -> Finding | None:
     return Finding(key="activation.offload", message="there is no GPU memory to free", fix="activation.offload=false")
 
 
+@rule(
+    "compiled-layers-by-document",
+    summary="model.compile_layers with attention=sdpa_by_document.",
+    why="It reads on the host how long the documents of a row are, so a block cannot be compiled as one.",
+    advice="Compile the blocks with varlen_attention, or with sdpa where that does not run.",
+)
+def compiled_layers_by_document(config: RunConfig) -> Finding | None:
+    """Compiled blocks and an attention that looks at each document."""
+    if not config.model.compile_layers or config.attention.implementation is not Attention.sdpa_by_document:
+        return None
+    better = without_flash_attn(config)
+    message = "blocks with sdpa_by_document cannot be compiled as one"
+    return Finding(key="model.compile_layers", message=message, fix=f"attention.implementation={better.name}")
+
+
 RULES: tuple[Rule, ...] = (
     flash_attention_below_ampere,
     flash_attention_in_fp32,
     varlen_attention_padded,
+    compiled_layers_by_document,
     flex_attention_on_cpu,
     flash_attention_not_deterministic,
     packing_leaks,
