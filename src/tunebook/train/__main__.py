@@ -5,15 +5,10 @@ import signal
 import sys
 from pathlib import Path
 
-from tunebook.errors import InvalidTrainingError, StoppedError
 from tunebook.record.start_up import StartClock, process_begun
-from tunebook.train.death import ask_to_stop_when_parent_dies
+from tunebook.train.death import AGREED_ENDINGS, ask_to_stop_when_parent_dies
 from tunebook.train.imports import importing_libraries
 from tunebook.train.signals import StopRequest
-
-# Endings that the ranks take together, each by itself. torchrun need not hear of them: it would call them a failure,
-# print a traceback of its own and kill the ranks that are a moment behind.
-_AGREED = (StoppedError.exit_code, InvalidTrainingError.exit_code)
 
 
 def main() -> int:
@@ -30,7 +25,8 @@ def main() -> int:
         code = run_rank(Path(sys.argv[1]), request, clock)
     for number in StopRequest.signals:
         signal.signal(number, signal.SIG_IGN)  # there is nothing left to stop, and the end is written down
-    return 0 if code in _AGREED and "TORCHELASTIC_RUN_ID" in os.environ else code
+    # torchrun need not hear of what all ranks agreed on: it would call it a failure, and kill those a moment behind.
+    return 0 if code in AGREED_ENDINGS and "TORCHELASTIC_RUN_ID" in os.environ else code
 
 
 if __name__ == "__main__":
