@@ -17,7 +17,7 @@ from tunebook.config.schema import RunConfig
 CPU_TOLERANCE = 1e-5
 FP32_TOLERANCE = 1e-4
 LOW_PRECISION_TOLERANCE = 2e-3
-FP8_TOLERANCE = 1e-2  # not measured: what the recipe asks for
+FP8_TOLERANCE = 1e-2  # of strategies that all compute in fp8: not measured. fp8 was up to 1.2% from bf16 in 50 steps
 
 
 @dataclass(frozen=True, kw_only=True)
