@@ -1,0 +1,183 @@
+"""All speeds that were measured and recorded here, drawn as one page: `python tests/bench/speed_page.py FILE.html`.
+
+Reads `tests/bench/results/`: one GPU beside TRL in the same samples, the same spread over several GPUs, what a step's
+time is spent in, and the preparation of data. Runs that did not end say so in the data and are left out here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tunebook.record.atomic_files import atomic_write_text
+from tunebook.record.page.numbers import Unit, format_value
+from tunebook.record.report import render_page
+
+RESULTS = Path(__file__).parent / "results"
+LEAST_STEPS = 10  # timed, to be drawn
+KINDS = {
+    "products": "matrix products", "attention": "attention", "compiled": "compiled elementwise kernels",
+    "elementwise": "other elementwise kernels", "copies": "copies and casts", "loss": "loss", "optimizer": "optimizer",
+    "other": "other kernels",
+}  # fmt: skip
+_SETTINGS_OF_ALL = ("activation=stored", "model.liger_kernel=false")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """One measurement: what was run, and its value as a share of the section's longest."""
+
+    name: str
+    detail: str
+    value: float
+    text: str
+    is_ours: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """Measurements of one kind, which may be compared with each other."""
+
+    key: str
+    title: str
+    note: str
+    bars: list[Bar] = field(default_factory=list)
+
+    @property
+    def longest(self) -> float:
+        """The value that fills the width."""
+        return max((bar.value for bar in self.bars), default=1.0)
+
+
+def read(name: str, results: Path = RESULTS) -> list[dict[str, Any]]:
+    """The lines of a file of results."""
+    return [json.loads(line) for line in (results / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def is_timed(line: dict[str, Any]) -> bool:
+    """Whether a line is of a run whose median speed rests on enough steps."""
+    return "tokens_per_second_per_gpu" in line and line.get("timed_steps", LEAST_STEPS) >= LEAST_STEPS
+
+
+def one_gpu(results: Path = RESULTS) -> Section:
+    """Ours and TRL's, in one model and the same samples."""
+    lines = [line for line in read("h200_speed_one_gpu", results) if is_timed(line)]
+    # Of a token's work, which is the same in all.
+    flops_share = next(line["mfu"] / line["tokens_per_second_per_gpu"] for line in lines)
+    bars = [_speed_bar(line, _typed(line["variant"])) for line in lines]
+    for line in read("h200_peer_trl", results):
+        share = {"mfu": line["tokens_per_second_per_gpu"] * flops_share}
+        bars.append(_speed_bar(line | share, "TRL 1.16: " + (_said(line["settings"]) or "its defaults"), is_ours=False))
+    return Section(
+        key="one-gpu",
+        title="One GPU",
+        note="Qwen2.5-3B, full fine-tune, one H200, 32,768 real tokens a step; documents of lognormal(5.8, 0.9) "
+        "tokens, 16 to 4,096. Random weights. The share is of 989 TFLOP/s in bf16.",
+        bars=sorted(bars, key=lambda bar: bar.value),
+    )
+
+
+def spread(results: Path = RESULTS) -> Section:
+    """Strategies over two GPUs, and the same on one of them."""
+    newest = {line["name"]: line for line in read("h200_speed_spread", results) if is_timed(line)}
+    lines = [line for line in newest.values() if line["model"] == "qwen25_3b"]
+    alone = next(line["tokens_per_second_per_gpu"] for line in lines if line["gpus"] == 1)
+    bars = []
+    for line in sorted(lines, key=lambda line: -line["tokens_per_second_per_gpu"]):
+        share = format_value(line["tokens_per_second_per_gpu"] / alone, Unit.share)
+        name = "one GPU" if line["gpus"] == 1 else f"{line['name']}, {line['gpus']} GPUs"
+        bars.append(_speed_bar(line, name, more=f"; {share} of one GPU"))
+    return Section(
+        key="spread",
+        title="Spread over GPUs",
+        note="The same model with compiled blocks in rows of 8,192 tokens; tokens per second of each GPU.",
+        bars=bars,
+    )
+
+
+def step_times(results: Path = RESULTS) -> list[Section]:
+    """What one optimizer step's time is spent in, for each run that was looked into."""
+    sections = []
+    for line in read("h200_speed_one_gpu", results):
+        if "profile" not in line:
+            continue
+        profile = line["profile"]
+        spent = {KINDS[kind]: value for kind, value in profile["by_kind_ms"].items()}
+        spent["no kernel at work"] = profile["step_ms"] - profile["kernels_ms"]
+        bars = [
+            Bar(
+                name=name,
+                detail="",
+                value=value,
+                text=f"{value:,.0f} ms, {format_value(value / profile['step_ms'], Unit.share)}",
+            )
+            for name, value in sorted(spent.items(), key=lambda item: -item[1])
+        ]
+        title = "A step of " + _typed(line["variant"])
+        note = f"{profile['step_ms']:,.0f} ms in all, under the profiler."
+        sections.append(Section(key=line["name"], title=title, note=note, bars=bars))
+    return sections
+
+
+def preparation(results: Path = RESULTS) -> Section:
+    """Preparing data: seconds on a quiet machine, TRL's beside ours."""
+    newest = {(line["method"], line["samples"]): line for line in read("preparation", results) if "method" in line}
+    quiet = [(key, line) for key, line in newest.items() if line["load_before"] < 2]  # nobody else was at work
+    bars = [_preparation_bar(line, *key) for key, line in quiet]
+    return Section(
+        key="preparation",
+        title="Preparing data",
+        note="Conversations tokenised, masked and packed per second; the same tokens come out of both.",
+        bars=sorted(bars, key=lambda bar: bar.value),
+    )
+
+
+def _preparation_bar(line: dict[str, Any], method: str, samples: int) -> Bar:
+    is_ours, speed = method == "tunebook", samples / line["prepare_s"]
+    return Bar(
+        name=f"{'Tunebook' if is_ours else 'TRL 1.16'}, {samples:,} conversations",
+        detail=f"{line['tokens']:,} tokens, {line['peak_mib']:,} MiB at most, {line['cores']} cores, {line['date']}",
+        value=speed,
+        text=f"{speed:,.0f} /s, {format_value(line['prepare_s'], Unit.seconds)}",
+        is_ours=is_ours,
+    )
+
+
+def _speed_bar(line: dict[str, Any], name: str, *, more: str = "", is_ours: bool = True) -> Bar:
+    memory = line["memory_gib"]
+    peak = max(memory) if isinstance(memory, list) else memory
+    detail = f"{format_value(peak, Unit.gib)} of tensors, {line['timed_steps']} steps timed, {line['date']}"
+    detail += f"; {line['note']}" if line.get("note") else ""
+    speed = line["tokens_per_second_per_gpu"]
+    text = f"{speed:,.0f} tokens/s, {format_value(line['mfu'], Unit.share)}{more}"
+    return Bar(name=name, detail=detail, value=speed, text=text, is_ours=is_ours)
+
+
+def _typed(words: list[str]) -> str:
+    return " ".join(word for word in words if word not in _SETTINGS_OF_ALL)
+
+
+def _said(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in settings.items())
+
+
+def page(results: Path = RESULTS) -> str:
+    """The page as HTML of one file."""
+    sections = [one_gpu(results), spread(results), *step_times(results), preparation(results)]
+    return render_page("speed.html.jinja", beside=Path(__file__).parent, sections=sections)
+
+
+def main() -> None:
+    """Write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, help="to be written, such as speed.html")
+    file = parser.parse_args().file
+    atomic_write_text(file, page())
+    print(f"written: {file.resolve()}")
+
+
+if __name__ == "__main__":
+    main()

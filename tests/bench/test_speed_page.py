@@ -1,0 +1,70 @@
+"""The page of measured speeds, from the recorded results and from made ones."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from speed_page import is_timed, one_gpu, page, preparation, spread, step_times
+
+
+def test_ours_and_trls_stand_in_one_section_by_their_speed() -> None:
+    section = one_gpu()
+    assert [bar.value for bar in section.bars] == sorted(bar.value for bar in section.bars)
+    assert section.bars[0].name == "TRL 1.16: its defaults"
+    assert section.bars[0].text == "3,920 tokens/s, 7.5 %"
+    best = [bar for bar in section.bars if "master_weights" not in bar.name][-1]
+    assert best.is_ours
+    assert best.text == "26,356 tokens/s, 50.5 %"
+    assert "model.compile_layers=true packing.row_length=16384" in best.name
+
+
+def test_a_strategy_is_drawn_by_its_newest_run_beside_one_gpu() -> None:
+    bars = {bar.name: bar for bar in spread().bars}
+    assert bars["one GPU"].text.endswith("; 100.0 % of one GPU")
+    assert bars["ddp, 2 GPUs"].value == 24_100.0
+    assert bars["ddp, 2 GPUs"].text.endswith("; 94.8 % of one GPU")
+
+
+def test_the_parts_of_a_step_add_up_to_it() -> None:
+    for section in step_times():
+        whole = float(section.note.partition(" ms")[0].replace(",", ""))
+        assert sum(bar.value for bar in section.bars) == pytest.approx(whole, abs=1)
+
+
+def test_only_preparations_of_a_quiet_machine_are_drawn() -> None:
+    bars = preparation().bars
+    assert [bar.name.partition(",")[0] for bar in bars] == ["TRL 1.16", "Tunebook", "Tunebook"]
+    assert bars[1].value / bars[0].value == pytest.approx(2.87, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("line", "is_drawn"),
+    [
+        ({"exit_code": "cut short"}, False),
+        ({"tokens_per_second_per_gpu": 1.0, "timed_steps": 9}, False),
+        ({"tokens_per_second_per_gpu": 1.0, "timed_steps": 10}, True),
+    ],
+)
+def test_a_run_of_few_steps_is_left_out(line: dict[str, object], is_drawn: bool) -> None:
+    assert is_timed(line) is is_drawn
+
+
+def test_the_page_escapes_what_results_say(tmp_path: Path) -> None:
+    results = Path(__file__).parent / "results"
+    for file in results.glob("*.jsonl"):
+        (tmp_path / file.name).write_text(file.read_text())
+    lines = [json.loads(line) for line in (results / "h200_speed_spread.jsonl").read_text().splitlines()]
+    lines[0]["note"] = "<script>alert(1)</script>"
+    (tmp_path / "h200_speed_spread.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = page(tmp_path)
+    assert "<script>alert" not in text
+    assert "&lt;script&gt;alert(1)" in text
+    assert text.count('class="run"') == sum(
+        len(section.bars) for section in (one_gpu(), spread(), preparation(), *step_times())
+    )
