@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 
@@ -86,7 +88,10 @@ def config(tiny_model, documents):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Train a configuration in this process; returns the run folder, exit code and metrics."""
+    """Train a configuration in this process; returns the run folder, exit code and metrics.
+
+    What accelerate writes into the environment of a run, such as that it is one of FSDP, is gone after it.
+    """
     monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path / "cache"))
 
     def train(config, name="run"):
@@ -95,7 +100,7 @@ def run(tmp_path, monkeypatch):
         (folder / "run.yaml").write_text(config_to_yaml(config))
         (folder / "prepared.json").write_text(json.dumps({"folder": str(prepare(config).folder)}))
         request = StopRequest()
-        with request.listening():
+        with request.listening(), mock.patch.dict(os.environ):
             code = run_rank(folder, request)
         lines = read_metrics(folder) if (folder / "metrics.jsonl").exists() else []
         return folder, code, lines
