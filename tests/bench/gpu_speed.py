@@ -58,8 +58,8 @@ VARIANTS: dict[str, list[str]] = {
         "packing=padded",
         "activation=checkpointing",
         "training.global_tokens=null",
-        "training.global_samples=68",
-    ],  # of 482 tokens in the mean
+        "training.global_samples=68",  # of 482 tokens in the mean
+    ],
     "volta_sdpa": [*_VOLTA, "attention=sdpa", *_rows(4096)],
     "volta_by_document": [*_VOLTA, "attention=sdpa_by_document", *_rows(4096)],
     "lora_8b": _LORA,

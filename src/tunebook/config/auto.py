@@ -14,7 +14,7 @@ from tunebook.config.base_model import read_dtype, read_facts
 from tunebook.config.choices import Attention, Compute, Generation, MasterWeights, PackingMode, Strategy, Switch
 from tunebook.config.decisions import Choice, Decisions
 from tunebook.config.estimate import USABLE_SHARE, estimate_memory
-from tunebook.config.rules.attention import BY_LENGTHS, FLASH, LEAKING_ARCHITECTURES, without_flash_attn
+from tunebook.config.rules.attention import FLASH, LEAKING_ARCHITECTURES, WITHOUT_MASK, without_flash_attn
 from tunebook.config.rules.environment import hardware_problem, installed_version, starts_elsewhere
 from tunebook.config.rules.frame import world_size
 from tunebook.config.schema import FsdpConfig, RunConfig
@@ -158,7 +158,7 @@ def _packing(config: RunConfig) -> tuple[PackingMode, str]:
     kernel, facts = config.attention.implementation, config.model.facts
     if facts is not None and facts.architecture in LEAKING_ARCHITECTURES:
         return PackingMode.padded, f"{facts.architecture} cannot keep packed documents apart"
-    way = "by their lengths (varlen)" if kernel in (*FLASH, *BY_LENGTHS) else "by a block mask"
+    way = "by their lengths (varlen)" if kernel in WITHOUT_MASK else "by a block mask"
     return PackingMode.isolated, f"rows without padding; {kernel.name} keeps documents apart {way}"
 
 
@@ -194,7 +194,7 @@ def _micro_batch_size(config: RunConfig) -> tuple[int | None, str]:
     kernel, row = config.attention.implementation, config.packing.row_length
     if config.packing.mode is PackingMode.padded:
         return None, "the batch solver takes the largest that divides the batch evenly"
-    if kernel in (*FLASH, *BY_LENGTHS):
+    if kernel in WITHOUT_MASK:
         return 1, f"one packed row of {row} tokens has work enough for a GPU; more is worth it only for short rows"
     return 1, f"{kernel.name} builds a mask of all tokens of a pass squared: one row of {row} keeps it smallest"
 

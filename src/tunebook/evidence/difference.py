@@ -13,12 +13,11 @@ from tunebook.record.page.summary import Summary, summarise
 from tunebook.record.run_record import RunRecord
 
 NOT_SET = "not set"
-# Of every run its own, and so no difference worth a line.
-_ALWAYS_OTHERS = (
+# Of every run its own, with all below them, and so no difference worth a line.
+_EVERY_RUNS_OWN = tuple(f"{key}." for key in (
     "status.started", "status.ended", "status.seconds", "command", "config_sha256", "leak_probe.probe_s",
-    "leak_probe.warm_up_s",
-)  # fmt: skip
-_ALWAYS_OTHERS_BELOW = "start_up."
+    "leak_probe.warm_up_s", "start_up",
+))  # fmt: skip
 _NUMBERS = (
     "num_steps", "num_tokens", "first_loss", "final_loss", "best_validation_loss", "tokens_per_second_per_gpu", "mfu",
     "padding_share", "seconds",
@@ -36,11 +35,7 @@ def differences(one: RunRecord, other: RunRecord) -> dict[str, list[tuple[str, A
 
 def _manifest_differences(one: dict[str, Any], other: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     found = flat_differences(one, other, missing=NOT_SET)
-    return [
-        difference
-        for difference in found
-        if difference[0] not in _ALWAYS_OTHERS and not difference[0].startswith(_ALWAYS_OTHERS_BELOW)
-    ]
+    return [difference for difference in found if not f"{difference[0]}.".startswith(_EVERY_RUNS_OWN)]
 
 
 def _result_differences(one: RunRecord, other: RunRecord) -> list[tuple[str, Any, Any]]:

@@ -32,7 +32,11 @@ def why_not_estimated(config: RunConfig) -> str | None:
         (hardware.num_nodes > 1, "no speed was measured on several nodes, and their links decide it"),
         (is_offloaded(config), "no speed was measured that would carry over to another host's memory, cores and disks"),
         (config.peft.method is PeftMethod.qlora, "no speed was measured with a quantised base (peft=qlora)"),
-        (compute is Compute.fp8, "no speed was measured in fp8"),
+        (
+            compute is Compute.fp8,
+            "one speed was measured in fp8, and none in bf16 beside it: Llama 3 8B under FSDP, 11,863 tokens/s on each "
+            "of two H200",
+        ),
         (
             compute is Compute.fp32 and config.precision.tf32 is Switch.enabled,
             "fp32 was measured without TF32 only; precision.tf32=disabled has an estimate",

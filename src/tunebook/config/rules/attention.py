@@ -15,6 +15,7 @@ FLASH = (
 )
 # Those that are told where documents begin and end, and by nothing else.
 BY_LENGTHS = (Attention.varlen_attention, Attention.sdpa_by_document)
+WITHOUT_MASK = (*FLASH, Attention.sdpa_by_document)
 
 # Architectures in which packed documents reach each other whatever the attention kernel: those that do not take
 # position_ids, from which transformers works out where a document starts, and those that carry a state along the row.
@@ -42,6 +43,11 @@ def without_flash_attn(config: RunConfig) -> Attention:
     is_packed = config.packing.mode is not PackingMode.padded
     is_possible = can_run(kernel, config.hardware.generation) and config.precision.compute is not Compute.fp32
     return kernel if is_known and is_packed and is_possible else Attention.sdpa
+
+
+def compiles(kernel: Attention) -> bool:
+    """Whether blocks with this attention are compiled as one: see the rules `compiled-layers-...`."""
+    return kernel not in WITHOUT_MASK or kernel is Attention.varlen_attention
 
 
 @rule(
@@ -199,10 +205,11 @@ def compiled_layers_with_liger(config: RunConfig) -> Finding | None:
 def compiled_layers_with_flash_attn(config: RunConfig) -> Finding | None:
     """Compiled blocks and an attention that makes each of them another one."""
     kernel = config.attention.implementation
-    if not config.model.compile_layers or kernel not in FLASH or kernel is Attention.varlen_attention:
+    if not config.model.compile_layers or kernel not in FLASH or compiles(kernel):
         return None
     message = f"with {kernel.name} every block would be compiled by itself, and most not at all"
-    return Finding(key="model.compile_layers", message=message, fix="attention.implementation=varlen_attention")
+    better = without_flash_attn(config)
+    return Finding(key="model.compile_layers", message=message, fix=f"attention.implementation={better.name}")
 
 
 @rule(

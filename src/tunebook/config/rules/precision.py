@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tunebook.config.choices import (
-    Attention,
     Compute,
     Fp8Scaling,
     Generation,
@@ -14,7 +13,7 @@ from tunebook.config.choices import (
     Switch,
     Weights,
 )
-from tunebook.config.rules.attention import FLASH
+from tunebook.config.rules.attention import compiles, without_flash_attn
 from tunebook.config.rules.frame import Finding, Level, Rule, rule
 from tunebook.config.schema import RunConfig, ZeroConfig
 from tunebook.hardware.generations import GENERATIONS, GenerationFacts, capability_text
@@ -137,17 +136,20 @@ def fp8_with_deepspeed(config: RunConfig) -> Finding | None:
     level=Level.warning,
     summary="fp8 without model.compile_layers.",
     why="Each product in fp8 needs the largest value of both factors, and casts of them. Compiled, they become part of "
-    "the operations before; otherwise each is a pass over memory, and fp8 is slower than bf16.",
+    "the operations before; otherwise each is a pass over memory, which may cost more than fp8 saves (not measured "
+    "here).",
     advice="Compile the blocks: model.compile_layers=true with attention=varlen_attention and without Liger's kernels.",
 )
 def fp8_not_compiled(config: RunConfig) -> Finding | None:
     """fp8 in blocks that are not compiled."""
     if config.precision.compute is not Compute.fp8 or config.model.compile_layers:
         return None
-    message = "fp8 is slower than bf16 where the blocks are not compiled"
-    kernel = config.attention.implementation
-    can_compile = kernel is Attention.varlen_attention or kernel not in FLASH
-    fix = "model.compile_layers=true" + ("" if can_compile else " attention.implementation=varlen_attention")
+    message = "fp8's casts are passes over memory of their own where the blocks are not compiled"
+    fix = "model.compile_layers=true"
+    if not compiles(config.attention.implementation):
+        fix += f" attention.implementation={without_flash_attn(config).name}"
+    if config.model.liger_kernel:
+        fix += " model.liger_kernel=false"
     return Finding(key="model.compile_layers", message=message, fix=fix)
 
 

@@ -1,0 +1,50 @@
+"""What the tests of packed rows share: a small model twice, and a row of documents as the collator gives it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+SMALL = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "tie_word_embeddings": False,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+TYPES = {architecture: kind for kind, architecture in reversed(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())}
+
+
+@pytest.fixture(scope="session")
+def model_pair():
+    """The same small model of an architecture twice: with sdpa, and with another attention."""
+
+    def make(architecture, attention, **sizes):
+        config = AutoConfig.for_model(TYPES[architecture], **(SMALL | sizes))
+        torch.manual_seed(0)
+        theirs = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="sdpa").eval()
+        ours = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attention.value).eval()
+        ours.load_state_dict(theirs.state_dict())
+        assert type(ours).__name__ == architecture
+        return theirs, ours
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def packed_row():
+    """Documents of some lengths in a row: what every model takes, and what says where they begin and end."""
+
+    def make(lengths):
+        ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        inputs = {
+            "input_ids": torch.randint(3, SMALL["vocab_size"], (1, sum(lengths)), generator=torch.manual_seed(1)),
+            "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
+        }
+        longest = max(lengths)
+        places = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+        return inputs, places
+
+    return make
