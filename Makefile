@@ -21,7 +21,7 @@ unexport ARGS
 
 .DEFAULT_GOAL := help
 .PHONY: help train plan data eval fetch chat sweep export report verify list explain doctor env image push pull \
-	check lint format type test test-system test-slow setup lock clean-venv
+	check lint format type test test-fp8 test-system test-slow setup lock clean-venv
 
 help:  ## This list
 	@printf 'make TARGET [RECIPE=%s] [ARGS="..."] [WHERE=...] [GPU=...] [GPUS=...]\n\n' '$(RECIPE)'
@@ -100,6 +100,16 @@ type: $(DEV_READY)  ## Types, strict for src
 # One thread per process: two processes of two threads each are slower on two cores than two of one.
 test: $(DEV_READY)  ## The tests that need no GPU, engine or cluster; ARGS="tests/data -x"
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS) --dist loadfile $(value ARGS)
+
+# torchao lies beside .venv, not in it: transformers imports it wherever it is installed.
+TORCHAO = $(CURDIR)/.cache/torchao
+FP8_TESTS = tests/model/test_fp8_layers.py tests/parallel/test_fp8_sharded.py tests/train/test_fp8.py
+
+test-fp8: $(DEV_READY)  ## The tests of fp8, which computes on a CPU what a GPU would; fetches torchao by the lock
+	mkdir -p $(TORCHAO)
+	sed -n '/^torchao==/,/# via/p' docker/hopper/requirements.lock > $(TORCHAO).txt
+	.venv/bin/python -m pip install -q --disable-pip-version-check --no-deps --require-hashes --upgrade --target $(TORCHAO) -r $(TORCHAO).txt
+	OMP_NUM_THREADS=1 PYTHONPATH=$(TORCHAO) .venv/bin/python -m pytest $(FP8_TESTS) $(value ARGS)
 
 # Side by side as tests/system/conftest.py deals them out; threads are left to the user's default there.
 SYSTEM_TESTS = .venv/bin/python -m pytest $(if $(findstring tests/,$(filter-out --%,$(value ARGS))),,tests/system)
