@@ -21,7 +21,7 @@ unexport ARGS
 
 .DEFAULT_GOAL := help
 .PHONY: help train plan data eval fetch chat sweep export report verify list explain doctor env image push pull \
-	check lint format type test test-fp8 test-system test-slow setup lock clean-venv
+	check lint format type test test-torchao test-system test-slow setup lock clean-venv
 
 help:  ## This list
 	@printf 'make TARGET [RECIPE=%s] [ARGS="..."] [WHERE=...] [GPU=...] [GPUS=...]\n\n' '$(RECIPE)'
@@ -105,7 +105,7 @@ test: $(DEV_READY)  ## The tests that need no GPU, engine or cluster; ARGS="test
 TORCHAO = $(CURDIR)/.cache/torchao
 FP8_TESTS = tests/model/test_fp8_layers.py tests/parallel/test_fp8_sharded.py tests/train/test_fp8.py
 
-test-fp8: $(DEV_READY)  ## The tests of fp8, which computes on a CPU what a GPU would; fetches torchao by the lock
+test-torchao: $(DEV_READY)  ## The tests of fp8, which computes on a CPU what a GPU would; fetches torchao by the lock
 	mkdir -p $(TORCHAO)
 	sed -n '/^torchao==/,/# via/p' docker/hopper/requirements.lock > $(TORCHAO).txt
 	.venv/bin/python -m pip install -q --disable-pip-version-check --no-deps --require-hashes --upgrade --target $(TORCHAO) -r $(TORCHAO).txt

@@ -10,6 +10,7 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from typing import NoReturn
 
 from tunebook.errors import InvalidTrainingError, StoppedError
@@ -17,6 +18,7 @@ from tunebook.errors import InvalidTrainingError, StoppedError
 # Exit codes of endings that the ranks take together, each by itself.
 AGREED_ENDINGS = (0, StoppedError.exit_code, InvalidTrainingError.exit_code)
 
+_SEEN_WITHIN_S = 2.0  # torchrun looks at its processes ten times a second
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 # A program of its own that becomes the command, because a fork that goes on in Python (`preexec_fn`) crashed where
@@ -45,12 +47,14 @@ def leave(exit_code: int) -> NoReturn:
     """End this process; where it failed alone at once, and without what Python and its libraries do at an end.
 
     NCCL's part of that waits until all ranks have come to it: a rank out of GPU memory stayed for minutes, with its
-    GPU and the other ranks waiting in a collective, until somebody stopped the run (2 H200, FSDP).
+    GPU and the other ranks waiting in a collective, until somebody stopped the run (2 H200, FSDP). It stays a moment
+    all the same: where it failed because another was killed, torchrun has to see that one's end first.
     """
     if exit_code in AGREED_ENDINGS:
         sys.exit(exit_code)
     sys.stdout.flush()
     sys.stderr.flush()
+    time.sleep(_SEEN_WITHIN_S)
     os._exit(exit_code)
 
 
