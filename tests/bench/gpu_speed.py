@@ -22,8 +22,9 @@ from gpu_recipes import SHORT, facts_of
 
 WARM_UP_STEPS = 10  # compiled layers and flash attention 4 meet their shapes in these
 TOKENS_PER_STEP = 32_768
-DATA = ["model.weights=random", "dataset=synthetic", "dataset.synthetic.num_documents=4000",
-        "dataset.train_on=everything", "training.max_length=4096", "training.global_samples=null"]  # fmt: skip
+DOCUMENTS_PER_GPU = 4000  # 60 steps without a second time around
+DATA = ["model.weights=random", "dataset=synthetic", "dataset.train_on=everything",
+        "training.max_length=4096", "training.global_samples=null"]  # fmt: skip
 QUIET = ["evaluation=none", "optimizer.learning_rate=3e-5", "schedule.warmup_steps=3", "parallelism=single"]
 
 
@@ -70,11 +71,22 @@ VARIANTS: dict[str, list[str]] = {
 _LLAMA = ["model=llama3_8b", "parallelism=fsdp", *_COMPILED, *_rows(8192)]
 _SPREAD = [*_COMPILED, *_STORED, *_rows(8192)]
 _LONG = [*_COMPILED, *_STORED, *_rows(16384)]
+_BUCKETS = ["parallelism.reduce_bucket_size=200000000"]  # elements; hidden_size squared, by the Trainer, is 4 million
+_OVERLAPPED = [*_BUCKETS, "parallelism.allgather_bucket_size=200000000", "parallelism.overlap_comm=true"]
+_PREFETCHED = [
+    *_BUCKETS,
+    "parallelism.prefetch_bucket_size=200000000",  # the next two blocks of a 3B model
+    "parallelism.param_persistence_threshold=100000",
+    "parallelism.max_live_parameters=2000000000",
+]
 SPREAD: dict[str, list[str]] = {  # over all GPUs of the machine
     "ddp": ["parallelism=ddp", *_SPREAD],
     "zero2": ["parallelism=zero2", *_SPREAD],
     "zero2_cast": ["parallelism=zero2", "parallelism.mixed_precision=cast", *_SPREAD],
+    "zero2_overlapped": ["parallelism=zero2", *_OVERLAPPED, *_SPREAD],
     "zero3": ["parallelism=zero3", *_SPREAD],
+    "zero3_prefetched": ["parallelism=zero3", *_PREFETCHED, *_SPREAD],
+    "zero3_prefetched_not_compiled": ["parallelism=zero3", *_PREFETCHED, *_VARLEN, *_STORED, *_rows(8192)],
     "fsdp": ["parallelism=fsdp", *_SPREAD],
     "fsdp_grad_op": ["parallelism=fsdp_grad_op", *_SPREAD],
     "ddp_16384": ["parallelism=ddp", *_LONG],
@@ -98,6 +110,7 @@ def jobs_of(names: list[str], arguments: argparse.Namespace) -> list[Job]:
         words = ["qwen3b_zero2", "model=qwen25_3b", "model.liger_kernel=true", *DATA, *QUIET, *SHORT]
         steps = PROFILED_STEPS if is_profiled else arguments.steps
         words += [f"training.global_tokens={TOKENS_PER_STEP * len(gpus)}", f"training.max_steps={steps}"]
+        words += [f"dataset.synthetic.num_documents={DOCUMENTS_PER_GPU * len(gpus)}"]
         words += [f"hardware.gpus_per_node={len(gpus)}", *KNOWN[name], *arguments.more]
         words = without_repeats(words)
         model = next(word.removeprefix("model=") for word in words if word.startswith("model="))
