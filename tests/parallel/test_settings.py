@@ -10,6 +10,7 @@ from tunebook.config.auto import resolve_auto
 from tunebook.config.choices import Strategy
 from tunebook.config.compose import compose
 from tunebook.hardware.detect import Machine
+from tunebook.parallel.ddp import ddp_arguments
 from tunebook.parallel.deepspeed import deepspeed_settings, zero_stage
 from tunebook.parallel.fsdp import fsdp_arguments, fsdp_settings, hsdp_sizes, is_fsdp, mixed_precision_policy
 from tunebook.parallel.fsdp import uses_autocast as fsdp_autocast
@@ -131,3 +132,17 @@ def test_families():
         True,
         True,
     ]
+
+
+@pytest.mark.parametrize(
+    ("words", "bucket"),
+    [
+        (["hardware=hopper"], 400),
+        (["hardware=hopper", "hardware.num_nodes=2"], None),
+        (["hardware=cpu", "precision=fp32", "attention=sdpa"], None),
+    ],
+)
+def test_ddp_sends_no_buffers_and_large_messages_inside_one_machine_with_gpus(words, bucket):
+    arguments = ddp_arguments(config_of("parallelism=ddp", "hardware.gpus_per_node=2", *words))
+    assert arguments.get("ddp_bucket_cap_mb") == bucket
+    assert arguments["ddp_broadcast_buffers"] is False

@@ -160,6 +160,8 @@ def begin_loading(config: RunConfig, rank: int = 0) -> PreTrainedModel:
     """
     import torch
 
+    from tunebook.model.random_weights import draw_weights
+
     architecture = load_architecture(config.model)
     if config.model.weights is Weights.pretrained:
         model = _without_weights(config, architecture)
@@ -167,8 +169,8 @@ def begin_loading(config: RunConfig, rank: int = 0) -> PreTrainedModel:
         return model
     if rank != 0 and (sharing_of(config) is not Sharing.each or stays_whole(config)):
         return _without_weights(config, architecture)
-    torch.manual_seed(config.training.seed)
-    drawn: PreTrainedModel = _loader().from_config(architecture, dtype=torch.float32, **_options(config))
+    drawn = _without_weights(config, architecture, torch.float32)
+    draw_weights(drawn, config.training.seed)
     drawn.to(master_dtype(config))  # type: ignore[arg-type]
     return drawn
 
@@ -222,8 +224,10 @@ def _options(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _without_weights(config: RunConfig, architecture: PretrainedConfig) -> PreTrainedModel:
-    """The model with room for its weights, which takes no memory as long as nobody writes there.
+def _without_weights(
+    config: RunConfig, architecture: PretrainedConfig, dtype: torch.dtype | None = None
+) -> PreTrainedModel:
+    """The model with room for its weights, which takes no memory as long as nobody writes there; of `dtype`, if given.
 
     Buffers are computed: they are not stored, and nobody sends them.
     """
@@ -231,7 +235,7 @@ def _without_weights(config: RunConfig, architecture: PretrainedConfig) -> PreTr
 
     with no_init_weights():
         model: PreTrainedModel = _loader().from_config(
-            copy.deepcopy(architecture), dtype=master_dtype(config), **_options(config)
+            copy.deepcopy(architecture), dtype=dtype or master_dtype(config), **_options(config)
         )
     model.tie_weights()
     return model

@@ -22,6 +22,7 @@ from tunebook.config.choices import (
 )
 from tunebook.config.schema import RunConfig, ScheduleConfig
 from tunebook.model.fp8_layers import ALIGNMENT
+from tunebook.parallel.ddp import ddp_arguments
 from tunebook.parallel.deepspeed import deepspeed_settings, uses_autocast, zero_stage
 from tunebook.parallel.fsdp import fsdp_arguments, is_fsdp
 from tunebook.plan.batch import BatchPlan
@@ -153,4 +154,4 @@ def _parallelism(config: RunConfig) -> dict[str, Any]:
         return {"deepspeed": deepspeed_settings(config)}
     if is_fsdp(config.parallelism.strategy):
         return fsdp_arguments(config)
-    return {"ddp_find_unused_parameters": False}
+    return ddp_arguments(config)

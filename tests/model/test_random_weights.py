@@ -1,0 +1,80 @@
+"""Random weights: the model's own distributions, and the same numbers whatever draws them."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+
+from tunebook.model import random_weights
+from tunebook.model.random_weights import draw_weights
+
+SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 500,
+         "num_attention_heads": 4, "pad_token_id": 3}  # fmt: skip
+
+
+def drawn(kind="qwen2", seed=0, num_threads=None, **sizes):
+    config = AutoConfig.for_model(kind, **(SIZES | sizes))
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.fill_(torch.nan)  # room that nobody has written to may hold anything
+    draw_weights(model, seed, num_threads)
+    return model
+
+
+def upstream(kind="qwen2", **sizes):
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(SIZES | sizes)), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama", "gpt_neox", "mistral"])
+def test_every_tensor_has_the_mean_and_spread_that_the_library_would_give_it(kind):
+    ours, theirs = dict(drawn(kind).named_parameters()), dict(upstream(kind).named_parameters())
+    assert ours.keys() == theirs.keys()
+    for name, weight in ours.items():
+        assert weight.requires_grad and torch.isfinite(weight).all(), name
+        room = 6 * theirs[name].std(correction=0) / weight.numel() ** 0.5  # six standard errors
+        assert abs(weight.mean() - theirs[name].mean()) <= 2 * room + 1e-8, name
+        assert abs(weight.std(correction=0) - theirs[name].std(correction=0)) <= 2 * room + 1e-8, name
+
+
+def test_the_padding_tokens_embedding_is_zero_as_the_library_has_it():
+    assert not upstream().get_input_embeddings().weight[3].any()
+    assert not drawn().get_input_embeddings().weight[3].any()
+
+
+def test_the_number_of_threads_changes_no_bit_and_the_seed_all_of_them(monkeypatch):
+    monkeypatch.setattr(random_weights, "_PIECE", 1000)  # 64 x 500 of the embedding are 32 pieces
+    one, four, other = (drawn(num_threads=1), drawn(num_threads=4), drawn(seed=1, num_threads=4))
+    for name, weight in one.named_parameters():
+        assert torch.equal(weight, four.get_parameter(name)), name
+        assert weight.dim() == 1 or not torch.equal(weight, other.get_parameter(name)), name
+
+
+def test_no_two_pieces_are_the_same(monkeypatch):
+    monkeypatch.setattr(random_weights, "_PIECE", 640)
+    embedding = drawn(pad_token_id=None).get_input_embeddings().weight.detach()
+    assert len(embedding.view(-1, 640).unique(dim=0)) == 50
+
+
+def test_a_head_of_its_own_is_drawn_and_a_tied_one_stays_tied():
+    tied, untied = drawn(tie_word_embeddings=True), drawn(tie_word_embeddings=False)
+    assert tied.lm_head.weight is tied.get_input_embeddings().weight
+    assert not torch.equal(untied.lm_head.weight, untied.get_input_embeddings().weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_what_is_not_fp32_is_torchs_own_to_fill(dtype):
+    torch.manual_seed(5)
+    expected = torch.empty(40, dtype=dtype).normal_(1.0, 2.0)
+    torch.manual_seed(5)
+    with random_weights.ThreadPoolExecutor(1) as pool, random_weights._NormalsInPieces(0, pool):
+        found = torch.nn.init.normal_(torch.empty(40, dtype=dtype), mean=1.0, std=2.0)
+    assert torch.equal(found, expected)
+
+
+def test_a_transposed_tensor_is_filled_in_place():
+    weight = torch.zeros(30, 20).t()
+    with random_weights.ThreadPoolExecutor(1) as pool, random_weights._NormalsInPieces(0, pool):
+        assert torch.nn.init.normal_(weight, std=3.0) is weight
+    assert abs(weight.std() - 3.0) < 0.5 and len(weight.unique()) == 600
