@@ -68,6 +68,15 @@ def _in_fp8(gpus: int) -> Runs:
     return runs
 
 
+def _in_compiled_blocks(gpus: int) -> Runs:
+    """sdpa's mask of a whole row is the slower way; torch's kernel for packed rows, and blocks compiled around it."""
+    runs: Runs = {"single": (1, ["parallelism=single", "attention=sdpa", "model.compile_layers=false"])}
+    runs["varlen"] = (1, ["parallelism=single", "attention=varlen_attention", "model.compile_layers=false"])
+    runs["compiled"] = (1, ["parallelism=single", *_COMPILED])
+    spread = ("ddp", "zero2", "fsdp") if gpus > 1 else ()
+    return runs | {f"{name}_compiled": (gpus, [f"parallelism={name}", *_COMPILED]) for name in spread}
+
+
 def _without(words: list[str], key: str) -> list[str]:
     return [word for word in words if not word.startswith(f"{key}=")]
 
@@ -91,8 +100,8 @@ QWEN_3B_TWO_LAYERS = [  # of 36, in full width
     *["model.facts.num_layers=2", "model.facts.num_parameters=465320960"],
 ]
 _COMPILED = ["attention=varlen_attention", "model.compile_layers=true"]
-SERIES = ("fp32", "fp32_fewer", "bf16", "bf16_quickstart", "bf16_quickstart_fewer", "bf16_3b", "lora", "fp8", "fp8_3b",
-          "speed")  # fmt: skip
+SERIES = ("fp32", "fp32_fewer", "bf16", "bf16_quickstart", "bf16_quickstart_fewer", "bf16_3b", "lora", "compiled", "fp8",
+          "fp8_3b", "speed")  # fmt: skip
 
 
 def series(name: str, gpus: int) -> tuple[list[str], Runs]:
@@ -111,6 +120,8 @@ def series(name: str, gpus: int) -> tuple[list[str], Runs]:
     if name == "lora":
         runs = {key: (gpus, [f"parallelism={key}"]) for key in ("ddp", "zero2", "zero3", "fsdp", "fsdp_offload")}
         return [*QUICKSTART, "peft=lora", "optimizer.learning_rate=1e-2", "precision=bf16"], runs
+    if name == "compiled":
+        return _without(QWEN_05B, "attention"), _in_compiled_blocks(gpus)
     if name in ("fp8", "fp8_3b"):
         return _without(QWEN_3B_SLICE if name == "fp8_3b" else QWEN_05B, "attention") + _COMPILED, _in_fp8(gpus)
     runs = {}
@@ -139,7 +150,9 @@ def parity_jobs(
                 priority=priority + number,
                 is_alone=name == "speed",
                 needs="async_io" if key.startswith("zero3_nvme") else None,
-                turn_timeout_s=240 if name.startswith("fp8") else 60,  # more steps, and blocks are compiled
+                turn_timeout_s=240
+                if name in ("compiled", "fp8", "fp8_3b")
+                else 60,  # more steps, and blocks are compiled
                 environment={"OMP_NUM_THREADS": "4"},
                 line={
                     "series": name,

@@ -57,12 +57,26 @@ def _take_turns(trainer: Any, turn: Path) -> None:
 
             self.add_callback(OneStep(Path(os.environ["TUNEBOOK_BENCH_PROFILE"])))
         try:
-            return train(self, *args, **kwargs)
+            done = train(self, *args, **kwargs)
+            _make_room(self)
+            return done
         finally:
             if "TUNEBOOK_BENCH_KEEPS_GPUS" not in os.environ:
                 (turn / f"done-{rank}").touch()
 
     trainer.train = train_in_turn
+
+
+def _make_room(trainer: Any) -> None:
+    """What saving the final model needs no more: it would not leave enough for the next run's first steps."""
+    import torch
+
+    state = getattr(
+        getattr(trainer.optimizer, "optimizer", None), "state", None
+    )  # accelerate's wrapper; not DeepSpeed's
+    if isinstance(state, dict) and "deepspeed" not in type(trainer.optimizer).__name__.lower():
+        state.clear()
+    torch.cuda.empty_cache()
 
 
 def _run_the_other() -> None:
