@@ -100,8 +100,8 @@ QWEN_3B_TWO_LAYERS = [  # of 36, in full width
     *["model.facts.num_layers=2", "model.facts.num_parameters=465320960"],
 ]
 _COMPILED = ["attention=varlen_attention", "model.compile_layers=true"]
-SERIES = ("fp32", "fp32_fewer", "bf16", "bf16_quickstart", "bf16_quickstart_fewer", "bf16_3b", "lora", "compiled", "fp8",
-          "fp8_3b", "speed")  # fmt: skip
+SERIES = ("fp32", "fp32_fewer", "bf16", "bf16_quickstart", "bf16_quickstart_fewer", "bf16_3b", "lora", "compiled",
+          "fp8", "fp8_3b", "speed")  # fmt: skip
 
 
 def series(name: str, gpus: int) -> tuple[list[str], Runs]:
