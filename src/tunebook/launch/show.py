@@ -28,7 +28,8 @@ def show_choices(choices: list[Choice], warnings: list[Problem], console: Consol
     for column in ("key", "value", "why"):
         table.add_column(column, overflow="fold")
     for choice in choices:
-        table.add_row(choice.key, str(choice.value), choice.why)
+        value = str(choice.value).lower() if isinstance(choice.value, bool) else str(choice.value)  # as it is typed
+        table.add_row(choice.key, value, choice.why)
     console.print(table)
     for warning in warnings:
         console.print(Text(f"warning: {warning.text()}", style="yellow"))
