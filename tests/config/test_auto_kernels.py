@@ -18,6 +18,7 @@ from tunebook.config.choices import (
     PeftMethod,
     Strategy,
     Switch,
+    WrapPolicy,
 )
 from tunebook.config.rules import check
 from tunebook.config.rules.attention import VARLEN_ARCHITECTURES
@@ -90,6 +91,8 @@ NOT_COMPILED = {
     "flash": ({"attention.implementation": Attention.flash_attention_2}, "only, and flash_attention_2 is asked for"),
     "deterministic": ({"training.deterministic": True}, "the same bits in every run"),
     "zero3": ({"parallelism": parallel(Strategy.zero3)}, "under parallelism=zero3 yet"),
+    "by_size": ({"parallelism": parallel(Strategy.fsdp, wrap_policy=WrapPolicy.size)}, "other ones than the blocks"),
+    "by_class": ({"parallelism": parallel(Strategy.hsdp, wrap_classes=["Qwen2MLP"])}, "other ones than the blocks"),
     "zero2_offload": ({"parallelism": parallel(Strategy.zero2, **ON_THE_HOST)}, "are in host memory"),
     "fsdp_offload": ({"parallelism": parallel(Strategy.fsdp, offload_parameters=Offload.cpu)}, "are in host memory"),
     "activation_offload": ({"activation.offload": True}, "are in host memory"),

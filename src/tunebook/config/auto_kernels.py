@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tunebook.config.choices import Attention, Compute, Generation, PackingMode, PeftMethod, Strategy
+from tunebook.config.choices import Attention, Compute, Generation, PackingMode, PeftMethod, Strategy, WrapPolicy
 from tunebook.config.rules.attention import without_flash_attn
 from tunebook.config.rules.environment import installed_version
-from tunebook.config.schema import RunConfig
+from tunebook.config.schema import FsdpConfig, RunConfig
 from tunebook.config.sharing import is_offloaded
 from tunebook.hardware.generations import ATTENTION_PACKAGES, GENERATIONS, can_run
 
@@ -41,7 +41,7 @@ def decide_compiling(config: RunConfig, missing_for_triton: str | None) -> tuple
 def _reasons_against(config: RunConfig) -> Iterator[str]:
     """Why compiled blocks cannot work in a configuration, or were not seen doing so, the most basic first."""
     generation, compute, facts = config.hardware.generation, config.precision.compute, config.model.facts
-    kernel, strategy = config.attention.implementation, config.parallelism.strategy
+    kernel, settings = config.attention.implementation, config.parallelism
     if generation is Generation.cpu:
         yield "blocks were compiled on GPUs only; a CPU has other costs"
     elif not can_run(_COMPILED_WITH, generation):
@@ -60,8 +60,10 @@ def _reasons_against(config: RunConfig) -> Iterator[str]:
         yield f"blocks were compiled with {_COMPILED_WITH.name} only, and {kernel.name} is asked for"
     if config.training.deterministic:
         yield "training.deterministic=true, and compiled kernels were not seen giving the same bits in every run"
-    if strategy not in COMPILED_STRATEGIES:
-        yield f"blocks were not compiled under parallelism={strategy.name} yet"
+    if settings.strategy not in COMPILED_STRATEGIES:
+        yield f"blocks were not compiled under parallelism={settings.strategy.name} yet"
+    if isinstance(settings, FsdpConfig) and (settings.wrap_policy is WrapPolicy.size or settings.wrap_classes):
+        yield "blocks were not compiled yet where FSDP's units are other ones than the blocks"
     if is_offloaded(config):
         yield "blocks were not compiled yet where weights, optimizer or activations are in host memory or on a disk"
     if config.peft.method is PeftMethod.qlora:
