@@ -91,7 +91,8 @@ def shared_words(model: Path) -> list[str]:
     """What all cases have in common."""
     return [
         *["quickstart", "evaluation=none", f"model.path={model}", "model.weights=pretrained", "model.facts=null"],
-        *["attention=sdpa", "activation=stored", f"training.max_steps={STEPS}", "training.global_samples=32"],
+        *["attention=sdpa", "model.compile_layers=false", "activation=stored", "training.global_samples=32"],
+        *[f"training.max_steps={STEPS}"],
         *["training.save_every_steps=null", "schedule=constant", "optimizer.learning_rate=5e-3", "peft.dropout=0"],
     ]
 

@@ -25,7 +25,7 @@ BASE = [
     "dataset.synthetic.num_documents=1024", f"dataset.synthetic.min_tokens={DOCUMENT_TOKENS}",
     f"dataset.synthetic.max_tokens={DOCUMENT_TOKENS}", f"training.max_steps={STEPS}", "schedule=constant",
     "training.save_every_steps=null", "training.log_every_steps=1", "evaluation=none", "launcher=local",
-    "attention=sdpa", "model.liger_kernel=false",
+    "attention=sdpa", "model.liger_kernel=false", "model.compile_layers=false",
 ]  # fmt: skip
 
 

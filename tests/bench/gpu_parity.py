@@ -77,15 +77,17 @@ def _in_compiled_blocks(gpus: int) -> Runs:
     return runs | {f"{name}_compiled": (gpus, [f"parallelism={name}", *_COMPILED]) for name in spread}
 
 
-def _without(words: list[str], key: str) -> list[str]:
-    return [word for word in words if not word.startswith(f"{key}=")]
+def _without(words: list[str], replaced: list[str]) -> list[str]:
+    keys = {word.partition("=")[0] for word in replaced}
+    return [word for word in words if word.partition("=")[0] not in keys]
 
 
-_GENERATED = ["model.weights=random", "dataset=synthetic", "dataset.synthetic.num_documents=4000", "attention=sdpa"]
+_PLAIN = ["attention=sdpa", "model.compile_layers=false"]  # with every strategy the same kernels
+_GENERATED = ["model.weights=random", "dataset=synthetic", "dataset.synthetic.num_documents=4000", *_PLAIN]
 QUICKSTART = [
     "quickstart",
     "evaluation=none",
-    "attention=sdpa",
+    *_PLAIN,
     "training.global_samples=32",
     "schedule.warmup_steps=2",
 ]
@@ -121,9 +123,9 @@ def series(name: str, gpus: int) -> tuple[list[str], Runs]:
         runs = {key: (gpus, [f"parallelism={key}"]) for key in ("ddp", "zero2", "zero3", "fsdp", "fsdp_offload")}
         return [*QUICKSTART, "peft=lora", "optimizer.learning_rate=1e-2", "precision=bf16"], runs
     if name == "compiled":
-        return _without(QWEN_05B, "attention"), _in_compiled_blocks(gpus)
+        return _without(QWEN_05B, _PLAIN), _in_compiled_blocks(gpus)
     if name in ("fp8", "fp8_3b"):
-        return _without(QWEN_3B_SLICE if name == "fp8_3b" else QWEN_05B, "attention") + _COMPILED, _in_fp8(gpus)
+        return _without(QWEN_3B_SLICE if name == "fp8_3b" else QWEN_05B, _PLAIN) + _COMPILED, _in_fp8(gpus)
     runs = {}
     for strategy in ("zero2", "fsdp", "zero3"):
         runs[strategy] = (gpus, [f"parallelism={strategy}"])

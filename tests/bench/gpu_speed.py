@@ -104,7 +104,8 @@ def jobs_of(names: list[str], arguments: argparse.Namespace) -> list[Job]:
     jobs: list[Job] = []
     for name, is_profiled in [*((name, False) for name in names), *((name, True) for name in arguments.profile)]:
         gpus = tuple(range(arguments.gpus)) if name in SPREAD else next(places)
-        words = ["qwen3b_zero2", "model=qwen25_3b", "model.liger_kernel=true", *DATA, *QUIET, *SHORT]
+        words = ["qwen3b_zero2", "model=qwen25_3b", "model.liger_kernel=true", "model.compile_layers=false"]
+        words += [*DATA, *QUIET, *SHORT]
         steps = PROFILED_STEPS if is_profiled else arguments.steps
         words += [f"training.global_tokens={TOKENS_PER_STEP * len(gpus)}", f"training.max_steps={steps}"]
         words += [f"dataset.synthetic.num_documents={DOCUMENTS_PER_GPU * len(gpus)}"]

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from memory_table import read_measured
+from memory_table import RESULTS, as_it_was_run, read_measured
 
 # In fp32, sdpa keeps all scores for rows whose length is no multiple of 8, as most are, and the plan counts them; the
 # rows of this run were all of 2,048 tokens.
 ALIGNED_FP32 = "05b_2048_fp32"
+
+
+def test_each_run_is_planned_as_it_was_run() -> None:
+    """What `auto` would do today is no measure of what was done then."""
+    runs = {line["name"]: as_it_was_run(line) for line in map(json.loads, RESULTS.read_text().splitlines())}
+    assert "model.compile_layers=false" in runs["8b_6_layers_lora_varlen"]
+    assert "model.compile_layers=false" not in runs["8b_6_layers_lora_compiled"]
+    assert "model.liger_kernel=true" in runs["qwen3b_zero2_2-1"]
+    assert "model.liger_kernel=true" not in runs["qwen05b_single_1-1"]
+    for words in runs.values():
+        keys = [word.partition("=")[0] for word in words]
+        assert keys.count("model.compile_layers") == 1 and keys.count("attention") >= 1
+        assert "model.liger_kernel=true" not in words or "model.compile_layers=true" not in words
 
 
 def test_the_plan_is_within_its_bounds_of_every_peak() -> None:

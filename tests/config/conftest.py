@@ -60,6 +60,7 @@ def sound() -> RunConfig:
     config.hardware.memory_gib = 140.0
     config.precision.compute = Compute.bf16
     config.precision.tf32 = Switch.enabled
+    config.model.compile_layers = False
     config.attention.implementation = Attention.flash_attention_2
     config.packing.mode = PackingMode.isolated
     config.packing.row_length = 2048

@@ -40,12 +40,12 @@ def values(resolution):
 @pytest.fixture
 def has_flash(monkeypatch):
     """flash-attn 2 is installed in this environment."""
-    monkeypatch.setattr("tunebook.config.auto.installed_version", lambda package: "2.8.3")
+    monkeypatch.setattr("tunebook.config.auto_kernels.installed_version", lambda package: "2.8.3")
 
 
 @pytest.fixture
 def has_no_flash(monkeypatch):
-    monkeypatch.setattr("tunebook.config.auto.installed_version", lambda package: None)
+    monkeypatch.setattr("tunebook.config.auto_kernels.installed_version", lambda package: None)
 
 
 def test_one_h200(undecided, machine, has_flash):
@@ -57,7 +57,8 @@ def test_one_h200(undecided, machine, has_flash):
         "hardware.memory_gib": 140.4,
         "precision.compute": "bf16",
         "precision.tf32": "enabled",
-        "attention.implementation": "flash_attention_2",
+        "model.compile_layers": True,
+        "attention.implementation": "varlen_attention",
         "packing.mode": "isolated",
         "packing.row_length": 8192,  # 4 x max_length
         "training.micro_batch_size": 1,
@@ -113,6 +114,7 @@ def test_no_gpu_and_a_cpu_recipe(undecided, machine):
 
 
 def test_no_gpu_and_a_gpu_recipe_is_planned_only(undecided, machine, has_no_flash):
+    undecided.model.compile_layers = False
     undecided.hardware.reference.generation = Generation.ampere
     undecided.hardware.reference.gpus_per_node = 8
     undecided.hardware.reference.memory_gib = 40.0
@@ -130,6 +132,7 @@ def test_no_gpu_and_a_gpu_recipe_is_planned_only(undecided, machine, has_no_flas
 
 
 def test_flash_attention_needs_its_package_where_it_runs(undecided, machine, has_no_flash):
+    undecided.model.compile_layers = False
     resolution = resolve_auto(undecided, machine(A100))
     assert resolution.config.attention.implementation is Attention.varlen_attention
     why = whys(resolution)["attention.implementation"]

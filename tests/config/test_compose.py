@@ -216,6 +216,12 @@ class TestFrozen:
         (tmp_path / "run.yaml").write_text(config_to_yaml(config))
         assert load_config(tmp_path / "run.yaml") == config
 
+    def test_a_run_of_before_blocks_could_be_compiled_by_themselves_had_none_compiled(self, tmp_path):
+        text = config_to_yaml(composed())
+        assert "  compile_layers: null\n" in text
+        (tmp_path / "run.yaml").write_text(text.replace("  compile_layers: null\n", ""))
+        assert load_config(tmp_path / "run.yaml").model.compile_layers is False
+
     def test_a_missing_or_edited_file_is_refused(self, tmp_path):
         with pytest.raises(RequestError, match="no run folder"):
             load_config(tmp_path / "run.yaml")

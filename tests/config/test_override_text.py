@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 from tunebook.config.compose import parse_overrides
-from tunebook.config.override_text import typed
+from tunebook.config.override_text import as_typed, typed
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,8 @@ def test_what_is_typed_is_read_back(text):
 def test_plain_texts_need_no_quotes():
     assert typed("dataset.path", "data/a-b.jsonl") == "dataset.path=data/a-b.jsonl"
     assert typed("model.eos_token", "<|im_end|>") == "'model.eos_token=\"<|im_end|>\"'"
+
+
+@pytest.mark.parametrize(("value", "text"), [(None, "null"), (True, "true"), (False, "false"), (1.5, "1.5")])
+def test_values_are_shown_as_they_are_typed(value: object, text: str) -> None:
+    assert as_typed(value) == text

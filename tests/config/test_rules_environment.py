@@ -117,7 +117,7 @@ def test_a_missing_attention_package_names_what_auto_takes(
     (problem,) = check_environment(config, machine(H200))
     instead = f"attention.implementation={expected}"
     assert problem.fix == (f"{instead} or {install}" if install else instead)
-    monkeypatch.setattr("tunebook.config.auto.installed_version", present.get)
+    monkeypatch.setattr("tunebook.config.auto_kernels.installed_version", present.get)
     config.attention.implementation = Attention.auto
     taken = resolve_auto(config, machine(H200)).config
     assert taken.attention.implementation.name == expected

@@ -56,7 +56,7 @@ def inside(monkeypatch, tmp_path):
         installed = {"torch": pins.torch} | ({"flash-attn": "2.8.3"} if has_flash else {})
         for module in ("environment", "packages"):
             monkeypatch.setattr(f"tunebook.config.rules.{module}.installed_version", installed.get)
-        monkeypatch.setattr("tunebook.config.auto.installed_version", installed.get)
+        monkeypatch.setattr("tunebook.config.auto_kernels.installed_version", installed.get)
 
     return go
 
@@ -189,6 +189,7 @@ def test_a_launcher_that_starts_elsewhere_may_be_called_from_any_image(inside, u
 
 def test_auto_says_which_image_has_flash_attention(inside, undecided, machine):
     inside("volta")
+    undecided.model.compile_layers = False
     resolution = resolve_auto(undecided, machine(A100, driver="535.104.05"))
     (choice,) = [choice for choice in resolution.choices if choice.key == "attention.implementation"]
     assert choice.value == "varlen_attention"

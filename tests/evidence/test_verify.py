@@ -100,10 +100,15 @@ def test_on_other_hardware_the_loss_is_judged_and_the_rest_shown(on_gpus: Path, 
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "replaced",
+    [{"row_length: 1024": "row_length: 512"}, {"compile_layers: false": "compile_layers: true"}],
+    ids=["rows", "kernels"],
+)
 def test_a_step_that_is_split_in_another_way_has_the_same_loss_but_no_comparable_speed(
-    on_gpus: Path, make_run: MakeRun
+    on_gpus: Path, make_run: MakeRun, replaced: dict[str, str]
 ) -> None:
-    other = make_run(gpus=1, speed=1.0, replaced={"row_length: 1024": "row_length: 512"})
+    other = make_run(gpus=1, speed=1.0, replaced=replaced)
     assert verdicts(other)["loss"] == "within tolerance"
     assert verdicts(other)["tokens/s/GPU"] == "not judged"
 

@@ -168,6 +168,28 @@ def test_one_broken_gpu_does_not_hide_the_others(nvml):
     assert "GPU 1 does not answer" in machine.notes[0]
 
 
+@pytest.mark.parametrize(
+    ("compilers", "variable", "has_headers", "missing"),
+    [
+        ({"gcc"}, None, True, None),
+        ({"clang"}, None, True, None),
+        (set(), "/opt/bin/cc", True, None),
+        (set(), None, True, "no C compiler is found here (apt install gcc)"),
+        ({"gcc"}, None, False, "Python's headers are not installed here (apt install python3-dev)"),
+    ],
+    ids=["gcc", "clang", "named", "no_compiler", "no_headers"],
+)
+def test_what_triton_lacks_to_build_its_launchers(monkeypatch, tmp_path, compilers, variable, has_headers, missing):
+    monkeypatch.setattr(detect.shutil, "which", lambda name: f"/usr/bin/{name}" if name in compilers else None)
+    monkeypatch.setattr(detect.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+    monkeypatch.delenv("CC", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("CC", variable)
+    if has_headers:
+        (tmp_path / "Python.h").touch()
+    assert detect_machine(no_gpu_because="not looked for").missing_for_triton == missing
+
+
 def test_a_driver_without_gpus(nvml):
     nvml()
     machine = detect_machine()

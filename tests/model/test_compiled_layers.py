@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tunebook.config.auto_kernels import COMPILED_ARCHITECTURES
+from tunebook.config.choices import Attention
 from tunebook.errors import RequestError
+from tunebook.model.blocks import transformer_blocks
 from tunebook.model.compiled_layers import compile_layers
+from tunebook.model.varlen_attention import register
 
 INPUTS = {"input_ids": torch.arange(3, 12)[None], "position_ids": torch.arange(9)[None]}
 
@@ -64,8 +69,8 @@ def test_rows_of_another_length_compile_nothing_again(model):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_ddp_does_not_cut_a_block_where_its_buckets_end(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", True)  # torch's default, which others may have changed
+@torch._dynamo.config.patch(optimize_ddp=True)  # torch's default, which others may have changed
+def test_ddp_does_not_cut_a_block_where_its_buckets_end(model, tmp_path):
     graphs = []
 
     def backend(graph, _inputs):
@@ -80,6 +85,42 @@ def test_ddp_does_not_cut_a_block_where_its_buckets_end(model, tmp_path, monkeyp
     finally:
         torch.distributed.destroy_process_group()
     assert len(graphs) == 1
+
+
+class Traced(Exception):  # noqa: N818 - the end of a trace, no error
+    """What the back end ends with: torch's kernel for packed rows computes on GPUs only."""
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable.:FutureWarning")  # older versions know no other name
+@pytest.mark.parametrize("is_recomputed", [False, True], ids=["stored", "recomputed"])
+@pytest.mark.parametrize("architecture", sorted(COMPILED_ARCHITECTURES))
+def test_a_block_that_auto_compiles_is_one_graph_with_the_attention_that_it_takes(architecture, is_recomputed):
+    register(Attention.varlen_attention)
+    made = getattr(transformers, architecture)
+    config = made.config_class(
+        vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    config._attn_implementation = Attention.varlen_attention.value
+    model = made(config).to(torch.bfloat16).train()
+    if is_recomputed:
+        model.gradient_checkpointing_enable()
+    called: list[str] = []
+
+    def backend(graph, _inputs):
+        parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
+        called.extend(str(node.target) for part in parts for node in part.graph.nodes)
+        raise Traced
+
+    (block,) = transformer_blocks(model).values()
+    block.forward = torch.compile(block.forward, backend=backend, dynamic=True, fullgraph=True)  # no cuts allowed
+    places = torch.tensor([0, 4, 9], dtype=torch.int32)
+    row = {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]), "cu_seq_lens_q": places, "max_length_q": 5}
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="Traced"):
+        model(input_ids=INPUTS["input_ids"], use_cache=False, **row)
+    assert "torch_attn._varlen_attn" in called
+    assert ("tag_activation_checkpoint" in called) is is_recomputed
 
 
 def test_a_model_that_names_no_blocks_is_refused():

@@ -101,6 +101,22 @@ def test_what_was_measured_comes_out_again(changes: dict[str, Any], tokens_per_s
     assert time.efficiency == pytest.approx(tokens_per_second * flops / 989e12, rel=1e-3)
 
 
+def test_compiled_blocks_are_compared_with_compiled_ones_of_the_same_size_only() -> None:
+    compiled = {"attention__implementation": Attention.varlen_attention, "model__compile_layers": True}
+    assert "Qwen2.5-3B, packed, compiled," in timed(qwen_3b(**compiled)).assumption
+    longer = {"packing__row_length": 16384, "training__micro_batch_size": 1}
+    assert timed(qwen_3b(**compiled, **longer)).tokens_per_second_per_gpu == pytest.approx(26_356, rel=1e-3)
+    assert "compiled" not in timed(qwen_3b(**longer)).assumption
+    small = resolved("qwen05b_single", *H200)
+    assert small.model.compile_layers is True
+    time = timed(small, attended_length=640.0)
+    assert time.tokens_per_second_per_gpu == pytest.approx(75_768, rel=1e-3)  # not half of the peak, as for 3B
+    assert "Qwen2.5-0.5B, packed, flash_attention_4" in time.assumption
+    assert "compiled blocks are no faster than they were there" in time.assumption
+    plain = timed(changed(small, {"model.compile_layers": False}), attended_length=640.0)
+    assert "compiled" not in plain.assumption
+
+
 def test_the_time_by_hand() -> None:
     time = timed(qwen_3b(strategy=Strategy.zero2, gpus=8))
     # 100 steps of 4 passes of 2 rows of 4,096 on 8 GPUs

@@ -80,17 +80,20 @@ def decided(name: str, *overrides: str) -> tuple[Any, ...]:
 
 def test_qwen3b_follows_the_machine_and_its_exact_twin_does_not() -> None:
     assert decided("qwen3b_zero2") == (Compute.fp32, Attention.sdpa, PackingMode.isolated)
-    modern = (Compute.bf16, Attention.flash_attention_2, PackingMode.isolated)
-    assert decided("qwen3b_zero2", "hardware=ampere") == modern
-    assert decided("qwen3b_zero2", "hardware=hopper") == modern
+    modern = (Compute.bf16, Attention.varlen_attention, PackingMode.isolated)
+    for hardware in ("hardware=ampere", "hardware=hopper"):
+        assert decided("qwen3b_zero2", hardware) == modern
+        assert resolved("qwen3b_zero2", hardware).model.compile_layers is True
+    assert resolved("qwen3b_zero2").model.compile_layers is False
     assert decided("qwen3b_zero2_exact") == (Compute.fp32, Attention.sdpa, PackingMode.padded)
     assert resolved("qwen3b_zero2_exact").activation.checkpointing is Switch.enabled
 
 
 def test_llama2_computes_in_bf16_with_flash_attention_as_its_source_did() -> None:
-    modern = (Compute.bf16, Attention.flash_attention_2, PackingMode.isolated)
-    assert decided("llama2_70b_fsdp") == modern
-    assert decided("llama2_70b_fsdp_1node") == modern
+    assert decided("llama2_70b_fsdp") == (Compute.bf16, Attention.varlen_attention, PackingMode.isolated)
+    assert resolved("llama2_70b_fsdp").model.compile_layers is True
+    assert decided("llama2_70b_fsdp_1node") == (Compute.bf16, Attention.flash_attention_2, PackingMode.isolated)
+    assert resolved("llama2_70b_fsdp_1node").model.compile_layers is False  # its weights are on the host
     assert resolved("llama2_70b_fsdp").activation.checkpointing is Switch.enabled
 
 
@@ -101,8 +104,10 @@ def test_paged_adamw_of_the_llama2_source_is_refused_under_fsdp() -> None:
 
 
 def test_fp8_runs_on_its_source_s_machine_and_not_under_deepspeed() -> None:
-    assert check(resolved("llama3_8b_fp8")) == []
-    (problem,) = check(resolved("llama3_8b_fp8", "parallelism=zero3"))
+    config = resolved("llama3_8b_fp8")
+    assert check(config) == []
+    assert (config.model.compile_layers, config.attention.implementation) == (True, Attention.varlen_attention)
+    (problem,) = [found for found in check(resolved("llama3_8b_fp8", "parallelism=zero3")) if found.is_error]
     assert (problem.id, problem.fix) == ("fp8-with-deepspeed", "parallelism=fsdp")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from tunebook.checkpoint.record import CheckpointRecord, Identity
 from tunebook.config.choices import Offload, ResumeAnyway, Strategy
+from tunebook.config.override_text import as_typed
 from tunebook.config.schema import RunConfig
 from tunebook.data.prepared import Prepared
 from tunebook.errors import RequestError
@@ -109,7 +110,7 @@ def layout(identity: Identity) -> str:
     """How a checkpoint is laid out on disk; one of another layout cannot be loaded."""
     strategy = Strategy[identity.strategy]
     if zero_stage(strategy) is not None:
-        return f"{strategy.name} with parallelism.round_robin_gradients={_typed(_is_dealt_out(identity))}"
+        return f"{strategy.name} with parallelism.round_robin_gradients={as_typed(_is_dealt_out(identity))}"
     if is_fsdp(strategy):
         return f"fsdp with {identity.settings['parallelism']['state_dict']} state"
     return "whole"
@@ -167,7 +168,7 @@ def _changed_keys(theirs: dict[str, Any], own: dict[str, Any]) -> Iterator[str]:
             continue
         before, now = flat_theirs.get(key, "absent"), flat_own.get(key, "absent")
         if before != now:
-            yield f"{key} was {_typed(before)} and is {_typed(now)}"
+            yield f"{key} was {as_typed(before)} and is {as_typed(now)}"
 
 
 def _flat(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -176,10 +177,3 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield from _flat(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
-
-
-def _typed(value: Any) -> str:
-    """A value as it is typed on a command line."""
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,8 +1,8 @@
 """What `auto` becomes: every decision left open is made here, from the base model and the machine, with its reason.
 
 A user's explicit choice is never rewritten: it is listed "as asked", and `config.rules` refuses it if it cannot work.
-The order matters: hardware decides precision, precision decides attention, attention decides packing and the micro
-batch, and all of them decide whether activations must be recomputed.
+The order matters: hardware decides precision, precision decides whether blocks are compiled and by that attention,
+attention decides packing and the micro batch, and all of them decide whether activations must be recomputed.
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tunebook.config.auto_hardware import decide_hardware
+from tunebook.config.auto_kernels import decide_attention, decide_compiling
 from tunebook.config.base_model import read_dtype, read_facts
 from tunebook.config.choices import Attention, Compute, Generation, MasterWeights, PackingMode, Strategy, Switch
 from tunebook.config.decisions import Choice, Decisions
 from tunebook.config.estimate import USABLE_SHARE, estimate_memory
-from tunebook.config.rules.attention import FLASH, LEAKING_ARCHITECTURES, WITHOUT_MASK, without_flash_attn
-from tunebook.config.rules.environment import hardware_problem, installed_version, starts_elsewhere
+from tunebook.config.rules.attention import FLASH, LEAKING_ARCHITECTURES, WITHOUT_MASK
+from tunebook.config.rules.environment import hardware_problem, starts_elsewhere
 from tunebook.config.rules.frame import world_size
 from tunebook.config.schema import FsdpConfig, RunConfig
 from tunebook.errors import Problem
 from tunebook.hardware.detect import Machine
-from tunebook.hardware.generations import ATTENTION_PACKAGES, GENERATIONS, can_run
+from tunebook.hardware.generations import GENERATIONS
 
 __all__ = ["Choice", "Resolution", "resolve_auto"]
 
@@ -62,7 +63,9 @@ def resolve_auto(config: RunConfig, machine: Machine) -> Resolution:
     decisions.decide("precision.compute", lambda: _compute(resolved))
     decisions.decide("precision.tf32", lambda: _tf32(resolved))
     is_planned = problem is not None or starts_elsewhere(resolved)
-    decisions.decide("attention.implementation", lambda: _attention(resolved, is_planned))
+    missing = None if is_planned else machine.missing_for_triton
+    decisions.decide("model.compile_layers", lambda: decide_compiling(resolved, missing))
+    decisions.decide("attention.implementation", lambda: decide_attention(resolved, is_planned))
     decisions.decide("packing.mode", lambda: _packing(resolved))
     decisions.decide("packing.row_length", lambda: _row_length(resolved))
     decisions.decide("training.micro_batch_size", lambda: _micro_batch_size(resolved))
@@ -121,36 +124,6 @@ def _tf32(config: RunConfig) -> tuple[Switch, str]:
     if not facts.has_tf32:
         return Switch.disabled, f"{name} has no tf32"
     return Switch.enabled, f"{name} computes fp32 products on tensor cores, with 10 bits of mantissa"
-
-
-def _attention(config: RunConfig, is_planned: bool) -> tuple[Attention, str]:
-    """flash-attn 2 where GPU and precision allow it and it is installed, else torch's own kernel for packed rows.
-
-    What is planned for elsewhere has flash-attn in its image.
-    """
-    flash, generation, compute = Attention.flash_attention_2, config.hardware.generation, config.precision.compute
-    if generation is Generation.cpu:
-        return Attention.sdpa, "flash attention needs a GPU"
-    if not can_run(flash, generation):
-        return Attention.sdpa, f"flash attention needs compute capability 8.0, and {generation.name} is older"
-    if compute is Compute.fp32:
-        return Attention.sdpa, "flash attention computes in bf16 or fp16 only, and precision.compute=fp32"
-    if config.model.compile_layers:
-        kernel = without_flash_attn(config)
-        return kernel, f"flash-attn's packages do not compile with the blocks; {kernel.name} does"
-    if is_planned:
-        return flash, f"the fastest stable kernel on {generation.name}; the {_image(config)} image has it"
-    package = ATTENTION_PACKAGES[flash]
-    version = installed_version(package)
-    if version is None:
-        missing = f"the package {package} is not installed here; the {_image(config)} image has it"
-        kernel = without_flash_attn(config)
-        return kernel, missing if kernel is Attention.sdpa else f"torch brings it along; {missing}"
-    return flash, f"the fastest stable kernel on {generation.name} ({package} {version})"
-
-
-def _image(config: RunConfig) -> str:
-    return GENERATIONS[config.hardware.generation].image.name
 
 
 def _packing(config: RunConfig) -> tuple[PackingMode, str]:

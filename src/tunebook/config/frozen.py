@@ -37,6 +37,8 @@ LAUNCHER_SCHEMAS: dict[LauncherName, type[LauncherConfig]] = {
     LauncherName.slurm: SlurmConfig,
     LauncherName.ray: RayConfig,
 }
+# What was not left open before it was there: a run frozen without the key had this value.
+_SINCE_DECIDED = (("model", "compile_layers", False),)
 
 
 def config_to_yaml(config: RunConfig) -> str:
@@ -49,6 +51,8 @@ def load_config(file: Path) -> RunConfig:
     try:
         plain: Any = OmegaConf.to_container(OmegaConf.load(file))
         parts = {field.name: plain.pop(field.name) for field in fields(RunConfig) if field.name in plain}
+        for section, key, before in _SINCE_DECIDED:
+            parts[section].setdefault(key, before)
         config = OmegaConf.structured(RunConfig)
         config.parallelism = PARALLELISM_SCHEMAS[Strategy[parts["parallelism"]["strategy"]]]
         config.launcher = LAUNCHER_SCHEMAS[LauncherName[parts["launcher"]["name"]]]

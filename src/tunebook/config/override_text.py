@@ -8,6 +8,13 @@ import shlex
 _PLAIN = re.compile(r"[A-Za-z0-9_./:@%+-]+")  # what both Hydra and a shell take as it is
 
 
+def as_typed(value: object) -> str:
+    """A value of a configuration as it is typed after `key=`, unquoted: null, true and false are Hydra's words."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def typed(key: str, value: str) -> str:
     """`key=value` for a text value, as one word of a shell's command line."""
     return f"{key}={value}" if _PLAIN.fullmatch(value) else shlex.quote(f"{key}={quoted(value)}")

@@ -54,7 +54,8 @@ class ModelConfig:
     eos_token: str | None = None  # null takes the tokenizer's own
     trust_remote_code: bool = False  # runs code from the model's repository
     liger_kernel: bool = False  # fused RMSNorm, RoPE and SwiGLU by Triton; needs a GPU
-    compile_layers: bool = False  # torch.compile of the transformer blocks; 8 s at the start of Qwen2.5-3B on an H200
+    # torch.compile of each transformer block, for 8 s at the start (Qwen2.5-3B, H200); null: where it was seen working
+    compile_layers: bool | None = None
     facts: ModelFacts | None = None  # null: read from the model's config.json
 
 

@@ -1,4 +1,4 @@
-"""Who reads the weights, and what the other ranks start from: decided from the configuration alone.
+"""Who reads the weights, what the other ranks start from, and whether the GPU keeps all: from the configuration alone.
 
 `model.sharing` says how it is done, `config.estimate.host` what it takes of the host's memory.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from tunebook.config.choices import Compute, MixedPrecision, PeftMethod, Strategy
+from tunebook.config.choices import Compute, MixedPrecision, Offload, PeftMethod, Strategy
 from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
 
 
@@ -42,3 +42,14 @@ def stays_whole(config: RunConfig) -> bool:
         casts = compute is Compute.fp16 or settings.mixed_precision is MixedPrecision.cast
         return settings.strategy is not Strategy.zero3 and not casts
     return settings.strategy in (Strategy.single, Strategy.ddp)
+
+
+def is_offloaded(config: RunConfig) -> bool:
+    """Whether weights, optimizer states or activations live in host memory or on a disk."""
+    settings = config.parallelism
+    away = [config.activation.offload]
+    if isinstance(settings, ZeroConfig):
+        away += [settings.offload_optimizer is not Offload.none, settings.offload_parameters is not Offload.none]
+    if isinstance(settings, FsdpConfig):
+        away.append(settings.offload_parameters is not Offload.none)
+    return any(away)

@@ -10,10 +10,11 @@ from typing import Any
 from tunebook.evidence.schema import Hardware, Inputs, Results, Tolerance
 from tunebook.evidence.tolerances import LOSS, MEMORY, SPEED, loss_difference, relative, score_key
 
-# How a step is split over GPUs and memory. The loss is the same whatever they are: tests and `tunebook parity` show it.
+# How a step is split over GPUs and memory, and by which kernels it is computed. The loss is the same whatever they are:
+# tests and `tunebook parity` show it.
 SPLITS = (
     "training.micro_batch_size", "packing.row_length", "activation", "parallelism", "attention.implementation",
-    "evaluation.batch_size",
+    "model.compile_layers", "evaluation.batch_size",
 )  # fmt: skip
 
 
@@ -80,7 +81,7 @@ def input_differences(one: Inputs, other: Inputs) -> list[tuple[str, Any, Any]]:
 
 
 def is_split(key: str) -> bool:
-    """Whether a key of the configuration says how a step is divided, and not what is learned."""
+    """Whether a key of the configuration says how a step is divided or computed, and not what is learned."""
     return any(key == split or key.startswith(f"{split}.") for split in SPLITS)
 
 

@@ -7,6 +7,8 @@ Nothing here fails: a missing library, driver or GPU is a machine without GPUs, 
 from __future__ import annotations
 
 import os
+import shutil
+import sysconfig
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -42,6 +44,7 @@ class Machine:
     num_cpus: int  # that this process may use
     host_memory_gib: float  # that this process may use
     notes: list[str] = field(default_factory=list)  # what is unusual, or why there is no GPU
+    missing_for_triton: str | None = None  # what Triton lacks to build a kernel's launcher here; None: nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +66,13 @@ def detect_machine(no_gpu_because: str | None = None) -> Machine:
         counts = ", ".join(f"{sum(gpu.name == kind for gpu in gpus)} x {kind}" for kind in kinds)
         notes.append(f"different GPUs in one machine: {counts}; {VISIBLE_VARIABLE} can restrict a run to one kind")
     return Machine(
-        gpus=gpus, driver=driver, num_cpus=_num_cpus(), host_memory_gib=_host_memory_gib(), notes=notes
-    )  # fmt: skip
+        gpus=gpus,
+        driver=driver,
+        num_cpus=_num_cpus(),
+        host_memory_gib=_host_memory_gib(),
+        notes=notes,
+        missing_for_triton=_missing_for_triton(),
+    )
 
 
 def _read_cards(notes: list[str]) -> tuple[list[_Card], str | None]:
@@ -184,6 +192,16 @@ def _named(cards: list[_Card], word: str) -> Gpu | None:
 def _text(value: str | bytes) -> str:
     """NVML's bindings answered in bytes before version 11.5."""
     return value.decode() if isinstance(value, bytes) else value
+
+
+def _missing_for_triton() -> str | None:
+    """A C compiler and Python's headers, for when a kernel is first run. Source: triton 3.6, `triton.runtime.build`."""
+    if not os.environ.get("CC") and shutil.which("gcc") is None and shutil.which("clang") is None:
+        return "no C compiler is found here (apt install gcc)"
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # Debian's Python outside of venvs
+    if not (Path(sysconfig.get_paths(scheme)["include"]) / "Python.h").is_file():
+        return "Python's headers are not installed here (apt install python3-dev)"
+    return None
 
 
 def _num_cpus() -> int:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tunebook.config.auto import Choice
+from tunebook.config.override_text import as_typed
 from tunebook.errors import Problem
 from tunebook.plan.batch import BatchPlan
 from tunebook.plan.host_memory import HostPlan
@@ -28,7 +29,7 @@ def show_choices(choices: list[Choice], warnings: list[Problem], console: Consol
     for column in ("key", "value", "why"):
         table.add_column(column, overflow="fold")
     for choice in choices:
-        table.add_row(choice.key, str(choice.value), choice.why)
+        table.add_row(choice.key, as_typed(choice.value), choice.why)
     console.print(table)
     for warning in warnings:
         console.print(Text(f"warning: {warning.text()}", style="yellow"))

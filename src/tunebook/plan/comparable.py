@@ -8,7 +8,6 @@ from tunebook.config.choices import (
     Attention,
     Compute,
     Generation,
-    Offload,
     OptimizerName,
     PackingMode,
     PeftMethod,
@@ -16,7 +15,8 @@ from tunebook.config.choices import (
     Switch,
 )
 from tunebook.config.rules.attention import FLASH
-from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig, ZeroConfig
+from tunebook.config.schema import ModelFacts, RunConfig
+from tunebook.config.sharing import is_offloaded
 from tunebook.plan.batch import world_size
 from tunebook.plan.measured_speed import ADAPTERS, ALONE, SPREAD, Adapter, Alone, Spread
 
@@ -30,7 +30,7 @@ def why_not_estimated(config: RunConfig) -> str | None:
     reasons = (
         (hardware.generation is Generation.cpu, "a CPU has no peak to take a share of: they differ too much"),
         (hardware.num_nodes > 1, "no speed was measured on several nodes, and their links decide it"),
-        (is_offloaded(config), "no speed was measured that would carry over to another host's memory, cores and disks"),
+        (_needs_host(config), "no speed was measured that would carry over to another host's memory, cores and disks"),
         (config.peft.method is PeftMethod.qlora, "no speed was measured with a quantised base (peft=qlora)"),
         (
             compute is Compute.fp8,
@@ -51,15 +51,8 @@ def why_not_estimated(config: RunConfig) -> str | None:
     return next((reason for applies, reason in reasons if applies), None)
 
 
-def is_offloaded(config: RunConfig) -> bool:
-    """Whether something of the run lives in host memory or on a disk."""
-    settings = config.parallelism
-    away = [config.activation.offload, config.optimizer.name in _PAGED]
-    if isinstance(settings, ZeroConfig):
-        away += [settings.offload_optimizer is not Offload.none, settings.offload_parameters is not Offload.none]
-    if isinstance(settings, FsdpConfig):
-        away.append(settings.offload_parameters is not Offload.none)
-    return any(away)
+def _needs_host(config: RunConfig) -> bool:
+    return is_offloaded(config) or config.optimizer.name in _PAGED
 
 
 def alike(config: RunConfig, facts: ModelFacts, flops_per_pass: float) -> Alone:
@@ -72,12 +65,14 @@ def alike(config: RunConfig, facts: ModelFacts, flops_per_pass: float) -> Alone:
     rows = [row for row in ALONE if (row.compute is Compute.fp32) == is_fp32]
     if not is_fp32:  # in fp32 there is one measurement for all
         rows = [row for row in rows if (row.attention in FLASH) == (kernel in FLASH) and row.is_packed == is_packed]
-        # Compiled blocks were measured with torch's own kernel only; elsewhere they are taken as if they were not.
-        rows = [row for row in rows if row.is_compiled == config.model.compile_layers] or rows
+        # Compiled blocks were measured with one model only: for others they are taken as if they were not.
+        is_compiled = bool(config.model.compile_layers)
+        rows = [row for row in rows if is_compiled or not row.is_compiled]
 
-    def distance(row: Alone) -> tuple[float, bool]:
+    def distance(row: Alone) -> tuple[float, bool, bool]:
         work = _distance(row.flops_per_pass, flops_per_pass)
-        return work + _distance(row.model.hidden_size, facts.hidden_size), row.attention is not kernel
+        width = _distance(row.model.hidden_size, facts.hidden_size)
+        return work + width, row.is_compiled is not config.model.compile_layers, row.attention is not kernel
 
     return min(rows, key=distance)
 

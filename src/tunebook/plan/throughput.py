@@ -155,6 +155,8 @@ def _assumption(config: RunConfig, batch: BatchPlan, peak: Peak, row: Alone, spr
         parts.append(f"its peak is that of the {peak.gpu}")
     if compute not in (row.compute, Compute.fp32):
         parts.append(f"{compute.name} is as {row.compute.name}")
+    if config.model.compile_layers and not row.is_compiled:
+        parts.append("compiled blocks are no faster than they were there")
     if adapter := adapter_like(config):
         parts.append(f"LoRA computes at {adapter.gain:.0%} of a full fine-tune's share ({adapter.text})")
     if row.is_packed != batch.is_packed:

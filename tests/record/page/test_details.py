@@ -70,6 +70,7 @@ def test_host_memory_is_not_called_a_gpus() -> None:
 
 def test_choices_keep_their_reasons() -> None:
     assert choices({"choices": [{"key": "a", "value": 2, "why": "because"}]}) == [("a", "2", "because")]
+    assert choices({"choices": [{"key": "a", "value": True, "why": "b"}]}) == [("a", "true", "b")]
     assert choices(None) == []
 
 

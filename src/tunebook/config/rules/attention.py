@@ -37,7 +37,7 @@ def _is_on_cpu(config: RunConfig) -> bool:
 
 
 def without_flash_attn(config: RunConfig) -> Attention:
-    """The kernel that `auto` takes where flash-attn is not installed: torch's own for packed rows, or sdpa."""
+    """What `auto` takes for compiled blocks and where flash-attn is missing: torch's own for packed rows, or sdpa."""
     kernel, facts = Attention.varlen_attention, config.model.facts
     is_known = facts is not None and facts.architecture in VARLEN_ARCHITECTURES
     is_packed = config.packing.mode is not PackingMode.padded

@@ -123,7 +123,7 @@ def missing_packages(config: RunConfig, version_of: VersionOf, image: Image | No
 
 
 def _attention_at_hand(config: RunConfig, version_of: VersionOf) -> Attention:
-    """What `attention=auto` would be here."""
+    """What `attention=auto` would be here, where blocks are not compiled."""
     flash, is_fp32 = Attention.flash_attention_2, config.precision.compute is Compute.fp32
     can_run_it = can_run(flash, config.hardware.generation) and not is_fp32
     is_here = version_of(ATTENTION_PACKAGES[flash]) is not None

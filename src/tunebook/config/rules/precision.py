@@ -138,7 +138,8 @@ def fp8_with_deepspeed(config: RunConfig) -> Finding | None:
     why="Each product in fp8 needs the largest value of both factors, and casts of them. Compiled, they become part of "
     "the operations before; otherwise each is a pass over memory, which may cost more than fp8 saves (not measured "
     "here).",
-    advice="Compile the blocks: model.compile_layers=true with attention=varlen_attention and without Liger's kernels.",
+    advice="Leave model.compile_layers, attention and Liger's kernels open, and the plan says why blocks are not "
+    "compiled; or ask for it: model.compile_layers=true with attention=varlen_attention and without Liger's kernels.",
 )
 def fp8_not_compiled(config: RunConfig) -> Finding | None:
     """fp8 in blocks that are not compiled."""

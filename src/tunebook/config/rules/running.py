@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from tunebook.config.book import is_in_book, resolve_path
 from tunebook.config.choices import Source
+from tunebook.config.override_text import as_typed
 from tunebook.config.rules.frame import Finding, Level, Rule, rule
 from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.errors import nearest
@@ -20,11 +21,6 @@ _TIME_LIMIT = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")
 def _has_validation(config: RunConfig) -> bool:
     data = config.dataset
     return bool(data.validation_split or data.validation_path or data.validation_share > 0)
-
-
-def _text(value: object) -> str:
-    """A value as it is typed."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @rule(
@@ -43,7 +39,7 @@ def validation_missing(config: RunConfig) -> Iterator[Finding]:
     for field in ("evaluate_every_steps", "load_best_at_end", "early_stopping_patience"):
         value = getattr(training, field)
         if value not in (None, False):
-            message = f"{_text(value)} needs documents to validate on, and none are held out"
+            message = f"{as_typed(value)} needs documents to validate on, and none are held out"
             yield Finding(key=f"training.{field}", message=message, fix=fix)
 
 
@@ -61,7 +57,7 @@ def best_needs_evaluations(config: RunConfig) -> Iterator[Finding]:
     for field in ("load_best_at_end", "early_stopping_patience"):
         value = getattr(training, field)
         if value not in (None, False):
-            message = f"{_text(value)} compares validation losses, and nothing says how often to validate"
+            message = f"{as_typed(value)} compares validation losses, and nothing says how often to validate"
             fix = f"training.evaluate_every_steps={training.save_every_steps or 100}"
             yield Finding(key=f"training.{field}", message=message, fix=fix)
 

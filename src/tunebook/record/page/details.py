@@ -7,6 +7,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from tunebook.config.override_text import as_typed
 from tunebook.record.page.histogram import draw_histogram
 from tunebook.record.page.numbers import NO_VALUE, TIMES, Unit, format_count, format_value
 from tunebook.record.page.summary import Summary
@@ -50,7 +51,7 @@ def batch_facts(plan: dict[str, Any] | None) -> list[tuple[str, str, str]]:
 
 def choices(plan: dict[str, Any] | None) -> list[tuple[str, str, str]]:
     """What `auto` became: key, value, why."""
-    return [(choice["key"], str(choice["value"]), choice["why"]) for choice in (plan or {}).get("choices") or []]
+    return [(choice["key"], as_typed(choice["value"]), choice["why"]) for choice in (plan or {}).get("choices") or []]
 
 
 def data_counts(manifest: dict[str, Any] | None) -> list[DataCount]:

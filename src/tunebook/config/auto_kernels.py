@@ -1,0 +1,101 @@
+"""Which kernels a run computes with, where that is left open: whether its blocks are compiled, and which attention.
+
+Compiling is decided first, because not every attention can be part of a compiled block: where the blocks are compiled,
+an attention that is left open becomes one that can. What decides is what was seen working on GPUs; whatever was not is
+left as it was, with the reason, and can be asked for by model.compile_layers=true.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tunebook.config.choices import Attention, Compute, Generation, PackingMode, PeftMethod, Strategy, WrapPolicy
+from tunebook.config.rules.attention import without_flash_attn
+from tunebook.config.rules.environment import installed_version
+from tunebook.config.schema import FsdpConfig, RunConfig
+from tunebook.config.sharing import is_offloaded
+from tunebook.hardware.generations import ATTENTION_PACKAGES, GENERATIONS, can_run
+
+# Seen compiled on H200s (tests/bench/results: h200_speed_one_gpu.jsonl, h200_speed_spread.jsonl).
+COMPILED_ARCHITECTURES = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM"})
+# Seen likewise, but for two that do to a block what another does: zero1 leaves it whole as zero2 does, hsdp gathers it
+# as fsdp does. ZeRO-3 gathers weights by hooks inside a block, and was not tried.
+COMPILED_STRATEGIES = frozenset({
+    Strategy.single, Strategy.ddp, Strategy.fsdp, Strategy.fsdp_grad_op, Strategy.hsdp, Strategy.zero1, Strategy.zero2,
+})  # fmt: skip
+_COMPILED_WITH = Attention.varlen_attention  # the one that was tried in compiled blocks with packed rows
+
+
+def decide_compiling(config: RunConfig, missing_for_triton: str | None) -> tuple[bool, str]:
+    """Compile the blocks where that was seen working; the first of the reasons against it elsewhere.
+
+    `missing_for_triton` is what the machine that the ranks start on lacks for it.
+    """
+    for reason in _reasons_against(config):
+        return False, reason
+    if missing_for_triton is not None:
+        return False, f"Triton compiles a launcher for each kernel, and {missing_for_triton}"
+    return True, "Qwen2.5-3B was 8% faster so than with Liger's kernels, in 5% less memory (one H200)"
+
+
+def _reasons_against(config: RunConfig) -> Iterator[str]:
+    """Why compiled blocks cannot work in a configuration, or were not seen doing so, the most basic first."""
+    generation, compute, facts = config.hardware.generation, config.precision.compute, config.model.facts
+    kernel, settings = config.attention.implementation, config.parallelism
+    if generation is Generation.cpu:
+        yield "blocks were compiled on GPUs only; a CPU has other costs"
+    elif not can_run(_COMPILED_WITH, generation):
+        yield f"{_COMPILED_WITH.name}, which compiles with them, needs capability 8.0; {generation.name} is older"
+    if compute not in (Compute.bf16, Compute.fp8):
+        yield f"blocks were compiled in bf16 and fp8 only, and precision.compute={compute.name}"
+    if config.model.liger_kernel:
+        yield "blocks that call Liger's kernels cannot be compiled (model.liger_kernel=true)"
+    if facts is None:
+        yield "the model's architecture is not known before it is loaded"
+    elif facts.architecture not in COMPILED_ARCHITECTURES:
+        yield f"{facts.architecture} was not seen compiled; {' and '.join(sorted(COMPILED_ARCHITECTURES))} were"
+    if config.packing.mode is PackingMode.padded:
+        yield "blocks were compiled with packed rows only, and packing.mode=padded"
+    if kernel not in (Attention.auto, _COMPILED_WITH):
+        yield f"blocks were compiled with {_COMPILED_WITH.name} only, and {kernel.name} is asked for"
+    if config.training.deterministic:
+        yield "training.deterministic=true, and compiled kernels were not seen giving the same bits in every run"
+    if settings.strategy not in COMPILED_STRATEGIES:
+        yield f"blocks were not compiled under parallelism={settings.strategy.name} yet"
+    if isinstance(settings, FsdpConfig) and (settings.wrap_policy is WrapPolicy.size or settings.wrap_classes):
+        yield "blocks were not compiled yet where FSDP's units are other ones than the blocks"
+    if is_offloaded(config):
+        yield "blocks were not compiled yet where weights, optimizer or activations are in host memory or on a disk"
+    if config.peft.method is PeftMethod.qlora:
+        yield "blocks were not compiled over a quantised base yet (peft=qlora)"
+
+
+def decide_attention(config: RunConfig, is_planned: bool) -> tuple[Attention, str]:
+    """What compiles with the blocks where they are compiled; else flash-attn 2 where GPU and precision allow it and it
+    is installed, and torch's own kernel for packed rows where it is not.
+
+    What is planned for elsewhere has flash-attn in its image.
+    """
+    flash, generation, compute = Attention.flash_attention_2, config.hardware.generation, config.precision.compute
+    if generation is Generation.cpu:
+        return Attention.sdpa, "flash attention needs a GPU"
+    if not can_run(flash, generation):
+        return Attention.sdpa, f"flash attention needs compute capability 8.0, and {generation.name} is older"
+    if compute is Compute.fp32:
+        return Attention.sdpa, "flash attention computes in bf16 or fp16 only, and precision.compute=fp32"
+    if config.model.compile_layers:
+        kernel = without_flash_attn(config)
+        return kernel, f"flash-attn's packages do not compile with the blocks; {kernel.name}, torch's own, does"
+    if is_planned:
+        return flash, f"the fastest stable kernel on {generation.name}; the {_image(config)} image has it"
+    package = ATTENTION_PACKAGES[flash]
+    version = installed_version(package)
+    if version is None:
+        missing = f"the package {package} is not installed here; the {_image(config)} image has it"
+        kernel = without_flash_attn(config)
+        return kernel, missing if kernel is Attention.sdpa else f"torch brings it along; {missing}"
+    return flash, f"the fastest stable kernel on {generation.name} ({package} {version})"
+
+
+def _image(config: RunConfig) -> str:
+    return GENERATIONS[config.hardware.generation].image.name
