@@ -71,10 +71,9 @@ def _make_room(trainer: Any) -> None:
     """What saving the final model needs no more: it would not leave enough for the next run's first steps."""
     import torch
 
-    state = getattr(
-        getattr(trainer.optimizer, "optimizer", None), "state", None
-    )  # accelerate's wrapper; not DeepSpeed's
-    if isinstance(state, dict) and "deepspeed" not in type(trainer.optimizer).__name__.lower():
+    wrapper: Any = getattr(trainer, "optimizer", None)  # accelerate's, around torch's or DeepSpeed's
+    state = getattr(getattr(wrapper, "optimizer", None), "state", None)
+    if isinstance(state, dict) and "DeepSpeed" not in type(wrapper).__name__:
         state.clear()
     torch.cuda.empty_cache()
 
