@@ -18,7 +18,7 @@ from tunebook.errors import RequestError, did_you_mean, nearest
 _MISSING_HINTS = {
     "model.name": "model.name=organisation/name, or model.path=DIR",
     "dataset.path": "dataset.path=FILE_OR_GLOB",
-    "parallelism.strategy": "parallelism=single",
+    "parallelism.strategy": "parallelism=auto",
     "evaluation.tasks": "'evaluation.tasks=[TASK]', by name in lm-evaluation-harness or as a YAML file",
 }
 
@@ -100,7 +100,9 @@ def unknown_key(key: str, owner: type | None, origins: Origins) -> RequestError:
     elsewhere = _other_choices(parent, name, owner)
     if elsewhere:
         group = parent.split(".")[0]
-        message = f"{key} has no meaning with {group}={origins.choice(group)}; it belongs to {', '.join(elsewhere)}"
+        choice = origins.choice(group)
+        where = "that leaves the choice open; name one that it belongs to:" if choice == "auto" else "it belongs to"
+        message = f"{key} has no meaning with {group}={choice}; {where} {', '.join(elsewhere)}"
         return _wrong(key, message, origins, problem_id="unknown-key")
     siblings = list(field_types(owner)) if owner is not None else []
     siblings = siblings or [field for schema in schemas_of(parent) for field in field_types(schema)]
