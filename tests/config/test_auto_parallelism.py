@@ -347,7 +347,8 @@ class TestWhichGpus:
         config = run(kernel=Attention.auto)
         config.hardware.gpus_per_node = 2
         resolution = resolve_auto(config, machine(T4, V100))
-        assert resolution.config.hardware.gpus_per_node == 2
+        hardware = resolution.config.hardware
+        assert (hardware.generation, hardware.gpus_per_node) == (Generation.volta, 2)  # the oldest decides
         assert resolution.problem is not None
         assert resolution.problem.id == "mixed-gpus"
 

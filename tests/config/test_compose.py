@@ -106,11 +106,12 @@ def test_what_follows_from_a_wrong_override_is_not_reported():
 def test_a_key_of_another_choice_says_which():
     with pytest.raises(RequestError, match="has no meaning with parallelism=ddp; it belongs to parallelism=zero1"):
         composed("parallelism=ddp", "parallelism.overlap_comm=true")
-    said = (
-        "no meaning with parallelism=auto; that leaves the choice open; name one that it belongs to: parallelism=fsdp,"
-    )
-    with pytest.raises(RequestError, match=said):
+    choices = ("fsdp", "fsdp_all_ranks_load", "fsdp_grad_op", "fsdp_offload", "hsdp")
+    listed = ", ".join(f"parallelism={choice}" for choice in choices)
+    with pytest.raises(RequestError, match=f"=auto, which leaves the strategy open; name one it belongs to: {listed}$"):
         composed("parallelism=auto", "parallelism.wrap_policy=size")
+    with pytest.raises(RequestError, match="=local; it belongs to launcher=ray, launcher=ray_28_cpus$"):
+        composed("launcher=local", "launcher.cpus_per_worker=2")
 
 
 def test_an_unknown_recipe_lists_the_recipes_and_the_nearest():

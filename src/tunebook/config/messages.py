@@ -9,7 +9,7 @@ import re
 
 from tunebook.config.origins import Origins
 from tunebook.config.override_text import typed
-from tunebook.config.recipe_files import group_choices
+from tunebook.config.recipe_files import choice_schema, group_choices
 from tunebook.config.schema import CHOICE_SCHEMAS, GROUPS
 from tunebook.config.walk import all_keys, describe_type, field_types, schemas_of
 from tunebook.errors import RequestError, did_you_mean, nearest
@@ -101,8 +101,8 @@ def unknown_key(key: str, owner: type | None, origins: Origins) -> RequestError:
     if elsewhere:
         group = parent.split(".")[0]
         choice = origins.choice(group)
-        where = "that leaves the choice open; name one that it belongs to:" if choice == "auto" else "it belongs to"
-        message = f"{key} has no meaning with {group}={choice}; {where} {', '.join(elsewhere)}"
+        instead = ", which leaves the strategy open; name one it belongs to:" if choice == "auto" else "; it belongs to"
+        message = f"{key} has no meaning with {group}={choice}{instead} {', '.join(elsewhere)}"
         return _wrong(key, message, origins, problem_id="unknown-key")
     siblings = list(field_types(owner)) if owner is not None else []
     siblings = siblings or [field for schema in schemas_of(parent) for field in field_types(schema)]
@@ -139,8 +139,7 @@ def _other_choices(parent: str, name: str, owner: type | None) -> list[str]:
     for place, schema in CHOICE_SCHEMAS.items():
         group, kind = place.split("/")
         if group == parent and schema is not owner and name in field_types(schema):
-            found += [f"{group}={choice}" for choice in group_choices(group) if choice.startswith(kind.rstrip("s"))]
-            found = found or [f"{group}={kind}"]
+            found += [f"{group}={choice}" for choice in group_choices(group) if choice_schema(group, choice) == kind]
     return found
 
 

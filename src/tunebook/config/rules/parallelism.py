@@ -54,7 +54,7 @@ def strategy_settings_mismatch(config: RunConfig) -> Finding | None:
     needed = ZeroConfig if strategy in ZERO else FsdpConfig if strategy in FSDP else None
     has_settings = isinstance(settings, ZeroConfig | FsdpConfig)
     if strategy is Strategy.auto:  # `config.auto` leaves it where a strategy was named before, whose settings it keeps
-        message = "auto is set over a strategy that was named by its group"
+        message = "auto is set over the settings of a named strategy, which would be lost"
         return Finding(key="parallelism.strategy", message=message, fix="parallelism=auto")
     if (needed is None and not has_settings) or (needed is not None and isinstance(settings, needed)):
         return None
