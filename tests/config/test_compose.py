@@ -110,7 +110,7 @@ def test_a_key_of_another_choice_says_which():
     listed = ", ".join(f"parallelism={choice}" for choice in choices)
     with pytest.raises(RequestError, match=f"=auto, which leaves the strategy open; name one it belongs to: {listed}$"):
         composed("parallelism=auto", "parallelism.wrap_policy=size")
-    with pytest.raises(RequestError, match="=local; it belongs to launcher=ray, launcher=ray_28_cpus$"):
+    with pytest.raises(RequestError, match=r"=local; it belongs to launcher=ray, launcher=ray_28_cpus$"):
         composed("launcher=local", "launcher.cpus_per_worker=2")
 
 
