@@ -74,7 +74,8 @@ MORE: dict[str, tuple[str, str, list[str]]] = {
 
 def all_cases(gpus: int) -> dict[str, tuple[int, list[str]]]:
     """GPUs and words of each case, by name."""
-    strategies = sorted(file.stem for file in (book_root() / "hydra_configs" / "parallelism").glob("*.yaml"))
+    group = book_root() / "hydra_configs" / "parallelism"
+    strategies = sorted({file.stem for file in group.glob("*.yaml")} - {"auto"})  # which becomes one of the others
     pairs = {f"{name}_{adapter}": (name, adapter, []) for name in strategies for adapter in ADAPTERS}
     cases = {}
     for case, (strategy, adapter, more) in (pairs | MORE).items():

@@ -60,6 +60,7 @@ def test_one_h200(undecided, machine, has_flash):
         "model.compile_layers": True,
         "attention.implementation": "varlen_attention",
         "packing.mode": "isolated",
+        "parallelism.strategy": "ddp",
         "packing.row_length": 8192,  # 4 x max_length
         "training.micro_batch_size": 1,
         "activation.checkpointing": "disabled",
@@ -240,6 +241,7 @@ def test_explicit_choices_are_kept_even_when_they_cannot_work(undecided, machine
         "precision.compute",
         "attention.implementation",
         "packing.mode",
+        "parallelism.strategy",
         "training.micro_batch_size",
         "activation.checkpointing",
     }

@@ -32,7 +32,7 @@ def test_a_choice_brings_its_own_keys():
 
 def test_a_run_without_a_recipe():
     config = composed("model.name=a/b", "dataset.path=x.jsonl", recipe=None)
-    assert (config.model.name, config.recipe, config.parallelism.strategy) == ("a/b", None, Strategy.single)
+    assert (config.model.name, config.recipe, config.parallelism.strategy) == ("a/b", None, Strategy.auto)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_a_run_without_a_recipe():
         ("modle=quickstart", ["no key 'modle'", "Did you mean 'model'?"]),
         ("learning_rate=3", ["Did you mean 'optimizer.learning_rate'?"]),
         ("seed=3", ["Did you mean 'training.seed'?"]),
-        ("parallelism=zero4", ["no parallelism 'zero4'", "Did you mean 'zero3'?", "Choices of parallelism: ddp, fsdp"]),
+        ("parallelism=zero4", ["no parallelism 'zero4'", "Did you mean 'zero3'?", "Choices of parallelism: auto, ddp"]),
         ("training.max_length=abc", ["training.max_length=abc is not a whole number"]),
         ("training.seed=1.5", ["training.seed=1.5 is not a whole number"]),
         ("training.deterministic=maybe", ["is not true or false"]),
@@ -106,6 +106,12 @@ def test_what_follows_from_a_wrong_override_is_not_reported():
 def test_a_key_of_another_choice_says_which():
     with pytest.raises(RequestError, match="has no meaning with parallelism=ddp; it belongs to parallelism=zero1"):
         composed("parallelism=ddp", "parallelism.overlap_comm=true")
+    choices = ("fsdp", "fsdp_all_ranks_load", "fsdp_grad_op", "fsdp_offload", "hsdp")
+    listed = ", ".join(f"parallelism={choice}" for choice in choices)
+    with pytest.raises(RequestError, match=f"=auto, which leaves the strategy open; name one it belongs to: {listed}$"):
+        composed("parallelism=auto", "parallelism.wrap_policy=size")
+    with pytest.raises(RequestError, match=r"=local; it belongs to launcher=ray, launcher=ray_28_cpus$"):
+        composed("launcher=local", "launcher.cpus_per_worker=2")
 
 
 def test_an_unknown_recipe_lists_the_recipes_and_the_nearest():

@@ -37,6 +37,16 @@ def test_three_changes_are_offered_and_each_is_a_plan_that_fits():
         assert one.line().startswith(" ".join(one.change.words))
 
 
+def test_where_auto_finds_nothing_that_fits_changes_do_and_none_is_what_it_took():
+    words = ["parallelism=auto", "hardware.num_nodes=1"]
+    asked = draft_run("llama2_70b_fsdp", words, [])
+    assert (asked.exit_code, asked.resolution.config.parallelism.strategy.name) == (3, "fsdp")
+    fitting = offered("llama2_70b_fsdp", *words)
+    assert words_of(fitting) == ["parallelism=fsdp_offload", "peft=lora"]
+    for one in fitting:
+        assert draft_run("llama2_70b_fsdp", [*words, *one.change.words], []).memory.fits is True
+
+
 def test_the_fastest_comes_first_and_what_changes_learning_last():
     candidates = changes._candidates(draft_run("llama3_8b_ddp", ["activation=stored"], []))
     keeps = [change for change in candidates if not change.changes_learning]

@@ -40,6 +40,13 @@ def test_strategies_side_by_side():
     assert rows["hsdp"][0] == "refused:"
 
 
+def test_auto_is_one_of_them():
+    _, lines = table("qwen3b_zero2", ["hardware=volta"], "parallelism=auto,ddp,fsdp_grad_op,fsdp")
+    rows = {line[0]: line[1:] for line in lines[2:]}
+    assert rows["auto"] == rows["fsdp"]  # alone it needs no activations recomputed
+    assert rows["auto"] not in (rows["ddp"], rows["fsdp_grad_op"])
+
+
 def test_the_exit_code_is_that_of_the_best():
     assert table("qwen3b_zero2", ["hardware=volta"], "parallelism=ddp,zero2")[0] == 0
     assert table("qwen3b_zero2", ["hardware=volta", "parallelism=ddp"], "training.seed=0,1")[0] == 3

@@ -95,6 +95,20 @@ def test_every_recipe_has_a_whole_plan(as_json: Any, recipe: str) -> None:
     assert not any(problem["is_error"] for problem in plan["problems"])
 
 
+def test_a_strategy_that_was_chosen_is_planned_like_one_that_was_typed(as_json: Any) -> None:
+    words = ("model=llama3_8b", "dataset=synthetic", "training.global_samples=64", "hardware=hopper")
+    words += ("hardware.gpus_per_node=8",)
+    (code, chosen), (_, typed) = (as_json(None, *words, f"parallelism={name}") for name in ("auto", "fsdp_grad_op"))
+    assert code == 0
+    mine, theirs = (
+        {choice["key"]: choice for choice in plan.pop("choices")}["parallelism.strategy"] for plan in (chosen, typed)
+    )
+    assert mine["value"] == theirs["value"] == "fsdp_grad_op"
+    assert theirs["why"] == "as asked"
+    assert mine["why"].endswith("fit into 80% of 79.6 GiB; ddp would take 164.1 GiB")
+    assert chosen == typed
+
+
 def test_broken_rules_are_in_the_json_and_end_it_with_2(as_json: Any) -> None:
     code, plan = as_json("qwen3b_zero2", "precision=bf16", "training.max_length=-1")
     assert code == 2

@@ -2,7 +2,8 @@
 
 A user's explicit choice is never rewritten: it is listed "as asked", and `config.rules` refuses it if it cannot work.
 The order matters: hardware decides precision, precision decides whether blocks are compiled and by that attention,
-attention decides packing and the micro batch, and all of them decide whether activations must be recomputed.
+attention decides packing; with these the strategies are tried, and the strategy decides how long rows are and whether
+activations must be recomputed.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from dataclasses import dataclass, replace
 
 from tunebook.config.auto_hardware import decide_hardware
 from tunebook.config.auto_kernels import decide_attention, decide_compiling
+from tunebook.config.auto_parallelism import decide_strategy
 from tunebook.config.base_model import read_dtype, read_facts
 from tunebook.config.choices import Attention, Compute, Generation, MasterWeights, PackingMode, Strategy, Switch
 from tunebook.config.decisions import Choice, Decisions
-from tunebook.config.estimate import USABLE_SHARE, estimate_memory
+from tunebook.config.estimate import USABLE_SHARE, estimate_memory, gib_text
 from tunebook.config.rules.attention import FLASH, LEAKING_ARCHITECTURES, WITHOUT_MASK
 from tunebook.config.rules.environment import hardware_problem, starts_elsewhere
 from tunebook.config.rules.frame import world_size
@@ -70,11 +72,8 @@ def resolve_auto(config: RunConfig, machine: Machine) -> Resolution:
     decisions.decide("model.compile_layers", lambda: decide_compiling(resolved, missing))
     decisions.decide("attention.implementation", lambda: decide_attention(resolved, is_planned))
     decisions.decide("packing.mode", lambda: _packing(resolved))
-    decisions.decide("packing.row_length", lambda: _row_length(resolved))
-    decisions.decide("training.micro_batch_size", lambda: _micro_batch_size(resolved))
-    if resolved.parallelism.strategy is Strategy.hsdp and isinstance(resolved.parallelism, FsdpConfig):
-        decisions.decide("parallelism.shard_group_size", lambda: _shard_group_size(resolved))
-    decisions.decide("activation.checkpointing", lambda: _checkpointing(resolved))
+    decide_strategy(decisions, _decide_passes)
+    _decide_passes(decisions)
     return Resolution(
         config=resolved,
         choices=decisions.choices,
@@ -83,6 +82,16 @@ def resolve_auto(config: RunConfig, machine: Machine) -> Resolution:
         problem=problem,
         host_memory_gib=_host_memory_gib(resolved, machine, problem),
     )
+
+
+def _decide_passes(decisions: Decisions) -> None:
+    """What depends on the memory that the strategy leaves: how much a pass computes, and what it keeps of it."""
+    resolved = decisions.config
+    decisions.decide("packing.row_length", lambda: _row_length(resolved))
+    decisions.decide("training.micro_batch_size", lambda: _micro_batch_size(resolved))
+    if resolved.parallelism.strategy is Strategy.hsdp and isinstance(resolved.parallelism, FsdpConfig):
+        decisions.decide("parallelism.shard_group_size", lambda: _shard_group_size(resolved))
+    decisions.decide("activation.checkpointing", lambda: _checkpointing(resolved))
 
 
 def _host_memory_gib(config: RunConfig, machine: Machine, problem: Problem | None) -> float | None:
@@ -190,12 +199,8 @@ def _checkpointing(config: RunConfig) -> tuple[Switch, str]:
         return Switch.enabled, "the memory is not known, and this is the safe side"
     estimate = estimate_memory(config, facts, is_recomputed=False)
     working = estimate.buffers_gib + estimate.activations_gib
-    parts = f"{_gib(estimate.states_gib)} of states and {_gib(working)} of activations and buffers"
+    parts = f"{gib_text(estimate.states_gib)} of states and {gib_text(working)} of activations and buffers"
     usable = memory * USABLE_SHARE
     if estimate.total_gib <= usable:
         return Switch.disabled, f"estimated {parts} fit into {USABLE_SHARE:.0%} of {memory:g} GiB, and it is faster"
     return Switch.enabled, f"estimated {parts} do not fit into {USABLE_SHARE:.0%} of {memory:g} GiB"
-
-
-def _gib(value: float) -> str:
-    return f"{value:.1f} GiB" if value >= 1 else f"{value:.2g} GiB"

@@ -28,18 +28,33 @@ def _usable(config: RunConfig, machine: Machine) -> list[Gpu]:
     return machine.gpus if any(gpu.generation is config.hardware.generation for gpu in machine.gpus) else []
 
 
-def _runs_on_one_gpu(config: RunConfig) -> bool:
-    return config.parallelism.strategy is Strategy.single or config.hardware.gpus_per_node == 1
+def _runs_on_one_gpu(config: RunConfig, machine: Machine) -> bool:
+    if config.parallelism.strategy is Strategy.single or config.hardware.gpus_per_node == 1:
+        return True
+    return config.hardware.gpus_per_node is None and _why_only_one(config, machine.gpus) is not None
+
+
+def _why_only_one(config: RunConfig, gpus: list[Gpu]) -> str | None:
+    """Why `parallelism=auto` leaves all but one idle. A strategy that was named is obeyed, or refused with a fix."""
+    if config.parallelism.strategy is not Strategy.auto or len(gpus) < 2:
+        return None
+    if any(gpu.is_mig for gpu in gpus):
+        return "NCCL cannot connect slices of a GPU"
+    return "GPUs of different generations do not train together" if _is_mixed(gpus) else None
+
+
+def _is_mixed(gpus: list[Gpu]) -> bool:
+    return len({gpu.generation for gpu in gpus}) > 1
 
 
 def _generation(config: RunConfig, machine: Machine) -> tuple[Generation, str]:
     if machine.gpus:
         found = _count_kinds(machine.gpus)
-        if _runs_on_one_gpu(config):
+        if _runs_on_one_gpu(config, machine):
             return machine.gpus[0].generation, f"{found} found here"
         oldest = min(machine.gpus, key=lambda gpu: gpu.compute_capability)
-        is_mixed = len({gpu.generation for gpu in machine.gpus}) > 1
-        return oldest.generation, f"{found} found here" + ("; the oldest decides for all" if is_mixed else "")
+        decides = "; the oldest decides for all" if _is_mixed(machine.gpus) else ""
+        return oldest.generation, f"{found} found here{decides}"
     reference = config.hardware.reference.generation
     if reference is Generation.auto:  # a recipe that says no more than "as found"
         return Generation.cpu, "no GPU is found here, and the recipe names no machine of its own"
@@ -56,6 +71,8 @@ def _gpus_per_node(config: RunConfig, machine: Machine) -> tuple[int, str]:
     if config.parallelism.strategy is Strategy.single:
         return 1, "parallelism=single runs on one"
     found = _usable(config, machine)
+    if why := _why_only_one(config, found):
+        return 1, f"{why} ({_count_kinds(found)} found here)"
     if found:
         return len(found), f"all that are found here ({_count_kinds(found)})"
     if hardware.generation is Generation.cpu and reference.generation is not Generation.cpu:

@@ -66,6 +66,7 @@ class Overlong(Enum):
 class Strategy(Enum):
     """How one model is spread over the GPUs."""
 
+    auto = "auto"
     single = "single"
     ddp = "ddp"
     zero1 = "zero1"

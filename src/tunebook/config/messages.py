@@ -9,7 +9,7 @@ import re
 
 from tunebook.config.origins import Origins
 from tunebook.config.override_text import typed
-from tunebook.config.recipe_files import group_choices
+from tunebook.config.recipe_files import choice_schema, group_choices
 from tunebook.config.schema import CHOICE_SCHEMAS, GROUPS
 from tunebook.config.walk import all_keys, describe_type, field_types, schemas_of
 from tunebook.errors import RequestError, did_you_mean, nearest
@@ -18,7 +18,7 @@ from tunebook.errors import RequestError, did_you_mean, nearest
 _MISSING_HINTS = {
     "model.name": "model.name=organisation/name, or model.path=DIR",
     "dataset.path": "dataset.path=FILE_OR_GLOB",
-    "parallelism.strategy": "parallelism=single",
+    "parallelism.strategy": "parallelism=auto",
     "evaluation.tasks": "'evaluation.tasks=[TASK]', by name in lm-evaluation-harness or as a YAML file",
 }
 
@@ -100,7 +100,9 @@ def unknown_key(key: str, owner: type | None, origins: Origins) -> RequestError:
     elsewhere = _other_choices(parent, name, owner)
     if elsewhere:
         group = parent.split(".")[0]
-        message = f"{key} has no meaning with {group}={origins.choice(group)}; it belongs to {', '.join(elsewhere)}"
+        choice = origins.choice(group)
+        instead = ", which leaves the strategy open; name one it belongs to:" if choice == "auto" else "; it belongs to"
+        message = f"{key} has no meaning with {group}={choice}{instead} {', '.join(elsewhere)}"
         return _wrong(key, message, origins, problem_id="unknown-key")
     siblings = list(field_types(owner)) if owner is not None else []
     siblings = siblings or [field for schema in schemas_of(parent) for field in field_types(schema)]
@@ -137,8 +139,7 @@ def _other_choices(parent: str, name: str, owner: type | None) -> list[str]:
     for place, schema in CHOICE_SCHEMAS.items():
         group, kind = place.split("/")
         if group == parent and schema is not owner and name in field_types(schema):
-            found += [f"{group}={choice}" for choice in group_choices(group) if choice.startswith(kind.rstrip("s"))]
-            found = found or [f"{group}={kind}"]
+            found += [f"{group}={choice}" for choice in group_choices(group) if choice_schema(group, choice) == kind]
     return found
 
 

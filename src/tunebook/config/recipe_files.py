@@ -37,6 +37,17 @@ def group_choices(group: str) -> list[str]:
     return sorted(file.stem for file in (book_root() / "hydra_configs" / group).glob("*.yaml"))
 
 
+def choice_schema(group: str, choice: str) -> str | None:
+    """The schema of a choice with keys of its own, such as `fsdp`: its file names it, or the file it builds on does."""
+    body: Any = OmegaConf.to_container(OmegaConf.load(book_root() / "hydra_configs" / group / f"{choice}.yaml"))
+    for entry in body.get("defaults", []):
+        if str(entry).startswith(f"/schema/{group}/"):
+            return str(entry).rpartition("/")[2].partition("@")[0]
+        if entry != "_self_":
+            return choice_schema(group, str(entry))
+    return None
+
+
 def load_recipes(name: str, recipes_dirs: list[Path]) -> list[RecipeFile]:
     """The recipe and those it builds on, the recipe itself first.
 

@@ -114,7 +114,7 @@ class DatasetConfig(DatasetSource):
 class ParallelismConfig:
     """How the model is spread over the GPUs."""
 
-    strategy: Strategy = MISSING
+    strategy: Strategy = MISSING  # auto: the fastest that is estimated to fit
 
 
 @dataclass(kw_only=True)

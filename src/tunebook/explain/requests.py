@@ -91,8 +91,9 @@ COMPOSING: dict[str, Explanation] = {
         why="The estimate adds up weights, gradients, optimizer state, activations and buffers. It says no only where "
         "the first three alone are more than there is, or all of it is by more than 15%; what else a run needs, such "
         "as CUDA's context, comes on top.",
-        advice="Divide more among the GPUs (parallelism=zero3 or fsdp), offload (parallelism=zero3_offload), recompute "
-        "(activation=checkpointing), train an adapter (peft=lora), or take more GPUs or larger ones.",
+        advice="Divide more among the GPUs (parallelism=zero3 or fsdp, which auto takes where nothing faster fits), "
+        "offload (parallelism=zero3_offload), recompute (activation=checkpointing), train an adapter (peft=lora), or "
+        "take more GPUs or larger ones.",
     ),
     "host-memory-too-small": Explanation(
         summary="The plan needs more host memory than a node has.",

@@ -23,7 +23,7 @@ from tunebook.config.rules import check
 from tunebook.hardware.detect import Machine
 
 GROUP = book_root() / "hydra_configs" / "parallelism"
-STRATEGIES = sorted(file.stem for file in GROUP.glob("*.yaml"))
+STRATEGIES = sorted({file.stem for file in GROUP.glob("*.yaml")} - {"auto"})  # which becomes one of the others
 ADAMW = OptimizerName.adamw
 FSDP = {name for name in STRATEGIES if name.startswith(("fsdp", "hsdp"))}
 OPTIMIZER_OFFLOADED = {"zero2_offload", "zero3_offload", "zero3_nvme"}

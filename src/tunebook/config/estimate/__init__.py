@@ -80,6 +80,11 @@ def estimate_memory(
     return max(begins, ends, key=lambda moment: moment.total_gib)
 
 
+def gib_text(value: float) -> str:
+    """GiB as reasons name them: to a tenth, and of less than one the first two digits."""
+    return f"{value:.1f} GiB" if value >= 1 else f"{value:.2g} GiB"
+
+
 def _last_layer_bytes(config: RunConfig, facts: ModelFacts, states: States, *, is_recomputed: bool) -> float:
     """What is left to do when the backward pass ends: the first layer, computed again, or the embeddings.
 

@@ -46,13 +46,16 @@ DECODER_LAYERS = {
     summary="The strategy and the settings of the parallelism group belong to different libraries.",
     why="zero1 to zero3 are DeepSpeed's and read its settings; fsdp, fsdp_grad_op and hsdp are torch's and read "
     "theirs. Changing only parallelism.strategy leaves the other library's settings in place.",
-    advice="Choose the group as a whole, such as parallelism=fsdp.",
+    advice="Choose the group as a whole, such as parallelism=fsdp, or parallelism=auto to have one chosen.",
 )
 def strategy_settings_mismatch(config: RunConfig) -> Finding | None:
     """The group's schema must be the strategy's."""
     settings, strategy = config.parallelism, config.parallelism.strategy
     needed = ZeroConfig if strategy in ZERO else FsdpConfig if strategy in FSDP else None
     has_settings = isinstance(settings, ZeroConfig | FsdpConfig)
+    if strategy is Strategy.auto:  # `config.auto` leaves it where a strategy was named before, whose settings it keeps
+        message = "auto is set over the settings of a named strategy, which would be lost"
+        return Finding(key="parallelism.strategy", message=message, fix="parallelism=auto")
     if (needed is None and not has_settings) or (needed is not None and isinstance(settings, needed)):
         return None
     owner = {ZeroConfig: "ZeRO", FsdpConfig: "FSDP"}.get(type(settings), "no")
@@ -64,7 +67,7 @@ def strategy_settings_mismatch(config: RunConfig) -> Finding | None:
     "single-needs-one-gpu",
     summary="parallelism=single with more than one GPU.",
     why="One process trains on one GPU; the others would idle, or train copies that never meet.",
-    advice="Use one GPU, or a strategy that spreads over several.",
+    advice="Use one GPU, or a strategy that spreads over several: parallelism=auto takes the fastest that fits.",
 )
 def single_needs_one_gpu(config: RunConfig) -> Finding | None:
     """One rank."""
@@ -81,7 +84,7 @@ def single_needs_one_gpu(config: RunConfig) -> Finding | None:
     level=Level.warning,
     summary="A strategy for several GPUs on one.",
     why="There is nobody to share with: DDP adds nothing, ZeRO and FSDP save no memory unless they offload.",
-    advice="Use parallelism=single, or more GPUs.",
+    advice="Use parallelism=single (parallelism=auto does), or more GPUs.",
 )
 def sharding_on_one_rank(config: RunConfig) -> Finding | None:
     """A distributed strategy without offload on one rank."""
