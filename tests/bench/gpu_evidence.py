@@ -98,7 +98,7 @@ def jobs_of(names: list[str], num_gpus: int) -> list[Job]:
                     priority=len(jobs),
                     host_gib=claim.gpus * 4 * facts["num_parameters"] / 2**30,
                     turn_timeout_s=claim.timeout_s,
-                    environment={"OMP_NUM_THREADS": "8"},
+                    environment={"OMP_NUM_THREADS": "8", "TUNEBOOK_BENCH_KEEPS_GPUS": "1"},
                     line={"recipe": claim.recipe, "overrides": words[1:], "weights": "random",
                           "data": "generated documents", "layers": facts["num_layers"]},
                 )

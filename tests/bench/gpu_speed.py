@@ -113,7 +113,6 @@ def jobs_of(names: list[str], arguments: argparse.Namespace) -> list[Job]:
         words = without_repeats(words)
         model = next(word.removeprefix("model=") for word in words if word.startswith("model="))
         more = {"TUNEBOOK_BENCH_PROFILE": str(arguments.runs / f"{name}.json")} if is_profiled else {}
-        more |= {"TUNEBOOK_BENCH_KEEPS_GPUS": "1"} if model == "llama3_8b" else {}  # two do not fit
         jobs.append(
             Job(
                 name=f"{name}_profiled" if is_profiled else name,
