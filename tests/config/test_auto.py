@@ -61,7 +61,7 @@ def test_one_h200(undecided, machine, has_flash):
         "attention.implementation": "varlen_attention",
         "packing.mode": "isolated",
         "parallelism.strategy": "ddp",
-        "packing.row_length": 8192,  # 4 x max_length
+        "packing.row_length": 16384,  # 8 x max_length
         "training.micro_batch_size": 1,
         "activation.checkpointing": "disabled",
     }
@@ -82,7 +82,13 @@ class TestRowLength:
 
     def test_a_token_budget_is_still_dealt_evenly(self, undecided, machine, has_flash):
         undecided.training.global_samples, undecided.training.global_tokens = None, 4096 * 3
+        undecided.model.compile_layers = False
         assert self.row(undecided, machine(H200)) == 6144
+
+    def test_is_twice_as_long_where_blocks_are_compiled(self, undecided, machine, has_flash):
+        assert self.row(undecided, machine(H200)) == 16384
+        undecided.model.compile_layers = False
+        assert self.row(undecided, machine(H200)) == 8192
 
     def test_stays_short_where_memory_is_short(self, undecided, machine):
         assert self.row(undecided, machine(V100, memory=8.0)) == undecided.training.max_length
@@ -95,13 +101,14 @@ class TestRowLength:
         assert self.row(undecided, machine(H200)) == 2100
 
 
-def test_a_v100_gets_fp32_and_sdpa(undecided, machine):
+def test_a_v100_gets_fp32_and_sdpa_by_document(undecided, machine):
     resolution = resolve_auto(undecided, machine(V100, memory=32.0))
     config = resolution.config
     assert (config.precision.compute, config.precision.tf32) == (Compute.fp32, Switch.disabled)
-    assert config.attention.implementation is Attention.sdpa
+    assert config.attention.implementation is Attention.sdpa_by_document
     assert "volta has no bf16; fp16 would overflow" in whys(resolution)["precision.compute"]
-    assert "needs compute capability 8.0" in whys(resolution)["attention.implementation"]
+    assert "1.5 x as fast" in whys(resolution)["attention.implementation"]
+    assert check(config) == []
 
 
 def test_no_gpu_and_a_cpu_recipe(undecided, machine):
@@ -254,10 +261,10 @@ def test_the_callers_configuration_is_not_changed(undecided, machine):
     assert undecided == before
 
 
-def test_fp32_by_choice_takes_sdpa(undecided, machine, has_flash):
+def test_fp32_by_choice_takes_sdpa_by_document(undecided, machine, has_flash):
     undecided.precision.compute = Compute.fp32
     resolution = resolve_auto(undecided, machine(H200))
-    assert resolution.config.attention.implementation is Attention.sdpa
+    assert resolution.config.attention.implementation is Attention.sdpa_by_document
     assert check(resolution.config) == []
 
 

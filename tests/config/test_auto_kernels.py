@@ -90,7 +90,7 @@ NOT_COMPILED = {
     "sdpa": ({"attention.implementation": Attention.sdpa}, "varlen_attention only, and sdpa is asked for"),
     "flash": ({"attention.implementation": Attention.flash_attention_2}, "only, and flash_attention_2 is asked for"),
     "deterministic": ({"training.deterministic": True}, "the same bits in every run"),
-    "zero3": ({"parallelism": parallel(Strategy.zero3)}, "under parallelism=zero3 yet"),
+    "zero3": ({"parallelism": parallel(Strategy.zero3)}, "under parallelism=zero3"),
     "by_size": ({"parallelism": parallel(Strategy.fsdp, wrap_policy=WrapPolicy.size)}, "other ones than the blocks"),
     "by_class": ({"parallelism": parallel(Strategy.hsdp, wrap_classes=["Qwen2MLP"])}, "other ones than the blocks"),
     "zero2_offload": ({"parallelism": parallel(Strategy.zero2, **ON_THE_HOST)}, "are in host memory"),
@@ -119,8 +119,26 @@ def test_blocks_are_left_as_they_are_for_a_reason(undecided, changed, machine, v
 def test_older_gpus_and_cpus_are_left_as_they_are(undecided, machine, gpu, compute, reason):
     undecided.precision.compute = compute
     config, why = decided(undecided, machine(*([gpu] if gpu else [])))
-    assert (config.model.compile_layers, config.attention.implementation) == (False, Attention.sdpa)
+    is_fp32_on_a_gpu = gpu is not None and compute is Compute.auto
+    kernel = Attention.sdpa_by_document if is_fp32_on_a_gpu else Attention.sdpa
+    assert (config.model.compile_layers, config.attention.implementation) == (False, kernel)
     assert reason in why
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"packing.mode": PackingMode.padded},  # there is one document to a row
+        {"training.deterministic": True},
+        {"model.facts.architecture": "GemmaForCausalLM"},  # not compared with sdpa
+        {"precision.compute": Compute.fp16},  # not measured
+    ],
+    ids=str,
+)
+def test_fp32_goes_document_by_document_only_where_that_was_compared(undecided, changed, machine, values):
+    assert decided(undecided, machine(V100))[0].attention.implementation is Attention.sdpa_by_document
+    config, _ = decided(changed(undecided, values), machine(V100))
+    assert config.attention.implementation is Attention.sdpa
 
 
 def test_what_triton_lacks_decides_where_the_run_starts(undecided, machine):

@@ -88,7 +88,7 @@ TABLE = {
     ("volta", "qwen25_05b", "full"): ("ddp", "ddp"),
     ("volta", "qwen25_05b", "lora"): ("ddp", "ddp"),
     ("volta", "qwen25_3b", "full"): ("fsdp+!", "fsdp_grad_op+"),
-    ("volta", "qwen25_3b", "lora"): ("ddp+", "ddp+"),
+    ("volta", "qwen25_3b", "lora"): ("ddp+", "fsdp"),
     ("volta", "llama3_8b", "full"): ("fsdp+!", "fsdp+!"),
     ("volta", "llama3_8b", "lora"): ("fsdp+", "fsdp+"),
     ("volta", "llama2_70b_chat", "full"): ("fsdp+!", "fsdp+!"),

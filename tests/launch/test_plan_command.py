@@ -56,7 +56,7 @@ def test_the_choices_the_batch_the_launch_and_the_memory_are_shown() -> None:
     text = shown("qwen3b_zero2", folder=Path("/a/run"))
     for part in (
         "hardware.generation",
-        "model.compile_layers       false     varlen_attention, which compiles",
+        "model.compile_layers       false             varlen_attention, which compiles",
         "one optimizer step: 528 documents",
         "-m tunebook.launch.rank /a/run",
         "Memory of each GPU or rank (estimated, GiB, of 32)\n  weights 11.5 + gradients 2.9 + optimizer 4.3 + ",

@@ -37,7 +37,7 @@ def test_zero2_divides_gradients_and_optimizer_state_among_8_gpus() -> None:
 
 
 def test_checkpointing_keeps_each_layers_input_and_one_layer() -> None:
-    config = resolved("qwen05b_single", "hardware=volta")
+    config = resolved("qwen05b_single", "hardware=volta", "attention=sdpa")
     config.activation.checkpointing = Switch.disabled
     stored = plan_memory(config).memory
     config.activation.checkpointing = Switch.enabled
@@ -77,7 +77,7 @@ def test_with_every_activation_kept_the_parts_add_up() -> None:
 def test_the_verdict_is_no_only_where_it_cannot_be_yes(
     capacity: float | None, checkpointing: Switch, fits: bool | None, said: str
 ) -> None:
-    config = resolved("qwen05b_single")
+    config = resolved("qwen05b_single", "attention=sdpa")
     config.hardware.memory_gib = capacity
     config.activation.checkpointing = checkpointing
     plan = plan_memory(config)

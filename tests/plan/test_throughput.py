@@ -231,7 +231,7 @@ OFFLOADED = ZeroConfig(strategy=Strategy.zero2, offload_optimizer=Offload.cpu)
         ("activation.offload", True, "another host's memory"),
         ("optimizer.name", OptimizerName.paged_adamw_32bit, "another host's memory"),
         ("peft.method", PeftMethod.qlora, "a quantised base"),
-        ("precision.compute", Compute.fp8, "none in bf16 beside it: Llama 3 8B"),
+        ("precision.compute", Compute.fp8, "11,963 tokens/s on each of four H200"),
         ("precision.compute", Compute.fp32, "precision.tf32=disabled has an estimate"),
         ("attention.implementation", Attention.eager, "attention=eager"),
         ("packing.mode", PackingMode.padded, "padded rows were measured with sdpa, not with flash_attention_4"),

@@ -79,7 +79,7 @@ def decided(name: str, *overrides: str) -> tuple[Any, ...]:
 
 
 def test_qwen3b_follows_the_machine_and_its_exact_twin_does_not() -> None:
-    assert decided("qwen3b_zero2") == (Compute.fp32, Attention.sdpa, PackingMode.isolated)
+    assert decided("qwen3b_zero2") == (Compute.fp32, Attention.sdpa_by_document, PackingMode.isolated)
     modern = (Compute.bf16, Attention.varlen_attention, PackingMode.isolated)
     for hardware in ("hardware=ampere", "hardware=hopper"):
         assert decided("qwen3b_zero2", hardware) == modern

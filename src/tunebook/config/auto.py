@@ -30,7 +30,11 @@ __all__ = ["Choice", "Resolution", "resolve_auto"]
 # Tokens of a packed row that give a GPU work enough. Measured on one H200, Qwen2.5-0.5B (tests/bench/results): rows of
 # 1,024 are bound by launching kernels, 8,192 with flash attention are 5.6 x as fast; sdpa computes the whole square of
 # a row, so a longer row than 4,096 (2.5 x) costs more than it brings.
-_FULL_ROW_TOKENS = dict.fromkeys(FLASH, 8192) | {Attention.sdpa: 4096, Attention.flex_attention: 8192}
+_FULL_ROW_TOKENS = dict.fromkeys(FLASH, 8192) | {
+    Attention.sdpa: 4096,
+    Attention.sdpa_by_document: 4096,  # in fp32, where the products of a row keep a GPU busy
+    Attention.flex_attention: 8192,
+}
 # Compiled blocks leave less between the matrix products, which a longer row makes larger: Qwen2.5-3B on one H200 had
 # 25,079 tokens/s in rows of 8,192 and 27,062 in rows of 16,384 (h200x4_speed.jsonl).
 _FULL_COMPILED_ROW_TOKENS = 16_384

@@ -16,7 +16,7 @@ from tunebook.plan.flops import flops_per_token, model_flops_utilisation, recomp
 
 RESULTS = "tests/bench/results/"
 _SPEED, _SMALL = f"{RESULTS}h200_speed.jsonl", f"{RESULTS}h200_qwen05b_single.jsonl"
-_ONE_GPU = f"{RESULTS}h200_speed_one_gpu.jsonl"
+_ONE_GPU, _FOUR = f"{RESULTS}h200_speed_one_gpu.jsonl", f"{RESULTS}h200x4_speed.jsonl"
 BF16_PEAK, FP32_PEAK = 989.0, 67.0  # TFLOP/s of the GPU all was measured on
 MEASURED_ON = "H200"
 
@@ -141,6 +141,19 @@ ALONE = (
         source=f"{_SMALL} fp32_as_volta", model=QWEN_05B, tokens_per_second=8_946.25, tokens_per_pass=1024,
         attended_length=_CUT, attention=Attention.sdpa, compute=Compute.fp32,
     ),
+    Alone(
+        source=f"{_FOUR} volta_by_document", model=QWEN_3B, tokens_per_second=2_336.3, tokens_per_pass=4096,
+        attended_length=_WHOLE, attention=Attention.sdpa_by_document, compute=Compute.fp32,
+    ),
+    Alone(
+        source=f"{_FOUR} volta_sdpa", model=QWEN_3B, tokens_per_second=1_575.2, tokens_per_pass=4096,
+        attended_length=_WHOLE, attention=Attention.sdpa, compute=Compute.fp32, is_recomputed=True,
+    ),
+    Alone(  # 2 documents of 482 in the mean to a pass
+        source=f"{_FOUR} volta_padded", model=QWEN_3B, tokens_per_second=1_200.5, tokens_per_pass=1411,
+        attended_length=_WHOLE, attention=Attention.sdpa, compute=Compute.fp32, is_packed=False, padding_share=0.3169,
+        is_recomputed=True,
+    ),
 )  # fmt: skip
 # Padding where the documents' lengths are not known: measured with generated ones of up to 1,024 tokens, 6 to a pass.
 USUAL_PADDING_SHARE = 0.4983
@@ -189,6 +202,10 @@ SPREAD = (
     Spread(
         source=f"{_SPEED} fsdp", strategy=Strategy.fsdp, num_gpus=8, model=QWEN_3B, tokens_per_pass=8192,
         together=17_578, alone=22_233,
+    ),
+    Spread(
+        source=f"{_FOUR} ddp", strategy=Strategy.ddp, num_gpus=4, model=QWEN_3B, tokens_per_pass=8192,
+        together=24_138.5, alone=25_079.1,
     ),
     Spread(
         source=f"{_SPEED} zero3", strategy=Strategy.zero3, num_gpus=8, model=QWEN_3B, tokens_per_pass=8192,

@@ -98,7 +98,9 @@ def _estimate(config: RunConfig, batch: BatchPlan, facts: ModelFacts, peak: Peak
     if is_recomputed:
         flops += recomputed_flops_per_token(facts, attended)
     adapter = adapter_like(config)
-    share = row.efficiency * RECOMPUTED_GAIN ** (is_recomputed - row.is_recomputed) * (adapter.gain if adapter else 1)
+    # In fp32 both ways reached two thirds of the peak: products take so long that nothing else shows.
+    gain = 1.0 if row.compute is Compute.fp32 else RECOMPUTED_GAIN ** (is_recomputed - row.is_recomputed)
+    share = row.efficiency * gain * (adapter.gain if adapter else 1)
     work = real / (1 - padding) * flops / (peak.tflops * 1e12)  # seconds at the peak
     spread = spread_like(config, facts)
     speed = real / (work / share + _lost_seconds(spread, facts))
@@ -168,7 +170,7 @@ def _assumption(config: RunConfig, batch: BatchPlan, peak: Peak, row: Alone, spr
         )
     if batch.tokens_per_step is None and batch.is_packed:
         parts.append("rows are full")
-    if config.activation.checkpointing is Switch.enabled and not row.is_recomputed:
+    if config.activation.checkpointing is Switch.enabled and not row.is_recomputed and row.compute is not Compute.fp32:
         parts.append(f"activation checkpointing leaves {RECOMPUTED / STORED:.0%} of the speed")
     if spread is not None:
         taken = f", taken as {spread.strategy.name}," if measured_as(strategy) is not strategy else ""
