@@ -1,7 +1,7 @@
 """All speeds that were measured and recorded here, drawn as one page: `python tests/bench/speed_page.py FILE.html`.
 
-Reads `tests/bench/results/`: one GPU beside TRL in the same samples, the same spread over several GPUs, what a step's
-time is spent in, and the preparation of data. Runs that did not end say so in the data and are left out here.
+Reads `tests/bench/results/`: one GPU beside TRL in the same samples, the same spread over several GPUs, Llama 3 8B,
+fp32, what a step's time is spent in, and the preparation of data. Runs of few steps say so in the data and are left out.
 """
 
 from __future__ import annotations
@@ -23,6 +23,12 @@ KINDS = {
     "elementwise": "other elementwise kernels", "copies": "copies and casts", "loss": "loss", "optimizer": "optimizer",
     "other": "other kernels",
 }  # fmt: skip
+_TWO, _FOUR = "h200_speed_spread", "h200x4_speed"
+_VOLTA = {
+    "volta_padded": "padded, as the source of the 3B recipe",
+    "volta_sdpa": "packed, attention=sdpa: under the mask of a whole row",
+    "volta_by_document": "packed, attention=sdpa_by_document: what auto takes",
+}
 _SETTINGS_OF_ALL = ("activation=stored", "model.liger_kernel=false")
 
 
@@ -80,10 +86,14 @@ def one_gpu(results: Path = RESULTS) -> Section:
     )
 
 
-def spread(results: Path = RESULTS) -> Section:
-    """Strategies over two GPUs, and the same on one of them."""
-    newest = {line["name"]: line for line in read("h200_speed_spread", results) if is_timed(line)}
-    lines = [line for line in newest.values() if line["model"] == "qwen25_3b"]
+def spread(file: str, title: str, results: Path = RESULTS) -> Section:
+    """Strategies over the GPUs of one machine, and the same on one of them."""
+    newest = {line["name"]: line for line in read(file, results) if is_timed(line)}
+    lines = [
+        line
+        for line in newest.values()
+        if line["model"] == "qwen25_3b" and "packing.row_length=8192" in line["variant"]
+    ]
     alone = next(line["tokens_per_second_per_gpu"] for line in lines if line["gpus"] == 1)
     bars = []
     for line in sorted(lines, key=lambda line: -line["tokens_per_second_per_gpu"]):
@@ -91,9 +101,33 @@ def spread(results: Path = RESULTS) -> Section:
         name = "one GPU" if line["gpus"] == 1 else f"{line['name']}, {line['gpus']} GPUs"
         bars.append(_speed_bar(line, name, more=f"; {share} of one GPU"))
     return Section(
-        key="spread",
-        title="Spread over GPUs",
+        key=file,
+        title=title,
         note="The same model with compiled blocks in rows of 8,192 tokens; tokens per second of each GPU.",
+        bars=bars,
+    )
+
+
+def eight_billion(results: Path = RESULTS) -> Section:
+    """Llama 3 8B, all of it and by LoRA."""
+    lines = [line for file in (_TWO, _FOUR) for line in read(file, results)]
+    bars = [
+        _speed_bar(line, f"{line['gpus']} x H200, {_typed(line['variant'])}")
+        for line in sorted(lines, key=lambda line: line.get("tokens_per_second_per_gpu") or 0.0)
+        if line["model"] == "llama3_8b" and is_timed(line)
+    ]
+    note = "Tokens per second of each GPU. The share is of 989 TFLOP/s, in fp8 of 1,979; LoRA's counts no products for "
+    return Section(key="llama", title="Llama 3 8B", note=note + "gradients of frozen weights.", bars=bars)
+
+
+def without_bf16(results: Path = RESULTS) -> Section:
+    """fp32 without TF32, as GPUs before Ampere compute."""
+    found = {line["name"]: line for line in read(_FOUR, results) if line["name"] in _VOLTA}
+    bars = [_speed_bar(found[name], said) for name, said in _VOLTA.items()]
+    return Section(
+        key="volta",
+        title="In fp32, as a V100 computes",
+        note="Qwen2.5-3B on one H200 without TF32, 4,096 tokens a step. The share is of 67 TFLOP/s.",
         bars=bars,
     )
 
@@ -166,7 +200,9 @@ def _said(settings: dict[str, Any]) -> str:
 
 def page(results: Path = RESULTS) -> str:
     """The page as HTML of one file."""
-    sections = [one_gpu(results), spread(results), *step_times(results), preparation(results)]
+    two, four = spread(_TWO, "Spread over two GPUs", results), spread(_FOUR, "Spread over four GPUs", results)
+    others = [eight_billion(results), without_bf16(results)]
+    sections = [one_gpu(results), two, four, *others, *step_times(results), preparation(results)]
     return render_page("speed.html.jinja", beside=Path(__file__).parent, sections=sections)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from speed_page import is_timed, one_gpu, page, preparation, spread, step_times
+from speed_page import eight_billion, is_timed, one_gpu, page, preparation, spread, step_times, without_bf16
 
 
 def test_ours_and_trls_stand_in_one_section_by_their_speed() -> None:
@@ -25,10 +25,25 @@ def test_ours_and_trls_stand_in_one_section_by_their_speed() -> None:
 
 
 def test_a_strategy_is_drawn_by_its_newest_run_beside_one_gpu() -> None:
-    bars = {bar.name: bar for bar in spread().bars}
+    bars = {bar.name: bar for bar in spread("h200_speed_spread", "two").bars}
     assert bars["one GPU"].text.endswith("; 100.0 % of one GPU")
     assert bars["ddp, 2 GPUs"].value == 24_100.0
     assert bars["ddp, 2 GPUs"].text.endswith("; 94.8 % of one GPU")
+
+
+def test_four_gpus_are_drawn_beside_one_of_their_own_machine() -> None:
+    bars = {bar.name: bar.text for bar in spread("h200x4_speed", "four").bars}
+    assert bars["ddp, 4 GPUs"] == "24,138 tokens/s, 46.3 %; 96.2 % of one GPU"
+    assert bars["fsdp, 4 GPUs"] == "21,467 tokens/s, 41.2 %; 85.6 % of one GPU"
+    assert not any("16384" in name or "volta" in name for name in bars)
+
+
+def test_llama_and_fp32_have_sections_of_their_own() -> None:
+    names = [bar.name for bar in eight_billion().bars]
+    assert len(names) == 3 and sum("precision=fp8" in name for name in names) == 1
+    padded, packed, by_document = without_bf16().bars
+    assert by_document.value / padded.value == pytest.approx(1.95, abs=0.005)
+    assert by_document.value / packed.value == pytest.approx(1.48, abs=0.005)
 
 
 def test_the_parts_of_a_step_add_up_to_it() -> None:
@@ -65,6 +80,6 @@ def test_the_page_escapes_what_results_say(tmp_path: Path) -> None:
     text = page(tmp_path)
     assert "<script>alert" not in text
     assert "&lt;script&gt;alert(1)" in text
-    assert text.count('class="run"') == sum(
-        len(section.bars) for section in (one_gpu(), spread(), preparation(), *step_times())
-    )
+    spreads = (spread("h200_speed_spread", "two"), spread("h200x4_speed", "four"))
+    sections = (one_gpu(), *spreads, eight_billion(), without_bf16(), preparation(), *step_times())
+    assert text.count('class="run"') == sum(len(section.bars) for section in sections)
