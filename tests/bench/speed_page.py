@@ -1,7 +1,7 @@
 """All speeds that were measured and recorded here, drawn as one page: `python tests/bench/speed_page.py FILE.html`.
 
 Reads `tests/bench/results/`: one GPU beside TRL in the same samples, the same spread over several GPUs, Llama 3 8B,
-fp32, what a step's time is spent in, and the preparation of data. Runs of few steps say so in the data and are left out.
+fp32, what a step's time is spent in, and the preparation of data. Runs of few steps are left out.
 """
 
 from __future__ import annotations

@@ -109,3 +109,24 @@ def test_buffers_of_ddp_and_full_shard(sound):
     sound.parallelism = FsdpConfig(strategy=Strategy.fsdp)
     shard = 2 * (embeddings + 3 * layers / 24)  # in bf16: two layers are gathered, one has its gradient whole
     assert estimate_memory(sound, facts).buffers_gib == pytest.approx(shard / GIB, rel=1e-6)
+
+
+def test_buckets_that_zero_3_was_given_count_and_the_usual_ones_do_not(sound):
+    facts = sound.model.facts  # of 0.49 billion parameters
+    sound.hardware.gpus_per_node = 8
+    sound.parallelism = ZeroConfig(strategy=Strategy.zero3)
+    usual = estimate_memory(sound, facts).buffers_gib
+    typed = {
+        "reduce_bucket_size": 4.5 * 4 * 200_000_000,  # overlapped, which is DeepSpeed's default in this stage
+        "prefetch_bucket_size": 4 * 200_000_000,
+        "max_live_parameters": 0,  # the model has fewer than are kept by default
+    }
+    for key, more in typed.items():
+        sound.parallelism = ZeroConfig(strategy=Strategy.zero3, **{key: 200_000_000})
+        assert estimate_memory(sound, facts).buffers_gib - usual == pytest.approx(more / GIB), key
+    sound.parallelism = ZeroConfig(strategy=Strategy.zero3, reduce_bucket_size=200_000_000, overlap_comm=False)
+    assert estimate_memory(sound, facts).buffers_gib - usual == pytest.approx(4 * 200_000_000 / GIB)
+    facts.num_parameters, sound.parallelism = 3_000_000_000, ZeroConfig(strategy=Strategy.zero3)
+    usual = estimate_memory(sound, facts).buffers_gib
+    sound.parallelism.max_live_parameters = 2_500_000_000
+    assert estimate_memory(sound, facts).buffers_gib - usual == pytest.approx(4 * 1_500_000_000 / GIB)
