@@ -16,6 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+
+from tunebook.model.random_weights import draw_weights
 
 STRATEGIES = ("ddp", "zero2", "zero3", "fsdp")
 SIZES = {
@@ -116,8 +119,9 @@ def test_rank_0_draws_and_the_others_get_the_same(
     random = words(bench, whole, strategy, 2, "model.weights=random", "training.seed=7")
     code, lines, output = bench.launch(tmp_path / "run", random, 2, sums=True)
     assert (code, len(lines)) == (0, 2), output
-    torch.manual_seed(7)
-    drawn = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(whole), dtype=torch.float32)
+    with no_init_weights():
+        drawn = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(whole), dtype=torch.float32)
+    draw_weights(drawn, seed=7)
     expected = {name: weight.double().sum().item() for name, weight in drawn.named_parameters()}
     for line in lines:
         assert line["sums"] == pytest.approx(expected, rel=1e-6, abs=1e-5)
