@@ -38,10 +38,9 @@ def test_every_tensor_has_the_mean_and_spread_that_the_library_would_give_it(kin
         assert abs(weight.std(correction=0) - theirs[name].std(correction=0)) <= 2 * room + 1e-8, name
 
 
-@pytest.mark.parametrize("is_tied", [True, False])
-def test_the_padding_tokens_embedding_is_zero_as_the_library_has_it(is_tied):
-    assert not upstream(tie_word_embeddings=is_tied).get_input_embeddings().weight[3].any()
-    assert not drawn(tie_word_embeddings=is_tied).get_input_embeddings().weight[3].any()
+def test_the_padding_tokens_embedding_is_zero_as_the_library_has_it():
+    assert not upstream().get_input_embeddings().weight[3].any()
+    assert not drawn().get_input_embeddings().weight[3].any()
 
 
 def test_the_number_of_threads_changes_no_bit_and_the_seed_all_of_them(monkeypatch):

@@ -26,7 +26,8 @@ def draw_weights(model: PreTrainedModel, seed: int, num_threads: int | None = No
     """Initialise a model whose weights are fp32 on the CPU and not written yet, by its own rules, in place.
 
     `num_threads`: all cores of this process if None. Distributions other than the normal one come from torch's
-    generator, which is seeded here, too.
+    generator, which is seeded here, too. Of a tied pair the head's draw is what stays, a padding token's row as well,
+    which the library would leave at zero.
     """
     torch.manual_seed(seed)
     with ThreadPoolExecutor(num_threads or len(os.sched_getaffinity(0))) as pool, _NormalsInPieces(seed, pool):
