@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tunebook.evidence.files import read_evidence
 from tunebook.evidence.gather import read_finished
-from tunebook.evidence.overview import update_overview
+from tunebook.evidence.overview import cell, update_overview
 from tunebook.evidence.recording import record_evidence
 
 from .conftest import MakeRun
@@ -46,3 +47,10 @@ def test_a_book_without_the_row_is_left_alone(tmp_path: Path, evidence: Path) ->
     assert not update_overview(readme, "unlisted", [evidence])
     assert not update_overview(readme, "quickstart", [])
     assert readme.read_text() == TABLE
+
+
+def test_two_claims_on_the_same_gpus_are_told_apart(project_root: Path) -> None:
+    files = sorted((project_root / "recipes/qwen3b_zero2/evidence").glob("*.json"))
+    links = cell("qwen3b_zero2", files, [read_evidence(file) for file in files]).split("), [")
+    names = [link.partition("]")[0].removeprefix("[") for link in links]
+    assert names == ["1 x H200, bf16", "2 x H200, bf16", "4 x H200, bf16", "4 x H200, fp32"]

@@ -1,7 +1,7 @@
 """`parallelism=auto`: the fastest strategy whose estimated memory fits, tried with what would be decided for it.
 
-How fast each is was measured on two H200 (tests/bench/results/h200_speed_spread.jsonl): the less of a model is
-divided, the less the GPUs wait for each other.
+How fast each is was measured on two and four H200 (tests/bench/results: h200_speed_spread.jsonl, h200x4_speed.jsonl):
+the less of a model is divided, the less the GPUs wait for each other.
 """
 
 from __future__ import annotations

@@ -32,11 +32,13 @@ def row_start(recipe: str) -> str:
 
 
 def cell(recipe: str, files: Sequence[Path], evidence: Sequence[Evidence]) -> str:
-    """A link per file, named by its hardware, and what it was run with."""
+    """A link per file, named by its hardware and what GPUs computed in, and what it was run with."""
     told = []
     for file, found in zip(files, evidence, strict=True):
         hardware, ran = found.hardware, found.ran
         layers = "" if ran.layers.startswith("all") else f", {ran.layers} layers"
         name = f"{hardware.gpus} x {(hardware.gpu or 'CPU').removeprefix('NVIDIA ')}"
+        if hardware.gpu is not None:
+            name += f", {found.inputs.config['precision']['compute']}"
         told.append(f"[{name}](recipes/{recipe}/evidence/{file.name}) ({ran.weights} weights{layers})")
     return ", ".join(told)
