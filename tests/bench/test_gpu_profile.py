@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu_turns"))
-from gpu_profile import covered, kind_of, summary  # noqa: E402
+from gpu_profile import covered, kind_of, summary
 
 
 def test_covered_counts_overlapping_spans_once() -> None:
