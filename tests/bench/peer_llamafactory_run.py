@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from llamafactory.train.tuner import run_exp
+from llamafactory.train.tuner import run_exp  # type: ignore[import-not-found]
 from peer_meter import Meter
 
 

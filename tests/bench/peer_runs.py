@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import signal
 import statistics
 import subprocess
@@ -51,7 +52,8 @@ def parse(doc: str | None, variants: Iterable[str]) -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--timeout-s", type=float, default=240, help="of one variant")
     parser.add_argument("--site", type=Path, help="a folder of the peer's own packages, before those of PYTHONPATH")
-    parser.add_argument("--more", nargs="*", default=[], help="further words for every variant, as the peer takes them")
+    parser.add_argument("--more", type=shlex.split, default=[], metavar="'WORD ...'",
+                        help="further words for every variant, as the peer takes them: --more='--a=1 --b'")  # fmt: skip
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
     return arguments

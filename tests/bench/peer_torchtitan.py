@@ -55,6 +55,8 @@ _LLAMA, _QWEN, _TINY = ("llama3_8b", "llama3"), ("qwen25_3b", "qwen3"), (TINY, "
 # fmt: off
 VARIANTS: dict[str, Variant] = {
     "llama8b_compiled_by_document": Variant(*_LLAMA, "8B_varlen", [*_COMPILED, *_STORED]),
+    "llama8b_compiled_unsharded_by_document":  # between a micro batch's passes; ZeRO-2, in other words
+        Variant(*_LLAMA, "8B_varlen", [*_COMPILED, *_STORED, "--parallelism.fsdp_reshard_after_forward=never"]),
     "llama8b_compiled": Variant(*_LLAMA, "8B", [*_COMPILED, *_STORED]),
     "llama8b_default": Variant(*_LLAMA, "8B", _SELECTIVE),  # as its llama3_8b.toml says
     "llama8b_compiled_selective": Variant(*_LLAMA, "8B", [*_COMPILED, *_SELECTIVE], rows=2),
@@ -98,6 +100,7 @@ def words_of(variant: Variant, gpus: int, steps: int) -> list[str]:
         "--lr_scheduler.warmup_steps=3",
         "--metrics.log_freq=1",
         "--metrics.disable_color_printing",
+        "--comm.train_timeout_seconds=300",  # of 100: the second step may compile again, for any length of document
         *variant.words,
     ]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchtitan.models.qwen3 import Qwen3ModelArgs, qwen3_args
+from torchtitan.models.qwen3 import Qwen3ModelArgs, qwen3_args  # type: ignore[import-not-found]
 
 _QWEN25_3B: dict[str, Any] = {
     "vocab_size": 151936, "dim": 2048, "head_dim": 128, "n_layers": 36, "n_heads": 16, "n_kv_heads": 2,
