@@ -55,6 +55,7 @@ _LLAMA, _QWEN, _TINY = ("llama3_8b", "llama3"), ("qwen25_3b", "qwen3"), (TINY, "
 # fmt: off
 VARIANTS: dict[str, Variant] = {
     "llama8b_compiled_by_document": Variant(*_LLAMA, "8B_varlen", [*_COMPILED, *_STORED]),
+    "llama8b_compiled_by_document_16384": Variant(*_LLAMA, "8B_varlen", [*_COMPILED, *_STORED], length=16384),
     "llama8b_compiled_unsharded_by_document":  # between a micro batch's passes; ZeRO-2, in other words
         Variant(*_LLAMA, "8B_varlen", [*_COMPILED, *_STORED, "--parallelism.fsdp_reshard_after_forward=never"]),
     "llama8b_compiled": Variant(*_LLAMA, "8B", [*_COMPILED, *_STORED]),
@@ -64,6 +65,9 @@ VARIANTS: dict[str, Variant] = {
     "llama8b_fp8_tensorwise": Variant(*_LLAMA, "8B", [*_COMPILED, *_STORED, *_FP8_TENSORWISE]),
     "llama8b_fp8_rowwise": Variant(*_LLAMA, "8B", [*_COMPILED, *_STORED, *_FP8_ROWWISE]),
     "llama8b_fp8_tensorwise_by_document": Variant(*_LLAMA, "8B_varlen", [*_COMPILED, *_STORED, *_FP8_TENSORWISE]),
+    "llama8b_fp8_tensorwise_by_document_16384":
+        Variant(*_LLAMA, "8B_varlen", [*_COMPILED, *_STORED, *_FP8_TENSORWISE], length=16384),
+    "qwen3b_compiled_by_document_16384": Variant(*_QWEN, "2.5-3B_varlen", [*_COMPILED, *_STORED], length=16384),
     "qwen3b_compiled_by_document": Variant(*_QWEN, "2.5-3B_varlen", [*_COMPILED, *_STORED]),
     "qwen3b_compiled": Variant(*_QWEN, "2.5-3B", [*_COMPILED, *_STORED]),
     "qwen3b_compiled_selective_by_document":
