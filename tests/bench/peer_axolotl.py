@@ -4,7 +4,7 @@
 
 Needs axolotl 0.19.0, the newest that allows torch 2.11, and what it imports, in `--site`. `default` is what it does
 where the model, the data, the length and the batch that it requires are said; the others are flags that make it faster.
-Full fine-tune of Qwen2.5-3B, random weights, which its `bf16: true` loads and trains in bf16, without an fp32 copy. Real
+Full fine-tune of Qwen2.5-3B, random weights that its `bf16: true` loads and trains in bf16, without an fp32 copy. Real
 tokens are counted as the model gets them, without padding; the median after 10 steps. Its packing isolates documents on
 `sdpa` by a block mask, and with `sdpa_varlen` by torch's varlen kernels. Documents longer than a row are left out.
 """
