@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +24,7 @@ class Meter(TrainerCallback):
     """Seconds and real tokens of each optimizer step."""
 
     def __init__(self, count: Callable[[Any], int] = unmasked_tokens) -> None:
-        self.tokens = 0
+        self.tokens: Any = 0
         self.speeds: list[float] = []
         self.seconds: list[float] = []
         self._count = count
@@ -47,5 +51,55 @@ class Meter(TrainerCallback):
             torch.cuda.synchronize()
         now = time.perf_counter()
         self.seconds.append(now - self._started)
-        self.speeds.append(self.tokens / self.seconds[-1])
+        self.speeds.append(int(self.tokens) / self.seconds[-1])
         self.tokens, self._started = 0, now
+
+
+class Recorder(Meter):
+    """A meter that finds the trainer's collator by itself, and ends the program once training is done."""
+
+    def __init__(self, file: Path, padding_id: int) -> None:
+        # Not by the mask: packed rows have ones over their padding, or the number of each document.
+        super().__init__(lambda batch: int((batch["input_ids"] != padding_id).sum()))
+        self.file = file
+        self.padding_id = padding_id
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Before the first batch is collated."""
+        loader = kwargs["train_dataloader"]
+        loader = getattr(loader, "base_dataloader", loader)  # what accelerate has wrapped
+        loader.collate_fn = self.counting(loader.collate_fn)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """What was measured; the model is not saved, which would take longer than training it."""
+        if state.is_world_process_zero:
+            has_gpu = torch.cuda.is_available()
+            model = kwargs["model"]
+            measured = {
+                "speeds": self.speeds,
+                "seconds": self.seconds,
+                "losses": [line["loss"] for line in state.log_history if "loss" in line],
+                "memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3) if has_gpu else None,
+                "hardware": torch.cuda.get_device_name() if has_gpu else "cpu",
+                "weights_dtype": str(next(model.parameters()).dtype),
+                "attention": model.config._attn_implementation,
+                "rows_per_step": args.per_device_train_batch_size * args.gradient_accumulation_steps,
+            }
+            self.file.write_text(json.dumps(measured), encoding="utf-8")
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+class ForwardRecorder(Recorder):
+    """The same where batches are collated in other processes: counted as the model gets them."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The count stays on the GPU until the step has ended."""
+        kwargs["model"].register_forward_pre_hook(self._count_forward, with_kwargs=True)
+
+    def _count_forward(self, module: Any, positional: Any, batch: dict[str, Any]) -> None:
+        if module.training:
+            self.tokens = self.tokens + (batch["input_ids"] != self.padding_id).sum()

@@ -9,6 +9,7 @@ import pytest
 BENCH = Path(__file__).parent
 sys.path.insert(0, str(BENCH))
 
+import peer_axolotl  # noqa: E402
 import peer_llamafactory  # noqa: E402
 import peer_torchtitan  # noqa: E402
 from peer_documents import TINY, Corpus  # noqa: E402
@@ -93,6 +94,16 @@ def test_packed_rows_of_llamafactory_hold_the_tokens_of_a_step():
             rows = settings["per_device_train_batch_size"] * settings["gradient_accumulation_steps"]
             assert rows * settings["cutoff_len"] == TOKENS_PER_STEP, name
     assert set(peer_llamafactory.DEFAULT) <= set(peer_llamafactory.VARIANTS)
+
+
+def test_packed_rows_of_axolotl_hold_the_tokens_of_a_step_and_every_variant_is_metered():
+    for name, variant in peer_axolotl.VARIANTS.items():
+        settings = peer_axolotl.settings_of(variant, 25)
+        assert settings["plugins"][-1] == "peer_axolotl_plugin.MeterPlugin", name
+        if settings.get("sample_packing"):
+            rows = settings["micro_batch_size"] * settings["gradient_accumulation_steps"]
+            assert rows * settings["sequence_len"] == TOKENS_PER_STEP, name
+    assert set(peer_axolotl.DEFAULT) <= set(peer_axolotl.VARIANTS)
 
 
 def test_what_llamafactorys_meter_wrote_is_read(corpus, tmp_path):
