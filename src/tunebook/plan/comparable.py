@@ -33,9 +33,9 @@ def why_not_estimated(config: RunConfig) -> str | None:
         (_needs_host(config), "no speed was measured that would carry over to another host's memory, cores and disks"),
         (config.peft.method is PeftMethod.qlora, "no speed was measured with a quantised base (peft=qlora)"),
         (
-            compute is Compute.fp8,
-            "in fp8 a few steps were timed: Llama 3 8B under FSDP, 11,963 tokens/s on each of four H200 for 10,289 in "
-            "bf16",
+            compute is Compute.fp8 and (is_padded or kernel not in FLASH or not config.model.compile_layers),
+            "in fp8 only compiled blocks in packed rows were measured (model.compile_layers=true, "
+            "attention=varlen_attention)",
         ),
         (
             compute is Compute.fp32 and config.precision.tf32 is Switch.enabled,
@@ -64,11 +64,10 @@ def alike(config: RunConfig, facts: ModelFacts, flops_per_pass: float) -> Alone:
 
     A pass with little work leaves a GPU waiting for the next kernel, and narrow layers make small products.
     """
-    is_fp32 = config.precision.compute is Compute.fp32
+    compute = Compute.bf16 if config.precision.compute is Compute.fp16 else config.precision.compute
     kernel, is_packed = config.attention.implementation, config.packing.mode is PackingMode.isolated
-    rows = [row for row in ALONE if (row.compute is Compute.fp32) == is_fp32]
-    rows = [row for row in rows if row.is_packed == is_packed]
-    if not is_fp32:  # which has no such kernels
+    rows = [row for row in ALONE if row.compute is compute and row.is_packed == is_packed]
+    if compute is not Compute.fp32:  # which has no such kernels
         rows = [row for row in rows if (row.attention in FLASH) == (kernel in FLASH)]
         # Compiled blocks were measured with one model only: for others they are taken as if they were not.
         is_compiled = bool(config.model.compile_layers)

@@ -17,15 +17,19 @@ from tunebook.plan.flops import flops_per_token, model_flops_utilisation, recomp
 RESULTS = "tests/bench/results/"
 _SPEED, _SMALL = f"{RESULTS}h200_speed.jsonl", f"{RESULTS}h200_qwen05b_single.jsonl"
 _ONE_GPU, _FOUR = f"{RESULTS}h200_speed_one_gpu.jsonl", f"{RESULTS}h200x4_speed.jsonl"
-BF16_PEAK, FP32_PEAK = 989.0, 67.0  # TFLOP/s of the GPU all was measured on
+BF16_PEAK, FP32_PEAK, FP8_PEAK = 989.0, 67.0, 1979.0  # TFLOP/s of the GPU all was measured on
 MEASURED_ON = "H200"
 
 QWEN_3B = ModelFacts(num_parameters=3_085_938_688, num_layers=36, hidden_size=2048)
 QWEN_05B = ModelFacts(num_parameters=494_032_768, num_layers=24, hidden_size=896)
+LLAMA_8B = ModelFacts(num_parameters=8_030_261_248, num_layers=32, hidden_size=4096)
+LLAMA_8B_SLICE = ModelFacts(num_parameters=3_668_021_248, num_layers=12, hidden_size=4096)
 LLAMA_70B_SLICE = ModelFacts(num_parameters=3_946_913_792, num_layers=4, hidden_size=8192)
 _NAMES = {
     QWEN_3B.num_parameters: "Qwen2.5-3B",
     QWEN_05B.num_parameters: "Qwen2.5-0.5B",
+    LLAMA_8B.num_parameters: "Llama 3 8B",
+    LLAMA_8B_SLICE.num_parameters: "12 layers of Llama 3 8B",
     LLAMA_70B_SLICE.num_parameters: "4 layers of Llama 2 70B, as one of four under FSDP",
 }
 
@@ -63,7 +67,7 @@ class Alone:
         flops = flops_per_token(self.model, self.attended_length)
         if self.is_recomputed:
             flops += recomputed_flops_per_token(self.model, self.attended_length)
-        peak = FP32_PEAK if self.compute is Compute.fp32 else BF16_PEAK
+        peak = {Compute.fp32: FP32_PEAK, Compute.fp8: FP8_PEAK}.get(self.compute, BF16_PEAK)
         return model_flops_utilisation(self.tokens_per_second / (1 - (self.padding_share or 0.0)), flops, peak)
 
     @property
@@ -123,6 +127,19 @@ ALONE = (
     Alone(
         source=f"{_SMALL} sdpa", model=QWEN_05B, tokens_per_second=11_359.6, tokens_per_pass=1024,
         attended_length=_CUT, attention=Attention.sdpa,
+    ),
+    Alone(
+        source=f"{_FOUR} llama8b_12_layers", model=LLAMA_8B_SLICE, tokens_per_second=27_452.15, tokens_per_pass=16384,
+        attended_length=_WHOLE, attention=Attention.varlen_attention, is_compiled=True,
+    ),
+    Alone(
+        source=f"{_FOUR} llama8b_12_layers_fp8", model=LLAMA_8B_SLICE, tokens_per_second=33_304.5,
+        tokens_per_pass=16384, attended_length=_WHOLE, attention=Attention.varlen_attention, compute=Compute.fp8,
+        is_compiled=True,
+    ),
+    Alone(
+        source=f"{_FOUR} compiled_16384_fp8", model=QWEN_3B, tokens_per_second=30_153.3, tokens_per_pass=16384,
+        attended_length=_WHOLE, attention=Attention.varlen_attention, compute=Compute.fp8, is_compiled=True,
     ),
     # Sharded over 4 GPUs, so a single one would have reached more: the one measurement of wide layers with sdpa.
     Alone(
@@ -200,8 +217,18 @@ SPREAD = (
         together=17_289, alone=22_233,
     ),
     Spread(
-        source=f"{_SPEED} fsdp", strategy=Strategy.fsdp, num_gpus=8, model=QWEN_3B, tokens_per_pass=8192,
-        together=17_578, alone=22_233,
+        source=f"{_FOUR} fsdp", strategy=Strategy.fsdp, num_gpus=4, model=QWEN_3B, tokens_per_pass=8192,
+        together=21_496.7, alone=25_168.35,
+    ),
+    # No GPU holds this model's states alone; so fast one would be with the share of its peak that 12 of the 32 layers
+    # reached. The second was measured before blocks knew their own sizes under FSDP, so it lost a little less.
+    Spread(
+        source=f"{_FOUR} llama8b_fsdp_16384", strategy=Strategy.fsdp, num_gpus=4, model=LLAMA_8B,
+        tokens_per_pass=16384, together=11_348.05, alone=12_501,
+    ),
+    Spread(
+        source=f"{_FOUR} llama8b_grad_op", strategy=Strategy.fsdp_grad_op, num_gpus=4, model=LLAMA_8B,
+        tokens_per_pass=8192, together=10_594.05, alone=12_501,
     ),
     Spread(
         source=f"{_FOUR} ddp", strategy=Strategy.ddp, num_gpus=4, model=QWEN_3B, tokens_per_pass=8192,
