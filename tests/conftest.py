@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -70,6 +70,25 @@ def tokenizer() -> PreTrainedTokenizerBase:
     from tunebook.model.tokenizer import load_tokenizer
 
     return load_tokenizer(ModelConfig(path="book:recipes/quickstart/model"))
+
+
+@pytest.fixture(scope="session")
+def small_qwen2() -> Callable[..., PreTrainedModel]:
+    """Make a Qwen2 of a few thousand weights, drawn alike each time: `small_qwen2(num_hidden_layers=3)`."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    usual = {
+        "vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+
+    def make(**sizes: int | None) -> PreTrainedModel:
+        torch.manual_seed(0)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **(usual | sizes)))
+        return model
+
+    return make
 
 
 @pytest.fixture(scope="session")

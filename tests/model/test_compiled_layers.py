@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from tunebook.config.auto_kernels import COMPILED_ARCHITECTURES
 from tunebook.config.choices import Attention
@@ -18,13 +17,8 @@ INPUTS = {"input_ids": torch.arange(3, 12)[None], "position_ids": torch.arange(9
 
 
 @pytest.fixture
-def model():
-    config = AutoConfig.for_model(
-        "qwen2", vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
-        num_key_value_heads=1, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config)
+def model(small_qwen2):
+    return small_qwen2(num_hidden_layers=3)
 
 
 def gradients(model):
