@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -55,6 +56,30 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         if os.environ.get("CI"):
             pytest.fail(message)
         pytest.skip(message)
+
+
+@pytest.fixture(autouse=True)
+def leaves_the_process_as_it_was() -> Iterator[None]:
+    """A test that changes what torch and accelerate keep for a whole process fails itself, not one that comes later."""
+    before = _left_behind()
+    yield
+    left = _left_behind() - before
+    assert not left, f"this test leaves behind, for all that run after it: {', '.join(sorted(left))}"
+
+
+def _left_behind() -> set[str]:
+    """What is not as it is in a new process, of what has made other tests fail; nothing is imported to find out."""
+    found = {f"the variable {name}" for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))}
+    torch, compiler = sys.modules.get("torch"), sys.modules.get("torch._dynamo.config")
+    if compiler is not None and getattr(compiler, "optimize_ddp", None) is not True:
+        found.add("torch._dynamo.config.optimize_ddp")
+    if torch is None:
+        return found
+    if torch.distributed.is_initialized():
+        found.add("a process group")
+    if torch.get_default_dtype() is not torch.float32 or torch.get_default_device().type != "cpu":
+        found.add("a default of torch's tensors")
+    return found
 
 
 @pytest.fixture(scope="session")

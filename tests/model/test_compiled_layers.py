@@ -13,6 +13,7 @@ from tunebook.model.blocks import transformer_blocks
 from tunebook.model.compiled_layers import compile_layers
 from tunebook.model.varlen_attention import register
 
+pytestmark = pytest.mark.usefixtures("own_compiler")
 INPUTS = {"input_ids": torch.arange(3, 12)[None], "position_ids": torch.arange(9)[None]}
 
 
@@ -63,7 +64,6 @@ def test_rows_of_another_length_compile_nothing_again(model):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@torch._dynamo.config.patch(optimize_ddp=True)  # torch's default, which others may have changed
 def test_ddp_does_not_cut_a_block_where_its_buckets_end(model, tmp_path):
     graphs = []
 

@@ -103,6 +103,7 @@ class TestConverted:
         with pytest.raises(RequestError, match=r"no linear layer of Qwen2ForCausalLM .* try precision=bf16"):
             convert_to_fp8(model(intermediate_size=64), Fp8Scaling.tensorwise, emulate=True)
 
+    @pytest.mark.usefixtures("own_compiler")
     @pytest.mark.parametrize("is_compiled", [False, True], ids=["plain", "compiled"])
     def test_plain_products_are_those_of_the_model_that_was_converted(self, model, is_compiled):
         converted, plain = model(), logits(model())
