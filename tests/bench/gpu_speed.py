@@ -5,7 +5,7 @@
 Qwen2.5-3B, or what a variant names, at full size: random weights, generated documents of lognormal(5.8, 0.9) tokens cut
 to 16 to 4,096, all of whose tokens count; 32,768 tokens per GPU and optimizer step. The speed is that of real tokens,
 the median of the optimizer steps after the first 10. A variant is what is typed after the recipe. Each has its GPU for
-itself; the kernels of one step of those after `--profile` are looked at in a second run, which is not timed.
+itself; of those named after `--profile` the kernels of the eighth step are looked at, too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ _FP8 = ["precision=fp8"]
 _BF16 = ["precision.master_weights=bf16"]
 # As a V100 computes; a step of 4,096 tokens (8 documents of 482 in the mean) takes as long as one of 32,768 in bf16.
 _VOLTA = ["precision=fp32", "precision.tf32=disabled", "training.global_tokens=4096"]
-PROFILED_STEPS = 10
+# As many layers as one GPU can train in fp32: what all 32 reach without another GPU, but for their larger share.
+_TWELVE_LAYERS = [*_COMPILED, "model=llama3_8b", "model.facts.num_layers=12", "model.facts.num_parameters=3668021248",
+                  *_STORED, *_rows(16384)]  # fmt: skip
 _LORA = [*_VARLEN, "model=llama3_8b", "peft=lora", "model.liger_kernel=false", *_STORED, *_rows(8192)]
 # fmt: off
 VARIANTS: dict[str, list[str]] = {
@@ -59,6 +61,8 @@ VARIANTS: dict[str, list[str]] = {
                      "training.global_tokens=null", "training.global_samples=8"],
     "volta_sdpa": [*_VOLTA, "attention=sdpa", *_rows(4096)],
     "volta_by_document": [*_VOLTA, "attention=sdpa_by_document", *_rows(4096)],
+    "llama8b_12_layers": _TWELVE_LAYERS,
+    "llama8b_12_layers_fp8": [*_TWELVE_LAYERS, *_FP8],
     "lora_8b": _LORA,
     "lora_8b_compiled": [*_LORA, "model.compile_layers=true"],
     "lora_8b_compiled_bf16": [*_LORA, *_BF16, "model.compile_layers=true"],
@@ -92,38 +96,48 @@ SPREAD: dict[str, list[str]] = {  # over all GPUs of the machine
     "fsdp_16384": ["parallelism=fsdp", *_LONG],
     "fsdp_grad_op_16384": ["parallelism=fsdp_grad_op", *_LONG],
     "llama8b_fsdp_bf16": [*_LLAMA, *_STORED],
+    "llama8b_fsdp_few_channels": [*_LLAMA, *_STORED],
+    "llama8b_fsdp_16384": [*_LLAMA, *_STORED, *_rows(16384)],
+    "llama8b_fsdp_fp8_16384": [*_LLAMA, *_STORED, *_rows(16384), *_FP8],
+    "llama8b_grad_op": [*_LLAMA, *_STORED, "parallelism=fsdp_grad_op"],
+    "llama8b_grad_op_16384": [*_LLAMA, *_STORED, *_rows(16384), "parallelism=fsdp_grad_op"],
+    "llama8b_grad_op_fp8": [*_LLAMA, *_STORED, *_FP8, "parallelism=fsdp_grad_op"],
+    "llama8b_grad_op_fp8_16384": [*_LLAMA, *_STORED, *_rows(16384), *_FP8, "parallelism=fsdp_grad_op"],
     "llama8b_fsdp_fp8": [*_LLAMA, *_STORED, *_FP8],
     "llama8b_fsdp_fp8_rowwise": [*_LLAMA, *_STORED, *_FP8, "precision.fp8_scaling=rowwise"],
 }
 KNOWN = VARIANTS | SPREAD
+# NCCL takes up to 32 of an H200's 132 multiprocessors for its messages, which a product beside them then lacks.
+ENVIRONMENTS = {"llama8b_fsdp_few_channels": {"NCCL_MAX_CTAS": "8"}}
 
 
 def jobs_of(names: list[str], arguments: argparse.Namespace) -> list[Job]:
     """A run of each variant, on the GPUs in turn."""
     places = cycle((gpu,) for gpu in range(arguments.gpus))
     jobs: list[Job] = []
-    for name, is_profiled in [*((name, False) for name in names), *((name, True) for name in arguments.profile)]:
+    for name in names:
         gpus = tuple(range(arguments.gpus)) if name in SPREAD else next(places)
         words = ["qwen3b_zero2", "model=qwen25_3b", "model.liger_kernel=true", "model.compile_layers=false"]
         words += [*DATA, *QUIET, *SHORT]
-        steps = PROFILED_STEPS if is_profiled else arguments.steps
-        words += [f"training.global_tokens={TOKENS_PER_STEP * len(gpus)}", f"training.max_steps={steps}"]
+        words += [f"training.global_tokens={TOKENS_PER_STEP * len(gpus)}", f"training.max_steps={arguments.steps}"]
         words += [f"dataset.synthetic.num_documents={DOCUMENTS_PER_GPU * len(gpus)}"]
         words += [f"hardware.gpus_per_node={len(gpus)}", *KNOWN[name], *arguments.more]
         words = without_repeats(words)
         model = next(word.removeprefix("model=") for word in words if word.startswith("model="))
-        more = {"TUNEBOOK_BENCH_PROFILE": str(arguments.runs / f"{name}.json")} if is_profiled else {}
+        more = ENVIRONMENTS.get(name, {})
+        if name in arguments.profile:
+            more = more | {"TUNEBOOK_BENCH_PROFILE": str(arguments.runs / f"{name}.json")}
         jobs.append(
             Job(
-                name=f"{name}_profiled" if is_profiled else name,
+                name=name,
                 gpus=gpus,
                 words=words,
                 priority=len(jobs),
                 host_gib=len(gpus) * 4 * facts_of(model)["num_parameters"] / 2**30,
                 turn_timeout_s=arguments.timeout_s,
                 environment={"OMP_NUM_THREADS": "8"} | more,
-                line={"variant": KNOWN[name], "model": model, "weights": "random",
-                      "data": "generated documents, every token counts"},
+                line={"variant": KNOWN[name], "environment": ENVIRONMENTS.get(name, {}), "model": model,
+                      "weights": "random", "data": "generated documents, every token counts"},
             )
         )  # fmt: skip
     return jobs
@@ -158,17 +172,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--timeout-s", type=float, default=150, help="of one variant on its GPU")
     parser.add_argument("--more", nargs="*", default=[], help="overrides for every variant")
-    parser.add_argument("--profile", nargs="*", choices=KNOWN, default=[], help="look at the kernels of these, too")
+    parser.add_argument("--profile", nargs="*", choices=KNOWN, default=[], help="look at the kernels of these")
     arguments = parser.parse_args()
     arguments.max_ranks = min(arguments.max_ranks, 2 * arguments.gpus)
     lines = run_jobs(jobs_of(arguments.only, arguments), arguments)
     logs = arguments.logs or arguments.output / "logs"
     for line in lines:
-        kept = ("name", "gpus", "variant", "model", "weights", "data", "exit_code", "steps", "first_loss",
-                "last_loss", "memory_gib", "memory_reserved_gib", "machine")  # fmt: skip
+        kept = ("name", "gpus", "variant", "environment", "model", "weights", "data", "exit_code", "steps",
+                "first_loss", "last_loss", "memory_gib", "memory_reserved_gib", "machine")  # fmt: skip
         short = {key: line[key] for key in kept if key in line} | speed(logs / line["name"] / "metrics.jsonl")
-        profile = arguments.runs / f"{line['name'].removesuffix('_profiled')}.json"
-        if line["name"].endswith("_profiled") and profile.exists():
+        if (profile := arguments.runs / f"{line['name']}.json").exists():
             short |= {"profile": json.loads(profile.read_text())}
         with (arguments.output / "speed.jsonl").open("a") as file:
             file.write(json.dumps(short) + "\n")

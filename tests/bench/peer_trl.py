@@ -12,22 +12,19 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
 from gpu_queue import machine_versions
-from gpu_recipes import facts_of
-from transformers import TrainerCallback
+from peer_documents import Corpus
+from peer_meter import Meter
+from peer_runs import WARM_UP_STEPS, medians
 from trl import SFTConfig, SFTTrainer
 
-from tunebook.config.schema import ModelFacts, SyntheticConfig
-from tunebook.data.synthetic import generate
 from tunebook.model.load import architecture_from_facts
 
-WARM_UP_STEPS = 10
 LENGTH = 4096
 _PACKED = {"packing": True, "activation_checkpointing": False, "use_liger_kernel": True,
            "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}  # fmt: skip
@@ -40,47 +37,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-class Meter(TrainerCallback):
-    """Seconds and real tokens of each optimizer step."""
-
-    def __init__(self) -> None:
-        self.tokens = 0
-        self.speeds: list[float] = []
-        self._started = 0.0
-
-    def counting(self, collate: Any) -> Any:
-        """The trainer's collator, counted."""
-
-        def collate_and_count(examples: list[Any]) -> Any:
-            batch = collate(examples)
-            mask = batch.get("attention_mask")
-            self.tokens += int(mask.sum()) if mask is not None else batch["input_ids"].numel()
-            return batch
-
-        return collate_and_count
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """What was collated for this step has been counted before it begins."""
-        if not self._started:
-            self._started = time.perf_counter()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A step ends when the GPU has done it."""
-        torch.cuda.synchronize()
-        now = time.perf_counter()
-        self.speeds.append(self.tokens / (now - self._started))
-        self.tokens, self._started = 0, now
-
-
-def documents(count: int, vocab_size: int) -> Dataset:
-    """The documents that `dataset=synthetic` makes, all of whose tokens count."""
-    batches = generate(SyntheticConfig(), num_documents=count, vocab_size=vocab_size, eos_token_id=151645)
-    return Dataset.from_dict({"input_ids": [ids for batch in batches for ids in batch.column("input_ids").to_pylist()]})
-
-
 def measure(name: str, steps: int, output: Path) -> dict[str, Any]:
     """Train for some steps and tell how fast it was."""
-    facts = ModelFacts(**facts_of("qwen25_3b"))
+    corpus = Corpus("qwen25_3b", 8000)
+    facts = corpus.facts
     settings = dict(VARIANTS[name])
     attention = settings.pop("attn_implementation", None)
     from transformers import AutoModelForCausalLM
@@ -93,16 +53,17 @@ def measure(name: str, steps: int, output: Path) -> dict[str, Any]:
         save_strategy="no", logging_steps=1, disable_tqdm=True, **settings,
     )  # fmt: skip
     meter = Meter()
-    trainer = SFTTrainer(model=model, args=arguments, train_dataset=documents(8000, facts.vocab_size),
+    trainer = SFTTrainer(model=model, args=arguments, train_dataset=Dataset.from_dict({"input_ids": corpus.documents}),
                          processing_class=small_tokenizer(), callbacks=[meter])  # fmt: skip
     trainer.data_collator = meter.counting(trainer.data_collator)
     trainer.train()
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-    timed = meter.speeds[WARM_UP_STEPS:]
+    reached = medians(meter.speeds)
     return {
         "name": f"trl_{name}", "settings": VARIANTS[name], "model": "qwen25_3b", "weights": "random", "steps": steps,
-        "first_loss": losses[0], "last_loss": losses[-1], "timed_steps": len(timed),
-        "tokens_per_second_per_gpu": round(statistics.median(timed), 1),
+        "first_loss": losses[0], "last_loss": losses[-1], **reached,
+        "mfu": corpus.mfu(reached["tokens_per_second_per_gpu"]),
+        "seconds_per_step": round(statistics.median(meter.seconds[WARM_UP_STEPS:]), 4),
         "memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3), "hardware": torch.cuda.get_device_name(),
         "machine": machine_versions(),
     }  # fmt: skip

@@ -73,7 +73,7 @@ def one_gpu(results: Path = RESULTS) -> Section:
     lines = [line for line in read("h200_speed_one_gpu", results) if is_timed(line)]
     # Of a token's work, which is the same in all.
     flops_share = next(line["mfu"] / line["tokens_per_second_per_gpu"] for line in lines)
-    bars = [_speed_bar(line, _typed(line["variant"])) for line in lines]
+    bars = [_speed_bar(line, _typed(line)) for line in lines]
     for line in read("h200_peer_trl", results):
         share = {"mfu": line["tokens_per_second_per_gpu"] * flops_share}
         bars.append(_speed_bar(line | share, "TRL 1.16: " + (_said(line["settings"]) or "its defaults"), is_ours=False))
@@ -112,7 +112,7 @@ def eight_billion(results: Path = RESULTS) -> Section:
     """Llama 3 8B, all of it and by LoRA."""
     lines = [line for file in (_TWO, _FOUR) for line in read(file, results)]
     bars = [
-        _speed_bar(line, f"{line['gpus']} x H200, {_typed(line['variant'])}")
+        _speed_bar(line, f"{line['gpus']} x H200, {_typed(line)}")
         for line in sorted(lines, key=lambda line: line.get("tokens_per_second_per_gpu") or 0.0)
         if line["model"] == "llama3_8b" and is_timed(line)
     ]
@@ -135,12 +135,17 @@ def without_bf16(results: Path = RESULTS) -> Section:
 def step_times(results: Path = RESULTS) -> list[Section]:
     """What one optimizer step's time is spent in, for each run that was looked into."""
     sections = []
-    for line in read("h200_speed_one_gpu", results):
+    for line in [*read("h200_speed_one_gpu", results), *read(_FOUR, results)]:
         if "profile" not in line:
             continue
         profile = line["profile"]
-        spent = {KINDS[kind]: value for kind, value in profile["by_kind_ms"].items()}
-        spent["no kernel at work"] = profile["step_ms"] - profile["kernels_ms"]
+        kernels = {KINDS[kind]: value for kind, value in profile["by_kind_ms"].items() if kind != "communication"}
+        computed, waited = profile.get("computing_ms", profile["kernels_ms"]), profile.get("only_communicating_ms", 0.0)
+        at_once = sum(kernels.values()) / computed  # what ran at the same time shares it
+        spent = {name: value / at_once for name, value in kernels.items()}
+        if waited:
+            spent["messages between GPUs and nothing else"] = waited
+        spent["no kernel at work"] = profile["step_ms"] - computed - waited
         bars = [
             Bar(
                 name=name,
@@ -150,8 +155,11 @@ def step_times(results: Path = RESULTS) -> list[Section]:
             )
             for name, value in sorted(spent.items(), key=lambda item: -item[1])
         ]
-        title = "A step of " + _typed(line["variant"])
+        title = f"A step of {_typed(line)}" + (f", {line['gpus']} GPUs" if line["gpus"] > 1 else "")
         note = f"{profile['step_ms']:,.0f} ms in all, under the profiler."
+        if waited:
+            sent = profile["by_kind_ms"]["communication"]
+            note += f" Messages took {sent:,.0f} ms, most of it while something was computed."
         sections.append(Section(key=line["name"], title=title, note=note, bars=bars))
     return sections
 
@@ -190,8 +198,11 @@ def _speed_bar(line: dict[str, Any], name: str, *, more: str = "", is_ours: bool
     return Bar(name=name, detail=detail, value=speed, text=text, is_ours=is_ours)
 
 
-def _typed(words: list[str]) -> str:
-    return " ".join(word for word in words if word not in _SETTINGS_OF_ALL)
+def _typed(line: dict[str, Any]) -> str:
+    """What was typed for a variant, of two words for one key the later, and its environment."""
+    last = {word.split("=")[0]: word for word in line["variant"] if word not in _SETTINGS_OF_ALL}
+    environment = [f"{key}={value}" for key, value in line.get("environment", {}).items()]
+    return " ".join([*environment, *last.values()])
 
 
 def _said(settings: dict[str, Any]) -> str:

@@ -108,7 +108,7 @@ def test_a_block_that_auto_compiles_is_one_graph_with_the_attention_that_it_take
         raise Traced
 
     (block,) = transformer_blocks(model).values()
-    block.forward = torch.compile(block.forward, backend=backend, dynamic=True, fullgraph=True)  # no cuts allowed
+    block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)  # no cuts allowed
     places = torch.tensor([0, 4, 9], dtype=torch.int32)
     row = {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]), "cu_seq_lens_q": places, "max_length_q": 5}
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="Traced"):

@@ -15,6 +15,12 @@ from tunebook.model.blocks import transformer_blocks
 if TYPE_CHECKING:
     from torch import nn
 
+# What of a block's inputs stays open: all that is handed to its forward pass, and nothing that hangs on the block
+# itself. `dynamic=True` leaves that open too where FSDP has wrapped the block, whose numbers torch does not take for
+# constants then (2.11 and 2.13): a head's size unknown to the compiler made rotating the positions 5 times as slow, 5%
+# of a step of Llama 3 8B (H200: h200x4_speed.jsonl), and compiling took twice the time.
+_OPEN = r"L\['(?!self'\]).*"  # a pattern of the names that torch gives to local variables, and of what is in them
+
 
 def compile_layers(model: nn.Module, *, backend: str = "inductor") -> int:
     """Compile the forward pass of every transformer block, when it is first run; how many there are.
@@ -35,6 +41,7 @@ def compile_layers(model: nn.Module, *, backend: str = "inductor") -> int:
             problem_id="no-layers-to-compile",
         )
     dynamo.optimize_ddp = False
+    torch.compiler.config.dynamic_sources = _OPEN
     for block in blocks:
-        block.forward = torch.compile(block.forward, backend=backend, dynamic=True)
+        block.forward = torch.compile(block.forward, backend=backend)
     return len(blocks)

@@ -14,10 +14,10 @@ from transformers import TrainerCallback
 STEP = 8  # the optimizer step that is looked at, once everything is compiled and the allocator has settled
 # The first pattern that a kernel's name matches says what it is.
 KINDS = {
+    "communication": r"nccl",
     "attention": r"flash|fmha|attention",
     "products": r"gemm|nvjet|cutlass|xmma|cublas|_mm_",
     "optimizer": r"adam|multi_tensor",
-    "communication": r"nccl",
     "loss": r"_forward_kernel|_backward_kernel|logprob|entropy|softmax",
     "compiled": r"triton",
     "copies": r"memcpy|memset|copy",
@@ -52,22 +52,51 @@ class OneStep(TrainerCallback):
         torch.cuda.synchronize()
         seconds = time.perf_counter() - self._started
         self._profiler.__exit__(None, None, None)
-        found = self._profiler.key_averages()
+        kernels = [
+            (event.name, event.time_range.start / 1000, event.time_range.end / 1000)
+            for event in self._profiler.events()
+            if event.device_type == torch.autograd.DeviceType.CUDA
+        ]
         self._profiler = None
-        kernels = {event.key: (event.self_device_time_total / 1000, event.count) for event in found}
         self.file.write_text(json.dumps(summary(kernels, seconds), indent=1))
 
 
-def summary(kernels: dict[str, tuple[float, int]], seconds: float) -> dict[str, Any]:
-    """Milliseconds by kind, and the longest kernels with their milliseconds and how often they ran."""
+def summary(kernels: list[tuple[str, float, float]], seconds: float) -> dict[str, Any]:
+    """Milliseconds by kind, and the longest kernels with their milliseconds and how often they ran.
+
+    `kernels` are names with milliseconds of their start and end. They may overlap: how long any but those of the
+    communication were at work, and how long only those of the communication were, is counted on the clock.
+    """
     by_kind: dict[str, float] = defaultdict(float)
-    for name, (milliseconds, _) in kernels.items():
-        kind = next((kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE)), "other")
-        by_kind[kind] += milliseconds
-    longest = sorted(kernels.items(), key=lambda item: -item[1][0])[:30]
+    by_name: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
+    computing = []
+    for name, start, end in kernels:
+        kind = kind_of(name)
+        by_kind[kind] += end - start
+        by_name[name] = (by_name[name][0] + end - start, by_name[name][1] + 1)
+        if kind != "communication":
+            computing.append((start, end))
+    longest = sorted(by_name.items(), key=lambda item: -item[1][0])[:30]
+    computed_ms = covered(computing)
     return {
         "step_ms": round(1000 * seconds, 1),
         "kernels_ms": round(sum(by_kind.values()), 1),
+        "computing_ms": round(computed_ms, 1),
+        "only_communicating_ms": round(covered([(start, end) for _, start, end in kernels]) - computed_ms, 1),
         "by_kind_ms": {kind: round(found, 1) for kind, found in sorted(by_kind.items(), key=lambda item: -item[1])},
         "longest": [[name[:120], round(milliseconds, 2), count] for name, (milliseconds, count) in longest],
     }
+
+
+def kind_of(name: str) -> str:
+    """The kind of work that a kernel's name tells."""
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE)), "other")
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """How much of the clock at least one of the spans covers."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total

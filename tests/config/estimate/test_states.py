@@ -29,7 +29,7 @@ CAST = MixedPrecision.cast
         (ZeroConfig(strategy=Strategy.zero3, offload_optimizer=Offload.cpu), 4 / 8),
         (ZeroConfig(strategy=Strategy.zero3, offload_optimizer=Offload.cpu, offload_parameters=Offload.cpu), 0),
         (FsdpConfig(strategy=Strategy.fsdp), (4 + 4 + 8) / 8),
-        (FsdpConfig(strategy=Strategy.fsdp_grad_op), 4 + (4 + 8) / 8),
+        (FsdpConfig(strategy=Strategy.fsdp_grad_op), (4 + 4 + 8) / 8),  # what it gathers is a buffer
         (FsdpConfig(strategy=Strategy.hsdp, shard_group_size=4), (4 + 4 + 8) / 4),
         (FsdpConfig(strategy=Strategy.fsdp, offload_parameters=Offload.cpu), 0),
     ],

@@ -45,8 +45,8 @@ CASES = [case for case in itertools.product(STRATEGIES, PeftMethod, OptimizerNam
 # Which of weights, gradients and optimizer state each strategy divides among all ranks.
 DIVIDED = {
     "single": (), "ddp": (), "hsdp": (), "zero1": ("optimizer",), "zero2": ("gradients", "optimizer"),
-    "fsdp_grad_op": ("gradients", "optimizer"), "zero2_offload": ("gradients",),
-} | dict.fromkeys(("zero3", "fsdp", "fsdp_all_ranks_load"), ("weights", "gradients", "optimizer"))  # fmt: skip
+    "zero2_offload": ("gradients",),
+} | dict.fromkeys(("zero3", "fsdp", "fsdp_all_ranks_load", "fsdp_grad_op"), ("weights", "gradients", "optimizer"))
 
 
 @cache

@@ -16,7 +16,7 @@ _EIGHT_BIT = (OptimizerName.adamw_8bit, OptimizerName.paged_adamw_8bit)
 _PAGED = (OptimizerName.paged_adamw_32bit, OptimizerName.paged_adamw_8bit)
 # 4 bits, and for each block of 64 a scale that is itself kept in 8 bits (double quantisation): 4.127 bits in all.
 # Source: Dettmers et al. 2023, QLoRA, section 3.
-_FOUR_BIT_BYTES = 4.127 / 8
+FOUR_BIT_BYTES = 4.127 / 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ def _frozen_bytes(config: RunConfig, facts: ModelFacts) -> float:
     parameters, element = count_parameters(config, facts), weight_element(config)
     if config.peft.method is not PeftMethod.qlora:
         return float(parameters.frozen * element)
-    return parameters.layers * _FOUR_BIT_BYTES + (parameters.frozen - parameters.layers) * element
+    return parameters.layers * FOUR_BIT_BYTES + (parameters.frozen - parameters.layers) * element
 
 
 def weight_element(config: RunConfig) -> int:
@@ -133,9 +133,9 @@ def divided_among(config: RunConfig) -> Shares:
     strategy = config.parallelism.strategy
     if strategy is Strategy.zero1:
         return Shares(optimizer=world)
-    if strategy in (Strategy.zero2, Strategy.fsdp_grad_op):
+    if strategy is Strategy.zero2:
         return Shares(gradients=world, optimizer=world)
-    if strategy in (Strategy.zero3, Strategy.fsdp):
+    if strategy in (Strategy.zero3, Strategy.fsdp, Strategy.fsdp_grad_op):  # the last gathers all of it for a pass
         return Shares(weights=world, gradients=world, optimizer=world)
     if strategy is Strategy.hsdp:
         named = config.parallelism.shard_group_size if isinstance(config.parallelism, FsdpConfig) else None
