@@ -70,9 +70,11 @@ def leaves_the_process_as_it_was() -> Iterator[None]:
 def _left_behind() -> set[str]:
     """What is not as it is in a new process, of what has made other tests fail; nothing is imported to find out."""
     found = {f"the variable {name}" for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))}
-    torch, compiler = sys.modules.get("torch"), sys.modules.get("torch._dynamo.config")
-    if compiler is not None and getattr(compiler, "optimize_ddp", None) is not True:
-        found.add("torch._dynamo.config.optimize_ddp")
+    for module, name, value in (("torch._dynamo", "optimize_ddp", True), ("torch.compiler", "dynamic_sources", "")):
+        settings = sys.modules.get(f"{module}.config")
+        if settings is not None and getattr(settings, name, None) != value:
+            found.add(f"{module}.config.{name}")
+    torch = sys.modules.get("torch")
     if torch is None:
         return found
     if torch.distributed.is_initialized():
@@ -80,6 +82,19 @@ def _left_behind() -> set[str]:
     if torch.get_default_dtype() is not torch.float32 or torch.get_default_device().type != "cpu":
         found.add("a default of torch's tensors")
     return found
+
+
+@pytest.fixture
+def own_compiler() -> Iterator[None]:
+    """What was compiled, and how torch compiles, ends with the test; a run sets it for its process.
+
+    By torch's own way to change it: pytest's `monkeypatch` would take the setting away altogether.
+    """
+    from torch import _dynamo, compiler
+
+    with _dynamo.config.patch(optimize_ddp=True), compiler.config.patch(dynamic_sources=""):  # torch's defaults
+        yield
+    _dynamo.reset()
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-import torch._dynamo
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -32,17 +31,6 @@ def model_pair():
         return theirs, ours
 
     return make
-
-
-@pytest.fixture
-def own_compiler():
-    """What was compiled, and how torch compiles under DDP, ends with the test; a run sets it for its process.
-
-    By torch's own way to change it: pytest's `monkeypatch` would take the setting away altogether.
-    """
-    with torch._dynamo.config.patch(optimize_ddp=True):  # torch's default
-        yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture(scope="session")
