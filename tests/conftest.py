@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -57,6 +58,45 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(message)
 
 
+@pytest.fixture(autouse=True)
+def leaves_the_process_as_it_was() -> Iterator[None]:
+    """A test that changes what torch and accelerate keep for a whole process fails itself, not one that comes later."""
+    before = _left_behind()
+    yield
+    left = _left_behind() - before
+    assert not left, f"this test leaves behind, for all that run after it: {', '.join(sorted(left))}"
+
+
+def _left_behind() -> set[str]:
+    """What is not as it is in a new process, of what has made other tests fail; nothing is imported to find out."""
+    found = {f"the variable {name}" for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))}
+    for module, name, value in (("torch._dynamo", "optimize_ddp", True), ("torch.compiler", "dynamic_sources", "")):
+        settings = sys.modules.get(f"{module}.config")
+        if settings is not None and getattr(settings, name, None) != value:
+            found.add(f"{module}.config.{name}")
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return found
+    if torch.distributed.is_initialized():
+        found.add("a process group")
+    if torch.get_default_dtype() is not torch.float32 or torch.get_default_device().type != "cpu":
+        found.add("a default of torch's tensors")
+    return found
+
+
+@pytest.fixture
+def own_compiler() -> Iterator[None]:
+    """What was compiled, and how torch compiles, ends with the test; a run sets it for its process.
+
+    By torch's own way to change it: pytest's `monkeypatch` would take the setting away altogether.
+    """
+    from torch import _dynamo, compiler
+
+    with _dynamo.config.patch(optimize_ddp=True), compiler.config.patch(dynamic_sources=""):  # torch's defaults
+        yield
+    _dynamo.reset()
+
+
 @pytest.fixture(scope="session")
 def project_root() -> Path:
     """The checkout."""
@@ -70,6 +110,25 @@ def tokenizer() -> PreTrainedTokenizerBase:
     from tunebook.model.tokenizer import load_tokenizer
 
     return load_tokenizer(ModelConfig(path="book:recipes/quickstart/model"))
+
+
+@pytest.fixture(scope="session")
+def small_qwen2() -> Callable[..., PreTrainedModel]:
+    """Make a Qwen2 of a few thousand weights, drawn alike each time: `small_qwen2(num_hidden_layers=3)`."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    usual = {
+        "vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+
+    def make(**sizes: int | None) -> PreTrainedModel:
+        torch.manual_seed(0)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **(usual | sizes)))
+        return model
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -62,7 +62,14 @@ Launcher = Annotated[
         "its own; slurm: each a Slurm job, with the keys launcher.partition=... of launcher=slurm.",
     ),
 ]
-Jobs = Annotated[int | None, typer.Option("--jobs", help="Trials at a time; if unset, as many as fit, in Slurm 8.")]
+Jobs = Annotated[
+    int | None,
+    typer.Option(
+        "--jobs",
+        help="Trials at a time; if unset, as many as fit, in Slurm 8. GPUs are divided evenly among them where "
+        "parallelism and hardware.gpus_per_node are left open.",
+    ),
+]
 Search = Annotated[
     str | None,
     typer.Option(

@@ -141,6 +141,25 @@ def test_fp32_goes_document_by_document_only_where_that_was_compared(undecided, 
     assert config.attention.implementation is Attention.sdpa
 
 
+@pytest.mark.parametrize(
+    ("kernel", "way"),
+    [
+        (Attention.sdpa, "by a block mask"),
+        (Attention.varlen_attention, "by their lengths (varlen)"),
+        (Attention.flash_attention_2, "by their lengths (varlen)"),
+        (Attention.sdpa_by_document, "by computing document by document"),
+    ],
+    ids=lambda value: value.name if isinstance(value, Attention) else "",
+)
+def test_how_documents_are_kept_apart_is_said(undecided, machine, kernel, way):
+    undecided.attention.implementation = kernel
+    (choice,) = [one for one in resolve_auto(undecided, machine(H200)).choices if one.key == "packing.mode"]
+    assert (choice.value, choice.why) == (
+        "isolated",
+        f"rows without padding; {kernel.name} keeps documents apart {way}",
+    )
+
+
 def test_what_triton_lacks_decides_where_the_run_starts(undecided, machine):
     lacking = replace(machine(H200), missing_for_triton="no C compiler is found here (apt install gcc)")
     config, why = decided(undecided, lacking)

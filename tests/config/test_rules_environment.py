@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -132,6 +133,55 @@ def test_in_fp32_a_missing_attention_package_is_replaced_by_sdpa(sound, changed,
         installed(present)
         (problem,) = check_environment(config, machine(H200))
         assert problem.fix == f"attention.implementation=sdpa or {FLASH_4}"
+
+
+COMPILED = {"model.compile_layers": True, "attention.implementation": Attention.varlen_attention}
+COMPILED_ON_CPU = {
+    "model.compile_layers": True,
+    "hardware.generation": Generation.cpu,
+    "precision.compute": Compute.fp32,
+    "precision.tf32": Switch.disabled,
+    "attention.implementation": Attention.sdpa,
+}
+
+
+@pytest.mark.parametrize(
+    ("values", "lacks", "message"),
+    [
+        (COMPILED, "missing_for_triton", "Triton compiles a launcher for each kernel, and no compiler is found here"),
+        (
+            COMPILED_ON_CPU,
+            "missing_for_cpu_kernels",
+            "torch compiles the blocks' kernels for the CPU, and no compiler is found here",
+        ),
+    ],
+    ids=["gpu", "cpu"],
+)
+def test_blocks_are_not_compiled_without_a_compiler(sound, changed, machine, installed, values, lacks, message):
+    installed(GPU_PACKAGES)
+    gpus = [H200] if values is COMPILED else []
+    here, config = machine(*gpus), changed(sound, values)
+    (problem,) = check_environment(config, replace(here, **{lacks: "no compiler is found here"}))
+    assert (problem.id, problem.key) == ("compiled-layers-without-compiler", "model.compile_layers")
+    assert (problem.message, problem.fix) == (message, "model.compile_layers=false")
+    config.model.compile_layers = False  # as the fix says
+    assert check_environment(config, replace(here, **{lacks: "no compiler is found here"})) == []
+    config.model.compile_layers = True
+    other = {"missing_for_triton", "missing_for_cpu_kernels"} - {lacks}
+    assert check_environment(config, replace(here, **dict.fromkeys(other, "not needed"))) == []
+    config.launcher = SlurmConfig(name=LauncherName.slurm)
+    assert check_environment(config, replace(here, **{lacks: "it may be there"})) == []
+
+
+def test_what_auto_decides_to_compile_it_can(undecided, machine, installed):
+    """The rule is for those who ask by name: left open, blocks are compiled only where that works."""
+    installed(GPU_PACKAGES)
+    for missing in (None, "no compiler is found here"):
+        here = replace(machine(H200), missing_for_triton=missing)
+        taken = resolve_auto(undecided, here).config
+        assert taken.model.compile_layers is (missing is None)
+        taken.attention.implementation = Attention.sdpa  # whatever is installed where the test runs
+        assert check_environment(taken, here) == []
 
 
 def test_without_a_gpu_only_that_is_said(sound, machine, installed):

@@ -57,20 +57,16 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def model() -> PreTrainedModel:
+def model(small_qwen2: Callable[..., PreTrainedModel]) -> PreTrainedModel:
     """One layer, random weights, the quickstart's vocabulary."""
-    torch.manual_seed(0)
-    config = Qwen2Config(
+    return small_qwen2(
         vocab_size=960,
-        hidden_size=16,
-        intermediate_size=32,
         num_hidden_layers=1,
-        num_attention_heads=2,
         num_key_value_heads=2,
         max_position_embeddings=128,
+        bos_token_id=None,
         eos_token_id=0,
     )
-    return Qwen2ForCausalLM(config)
 
 
 @pytest.fixture

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel
 
 from tunebook.errors import DoesNotFitError
 from tunebook.evaluate import on_gpu
@@ -94,10 +95,10 @@ def test_weights_are_left_alone_where_nothing_is_converted() -> None:
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_logits_are_the_same_whether_converted_weights_are_kept_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
-    model: PreTrainedModel = Qwen2ForCausalLM(Qwen2Config(vocab_size=64, num_hidden_layers=2, **sizes))
+def test_logits_are_the_same_whether_converted_weights_are_kept_or_not(
+    monkeypatch: pytest.MonkeyPatch, small_qwen2: Callable[..., PreTrainedModel]
+) -> None:
+    model = small_qwen2(vocab_size=64, num_key_value_heads=2)
     found = []
     for free_bytes in (1e12, 0.0):
         monkeypatch.setattr(on_gpu, "_free_bytes", lambda device, free=free_bytes: free)

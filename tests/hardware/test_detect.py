@@ -169,17 +169,21 @@ def test_one_broken_gpu_does_not_hide_the_others(nvml):
 
 
 @pytest.mark.parametrize(
-    ("compilers", "variable", "has_headers", "missing"),
+    ("compilers", "variable", "has_headers", "has_triton", "missing"),
     [
-        ({"gcc"}, None, True, None),
-        ({"clang"}, None, True, None),
-        (set(), "/opt/bin/cc", True, None),
-        (set(), None, True, "no C compiler is found here (apt install gcc)"),
-        ({"gcc"}, None, False, "Python's headers are not installed here (apt install python3-dev)"),
+        ({"gcc"}, None, True, True, None),
+        ({"clang"}, None, True, True, None),
+        (set(), "/opt/bin/cc", True, True, None),
+        (set(), None, True, True, "no C compiler is found here (apt install gcc)"),
+        ({"gcc"}, None, False, True, "Python's headers are not installed here (apt install python3-dev)"),
+        ({"gcc"}, None, True, False, "the package triton is not installed here (pip install triton)"),
     ],
-    ids=["gcc", "clang", "named", "no_compiler", "no_headers"],
+    ids=["gcc", "clang", "named", "no_compiler", "no_headers", "no_triton"],
 )
-def test_what_triton_lacks_to_build_its_launchers(monkeypatch, tmp_path, compilers, variable, has_headers, missing):
+def test_what_triton_lacks_to_build_its_launchers(
+    monkeypatch, tmp_path, compilers, variable, has_headers, has_triton, missing
+):
+    monkeypatch.setattr(detect, "find_spec", lambda name: object() if has_triton and name == "triton" else None)
     monkeypatch.setattr(detect.shutil, "which", lambda name: f"/usr/bin/{name}" if name in compilers else None)
     monkeypatch.setattr(detect.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
     monkeypatch.delenv("CC", raising=False)
@@ -188,6 +192,28 @@ def test_what_triton_lacks_to_build_its_launchers(monkeypatch, tmp_path, compile
     if has_headers:
         (tmp_path / "Python.h").touch()
     assert detect_machine(no_gpu_because="not looked for").missing_for_triton == missing
+
+
+@pytest.mark.parametrize(
+    ("compilers", "variable", "has_headers", "missing"),
+    [
+        ({"g++"}, None, True, None),
+        ({"/opt/bin/c++"}, "/opt/bin/c++", True, None),
+        ({"gcc"}, None, True, "no C++ compiler is found here (apt install g++)"),
+        ({"g++"}, "/opt/bin/c++", True, "no C++ compiler is found here (apt install g++)"),  # torch looks no further
+        ({"g++"}, None, False, "Python's headers are not installed here (apt install python3-dev)"),
+    ],
+    ids=["g++", "named", "no_compiler", "named_and_gone", "no_headers"],
+)
+def test_what_torch_lacks_to_compile_for_the_cpu(monkeypatch, tmp_path, compilers, variable, has_headers, missing):
+    monkeypatch.setattr(detect.shutil, "which", lambda name: name if name in compilers else None)
+    monkeypatch.setattr(detect.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+    monkeypatch.delenv("CXX", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("CXX", variable)
+    if has_headers:
+        (tmp_path / "Python.h").touch()
+    assert detect_machine(no_gpu_because="not looked for").missing_for_cpu_kernels == missing
 
 
 def test_a_driver_without_gpus(nvml):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from tunebook.config.auto_kernels import COMPILED_ARCHITECTURES
 from tunebook.config.choices import Attention
@@ -14,17 +13,13 @@ from tunebook.model.blocks import transformer_blocks
 from tunebook.model.compiled_layers import compile_layers
 from tunebook.model.varlen_attention import register
 
+pytestmark = pytest.mark.usefixtures("own_compiler")
 INPUTS = {"input_ids": torch.arange(3, 12)[None], "position_ids": torch.arange(9)[None]}
 
 
 @pytest.fixture
-def model():
-    config = AutoConfig.for_model(
-        "qwen2", vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
-        num_key_value_heads=1, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config)
+def model(small_qwen2):
+    return small_qwen2(num_hidden_layers=3)
 
 
 def gradients(model):
@@ -69,7 +64,6 @@ def test_rows_of_another_length_compile_nothing_again(model):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@torch._dynamo.config.patch(optimize_ddp=True)  # torch's default, which others may have changed
 def test_ddp_does_not_cut_a_block_where_its_buckets_end(model, tmp_path):
     graphs = []
 

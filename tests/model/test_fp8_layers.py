@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from tunebook.config.choices import Fp8Scaling
 from tunebook.errors import RequestError
@@ -18,15 +17,13 @@ from tunebook.model.fp8_layers import (
 )
 
 INPUTS = {"input_ids": torch.arange(3, 19)[None], "position_ids": torch.arange(16)[None]}
-WIDE = {"hidden_size": 16, "intermediate_size": 2048, "num_hidden_layers": 2, "num_attention_heads": 2}
 CONVERTED = [f"model.layers.{layer}.mlp.{name}_proj" for layer in range(2) for name in ("gate", "up")]
 
 
-def model(**sizes):
-    """A model whose feed-forward network is wide enough for fp8, all else being far too small."""
-    known = {"vocab_size": 2064, "num_key_value_heads": 1, "bos_token_id": 1, "eos_token_id": 2, **WIDE, **sizes}
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **known))
+@pytest.fixture
+def model(small_qwen2):
+    """Make a model whose feed-forward network is wide enough for fp8, all else being far too small."""
+    return lambda **sizes: small_qwen2(**({"vocab_size": 2064, "intermediate_size": 2048} | sizes))
 
 
 def logits(of):
@@ -51,13 +48,13 @@ def test_small_layers_would_lose_more_than_they_gain(scaling, in_features, out_f
     assert pays(scaling, in_features, out_features) is expected
 
 
-def test_only_large_layers_of_the_blocks_are_chosen():
+def test_only_large_layers_of_the_blocks_are_chosen(model):
     """The head is 16 x 2,064: large enough, and left alone."""
     assert layers_for_fp8(model(), Fp8Scaling.tensorwise) == CONVERTED
 
 
 @pytest.mark.parametrize("sizes", [{"intermediate_size": 2056}, {"hidden_size": 24}], ids=["out", "in"])
-def test_sizes_that_the_kernels_do_not_take_are_left_alone(sizes):
+def test_sizes_that_the_kernels_do_not_take_are_left_alone(model, sizes):
     assert layers_for_fp8(model(**sizes), Fp8Scaling.tensorwise) == []
 
 
@@ -73,7 +70,7 @@ class TestConverted:
         pytest.importorskip("torchao", reason="torchao is in the images of GPUs with fp8 only")
 
     @pytest.mark.parametrize("scaling", Fp8Scaling)
-    def test_layers_keep_the_parameters_they_had(self, scaling):
+    def test_layers_keep_the_parameters_they_had(self, model, scaling):
         sizes = {"hidden_size": 2064} if scaling is Fp8Scaling.rowwise else {}
         converted = model(**sizes, intermediate_size=4112, num_hidden_layers=1)
         before = dict(converted.named_parameters())
@@ -85,13 +82,13 @@ class TestConverted:
         assert list(before) == [name for name, _ in converted.named_parameters()]
         assert type(converted.lm_head) is torch.nn.Linear
 
-    def test_products_are_rounded_to_fp8_and_no_further(self):
+    def test_products_are_rounded_to_fp8_and_no_further(self, model):
         converted, plain = model(), logits(model())
         convert_to_fp8(converted, Fp8Scaling.tensorwise, emulate=True)
         difference = float(((logits(converted) - plain).norm() / plain.norm()).detach())
         assert 1e-3 < difference < 2**-4  # the rounding of one e4m3 number, in two of the layers on the way
 
-    def test_gradients_are_those_of_bf16_but_for_rounding(self):
+    def test_gradients_are_those_of_bf16_but_for_rounding(self, model):
         converted, plain = model(), model()
         convert_to_fp8(converted, Fp8Scaling.tensorwise, emulate=True)
         for one in (converted, plain):
@@ -102,12 +99,13 @@ class TestConverted:
             assert parameter.grad.dtype == torch.float32
             assert float((parameter.grad - other).norm()) < 0.2 * float(other.norm()), name
 
-    def test_a_model_with_nothing_to_gain_is_refused(self):
+    def test_a_model_with_nothing_to_gain_is_refused(self, model):
         with pytest.raises(RequestError, match=r"no linear layer of Qwen2ForCausalLM .* try precision=bf16"):
             convert_to_fp8(model(intermediate_size=64), Fp8Scaling.tensorwise, emulate=True)
 
+    @pytest.mark.usefixtures("own_compiler")
     @pytest.mark.parametrize("is_compiled", [False, True], ids=["plain", "compiled"])
-    def test_plain_products_are_those_of_the_model_that_was_converted(self, is_compiled):
+    def test_plain_products_are_those_of_the_model_that_was_converted(self, model, is_compiled):
         converted, plain = model(), logits(model())
         convert_to_fp8(converted, Fp8Scaling.tensorwise, emulate=True)
         in_fp8 = logits(converted)
@@ -121,7 +119,7 @@ class TestConverted:
                 assert torch.equal(logits(converted), in_fp8)
         assert count_fp8_layers(converted) == 4
 
-    def test_plain_products_end_with_an_error_too(self):
+    def test_plain_products_end_with_an_error_too(self, model):
         converted = model()
         convert_to_fp8(converted, Fp8Scaling.tensorwise, emulate=True)
         with pytest.raises(KeyError), plain_products(converted):

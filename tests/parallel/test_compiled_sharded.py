@@ -11,7 +11,10 @@ from tunebook.model.blocks import transformer_blocks
 from tunebook.model.compiled_layers import compile_layers
 from tunebook.parallel.fsdp import mixed_precision_policy
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler's
+pytestmark = [
+    pytest.mark.usefixtures("own_compiler"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # the compiler's
+]
 
 
 class Graphs(list):

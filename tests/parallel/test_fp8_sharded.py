@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from tunebook.config.choices import Fp8Scaling
 from tunebook.model.fp8_layers import convert_to_fp8, count_fp8_layers
@@ -15,17 +14,9 @@ pytest.importorskip("torchao", reason="torchao is in the images of GPUs with fp8
 IDS = torch.arange(3, 19)[None]
 
 
-def wide():
-    architecture = AutoConfig.for_model(
-        "qwen2", vocab_size=32, hidden_size=16, intermediate_size=2048, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(architecture)
-
-
-def test_sharded_layers_stay_in_fp8_with_the_names_and_weights_they_had(one_rank):
-    model, stored = wide(), wide().state_dict()
+def test_sharded_layers_stay_in_fp8_with_the_names_and_weights_they_had(one_rank, small_qwen2):
+    model, other = (small_qwen2(intermediate_size=2048) for _ in range(2))
+    stored = other.state_dict()
     convert_to_fp8(model, Fp8Scaling.tensorwise, emulate=True)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     mesh = init_device_mesh("cpu", (1,))

@@ -185,6 +185,7 @@ def test_the_same_command_goes_on_and_repeats_nothing(tmp_path: Path, console: C
     assert started(tmp_path) == [f"trial-{number:03d}" for number in (0, 1, 1, 2, 3, 4, 4, 5)]
     assert [row["exit_code"] for row in table_rows(tmp_path)] == ["0", "0", "0", "0", "4", "4"]
     assert "1 of 6 trials are done" in console.export_text(clear=False)
+    assert console.export_text(clear=False).count("\none at a time\n") == 3  # how it runs is said each time
     assert sweep(tmp_path, console, *words[:1], "training.seed=0,13") == 4  # another sweep, in a folder of its own
     assert len(list((tmp_path / "quickstart").iterdir())) == 2
 

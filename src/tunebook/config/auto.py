@@ -148,6 +148,8 @@ def _packing(config: RunConfig) -> tuple[PackingMode, str]:
     if facts is not None and facts.architecture in LEAKING_ARCHITECTURES:
         return PackingMode.padded, f"{facts.architecture} cannot keep packed documents apart"
     way = "by their lengths (varlen)" if kernel in WITHOUT_MASK else "by a block mask"
+    if kernel is Attention.sdpa_by_document:
+        way = "by computing document by document"
     return PackingMode.isolated, f"rows without padding; {kernel.name} keeps documents apart {way}"
 
 

@@ -26,7 +26,8 @@ SWEEPING: dict[str, Explanation] = {
         summary="More trials at a time than this machine has GPUs or cores for.",
         why="GPUs, and on a CPU cores, are divided among the trials and never shared: two trials on one GPU would take "
         "each other's memory and time, and their speeds would mean nothing.",
-        advice="Lower --jobs, or give each trial fewer: hardware.gpus_per_node=1. Without --jobs as many run as fit.",
+        advice="Lower --jobs, or give each trial fewer: hardware.gpus_per_node=1. Without --jobs as many run as fit. "
+        "With parallelism=auto and no hardware.gpus_per_node the GPUs are divided evenly among --jobs trials.",
     ),
     "sweep-range": Explanation(
         summary="A range that a search cannot choose from.",

@@ -10,6 +10,7 @@ import os
 import shutil
 import sysconfig
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,6 +46,7 @@ class Machine:
     host_memory_gib: float  # that this process may use
     notes: list[str] = field(default_factory=list)  # what is unusual, or why there is no GPU
     missing_for_triton: str | None = None  # what Triton lacks to build a kernel's launcher here; None: nothing
+    missing_for_cpu_kernels: str | None = None  # what torch lacks to compile kernels for the CPU; None: nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,7 @@ def detect_machine(no_gpu_because: str | None = None) -> Machine:
         host_memory_gib=_host_memory_gib(),
         notes=notes,
         missing_for_triton=_missing_for_triton(),
+        missing_for_cpu_kernels=_missing_for_cpu_kernels(),
     )
 
 
@@ -195,9 +198,25 @@ def _text(value: str | bytes) -> str:
 
 
 def _missing_for_triton() -> str | None:
-    """A C compiler and Python's headers, for when a kernel is first run. Source: triton 3.6, `triton.runtime.build`."""
+    """Itself, a C compiler and Python's headers, for when a kernel is first run.
+
+    Source: triton 3.6, `triton.runtime.build`.
+    """
+    if find_spec("triton") is None:
+        return "the package triton is not installed here (pip install triton)"
     if not os.environ.get("CC") and shutil.which("gcc") is None and shutil.which("clang") is None:
         return "no C compiler is found here (apt install gcc)"
+    return _missing_headers()
+
+
+def _missing_for_cpu_kernels() -> str | None:
+    """A C++ compiler and Python's headers. Source: torch 2.13, `torch._inductor.cpp_builder` and `codecache`."""
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        return "no C++ compiler is found here (apt install g++)"
+    return _missing_headers()
+
+
+def _missing_headers() -> str | None:
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # Debian's Python outside of venvs
     if not (Path(sysconfig.get_paths(scheme)["include"]) / "Python.h").is_file():
         return "Python's headers are not installed here (apt install python3-dev)"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tunebook.config.auto import Resolution, resolve_auto
-from tunebook.config.compose import compose
+from tunebook.config.compose import Composition, compose
 from tunebook.config.decisions import ChoiceValue
 from tunebook.config.rules import check
 from tunebook.config.schema import RunConfig
@@ -29,6 +29,7 @@ class Draft:
     """What is known of a run. What comes after an error stays None."""
 
     recipe: str | None
+    composition: Composition | None = None
     resolution: Resolution | None = None
     problems: list[Problem] = field(default_factory=list)  # every broken rule, errors before warnings
     batch: BatchPlan | None = None
@@ -80,12 +81,24 @@ def refuse_too_large(memory: MemoryPlan) -> None:
         )
 
 
-def draft_run(recipe: str | None, overrides: list[str], recipes_dirs: list[Path]) -> Draft:
-    """Plan a run as far as it goes; what is wrong with it is kept, not raised."""
-    draft = Draft(recipe=recipe)
+def draft_run(
+    recipe: str | None, overrides: list[str], recipes_dirs: list[Path], machine: Machine | None = None
+) -> Draft:
+    """Plan a run as far as it goes, on the machine found here if none is given.
+
+    What is wrong with it is kept, not raised.
+    """
     try:
         composition = compose(recipe, overrides, recipes_dirs)
-        machine = detect_machine()
+    except RequestError as error:
+        return Draft(recipe=recipe, error=error)
+    return draft_composition(composition, machine or detect_machine())
+
+
+def draft_composition(composition: Composition, machine: Machine) -> Draft:
+    """Plan what was composed as far as it goes, on a machine; what is wrong with it is kept, not raised."""
+    draft = Draft(recipe=composition.config.recipe, composition=composition)
+    try:
         draft.resolution = resolve_auto(composition.config, machine)
         config = draft.resolution.config
         draft.problems = check(config, composition.origins.set_by)

@@ -1,9 +1,9 @@
 """Sweeps: one run per combination of values, or per proposal of a search, and a ranked table of how they ended.
 
-run: options (checked) -> planning: trials (a list, as Hydra's multirun combines it) or space (for a search)
-  -> folder (sweep.json; whether an interrupted sweep goes on) -> study (Optuna's proposals) -> launching (one after the
-  other, side by side through joblib, or slurm_trials: as Slurm jobs through submitit) -> trial_process (one `tunebook
-  train` each) -> results -> table
+run: options (checked) -> planning: trials (a list, as Hydra's multirun combines it) or space (for a search), and
+  dividing (how many GPUs each gets) -> folder (sweep.json; whether an interrupted sweep goes on) -> study (Optuna's
+  proposals) -> launching (one after the other, side by side through joblib, or slurm_trials: as Slurm jobs through
+  submitit) -> trial_process (one `tunebook train` each, on its share) -> results -> table
 
 The values are written and combined as in Hydra's multirun, by Hydra's own parser and sweeper. Its launcher plugins are
 not used: hydra-joblib-launcher ends its workers by force on Ctrl-C, so that no trial could save, and with

@@ -34,7 +34,10 @@ _AGAIN = (1, 6)  # exit codes of trials that the same command takes up
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What makes two sweeps the same. How trials are launched, and how many a search may take, can change."""
+    """What makes two sweeps the same. How trials are launched, and how many a search may take, can change.
+
+    A trial cannot go on with another number of GPUs: where `--jobs` decides that, other jobs are another sweep.
+    """
 
     recipe: str | None
     overrides: list[str]

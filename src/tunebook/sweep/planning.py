@@ -8,10 +8,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tunebook.config.auto import Resolution
 from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.errors import RequestError
-from tunebook.launch.job import plan_job
+from tunebook.hardware.detect import detect_machine
+from tunebook.launch.draft import Draft
 from tunebook.launch.slurm.client import check_job
+from tunebook.sweep.dividing import Division, TrialDrafts, divide
 from tunebook.sweep.options import METRICS, SHOWN_WHILE_RUNNING, Direction, SweepLauncher, SweepOptions
 from tunebook.sweep.results import Goal
 from tunebook.sweep.shares import num_at_once, uses_this_machine
@@ -37,6 +40,8 @@ class SweepPlan:
     space: Space | None  # None: a list
     goal: Goal | None  # None: ranked by what all have
     num_at_once: int
+    drafts: TrialDrafts
+    division: Division | None  # None: every trial says how many GPUs it takes
 
     @property
     def num_trials(self) -> int:
@@ -48,7 +53,8 @@ class SweepPlan:
         for known, config in zip(self.trials, self.configs, strict=True):
             if known.overrides == trial.overrides:
                 return config
-        return plan_job(self.recipe, list(trial.overrides), self.recipes_dirs).config
+        draft = self.drafts.divided(trial.overrides, self.division)
+        return _resolved(draft).config
 
     def command(self, trial: Trial, run_folder: Path) -> list[str]:
         """What trains a trial where it runs."""
@@ -92,7 +98,7 @@ class SweepPlan:
         at_once = "one at a time" if self.num_at_once == 1 else f"{self.num_at_once} at a time"
         how = {
             SweepLauncher.basic: at_once,
-            SweepLauncher.joblib: f"{at_once}, each on GPUs or cores of its own",
+            SweepLauncher.joblib: f"{at_once}, {self._shares}",
             SweepLauncher.slurm: f"as Slurm jobs, {at_once}",
         }[self.options.way]
         if self.goal is None or self.space is None:
@@ -100,6 +106,16 @@ class SweepPlan:
         return (
             f"{how}; searched by Optuna: {self.goal.direction.name} {self.goal.metric}, seed {self.options.seed or 0}"
         )
+
+    @property
+    def _shares(self) -> str:
+        """What trials side by side compute on."""
+        if self.division is None:
+            return "each on GPUs or cores of its own"
+        num_gpus, jobs = self.division.num_gpus, self.options.jobs or 0
+        sizes = " or ".join(map(str, sorted({config.hardware.gpus_per_node or 1 for config in self.configs})))
+        waiting = f"; of --jobs={jobs} the others wait for one" if min(jobs, self.num_trials) > num_gpus else ""
+        return f"each on {sizes} of the {num_gpus} GPUs found here (or hardware.gpus_per_node=N){waiting}"
 
 
 def plan_sweep(
@@ -118,14 +134,19 @@ def plan_sweep(
     else:
         fixed, space = read_space(words)
         trials = corners(fixed, space)
+    num_trials = len(trials) if space is None else options.num_trials or 0
+    drafts = TrialDrafts(recipe=recipe, recipes_dirs=recipes_dirs, machine=detect_machine())
+    # A search may be given more trials later, which must not change what the first ones ran on.
+    division = divide(drafts, trials, options, num_trials if space is None else None)
     configs: list[RunConfig] = []
     try:
-        check_trials(trials, lambda trial: configs.append(_config(recipe, trial, recipes_dirs, options, is_started)))
+        check_trials(
+            trials, lambda words: configs.append(_checked(drafts.divided(words, division), options, is_started))
+        )
     except RequestError as error:
         raise (_with_whole_numbers(error, space) if space else error) from error
     if options.way is SweepLauncher.slurm and is_started:
         check_job(configs[0])
-    num_trials = len(trials) if space is None else options.num_trials or 0
     return SweepPlan(
         recipe=recipe,
         words=words,
@@ -136,7 +157,9 @@ def plan_sweep(
         fixed=fixed,
         space=space,
         goal=_goal(options, configs[0]),
-        num_at_once=num_at_once(options, configs, num_trials),
+        num_at_once=num_at_once(options, configs, num_trials, division.num_at_once if division else None),
+        drafts=drafts,
+        division=division,
     )
 
 
@@ -170,15 +193,20 @@ def _with_whole_numbers(error: RequestError, space: Space) -> RequestError:
     return RequestError(f"{error.message}\nto search whole numbers: {' '.join(wrong)}", problem_id="sweep-range")
 
 
-def _config(
-    recipe: str | None, overrides: list[str], recipes_dirs: list[Path], options: SweepOptions, is_started: bool
-) -> RunConfig:
+def _checked(draft: Draft, options: SweepOptions, is_started: bool) -> RunConfig:
     """One trial's configuration; where it is to be started, this must be the machine and the image for it."""
-    job = plan_job(recipe, overrides, recipes_dirs)
-    if is_started and job.resolution.problem is not None:
-        raise RequestError(job.resolution.why_not_runnable, problem_id=job.resolution.problem.id)
-    _check_launch(job.config, options)
-    return job.config
+    resolution = _resolved(draft)
+    if is_started and resolution.problem is not None:
+        raise RequestError(resolution.why_not_runnable, problem_id=resolution.problem.id)
+    _check_launch(resolution.config, options)
+    return resolution.config
+
+
+def _resolved(draft: Draft) -> Resolution:
+    """What a trial is resolved to. Raises: RequestError, or RulesError with every broken rule at once."""
+    draft.raise_errors()
+    assert draft.resolution is not None
+    return draft.resolution
 
 
 def _check_launch(config: RunConfig, options: SweepOptions) -> None:

@@ -74,7 +74,8 @@ def _at_work(plan: SweepPlan, console: Console) -> Iterator[tuple[SweepFolder, T
             num_done = sum(earlier.is_done(trial) for trial in source.trials)
             if num_done < plan.num_trials:
                 told = f"going on with the sweep in {earlier.path}: {num_done} of {plan.num_trials} trials are done"
-                console.print(Text(f"{told}; to start anew: training.resume=never"), soft_wrap=True)
+                told += f"; to start anew: training.resume=never\n{plan.describe()}"
+                console.print(Text(told), soft_wrap=True)
                 yield earlier, source
                 return
     folder = create(request, outputs, recipe)

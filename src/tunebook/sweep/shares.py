@@ -98,8 +98,13 @@ def uses_this_machine(config: RunConfig) -> bool:
     return config.launcher.name is LauncherName.local
 
 
-def num_at_once(options: SweepOptions, configs: list[RunConfig], num_trials: int) -> int:
-    """How many trials run at a time. Raises: RequestError when that many do not fit on this machine."""
+def num_at_once(
+    options: SweepOptions, configs: list[RunConfig], num_trials: int, most_divided: int | None = None
+) -> int:
+    """How many trials run at a time; `most_divided` is among how many the GPUs are divided, if they are.
+
+    Raises: RequestError when that many do not fit on this machine.
+    """
     if options.way is SweepLauncher.basic:
         return 1
     here = [config for config in configs if uses_this_machine(config)]
@@ -110,9 +115,12 @@ def num_at_once(options: SweepOptions, configs: list[RunConfig], num_trials: int
     available = len(_cores()) if is_on_cpu else len(detect_machine().gpus)
     fit = max(1, available // most_needed)
     wanted = options.jobs or fit
+    if most_divided is not None:
+        wanted = min(wanted, most_divided)
     if wanted > fit:
         unit, rank = ("CPU core", "rank") if is_on_cpu else ("GPU", "GPU")
-        fewer = f", or fewer {rank}s per trial: hardware.gpus_per_node=1" if most_needed > 1 else ""
+        each = max(1, available // wanted)
+        fewer = f", or fewer {rank}s per trial: hardware.gpus_per_node={each}" if most_needed > 1 else ""
         raise RequestError(
             f"--jobs={options.jobs}: a trial takes {_count(most_needed, rank)}, and this machine has "
             f"{_count(available, unit)} for them, so {fit} at a time fit and more would share what they compute on; "

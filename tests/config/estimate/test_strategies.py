@@ -44,7 +44,11 @@ def refused_by(strategy, method=PeftMethod.full, optimizer=ADAMW):
 CASES = [case for case in itertools.product(STRATEGIES, PeftMethod, OptimizerName) if not refused_by(*case)]
 # Which of weights, gradients and optimizer state each strategy divides among all ranks.
 DIVIDED = {
-    "single": (), "ddp": (), "hsdp": (), "zero1": ("optimizer",), "zero2": ("gradients", "optimizer"),
+    "single": (),
+    "ddp": (),
+    "hsdp": (),
+    "zero1": ("optimizer",),
+    "zero2": ("gradients", "optimizer"),
     "zero2_offload": ("gradients",),
 } | dict.fromkeys(("zero3", "fsdp", "fsdp_all_ranks_load", "fsdp_grad_op"), ("weights", "gradients", "optimizer"))
 

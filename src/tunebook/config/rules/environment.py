@@ -88,6 +88,13 @@ EXPLANATIONS: dict[str, Explanation] = {
         why="DeepSpeed would make it wherever the path leads, which may be a small or slow disk.",
         advice="Make the folder on the NVMe disk, or name another with parallelism.nvme_path.",
     ),
+    "compiled-layers-without-compiler": Explanation(
+        summary="model.compile_layers=true, and this machine lacks what kernels are compiled with.",
+        why="For a GPU torch writes kernels in Triton, which compiles a launcher for each with a C compiler and "
+        "Python's headers; for a CPU it writes them in C++. The run would end in its first step.",
+        advice="Install what the message names, run in the image of the GPU generation, which has it, or leave "
+        "model.compile_layers open: then blocks are compiled only where they can be.",
+    ),
     **image_rules.EXPLANATIONS,
     **packages.EXPLANATIONS,
 }
@@ -159,7 +166,7 @@ def check_environment(config: RunConfig, machine: Machine | None = None) -> list
     if hardware is not None:
         return [hardware]  # packages would be asked for that the machine with the GPUs may well have
     image = read_image()
-    problems = [*packages.missing_packages(config, installed_version, image)]
+    problems = [*packages.missing_packages(config, installed_version, image), *_compiler_problems(config, machine)]
     # An image's torch was checked when it was built, and its GPU and driver by `hardware_problem`.
     if image is None and config.hardware.generation not in (Generation.cpu, Generation.auto):
         problems += torch_problems(config.hardware.generation, machine)
@@ -167,6 +174,16 @@ def check_environment(config: RunConfig, machine: Machine | None = None) -> list
     if isinstance(settings, ZeroConfig) and Offload.nvme in (settings.offload_optimizer, settings.offload_parameters):
         problems += _nvme_problems(config, settings)
     return problems
+
+
+def _compiler_problems(config: RunConfig, machine: Machine) -> Iterator[Problem]:
+    """Where blocks are to be compiled that cannot be here. What `auto` decides was decided knowing that."""
+    missing, what = machine.missing_for_triton, "Triton compiles a launcher for each kernel"
+    if config.hardware.generation is Generation.cpu:
+        missing, what = machine.missing_for_cpu_kernels, "torch compiles the blocks' kernels for the CPU"
+    if config.model.compile_layers and missing is not None:
+        message, fix = f"{what}, and {missing}", "model.compile_layers=false"
+        yield Problem(id="compiled-layers-without-compiler", key="model.compile_layers", message=message, fix=fix)
 
 
 def torch_problems(generation: Generation, machine: Machine) -> Iterator[Problem]:

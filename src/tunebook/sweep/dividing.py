@@ -1,0 +1,119 @@
+"""How many GPUs each trial gets where several run at a time and nobody said: this machine's, divided evenly.
+
+Left open, a trial takes every GPU that it sees (`parallelism=auto`), and no two could run at a time. Such a trial is
+planned with its share, and sees no more than that when it trains (`sweep.shares`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from tunebook.config.choices import Generation
+from tunebook.config.decisions import AS_ASKED
+from tunebook.hardware.detect import Machine
+from tunebook.launch.draft import Draft, draft_composition, draft_run
+from tunebook.sweep.options import SweepLauncher, SweepOptions
+from tunebook.sweep.shares import uses_this_machine
+from tunebook.sweep.trials import Trial
+
+_SAY_HOW_MANY = ("hardware.gpus_per_node", "parallelism.strategy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """The GPUs found here, and among how many trials they are divided that leave open how many they take."""
+
+    num_gpus: int
+    num_at_once: int
+
+    @property
+    def gpus_per_trial(self) -> int:
+        """What is left over by an uneven division stays idle."""
+        return self.num_gpus // self.num_at_once
+
+
+@dataclass(kw_only=True)
+class TrialDrafts:
+    """The trials of a sweep as they would be planned on this machine; each is composed and worked out once."""
+
+    recipe: str | None
+    recipes_dirs: list[Path]
+    machine: Machine
+    _known: dict[tuple[tuple[str, ...], int], Draft] = field(default_factory=dict)
+
+    def with_gpus(self, overrides: Collection[str], num_gpus: int) -> Draft:
+        """A trial as it is where it sees the first `num_gpus` of the machine."""
+        key = (tuple(overrides), num_gpus)
+        if key not in self._known:
+            whole = self.whole(overrides)
+            seen = replace(self.machine, gpus=self.machine.gpus[:num_gpus])
+            self._known[key] = draft_composition(whole.composition, seen) if whole.composition else whole
+        return self._known[key]
+
+    def whole(self, overrides: Collection[str]) -> Draft:
+        """A trial as it is where it sees all GPUs."""
+        key = (tuple(overrides), len(self.machine.gpus))
+        if key not in self._known:
+            self._known[key] = draft_run(self.recipe, list(overrides), self.recipes_dirs, self.machine)
+        return self._known[key]
+
+    def divided(self, overrides: Collection[str], division: Division | None) -> Draft:
+        """A trial as it will run: on its share if it leaves open how many GPUs it takes, else on what it asks for."""
+        draft = self.whole(overrides)
+        if division is None or not _takes_all(draft, division.num_gpus):
+            return draft
+        return self.with_gpus(overrides, division.gpus_per_trial)
+
+
+def divide(
+    drafts: TrialDrafts, trials: list[Trial], options: SweepOptions, most_at_once: int | None
+) -> Division | None:
+    """Among how many trials the GPUs are divided; None where there is nothing to divide.
+
+    As many as asked for, though not more than there are GPUs: the rest wait. Where that was left open too, as many as
+    are estimated to fit into memory with what each gets. `most_at_once` is how many there are, where that is settled.
+    """
+    num_gpus = len(drafts.machine.gpus)
+    if options.way is not SweepLauncher.joblib or num_gpus < 2:
+        return None
+    is_open = {trial.overrides: _takes_all(drafts.whole(trial.overrides), num_gpus) for trial in trials}
+    if not any(is_open.values()):
+        return None
+    most = min(options.jobs or num_gpus, most_at_once or num_gpus, num_gpus)
+    if options.jobs is None:
+        asked = [_asked_gpus(drafts.whole(words)) for words, takes_all in is_open.items() if not takes_all]
+        most = max(1, min(most, num_gpus // max(asked, default=1)))
+        most = _as_many_as_fit(drafts, [words for words, takes_all in is_open.items() if takes_all], most)
+    return Division(num_gpus=num_gpus, num_at_once=most) if most > 1 else None
+
+
+def _as_many_as_fit(drafts: TrialDrafts, trials: list[tuple[str, ...]], most: int) -> int:
+    """The most trials at a time, each of which is estimated to fit on its share; 1 where none does, as without."""
+    num_gpus = len(drafts.machine.gpus)
+    sizes = {num_gpus // num_at_once: num_at_once for num_at_once in range(1, most + 1)}  # the most of each size
+    for gpus_per_trial in sorted(sizes):
+        if all(drafts.with_gpus(words, gpus_per_trial).fits is not False for words in trials):
+            return sizes[gpus_per_trial]
+    return 1
+
+
+def _takes_all(draft: Draft, num_gpus: int) -> bool:
+    """Whether a trial runs on every GPU found here because nobody said on how many."""
+    resolution = draft.resolution
+    if resolution is None or not resolution.is_runnable_here:
+        return False
+    config = resolution.config
+    if not uses_this_machine(config) or config.hardware.generation is Generation.cpu:
+        return False
+    asked = {choice.key for choice in resolution.choices if choice.why == AS_ASKED}
+    return config.hardware.gpus_per_node == num_gpus and asked.isdisjoint(_SAY_HOW_MANY)
+
+
+def _asked_gpus(draft: Draft) -> int:
+    """How many of this machine's GPUs a trial asks for by itself."""
+    config = draft.resolution.config if draft.resolution else None
+    if config is None or not uses_this_machine(config) or config.hardware.generation is Generation.cpu:
+        return 1
+    return config.hardware.gpus_per_node or 1
