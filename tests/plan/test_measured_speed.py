@@ -15,7 +15,10 @@ from tunebook.plan.measured_speed import (
     ADAPTERS,
     ALONE,
     BF16_PEAK,
+    FP8_PEAK,
     FP32_PEAK,
+    LLAMA_8B,
+    LLAMA_8B_SLICE,
     QWEN_05B,
     QWEN_3B,
     RECOMPUTED,
@@ -53,7 +56,7 @@ def test_what_one_gpu_reached_is_what_was_recorded(row: Alone) -> None:
         assert row.padding_share == line["padding_share"]
     if "mfu" not in line:
         return
-    peak = FP32_PEAK if row.compute is Compute.fp32 else BF16_PEAK
+    peak = {Compute.fp32: FP32_PEAK, Compute.fp8: FP8_PEAK}.get(row.compute, BF16_PEAK)
     useful = model_flops_utilisation(row.tokens_per_second, flops_per_token(row.model, row.attended_length), peak)
     assert useful == pytest.approx(line["mfu"], rel=0.015)  # recorded with one to three digits
 
@@ -72,9 +75,15 @@ def test_the_speeds_of_one_of_them_alone_are_recorded_too() -> None:
         result(f"tests/bench/results/h200_speed.jsonl {name}")["tokens_per_second_per_gpu"]
         for name in ("packed_flash_attention_4", "packed_flash_attention_4_compiled", "padded_as_published")
     }
-    big.add(result("tests/bench/results/h200x4_speed.jsonl compiled_8192")["tokens_per_second_per_gpu"])
+    for file in ("h200x4_speed", "h200x4_beside_peers"):
+        big.add(result(f"tests/bench/results/{file}.jsonl compiled_8192")["tokens_per_second_per_gpu"])
+    (layers,) = (row for row in ALONE if row.model is LLAMA_8B_SLICE and row.compute is Compute.bf16)
+    as_its_layers = layers.efficiency * BF16_PEAK * 1e12 / flops_per_token(LLAMA_8B, layers.attended_length)
     for row in SPREAD:
-        assert row.alone in (big if row.model is QWEN_3B else {single})
+        if row.model is LLAMA_8B:
+            assert row.alone == pytest.approx(as_its_layers, abs=0.5)
+        else:
+            assert row.alone in (big if row.model is QWEN_3B else {single})
 
 
 def test_checkpointing_and_adapters_are_recorded() -> None:

@@ -88,10 +88,9 @@ def timed(config: RunConfig, **changes: Any) -> TimePlan:
         ({"attention__implementation": Attention.varlen_attention, "model__compile_layers": True}, 24_679),
         ({"activation__checkpointing": Switch.enabled}, 17_810),
         ({"strategy": Strategy.zero2, "gpus": 8}, 17_289),
-        ({"strategy": Strategy.fsdp, "gpus": 8}, 17_578),
         ({"strategy": Strategy.zero3, "gpus": 8}, 7_969),
     ],
-    ids=["flash4", "flash2", "varlen", "compiled", "checkpointing", "zero2", "fsdp", "zero3"],
+    ids=["flash4", "flash2", "varlen", "compiled", "checkpointing", "zero2", "zero3"],
 )
 def test_what_was_measured_comes_out_again(changes: dict[str, Any], tokens_per_second: float) -> None:
     time = timed(qwen_3b(**changes))
@@ -99,6 +98,34 @@ def test_what_was_measured_comes_out_again(changes: dict[str, Any], tokens_per_s
     # 18.97 GFLOP a token, and a third more where layers are computed again
     flops = 18.973e9 * (4 / 3 if "activation__checkpointing" in changes else 1)
     assert time.efficiency == pytest.approx(tokens_per_second * flops / 989e12, rel=1e-3)
+
+
+def llama_8b(gpus: int, *words: str) -> RunConfig:
+    """As it was measured on four H200s, in passes of one row."""
+    rows = ("packing.row_length=16384", "training.micro_batch_size=1", "activation=stored", "model.compile_layers=true")
+    batch = ("training.global_samples=64", "training.max_length=4096", "dataset=synthetic")
+    kernels = ("attention=varlen_attention", "model.liger_kernel=false")
+    words = ("model=llama3_8b", f"hardware.gpus_per_node={gpus}", *rows, *batch, *kernels, *words)
+    return resolved("qwen3b_zero2", *H200, *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "measured", "error"),
+    [
+        (("parallelism=fsdp",), 11_348.05, 0.0),
+        (("parallelism=fsdp", "precision=fp8"), 13_860.8, -0.026),  # in neither table
+        # While the size of a head was not known to the compiler, which cost them about 5%.
+        (("parallelism=fsdp", "packing.row_length=8192"), 10_238.65, 0.015),
+        (("parallelism=fsdp_grad_op", "precision=fp8"), 13_619.8, 0.004),
+    ],
+    ids=["fsdp", "fsdp_fp8", "fsdp_8192", "grad_op_fp8"],
+)
+def test_llama_3_8b_on_four_h200(words: tuple[str, ...], measured: float, error: float) -> None:
+    time = timed(llama_8b(4, *words))
+    assert time.tokens_per_second_per_gpu is not None
+    assert time.tokens_per_second_per_gpu / measured - 1 == pytest.approx(error, abs=0.005)
+    assert "12 layers of Llama 3 8B" in time.assumption
+    assert ("fp8" in time.assumption) is ("precision=fp8" in words)
 
 
 def test_compiled_blocks_are_compared_with_compiled_ones_of_the_same_size_only() -> None:
@@ -203,7 +230,7 @@ def generated(most_tokens: int) -> Lengths:
     ("recipe", "words", "measured", "error"),
     [
         ("qwen3b_zero2", ("hardware.gpus_per_node=4", *SDPA, *SLICE), 13_649.8, -0.11),
-        ("qwen3b_zero2", ("hardware.gpus_per_node=4", "parallelism=fsdp", *SDPA, *SLICE), 14_716.1, -0.16),
+        ("qwen3b_zero2", ("hardware.gpus_per_node=4", "parallelism=fsdp", *SDPA, *SLICE), 14_716.1, -0.08),
         ("qwen3b_zero2", ("hardware.gpus_per_node=4", "parallelism=zero3", *SDPA, *SLICE), 8_965.5, -0.35),
         ("qwen3b_zero2", ("hardware.gpus_per_node=4", *SDPA), 6_503.0, -0.18),
         ("zero1_lora", ("hardware.gpus_per_node=2", "attention=sdpa"), 2_703.1, 0.94),  # one pass a step
@@ -231,7 +258,7 @@ OFFLOADED = ZeroConfig(strategy=Strategy.zero2, offload_optimizer=Offload.cpu)
         ("activation.offload", True, "another host's memory"),
         ("optimizer.name", OptimizerName.paged_adamw_32bit, "another host's memory"),
         ("peft.method", PeftMethod.qlora, "a quantised base"),
-        ("precision.compute", Compute.fp8, "11,963 tokens/s on each of four H200"),
+        ("precision.compute", Compute.fp8, "in fp8 only compiled blocks in packed rows were measured"),
         ("precision.compute", Compute.fp32, "precision.tf32=disabled has an estimate"),
         ("attention.implementation", Attention.eager, "attention=eager"),
         ("packing.mode", PackingMode.padded, "padded rows were measured with sdpa, not with flash_attention_4"),
