@@ -1,7 +1,7 @@
 """All speeds that were measured and recorded here, drawn as one page: `python tests/bench/speed_page.py FILE.html`.
 
-Reads `tests/bench/results/`: one GPU beside TRL in the same samples, the same spread over several GPUs, Llama 3 8B,
-fp32, what a step's time is spent in, and the preparation of data. Runs of few steps are left out.
+Reads `tests/bench/results/`: one GPU beside TRL and others in the same samples, the same spread over several GPUs,
+Llama 3 8B, fp32, what a step's time is spent in, and the preparation of data. Runs of few steps are left out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ KINDS = {
     "elementwise": "other elementwise kernels", "copies": "copies and casts", "loss": "loss", "optimizer": "optimizer",
     "other": "other kernels",
 }  # fmt: skip
-_TWO, _FOUR = "h200_speed_spread", "h200x4_speed"
+_TWO, _FOUR, _BESIDE_PEERS = "h200_speed_spread", "h200x4_speed", "h200x4_beside_peers"
+_SUPERSEDED = "_sizes_open"  # a head's size was open to the compiler
 _VOLTA = {
     "volta_padded": "padded, as the source of the 3B recipe",
     "volta_sdpa": "packed, attention=sdpa: under the mask of a whole row",
@@ -110,14 +111,27 @@ def spread(file: str, title: str, results: Path = RESULTS) -> Section:
 
 def eight_billion(results: Path = RESULTS) -> Section:
     """Llama 3 8B, all of it and by LoRA."""
-    lines = [line for file in (_TWO, _FOUR) for line in read(file, results)]
+    lines = [line for file in (_TWO, _FOUR, _BESIDE_PEERS) for line in read(file, results)]
     bars = [
-        _speed_bar(line, f"{line['gpus']} x H200, {_typed(line)}")
+        _speed_bar(line, f"{line['gpus']} x H200, {_named(line)}", is_ours="peer" not in line)
         for line in sorted(lines, key=lambda line: line.get("tokens_per_second_per_gpu") or 0.0)
-        if line["model"] == "llama3_8b" and is_timed(line)
+        if line["model"] == "llama3_8b" and is_timed(line) and not line["name"].endswith(_SUPERSEDED)
+        if not any(word.startswith("model.facts.") for word in line.get("variant", []))  # all of its layers
     ]
     note = "Tokens per second of each GPU. The share is of 989 TFLOP/s, in fp8 of 1,979; LoRA's counts no products for "
     return Section(key="llama", title="Llama 3 8B", note=note + "gradients of frozen weights.", bars=bars)
+
+
+def beside_peers(results: Path = RESULTS) -> Section:
+    """Ours and others' trainers in the same minutes, each on a GPU of one machine."""
+    lines = [line for line in read(_BESIDE_PEERS, results) if line["model"] == "qwen25_3b" and line["gpus"] == 1]
+    bars = [_speed_bar(line, _named(line), is_ours="peer" not in line) for line in lines]
+    return Section(
+        key="beside-peers",
+        title="Beside other trainers",
+        note="Qwen2.5-3B, full fine-tune in bf16 with fp32 master weights; the share is of 989 TFLOP/s.",
+        bars=sorted(bars, key=lambda bar: bar.value),
+    )
 
 
 def without_bf16(results: Path = RESULTS) -> Section:
@@ -135,7 +149,7 @@ def without_bf16(results: Path = RESULTS) -> Section:
 def step_times(results: Path = RESULTS) -> list[Section]:
     """What one optimizer step's time is spent in, for each run that was looked into."""
     sections = []
-    for line in [*read("h200_speed_one_gpu", results), *read(_FOUR, results)]:
+    for line in [line for file in ("h200_speed_one_gpu", _FOUR, _BESIDE_PEERS) for line in read(file, results)]:
         if "profile" not in line:
             continue
         profile = line["profile"]
@@ -191,7 +205,8 @@ def _preparation_bar(line: dict[str, Any], method: str, samples: int) -> Bar:
 def _speed_bar(line: dict[str, Any], name: str, *, more: str = "", is_ours: bool = True) -> Bar:
     memory = line["memory_gib"]
     peak = max(memory) if isinstance(memory, list) else memory
-    detail = f"{format_value(peak, Unit.gib)} of tensors, {line['timed_steps']} steps timed, {line['date']}"
+    of_what = "reserved" if line.get("peer") == "torchtitan" else "of tensors"  # which it logs
+    detail = f"{format_value(peak, Unit.gib)} {of_what}, {line['timed_steps']} steps timed, {line['date']}"
     detail += f"; {line['note']}" if line.get("note") else ""
     speed = line["tokens_per_second_per_gpu"]
     text = f"{speed:,.0f} tokens/s, {format_value(line['mfu'], Unit.share)}{more}"
@@ -205,6 +220,14 @@ def _typed(line: dict[str, Any]) -> str:
     return " ".join([*environment, *last.values()])
 
 
+def _named(line: dict[str, Any]) -> str:
+    """What was typed, or which trainer it was and by which of its variants in tests/bench."""
+    if "peer" not in line:
+        return _typed(line)
+    peer = line["peer"]
+    return f"{peer} {line['machine'][peer]}: {line['name'].removeprefix(peer + '_')}"
+
+
 def _said(settings: dict[str, Any]) -> str:
     return ", ".join(f"{key}={value}" for key, value in settings.items())
 
@@ -213,7 +236,7 @@ def page(results: Path = RESULTS) -> str:
     """The page as HTML of one file."""
     two, four = spread(_TWO, "Spread over two GPUs", results), spread(_FOUR, "Spread over four GPUs", results)
     others = [eight_billion(results), without_bf16(results)]
-    sections = [one_gpu(results), two, four, *others, *step_times(results), preparation(results)]
+    sections = [one_gpu(results), beside_peers(results), two, four, *others, *step_times(results), preparation(results)]
     return render_page("speed.html.jinja", beside=Path(__file__).parent, sections=sections)
 
 

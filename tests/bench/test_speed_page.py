@@ -10,7 +10,17 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from speed_page import eight_billion, is_timed, one_gpu, page, preparation, spread, step_times, without_bf16
+from speed_page import (
+    beside_peers,
+    eight_billion,
+    is_timed,
+    one_gpu,
+    page,
+    preparation,
+    spread,
+    step_times,
+    without_bf16,
+)
 
 
 def test_ours_and_trls_stand_in_one_section_by_their_speed() -> None:
@@ -39,11 +49,25 @@ def test_four_gpus_are_drawn_beside_one_of_their_own_machine() -> None:
 
 
 def test_llama_and_fp32_have_sections_of_their_own() -> None:
-    names = [bar.name for bar in eight_billion().bars]
-    assert len(names) == 3 and sum("precision=fp8" in name for name in names) == 1
+    bars = {bar.name: bar for bar in eight_billion().bars}
+    assert sum("precision=fp8" in name for name in bars) == 2
+    assert not any("num_layers" in name for name in bars), "a slice is no Llama 3 8B"
+    (ours,) = [bar for name, bar in bars.items() if name.endswith("parallelism=fsdp attention=varlen_attention "
+               "model.compile_layers=true packing.row_length=16384")]  # fmt: skip
+    theirs = bars["4 x H200, torchtitan 0.2.2: llama8b_compiled_by_document_16384"]
+    assert (ours.is_ours, theirs.is_ours) == (True, False)
+    assert theirs.value / ours.value == pytest.approx(1.013, abs=0.001)
     padded, packed, by_document = without_bf16().bars
     assert by_document.value / padded.value == pytest.approx(1.95, abs=0.005)
     assert by_document.value / packed.value == pytest.approx(1.48, abs=0.005)
+
+
+def test_peers_stand_beside_our_runs_of_the_same_minutes() -> None:
+    bars = beside_peers().bars
+    assert [bar.is_ours for bar in bars] == [False, True, True, False, False]
+    assert bars[0].name == "llamafactory 0.9.5: packing"
+    assert bars[-1].text == "27,479 tokens/s, 52.7 %"
+    assert "114 GiB reserved" in bars[-1].detail
 
 
 def test_the_parts_of_a_step_add_up_to_it() -> None:
@@ -81,5 +105,5 @@ def test_the_page_escapes_what_results_say(tmp_path: Path) -> None:
     assert "<script>alert" not in text
     assert "&lt;script&gt;alert(1)" in text
     spreads = (spread("h200_speed_spread", "two"), spread("h200x4_speed", "four"))
-    sections = (one_gpu(), *spreads, eight_billion(), without_bf16(), preparation(), *step_times())
+    sections = (one_gpu(), beside_peers(), *spreads, eight_billion(), without_bf16(), preparation(), *step_times())
     assert text.count('class="run"') == sum(len(section.bars) for section in sections)
