@@ -35,7 +35,8 @@ def outcome(folder):
 
 def test_upstream_still_has_the_methods_we_override():
     checkpoints = ("_save_checkpoint", "_get_output_dir", "_push_from_checkpoint", "_load_best_model")
-    for name in ("get_train_dataloader", "evaluate", "compute_loss_context_manager", *checkpoints):
+    losses = ("compute_loss", "log", "compute_loss_context_manager")
+    for name in ("get_train_dataloader", "evaluate", *losses, *checkpoints):
         ours, theirs = (inspect.signature(getattr(kind, name)) for kind in (RecipeTrainer, SFTTrainer))
         assert list(ours.parameters) == list(theirs.parameters), name
 

@@ -2,6 +2,7 @@
 
 Overridden (a test pins the signatures): `get_train_dataloader` (our sampler decides every step's documents),
 `evaluate` (validation loss weighted by tokens; upstream averages over batches of different size),
+`compute_loss` and `log` (upstream waits for every GPU after each forward pass, for two numbers that are logged),
 `compute_loss_context_manager` (accelerate runs FSDP2 without autocast), `_save_checkpoint`, `_get_output_dir`,
 `_push_from_checkpoint` and `_load_best_model` (checkpoints are complete or not there, and verified before a load).
 """
@@ -28,6 +29,7 @@ from tunebook.data.rows import DocumentRows
 from tunebook.data.sampler import RankBatches
 from tunebook.errors import TunebookError
 from tunebook.train.callbacks import loss_not_finite
+from tunebook.train.token_totals import TokenTotals
 
 
 class RecipeTrainer(SFTTrainer):
@@ -54,6 +56,7 @@ class RecipeTrainer(SFTTrainer):
         self.autocast_dtype = autocast_dtype  # where the base class would run without autocast
         self.row_multiple = row_multiple  # in tokens
         self.saver = saver
+        self._totals = TokenTotals()
         self._is_saving = False
         self._is_universal = False  # whether what is loaded was made for another number of ranks
         super().__init__(*args, **kwargs)
@@ -81,6 +84,37 @@ class RecipeTrainer(SFTTrainer):
             device = self.args.device.type
             contexts.enter_context(torch.autocast(device, dtype=self.autocast_dtype, cache_enabled=False))
         return contexts
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Upstream's loss: summed over this micro-batch, per trained-on token of the whole step over all ranks.
+
+        DDP, FSDP and ZeRO average gradients over the ranks, so each rank's loss counts for as many. A mixture of
+        experts adds a loss of its own and goes upstream's way.
+        """
+        if self.aux_loss_enabled or return_outputs or num_items_in_batch is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[no-untyped-call]
+        inputs["use_cache"] = False
+        outputs = model(**inputs, fused_lm_head=True)
+        self._totals.add(outputs, inputs)
+        num_items = torch.as_tensor(num_items_in_batch).clamp(min=1)
+        return -outputs.log_probs.sum() / num_items * self.accelerator.num_processes
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As upstream, with what was counted since the last log. Called on every rank."""
+        model: Any = self.model
+        found = self._totals.take(self._summed) if model.training else None
+        if found is not None:
+            means, num_tokens = found
+            self._total_train_tokens += num_tokens
+            numbers = means | {"num_tokens": self._total_train_tokens}
+            self._metrics["train"] |= {name: [value] for name, value in numbers.items()}
+        super().log(logs, start_time)
+
+    def _summed(self, values: torch.Tensor) -> torch.Tensor:
+        summed: torch.Tensor = self.accelerator.reduce(values, reduction="sum")
+        return summed
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
