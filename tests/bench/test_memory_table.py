@@ -43,8 +43,8 @@ def test_the_allocator_never_held_more_than_the_plan_leaves() -> None:
     """What decides is reserved memory: a fifth of the GPU is left for it, which is a quarter of what tensors may take.
 
     It is more where the optimizer and the parameters are on the host, of little memory, and by up to 6% in two other
-    runs. In compiled blocks with rows of many lengths it is up to 23% more where the card had a quarter to spare, for
-    the allocator gives back what it caches only when it needs it.
+    runs. In compiled blocks with rows of many lengths it is up to 23% more where the card had a quarter to spare, and
+    5% where it had less, for the allocator gives back what it caches only when it needs it.
     """
     over = {run.name: run for run in read_measured() if run.reserved > run.predicted / 0.8}
     compiled = {name for name in over if "_speed_" in name}
@@ -54,4 +54,6 @@ def test_the_allocator_never_held_more_than_the_plan_leaves() -> None:
         <= {"3b_zero3_offload_2", "3b_zero2_offload_2", "held_7b_4_layers_zero3_offload_2"} | compiled | others
     )
     assert all(over[name].reserved < 1.06 * over[name].predicted / 0.8 for name in others)
-    assert all(over[name].reserved < min(1.23 * over[name].predicted / 0.8, 0.72 * 139.8) for name in compiled)
+    for name in compiled:
+        had_room = over[name].reserved < 0.72 * 139.8
+        assert over[name].reserved < (1.23 if had_room else 1.06) * over[name].predicted / 0.8, name

@@ -94,6 +94,30 @@ def test_compiled_blocks_have_the_losses_of_sdpa_under_a_mask(recorded):
     assert largest["varlen"] < largest["compiled"] < 3e-4 < largest["fsdp_compiled"]
 
 
+def test_compiled_blocks_spread_over_four_gpus_have_them_too(recorded):
+    """The whole 50 steps, with the size of a head known to the compiler under FSDP."""
+    runs = {line["name"]: line for line in recorded if line["series"] == "compiled_spread"}
+    reference = runs.pop("single")["losses"]
+    assert set(runs) == {"compiled", "ddp_compiled", "zero2_compiled", "fsdp_compiled"}
+    for name, run in runs.items():
+        assert len(run["losses"]) == len(reference) == NUM_STEPS
+        largest = compare_losses(run["losses"], reference).largest
+        assert largest == pytest.approx(run["largest_difference"], rel=0.01)
+        assert largest < (3e-4 if name == "fsdp_compiled" else 2.1e-4)
+
+
+def test_fp8_over_200_steps(recorded):
+    """With a scale for each row within 0.55% of bf16; with one for each tensor 16 steps, where it fell, over 1%."""
+    runs = {line["name"]: line["losses"] for line in recorded if line["series"] == "fp8_3b"}
+    reference = runs.pop("single")
+    assert {name: len(losses) for name, losses in runs.items()} == {"fp8_tensorwise": 200, "fp8_rowwise": 200}
+    assert compare_losses(runs["fp8_rowwise"], reference).largest == pytest.approx(0.00545, abs=1e-5)
+    by_tensor = [abs(one / other - 1) for one, other in zip(runs["fp8_tensorwise"], reference, strict=True)]
+    assert max(by_tensor) == pytest.approx(0.01416, abs=1e-5)
+    assert [step for step, far in enumerate(by_tensor, 1) if far > 0.01] == [*range(32, 47), 48]
+    assert max(by_tensor[-50:]) == pytest.approx(0.0025, abs=1e-4)
+
+
 def test_fp8_is_near_bf16(on_two):
     """12 layers of the 3B model: the difference grows to 1.2% at step 37 of 50, and is 0.9% at the end."""
     runs = {line["name"]: line["losses"] for line in on_two if line["series"] == "fp8_3b"}
@@ -116,7 +140,9 @@ def test_each_was_wrapped_in_what_it_is_called(recorded, on_two):
         strategy = next(word.partition("=")[2] for word in line["overrides"] if word.startswith("parallelism="))
         found = line["parallelism_found"]
         assert strategy.startswith(found["strategy"]), line["name"]
-        assert ("precision=fp8" in line["overrides"]) == (found.get("fp8_layers") == 60)  # five of each of 12 blocks
+        # Of 12 blocks five layers each, or the two of the feed-forward network that are wide enough for scales by row.
+        layers = 24 if "precision.fp8_scaling=rowwise" in line["overrides"] else 60
+        assert ("precision=fp8" in line["overrides"]) == (found.get("fp8_layers") == layers)
         assert found["ranks"] == line["gpus"]
         if strategy.endswith("_offload"):
             assert "cpu" in (found["offload_parameters"], found.get("offload_optimizer"))
