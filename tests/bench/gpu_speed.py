@@ -98,6 +98,8 @@ SPREAD: dict[str, list[str]] = {  # over all GPUs of the machine
     "llama8b_fsdp_bf16": [*_LLAMA, *_STORED],
     "llama8b_fsdp_few_channels": [*_LLAMA, *_STORED],
     "llama8b_fsdp_16384": [*_LLAMA, *_STORED, *_rows(16384)],
+    "llama8b_fsdp_16384_expandable": [*_LLAMA, *_STORED, *_rows(16384)],
+    "llama8b_fsdp_cast_16384": [*_LLAMA, *_STORED, *_rows(16384), "parallelism.mixed_precision=cast"],
     "llama8b_fsdp_fp8_16384": [*_LLAMA, *_STORED, *_rows(16384), *_FP8],
     "llama8b_grad_op": [*_LLAMA, *_STORED, "parallelism=fsdp_grad_op"],
     "llama8b_grad_op_16384": [*_LLAMA, *_STORED, *_rows(16384), "parallelism=fsdp_grad_op"],
@@ -107,8 +109,12 @@ SPREAD: dict[str, list[str]] = {  # over all GPUs of the machine
     "llama8b_fsdp_fp8_rowwise": [*_LLAMA, *_STORED, *_FP8, "precision.fp8_scaling=rowwise"],
 }
 KNOWN = VARIANTS | SPREAD
-# NCCL takes up to 32 of an H200's 132 multiprocessors for its messages, which a product beside them then lacks.
-ENVIRONMENTS = {"llama8b_fsdp_few_channels": {"NCCL_MAX_CTAS": "8"}}
+ENVIRONMENTS = {
+    # NCCL takes up to 32 of an H200's 132 multiprocessors for its messages, which a product beside them then lacks.
+    "llama8b_fsdp_few_channels": {"NCCL_MAX_CTAS": "8"},
+    # One range of addresses that grows: rows of many lengths leave no holes that the next does not fit into.
+    "llama8b_fsdp_16384_expandable": {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+}
 
 
 def jobs_of(names: list[str], arguments: argparse.Namespace) -> list[Job]:
