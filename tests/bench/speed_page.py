@@ -171,6 +171,7 @@ def step_times(results: Path = RESULTS) -> list[Section]:
         ]
         title = f"A step of {_typed(line)}" + (f", {line['gpus']} GPUs" if line["gpus"] > 1 else "")
         note = f"{profile['step_ms']:,.0f} ms in all, under the profiler."
+        note += f" Note: {line['note']}." if line.get("note") else ""
         if waited:
             sent = profile["by_kind_ms"]["communication"]
             note += f" Messages took {sent:,.0f} ms, most of it while something was computed."

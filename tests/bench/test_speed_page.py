@@ -71,7 +71,9 @@ def test_peers_stand_beside_our_runs_of_the_same_minutes() -> None:
 
 
 def test_the_parts_of_a_step_add_up_to_it() -> None:
-    for section in step_times():
+    sections = step_times()
+    assert len({(section.title, section.note) for section in sections}) == len(sections), "they can be told apart"
+    for section in sections:
         whole = float(section.note.partition(" ms")[0].replace(",", ""))
         assert sum(bar.value for bar in section.bars) == pytest.approx(whole, abs=1)
 

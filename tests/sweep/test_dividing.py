@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from rich.console import Console
 from tunebook.config.choices import Generation, Strategy
 from tunebook.errors import RequestError
 from tunebook.hardware.detect import Gpu, Machine
-from tunebook.sweep import planning, shares
+from tunebook.launch.draft import Draft
+from tunebook.sweep import dividing, planning, shares
 from tunebook.sweep.options import SweepOptions
 from tunebook.sweep.planning import SweepPlan, plan_sweep
 from tunebook.sweep.run import sweep_command
@@ -59,7 +61,12 @@ def sizes(plan: SweepPlan) -> list[int | None]:
     ("jobs", "at_once", "each", "said"),
     [
         (4, 4, 2, "4 at a time, each on 2 of the 8 GPUs found here (or hardware.gpus_per_node=N)"),
-        (3, 3, 2, "3 at a time, each on 2 of the 8 GPUs found here (or hardware.gpus_per_node=N)"),
+        (
+            3,
+            3,
+            2,
+            "3 at a time, each on 2 of the 8 GPUs found here, 2 of which stay idle (or hardware.gpus_per_node=N)",
+        ),
         (1, 1, 8, "one at a time, each on GPUs or cores of its own"),
         (None, 4, 2, "4 at a time, each on 2 of the 8 GPUs found here (or hardware.gpus_per_node=N)"),
     ],
@@ -134,6 +141,29 @@ def test_trials_that_name_a_number_leave_room_for_those_that_do_not(have_gpus: H
     assert narrower.describe().startswith("4 at a time, each on 1 or 2 of the 8 GPUs found here")
     with pytest.raises(RequestError, match=r"--jobs=4: a trial takes 4 GPUs, and this machine has 8 GPUs"):
         planned(*words, jobs=4)
+
+
+def test_a_share_that_cannot_be_planned_is_not_taken(have_gpus: HaveGpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a rule that only a single GPU breaks: nothing is known of its memory then."""
+    have_gpus(4)
+    whole = dividing.TrialDrafts.with_gpus
+
+    def refused_on_one(drafts: dividing.TrialDrafts, overrides: tuple[str, ...], num_gpus: int) -> Draft:
+        draft = whole(drafts, overrides, num_gpus)
+        error = RequestError("one GPU is too few", problem_id="config-invalid")
+        return replace(draft, error=error) if num_gpus == 1 else draft
+
+    monkeypatch.setattr(dividing.TrialDrafts, "with_gpus", refused_on_one)
+    plan = planned(*SMALL, FOUR)
+    assert (plan.num_at_once, sizes(plan)) == (2, [2] * 4)
+
+
+def test_a_trial_counts_on_its_share_of_the_hosts_memory(have_gpus: HaveGpus) -> None:
+    have_gpus(8)
+    drafts = planned(*SMALL, FOUR).drafts
+    whole, share = drafts.whole((*SMALL,)), drafts.with_gpus((*SMALL,), 2)
+    assert whole.resolution is not None and share.resolution is not None
+    assert (whole.resolution.host_memory_gib, share.resolution.host_memory_gib) == (500.0, 125.0)
 
 
 def test_one_after_the_other_each_trial_has_all(have_gpus: HaveGpus) -> None:

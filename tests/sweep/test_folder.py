@@ -32,6 +32,7 @@ def test_the_newest_sweep_of_the_same_request_is_found(tmp_path: Path) -> None:
         replace(REQUEST, overrides=["training.seed=1,0"]),
         replace(REQUEST, config_sha256="cd"),
         replace(REQUEST, search={"seed": 0}),
+        replace(REQUEST, gpus_per_trial=2),
     ],
 )
 def test_another_request_is_another_sweep(tmp_path: Path, other: Request) -> None:

@@ -69,6 +69,7 @@ def test_the_loss_is_upstreams_and_nothing_is_asked_of_the_device(config, run, m
         with monkeypatch.context() as watched:
             for name in ("item", "tolist", "__bool__", "__float__", "cpu"):
                 watched.setattr(torch.Tensor, name, refuse(name))
+            watched.setattr(torch, "tensor", refuse("tensor"))  # made on the host, and copied
             found = ours(self, lambda **_: outputs, inputs, return_outputs, num_items_in_batch)
         means, seen = self._totals.take(of_this_rank)
         compared.append((torch.equal(found, expected), means | {"num_tokens": seen}, theirs | {"num_tokens": tokens}))

@@ -211,7 +211,7 @@ def _missing_for_triton() -> str | None:
 
 def _missing_for_cpu_kernels() -> str | None:
     """A C++ compiler and Python's headers. Source: torch 2.13, `torch._inductor.cpp_builder` and `codecache`."""
-    if shutil.which(os.environ.get("CXX", "g++")) is None:
+    if shutil.which(os.environ.get("CXX") or "g++") is None:
         return "no C++ compiler is found here (apt install g++)"
     return _missing_headers()
 

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 # What of a block's inputs stays open: all that is handed to its forward pass, and nothing that hangs on the block
 # itself. `dynamic=True` leaves that open too where FSDP has wrapped the block, whose numbers torch does not take for
-# constants then (2.11 and 2.13): with a head's size unknown to the compiler, rotating the positions took 10 times as
-# long, 5% of a step of Llama 3 8B (the profiles in h200x4_speed.jsonl and h200x4_beside_peers.jsonl).
+# constants then (2.11 and 2.13): with a head's size unknown to the compiler, rotating the positions took 178 ms of a
+# step of 3.1 s of Llama 3 8B on each of four H200; without that a step was 2.4% faster (h200x4_speed.jsonl and
+# h200x4_beside_peers.jsonl). What a user has set there, as by TORCH_COMPILE_DYNAMIC_SOURCES, is replaced.
 _OPEN = r"L\['(?!self'\]).*"  # a pattern of the names that torch gives to local variables, and of what is in them
 
 

@@ -69,7 +69,7 @@ def alike(config: RunConfig, facts: ModelFacts, flops_per_pass: float) -> Alone:
     rows = [row for row in ALONE if row.compute is compute and row.is_packed == is_packed]
     if compute is not Compute.fp32:  # which has no such kernels
         rows = [row for row in rows if (row.attention in FLASH) == (kernel in FLASH)]
-        # Compiled blocks were measured with one model only: for others they are taken as if they were not.
+        # Compiled blocks were measured with two models only: for others they are taken as if they were not.
         is_compiled = bool(config.model.compile_layers)
         rows = [row for row in rows if is_compiled or not row.is_compiled]
 
@@ -82,14 +82,16 @@ def alike(config: RunConfig, facts: ModelFacts, flops_per_pass: float) -> Alone:
 
 
 def spread_like(config: RunConfig, facts: ModelFacts) -> Spread | None:
-    """What the strategy lost with the model of the nearest size; None where a run has no other GPU to talk to."""
+    """What the strategy lost with the model of the nearest size, on the number of GPUs that is nearest; None on one."""
     if world_size(config) == 1:
         return None
-    is_packed = config.packing.mode is PackingMode.isolated
-    return min(
-        _spreads(config),
-        key=lambda row: (row.is_packed != is_packed, _distance(row.model.num_parameters, facts.num_parameters)),
-    )
+    is_packed, num_gpus = config.packing.mode is PackingMode.isolated, world_size(config)
+
+    def distance(row: Spread) -> tuple[bool, float, float]:
+        of_size = _distance(row.model.num_parameters, facts.num_parameters)
+        return row.is_packed != is_packed, of_size, _distance(row.num_gpus, num_gpus)
+
+    return min(_spreads(config), key=distance)
 
 
 def adapter_like(config: RunConfig) -> Adapter | None:

@@ -48,7 +48,12 @@ class TrialDrafts:
         key = (tuple(overrides), num_gpus)
         if key not in self._known:
             whole = self.whole(overrides)
-            seen = replace(self.machine, gpus=self.machine.gpus[:num_gpus])
+            share = num_gpus / len(self.machine.gpus)  # of the host's memory, too: the others take theirs
+            seen = replace(
+                self.machine,
+                gpus=self.machine.gpus[:num_gpus],
+                host_memory_gib=share * self.machine.host_memory_gib,
+            )
             self._known[key] = draft_composition(whole.composition, seen) if whole.composition else whole
         return self._known[key]
 
@@ -90,11 +95,11 @@ def divide(
 
 
 def _as_many_as_fit(drafts: TrialDrafts, trials: list[tuple[str, ...]], most: int) -> int:
-    """The most trials at a time, each of which is estimated to fit on its share; 1 where none does, as without."""
+    """The most trials at a time, each of which can run on its share as far as is known; 1 where none can."""
     num_gpus = len(drafts.machine.gpus)
     sizes = {num_gpus // num_at_once: num_at_once for num_at_once in range(1, most + 1)}  # the most of each size
     for gpus_per_trial in sorted(sizes):
-        if all(drafts.with_gpus(words, gpus_per_trial).fits is not False for words in trials):
+        if all(drafts.with_gpus(words, gpus_per_trial).exit_code == 0 for words in trials):
             return sizes[gpus_per_trial]
     return 1
 

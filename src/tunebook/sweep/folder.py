@@ -36,13 +36,14 @@ _AGAIN = (1, 6)  # exit codes of trials that the same command takes up
 class Request:
     """What makes two sweeps the same. How trials are launched, and how many a search may take, can change.
 
-    A trial cannot go on with another number of GPUs: where `--jobs` decides that, other jobs are another sweep.
+    A trial cannot go on with another number of GPUs: where `--jobs` decides that, other jobs may be another sweep.
     """
 
     recipe: str | None
     overrides: list[str]
     config_sha256: str  # of the first trial, resolved: an edited recipe is another sweep
     search: dict[str, Any] | None  # None: a list
+    gpus_per_trial: int | None = None  # of trials that leave it open, where the GPUs found here are divided
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -115,7 +115,9 @@ class SweepPlan:
         num_gpus, jobs = self.division.num_gpus, self.options.jobs or 0
         sizes = " or ".join(map(str, sorted({config.hardware.gpus_per_node or 1 for config in self.configs})))
         waiting = f"; of --jobs={jobs} the others wait for one" if min(jobs, self.num_trials) > num_gpus else ""
-        return f"each on {sizes} of the {num_gpus} GPUs found here (or hardware.gpus_per_node=N){waiting}"
+        left = num_gpus - self.division.num_at_once * self.division.gpus_per_trial
+        idle = f", {left} of which stay{'s' * (left == 1)} idle" if left and sizes.isdigit() else ""
+        return f"each on {sizes} of the {num_gpus} GPUs found here{idle} (or hardware.gpus_per_node=N){waiting}"
 
 
 def plan_sweep(

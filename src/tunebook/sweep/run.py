@@ -64,7 +64,11 @@ def _at_work(plan: SweepPlan, console: Console) -> Iterator[tuple[SweepFolder, T
     """The folder of an interrupted sweep that was asked for the same, or a new one, held; and the trials to run."""
     config = plan.configs[0]
     request = Request(
-        recipe=plan.recipe, overrides=plan.words, config_sha256=config_hash(config), search=plan.search_record()
+        recipe=plan.recipe,
+        overrides=plan.words,
+        config_sha256=config_hash(config),
+        search=plan.search_record(),
+        gpus_per_trial=plan.division.gpus_per_trial if plan.division else None,
     )
     outputs, recipe = Path(config.outputs), plan.recipe or _WITHOUT_RECIPE
     earlier = newest_with(request, outputs, recipe) if config.training.resume != "never" else None

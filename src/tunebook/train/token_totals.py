@@ -12,7 +12,8 @@ class TokenTotals:
     """Sums over the micro-batches of this rank since the last log, on its device.
 
     Asking a GPU for a number waits for all that it was told to do, and gathering one from all ranks waits for the
-    slowest: upstream does both after every forward pass, and the GPU stands still until it is told more.
+    slowest: upstream does both several times after every forward pass, besides the one wait of its fused head, and the
+    GPU stands still until it is told more.
     """
 
     def __init__(self) -> None:
@@ -21,11 +22,11 @@ class TokenTotals:
     def add(self, outputs: Any, inputs: Mapping[str, Any]) -> None:
         """Count a micro-batch: what TRL's fused head found of each token, (batch, tokens), zero where none is judged.
 
-        All its real tokens count as seen, trained on or not; a packed row has no others.
+        All its tokens count as seen, trained on or not, and as upstream those that a packed row was filled up with.
         """
         judged = outputs.label_mask.sum()
         mask = inputs.get("attention_mask")
-        seen = mask.sum() if mask is not None else torch.tensor(inputs["input_ids"].numel(), device=judged.device)
+        seen = mask.sum() if mask is not None else judged.new_full((), inputs["input_ids"].numel())  # made on the GPU
         sums = [judged, outputs.entropy.detach().sum(), outputs.is_top1.sum(), seen]
         found = torch.stack([one.double() for one in sums])
         self._sums = found if self._sums is None else self._sums + found

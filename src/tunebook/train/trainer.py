@@ -2,7 +2,7 @@
 
 Overridden (a test pins the signatures): `get_train_dataloader` (our sampler decides every step's documents),
 `evaluate` (validation loss weighted by tokens; upstream averages over batches of different size),
-`compute_loss` and `log` (upstream waits for every GPU after each forward pass, for two numbers that are logged),
+`compute_loss` and `log` (upstream waits for every GPU after each forward pass, for three numbers that are logged),
 `compute_loss_context_manager` (accelerate runs FSDP2 without autocast), `_save_checkpoint`, `_get_output_dir`,
 `_push_from_checkpoint` and `_load_best_model` (checkpoints are complete or not there, and verified before a load).
 """
