@@ -7,20 +7,20 @@ where the model, the data, the length and the batch that it requires are said; t
 Full fine-tune of Qwen2.5-3B, random weights that its `bf16: true` loads and trains in bf16, without an fp32 copy. Real
 tokens are counted as the model gets them, without padding; the median after 10 steps. Its packing isolates documents on
 `sdpa` by a block mask, and with `sdpa_varlen` by torch's varlen kernels. Documents longer than a row are left out.
+It was tried on a CPU; no GPU has measured it yet.
 """
 
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
-from peer_documents import DOCUMENTS_PER_GPU, TINY, Corpus
-from peer_llamafactory import measured, write_inputs
-from peer_runs import Attempt, Ended, parse, peer_environment, run_all, versions_of
+from peer_documents import Corpus
+from peer_llamafactory import run_variants
+from peer_runs import Attempt, versions_of
 
 PACKAGES = ("axolotl", "torch", "transformers", "trl", "accelerate", "peft", "datasets", "liger-kernel")
 _PACKED: dict[str, Any] = {"sample_packing": True, "pad_to_sequence_len": True, "attn_implementation": "sdpa",
@@ -56,6 +56,8 @@ def attempt(name: str, corpus: Corpus, folder: Path, arguments: Any, environment
         "dataset_prepared_path": str(folder / "prepared" / name),
         "output_dir": str(folder / "runs" / name),
     }
+    if not (folder / "texts").exists():
+        corpus.write_texts(folder / "texts")
     file = folder / f"{name}.yaml"
     file.write_text(yaml.safe_dump(settings | places), encoding="utf-8")
     # As `axolotl train --launcher torchrun` does.
@@ -67,26 +69,6 @@ def attempt(name: str, corpus: Corpus, folder: Path, arguments: Any, environment
     return Attempt(name=name, command=command, environment=environment | told, line=line)
 
 
-def main() -> None:
-    """Measure one variant after the other."""
-    arguments = parse(__doc__, [*VARIANTS, TINY])
-    is_tiny = TINY in arguments.only  # every variant named beside it, on a small model
-    corpus = Corpus(TINY if is_tiny else "qwen25_3b", DOCUMENTS_PER_GPU * arguments.gpus)
-    quiet = {"AXOLOTL_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1", "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-             "OMP_NUM_THREADS": "1"}  # fmt: skip
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        environment = peer_environment(arguments.site, quiet | {"HF_DATASETS_CACHE": str(folder / "cache")})
-        write_inputs(corpus, folder, environment)
-        corpus.write_texts(folder / "texts")
-        names = [name for name in arguments.only if name != TINY] or DEFAULT
-        attempts = (attempt(name, corpus, folder, arguments, environment) for name in names)
-
-        def read(made: Attempt, ended: Ended) -> dict[str, Any]:
-            return measured(folder / f"{made.name}.measured.json", corpus)
-
-        run_all(attempts, arguments.output / "peer_axolotl.jsonl", arguments.timeout_s, read)
-
-
 if __name__ == "__main__":
-    main()
+    quiet = {"AXOLOTL_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1"}
+    run_variants(__doc__, "axolotl", VARIANTS, DEFAULT, attempt, quiet)

@@ -17,7 +17,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from peer_runs import WARM_UP_STEPS, Attempt, Ended, medians, parse, peer_enviro
 
 PACKAGES = ("llamafactory", "torch", "transformers", "trl", "accelerate", "peft", "datasets", "liger-kernel")
 HERE = Path(__file__).parent
+Maker = Callable[[str, Corpus, Path, Any, dict[str, str]], Attempt]
 _FAST: dict[str, Any] = {"disable_gradient_checkpointing": True, "enable_liger_kernel": True,
                          "ddp_find_unused_parameters": False}  # fmt: skip
 _ROWS_8192 = {"cutoff_len": 8192, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
@@ -107,27 +108,36 @@ def measured(file: Path, corpus: Corpus) -> dict[str, Any]:
     } | {key: found[key] for key in kept}  # fmt: skip
 
 
-def main() -> None:
-    """Measure one variant after the other."""
-    arguments = parse(__doc__, [*VARIANTS, TINY])
-    is_tiny = TINY in arguments.only  # every variant named beside it, on a small model
-    corpus = Corpus(TINY if is_tiny else "qwen25_3b", DOCUMENTS_PER_GPU * arguments.gpus)
-    # The launcher's own setting for several GPUs.
-    environment = peer_environment(
-        arguments.site, {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "OMP_NUM_THREADS": "1"}
-    )
+def run_variants(
+    doc: str | None,
+    peer: str,
+    variants: Mapping[str, Any],
+    default: Sequence[str],
+    make: Maker,
+    more: Mapping[str, str],
+) -> None:
+    """Measure one variant after the other, of a peer that is told to write down what its meter has seen.
+
+    `tiny` among the names is no variant: those named beside it are run on a small model. `make` gives a variant's
+    command, and `more` is its environment.
+    """
+    arguments = parse(doc, [*variants, TINY])
+    corpus = Corpus(TINY if TINY in arguments.only else "qwen25_3b", DOCUMENTS_PER_GPU * arguments.gpus)
+    # The setting of all their launchers for several GPUs.
+    shared = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        environment |= {"HF_DATASETS_CACHE": str(folder / "cache")}
+        caches = {"HF_DATASETS_CACHE": str(folder / "cache")}
+        environment = peer_environment(arguments.site, shared | dict(more) | caches)
         write_inputs(corpus, folder, environment)
-        names = [name for name in arguments.only if name != TINY] or DEFAULT
-        attempts = (attempt(name, corpus, folder, arguments, environment) for name in names)
+        names = [name for name in arguments.only if name != TINY] or default
+        attempts = (make(name, corpus, folder, arguments, environment) for name in names)
 
         def read(made: Attempt, ended: Ended) -> dict[str, Any]:
             return measured(folder / f"{made.name}.measured.json", corpus)
 
-        run_all(attempts, arguments.output / "peer_llamafactory.jsonl", arguments.timeout_s, read)
+        run_all(attempts, arguments.output / f"peer_{peer}.jsonl", arguments.timeout_s, read)
 
 
 if __name__ == "__main__":
-    main()
+    run_variants(__doc__, "llamafactory", VARIANTS, DEFAULT, attempt, {})

@@ -168,6 +168,18 @@ def test_one_broken_gpu_does_not_hide_the_others(nvml):
     assert "GPU 1 does not answer" in machine.notes[0]
 
 
+def has_compilers(monkeypatch, folder, names, variables, has_headers):
+    """This machine has these compilers and names one in a variable, or none; and Python's headers, or not."""
+    monkeypatch.setattr(detect.shutil, "which", lambda name: name if name in names else None)
+    monkeypatch.setattr(detect.sysconfig, "get_paths", lambda scheme: {"include": str(folder)})
+    for variable, value in variables.items():
+        monkeypatch.delenv(variable, raising=False)
+        if value is not None:
+            monkeypatch.setenv(variable, value)
+    if has_headers:
+        (folder / "Python.h").touch()
+
+
 @pytest.mark.parametrize(
     ("compilers", "variable", "has_headers", "has_triton", "missing"),
     [
@@ -184,13 +196,7 @@ def test_what_triton_lacks_to_build_its_launchers(
     monkeypatch, tmp_path, compilers, variable, has_headers, has_triton, missing
 ):
     monkeypatch.setattr(detect, "find_spec", lambda name: object() if has_triton and name == "triton" else None)
-    monkeypatch.setattr(detect.shutil, "which", lambda name: f"/usr/bin/{name}" if name in compilers else None)
-    monkeypatch.setattr(detect.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
-    monkeypatch.delenv("CC", raising=False)
-    if variable is not None:
-        monkeypatch.setenv("CC", variable)
-    if has_headers:
-        (tmp_path / "Python.h").touch()
+    has_compilers(monkeypatch, tmp_path, compilers, {"CC": variable}, has_headers)
     assert detect_machine(no_gpu_because="not looked for").missing_for_triton == missing
 
 
@@ -206,13 +212,7 @@ def test_what_triton_lacks_to_build_its_launchers(
     ids=["g++", "named", "no_compiler", "named_and_gone", "no_headers"],
 )
 def test_what_torch_lacks_to_compile_for_the_cpu(monkeypatch, tmp_path, compilers, variable, has_headers, missing):
-    monkeypatch.setattr(detect.shutil, "which", lambda name: name if name in compilers else None)
-    monkeypatch.setattr(detect.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
-    monkeypatch.delenv("CXX", raising=False)
-    if variable is not None:
-        monkeypatch.setenv("CXX", variable)
-    if has_headers:
-        (tmp_path / "Python.h").touch()
+    has_compilers(monkeypatch, tmp_path, compilers, {"CXX": variable}, has_headers)
     assert detect_machine(no_gpu_because="not looked for").missing_for_cpu_kernels == missing
 
 
