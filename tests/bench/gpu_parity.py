@@ -70,11 +70,21 @@ def _in_fp8(gpus: int) -> Runs:
 
 def _in_compiled_blocks(gpus: int) -> Runs:
     """sdpa's mask of a whole row is the slower way; torch's kernel for packed rows, and blocks compiled around it."""
-    runs: Runs = {"single": (1, ["parallelism=single", "attention=sdpa", "model.compile_layers=false"])}
+    slower = ["attention=sdpa", "model.compile_layers=false", "model.one_pass_head=false"]
+    runs: Runs = {"single": (1, ["parallelism=single", *slower])}
     runs["varlen"] = (1, ["parallelism=single", "attention=varlen_attention", "model.compile_layers=false"])
     runs["compiled"] = (1, ["parallelism=single", *_COMPILED])
     spread = ("ddp", "zero2", "fsdp") if gpus > 1 else ()
     return runs | {f"{name}_compiled": (gpus, [f"parallelism={name}", *_COMPILED]) for name in spread}
+
+
+def _in_one_pass(gpus: int) -> Runs:
+    """TRL's output head twice, since two runs of it may differ too, and its gradients made in the forward pass."""
+    upstreams = ["parallelism=single", "model.one_pass_head=false"]
+    runs: Runs = {"single": (1, upstreams), "again": (1, upstreams)}
+    runs["one_pass"] = (1, ["parallelism=single", *_ONE_PASS])
+    spread = ("ddp", "zero2", "zero3", "fsdp", "fsdp_grad_op", "zero3_offload") if gpus > 1 else ()
+    return runs | {f"{name}_one_pass": (gpus, [f"parallelism={name}", *_ONE_PASS]) for name in spread}
 
 
 def _without(words: list[str], replaced: list[str]) -> list[str]:
@@ -101,9 +111,10 @@ QWEN_3B_TWO_LAYERS = [  # of 36, in full width
     *[*_QWEN_3B, "training.global_samples=16", "packing.row_length=2048", "schedule.warmup_steps=2"],
     *["model.facts.num_layers=2", "model.facts.num_parameters=465320960"],
 ]
+_ONE_PASS = ["model.one_pass_head=true"]
 _COMPILED = ["attention=varlen_attention", "model.compile_layers=true"]
 SERIES = ("fp32", "fp32_fewer", "bf16", "bf16_quickstart", "bf16_quickstart_fewer", "bf16_3b", "lora", "compiled",
-          "fp8", "fp8_3b", "speed")  # fmt: skip
+          "one_pass", "fp8", "fp8_3b", "speed")  # fmt: skip
 
 
 def series(name: str, gpus: int) -> tuple[list[str], Runs]:
@@ -124,6 +135,8 @@ def series(name: str, gpus: int) -> tuple[list[str], Runs]:
         return [*QUICKSTART, "peft=lora", "optimizer.learning_rate=1e-2", "precision=bf16"], runs
     if name == "compiled":
         return _without(QWEN_05B, _PLAIN), _in_compiled_blocks(gpus)
+    if name == "one_pass":
+        return QWEN_05B, _in_one_pass(gpus)
     if name in ("fp8", "fp8_3b"):
         return _without(QWEN_3B_SLICE if name == "fp8_3b" else QWEN_05B, _PLAIN) + _COMPILED, _in_fp8(gpus)
     runs = {}

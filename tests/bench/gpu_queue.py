@@ -123,7 +123,7 @@ class GpuQueue:
         turns = Path(__file__).parent / "gpu_turns"
         path = os.pathsep.join([str(turns), job.environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))])
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "TUNEBOOK_BENCH_TURN": str(turn)}
-        environment |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, job.gpus))} | job.environment | {"PYTHONPATH": path}
+        environment |= {"CUDA_VISIBLE_DEVICES": visible(job.gpus)} | job.environment | {"PYTHONPATH": path}
         command = [sys.executable, "-m", "tunebook", "train", *job.words, "--run-folder", str(self.runs / job.name)]
         with (kept / "terminal.txt").open("w") as terminal:
             process = subprocess.Popen(command, stdout=terminal, stderr=subprocess.STDOUT, env=environment)
@@ -221,6 +221,12 @@ def run_jobs(
         logs=arguments.logs,
     )
     return queue.run()
+
+
+def visible(gpus: tuple[int, ...]) -> str:
+    """The numbers of some of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES takes them."""
+    mine = [number for number in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if number]
+    return ",".join(mine[gpu] if mine else str(gpu) for gpu in gpus)
 
 
 def who_goes(ready: list[Job], training: list[Job]) -> list[Job]:

@@ -36,6 +36,7 @@ _VARLEN = ["attention=varlen_attention"]
 _COMPILED = [*_VARLEN, "model.compile_layers=true", "model.liger_kernel=false"]
 _STORED = ["activation=stored"]
 _FP8 = ["precision=fp8"]
+_TWO_PASS = ["model.one_pass_head=false"]  # TRL's output head as it is
 _BF16 = ["precision.master_weights=bf16"]
 # As a V100 computes; a step of 4,096 tokens (8 documents of 482 in the mean) takes as long as one of 32,768 in bf16.
 _VOLTA = ["precision=fp32", "precision.tf32=disabled", "training.global_tokens=4096"]
@@ -51,6 +52,8 @@ VARIANTS: dict[str, list[str]] = {
     "flash_attention_4_8192": ["attention=flash_attention_4", *_STORED, *_rows(8192)],
     "compiled_8192": [*_COMPILED, *_STORED, *_rows(8192)],
     "compiled_16384": [*_COMPILED, *_STORED, *_rows(16384)],
+    "compiled_8192_two_pass": [*_COMPILED, *_STORED, *_rows(8192), *_TWO_PASS],
+    "compiled_16384_two_pass": [*_COMPILED, *_STORED, *_rows(16384), *_TWO_PASS],
     "compiled_32768": [*_COMPILED, *_STORED, *_rows(32768)],
     "varlen_bf16_16384": [*_VARLEN, *_BF16, *_STORED, *_rows(16384)],
     "compiled_bf16_16384": [*_COMPILED, *_BF16, *_STORED, *_rows(16384)],
@@ -67,6 +70,8 @@ VARIANTS: dict[str, list[str]] = {
     "lora_8b_compiled": [*_LORA, "model.compile_layers=true"],
     "lora_8b_compiled_bf16": [*_LORA, *_BF16, "model.compile_layers=true"],
     "lora_8b_compiled_bf16_16384": [*_LORA, *_BF16, "model.compile_layers=true", *_rows(16384)],
+    "lora_8b_compiled_bf16_16384_two_pass":
+        [*_LORA, *_BF16, "model.compile_layers=true", *_rows(16384), *_TWO_PASS],
 }
 # fmt: on
 _LLAMA = ["model=llama3_8b", "parallelism=fsdp", *_COMPILED, *_rows(8192)]
@@ -98,6 +103,7 @@ SPREAD: dict[str, list[str]] = {  # over all GPUs of the machine
     "llama8b_fsdp_bf16": [*_LLAMA, *_STORED],
     "llama8b_fsdp_few_channels": [*_LLAMA, *_STORED],
     "llama8b_fsdp_16384": [*_LLAMA, *_STORED, *_rows(16384)],
+    "llama8b_fsdp_16384_two_pass": [*_LLAMA, *_STORED, *_rows(16384), *_TWO_PASS],
     "llama8b_fsdp_16384_expandable": [*_LLAMA, *_STORED, *_rows(16384)],
     "llama8b_fsdp_cast_16384": [*_LLAMA, *_STORED, *_rows(16384), "parallelism.mixed_precision=cast"],
     "llama8b_fsdp_fp8_16384": [*_LLAMA, *_STORED, *_rows(16384), *_FP8],

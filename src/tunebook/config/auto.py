@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tunebook.config.auto_hardware import decide_hardware
-from tunebook.config.auto_kernels import decide_attention, decide_compiling
+from tunebook.config.auto_kernels import decide_attention, decide_compiling, decide_head
 from tunebook.config.auto_parallelism import decide_strategy
 from tunebook.config.base_model import read_dtype, read_facts
 from tunebook.config.choices import Attention, Compute, Generation, MasterWeights, PackingMode, Strategy, Switch
@@ -74,6 +74,7 @@ def resolve_auto(config: RunConfig, machine: Machine) -> Resolution:
     is_planned = problem is not None or starts_elsewhere(resolved)
     missing = None if is_planned else machine.missing_for_triton
     decisions.decide("model.compile_layers", lambda: decide_compiling(resolved, missing))
+    decisions.decide("model.one_pass_head", lambda: decide_head(resolved))
     decisions.decide("attention.implementation", lambda: decide_attention(resolved, is_planned))
     decisions.decide("packing.mode", lambda: _packing(resolved))
     decide_strategy(decisions, _decide_passes)

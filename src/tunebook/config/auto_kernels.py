@@ -72,6 +72,16 @@ def _reasons_against(config: RunConfig) -> Iterator[str]:
         yield "blocks were not compiled over a quantised base yet (peft=qlora)"
 
 
+def decide_head(config: RunConfig) -> tuple[bool, str]:
+    """Make the output head's gradients in the forward pass where that was seen working."""
+    generation, compute = config.hardware.generation, config.precision.compute
+    if generation is Generation.cpu:
+        return False, "the head's gradients were made in the forward pass on GPUs only"
+    if compute not in (Compute.bf16, Compute.fp8):
+        return False, f"the head's gradients were made in the forward pass in bf16 and fp8 only, not in {compute.name}"
+    return True, "the head's logits are computed once, not twice; the gradients are the same"
+
+
 def decide_attention(config: RunConfig, is_planned: bool) -> tuple[Attention, str]:
     """What compiles with the blocks where they are compiled; else flash-attn 2 where GPU and precision allow it and it
     is installed, and torch's own kernel for packed rows where it is not. In fp32, sdpa document by document.

@@ -38,7 +38,7 @@ LAUNCHER_SCHEMAS: dict[LauncherName, type[LauncherConfig]] = {
     LauncherName.ray: RayConfig,
 }
 # What was not left open before it was there: a run frozen without the key had this value.
-_SINCE_DECIDED = (("model", "compile_layers", False),)
+_SINCE_DECIDED = (("model", "compile_layers", False), ("model", "one_pass_head", False))
 
 
 def config_to_yaml(config: RunConfig) -> str:

@@ -14,7 +14,7 @@ from tunebook.evidence.tolerances import LOSS, MEMORY, SPEED, loss_difference, r
 # tests and `tunebook parity` show it.
 SPLITS = (
     "training.micro_batch_size", "packing.row_length", "activation", "parallelism", "attention.implementation",
-    "model.compile_layers", "evaluation.batch_size",
+    "model.compile_layers", "model.one_pass_head", "evaluation.batch_size",
 )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ NOT_HASHED = (
 
 # Settings that came after evidence and checkpoints had been recorded, with what was the only way before: left out at
 # that value, so that what was recorded without them still holds.
-ADDED_LATER = {"model.compile_layers": False, "precision.fp8_scaling": "tensorwise"}
+ADDED_LATER = {"model.compile_layers": False, "model.one_pass_head": False, "precision.fp8_scaling": "tensorwise"}
 
 
 def config_hash(config: RunConfig) -> str:

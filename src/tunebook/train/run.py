@@ -188,6 +188,7 @@ def _build_trainer(
         validation_batches=_validation_batches(config, plan, validation, rank, ranks) if validation else None,
         autocast_dtype=torch.bfloat16 if uses_autocast(config) else None,
         row_multiple=row_multiple(config),
+        has_one_pass_head=bool(config.model.one_pass_head),
         saver=_saver(config, folder, prepared),
     )
     is_fp8 = config.precision.compute is Compute.fp8

@@ -10,7 +10,7 @@ Overridden (a test pins the signatures): `get_train_dataloader` (our sampler dec
 from __future__ import annotations
 
 import shutil
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from tunebook.data.rows import DocumentRows
 from tunebook.data.sampler import RankBatches
 from tunebook.errors import TunebookError
 from tunebook.train.callbacks import loss_not_finite
+from tunebook.train.one_pass_head import one_pass_head
 from tunebook.train.token_totals import TokenTotals
 
 
@@ -47,6 +48,7 @@ class RecipeTrainer(SFTTrainer):
         validation_batches: RankBatches | None = None,
         autocast_dtype: torch.dtype | None = None,
         row_multiple: int | None = None,
+        has_one_pass_head: bool = False,
         saver: CheckpointSaver,
         **kwargs: Any,
     ) -> None:
@@ -55,6 +57,7 @@ class RecipeTrainer(SFTTrainer):
         self.validation_batches = validation_batches
         self.autocast_dtype = autocast_dtype  # where the base class would run without autocast
         self.row_multiple = row_multiple  # in tokens
+        self.has_one_pass_head = has_one_pass_head  # see `one_pass_head`
         self.saver = saver
         self._totals = TokenTotals()
         self._is_saving = False
@@ -96,7 +99,8 @@ class RecipeTrainer(SFTTrainer):
         if self.aux_loss_enabled or return_outputs or num_items_in_batch is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[no-untyped-call]
         inputs["use_cache"] = False
-        outputs = model(**inputs, fused_lm_head=True)
+        with one_pass_head() if self.has_one_pass_head else nullcontext():
+            outputs = model(**inputs, fused_lm_head=True)
         self._totals.add(outputs, inputs)
         num_items = torch.as_tensor(num_items_in_batch).clamp(min=1)
         return -outputs.log_probs.sum() / num_items * self.accelerator.num_processes

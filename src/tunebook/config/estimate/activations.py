@@ -13,7 +13,8 @@ from tunebook.config.estimate.parameters import of_layers
 from tunebook.config.estimate.states import weight_element
 from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig
 
-# TRL's output head works on tiles of this many tokens and words (trl 1.16, kernels/chunked_logprob.py).
+# TRL's output head works on tiles of this many tokens and words (trl 1.16, kernels/chunked_logprob.py); ours, which makes
+# the gradients in the forward pass, on tiles of as many tokens and all words.
 _HEAD_TOKENS, _HEAD_WORDS = 4096, 32768
 # Padded rows per pass where nobody says: as many as stay within this many tokens, when all are of the full length.
 PADDED_TOKENS_PER_PASS = 8192
@@ -146,8 +147,10 @@ def head_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """The last norm, the output head's tiles and, where it is trained, its gradient in fp32."""
     element = 4 if config.precision.compute is Compute.fp32 else 2
     tokens = tokens_per_pass(config)
-    tile = min(tokens, _HEAD_TOKENS) * min(facts.vocab_size, _HEAD_WORDS) * element
-    weight = min(facts.vocab_size, _HEAD_WORDS) * facts.hidden_size * element
+    words = facts.vocab_size if config.model.one_pass_head else min(facts.vocab_size, _HEAD_WORDS)
+    tile = min(tokens, _HEAD_TOKENS) * words * element
+    is_cast = _stream_element(config) != element or not config.model.one_pass_head  # a part of it is copied as it is
+    weight = words * facts.hidden_size * element if is_cast else 0
     return float(16 * tokens * facts.hidden_size + tile + weight) + head_gradient_bytes(config, facts)
 
 

@@ -180,6 +180,21 @@ def liger_without_gpu(config: RunConfig) -> Finding | None:
 
 
 @rule(
+    "one-pass-head-without-gpu",
+    summary="model.one_pass_head without a GPU.",
+    why="It relies on every token that the output head sees counting in the loss alike. On a CPU TRL's head computes the "
+    "others too, and leaves them out afterwards.",
+    advice="Leave model.one_pass_head off on a CPU.",
+)
+def one_pass_head_without_gpu(config: RunConfig) -> Finding | None:
+    """The head's gradients made in the forward pass, on a CPU."""
+    if not config.model.one_pass_head or not _is_on_cpu(config):
+        return None
+    message = "the head's gradients can be made in the forward pass on a GPU only"
+    return Finding(key="model.one_pass_head", message=message, fix="model.one_pass_head=false")
+
+
+@rule(
     "compiled-layers-with-liger",
     summary="model.compile_layers together with model.liger_kernel.",
     why="torch cannot compile a block that calls Liger's kernels (tried with torch 2.11 and liger-kernel 0.8.5), and "
@@ -250,6 +265,7 @@ RULES: tuple[Rule, ...] = (
     packing_leaks,
     row_length_without_packing,
     liger_without_gpu,
+    one_pass_head_without_gpu,
     compiled_layers_with_liger,
     compiled_layers_with_flash_attn,
     activation_offload_without_gpu,

@@ -1,0 +1,190 @@
+"""The output head's gradients worked out in the forward pass, while the logits of a tile are there.
+
+TRL's head keeps no logits, so its backward pass computes them once more: 2 x vocabulary x hidden size operations a
+token, 3% of what a 3B model's step computes. What a token's logarithm of probability is multiplied by is the same for
+all of them in SFT, so the gradients are known but for that one factor as soon as the logits are: they are made then, by
+TRL's own kernels, and the backward pass only multiplies them. Tiles hold the whole vocabulary for that.
+
+Shapes: N tokens that are judged, H the hidden size, V the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from trl.kernels import ChunkedLogProbFunction, chunked_logprob
+from trl.trainer import utils as upstream
+
+TILE_TOKENS = chunked_logprob.TOKEN_CHUNK_SIZE  # fewer, and adding up the weight's gradient in fp32 takes a third longer
+
+
+@contextmanager
+def one_pass_head() -> Iterator[None]:
+    """What a model with TRL's fused head computes in here, it computes in one pass where gradients are asked for.
+
+    On a GPU, that is: elsewhere upstream computes tokens too that are not judged, which do not count like the others.
+    """
+    before = upstream._ChunkedLogProbFunction
+    upstream._ChunkedLogProbFunction = _OnePassOrTwo
+    try:
+        yield
+    finally:
+        upstream._ChunkedLogProbFunction = before
+
+
+class _OnePassOrTwo:
+    """Called as TRL calls its own function."""
+
+    @staticmethod
+    def apply(hidden: torch.Tensor, weight: torch.Tensor, *others: Any) -> Any:
+        has_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+        is_one_pass = has_gradient and len(hidden) > 0 and upstream._use_triton(hidden.device)
+        function = OnePassLogProbFunction if is_one_pass else ChunkedLogProbFunction
+        return function.apply(hidden, weight, *others)  # type: ignore[no-untyped-call]
+
+
+class OnePassLogProbFunction(torch.autograd.Function):
+    """TRL's `ChunkedLogProbFunction` for a loss in which all tokens count equally.
+
+    Takes and returns what that does, but for the entropy's gradient and the rarer outputs. Raises: in the backward
+    pass, as an assertion on the device, where the gradients of the logarithms differ from each other.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,  # (N, H)
+        weight: torch.Tensor,  # (V, H)
+        bias: torch.Tensor | None,  # (V,)
+        targets: torch.Tensor,  # (N,)
+        temperature: float,
+        chunk_size: int,
+        final_logit_softcapping: float | None = None,
+        logit_scale: float = 1.0,
+        outputs: tuple[str, ...] = (),
+    ) -> tuple[torch.Tensor | None, ...]:
+        """(N,) each, in fp32: logarithms of the targets' probabilities, entropy, and whether the target is likeliest."""
+        ctx.set_materialize_grads(False)
+        device = hidden.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        shape = {"logit_scale": logit_scale, "softcap": final_logit_softcapping or 1.0, "inv_t": 1 / temperature,
+                 "HAS_SOFTCAP": final_logit_softcapping is not None}  # fmt: skip
+        found = _Statistics(len(targets), hidden.device)
+        gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
+        cast, cast_bias = weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
+        buffer = torch.empty((min(len(hidden), TILE_TOKENS), len(weight)), device=hidden.device, dtype=dtype)
+        for start in range(0, len(hidden), TILE_TOKENS):
+            tokens = slice(start, min(start + TILE_TOKENS, len(hidden)))
+            inputs = hidden.detach()[tokens].to(dtype)
+            tile = buffer[: len(inputs)]
+            torch.mm(inputs, cast.t(), out=tile)
+            if cast_bias is not None:
+                tile.add_(cast_bias)
+            found.fold(tile, targets, tokens, shape)
+            _logits_gradient(tile, targets[tokens], found.log_z(tokens), shape)
+            gradients.add(tile, inputs, cast, tokens)
+        ctx.gradients = gradients.by_input()
+        log_z = found.log_z(slice(None))
+        entropy = log_z - found.x_sum_exp / found.sum_exp
+        is_top1 = (found.target_logit >= found.max) & (found.target_logit > found.max_before_target)
+        ctx.mark_non_differentiable(entropy, is_top1)
+        return found.target_logit - log_z, entropy, None, None, is_top1
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logprobs: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:
+        """The gradients, times what all logarithms of probabilities are multiplied by."""
+        gradients, ctx.gradients = ctx.gradients, None
+        nothing = (None,) * 6
+        if grad_logprobs is None:
+            return (None, None, None, *nothing)
+        assert gradients is not None, "one backward pass per forward pass: the gradients were handed over"
+        factor = grad_logprobs[0]
+        torch._assert_async((grad_logprobs == factor).all(), "model.one_pass_head=true is for losses that weigh all "
+                            "tokens alike")  # fmt: skip
+        return (*(None if one is None else one.mul_(factor).to(dtype) for one, dtype in gradients), *nothing)
+
+
+class _Statistics:
+    """What TRL's forward kernel finds of each token, (N,) each in fp32."""
+
+    def __init__(self, num_tokens: int, device: torch.device) -> None:
+        def filled(value: float) -> torch.Tensor:
+            return torch.full((num_tokens,), value, device=device, dtype=torch.float32)
+
+        self.max, self.max_before_target = filled(float("-inf")), filled(float("-inf"))
+        self.sum_exp, self.x_sum_exp, self.target_logit = filled(0.0), filled(0.0), filled(0.0)
+        self._not_asked_for = filled(0.0)
+
+    def fold(self, tile: torch.Tensor, targets: torch.Tensor, tokens: slice, shape: dict[str, Any]) -> None:
+        """All logits of some tokens, (n, V)."""
+        kernel = chunked_logprob._forward_kernel[(len(tile),)] if _is_triton(tile) else chunked_logprob._forward_tile
+        flags = {f"HAS_{name.upper()}": name in ("entropy", "is_top1") for name in chunked_logprob.OPTIONAL_OUTPUTS}
+        unused = self._not_asked_for[tokens]
+        kernel(
+            tile, tile.stride(0), targets[tokens], self.max[tokens], self.sum_exp[tokens], self.x_sum_exp[tokens],
+            unused, unused, self.max_before_target[tokens], self.target_logit[tokens], 0, tile.shape[1],
+            BLOCK_SIZE=chunked_logprob._BLOCK_SIZE, **flags, **shape,
+        )  # fmt: skip
+
+    def log_z(self, tokens: slice) -> torch.Tensor:
+        """The logarithm of the sum over the vocabulary."""
+        return self.max[tokens] + torch.log(self.sum_exp[tokens])
+
+
+def _logits_gradient(tile: torch.Tensor, targets: torch.Tensor, log_z: torch.Tensor, shape: dict[str, Any]) -> None:
+    """Of the sum of the tokens' logarithms, in the place of the logits."""
+    size = chunked_logprob._BLOCK_SIZE
+    grid = (len(tile), -(-tile.shape[1] // size))
+    kernel = chunked_logprob._backward_kernel[grid] if _is_triton(tile) else chunked_logprob._backward_tile
+    kernel(
+        tile, tile.stride(0), targets, log_z, log_z, torch.ones_like(log_z), log_z, 0, tile.shape[1],
+        HAS_LOGPROB_GRAD=True, HAS_ENTROPY_GRAD=False, BLOCK_SIZE=size, **shape,
+    )  # fmt: skip
+
+
+class _Gradients:
+    """Of the hidden states, the weight and the bias, in fp32 as upstream's; None for what needs none."""
+
+    def __init__(
+        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, needed: tuple[bool, ...]
+    ) -> None:
+        def empty(one: torch.Tensor | None, is_needed: bool) -> torch.Tensor | None:
+            return torch.empty_like(one, dtype=torch.float32) if one is not None and is_needed else None
+
+        inputs = (hidden, weight, bias)
+        self._dtypes = [None if one is None else one.dtype for one in inputs]
+        self._hidden, self._weight, self._bias = map(empty, inputs, needed[:3])
+
+    def add(self, tile: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, tokens: slice) -> None:
+        """What a tile of the logits' gradients, (n, V), gives of its tokens."""
+        is_first = tokens.start == 0
+        if self._hidden is not None:
+            _product(self._hidden[tokens], tile, weight, is_added=False)
+        if self._weight is not None:
+            _product(self._weight, tile.t(), inputs, is_added=not is_first)
+        if self._bias is not None:
+            summed = tile.sum(dim=0, dtype=torch.float32)
+            self._bias = summed if is_first else self._bias + summed
+
+    def by_input(self) -> list[tuple[torch.Tensor | None, torch.dtype | None]]:
+        """Each with the number format that autograd expects of it."""
+        return list(zip((self._hidden, self._weight, self._bias), self._dtypes, strict=True))
+
+
+def _product(found: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, is_added: bool) -> None:
+    """`left @ right` in fp32, into `found` or on top of it: not rounded to the number format of the factors."""
+    if is_added:
+        chunked_logprob._addmm_fp32(found, left, right)
+    elif found.device.type == "cuda" and left.dtype in (torch.float16, torch.bfloat16):
+        torch.mm(left, right, out_dtype=torch.float32, out=found)
+    else:
+        torch.mm(left.float(), right.float(), out=found)
+
+
+def _is_triton(tile: torch.Tensor) -> bool:
+    return chunked_logprob._use_triton(tile.device)
