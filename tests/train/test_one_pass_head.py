@@ -30,7 +30,8 @@ def inputs():
 
 def passed(function, inputs, *, dtype=torch.float32, has_bias=True, frozen=(), softcap=None, scale=1.0, factor=-0.25):
     """What a head finds, and the gradients of `factor` times the sum of all logarithms."""
-    hidden, weight, bias = (one.to(dtype, copy=True).requires_grad_(i not in frozen) for i, one in enumerate(inputs[:3]))
+    copies = [one.to(dtype, copy=True) for one in inputs[:3]]
+    hidden, weight, bias = (one.requires_grad_(i not in frozen) for i, one in enumerate(copies))
     bias = bias if has_bias else None
     found = function.apply(hidden, weight, bias, inputs[3], 0.8, 32, softcap, scale, ASKED)
     (found[0].sum() * factor).backward()

@@ -56,8 +56,8 @@ class ModelConfig:
     liger_kernel: bool = False  # fused RMSNorm, RoPE and SwiGLU by Triton; needs a GPU
     # torch.compile of each transformer block, for 8 s at the start (Qwen2.5-3B, H200); null: where it was seen working
     compile_layers: bool | None = None
-    # The output head's gradients worked out with its logits, which the backward pass need not compute once more, in tiles
-    # of the whole vocabulary (1.2 GiB for 4,096 tokens and 151,936 words); null: where it was seen working
+    # The output head's gradients worked out with its logits, which are not computed once more in the backward pass, in
+    # tiles of the whole vocabulary (1.2 GiB for 4,096 tokens and 151,936 words); null: where it was seen working
     one_pass_head: bool | None = None
     facts: ModelFacts | None = None  # null: read from the model's config.json
 

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from trl.kernels import ChunkedLogProbFunction, chunked_logprob
 from trl.trainer import utils as upstream
 
-TILE_TOKENS = chunked_logprob.TOKEN_CHUNK_SIZE  # fewer, and adding up the weight's gradient in fp32 takes a third longer
+TILE_TOKENS = chunked_logprob.TOKEN_CHUNK_SIZE  # of fewer, the weight's gradient is added up in fp32 too often
 
 
 @contextmanager
@@ -67,7 +67,7 @@ class OnePassLogProbFunction(torch.autograd.Function):
         logit_scale: float = 1.0,
         outputs: tuple[str, ...] = (),
     ) -> tuple[torch.Tensor | None, ...]:
-        """(N,) each, in fp32: logarithms of the targets' probabilities, entropy, and whether the target is likeliest."""
+        """(N,) each: logarithms of the targets' probabilities and entropy in fp32, and whether the target is likeliest."""
         ctx.set_materialize_grads(False)
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype

@@ -85,7 +85,22 @@ def summary(kernels: list[tuple[str, float, float]], seconds: float) -> dict[str
         "only_communicating_ms": round(covered([(start, end) for _, start, end in kernels]) - computed_ms, 1),
         "by_kind_ms": {kind: round(found, 1) for kind, found in sorted(by_kind.items(), key=lambda item: -item[1])},
         "longest": [[name[:120], round(milliseconds, 2), count] for name, (milliseconds, count) in longest],
+        "idle_ms": round(1000 * seconds - covered([(start, end) for _, start, end in kernels]), 1),
+        "longest_idle": [
+            [round(milliseconds, 2), before[:60], after[:60]] for milliseconds, before, after in longest_idle(kernels)
+        ],
     }
+
+
+def longest_idle(kernels: list[tuple[str, float, float]], at_most: int = 30) -> list[tuple[float, str, str]]:
+    """The longest spans in which no kernel was at work, in milliseconds, with the kernels before and after each."""
+    found, reached, last = [], float("inf"), ""
+    for name, start, end in sorted(kernels, key=lambda kernel: kernel[1]):
+        if start > reached:
+            found.append((start - reached, last, name))
+        if end > reached or reached == float("inf"):
+            reached, last = end, name
+    return sorted(found, reverse=True)[:at_most]
 
 
 def kind_of(name: str) -> str:

@@ -13,8 +13,8 @@ from tunebook.config.estimate.parameters import of_layers
 from tunebook.config.estimate.states import weight_element
 from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig
 
-# TRL's output head works on tiles of this many tokens and words (trl 1.16, kernels/chunked_logprob.py); ours, which makes
-# the gradients in the forward pass, on tiles of as many tokens and all words.
+# TRL's output head works on tiles of this many tokens and words (trl 1.16, kernels/chunked_logprob.py); ours, which
+# makes the gradients in the forward pass, on tiles of as many tokens and all words.
 _HEAD_TOKENS, _HEAD_WORDS = 4096, 32768
 # Padded rows per pass where nobody says: as many as stay within this many tokens, when all are of the full length.
 PADDED_TOKENS_PER_PASS = 8192

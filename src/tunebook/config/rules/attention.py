@@ -182,8 +182,8 @@ def liger_without_gpu(config: RunConfig) -> Finding | None:
 @rule(
     "one-pass-head-without-gpu",
     summary="model.one_pass_head without a GPU.",
-    why="It relies on every token that the output head sees counting in the loss alike. On a CPU TRL's head computes the "
-    "others too, and leaves them out afterwards.",
+    why="It relies on every token that the output head sees counting in the loss alike. On a CPU TRL's head computes "
+    "the others too, and leaves them out afterwards.",
     advice="Leave model.one_pass_head off on a CPU.",
 )
 def one_pass_head_without_gpu(config: RunConfig) -> Finding | None:
