@@ -58,6 +58,7 @@ def test_one_h200(undecided, machine, has_flash):
         "precision.compute": "bf16",
         "precision.tf32": "enabled",
         "model.compile_layers": True,
+        "model.one_pass_head": True,
         "attention.implementation": "varlen_attention",
         "packing.mode": "isolated",
         "parallelism.strategy": "ddp",

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 from trl.kernels import ChunkedLogProbFunction, chunked_logprob
-from trl.trainer import utils as upstream
+from trl.trainer import utils
 
+upstream: Any = utils  # whose forward pass looks both names that are used here up when it needs them
 TILE_TOKENS = chunked_logprob.TOKEN_CHUNK_SIZE  # of fewer, the weight's gradient is added up in fp32 too often
 
 
@@ -67,7 +68,7 @@ class OnePassLogProbFunction(torch.autograd.Function):
         logit_scale: float = 1.0,
         outputs: tuple[str, ...] = (),
     ) -> tuple[torch.Tensor | None, ...]:
-        """(N,) each: logarithms of the targets' probabilities and entropy in fp32, and whether the target is likeliest."""
+        """(N,) each: the targets' logarithms of probability and the entropy, in fp32; whether a target is likeliest."""
         ctx.set_materialize_grads(False)
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
