@@ -36,6 +36,7 @@ _VARLEN = ["attention=varlen_attention"]
 _COMPILED = [*_VARLEN, "model.compile_layers=true", "model.liger_kernel=false"]
 _STORED = ["activation=stored"]
 _FP8 = ["precision=fp8"]
+_FLASH_4 = ["attention=varlen_flash_attention_4"]
 _TWO_PASS = ["model.one_pass_head=false"]  # TRL's output head as it is
 _BF16 = ["precision.master_weights=bf16"]
 # As a V100 computes; a step of 4,096 tokens (8 documents of 482 in the mean) takes as long as one of 32,768 in bf16.
@@ -54,6 +55,8 @@ VARIANTS: dict[str, list[str]] = {
     "compiled_16384": [*_COMPILED, *_STORED, *_rows(16384)],
     "compiled_8192_two_pass": [*_COMPILED, *_STORED, *_rows(8192), *_TWO_PASS],
     "compiled_16384_two_pass": [*_COMPILED, *_STORED, *_rows(16384), *_TWO_PASS],
+    "compiled_8192_flash_4": [*_COMPILED, *_STORED, *_rows(8192), *_FLASH_4],
+    "compiled_16384_flash_4": [*_COMPILED, *_STORED, *_rows(16384), *_FLASH_4],
     "compiled_32768": [*_COMPILED, *_STORED, *_rows(32768)],
     "varlen_bf16_16384": [*_VARLEN, *_BF16, *_STORED, *_rows(16384)],
     "compiled_bf16_16384": [*_COMPILED, *_BF16, *_STORED, *_rows(16384)],

@@ -25,7 +25,8 @@ COMPILED_STRATEGIES = frozenset({
     Strategy.auto, Strategy.single, Strategy.ddp, Strategy.fsdp, Strategy.fsdp_grad_op, Strategy.hsdp, Strategy.zero1,
     Strategy.zero2,
 })  # fmt: skip
-_COMPILED_WITH = Attention.varlen_attention  # the one that was tried in compiled blocks with packed rows
+# What was tried in compiled blocks with packed rows; the first is what `auto` takes.
+_COMPILED_WITH, *_COMPILED_TOO = Attention.varlen_attention, Attention.varlen_flash_attention_4
 
 
 def decide_compiling(config: RunConfig, missing_for_triton: str | None) -> tuple[bool, str]:
@@ -58,7 +59,7 @@ def _reasons_against(config: RunConfig) -> Iterator[str]:
         yield f"{facts.architecture} was not seen compiled; {' and '.join(sorted(COMPILED_ARCHITECTURES))} were"
     if config.packing.mode is PackingMode.padded:
         yield "blocks were compiled with packed rows only, and packing.mode=padded"
-    if kernel not in (Attention.auto, _COMPILED_WITH):
+    if kernel not in (Attention.auto, _COMPILED_WITH, *_COMPILED_TOO):
         yield f"blocks were compiled with {_COMPILED_WITH.name} only, and {kernel.name} is asked for"
     if config.training.deterministic:
         yield "training.deterministic=true, and compiled kernels were not seen giving the same bits in every run"

@@ -1,8 +1,9 @@
 """Attention over packed documents by kernels that torch brings along, for transformers to call by their names.
 
 `varlen_attention` is torch's `varlen_attn`, which computes each document by itself, as flash-attn 2 does, in bf16 or
-fp16 from Ampere on. `sdpa_by_document` is for what that leaves out: see `document_attention`. Both are told where the
-documents of a row begin and end by the collator's `cu_seq_lens_q`; without that nothing is computed.
+fp16 from Ampere on. `varlen_flash_attention_4` does so by flash-attn 4's kernels. `sdpa_by_document` is for what they
+leave out: see `document_attention`. All are told where the documents of a row begin and end by the collator's
+`cu_seq_lens_q`; without that nothing is computed.
 Source: torch.nn.attention.varlen, from torch 2.10 on; transformers' AttentionInterface.
 """
 
@@ -25,7 +26,7 @@ _NOT_SUPPORTED = {"softcap": "caps its attention logits", "s_aux": "has attentio
 
 
 def register(implementation: Attention) -> None:
-    """Let models be made with one of the two as `attn_implementation`. Transformers then builds no mask for them."""
+    """Let models be made with one of them as `attn_implementation`. Transformers then builds no mask for them."""
     from transformers import AttentionInterface
 
     kernel = _kernel_of(implementation)
@@ -39,6 +40,10 @@ def _kernel_of(implementation: Attention) -> Callable[..., Any]:
         from tunebook.model.document_attention import sdpa_by_document
 
         return sdpa_by_document
+    if implementation is Attention.varlen_flash_attention_4:
+        from tunebook.model.flash_attention_4 import flash_attention_4
+
+        return flash_attention_4
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn
