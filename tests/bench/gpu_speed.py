@@ -36,7 +36,7 @@ _VARLEN = ["attention=varlen_attention"]
 _COMPILED = [*_VARLEN, "model.compile_layers=true", "model.liger_kernel=false"]
 _STORED = ["activation=stored"]
 _FP8 = ["precision=fp8"]
-_FLASH_4 = ["attention=varlen_flash_attention_4"]
+_FLASH_4 = ["attention=varlen_attention_4"]
 _TWO_PASS = ["model.one_pass_head=false"]  # TRL's output head as it is
 _BF16 = ["precision.master_weights=bf16"]
 # As a V100 computes; a step of 4,096 tokens (8 documents of 482 in the mean) takes as long as one of 32,768 in bf16.

@@ -24,6 +24,8 @@ KINDS = {
     "other": "other kernels",
 }  # fmt: skip
 _TWO, _FOUR, _BESIDE_PEERS = "h200_speed_spread", "h200x4_speed", "h200x4_beside_peers"
+_ONE_PASS, _FLASH_4 = "h200_one_pass_head", "h200_flash_attention_4"
+_TITAN = "torchtitan"
 _SUPERSEDED = "_sizes_open"  # a head's size was open to the compiler
 _VOLTA = {
     "volta_padded": "padded, as the source of the 3B recipe",
@@ -111,7 +113,7 @@ def spread(file: str, title: str, results: Path = RESULTS) -> Section:
 
 def eight_billion(results: Path = RESULTS) -> Section:
     """Llama 3 8B, all of it and by LoRA."""
-    lines = [line for file in (_TWO, _FOUR, _BESIDE_PEERS) for line in read(file, results)]
+    lines = [line for file in (_TWO, _FOUR, _BESIDE_PEERS, _ONE_PASS, _FLASH_4) for line in read(file, results)]
     bars = [
         _speed_bar(line, f"{line['gpus']} x H200, {_named(line)}", is_ours="peer" not in line)
         for line in sorted(lines, key=lambda line: line.get("tokens_per_second_per_gpu") or 0.0)
@@ -123,8 +125,9 @@ def eight_billion(results: Path = RESULTS) -> Section:
 
 
 def beside_peers(results: Path = RESULTS) -> Section:
-    """Ours and others' trainers in the same minutes, each on a GPU of one machine."""
-    lines = [line for line in read(_BESIDE_PEERS, results) if line["model"] == "qwen25_3b" and line["gpus"] == 1]
+    """Ours and torchtitan in the same minutes, each length of row on a GPU of its own; others on another machine."""
+    others = [line for line in read(_BESIDE_PEERS, results) if line.get("peer", _TITAN) != _TITAN]
+    lines = [line for line in [*others, *read(_FLASH_4, results)] if line["model"] == "qwen25_3b"]
     bars = [_speed_bar(line, _named(line), is_ours="peer" not in line) for line in lines]
     return Section(
         key="beside-peers",
@@ -149,7 +152,11 @@ def without_bf16(results: Path = RESULTS) -> Section:
 def step_times(results: Path = RESULTS) -> list[Section]:
     """What one optimizer step's time is spent in, for each run that was looked into."""
     sections = []
-    for line in [line for file in ("h200_speed_one_gpu", _FOUR, _BESIDE_PEERS) for line in read(file, results)]:
+    for line in [
+        line
+        for file in ("h200_speed_one_gpu", _FOUR, _BESIDE_PEERS, _ONE_PASS, _FLASH_4)
+        for line in read(file, results)
+    ]:
         if "profile" not in line:
             continue
         profile = line["profile"]

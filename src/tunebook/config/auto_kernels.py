@@ -26,7 +26,7 @@ COMPILED_STRATEGIES = frozenset({
     Strategy.zero2,
 })  # fmt: skip
 # What was tried in compiled blocks with packed rows; the first is what `auto` takes.
-_COMPILED_WITH, *_COMPILED_TOO = Attention.varlen_attention, Attention.varlen_flash_attention_4
+_COMPILED_WITH, *_COMPILED_TOO = Attention.varlen_attention, Attention.varlen_attention_4
 
 
 def decide_compiling(config: RunConfig, missing_for_triton: str | None) -> tuple[bool, str]:

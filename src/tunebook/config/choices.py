@@ -149,7 +149,8 @@ class Attention(Enum):
     flash_attention_3 = "flash_attention_3"
     flash_attention_4 = "flash_attention_4"
     varlen_attention = "varlen_attention"  # ours: see model.varlen_attention
-    varlen_flash_attention_4 = "varlen_flash_attention_4"  # ours: see model.flash_attention_4
+    # Ours: see model.flash_attention_4. Not with `flash` in its name, which transformers takes for its own way to them.
+    varlen_attention_4 = "varlen_attention_4"
     sdpa_by_document = "sdpa_by_document"  # ours: see model.document_attention
 
 

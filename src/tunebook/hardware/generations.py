@@ -143,14 +143,14 @@ MIN_ATTENTION_CAPABILITY: dict[Attention, ComputeCapability] = {
     Attention.flash_attention_3: (8, 0),
     Attention.flash_attention_4: (9, 0),
     Attention.varlen_attention: (8, 0),
-    Attention.varlen_flash_attention_4: (9, 0),
+    Attention.varlen_attention_4: (9, 0),
 }
 # The distribution on the package registry (or, for 3, of its own build) that transformers looks for.
 ATTENTION_PACKAGES: dict[Attention, str] = {
     Attention.flash_attention_2: "flash-attn",
     Attention.flash_attention_3: "flash-attn-3",
     Attention.flash_attention_4: "flash-attn-4",
-    Attention.varlen_flash_attention_4: "flash-attn-4",
+    Attention.varlen_attention_4: "flash-attn-4",
 }
 OLDEST_SUPPORTED: ComputeCapability = (7, 0)
 

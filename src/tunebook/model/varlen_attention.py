@@ -1,7 +1,7 @@
 """Attention over packed documents by kernels that torch brings along, for transformers to call by their names.
 
 `varlen_attention` is torch's `varlen_attn`, which computes each document by itself, as flash-attn 2 does, in bf16 or
-fp16 from Ampere on. `varlen_flash_attention_4` does so by flash-attn 4's kernels. `sdpa_by_document` is for what they
+fp16 from Ampere on. `varlen_attention_4` does so by flash-attn 4's kernels. `sdpa_by_document` is for what they
 leave out: see `document_attention`. All are told where the documents of a row begin and end by the collator's
 `cu_seq_lens_q`; without that nothing is computed.
 Source: torch.nn.attention.varlen, from torch 2.10 on; transformers' AttentionInterface.
@@ -40,7 +40,7 @@ def _kernel_of(implementation: Attention) -> Callable[..., Any]:
         from tunebook.model.document_attention import sdpa_by_document
 
         return sdpa_by_document
-    if implementation is Attention.varlen_flash_attention_4:
+    if implementation is Attention.varlen_attention_4:
         from tunebook.model.flash_attention_4 import flash_attention_4
 
         return flash_attention_4

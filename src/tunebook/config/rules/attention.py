@@ -12,10 +12,10 @@ FLASH = (
     Attention.flash_attention_3,
     Attention.flash_attention_4,
     Attention.varlen_attention,
-    Attention.varlen_flash_attention_4,
+    Attention.varlen_attention_4,
 )
 # Those that are told where documents begin and end, and by nothing else.
-BY_LENGTHS = (Attention.varlen_attention, Attention.varlen_flash_attention_4, Attention.sdpa_by_document)
+BY_LENGTHS = (Attention.varlen_attention, Attention.varlen_attention_4, Attention.sdpa_by_document)
 WITHOUT_MASK = (*FLASH, Attention.sdpa_by_document)
 
 # Architectures in which packed documents reach each other whatever the attention kernel: those that do not take
@@ -48,7 +48,7 @@ def without_flash_attn(config: RunConfig) -> Attention:
 
 def compiles(kernel: Attention) -> bool:
     """Whether blocks with this attention are compiled as one: see the rules `compiled-layers-...`."""
-    return kernel not in WITHOUT_MASK or kernel in (Attention.varlen_attention, Attention.varlen_flash_attention_4)
+    return kernel not in WITHOUT_MASK or kernel in (Attention.varlen_attention, Attention.varlen_attention_4)
 
 
 @rule(
