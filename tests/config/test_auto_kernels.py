@@ -25,6 +25,7 @@ from tunebook.config.rules.attention import VARLEN_ARCHITECTURES
 from tunebook.config.schema import FsdpConfig, ParallelismConfig, ZeroConfig
 
 H200 = ("NVIDIA H200", (9, 0))
+A100 = ("NVIDIA A100-SXM4-80GB", (8, 0))
 V100 = ("Tesla V100-SXM2-32GB", (7, 0))
 
 
@@ -75,6 +76,45 @@ def test_blocks_are_compiled_where_that_was_seen_working(undecided, changed, mac
     assert config.packing.mode is PackingMode.isolated
     assert "8% faster so than with Liger's kernels" in why
     assert [problem for problem in check(config) if problem.is_error and "compile" in problem.id] == []
+
+
+def test_what_is_faster_and_a_beta_is_named_where_it_runs_and_taken_where_it_is_asked_for(undecided, machine):
+    def attention(*found):
+        resolution = resolve_auto(undecided, machine(*found))
+        (choice,) = [choice for choice in resolution.choices if choice.key == "attention.implementation"]
+        return resolution.config, choice
+
+    config, choice = attention(H200)
+    assert choice.value == "varlen_attention"
+    assert choice.why.endswith("; 3% faster, by a beta of flash-attn 4: varlen_attention_4 (Qwen2.5-3B, one H200)")
+    assert attention(A100)[1].why.endswith("torch's own, does")  # which flash-attn 4 is not for
+    undecided.attention.implementation = Attention.varlen_attention_4
+    config, choice = attention(H200)
+    assert (choice.value, choice.why) == ("varlen_attention_4", "as asked")
+    assert (config.model.compile_layers, config.packing.row_length) == (True, 16384)
+    assert [problem.id for problem in check(config) if problem.is_error] == []
+
+
+@pytest.mark.parametrize(
+    ("gpu", "compute", "is_taken", "reason"),
+    [
+        (H200, Compute.auto, True, "computed once and not twice"),
+        (H200, Compute.fp8, True, "computed once and not twice"),
+        (H200, Compute.fp32, False, "in bf16 and fp8 only, not in fp32"),
+        (V100, Compute.auto, False, "in bf16 and fp8 only, not in fp32"),
+        (None, Compute.auto, False, "on GPUs only"),
+    ],
+)
+def test_the_heads_gradients_are_made_in_the_forward_pass_where_that_was_seen(
+    undecided, machine, gpu, compute, is_taken, reason
+):
+    undecided.precision.compute = compute
+    resolution = resolve_auto(undecided, machine(*([gpu] if gpu else [])))
+    (choice,) = [choice for choice in resolution.choices if choice.key == "model.one_pass_head"]
+    assert choice.value is resolution.config.model.one_pass_head is is_taken
+    assert reason in choice.why
+    undecided.model.one_pass_head = not is_taken  # as asked
+    assert resolve_auto(undecided, machine(*([gpu] if gpu else []))).config.model.one_pass_head is not is_taken
 
 
 NOT_COMPILED = {

@@ -7,6 +7,7 @@ import torch
 from trl.kernels import ChunkedLogProbFunction
 from trl.trainer import utils as upstream
 
+from tunebook.config.choices import PeftMethod
 from tunebook.train import one_pass_head as ours
 from tunebook.train.one_pass_head import OnePassLogProbFunction, one_pass_head
 
@@ -111,3 +112,22 @@ def test_it_is_handed_to_upstream_only_within_and_only_for_gradients_on_a_gpu(in
         monkeypatch.setattr(upstream, "_use_triton", lambda device: False)
         assert call(*settings) == "two passes"
     assert upstream._ChunkedLogProbFunction is ChunkedLogProbFunction
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft 0.21 over transformers 5.23
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["full", "adapter"])
+def test_a_runs_losses_and_gradients_are_those_of_two_passes(config, changed, run, monkeypatch, is_frozen):
+    """On a CPU, where upstream is told to leave out what is not judged, as it does on a GPU."""
+    monkeypatch.setattr(upstream, "_use_triton", lambda device: True)
+    made = []
+    apply = OnePassLogProbFunction.apply
+    monkeypatch.setattr(OnePassLogProbFunction, "apply", lambda *words: made.append(len(words[0])) or apply(*words))
+    if is_frozen:
+        config = changed(config, peft={"method": PeftMethod.lora})
+    _, code, two = run(config, "two")
+    assert (code, made) == (0, [])
+    _, code, one = run(changed(config, model={"one_pass_head": True}), "one")
+    assert code == 0
+    assert len(made) >= len(one) == len(two) >= 6
+    for key in ("loss", "grad_norm"):
+        assert [line[key] for line in one] == pytest.approx([line[key] for line in two], rel=2e-5)

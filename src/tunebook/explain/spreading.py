@@ -41,9 +41,10 @@ SPREADING: dict[str, Explanation] = {
         "attention=sdpa. If the installed packages are not those of the lock, install them first.",
     ),
     "varlen-attention-not-possible": Explanation(
-        summary="The model asks for more than attention=varlen_attention or sdpa_by_document can compute.",
-        why="They have no attention dropout, no cap on the logits and no attention sinks, and compute packed rows "
-        "only. Leaving one of them out without a word would train another model.",
+        summary="The model asks for more than attention that goes document by document can compute.",
+        why="varlen_attention, varlen_attention_4 and sdpa_by_document have no attention dropout, no cap on the logits "
+        "and no attention sinks, and compute packed rows only. Leaving one of them out without a word would "
+        "train another model.",
         advice="Take attention=sdpa, which can compute all of them.",
     ),
     "fp8-nothing-to-convert": Explanation(

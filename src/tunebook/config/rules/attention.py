@@ -88,8 +88,8 @@ def flash_attention_in_fp32(config: RunConfig) -> Finding | None:
 
 @rule(
     "varlen-attention-padded",
-    summary="attention=varlen_attention or sdpa_by_document with padded rows.",
-    why="Both are told where documents begin and end, and know no padding between them.",
+    summary="attention=varlen_attention, varlen_attention_4 or sdpa_by_document with padded rows.",
+    why="They are told where documents begin and end, and know no padding between them.",
     advice="Pack the rows, or take sdpa or flash_attention_2, which know both.",
 )
 def varlen_attention_padded(config: RunConfig) -> Finding | None:
@@ -216,7 +216,9 @@ def compiled_layers_with_liger(config: RunConfig) -> Finding | None:
     why="transformers' function for them looks at the number of the block that calls it, so torch compiles each block "
     "anew, gives up after eight, and leaves the rest as they are. With flash_attention_4, which compiles as well, the "
     "first step had not come after 250 s (one H200).",
-    advice="Take torch's own kernels for packed rows, which compile once for all blocks.",
+    advice="Take torch's own kernels for packed rows, which compile once for all blocks, or "
+    "attention=varlen_attention_4, which calls flash-attn 4's so that they do, too: 3% faster with Qwen2.5-3B on one "
+    "H200.",
 )
 def compiled_layers_with_flash_attn(config: RunConfig) -> Finding | None:
     """Compiled blocks and an attention that makes each of them another one."""
