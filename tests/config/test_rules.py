@@ -250,6 +250,12 @@ CASES = [
     case("row-length-without-packing", "4096 is not used", {"packing.row_length": 4096}, PADDED),
     case("liger-without-gpu", "need a GPU", {"model.liger_kernel": True}, ON_CPU),
     case("one-pass-head-without-gpu", "on a GPU only", {"model.one_pass_head": True}, ON_CPU),
+    case(
+        "one-pass-head-in-fp16",
+        "after the loss is scaled",
+        {"model.one_pass_head": True},
+        {"precision.compute": Compute.fp16, "model.facts.dtype": "float16"},
+    ),
     case("compiled-layers-with-flash-attn", "compiled by itself", {"model.compile_layers": True}),
     case("compiled-layers-with-flash-attn", "compiled by itself", {"model.compile_layers": True}, PADDED),
     case(

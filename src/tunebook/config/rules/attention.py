@@ -196,6 +196,21 @@ def one_pass_head_without_gpu(config: RunConfig) -> Finding | None:
 
 
 @rule(
+    "one-pass-head-in-fp16",
+    summary="model.one_pass_head with precision=fp16.",
+    why="The gradients of the logits are made before the loss is scaled: what is below fp16's smallest number, as the "
+    "probability of most words is, would be lost.",
+    advice="Leave model.one_pass_head off in fp16.",
+)
+def one_pass_head_in_fp16(config: RunConfig) -> Finding | None:
+    """The head's gradients made in the forward pass, in a format that needs its loss scaled."""
+    if not config.model.one_pass_head or config.precision.compute is not Compute.fp16:
+        return None
+    message = "in fp16 gradients are made after the loss is scaled, which is after the forward pass"
+    return Finding(key="model.one_pass_head", message=message, fix="model.one_pass_head=false")
+
+
+@rule(
     "compiled-layers-with-liger",
     summary="model.compile_layers together with model.liger_kernel.",
     why="torch cannot compile a block that calls Liger's kernels (tried with torch 2.11 and liger-kernel 0.8.5), and "
@@ -269,6 +284,7 @@ RULES: tuple[Rule, ...] = (
     row_length_without_packing,
     liger_without_gpu,
     one_pass_head_without_gpu,
+    one_pass_head_in_fp16,
     compiled_layers_with_liger,
     compiled_layers_with_flash_attn,
     activation_offload_without_gpu,
