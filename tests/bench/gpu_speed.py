@@ -69,12 +69,15 @@ VARIANTS: dict[str, list[str]] = {
     "volta_by_document": [*_VOLTA, "attention=sdpa_by_document", *_rows(4096)],
     "llama8b_12_layers": _TWELVE_LAYERS,
     "llama8b_12_layers_fp8": [*_TWELVE_LAYERS, *_FP8],
+    "llama8b_12_layers_flash_4": [*_TWELVE_LAYERS, *_FLASH_4],
+    "llama8b_12_layers_fp8_flash_4": [*_TWELVE_LAYERS, *_FP8, *_FLASH_4],
     "lora_8b": _LORA,
     "lora_8b_compiled": [*_LORA, "model.compile_layers=true"],
     "lora_8b_compiled_bf16": [*_LORA, *_BF16, "model.compile_layers=true"],
     "lora_8b_compiled_bf16_16384": [*_LORA, *_BF16, "model.compile_layers=true", *_rows(16384)],
     "lora_8b_compiled_bf16_16384_two_pass":
         [*_LORA, *_BF16, "model.compile_layers=true", *_rows(16384), *_TWO_PASS],
+    "lora_8b_compiled_bf16_16384_flash_4": [*_LORA, *_BF16, "model.compile_layers=true", *_rows(16384), *_FLASH_4],
 }
 # fmt: on
 _LLAMA = ["model=llama3_8b", "parallelism=fsdp", *_COMPILED, *_rows(8192)]
@@ -107,6 +110,8 @@ SPREAD: dict[str, list[str]] = {  # over all GPUs of the machine
     "llama8b_fsdp_few_channels": [*_LLAMA, *_STORED],
     "llama8b_fsdp_16384": [*_LLAMA, *_STORED, *_rows(16384)],
     "llama8b_fsdp_16384_two_pass": [*_LLAMA, *_STORED, *_rows(16384), *_TWO_PASS],
+    "llama8b_fsdp_16384_flash_4": [*_LLAMA, *_STORED, *_rows(16384), *_FLASH_4],
+    "llama8b_fsdp_fp8_16384_flash_4": [*_LLAMA, *_STORED, *_rows(16384), *_FP8, *_FLASH_4],
     "llama8b_fsdp_16384_expandable": [*_LLAMA, *_STORED, *_rows(16384)],
     "llama8b_fsdp_cast_16384": [*_LLAMA, *_STORED, *_rows(16384), "parallelism.mixed_precision=cast"],
     "llama8b_fsdp_fp8_16384": [*_LLAMA, *_STORED, *_rows(16384), *_FP8],

@@ -31,6 +31,10 @@ from tunebook.plan.throughput import TimePlan, plan_time, tokens_of_the_run
 H200 = ("hardware=hopper", "hardware.memory_gib=139.8")
 FLASH4 = ("attention=flash_attention_4", "activation=stored", "packing.row_length=4096", "training.micro_batch_size=2")
 SDPA = ("attention=sdpa", "activation=stored", "packing.row_length=4096")
+COMPILED = {"attention__implementation": Attention.varlen_attention, "model__compile_layers": True}
+FLASH_4_COMPILED = {"attention__implementation": Attention.varlen_attention_4}
+LONG_ROWS = {"packing__row_length": 16384, "training__micro_batch_size": 1}
+TRL_HEAD = {"model__one_pass_head": False}
 SLICE = ("model.facts.num_layers=12", "model.facts.num_parameters=1236000000", "model.liger_kernel=false")
 
 
@@ -85,13 +89,28 @@ def timed(config: RunConfig, **changes: Any) -> TimePlan:
         ({}, 22_233),
         ({"attention__implementation": Attention.flash_attention_2}, 21_841),
         ({"attention__implementation": Attention.varlen_attention}, 22_936),
-        ({"attention__implementation": Attention.varlen_attention, "model__compile_layers": True}, 24_679),
+        (COMPILED | TRL_HEAD, 24_679),
+        (COMPILED, 25_557),
+        (COMPILED | LONG_ROWS, 26_808),
+        (COMPILED | LONG_ROWS | FLASH_4_COMPILED, 27_851),
         ({"activation__checkpointing": Switch.enabled}, 17_810),
         ({"strategy": Strategy.zero2, "gpus": 8}, 17_289),
         ({"strategy": Strategy.fsdp, "gpus": 8}, 17_578),
         ({"strategy": Strategy.zero3, "gpus": 8}, 7_969),
     ],
-    ids=["flash4", "flash2", "varlen", "compiled", "checkpointing", "zero2", "fsdp", "zero3"],
+    ids=[
+        "flash4",
+        "flash2",
+        "varlen",
+        "two_pass",
+        "compiled",
+        "long",
+        "varlen4",
+        "checkpointing",
+        "zero2",
+        "fsdp",
+        "zero3",
+    ],
 )
 def test_what_was_measured_comes_out_again(changes: dict[str, Any], tokens_per_second: float) -> None:
     time = timed(qwen_3b(**changes))
@@ -130,11 +149,11 @@ def test_llama_3_8b_on_four_h200(words: tuple[str, ...], measured: float, error:
 
 
 def test_compiled_blocks_are_compared_with_compiled_ones_of_the_same_size_only() -> None:
-    compiled = {"attention__implementation": Attention.varlen_attention, "model__compile_layers": True}
-    assert "Qwen2.5-3B, packed, compiled," in timed(qwen_3b(**compiled)).assumption
-    longer = {"packing__row_length": 16384, "training__micro_batch_size": 1}
-    assert timed(qwen_3b(**compiled, **longer)).tokens_per_second_per_gpu == pytest.approx(26_356, rel=1e-3)
-    assert "compiled" not in timed(qwen_3b(**longer)).assumption
+    assert "Qwen2.5-3B, packed, compiled, head in one pass," in timed(qwen_3b(**COMPILED)).assumption
+    before = timed(qwen_3b(**COMPILED, **LONG_ROWS, **TRL_HEAD))
+    assert before.tokens_per_second_per_gpu == pytest.approx(26_356, rel=1e-3)
+    assert "one pass" not in before.assumption
+    assert "compiled" not in timed(qwen_3b(**LONG_ROWS)).assumption
     small = resolved("qwen05b_single", *H200)
     assert small.model.compile_layers is True
     time = timed(small, attended_length=640.0)

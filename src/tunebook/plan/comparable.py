@@ -73,10 +73,15 @@ def alike(config: RunConfig, facts: ModelFacts, flops_per_pass: float) -> Alone:
         is_compiled = bool(config.model.compile_layers)
         rows = [row for row in rows if is_compiled or not row.is_compiled]
 
-    def distance(row: Alone) -> tuple[float, bool, bool]:
+    def distance(row: Alone) -> tuple[float | bool, ...]:
         work = _distance(row.flops_per_pass, flops_per_pass)
         width = _distance(row.model.hidden_size, facts.hidden_size)
-        return work + width, row.is_compiled is not config.model.compile_layers, row.attention is not kernel
+        is_like_it = (
+            row.is_compiled is config.model.compile_layers,
+            row.attention is kernel,
+            row.is_one_pass is bool(config.model.one_pass_head),
+        )
+        return work + width, *(not one for one in is_like_it)
 
     return min(rows, key=distance)
 
