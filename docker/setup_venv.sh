@@ -47,7 +47,7 @@ say_what_is_left_out() {
   say "flash-attn 2 is not in .venv: it is compiled in the image (make image GPU=$generation)."
   say "here, attention=auto takes torch's own kernel for packed rows where the model is known to work with it, else sdpa"
   if grep -q '^flash-attn-4==' "$locks/$generation/requirements.lock"; then
-    say "flash-attn 4 is here, a beta: attention=flash_attention_4"
+    say "flash-attn 4 is here, a beta: attention=varlen_attention_4"
   fi
 }
 

@@ -88,6 +88,9 @@ def test_what_is_faster_and_a_beta_is_named_where_it_runs_and_taken_where_it_is_
     assert choice.value == "varlen_attention"
     assert choice.why.endswith("; 3% faster, by a beta of flash-attn 4: varlen_attention_4 (Qwen2.5-3B, one H200)")
     assert attention(A100)[1].why.endswith("torch's own, does")  # which flash-attn 4 is not for
+    undecided.packing.mode, undecided.model.compile_layers = PackingMode.padded, True
+    assert attention(H200)[1].why.endswith("sdpa, torch's own, does")  # for packed rows only
+    undecided.packing.mode, undecided.model.compile_layers = PackingMode.auto, None
     undecided.attention.implementation = Attention.varlen_attention_4
     config, choice = attention(H200)
     assert (choice.value, choice.why) == ("varlen_attention_4", "as asked")
@@ -127,7 +130,7 @@ NOT_COMPILED = {
         "Qwen3ForCausalLM was not seen compiled; LlamaForCausalLM and Qwen2ForCausalLM were",
     ),
     "padded": ({"packing.mode": PackingMode.padded}, "packed rows only, and packing.mode=padded"),
-    "sdpa": ({"attention.implementation": Attention.sdpa}, "varlen_attention only, and sdpa is asked for"),
+    "sdpa": ({"attention.implementation": Attention.sdpa}, "varlen_attention_4 only, and sdpa is asked for"),
     "flash": ({"attention.implementation": Attention.flash_attention_2}, "only, and flash_attention_2 is asked for"),
     "deterministic": ({"training.deterministic": True}, "the same bits in every run"),
     "zero3": ({"parallelism": parallel(Strategy.zero3)}, "under parallelism=zero3"),

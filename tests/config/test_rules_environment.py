@@ -91,7 +91,7 @@ def test_a_missing_package_is_named_with_its_install_line(sound, changed, machin
     assert check_environment(config, machine(H200)) == []
 
 
-FLASH, FLASH_4 = "pip install flash-attn --no-build-isolation", "pip install --pre flash-attn-4"
+FLASH, FLASH_4 = "pip install flash-attn --no-build-isolation", "pip install flash-attn-4==4.0.0b36"
 UNPACKED = {"packing.mode": PackingMode.padded, "packing.row_length": None}
 GEMMA = {"model.facts.architecture": "Gemma2ForCausalLM"}  # no kernel of torch's was tried with it
 
@@ -105,6 +105,7 @@ GEMMA = {"model.facts.architecture": "Gemma2ForCausalLM"}  # no kernel of torch'
         (Attention.flash_attention_2, {"model.facts": None}, False, "sdpa", FLASH),
         (Attention.flash_attention_4, {}, False, "varlen_attention", FLASH_4),
         (Attention.flash_attention_4, {}, True, "flash_attention_2", FLASH_4),
+        (Attention.varlen_attention_4, {}, False, "varlen_attention", FLASH_4),
         (Attention.flash_attention_3, {}, False, "varlen_attention", None),  # its package is on no registry
         (Attention.flash_attention_3, {}, True, "flash_attention_2", None),
     ],
@@ -123,6 +124,15 @@ def test_a_missing_attention_package_names_what_auto_takes(
     taken = resolve_auto(config, machine(H200)).config
     assert taken.attention.implementation.name == expected
     assert check_environment(taken, machine(H200)) == []
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_what_compiles_is_replaced_by_what_compiles(sound, changed, machine, installed, is_compiled):
+    """With flash-attn 2 there, too, which does not compile with the blocks."""
+    installed(GPU_PACKAGES)
+    values = {"attention.implementation": Attention.varlen_attention_4, "model.compile_layers": is_compiled}
+    (problem,) = check_environment(changed(sound, values), machine(H200))
+    assert problem.fix == f"attention.implementation=varlen_attention or {FLASH_4}"
 
 
 def test_in_fp32_a_missing_attention_package_is_replaced_by_sdpa(sound, changed, machine, installed):

@@ -141,7 +141,7 @@ def test_a_gpu_generation_can_be_set_up_and_flash_attn_is_said_to_be_missing(
     assert done.returncode == 0, done.stderr
     assert "flash-attn 2 is not in .venv: it is compiled in the image (make image GPU=hopper)." in done.stdout
     assert "here, attention=auto takes torch's own kernel for packed rows" in done.stdout
-    assert "flash-attn 4 is here, a beta: attention=flash_attention_4" in done.stdout
+    assert "flash-attn 4 is here, a beta: attention=varlen_attention_4" in done.stdout
     installs = [line.split()[-2] for line in (tmp_path / "log").read_text().splitlines() if " install " in line]
     assert [word.removeprefix(f"{DOCKER}/") for word in installs] == [
         "requirements-build.lock", "hopper/requirements.lock", "requirements-dev.lock", ".",

@@ -125,4 +125,8 @@ def test_it_is_part_of_one_graph_for_rows_of_any_length():
 
 def test_shapes_are_those_that_the_compiler_is_told():
     tensors, cu_seq, longest = inputs(4, 6)
-    torch.library.opcheck(ours._forward, (*tensors, cu_seq, longest, SIZE**-0.5, -1))
+    settings = (cu_seq, longest, SIZE**-0.5, -1)
+    torch.library.opcheck(ours._forward, (*tensors, *settings))
+    tensors = [one.detach() for one in tensors]
+    attended, sums = ours._forward(*tensors, *settings)
+    torch.library.opcheck(ours._backward, (torch.ones_like(attended), *tensors, attended, sums, *settings))

@@ -24,6 +24,7 @@ from tunebook.record.config_hash import comparable_config, config_hash
         lambda config: replace(config, training=replace(config.training, save_in_background=False)),
         lambda config: replace(config, dataset=replace(config.dataset, num_workers=7)),
         lambda config: replace(config, model=replace(config.model, path=str(resolve_path(config.model.path)))),
+        lambda config: replace(config, model=replace(config.model, one_pass_head=True)),
     ],
     ids=[
         "outputs",
@@ -34,6 +35,7 @@ from tunebook.record.config_hash import comparable_config, config_hash
         "save_in_background",
         "num_workers",
         "absolute book path",
+        "one_pass_head",
     ],
 )
 def test_where_and_how_a_run_is_started_does_not_change_its_hash(
@@ -41,6 +43,13 @@ def test_where_and_how_a_run_is_started_does_not_change_its_hash(
 ) -> None:
     assert change(run_config) != run_config
     assert config_hash(change(run_config)) == config_hash(run_config)
+
+
+def test_evidence_tells_how_the_head_is_computed_but_of_what_was_recorded_before(run_config: RunConfig) -> None:
+    """Its speed and memory are not those of another way."""
+    one, two = (replace(run_config, model=replace(run_config.model, one_pass_head=value)) for value in (True, False))
+    assert comparable_config(one)["model"]["one_pass_head"] is True
+    assert "one_pass_head" not in comparable_config(two)["model"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 import torch
 from trl.kernels import ChunkedLogProbFunction
@@ -129,5 +132,27 @@ def test_a_runs_losses_and_gradients_are_those_of_two_passes(config, changed, ru
     _, code, one = run(changed(config, model={"one_pass_head": True}), "one")
     assert code == 0
     assert len(made) >= len(one) == len(two) >= 6
+    for key in ("loss", "grad_norm"):
+        assert [line[key] for line in one] == pytest.approx([line[key] for line in two], rel=2e-5)
+
+
+def test_experts_with_a_loss_of_their_own_have_the_head_too(config, changed, run, monkeypatch, tmp_path, tiny_model):
+    """Upstream adds that to the mean over the tokens, which still weigh alike."""
+    folder = tmp_path / "experts"
+    shutil.copytree(tiny_model, folder)
+    settings = json.loads((folder / "config.json").read_text())
+    settings |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 2,
+                 "num_experts_per_tok": 1, "output_router_logits": True, "tie_word_embeddings": False}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(settings))
+    monkeypatch.setattr(upstream, "_use_triton", lambda device: True)
+    made = []
+    apply = OnePassLogProbFunction.apply
+    monkeypatch.setattr(OnePassLogProbFunction, "apply", lambda *words: made.append(1) or apply(*words))
+    config = changed(config, model={"path": str(folder)}, training={"max_steps": 2})
+    _, code, two = run(config, "two")
+    assert (code, made) == (0, [])
+    _, code, one = run(changed(config, model={"one_pass_head": True}), "one")
+    assert code == 0
+    assert len(made) >= 2
     for key in ("loss", "grad_norm"):
         assert [line[key] for line in one] == pytest.approx([line[key] for line in two], rel=2e-5)

@@ -62,7 +62,8 @@ def _reasons_against(config: RunConfig) -> Iterator[str]:
     if config.packing.mode is PackingMode.padded:
         yield "blocks were compiled with packed rows only, and packing.mode=padded"
     if kernel not in (Attention.auto, _COMPILED_WITH, *_COMPILED_TOO):
-        yield f"blocks were compiled with {_COMPILED_WITH.name} only, and {kernel.name} is asked for"
+        known = " and ".join(one.name for one in (_COMPILED_WITH, *_COMPILED_TOO))
+        yield f"blocks were compiled with {known} only, and {kernel.name} is asked for"
     if config.training.deterministic:
         yield "training.deterministic=true, and compiled kernels were not seen giving the same bits in every run"
     if settings.strategy not in COMPILED_STRATEGIES:
@@ -78,14 +79,14 @@ def _reasons_against(config: RunConfig) -> Iterator[str]:
 def decide_head(config: RunConfig) -> tuple[bool, str]:
     """Make the output head's gradients in the forward pass where that was seen working.
 
-    On H200s: h200_one_pass_head.jsonl, and with every strategy the losses in h200x2_parity.jsonl.
+    On H200s, bf16, LoRA and fp8: h200_one_pass_head.jsonl. The losses of seven strategies: h200x2_parity.jsonl.
     """
     generation, compute = config.hardware.generation, config.precision.compute
     if generation is Generation.cpu:
         return False, "the head's gradients were made in the forward pass on GPUs only"
     if compute not in (Compute.bf16, Compute.fp8):
         return False, f"the head's gradients were made in the forward pass in bf16 and fp8 only, not in {compute.name}"
-    return True, "the head's logits are computed once and not twice: Qwen2.5-3B was 3% faster (one H200)"
+    return True, "the head's logits are computed once and not twice: Qwen2.5-3B was 3% faster in bf16 (one H200)"
 
 
 def decide_attention(config: RunConfig, is_planned: bool) -> tuple[Attention, str]:
@@ -109,7 +110,8 @@ def decide_attention(config: RunConfig, is_planned: bool) -> tuple[Attention, st
     if config.model.compile_layers:
         kernel = without_flash_attn(config)
         why = f"flash-attn's packages do not compile with the blocks; {kernel.name}, torch's own, does"
-        return kernel, why + (_FASTER if can_run(Attention.varlen_attention_4, generation) else "")
+        has_faster = kernel is _COMPILED_WITH and can_run(Attention.varlen_attention_4, generation)
+        return kernel, why + (_FASTER if has_faster else "")
     if is_planned:
         return flash, f"the fastest stable kernel on {generation.name}; the {_image(config)} image has it"
     package = ATTENTION_PACKAGES[flash]

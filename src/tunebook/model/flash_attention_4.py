@@ -2,8 +2,8 @@
 
 transformers' own way to them looks at the number of the block that calls it, so that every block is compiled anew; and
 the package's functions are Python, which the compiler would look into. An operation with a shape is all it needs.
-Source: flash-attn-4 4.0.0b36, flash_attn/cute/interface.py (its functions for one direction each, which are not public:
-the package is held to one version, and a test on a machine that has it compares the results).
+Source: flash-attn-4 4.0.0b36, flash_attn/cute/interface.py. Its functions for one direction each are not public, so the
+package is held to that version. Losses by them: the series `flash_4` of tests/bench/results/h200x2_parity.jsonl.
 
 Shapes: T tokens of all documents together, H heads, G heads of keys and values, D numbers a head.
 """

@@ -1,4 +1,4 @@
-"""Attention over packed documents by kernels that torch brings along, for transformers to call by their names.
+"""Attention over packed documents by kernels that transformers does not know, for it to call by their names.
 
 `varlen_attention` is torch's `varlen_attn`, which computes each document by itself, as flash-attn 2 does, in bf16 or
 fp16 from Ampere on. `varlen_attention_4` does so by flash-attn 4's kernels. `sdpa_by_document` is for what they

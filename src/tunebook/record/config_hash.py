@@ -23,6 +23,10 @@ NOT_HASHED = (
     "dataset.num_workers",
 )
 
+# Nor what changes how a loss is computed and not which: a run goes on where an update, or another GPU, has decided it
+# otherwise. Evidence keeps it, since speed and memory differ.
+SAME_LOSS = ("model.one_pass_head",)
+
 # Settings that came after evidence and checkpoints had been recorded, with what was the only way before: left out at
 # that value, so that what was recorded without them still holds.
 ADDED_LATER = {"model.compile_layers": False, "model.one_pass_head": False, "precision.fp8_scaling": "tensorwise"}
@@ -35,11 +39,11 @@ def config_hash(config: RunConfig) -> str:
 
 def hashed_settings(config: RunConfig) -> dict[str, Any]:
     """What of a configuration is hashed, as plain JSON values by section."""
-    return _without(config, NOT_HASHED)
+    return _without(config, (*NOT_HASHED, *SAME_LOSS))
 
 
 def comparable_config(config: RunConfig) -> dict[str, Any]:
-    """What is hashed, less the words about it and the machine it ran on: what two runs of one claim have in common."""
+    """What is hashed and SAME_LOSS, less its title and its machine: what two runs of one claim have in common."""
     return _without(config, (*NOT_HASHED, "title", "hardware"))
 
 
@@ -50,7 +54,7 @@ def _without(config: RunConfig, keys: tuple[str, ...]) -> dict[str, Any]:
         del node[name]
     for key, before in ADDED_LATER.items():
         node, name = _place(canonical, key)
-        if node[name] == before:
+        if name in node and node[name] == before:
             del node[name]
     return canonical
 

@@ -96,10 +96,10 @@ class RecipeTrainer(SFTTrainer):
         DDP, FSDP and ZeRO average gradients over the ranks, so each rank's loss counts for as many. A mixture of
         experts adds a loss of its own and goes upstream's way.
         """
-        if self.aux_loss_enabled or return_outputs or num_items_in_batch is None:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[no-untyped-call]
-        inputs["use_cache"] = False
         with one_pass_head() if self.has_one_pass_head else nullcontext():
+            if self.aux_loss_enabled or return_outputs or num_items_in_batch is None:
+                return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[no-untyped-call]
+            inputs["use_cache"] = False
             outputs = model(**inputs, fused_lm_head=True)
         self._totals.add(outputs, inputs)
         num_items = torch.as_tensor(num_items_in_batch).clamp(min=1)

@@ -14,7 +14,7 @@ from tunebook.config.auto import resolve_auto
 from tunebook.config.choices import Attention, Compute, Generation, MasterWeights, PeftMethod
 from tunebook.config.compose import compose
 from tunebook.config.estimate import estimate_memory
-from tunebook.config.estimate.activations import layer_bytes_per_token
+from tunebook.config.estimate.activations import head_bytes, layer_bytes_per_token
 from tunebook.hardware.detect import Machine
 from tunebook.model.varlen_attention import register
 
@@ -86,6 +86,21 @@ def test_a_layer_keeps_what_was_counted(sound, case):
     two, three = (saved_bytes(number, attention=attention.value, **options) for number in (2, 3))
     adapters = 7 * RANK * 2 if method is PeftMethod.lora else 0
     assert (three - two) / TOKENS - NOT_COUNTED - adapters == layer_bytes_per_token(sound, facts)
+
+
+@pytest.mark.parametrize(
+    ("is_one_pass", "master", "expected"),
+    [  # tiles and a copy of the weight, in bytes of a number
+        (False, MasterWeights.fp32, 4096 * 32768 * 2 + 32768 * 896 * 2),
+        (True, MasterWeights.fp32, 4096 * 151_936 * 2 + 151_936 * 896 * 2),
+        (True, MasterWeights.bf16, 4096 * 151_936 * 2),  # the weight is what is computed with
+    ],
+)
+def test_the_output_heads_tiles(sound, is_one_pass, master, expected):
+    sound.model.one_pass_head, sound.precision.master_weights = is_one_pass, master
+    sound.packing.row_length = 8192
+    around = 16 * 8192 * 896 + 4 * 151_936 * 896  # the last norm, and the gradient in fp32
+    assert head_bytes(sound, sound.model.facts) == expected + around
 
 
 def test_the_peak_of_a_run_with_full_rows_on_an_h200():

@@ -149,7 +149,8 @@ def head_bytes(config: RunConfig, facts: ModelFacts) -> float:
     tokens = tokens_per_pass(config)
     words = facts.vocab_size if config.model.one_pass_head else min(facts.vocab_size, _HEAD_WORDS)
     tile = min(tokens, _HEAD_TOKENS) * words * element
-    is_cast = _stream_element(config) != element or not config.model.one_pass_head  # a part of it is copied as it is
+    # TRL's part of it is counted where it needs no cast, too, as the peaks that were measured are met so.
+    is_cast = _stream_element(config) != element or not config.model.one_pass_head
     weight = words * facts.hidden_size * element if is_cast else 0
     return float(16 * tokens * facts.hidden_size + tile + weight) + head_gradient_bytes(config, facts)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from tunebook.config.choices import Attention, Compute, PeftMethod, TrackerName
-from tunebook.config.rules.attention import without_flash_attn
+from tunebook.config.rules.attention import BY_LENGTHS, without_flash_attn
 from tunebook.config.rules.frame import Explanation
 from tunebook.config.rules.image import train_line
 from tunebook.config.rules.optimizing import BITSANDBYTES
@@ -101,7 +101,7 @@ _NEEDS: tuple[_Need, ...] = (
 )
 _ATTENTION_INSTALL = {  # flash-attn-3 is not on the registry: built from its source
     "flash-attn": "pip install flash-attn --no-build-isolation",
-    "flash-attn-4": "pip install --pre flash-attn-4",
+    "flash-attn-4": "pip install flash-attn-4==4.0.0b36",  # what is not public in it is called
 }
 
 
@@ -123,7 +123,9 @@ def missing_packages(config: RunConfig, version_of: VersionOf, image: Image | No
 
 
 def _attention_at_hand(config: RunConfig, version_of: VersionOf) -> Attention:
-    """What `attention=auto` would be here, where blocks are not compiled."""
+    """What `attention=auto` would be here; flash-attn 2 only where nothing speaks for compiled blocks."""
+    if config.model.compile_layers or config.attention.implementation in BY_LENGTHS:
+        return without_flash_attn(config)
     flash, is_fp32 = Attention.flash_attention_2, config.precision.compute is Compute.fp32
     can_run_it = can_run(flash, config.hardware.generation) and not is_fp32
     is_here = version_of(ATTENTION_PACKAGES[flash]) is not None
