@@ -78,7 +78,7 @@ def test_speeds_of_a_pair_multiply_and_an_unknown_one_stays_unknown():
 
 
 def test_the_cost_of_each_is_its_own_estimate_beside_that_of_the_run_as_asked():
-    words = ["parallelism=ddp", "hardware=ampere", "activation=stored"]
+    words = ["parallelism=ddp", "hardware=ampere", "activation=stored", "model.one_pass_head=false"]
     asked = draft_run("llama3_8b_ddp", words, []).time.tokens_per_second_per_gpu
     fitting = offered("llama3_8b_ddp", *words)
     assert len(fitting) == 3
