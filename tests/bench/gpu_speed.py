@@ -20,6 +20,9 @@ from typing import Any
 from gpu_queue import Job, add_arguments, run_jobs
 from gpu_recipes import SHORT, facts_of
 
+from tunebook.config.decisions import AS_ASKED
+
+DECIDED = ("model.one_pass_head",)  # by no variant of those that were there before it
 WARM_UP_STEPS = 10  # compiled layers and flash attention 4 meet their shapes in these
 TOKENS_PER_STEP = 32_768
 DOCUMENTS_PER_GPU = 4000  # 60 steps without a second time around
@@ -183,6 +186,16 @@ def speed(metrics: Path) -> dict[str, Any]:
     return found
 
 
+def decided(plan: Path) -> list[str]:
+    """What was left open and changes a step's kernels, as the run decided it: by its plan.json."""
+    choices = json.loads(plan.read_text())["choices"] if plan.exists() else []
+    return [
+        f"{choice['key']}={json.dumps(choice['value'])}"
+        for choice in choices
+        if choice["key"] in DECIDED and choice["why"] != AS_ASKED
+    ]
+
+
 def main() -> None:
     """Parse the arguments, run the queue, and write what the variants have reached."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -201,6 +214,7 @@ def main() -> None:
         kept = ("name", "gpus", "variant", "environment", "model", "weights", "data", "exit_code", "steps",
                 "first_loss", "last_loss", "memory_gib", "memory_reserved_gib", "machine")  # fmt: skip
         short = {key: line[key] for key in kept if key in line} | speed(logs / line["name"] / "metrics.jsonl")
+        short |= {"resolved": decided(logs / line["name"] / "plan.json")}
         if (profile := arguments.runs / f"{line['name']}.json").exists():
             short |= {"profile": json.loads(profile.read_text())}
         with (arguments.output / "speed.jsonl").open("a") as file:

@@ -132,7 +132,8 @@ def beside_peers(results: Path = RESULTS) -> Section:
     return Section(
         key="beside-peers",
         title="Beside other trainers",
-        note="Qwen2.5-3B, full fine-tune in bf16 with fp32 master weights; the share is of 989 TFLOP/s.",
+        note="Qwen2.5-3B, full fine-tune in bf16 with fp32 master weights; the share is of 989 TFLOP/s. Rows of one "
+        "length ran on one GPU in turn, LLaMA-Factory on another machine.",
         bars=sorted(bars, key=lambda bar: bar.value),
     )
 
@@ -222,8 +223,9 @@ def _speed_bar(line: dict[str, Any], name: str, *, more: str = "", is_ours: bool
 
 
 def _typed(line: dict[str, Any]) -> str:
-    """What was typed for a variant, of two words for one key the later, and its environment."""
-    last = {word.split("=")[0]: word for word in line["variant"] if word not in _SETTINGS_OF_ALL}
+    """What was typed for a variant, of two words for one key the later, what the run decided, and its environment."""
+    words = [*line["variant"], *line.get("resolved", [])]
+    last = {word.split("=")[0]: word for word in words if word not in _SETTINGS_OF_ALL}
     environment = [f"{key}={value}" for key, value in line.get("environment", {}).items()]
     return " ".join([*environment, *last.values()])
 

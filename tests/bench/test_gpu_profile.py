@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu_turns"))
-from gpu_profile import covered, kind_of, summary
+from gpu_profile import covered, kind_of, longest_idle, summary
 
 
 def test_covered_counts_overlapping_spans_once() -> None:
@@ -26,6 +26,15 @@ def test_communication_that_nothing_hides_is_told_apart() -> None:
     assert (found["computing_ms"], found["only_communicating_ms"]) == (6.0, 3.0)
     assert found["by_kind_ms"] == {"products": 6.0, "communication": 6.0}
     assert ["ncclDevKernel_AllGather_RING_LL", 6.0, 2] in found["longest"]
+
+
+def test_idle_spans_are_told_with_what_ran_before_and_after_them() -> None:
+    """Nothing ran from 6 to 7 and from 9 to 12 ms; a kernel inside another ends no span."""
+    kernels = [("d", 12.0, 13.0), ("a", 0.0, 6.0), ("inside", 1.0, 2.0), ("b", 7.0, 9.0), ("at once", 9.0, 9.0)]
+    assert longest_idle(kernels) == [(3.0, "b", "d"), (1.0, "a", "b")]
+    assert longest_idle(kernels, at_most=1) == [(3.0, "b", "d")]
+    found = summary(kernels, 0.014)
+    assert (found["idle_ms"], found["longest_idle"]) == (5.0, [[3.0, "b", "d"], [1.0, "a", "b"]])
 
 
 def test_copies_between_gpus_are_communication() -> None:

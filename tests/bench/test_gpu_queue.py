@@ -1,5 +1,6 @@
 """Whose turn it is on the GPUs, what the jobs are made of, and the hook that makes a run wait."""
 
+import json
 import os
 import subprocess
 import sys
@@ -12,7 +13,10 @@ sys.path.insert(0, str(BENCH))
 
 import gpu_parity  # noqa: E402
 import gpu_recipes  # noqa: E402
-from gpu_queue import Job, measured, who_goes  # noqa: E402
+from gpu_queue import Job, measured, visible, who_goes  # noqa: E402
+from gpu_speed import decided  # noqa: E402
+
+OTHER_CHOICE = {"key": "packing.row_length", "value": 4096, "why": "the shortest"}
 
 
 def job(name, gpus, **keys):
@@ -20,6 +24,23 @@ def job(name, gpus, **keys):
 
 
 ALL, PAIR, OTHER = job("all", (0, 1, 2, 3)), job("pair", (0, 1), priority=1), job("other", (2, 3), priority=2)
+
+
+def test_a_speed_says_what_its_run_decided_and_nobody_typed(tmp_path):
+    plan, key = tmp_path / "plan.json", "model.one_pass_head"
+    assert decided(plan) == []  # the run ended before it was planned
+    plan.write_text(json.dumps({"choices": [{"key": key, "value": True, "why": "computed once"}, OTHER_CHOICE]}))
+    assert decided(plan) == [f"{key}=true"]
+    plan.write_text(json.dumps({"choices": [{"key": key, "value": True, "why": "as asked"}, OTHER_CHOICE]}))
+    assert decided(plan) == []
+
+
+@pytest.mark.parametrize(("mine", "numbers"), [(None, "0,2"), ("", "0,2"), ("4,5,7", "4,7")])
+def test_a_job_gets_of_the_gpus_that_this_process_may_use(monkeypatch, mine, numbers):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if mine is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mine)
+    assert visible((0, 2)) == numbers
 
 
 def test_disjoint_gpus_are_used_together_and_the_lowest_priority_goes_first():

@@ -67,10 +67,19 @@ def test_peers_stand_beside_our_runs_of_the_same_minutes() -> None:
     assert [bar.is_ours for bar in bars] == [False, True, False, True, True, False, True]
     assert bars[0].name == "llamafactory 0.9.5: packing"
     assert bars[-1].text == "27,851 tokens/s, 53.4 %"
-    assert "attention=varlen_attention_4" in bars[-1].name
+    assert "attention=varlen_attention_4 model.one_pass_head=true" in bars[-1].name
     assert bars[-2].text == "27,058 tokens/s, 51.9 %"
     assert "114 GiB reserved" in bars[-2].detail
     assert all("the first GPU" in bar.detail for bar in bars[-2:])
+
+
+def test_runs_that_differ_in_what_was_decided_are_told_apart() -> None:
+    """LoRA on one GPU, before the head's gradients were made in the forward pass by default and since."""
+    words = ("peft=lora", "attention=varlen_attention ")
+    lora = [bar for bar in eight_billion().bars if all(word in bar.name for word in words)]
+    with_it = [bar.text for bar in lora if bar.name.endswith("model.one_pass_head=true")]
+    assert with_it == ["15,528 tokens/s, 51.8 %"]
+    assert len(lora) >= 3
 
 
 def test_the_parts_of_a_step_add_up_to_it() -> None:
