@@ -264,9 +264,12 @@ def measured(folder: Path) -> dict[str, Any]:
     """What a run folder's records say: losses, speed, memory, what the model was wrapped in."""
     manifest, metrics = folder / "manifest.json", folder / "metrics.jsonl"
     found: dict[str, Any] = {}
+    if (plan := folder / "plan.json").exists():
+        content = json.loads(plan.read_text())
+        found = {key: content.get(key) for key in ("attention", "packing")}
     if manifest.exists():
         content = json.loads(manifest.read_text())
-        found = {"parallelism_found": content.get("parallelism_found")}
+        found |= {"parallelism_found": content.get("parallelism_found")}
     lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     lines = [line for line in lines if "loss" in line]
     if not lines:

@@ -1,10 +1,11 @@
 """Run every recipe of the sources on a GPU machine, by its own name, with random weights and generated documents.
 
-    python tests/bench/gpu_recipes.py --output DIR [--only NAME ...] [--parity SERIES ...] [--deadline-s 250]
+    python tests/bench/gpu_recipes.py --output DIR [--gpus 4] [--only NAME ...] [--parity SERIES ...]
 
 At full size where time allows, else on a slice of whole layers, said in each line. What is overridden stands in
 `RECIPES`: the number of GPUs, a learning rate that random weights learn by within some tens of steps, and the batch
-where it is large. `--parity` adds series of `gpu_parity`, whose runs fill the gaps on the GPUs.
+where it is large. With fewer than four GPUs those that a recipe would take are counted round. `--parity` adds series of
+`gpu_parity`, whose runs fill the gaps on the GPUs.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ RECIPES: dict[str, Recipe] = {
         gpus=_ALL,
         layers=4,
         words=[*LOCAL, "training.global_tokens=8192"],
-        turn_timeout_s=150,
+        turn_timeout_s=260,
         threads=16,
     ),
 }
@@ -106,20 +107,26 @@ def facts_of(model: str) -> dict[str, Any]:
     return facts
 
 
-def recipe_job(name: str, priority: int) -> Job:
+def gpus_of(recipe: Recipe, there: int) -> tuple[int, ...]:
+    """Which of the GPUs that are there a recipe takes."""
+    return tuple(sorted({gpu % there for gpu in recipe.gpus}))
+
+
+def recipe_job(name: str, priority: int, there: int) -> Job:
     """One recipe as a job of the queue."""
     recipe = RECIPES[name]
+    gpus = gpus_of(recipe, there)
     facts = facts_of(recipe.model)
     sliced, total = slice_words(recipe.model, recipe.layers) if recipe.layers else ([], facts["num_parameters"])
-    steps = [f"training.max_steps={recipe.steps}", f"hardware.gpus_per_node={len(recipe.gpus)}"]
+    steps = [f"training.max_steps={recipe.steps}", f"hardware.gpus_per_node={len(gpus)}"]
     overrides = [*RANDOM, *SHORT, *steps, *recipe.words, *sliced]
     return Job(
         name=name,
-        gpus=recipe.gpus,
+        gpus=gpus,
         words=[name, *overrides],
         priority=priority,
         holds_gpus=recipe.holds_gpus,
-        host_gib=len(recipe.gpus) * 4 * total / 2**30,
+        host_gib=len(gpus) * 4 * total / 2**30,
         needs=recipe.needs,
         turn_timeout_s=recipe.turn_timeout_s,
         environment={"OMP_NUM_THREADS": str(recipe.threads)},
@@ -140,18 +147,19 @@ def main() -> None:
     """Parse the arguments, build what is compiled on first use, and run the queue."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_arguments(parser, deadline_s=250)
+    parser.add_argument("--gpus", type=int, default=4, help="of the machine")
     parser.add_argument("--only", nargs="*", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--parity", nargs="*", choices=gpu_parity.SERIES, default=[])
     arguments = parser.parse_args()
-    jobs = _all_jobs(arguments.only, arguments.parity)
+    jobs = _all_jobs(arguments.only, arguments.parity, arguments.gpus)
     lines = run_jobs(jobs, arguments, gpu_parity.start_building)
     if lines:
         gpu_parity.write_compared(lines, arguments.output)
 
 
-def _all_jobs(recipes: list[str], series: list[str]) -> list[Job]:
+def _all_jobs(recipes: list[str], series: list[str], there: int) -> list[Job]:
     """The order is that of starting: the first parity runs are ready while large models still draw their weights."""
-    own = [recipe_job(name, priority=number) for number, name in enumerate(RECIPES) if name in recipes]
+    own = [recipe_job(name, number, there) for number, name in enumerate(RECIPES) if name in recipes]
     others = [job for number, name in enumerate(series) for job in gpu_parity.parity_jobs(name, 100 * (number + 1))]
     return [*others[:1], *own, *others[1:]]
 
