@@ -41,6 +41,7 @@ _STORED = ["activation=stored"]
 _FP8 = ["precision=fp8"]
 _FLASH_4 = ["attention=varlen_attention_4"]
 _TWO_PASS = ["model.one_pass_head=false"]  # TRL's output head as it is
+_SELECTIVE = ["activation=selective"]
 _BF16 = ["precision.master_weights=bf16"]
 # As a V100 computes; a step of 4,096 tokens (8 documents of 482 in the mean) takes as long as one of 32,768 in bf16.
 _VOLTA = ["precision=fp32", "precision.tf32=disabled", "training.global_tokens=4096"]
@@ -61,6 +62,12 @@ VARIANTS: dict[str, list[str]] = {
     "compiled_8192_flash_4": [*_COMPILED, *_STORED, *_rows(8192), *_FLASH_4],
     "compiled_16384_flash_4": [*_COMPILED, *_STORED, *_rows(16384), *_FLASH_4],
     "compiled_32768": [*_COMPILED, *_STORED, *_rows(32768)],
+    "compiled_8192_selective": [*_COMPILED, *_SELECTIVE, *_rows(8192)],
+    "compiled_16384_selective": [*_COMPILED, *_SELECTIVE, *_rows(16384)],
+    "compiled_32768_selective": [*_COMPILED, *_SELECTIVE, *_rows(32768)],
+    "compiled_32768_selective_flash_4": [*_COMPILED, *_SELECTIVE, *_rows(32768), *_FLASH_4],
+    "compiled_checkpointing_16384": [*_COMPILED, "activation=checkpointing", *_rows(16384)],
+    "compiled_16384_fp8_selective": [*_COMPILED, *_SELECTIVE, *_rows(16384), *_FP8],
     "varlen_bf16_16384": [*_VARLEN, *_BF16, *_STORED, *_rows(16384)],
     "compiled_bf16_16384": [*_COMPILED, *_BF16, *_STORED, *_rows(16384)],
     "compiled_checkpointing_32768": [*_COMPILED, "activation=checkpointing", *_rows(32768)],
@@ -76,6 +83,8 @@ VARIANTS: dict[str, list[str]] = {
     "llama8b_12_layers_fp8_flash_4": [*_TWELVE_LAYERS, *_FP8, *_FLASH_4],
     "lora_8b": _LORA,
     "lora_8b_compiled": [*_LORA, "model.compile_layers=true"],
+    "lora_8b_compiled_selective": [*_LORA, "model.compile_layers=true", *_SELECTIVE],
+    "lora_8b_compiled_selective_16384": [*_LORA, "model.compile_layers=true", *_SELECTIVE, *_rows(16384)],
     "lora_8b_compiled_bf16": [*_LORA, *_BF16, "model.compile_layers=true"],
     "lora_8b_compiled_bf16_16384": [*_LORA, *_BF16, "model.compile_layers=true", *_rows(16384)],
     "lora_8b_compiled_bf16_16384_two_pass":
@@ -116,6 +125,11 @@ SPREAD: dict[str, list[str]] = {  # over all GPUs of the machine
     "llama8b_fsdp_16384_flash_4": [*_LLAMA, *_STORED, *_rows(16384), *_FLASH_4],
     "llama8b_fsdp_fp8_16384_flash_4": [*_LLAMA, *_STORED, *_rows(16384), *_FP8, *_FLASH_4],
     "llama8b_fsdp_16384_expandable": [*_LLAMA, *_STORED, *_rows(16384)],
+    "llama8b_fsdp_bf16_selective": [*_LLAMA, *_SELECTIVE],
+    "llama8b_fsdp_16384_selective": [*_LLAMA, *_SELECTIVE, *_rows(16384)],
+    "llama8b_fsdp_16384_selective_flash_4": [*_LLAMA, *_SELECTIVE, *_rows(16384), *_FLASH_4],
+    "llama8b_fsdp_16384_checkpointing": [*_LLAMA, "activation=checkpointing", *_rows(16384)],
+    "llama8b_fsdp_fp8_16384_selective": [*_LLAMA, *_SELECTIVE, *_rows(16384), *_FP8],
     "llama8b_fsdp_cast_16384": [*_LLAMA, *_STORED, *_rows(16384), "parallelism.mixed_precision=cast"],
     "llama8b_fsdp_fp8_16384": [*_LLAMA, *_STORED, *_rows(16384), *_FP8],
     "llama8b_grad_op": [*_LLAMA, *_STORED, "parallelism=fsdp_grad_op"],

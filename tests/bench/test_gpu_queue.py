@@ -82,12 +82,20 @@ def test_a_slice_has_the_parameters_of_its_layers(model, layers, total):
 
 
 def test_every_recipe_of_the_sources_is_a_job():
-    jobs = {name: gpu_recipes.recipe_job(name, 0) for name in gpu_recipes.RECIPES}
+    jobs = {name: gpu_recipes.recipe_job(name, 0, there=4) for name in gpu_recipes.RECIPES}
     assert len(jobs) == 11
     for name, made in jobs.items():
         assert made.words[0] == name
         assert f"hardware.gpus_per_node={len(made.gpus)}" in made.words
     assert jobs["llama2_70b_fsdp"].host_gib == pytest.approx(4 * 4 * 3.9469 / 1.073742, rel=1e-3)
+
+
+@pytest.mark.parametrize(("there", "expected"), [(4, [(0, 1, 2, 3), (0, 1), (2, 3), (2,)]), (2, [(0, 1)] * 3 + [(0,)])])
+def test_a_recipe_takes_the_gpus_that_are_there(there, expected):
+    names = ("qwen3b_zero2", "zero2_lora", "llama3_8b_ddp", "dolly3b_ray_zero3_offload")
+    made = [gpu_recipes.recipe_job(name, 0, there) for name in names]
+    assert [job.gpus for job in made] == expected
+    assert all(f"hardware.gpus_per_node={len(job.gpus)}" in job.words for job in made)
 
 
 def test_runs_on_fewer_gpus_take_turns_on_different_ones():

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from tunebook.config.choices import Attention, Compute, Generation, PackingMode, Source, Switch
+from tunebook.config.choices import Attention, Checkpointing, Compute, Generation, PackingMode, Source, Switch
 from tunebook.config.plain import plain_config
 from tunebook.config.schema import (
     DatasetConfig,
@@ -65,7 +65,7 @@ def sound() -> RunConfig:
     config.packing.mode = PackingMode.isolated
     config.packing.row_length = 2048
     config.training.micro_batch_size = 1
-    config.activation.checkpointing = Switch.disabled
+    config.activation.checkpointing = Checkpointing.disabled
     return config
 
 

@@ -11,6 +11,7 @@ import pytest
 from tunebook.config.auto import resolve_auto
 from tunebook.config.choices import (
     Attention,
+    Checkpointing,
     Compute,
     Generation,
     LauncherName,
@@ -238,7 +239,7 @@ def test_explicit_choices_are_kept_even_when_they_cannot_work(undecided, machine
     undecided.attention.implementation = Attention.flash_attention_2
     undecided.packing.mode = PackingMode.padded
     undecided.training.micro_batch_size = 4
-    undecided.activation.checkpointing = Switch.enabled
+    undecided.activation.checkpointing = Checkpointing.enabled
     resolution = resolve_auto(undecided, machine(V100))
     config = resolution.config
     assert config.precision.compute is Compute.bf16
@@ -301,9 +302,9 @@ def test_hsdp_shards_within_a_node(undecided, machine):
 def test_a_model_that_does_not_fit_recomputes_its_activations(undecided, machine):
     undecided.model.facts.num_parameters = 5_000_000_000  # 16 bytes each: 74.5 GiB
     resolution = resolve_auto(undecided, machine(H200))
-    assert resolution.config.activation.checkpointing is Switch.disabled  # 80% of 140.4 GiB hold it
+    assert resolution.config.activation.checkpointing is Checkpointing.disabled  # 80% of 140.4 GiB hold it
     resolution = resolve_auto(undecided, machine(A100, memory=80.0))
-    assert resolution.config.activation.checkpointing is Switch.enabled
+    assert resolution.config.activation.checkpointing is Checkpointing.enabled
     assert whys(resolution)["activation.checkpointing"].startswith("estimated 74.5 GiB of states")
 
 

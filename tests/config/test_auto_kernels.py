@@ -10,6 +10,7 @@ from tunebook.config.auto import resolve_auto
 from tunebook.config.auto_kernels import COMPILED_ARCHITECTURES, COMPILED_STRATEGIES
 from tunebook.config.choices import (
     Attention,
+    Checkpointing,
     Compute,
     Generation,
     MixedPrecision,
@@ -17,7 +18,6 @@ from tunebook.config.choices import (
     PackingMode,
     PeftMethod,
     Strategy,
-    Switch,
     WrapPolicy,
 )
 from tunebook.config.rules import check
@@ -59,8 +59,8 @@ COMPILED = {
     "fp8": {"precision.compute": Compute.fp8},
     "its attention": {"attention.implementation": Attention.varlen_attention},
     "packed": {"packing.mode": PackingMode.isolated},
-    "recomputed": {"activation.checkpointing": Switch.enabled},
-    "stored": {"activation.checkpointing": Switch.disabled},
+    "recomputed": {"activation.checkpointing": Checkpointing.enabled},
+    "stored": {"activation.checkpointing": Checkpointing.disabled},
     "lora": {"peft.method": PeftMethod.lora},
     "cast": {"parallelism": ZeroConfig(strategy=Strategy.zero2, mixed_precision=MixedPrecision.cast)},
     **{name: {"parallelism": parallel(Strategy[name])}

@@ -12,13 +12,13 @@ from tunebook.config.auto import resolve_auto
 from tunebook.config.book import book_root
 from tunebook.config.choices import (
     Attention,
+    Checkpointing,
     Compute,
     Generation,
     MasterWeights,
     OptimizerName,
     PeftMethod,
     Strategy,
-    Switch,
 )
 from tunebook.config.compose import compose
 from tunebook.config.estimate import USABLE_SHARE, estimate_memory
@@ -71,7 +71,7 @@ def fits(config):
 
 
 def is_recomputed(config):
-    return config.activation.checkpointing is Switch.enabled
+    return config.activation.checkpointing is Checkpointing.enabled
 
 
 # On 2 GPUs and on 8: the strategy, `+` where activations are recomputed, `!` where even that is not estimated to fit.
@@ -277,18 +277,18 @@ class TestReasons:
 
     def test_recomputing_is_said(self, run, machine):
         config = run("qwen25_05b")
-        config.activation.checkpointing = Switch.enabled
+        config.activation.checkpointing = Checkpointing.enabled
         strategy, why = chosen(resolve_auto(config, machine(H200, H200)))
         assert strategy == "ddp"
         assert "GiB with activations recomputed fit into" in why
 
     def test_that_they_are_kept_is_obeyed(self, run, machine):
         config, found = run("qwen25_3b", kernel=Attention.auto), machine(*[V100] * 8, memory=32.0)
-        config.activation.checkpointing = Switch.disabled
+        config.activation.checkpointing = Checkpointing.disabled
         resolution = resolve_auto(config, found)
         assert chosen(resolution)[0] == "fsdp"
         assert "do not fit into" in chosen(resolution)[1]
-        assert resolution.config.activation.checkpointing is Switch.disabled
+        assert resolution.config.activation.checkpointing is Checkpointing.disabled
 
     def test_a_memory_that_is_not_known(self, run, machine, monkeypatch):
         monkeypatch.setattr("tunebook.config.auto_hardware._memory_gib", lambda config, found: (None, "nobody knows"))

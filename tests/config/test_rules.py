@@ -15,6 +15,7 @@ import yaml
 from tunebook.config import schema
 from tunebook.config.choices import (
     Attention,
+    Checkpointing,
     Compute,
     ContainerRuntime,
     Format,
@@ -275,6 +276,11 @@ CASES = [
         "cannot be compiled as one",
         {"model.compile_layers": True},
         {"attention.implementation": Attention.sdpa_by_document},
+    ),
+    case(
+        "selective-without-compiled-blocks",
+        "only compiled blocks",
+        {"activation.checkpointing": Checkpointing.selective},
     ),
     case("activation-offload-without-gpu", "no GPU memory", {"activation.offload": True}, ON_CPU),
     # parallelism

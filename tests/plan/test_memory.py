@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tunebook.config.auto import resolve_auto
-from tunebook.config.choices import Switch
+from tunebook.config.choices import Checkpointing
 from tunebook.config.compose import compose
 from tunebook.config.schema import RunConfig
 from tunebook.hardware.detect import Machine
@@ -38,9 +38,9 @@ def test_zero2_divides_gradients_and_optimizer_state_among_8_gpus() -> None:
 
 def test_checkpointing_keeps_each_layers_input_and_one_layer() -> None:
     config = resolved("qwen05b_single", "hardware=volta", "attention=sdpa")
-    config.activation.checkpointing = Switch.disabled
+    config.activation.checkpointing = Checkpointing.disabled
     stored = plan_memory(config).memory
-    config.activation.checkpointing = Switch.enabled
+    config.activation.checkpointing = Checkpointing.enabled
     recomputed = plan_memory(config).memory
     assert stored.activations is not None and recomputed.activations is not None
     saved = stored.activations - recomputed.activations
@@ -65,17 +65,17 @@ def test_with_every_activation_kept_the_parts_add_up() -> None:
 @pytest.mark.parametrize(
     ("capacity", "checkpointing", "fits", "said"),
     [
-        (7.0, Switch.enabled, False, "does not fit: 8.9 GiB are more than 7 GiB"),  # 7.4 GiB of states
-        (10.0, Switch.enabled, None, "more than 80% of 10 GiB leaves little for the overhead"),
-        (12.0, Switch.enabled, True, "fits into 80% of 12 GiB"),
-        (16.0, Switch.disabled, False, "does not fit: 19.1 GiB are more than 16 GiB"),
-        (18.0, Switch.disabled, None, "more than 80% of 18 GiB leaves little for the overhead"),
-        (20.0, Switch.disabled, None, "more than 80% of 20 GiB leaves little for the overhead"),
-        (None, Switch.disabled, None, "hardware.memory_gib is not set"),
+        (7.0, Checkpointing.enabled, False, "does not fit: 8.9 GiB are more than 7 GiB"),  # 7.4 GiB of states
+        (10.0, Checkpointing.enabled, None, "more than 80% of 10 GiB leaves little for the overhead"),
+        (12.0, Checkpointing.enabled, True, "fits into 80% of 12 GiB"),
+        (16.0, Checkpointing.disabled, False, "does not fit: 19.1 GiB are more than 16 GiB"),
+        (18.0, Checkpointing.disabled, None, "more than 80% of 18 GiB leaves little for the overhead"),
+        (20.0, Checkpointing.disabled, None, "more than 80% of 20 GiB leaves little for the overhead"),
+        (None, Checkpointing.disabled, None, "hardware.memory_gib is not set"),
     ],
 )
 def test_the_verdict_is_no_only_where_it_cannot_be_yes(
-    capacity: float | None, checkpointing: Switch, fits: bool | None, said: str
+    capacity: float | None, checkpointing: Checkpointing, fits: bool | None, said: str
 ) -> None:
     config = resolved("qwen05b_single", "attention=sdpa")
     config.hardware.memory_gib = capacity

@@ -12,6 +12,7 @@ import pytest
 from tunebook.config.auto import resolve_auto
 from tunebook.config.choices import (
     Attention,
+    Checkpointing,
     Compute,
     Generation,
     Offload,
@@ -19,7 +20,6 @@ from tunebook.config.choices import (
     PackingMode,
     PeftMethod,
     Strategy,
-    Switch,
 )
 from tunebook.config.compose import compose
 from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
@@ -93,7 +93,7 @@ def timed(config: RunConfig, **changes: Any) -> TimePlan:
         (COMPILED, 25_557),
         (COMPILED | LONG_ROWS, 26_808),
         (COMPILED | LONG_ROWS | FLASH_4_COMPILED, 27_851),
-        ({"activation__checkpointing": Switch.enabled}, 17_810),
+        ({"activation__checkpointing": Checkpointing.enabled}, 17_810),
         ({"strategy": Strategy.zero2, "gpus": 8}, 17_289),
         ({"strategy": Strategy.fsdp, "gpus": 8}, 17_578),
         ({"strategy": Strategy.zero3, "gpus": 8}, 7_969),
@@ -216,7 +216,7 @@ def test_padding_is_computed_and_does_not_count() -> None:
 
 
 def test_the_published_padded_run_in_bf16_on_one_and_on_8_h200() -> None:
-    run = PADDED | {"activation__checkpointing": Switch.enabled, "training__micro_batch_size": 11}
+    run = PADDED | {"activation__checkpointing": Checkpointing.enabled, "training__micro_batch_size": 11}
     one = timed(qwen_3b(**run), tokens_per_step=4 * 11 * 458.0)
     assert one.tokens_per_second_per_gpu == pytest.approx(3_886, rel=1e-3)
     assert "there is as much padding as there" in one.assumption

@@ -7,7 +7,7 @@ import pytest
 
 from tunebook.config.auto import resolve_auto
 from tunebook.config.book import find_recipes
-from tunebook.config.choices import Attention, Compute, Generation, PackingMode, Switch
+from tunebook.config.choices import Attention, Checkpointing, Compute, Generation, PackingMode
 from tunebook.config.compose import compose
 from tunebook.config.estimate import estimate_memory
 from tunebook.config.rules import check
@@ -86,7 +86,7 @@ def test_qwen3b_follows_the_machine_and_its_exact_twin_does_not() -> None:
         assert resolved("qwen3b_zero2", hardware).model.compile_layers is True
     assert resolved("qwen3b_zero2").model.compile_layers is False
     assert decided("qwen3b_zero2_exact") == (Compute.fp32, Attention.sdpa, PackingMode.padded)
-    assert resolved("qwen3b_zero2_exact").activation.checkpointing is Switch.enabled
+    assert resolved("qwen3b_zero2_exact").activation.checkpointing is Checkpointing.enabled
 
 
 def test_llama2_computes_in_bf16_with_flash_attention_as_its_source_did() -> None:
@@ -94,7 +94,7 @@ def test_llama2_computes_in_bf16_with_flash_attention_as_its_source_did() -> Non
     assert resolved("llama2_70b_fsdp").model.compile_layers is True
     assert decided("llama2_70b_fsdp_1node") == (Compute.bf16, Attention.flash_attention_2, PackingMode.isolated)
     assert resolved("llama2_70b_fsdp_1node").model.compile_layers is False  # its weights are on the host
-    assert resolved("llama2_70b_fsdp").activation.checkpointing is Switch.enabled
+    assert resolved("llama2_70b_fsdp").activation.checkpointing is Checkpointing.enabled
 
 
 def test_paged_adamw_of_the_llama2_source_is_refused_under_fsdp() -> None:

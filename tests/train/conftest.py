@@ -12,6 +12,7 @@ import pytest
 
 from tunebook.config.choices import (
     Attention,
+    Checkpointing,
     Compute,
     Generation,
     Overlong,
@@ -79,7 +80,7 @@ def config(tiny_model, documents):
         precision=PrecisionConfig(compute=Compute.fp32, tf32=Switch.disabled),
         attention=AttentionConfig(implementation=Attention.sdpa),
         packing=PackingConfig(mode=PackingMode.isolated),
-        activation=ActivationConfig(checkpointing=Switch.disabled),
+        activation=ActivationConfig(checkpointing=Checkpointing.disabled),
         optimizer=OptimizerConfig(learning_rate=1e-2),
         schedule=ScheduleConfig(name=ScheduleName.constant),
         training=TrainingConfig(global_samples=8, max_length=256, num_epochs=2, seed=1),

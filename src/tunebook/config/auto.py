@@ -14,7 +14,16 @@ from tunebook.config.auto_hardware import decide_hardware
 from tunebook.config.auto_kernels import decide_attention, decide_compiling, decide_head
 from tunebook.config.auto_parallelism import decide_strategy
 from tunebook.config.base_model import read_dtype, read_facts
-from tunebook.config.choices import Attention, Compute, Generation, MasterWeights, PackingMode, Strategy, Switch
+from tunebook.config.choices import (
+    Attention,
+    Checkpointing,
+    Compute,
+    Generation,
+    MasterWeights,
+    PackingMode,
+    Strategy,
+    Switch,
+)
 from tunebook.config.decisions import Choice, Decisions
 from tunebook.config.estimate import USABLE_SHARE, estimate_memory, gib_text
 from tunebook.config.rules.attention import FLASH, LEAKING_ARCHITECTURES, WITHOUT_MASK
@@ -181,7 +190,7 @@ def _fits_without_recomputing(config: RunConfig, row: int) -> bool:
     if facts is None or memory is None:
         return False
     longer = replace(config, packing=replace(config.packing, row_length=row))
-    return estimate_memory(longer, facts, is_recomputed=False).total_gib <= memory * USABLE_SHARE
+    return estimate_memory(longer, facts, checkpointing=Checkpointing.disabled).total_gib <= memory * USABLE_SHARE
 
 
 def _micro_batch_size(config: RunConfig) -> tuple[int | None, str]:
@@ -197,17 +206,17 @@ def _shard_group_size(config: RunConfig) -> tuple[int, str]:
     return config.hardware.gpus_per_node or 1, "the GPUs of one node, which have the fastest links"
 
 
-def _checkpointing(config: RunConfig) -> tuple[Switch, str]:
+def _checkpointing(config: RunConfig) -> tuple[Checkpointing, str]:
     """Off where the estimate fits without, because recomputing costs about a third of the speed."""
     facts, memory = config.model.facts, config.hardware.memory_gib
     if facts is None:
-        return Switch.enabled, "the model's size is not known before it is loaded, and this is the safe side"
+        return Checkpointing.enabled, "the model's size is not known before it is loaded, and this is the safe side"
     if memory is None:
-        return Switch.enabled, "the memory is not known, and this is the safe side"
-    estimate = estimate_memory(config, facts, is_recomputed=False)
+        return Checkpointing.enabled, "the memory is not known, and this is the safe side"
+    estimate = estimate_memory(config, facts, checkpointing=Checkpointing.disabled)
     working = estimate.buffers_gib + estimate.activations_gib
     parts = f"{gib_text(estimate.states_gib)} of states and {gib_text(working)} of activations and buffers"
-    usable = memory * USABLE_SHARE
+    usable, there = memory * USABLE_SHARE, f"{USABLE_SHARE:.0%} of {memory:g} GiB"
     if estimate.total_gib <= usable:
-        return Switch.disabled, f"estimated {parts} fit into {USABLE_SHARE:.0%} of {memory:g} GiB, and it is faster"
-    return Switch.enabled, f"estimated {parts} do not fit into {USABLE_SHARE:.0%} of {memory:g} GiB"
+        return Checkpointing.disabled, f"estimated {parts} fit into {there}, and it is faster"
+    return Checkpointing.enabled, f"estimated {parts} do not fit into {there}"

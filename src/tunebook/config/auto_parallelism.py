@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from tunebook.config.choices import Generation, Strategy, Switch
+from tunebook.config.choices import Checkpointing, Generation, Strategy
 from tunebook.config.decisions import Decisions
 from tunebook.config.estimate import USABLE_SHARE, estimate_memory, gib_text
 from tunebook.config.frozen import PARALLELISM_SCHEMAS
@@ -93,7 +93,7 @@ def _try(config: RunConfig, strategy: Strategy, decide_passes: DecidePasses) -> 
         refusals=tuple(problem.id for problem in check(resolved) if problem.is_error),
         total_gib=None if facts is None else estimate_memory(resolved, facts).total_gib,
         usable_gib=None if memory is None else memory * USABLE_SHARE,
-        is_recomputed=resolved.activation.checkpointing is Switch.enabled,
+        is_recomputed=resolved.activation.checkpointing is Checkpointing.enabled,
     )
 
 

@@ -138,6 +138,15 @@ class Switch(Enum):
     disabled = "disabled"
 
 
+class Checkpointing(Enum):
+    """What of the forward pass is computed again in the backward pass, instead of being kept for it."""
+
+    auto = "auto"
+    disabled = "disabled"  # nothing
+    selective = "selective"  # what costs little: norms and activation functions of compiled blocks, no products
+    enabled = "enabled"  # every layer, whole
+
+
 class Attention(Enum):
     """The attention kernel, by the name that transformers knows it by."""
 

@@ -13,6 +13,7 @@ from omegaconf import MISSING
 
 from tunebook.config.choices import (
     Attention,
+    Checkpointing,
     Compute,
     ContainerRuntime,
     Format,
@@ -209,7 +210,9 @@ class PackingConfig:
 class ActivationConfig:
     """What is kept of the forward pass for the backward pass."""
 
-    checkpointing: Switch = Switch.auto  # recompute each layer: saves most activations, costs about a third in speed
+    # Recompute each layer whole (enabled: saves most activations, costs about a third in speed), of compiled blocks
+    # only what costs little (selective), or nothing (disabled).
+    checkpointing: Checkpointing = Checkpointing.auto
     offload: bool = False  # keep activations in host memory
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, replace
 
-from tunebook.config.choices import Compute, PeftMethod, Strategy, Switch
+from tunebook.config.choices import Checkpointing, Compute, PeftMethod, Strategy, Switch
 from tunebook.config.schema import FsdpConfig, ParallelismConfig, RunConfig, ZeroConfig
 from tunebook.doctor.collectives.formulas import ALL_GATHER, ALL_REDUCE
 from tunebook.doctor.collectives.run import Bandwidth
@@ -136,7 +136,7 @@ def costs_of(config: RunConfig, batch: BatchPlan, bandwidth: Bandwidth, gpu_name
     if peak is None or speed is None:
         return None
     trains_all = config.peft.method is PeftMethod.full
-    again = 2 if config.activation.checkpointing is Switch.enabled else 0
+    again = 2 if config.activation.checkpointing is Checkpointing.enabled else 0
     return Costs(
         num_parameters=facts.num_parameters,
         element_bytes=element_bytes,

@@ -13,12 +13,12 @@ from pathlib import Path
 from tunebook.config.base_model import read_dtype
 from tunebook.config.choices import (
     Attention,
+    Checkpointing,
     Compute,
     Generation,
     MasterWeights,
     PackingMode,
     PeftMethod,
-    Switch,
 )
 from tunebook.config.plain import plain_config
 from tunebook.config.schema import (
@@ -125,7 +125,7 @@ def config_of(
         ),
         attention=AttentionConfig(implementation=Attention.sdpa),
         packing=PackingConfig(mode=PackingMode.padded),
-        activation=ActivationConfig(checkpointing=Switch.disabled),
+        activation=ActivationConfig(checkpointing=Checkpointing.disabled),
         peft=PeftSettings(method=PeftMethod.lora),
         evaluation=evaluation or EvaluationConfig(tasks=[]),
     )

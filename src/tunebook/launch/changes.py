@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from tunebook.config.choices import Strategy, Switch
+from tunebook.config.choices import Checkpointing, Strategy
 from tunebook.launch.draft import Draft, draft_run
 from tunebook.plan.measured_speed import RECOMPUTED, STORED, rate_on_8
 
@@ -131,7 +131,7 @@ def _candidates(draft: Draft) -> list[Change]:
     if (config.training.micro_batch_size or 1) > 1:
         single.append(_SMALLER_PASSES)
     single += _OTHER_LEARNING
-    if config.activation.checkpointing is Switch.disabled:
+    if config.activation.checkpointing is Checkpointing.disabled:
         single += [_CHECKPOINTING, *(_both(change, _CHECKPOINTING) for change in single)]
     return sorted(single, key=_rank)
 

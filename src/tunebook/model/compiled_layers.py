@@ -3,6 +3,10 @@
 All blocks share one compilation, where the whole model would take minutes. What is hooked to a block, as by FSDP, stays
 outside, since only its `forward` is replaced; transformers has put the recomputing of activations inside that. How long
 a pass is stays open, so rows of another length compile nothing again.
+
+What a compiled block keeps for the backward pass torch decides: whatever costs time to have again, be it only that it
+has to be written to memory once more. Where that is not kept (`recomputes`) norms and activation functions are computed
+twice, and products, attention and the like still once: what is called selective activation checkpointing.
 """
 
 from __future__ import annotations
@@ -23,8 +27,20 @@ if TYPE_CHECKING:
 _OPEN = r"L\['(?!self'\]).*"  # a pattern of the names that torch gives to local variables, and of what is in them
 
 
-def compile_layers(model: nn.Module, *, backend: str = "inductor") -> int:
+# torch's reasons for keeping what could be computed again, by their names in its configuration (2.11 and 2.13): that
+# the backward pass has to write it to memory for a product, that it is needed long after it was computed, and that it
+# hangs on a long chain. What is left are operations that are more than arithmetic on single numbers.
+_REASONS_TO_KEEP = (
+    "ban_recompute_materialized_backward",
+    "ban_recompute_used_far_apart",
+    "ban_recompute_long_fusible_chains",
+)
+
+
+def compile_layers(model: nn.Module, *, recomputes: bool = False, backend: str = "inductor") -> int:
     """Compile the forward pass of every transformer block, when it is first run; how many there are.
+
+    `recomputes`: what costs little is computed again in the backward pass and not kept for it.
 
     A block stays one graph under DDP too. torch would cut graphs where DDP's buckets end, so that gradients are sent
     while the rest of a graph runs, which blocks by themselves allow already; pieces of blocks kept 8 GiB more of
@@ -33,6 +49,7 @@ def compile_layers(model: nn.Module, *, backend: str = "inductor") -> int:
     """
     import torch
     from torch._dynamo import config as dynamo
+    from torch._functorch import config as functorch
 
     blocks: list[Any] = list(transformer_blocks(model).values())
     if not blocks:
@@ -43,6 +60,8 @@ def compile_layers(model: nn.Module, *, backend: str = "inductor") -> int:
         )
     dynamo.optimize_ddp = False
     torch.compiler.config.dynamic_sources = _OPEN
+    for reason in _REASONS_TO_KEEP:
+        setattr(functorch, reason, not recomputes)
     for block in blocks:
         block.forward = torch.compile(block.forward, backend=backend)
     return len(blocks)

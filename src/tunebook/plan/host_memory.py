@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tunebook.config.choices import Generation, Switch
+from tunebook.config.choices import Checkpointing, Generation
 from tunebook.config.estimate import GIB, estimate_memory
 from tunebook.config.estimate.host import HostBytes, host_bytes
 from tunebook.config.schema import RunConfig
@@ -65,7 +65,7 @@ def plan_host_memory(config: RunConfig, capacity: float | None) -> HostPlan:
     if facts is None:
         verdict = f"{_NOT_KNOWN}: nor is the model's size"
         return HostPlan(memory=HostMemory(capacity=capacity), nvme_gib=None, fits=None, verdict=verdict)
-    is_recomputed = config.activation.checkpointing is Switch.enabled
+    is_recomputed = config.activation.checkpointing is Checkpointing.enabled
     tensors = estimate_memory(config, facts).total_gib * GIB
     found = host_bytes(config, facts, tensors=tensors, is_recomputed=is_recomputed)
     fits, verdict = _judge(config, found, capacity)

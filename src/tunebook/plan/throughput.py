@@ -13,7 +13,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tunebook.config.choices import Compute, Generation, PackingMode, PeftMethod, Switch
+from tunebook.config.choices import Checkpointing, Compute, Generation, PackingMode, PeftMethod, Switch
 from tunebook.config.estimate.parameters import count_parameters
 from tunebook.config.schema import ModelFacts, RunConfig
 from tunebook.hardware.peaks import Peak, peak_of
@@ -94,7 +94,7 @@ def _estimate(config: RunConfig, batch: BatchPlan, facts: ModelFacts, peak: Peak
     row = alike(config, facts, flops * real / (1 - padding))
     if row.padding_share is None:
         padding = 0.0  # it is in the share of the peak: as much as there was then
-    is_recomputed = config.activation.checkpointing is Switch.enabled
+    is_recomputed = config.activation.checkpointing is Checkpointing.enabled
     if is_recomputed:
         flops += recomputed_flops_per_token(facts, attended)
     adapter = adapter_like(config)
@@ -170,7 +170,11 @@ def _assumption(config: RunConfig, batch: BatchPlan, peak: Peak, row: Alone, spr
         )
     if batch.tokens_per_step is None and batch.is_packed:
         parts.append("rows are full")
-    if config.activation.checkpointing is Switch.enabled and not row.is_recomputed and row.compute is not Compute.fp32:
+    if (
+        config.activation.checkpointing is Checkpointing.enabled
+        and not row.is_recomputed
+        and row.compute is not Compute.fp32
+    ):
         parts.append(f"activation checkpointing leaves {RECOMPUTED / STORED:.0%} of the speed")
     if spread is not None:
         taken = f", taken as {spread.strategy.name}," if measured_as(strategy) is not strategy else ""

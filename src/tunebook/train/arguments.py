@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tunebook.config.choices import (
+    Checkpointing,
     Compute,
     Generation,
     MasterWeights,
@@ -119,7 +120,7 @@ def _numbers(config: RunConfig) -> dict[str, Any]:
         "fp16": compute is Compute.fp16,
         "tf32": True if config.precision.tf32 is Switch.enabled else None,
         "use_cpu": config.hardware.generation is Generation.cpu,
-        "activation_checkpointing": config.activation.checkpointing is Switch.enabled,  # TRL turns it on
+        "activation_checkpointing": config.activation.checkpointing is Checkpointing.enabled,  # TRL turns it on
         "activation_offloading": config.activation.offload,
     }
 

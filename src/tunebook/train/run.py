@@ -27,7 +27,7 @@ from tunebook.checkpoint.record import read_record
 from tunebook.checkpoint.resharding import link_in_flat_order
 from tunebook.checkpoint.save import CheckpointSaver
 from tunebook.checkpoint.together import group_apart
-from tunebook.config.choices import Compute, Generation, PackingMode, PeftMethod, Switch
+from tunebook.config.choices import Checkpointing, Compute, Generation, PackingMode, PeftMethod, Switch
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import RunConfig
 from tunebook.data.prepared import Prepared, PreparedPart, load_prepared
@@ -194,7 +194,8 @@ def _build_trainer(
     is_fp8 = config.precision.compute is Compute.fp8
     fp8_layers = convert_to_fp8(model, config.precision.fp8_scaling) if is_fp8 else []
     if config.model.compile_layers:
-        compile_layers(model)  # the blocks as the trainer has changed them: adapters, Liger's kernels
+        # The blocks as the trainer has changed them: adapters, Liger's kernels.
+        compile_layers(model, recomputes=config.activation.checkpointing is Checkpointing.selective)
     if config.peft.method is PeftMethod.qlora:
         keep_format(trainer.model, master_dtype(config))
     clock.passed("trainer")

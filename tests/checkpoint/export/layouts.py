@@ -26,14 +26,7 @@ from tunebook.checkpoint.record import (
     checkpoint_path,
     list_files,
 )
-from tunebook.config.choices import (
-    Attention,
-    Compute,
-    Generation,
-    PeftMethod,
-    ScheduleName,
-    Switch,
-)
+from tunebook.config.choices import Attention, Checkpointing, Compute, Generation, PeftMethod, ScheduleName, Switch
 from tunebook.config.frozen import config_to_yaml, load_config
 from tunebook.config.plain import plain_config
 from tunebook.config.schema import (
@@ -91,7 +84,7 @@ def write_run(folder: Path, base: Path, *, peft: str = "full", state: str = "fin
         hardware=HardwareConfig(generation=Generation.cpu, gpus_per_node=1),
         precision=PrecisionConfig(compute=Compute.fp32, tf32=Switch.disabled),
         attention=AttentionConfig(implementation=Attention.sdpa),
-        activation=ActivationConfig(checkpointing=Switch.disabled),
+        activation=ActivationConfig(checkpointing=Checkpointing.disabled),
         peft=PeftSettings(method=PeftMethod[peft], **adapted),
         optimizer=OptimizerConfig(learning_rate=1e-2),
         schedule=ScheduleConfig(name=ScheduleName.constant),

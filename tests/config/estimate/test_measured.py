@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tunebook.config.choices import Attention, Compute, Generation, MasterWeights, PeftMethod, Switch
+from tunebook.config.choices import Attention, Checkpointing, Compute, Generation, MasterWeights, PeftMethod
 from tunebook.config.compose import compose
 from tunebook.config.estimate import GIB, estimate_memory
 from tunebook.config.estimate.activations import activation_bytes
@@ -91,7 +91,7 @@ def test_dolly_has_the_layers_of_gpt_neox():
     """Sizes by hand; what its layers keep was found on the meta device."""
     words = ["model=dolly_v2_3b", "dataset=synthetic", "training.global_samples=16", "training.max_length=2048"]
     config = compose(None, [*words, "optimizer.learning_rate=1e-4", "hardware=hopper", "precision=bf16"]).config
-    config.hardware.gpus_per_node, config.activation.checkpointing = 1, Switch.disabled
+    config.hardware.gpus_per_node, config.activation.checkpointing = 1, Checkpointing.disabled
     config.attention.implementation, config.packing.row_length = Attention.flash_attention_2, 2048
     facts = config.model.facts
     assert facts.measured.num_layers == facts.num_layers

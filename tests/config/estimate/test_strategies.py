@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tunebook.config.auto import resolve_auto
 from tunebook.config.book import book_root
-from tunebook.config.choices import OptimizerName, PeftMethod, Switch
+from tunebook.config.choices import Checkpointing, OptimizerName, PeftMethod
 from tunebook.config.compose import compose
 from tunebook.config.estimate import GIB, estimate_memory
 from tunebook.config.estimate.host import host_bytes
@@ -75,7 +75,7 @@ def estimate(config):
 
 
 def host(config):
-    is_recomputed = config.activation.checkpointing is Switch.enabled
+    is_recomputed = config.activation.checkpointing is Checkpointing.enabled
     return host_bytes(config, config.model.facts, tensors=estimate(config).total_gib * GIB, is_recomputed=is_recomputed)
 
 
@@ -126,7 +126,7 @@ def test_the_estimate_is_finite_and_grows_with_the_work(strategy, method, optimi
         assert all(
             after >= before - 1e-9 for before, after in zip(parts(found).values(), parts(larger).values(), strict=True)
         )
-    recomputed = estimate_memory(config, config.model.facts, is_recomputed=True)
+    recomputed = estimate_memory(config, config.model.facts, checkpointing=Checkpointing.enabled)
     assert recomputed.activations_gib < found.activations_gib
     assert recomputed.states_gib == found.states_gib
 

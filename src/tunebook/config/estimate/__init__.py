@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tunebook.config.choices import Switch
+from tunebook.config.choices import Checkpointing
 from tunebook.config.estimate.activations import activation_bytes, head_bytes, one_layer_bytes
 from tunebook.config.estimate.buffers import bucket_bytes, buffer_bytes
 from tunebook.config.estimate.parameters import count_parameters
@@ -53,15 +53,16 @@ class Estimate:
 
 
 def estimate_memory(
-    config: RunConfig, facts: ModelFacts, *, is_recomputed: bool | None = None, accumulates: bool = True
+    config: RunConfig, facts: ModelFacts, *, checkpointing: Checkpointing | None = None, accumulates: bool = True
 ) -> Estimate:
     """Estimate one rank's memory for a resolved machine, precision, packing and micro batch.
 
-    `is_recomputed`: with activation checkpointing or without, in place of what the configuration says. `accumulates`:
-    whether an optimizer step may take more than one pass, as it may where nobody has counted yet.
+    `checkpointing`: in place of what the configuration says. `accumulates`: whether an optimizer step may take more
+    than one pass, as it may where nobody has counted yet.
     """
-    if is_recomputed is None:
-        is_recomputed = config.activation.checkpointing is Switch.enabled
+    if checkpointing is not None:
+        config = replace(config, activation=replace(config.activation, checkpointing=checkpointing))
+    is_recomputed = config.activation.checkpointing is Checkpointing.enabled
     states = state_bytes(config, facts)
     begins = Estimate(
         weights_gib=states.weights / GIB,

@@ -8,7 +8,15 @@ token's numbers of hidden_size and intermediate_size, `element` for the bytes of
 
 from __future__ import annotations
 
-from tunebook.config.choices import Attention, Compute, Generation, MixedPrecision, PackingMode, PeftMethod
+from tunebook.config.choices import (
+    Attention,
+    Checkpointing,
+    Compute,
+    Generation,
+    MixedPrecision,
+    PackingMode,
+    PeftMethod,
+)
 from tunebook.config.estimate.parameters import of_layers
 from tunebook.config.estimate.states import weight_element
 from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig
@@ -81,7 +89,9 @@ def layer_bytes_per_token(config: RunConfig, facts: ModelFacts) -> float:
     element = 4 if config.precision.compute is Compute.fp32 else 2
     norms = _norm_bytes(config) * facts.hidden_size
     inner = 4.0 * element * facts.intermediate_size  # gate, its activation, up, their product
-    if config.model.liger_kernel or config.model.compile_layers:
+    if config.activation.checkpointing is Checkpointing.selective:
+        inner = 2.0 * element * facts.intermediate_size  # gate and up
+    elif config.model.liger_kernel or config.model.compile_layers:
         inner = 3.0 * element * facts.intermediate_size  # the activation is computed again
         if config.precision.compute is Compute.fp8 and config.model.compile_layers:
             inner /= 2  # fitted to one run: Llama 3 8B kept 11 GiB less on each of two H200 than bf16 is counted for
@@ -91,6 +101,9 @@ def layer_bytes_per_token(config: RunConfig, facts: ModelFacts) -> float:
 def _norm_bytes(config: RunConfig) -> float:
     """Of both norms and of the five products that read their outputs, per number of the hidden size."""
     is_adapter = config.peft.method is not PeftMethod.full
+    if config.activation.checkpointing is Checkpointing.selective:
+        # The block's input, and what its attention adds to that; both norms are computed again.
+        return _stream_element(config) + (4 if config.precision.compute is Compute.fp32 else 2)
     if config.model.compile_layers:
         # Of both norms the input and the output; measured with fp32 weights and bf16 ones (h200_speed_one_gpu.jsonl).
         return 2 * _stream_element(config) + 2 * (4 if config.precision.compute is Compute.fp32 else 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tunebook.config.choices import Compute, MasterWeights, Offload, PeftMethod, Strategy
+from tunebook.config.choices import Checkpointing, Compute, MasterWeights, Offload, PeftMethod, Strategy
 from tunebook.config.estimate.activations import head_gradient_bytes, one_layer_bytes
 from tunebook.config.estimate.parameters import count_parameters
 from tunebook.config.estimate.states import FOUR_BIT_BYTES, divided_among, state_bytes, weight_element
@@ -22,9 +22,9 @@ def buffer_bytes(config: RunConfig, facts: ModelFacts, *, is_recomputed: bool) -
 def _cast(config: RunConfig, facts: ModelFacts, is_recomputed: bool) -> float:
     """Autocast's copies of the layers' weights, which the backward pass needs.
 
-    With activation checkpointing they are there at the end of the forward pass, in autocast's cache, which holds
-    nothing of frozen weights. It is empty when the backward pass begins, so only what they take more than a layer's
-    activations and the head's gradient counts. FSDP gathers weights in bf16: there is nothing to copy.
+    With activation checkpointing of whole layers they are there at the end of the forward pass, in autocast's cache,
+    which holds nothing of frozen weights. It is empty when the backward pass begins, so only what they take more than
+    a layer's activations and the head's gradient counts. FSDP gathers weights in bf16: there is nothing to copy.
     """
     is_mixed = config.precision.compute is not Compute.fp32 and weight_element(config) == 4
     if not is_mixed or config.precision.master_weights is MasterWeights.bf16:
@@ -32,6 +32,8 @@ def _cast(config: RunConfig, facts: ModelFacts, is_recomputed: bool) -> float:
     if config.peft.method is PeftMethod.qlora or isinstance(config.parallelism, FsdpConfig):
         return 0.0  # four bits are widened for each product and not kept
     layers = count_parameters(config, facts).layers
+    if config.activation.checkpointing is Checkpointing.selective:
+        return 2.0 * layers / max(1, facts.num_layers)  # cast again for each layer
     if not is_recomputed:
         return 2.0 * layers
     if config.peft.method is not PeftMethod.full:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tunebook.config.choices import Attention, Compute, Generation, PackingMode
+from tunebook.config.choices import Attention, Checkpointing, Compute, Generation, PackingMode
 from tunebook.config.rules.frame import Finding, Level, Rule, rule
 from tunebook.config.schema import RunConfig
 from tunebook.hardware.generations import GENERATIONS, MIN_ATTENTION_CAPABILITY, can_run, capability_text
@@ -246,6 +246,21 @@ def compiled_layers_with_flash_attn(config: RunConfig) -> Finding | None:
 
 
 @rule(
+    "selective-without-compiled-blocks",
+    summary="activation=selective without model.compile_layers.",
+    why="What is kept of a block, and what is computed again, is decided where the block is compiled.",
+    advice="Leave model.compile_layers open, and the plan says why blocks are not compiled; or recompute every layer "
+    "whole: activation=checkpointing.",
+)
+def selective_without_compiled_blocks(config: RunConfig) -> Finding | None:
+    """Recomputing parts of blocks that nothing divides into parts."""
+    if config.activation.checkpointing is not Checkpointing.selective or config.model.compile_layers:
+        return None
+    message = "only compiled blocks can compute some of their activations again and keep the others"
+    return Finding(key="activation.checkpointing", message=message, fix="activation.checkpointing=enabled")
+
+
+@rule(
     "activation-offload-without-gpu",
     summary="activation.offload without a GPU.",
     why="It moves activations from GPU memory to host memory; on a CPU they are there already.",
@@ -287,5 +302,6 @@ RULES: tuple[Rule, ...] = (
     one_pass_head_in_fp16,
     compiled_layers_with_liger,
     compiled_layers_with_flash_attn,
+    selective_without_compiled_blocks,
     activation_offload_without_gpu,
 )
