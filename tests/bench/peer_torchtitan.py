@@ -72,6 +72,8 @@ VARIANTS: dict[str, Variant] = {
     "qwen3b_compiled": Variant(*_QWEN, "2.5-3B", [*_COMPILED, *_STORED]),
     "qwen3b_compiled_selective_by_document":
         Variant(*_QWEN, "2.5-3B_varlen", [*_COMPILED, *_SELECTIVE], rows=2),
+    "qwen3b_compiled_selective_by_document_32768":  # tokens of a pass
+        Variant(*_QWEN, "2.5-3B_varlen", [*_COMPILED, *_SELECTIVE], rows=2, length=16384),
     "qwen3b_default": Variant(*_QWEN, "2.5-3B", _SELECTIVE),
     "qwen3b_compiled_bf16_by_document": Variant(*_QWEN, "2.5-3B_varlen", [*_COMPILED, *_STORED, *_BF16]),
     "tiny": Variant(*_TINY, TINY, _STORED, rows=2, length=512),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from tunebook.config.auto_kernels import COMPILED_ARCHITECTURES
 from tunebook.config.choices import Attention
@@ -20,6 +22,14 @@ INPUTS = {"input_ids": torch.arange(3, 12)[None], "position_ids": torch.arange(9
 @pytest.fixture
 def model(small_qwen2):
     return small_qwen2(num_hidden_layers=3)
+
+
+@pytest.fixture
+def one_gloo_rank(tmp_path):
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
 
 
 def gradients(model):
@@ -64,7 +74,7 @@ def test_rows_of_another_length_compile_nothing_again(model):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_ddp_does_not_cut_a_block_where_its_buckets_end(model, tmp_path):
+def test_ddp_does_not_cut_a_block_where_its_buckets_end(model, one_gloo_rank):
     graphs = []
 
     def backend(graph, _inputs):
@@ -72,13 +82,28 @@ def test_ddp_does_not_cut_a_block_where_its_buckets_end(model, tmp_path):
         return graph.forward
 
     compile_layers(model, backend=backend)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        one_kib = 1 / 1024  # a bucket for each weight or two
-        torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=one_kib)(**INPUTS, use_cache=False)
-    finally:
-        torch.distributed.destroy_process_group()
+    one_kib = 1 / 1024  # a bucket for each weight or two
+    torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=one_kib)(**INPUTS, use_cache=False)
     assert len(graphs) == 1
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable.:FutureWarning")  # older versions know no other name
+def test_activations_are_recomputed_where_fsdp_has_given_the_blocks_another_class(model, one_gloo_rank):
+    called: list[str] = []
+
+    def backend(graph, _inputs):
+        called.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    compile_layers(model, backend=backend)
+    classes = {type(block) for block in transformer_blocks(model).values()}
+    for block in transformer_blocks(model).values():
+        fully_shard(block, mesh=init_device_mesh("cpu", (1,)))
+    assert not classes & {type(block) for block in transformer_blocks(model).values()}
+    model.gradient_checkpointing_enable()
+    gradients(model)
+    assert "tag_activation_checkpoint" in called
 
 
 class Traced(Exception):  # noqa: N818 - the end of a trace, no error

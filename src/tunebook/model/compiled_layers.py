@@ -11,6 +11,7 @@ twice, and products, attention and the like still once: what is called selective
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from tunebook.errors import RequestError
@@ -63,5 +64,14 @@ def compile_layers(model: nn.Module, *, recomputes: bool = False, backend: str =
     for reason in _REASONS_TO_KEEP:
         setattr(functorch, reason, not recomputes)
     for block in blocks:
-        block.forward = torch.compile(block.forward, backend=backend)
+        block.forward = torch.compile(MethodType(_forward, block), backend=backend)
     return len(blocks)
+
+
+def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A block's forward pass, by the class that it has when it is called.
+
+    FSDP gives a block another class later, and transformers recomputes activations in the forward pass of that class
+    alone: in one that was taken from the block before, everything was kept (Llama 3 8B on two H200: 108 GiB for 78).
+    """
+    return type(self).forward(self, *args, **kwargs)
