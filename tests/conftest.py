@@ -91,8 +91,18 @@ def own_compiler() -> Iterator[None]:
     By torch's own way to change it: pytest's `monkeypatch` would take the setting away altogether.
     """
     from torch import _dynamo, compiler
+    from torch._functorch import config as functorch
 
-    with _dynamo.config.patch(optimize_ddp=True), compiler.config.patch(dynamic_sources=""):  # torch's defaults
+    defaults = {
+        "ban_recompute_materialized_backward": True,
+        "ban_recompute_used_far_apart": True,
+        "ban_recompute_long_fusible_chains": True,
+    }
+    with (
+        _dynamo.config.patch(optimize_ddp=True),
+        compiler.config.patch(dynamic_sources=""),
+        functorch.patch(defaults),
+    ):
         yield
     _dynamo.reset()
 

@@ -94,7 +94,7 @@ def test_what_is_faster_and_a_beta_is_named_where_it_runs_and_taken_where_it_is_
     undecided.attention.implementation = Attention.varlen_attention_4
     config, choice = attention(H200)
     assert (choice.value, choice.why) == ("varlen_attention_4", "as asked")
-    assert (config.model.compile_layers, config.packing.row_length) == (True, 16384)
+    assert (config.model.compile_layers, config.packing.row_length) == (True, 32768)
     assert [problem.id for problem in check(config) if problem.is_error] == []
 
 
@@ -244,13 +244,21 @@ def test_compiling_is_refused_where_it_is_asked_for_and_impossible(undecided, ch
 
 
 def test_less_memory_is_planned_for_compiled_blocks(undecided, machine):
-    """A row of 8,192 tokens takes 17.0 GiB with compiled blocks and 21.1 with others, and 80% of 24 GiB are 19.2."""
+    """A row of 8,192 tokens takes 17.0 GiB with compiled blocks and 21.1 with others, and 80% of 24 GiB are 19.2.
+
+    What compiled blocks compute again leaves room for half as much again.
+    """
     undecided.training.max_length, undecided.hardware.memory_gib = 4096, 24.0
     rows = {}
-    for asked in (None, False):
-        undecided.model.compile_layers = asked
-        rows[asked] = resolve_auto(undecided, machine(H200)).config.packing.row_length
-    assert rows == {None: 8192, False: 4096}
+    for asked, kept in ((None, "auto"), (None, "disabled"), (False, "auto")):
+        undecided.model.compile_layers, undecided.activation.checkpointing = asked, Checkpointing[kept]
+        resolved = resolve_auto(undecided, machine(H200)).config
+        rows[asked, kept] = resolved.packing.row_length, resolved.activation.checkpointing.name
+    assert rows == {
+        (None, "auto"): (12288, "selective"),
+        (None, "disabled"): (8192, "disabled"),
+        (False, "auto"): (4096, "disabled"),
+    }
 
 
 def test_compiled_architectures_and_strategies_are_known_to_the_rest() -> None:

@@ -56,6 +56,19 @@ def test_the_fastest_comes_first_and_what_changes_learning_last():
     assert "parallelism=fsdp activation=checkpointing" in [" ".join(change.words) for change in keeps]
 
 
+def test_parts_of_layers_are_recomputed_only_where_blocks_are_compiled():
+    def words_offered(*words):
+        return [" ".join(change.words) for change in changes._candidates(draft_run("llama3_8b_ddp", [*words], []))]
+
+    compiled = words_offered("activation=stored", "hardware=hopper")
+    assert compiled.index("activation=selective") < compiled.index("activation=checkpointing")
+    assert "parallelism=fsdp activation=selective" in compiled
+    assert not any("selective" in words for words in words_offered("activation=stored", "hardware=volta"))
+    less = words_offered("activation=selective", "hardware=hopper")
+    assert "activation=checkpointing" in less and not any("selective" in words for words in less)
+    assert not any("activation" in words for words in words_offered("activation=checkpointing", "hardware=hopper"))
+
+
 def test_what_fits_with_less_is_not_offered_with_more():
     fitting = offered(
         "qwen3b_zero2", "parallelism=ddp", "hardware=volta", "activation=stored", "training.max_length=512"

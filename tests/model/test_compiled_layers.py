@@ -12,7 +12,7 @@ from tunebook.config.auto_kernels import COMPILED_ARCHITECTURES
 from tunebook.config.choices import Attention
 from tunebook.errors import RequestError
 from tunebook.model.blocks import transformer_blocks
-from tunebook.model.compiled_layers import compile_layers
+from tunebook.model.compiled_layers import _REASONS_TO_KEEP, compile_layers
 from tunebook.model.varlen_attention import register
 
 pytestmark = pytest.mark.usefixtures("own_compiler")
@@ -104,6 +104,43 @@ def test_activations_are_recomputed_where_fsdp_has_given_the_blocks_another_clas
     model.gradient_checkpointing_enable()
     gradients(model)
     assert "tag_activation_checkpoint" in called
+
+
+PARTITIONED = "aot_eager_decomp_partition"  # decides what is kept as the compiler does, and compiles nothing
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+def test_what_costs_little_is_computed_again_and_gives_the_same_gradients(small_qwen2):
+    def trained(recomputes):
+        torch._dynamo.reset()
+        model = small_qwen2(num_hidden_layers=3, intermediate_size=48)
+        compile_layers(model, recomputes=recomputes, backend=PARTITIONED)
+        kept = {}
+
+        def keep(tensor):
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = model(**INPUTS, use_cache=False).logits.logsumexp(-1).sum()
+        shapes = [tuple(tensor.shape) for tensor in kept.values()]
+        loss.backward()
+        return shapes, {name: parameter.grad for name, parameter in model.named_parameters()}, model.config
+
+    (stored, expected, config), (selective, found, _) = trained(False), trained(True)
+    inner = (INPUTS["input_ids"].numel(), config.intermediate_size)
+    # Of each layer gate, up and what the last product reads of both; and without the last.
+    assert [shape[-2:] for shape in stored].count(inner) == 3 * 3
+    assert [shape[-2:] for shape in selective].count(inner) == 3 * 2
+    for name, gradient in found.items():
+        assert torch.equal(gradient, expected[name]), name
+
+
+def test_torch_knows_the_reasons_that_are_taken_from_it():
+    from torch._functorch import config as functorch
+
+    assert all(getattr(functorch, reason) is True for reason in _REASONS_TO_KEEP)
 
 
 class Traced(Exception):  # noqa: N818 - the end of a trace, no error

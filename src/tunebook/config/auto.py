@@ -21,6 +21,7 @@ from tunebook.config.choices import (
     Generation,
     MasterWeights,
     PackingMode,
+    PeftMethod,
     Strategy,
     Switch,
 )
@@ -45,8 +46,12 @@ _FULL_ROW_TOKENS = dict.fromkeys(FLASH, 8192) | {
     Attention.flex_attention: 8192,
 }
 # Compiled blocks leave less between the matrix products, which a longer row makes larger: Qwen2.5-3B on one H200 had
-# 25,079 tokens/s in rows of 8,192 and 27,062 in rows of 16,384 (h200x4_speed.jsonl).
-_FULL_COMPILED_ROW_TOKENS = 16_384
+# 25,079 tokens/s in rows of 8,192 and 27,062 in rows of 16,384 (h200x4_speed.jsonl), and computing norms and
+# activation functions again 27,114 in those and 27,808 in rows of 32,768 (h200_selective.jsonl).
+_FULL_COMPILED_ROW_TOKENS = 32_768
+# Of the longest row that fits without that. A row twice as long was 8% faster so under FSDP (Llama 3 8B, two H200) and
+# 1% on one GPU; that LoRA gains by it was not seen, and it lost twice as much in rows of one length.
+_WORTH_COMPUTING_AGAIN = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,11 +177,33 @@ def _row_length(config: RunConfig) -> tuple[int, str]:
         target = _FULL_COMPILED_ROW_TOKENS
     if target is None or config.hardware.generation is Generation.cpu:
         return length, "training.max_length: the shortest row that holds every document"
-    for documents in range(target // length, 1, -1):
-        row = documents * length
-        if _divides_the_budget(config, row) and _fits_without_recomputing(config, row):
-            return row, f"{documents} x training.max_length: a longer pass keeps the GPU busy, and is estimated to fit"
-    return length, "training.max_length: a longer row would not divide the batch or not fit into memory"
+    row, again = _longest_row(config, target, _kept(config)), ""
+    if _may_compute_again(config) and config.peft.method is PeftMethod.full:
+        longer = _longest_row(config, target, Checkpointing.selective)
+        if longer >= _WORTH_COMPUTING_AGAIN * row:
+            row, again = longer, " with norms and activation functions computed again"
+    if row == length:
+        return row, "training.max_length: a longer row would not divide the batch or not fit into memory"
+    times = f"{row // length} x training.max_length"
+    return row, f"{times}: a longer pass keeps the GPU busy, and is estimated to fit{again}"
+
+
+def _longest_row(config: RunConfig, target: int, checkpointing: Checkpointing) -> int:
+    """Of the multiples of the longest document's length up to `target` tokens that fit and divide the batch."""
+    length = config.training.max_length
+    rows = (documents * length for documents in range(target // length, 1, -1))
+    return next((row for row in rows if _divides_the_budget(config, row) and _fits(config, row, checkpointing)), length)
+
+
+def _kept(config: RunConfig) -> Checkpointing:
+    """How much is recomputed with rows as long as they may be: no more than is asked for, and no layer whole."""
+    is_selective = config.activation.checkpointing is Checkpointing.selective
+    return Checkpointing.selective if is_selective else Checkpointing.disabled
+
+
+def _may_compute_again(config: RunConfig) -> bool:
+    """Whether it is open what is kept of blocks, and they are compiled, which can keep parts."""
+    return config.activation.checkpointing is Checkpointing.auto and bool(config.model.compile_layers)
 
 
 def _divides_the_budget(config: RunConfig, row: int) -> bool:
@@ -185,12 +212,12 @@ def _divides_the_budget(config: RunConfig, row: int) -> bool:
     return budget is None or budget % (row * world_size(config) * (config.training.micro_batch_size or 1)) == 0
 
 
-def _fits_without_recomputing(config: RunConfig, row: int) -> bool:
+def _fits(config: RunConfig, row: int, checkpointing: Checkpointing) -> bool:
     facts, memory = config.model.facts, config.hardware.memory_gib
     if facts is None or memory is None:
         return False
     longer = replace(config, packing=replace(config.packing, row_length=row))
-    return estimate_memory(longer, facts, checkpointing=Checkpointing.disabled).total_gib <= memory * USABLE_SHARE
+    return estimate_memory(longer, facts, checkpointing=checkpointing).total_gib <= memory * USABLE_SHARE
 
 
 def _micro_batch_size(config: RunConfig) -> tuple[int | None, str]:
@@ -207,7 +234,7 @@ def _shard_group_size(config: RunConfig) -> tuple[int, str]:
 
 
 def _checkpointing(config: RunConfig) -> tuple[Checkpointing, str]:
-    """Off where the estimate fits without, because recomputing costs about a third of the speed."""
+    """As little as the estimate fits with: whole layers cost up to a third of the speed, their parts 1 to 3%."""
     facts, memory = config.model.facts, config.hardware.memory_gib
     if facts is None:
         return Checkpointing.enabled, "the model's size is not known before it is loaded, and this is the safe side"
@@ -219,4 +246,11 @@ def _checkpointing(config: RunConfig) -> tuple[Checkpointing, str]:
     usable, there = memory * USABLE_SHARE, f"{USABLE_SHARE:.0%} of {memory:g} GiB"
     if estimate.total_gib <= usable:
         return Checkpointing.disabled, f"estimated {parts} fit into {there}, and it is faster"
+    if _may_compute_again(config):
+        again = estimate_memory(config, facts, checkpointing=Checkpointing.selective)
+        if again.total_gib <= usable:
+            left = gib_text(again.buffers_gib + again.activations_gib)
+            does = f"with norms and activation functions computed again {left} of the latter do"
+            why = f"estimated {parts} do not fit into {there}; {does}, 1.4% slower (Qwen2.5-3B, one H200)"
+            return Checkpointing.selective, why
     return Checkpointing.enabled, f"estimated {parts} do not fit into {there}"

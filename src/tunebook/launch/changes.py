@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from tunebook.config.choices import Checkpointing, Strategy
+from tunebook.config.schema import RunConfig
 from tunebook.launch.draft import Draft, draft_run
-from tunebook.plan.measured_speed import RECOMPUTED, STORED, rate_on_8
+from tunebook.plan.measured_speed import RECOMPUTED, SELECTIVE, SELECTIVE_STORED, STORED, rate_on_8
 
 HOW_MANY = 3
 
@@ -77,6 +78,7 @@ def _sharded() -> tuple[Change, ...]:
     )
 
 
+_SELECTIVE = Change(words=("activation=selective",), speed=SELECTIVE / SELECTIVE_STORED)
 _CHECKPOINTING = Change(words=("activation=checkpointing",), speed=RECOMPUTED / STORED)
 _SHARDED = _sharded()
 _OFFLOADED = (
@@ -123,7 +125,7 @@ def _fitting(change: Change, total_gib: float, tried: Draft, asked: Draft) -> Fi
 
 
 def _candidates(draft: Draft) -> list[Change]:
-    """Every change and every pair with checkpointing, in the order in which they are offered."""
+    """Every change and every pair with one that keeps less, in the order in which they are offered."""
     assert draft.resolution is not None
     config = draft.resolution.config
     strategies = chain(_SHARDED, _OFFLOADED)
@@ -131,9 +133,16 @@ def _candidates(draft: Draft) -> list[Change]:
     if (config.training.micro_batch_size or 1) > 1:
         single.append(_SMALLER_PASSES)
     single += _OTHER_LEARNING
-    if config.activation.checkpointing is Checkpointing.disabled:
-        single += [_CHECKPOINTING, *(_both(change, _CHECKPOINTING) for change in single)]
-    return sorted(single, key=_rank)
+    less = _keeping_less(config)
+    pairs = [_both(change, other) for change in single for other in less]
+    return sorted([*single, *less, *pairs], key=_rank)
+
+
+def _keeping_less(config: RunConfig) -> list[Change]:
+    """What leaves less of the forward pass in memory than a run as asked does."""
+    now = config.activation.checkpointing
+    can_be_selective = bool(config.model.compile_layers) and now is Checkpointing.disabled
+    return [_SELECTIVE] * can_be_selective + [_CHECKPOINTING] * (now is not Checkpointing.enabled)
 
 
 def _both(first: Change, second: Change) -> Change:

@@ -62,7 +62,8 @@ def _needs_host(config: RunConfig) -> bool:
 def alike(config: RunConfig, facts: ModelFacts, flops_per_pass: float) -> Alone:
     """Of what one GPU reached with this kind of attention, rows and number format: the nearest in work and width.
 
-    A pass with little work leaves a GPU waiting for the next kernel, and narrow layers make small products.
+    A pass with little work leaves a GPU waiting for the next kernel, and narrow layers make small products. Width
+    counts twice: a long row makes up for little work in a layer, and not for narrow products.
     """
     compute = Compute.bf16 if config.precision.compute is Compute.fp16 else config.precision.compute
     kernel, is_packed = config.attention.implementation, config.packing.mode is PackingMode.isolated
@@ -81,7 +82,7 @@ def alike(config: RunConfig, facts: ModelFacts, flops_per_pass: float) -> Alone:
             row.attention is kernel,
             row.is_one_pass is bool(config.model.one_pass_head),
         )
-        return work + width, *(not one for one in is_like_it)
+        return work + 2 * width, *(not one for one in is_like_it)
 
     return min(rows, key=distance)
 

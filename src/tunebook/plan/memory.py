@@ -59,7 +59,7 @@ def plan_memory(config: RunConfig, batch: BatchPlan | None = None) -> MemoryPlan
     facts, capacity = config.model.facts, config.hardware.memory_gib
     if facts is None:
         return MemoryPlan(memory=Memory(capacity=capacity), fits=None, verdict=f"{_NOT_KNOWN}: nor is the model's size")
-    accumulates = batch is None or batch.accumulation is None or batch.accumulation > 1
+    accumulates = None if batch is None or batch.accumulation is None else batch.accumulation > 1
     estimate = estimate_memory(config, facts, accumulates=accumulates)
     overhead = overhead_bytes(config, estimate.total_gib * GIB) / GIB
     parts = Memory(

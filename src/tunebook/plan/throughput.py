@@ -24,6 +24,8 @@ from tunebook.plan.measured_speed import (
     MEASURED_ON,
     RECOMPUTED,
     RECOMPUTED_GAIN,
+    SELECTIVE,
+    SELECTIVE_STORED,
     STORED,
     USUAL_PADDING_SHARE,
     Alone,
@@ -100,6 +102,7 @@ def _estimate(config: RunConfig, batch: BatchPlan, facts: ModelFacts, peak: Peak
     adapter = adapter_like(config)
     # In fp32 both ways reached two thirds of the peak: products take so long that nothing else shows.
     gain = 1.0 if row.compute is Compute.fp32 else RECOMPUTED_GAIN ** (is_recomputed - row.is_recomputed)
+    gain *= (SELECTIVE / SELECTIVE_STORED) ** (_is_selective(config) - row.is_selective)
     share = row.efficiency * gain * (adapter.gain if adapter else 1)
     work = real / (1 - padding) * flops / (peak.tflops * 1e12)  # seconds at the peak
     spread = spread_like(config, facts)
@@ -116,6 +119,10 @@ def _estimate(config: RunConfig, batch: BatchPlan, facts: ModelFacts, peak: Peak
         peak_tflops=peak.tflops,
         assumption=_assumption(config, batch, peak, row, spread),
     )
+
+
+def _is_selective(config: RunConfig) -> bool:
+    return config.activation.checkpointing is Checkpointing.selective
 
 
 def _padding_share(config: RunConfig, batch: BatchPlan) -> float:
@@ -176,6 +183,8 @@ def _assumption(config: RunConfig, batch: BatchPlan, peak: Peak, row: Alone, spr
         and row.compute is not Compute.fp32
     ):
         parts.append(f"activation checkpointing leaves {RECOMPUTED / STORED:.0%} of the speed")
+    if _is_selective(config) and not row.is_selective:
+        parts.append(f"activation=selective leaves {SELECTIVE / SELECTIVE_STORED:.1%} of the speed")
     if spread is not None:
         taken = f", taken as {spread.strategy.name}," if measured_as(strategy) is not strategy else ""
         parts.append(f"{strategy.name}{taken} loses a pass the time it lost on {MEASURED_ON}s ({spread.text})")

@@ -11,10 +11,11 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tunebook.config.auto import resolve_auto
-from tunebook.config.choices import Attention, Compute, Generation, MasterWeights, PeftMethod
+from tunebook.config.choices import Attention, Checkpointing, Compute, Generation, MasterWeights, PeftMethod, Strategy
 from tunebook.config.compose import compose
 from tunebook.config.estimate import estimate_memory
 from tunebook.config.estimate.activations import head_bytes, layer_bytes_per_token
+from tunebook.config.schema import ParallelismConfig
 from tunebook.hardware.detect import Machine
 from tunebook.model.varlen_attention import register
 
@@ -86,6 +87,33 @@ def test_a_layer_keeps_what_was_counted(sound, case):
     two, three = (saved_bytes(number, attention=attention.value, **options) for number in (2, 3))
     adapters = 7 * RANK * 2 if method is PeftMethod.lora else 0
     assert (three - two) / TOKENS - NOT_COUNTED - adapters == layer_bytes_per_token(sound, facts)
+
+
+@pytest.mark.parametrize(
+    ("method", "master", "expected"),
+    [  # the block's input, what attention adds to it; query, key, value, output; gate and up; of LoRA's dropout a byte
+        (PeftMethod.full, MasterWeights.fp32, 896 * (4 + 2) + 2 * (2 * 896 + 2 * 128) + 2 * 2 * 4864),
+        (PeftMethod.full, MasterWeights.bf16, 896 * (2 + 2) + 2 * (2 * 896 + 2 * 128) + 2 * 2 * 4864),
+        (PeftMethod.lora, MasterWeights.fp32, 896 * (4 + 2 + 6) + 2 * (2 * 896 + 2 * 128) + (2 * 2 + 1) * 4864),
+    ],
+)
+def test_a_compiled_layer_that_computes_some_of_it_again_keeps_what_products_need(sound, method, master, expected):
+    """Held against peaks on H200s by the memory table."""
+    sound.model.compile_layers, sound.attention.implementation = True, Attention.varlen_attention
+    sound.activation.checkpointing = Checkpointing.selective
+    sound.peft.method, sound.precision.master_weights = method, master
+    assert layer_bytes_per_token(sound, sound.model.facts) == expected
+
+
+@pytest.mark.parametrize(
+    ("budget", "accumulates"), [(None, True), (4 * 2048, True), (2 * 2048, False)], ids=["documents", "two", "one"]
+)
+def test_gradients_of_earlier_passes_are_there_unless_one_pass_is_a_whole_step(sound, budget, accumulates):
+    sound.hardware.gpus_per_node, sound.parallelism = 2, ParallelismConfig(strategy=Strategy.ddp)
+    sound.training.global_samples, sound.training.global_tokens = None if budget else 64, budget
+    facts = sound.model.facts
+    assert estimate_memory(sound, facts) == estimate_memory(sound, facts, accumulates=accumulates)
+    assert estimate_memory(sound, facts, accumulates=True) != estimate_memory(sound, facts, accumulates=False)
 
 
 @pytest.mark.parametrize(

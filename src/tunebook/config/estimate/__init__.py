@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tunebook.config.choices import Checkpointing
+from tunebook.config.choices import Checkpointing, PackingMode
 from tunebook.config.estimate.activations import activation_bytes, head_bytes, one_layer_bytes
 from tunebook.config.estimate.buffers import bucket_bytes, buffer_bytes
 from tunebook.config.estimate.parameters import count_parameters
@@ -53,15 +53,17 @@ class Estimate:
 
 
 def estimate_memory(
-    config: RunConfig, facts: ModelFacts, *, checkpointing: Checkpointing | None = None, accumulates: bool = True
+    config: RunConfig, facts: ModelFacts, *, checkpointing: Checkpointing | None = None, accumulates: bool | None = None
 ) -> Estimate:
     """Estimate one rank's memory for a resolved machine, precision, packing and micro batch.
 
-    `checkpointing`: in place of what the configuration says. `accumulates`: whether an optimizer step may take more
-    than one pass, as it may where nobody has counted yet.
+    `checkpointing`: in place of what the configuration says. `accumulates`: whether an optimizer step takes more than
+    one pass; None where nobody has counted yet: then it may, unless one pass is all of a step's tokens.
     """
     if checkpointing is not None:
         config = replace(config, activation=replace(config.activation, checkpointing=checkpointing))
+    if accumulates is None:
+        accumulates = _may_accumulate(config)
     is_recomputed = config.activation.checkpointing is Checkpointing.enabled
     states = state_bytes(config, facts)
     begins = Estimate(
@@ -84,6 +86,15 @@ def estimate_memory(
 def gib_text(value: float) -> str:
     """GiB as reasons name them: to a tenth, and of less than one the first two digits."""
     return f"{value:.1f} GiB" if value >= 1 else f"{value:.2g} GiB"
+
+
+def _may_accumulate(config: RunConfig) -> bool:
+    """Whether a step may take more than one pass by its budget; documents are not counted before they are packed."""
+    budget, row = config.training.global_tokens, config.packing.row_length
+    if budget is None or row is None or config.packing.mode is PackingMode.padded:
+        return True
+    ranks = max(1, config.hardware.num_nodes) * max(1, config.hardware.gpus_per_node or 1)
+    return budget > ranks * row * max(1, config.training.micro_batch_size or 1)
 
 
 def _last_layer_bytes(config: RunConfig, facts: ModelFacts, states: States, *, is_recomputed: bool) -> float:

@@ -144,11 +144,13 @@ def _plain_kernel_bytes(config: RunConfig, facts: ModelFacts) -> int:
 def _dropout_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """A byte for each number that an adapter's dropout has looked at: the inputs of seven products.
 
-    Compiled blocks were found to keep about another (Llama 3 8B of 6, 12 and 32 layers, H200): counted as two.
+    Compiled blocks were found to keep about another (Llama 3 8B of 6, 12 and 32 layers, H200): counted as two. Not so
+    those that compute some of it again (Llama 3 8B, H200).
     """
     if not _has_dropout(config):
         return 0.0
-    each = 2 if config.model.compile_layers else 1
+    is_selective = config.activation.checkpointing is Checkpointing.selective
+    each = 2 if config.model.compile_layers and not is_selective else 1
     return float(each * (6 * facts.hidden_size + facts.intermediate_size))
 
 
