@@ -25,6 +25,7 @@ from tunebook.config.compose import compose
 from tunebook.config.rules import check, environment
 from tunebook.config.schema import FsdpConfig, ModelConfig, SlurmConfig
 from tunebook.errors import RequestError
+from tunebook.plan.memory import plan_memory
 
 H200 = ("NVIDIA H200", (9, 0))
 V100 = ("Tesla V100-SXM2-32GB", (7, 0))
@@ -356,6 +357,39 @@ QWEN_3B = ("qwen3b_zero2", "parallelism=single", "hardware=hopper", "hardware.gp
 def test_a_longer_row_is_worth_computing_parts_of_blocks_again(machine, words, row, kept):
     resolved = resolve_auto(compose(QWEN_3B[0], [*QWEN_3B[1:], *words]).config, machine()).config
     assert (resolved.packing.row_length, resolved.activation.checkpointing.name) == (row, kept)
+
+
+ON_ONE = ("qwen3b_zero2", "parallelism=single", "hardware=hopper", "hardware.gpus_per_node=1")
+LLAMA_LORA = ("model=llama3_8b", "peft=lora", "training.global_samples=64", "dataset.mean_tokens=200")
+
+
+@pytest.mark.parametrize(
+    ("words", "row", "kept"),
+    [
+        # Where parts are computed again anyway, and where rows would be very short otherwise, LoRA gains, too.
+        ((*LLAMA_LORA, "hardware.memory_gib=56", "training.max_length=512"), 2560, "selective"),
+        (
+            ("peft=lora", "dataset.mean_tokens=200", "hardware.memory_gib=24", "training.max_length=256"),
+            1792,
+            "selective",
+        ),
+        # Eight documents are one pass of 8,192 tokens at most, however long a row may be.
+        (("hardware.memory_gib=140.4", "training.global_samples=8", "training.max_length=1024"), 16_384, "disabled"),
+    ],
+    ids=["needed", "short", "few_documents"],
+)
+def test_parts_are_computed_again_where_that_saves_passes(machine, words, row, kept):
+    resolved = resolve_auto(compose(ON_ONE[0], [*ON_ONE[1:], *words]).config, machine()).config
+    assert (resolved.packing.row_length, resolved.activation.checkpointing.name) == (row, kept)
+
+
+def test_parts_are_computed_again_only_where_the_plan_then_fits(machine):
+    """Of 24 GiB 80% would hold the tensors, and with what is there besides them it would be 24.8."""
+    resolved = resolve_auto(compose("zero1_lora", []).config, machine()).config
+    assert resolved.activation.checkpointing is Checkpointing.enabled
+    assert plan_memory(resolved).fits is True
+    resolved.activation.checkpointing = Checkpointing.selective
+    assert plan_memory(resolved).fits is None
 
 
 def write_config(folder, **changes):

@@ -25,6 +25,7 @@ from tunebook.config.estimate import USABLE_SHARE, estimate_memory
 from tunebook.config.frozen import PARALLELISM_SCHEMAS, config_to_yaml, load_config
 from tunebook.config.rules import check
 from tunebook.config.schema import FsdpConfig, ModelFacts, ParallelismConfig, ZeroConfig
+from tunebook.hardware.detect import Machine
 from tunebook.record.config_hash import config_hash
 
 H200 = ("NVIDIA H200", (9, 0))
@@ -274,6 +275,26 @@ class TestReasons:
         why = chosen(resolve_auto(run("qwen25_3b"), machine(*[H200] * 8, memory=81.5)))[1]
         assert why.startswith("gradients and optimizer states divided among the GPUs: estimated ")
         assert why.endswith(" GiB fit into 80% of 81.5 GiB; ddp would have to recompute activations")
+
+    def test_parts_computed_again_are_said_and_rows_that_stay_short_are_given_up(self):
+        nobody = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
+        words = ["parallelism=auto", "hardware=hopper", "hardware.gpus_per_node=4", "training.global_samples=null"]
+
+        def decided(*more):
+            return resolve_auto(compose("qwen3b_zero2", [*words, *more]).config, nobody)
+
+        whole = decided("hardware.memory_gib=96", "training.max_length=4096", "training.global_tokens=32768")
+        assert whole.config.activation.checkpointing is Checkpointing.selective
+        assert chosen(whole) == (
+            "ddp",
+            "a whole copy on each GPU is the fastest: estimated 67.3 GiB with norms and activation functions computed "
+            "again fit into 80% of 96 GiB",
+        )
+        eight = ("model=llama3_8b", "training.max_length=2048", "training.global_tokens=131072")
+        divided = decided("hardware.memory_gib=80", *eight)
+        strategy, why = chosen(divided)
+        assert (strategy, divided.config.packing.row_length) == ("fsdp", 8192)
+        assert why.endswith("fsdp_grad_op would have to compute in rows of 4096 tokens")
 
     def test_recomputing_is_said(self, run, machine):
         config = run("qwen25_05b")

@@ -1,12 +1,15 @@
 """Which earlier run is gone on with."""
 
+import copy
 import json
 
 import pytest
 
 from tunebook.checkpoint.newest import newest_checkpoint
 from tunebook.config.auto import resolve_auto
+from tunebook.config.choices import Checkpointing
 from tunebook.config.compose import compose
+from tunebook.config.frozen import config_to_yaml
 from tunebook.errors import RequestError
 from tunebook.hardware.detect import Machine
 from tunebook.launch.lock import working_in
@@ -52,6 +55,27 @@ def test_other_endings_start_anew(config, tmp_path, state, make_run):
 def test_another_configuration_starts_anew(config, tmp_path, make_run):
     make_run(config, tmp_path, "2026-01-01T00-00-00Z", "stopped", steps=(5,), sha256="0" * 64)
     assert unfinished_run(config) is None
+
+
+def test_a_run_that_differs_only_in_what_auto_decided_is_named_with_what_to_type(config, tmp_path, make_run):
+    earlier = copy.deepcopy(config)
+    earlier.activation.checkpointing, earlier.packing.row_length = Checkpointing.enabled, 2048
+    folder = make_run(earlier, tmp_path, "2026-01-01T00-00-00Z", "stopped", steps=(5,))
+    (folder / "run.yaml").write_text(config_to_yaml(earlier))
+    said = []
+    assert unfinished_run(config, said.append) is None
+    assert said == [
+        f"not gone on with {folder}, which ended early: activation.checkpointing=enabled packing.row_length=2048 is "
+        "decided otherwise now; to go on with it, add that"
+    ]
+    assert unfinished_run(earlier, said.append) == folder
+    earlier.training.seed += 1  # which nobody left open
+    (folder / "run.yaml").write_text(config_to_yaml(earlier))
+    (folder / "manifest.json").write_text(
+        json.dumps({"format": FORMAT, "config_sha256": config_hash(earlier), "status": {"state": "stopped"}})
+    )
+    said.clear()
+    assert unfinished_run(config, said.append) is None and said == []
 
 
 def test_a_finished_run_after_the_stopped_one_settles_it(config, tmp_path, make_run):

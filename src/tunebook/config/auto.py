@@ -8,50 +8,30 @@ activations must be recomputed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tunebook.config.auto_hardware import decide_hardware
 from tunebook.config.auto_kernels import decide_attention, decide_compiling, decide_head
 from tunebook.config.auto_parallelism import decide_strategy
+from tunebook.config.auto_passes import decide_passes
 from tunebook.config.base_model import read_dtype, read_facts
 from tunebook.config.choices import (
     Attention,
-    Checkpointing,
     Compute,
     Generation,
     MasterWeights,
     PackingMode,
-    PeftMethod,
-    Strategy,
     Switch,
 )
 from tunebook.config.decisions import Choice, Decisions
-from tunebook.config.estimate import USABLE_SHARE, estimate_memory, gib_text
-from tunebook.config.rules.attention import FLASH, LEAKING_ARCHITECTURES, WITHOUT_MASK
+from tunebook.config.rules.attention import LEAKING_ARCHITECTURES, WITHOUT_MASK
 from tunebook.config.rules.environment import hardware_problem, starts_elsewhere
-from tunebook.config.rules.frame import world_size
-from tunebook.config.schema import FsdpConfig, RunConfig
+from tunebook.config.schema import RunConfig
 from tunebook.errors import Problem
 from tunebook.hardware.detect import Machine
 from tunebook.hardware.generations import GENERATIONS
 
 __all__ = ["Choice", "Resolution", "resolve_auto"]
-
-# Tokens of a packed row that give a GPU work enough. Measured on one H200, Qwen2.5-0.5B (tests/bench/results): rows of
-# 1,024 are bound by launching kernels, 8,192 with flash attention are 5.6 x as fast; sdpa computes the whole square of
-# a row, so a longer row than 4,096 (2.5 x) costs more than it brings.
-_FULL_ROW_TOKENS = dict.fromkeys(FLASH, 8192) | {
-    Attention.sdpa: 4096,
-    Attention.sdpa_by_document: 4096,  # in fp32, where the products of a row keep a GPU busy
-    Attention.flex_attention: 8192,
-}
-# Compiled blocks leave less between the matrix products, which a longer row makes larger: Qwen2.5-3B on one H200 had
-# 25,079 tokens/s in rows of 8,192 and 27,062 in rows of 16,384 (h200x4_speed.jsonl), and computing norms and
-# activation functions again 27,114 in those and 27,808 in rows of 32,768 (h200_selective.jsonl).
-_FULL_COMPILED_ROW_TOKENS = 32_768
-# Of the longest row that fits without that. A row twice as long was 8% faster so under FSDP (Llama 3 8B, two H200) and
-# 1% on one GPU; that LoRA gains by it was not seen, and it lost twice as much in rows of one length.
-_WORTH_COMPUTING_AGAIN = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +71,8 @@ def resolve_auto(config: RunConfig, machine: Machine) -> Resolution:
     decisions.decide("model.one_pass_head", lambda: decide_head(resolved))
     decisions.decide("attention.implementation", lambda: decide_attention(resolved, is_planned))
     decisions.decide("packing.mode", lambda: _packing(resolved))
-    decide_strategy(decisions, _decide_passes)
-    _decide_passes(decisions)
+    decide_strategy(decisions, decide_passes)
+    decide_passes(decisions)
     return Resolution(
         config=resolved,
         choices=decisions.choices,
@@ -101,16 +81,6 @@ def resolve_auto(config: RunConfig, machine: Machine) -> Resolution:
         problem=problem,
         host_memory_gib=_host_memory_gib(resolved, machine, problem),
     )
-
-
-def _decide_passes(decisions: Decisions) -> None:
-    """What depends on the memory that the strategy leaves: how much a pass computes, and what it keeps of it."""
-    resolved = decisions.config
-    decisions.decide("packing.row_length", lambda: _row_length(resolved))
-    decisions.decide("training.micro_batch_size", lambda: _micro_batch_size(resolved))
-    if resolved.parallelism.strategy is Strategy.hsdp and isinstance(resolved.parallelism, FsdpConfig):
-        decisions.decide("parallelism.shard_group_size", lambda: _shard_group_size(resolved))
-    decisions.decide("activation.checkpointing", lambda: _checkpointing(resolved))
 
 
 def _host_memory_gib(config: RunConfig, machine: Machine, problem: Problem | None) -> float | None:
@@ -166,91 +136,3 @@ def _packing(config: RunConfig) -> tuple[PackingMode, str]:
     if kernel is Attention.sdpa_by_document:
         way = "by computing document by document"
     return PackingMode.isolated, f"rows without padding; {kernel.name} keeps documents apart {way}"
-
-
-def _row_length(config: RunConfig) -> tuple[int, str]:
-    length = config.training.max_length
-    if config.packing.mode is PackingMode.padded:
-        return length, "training.max_length: the longest a padded row can be"
-    target = _FULL_ROW_TOKENS.get(config.attention.implementation)
-    if config.model.compile_layers:
-        target = _FULL_COMPILED_ROW_TOKENS
-    if target is None or config.hardware.generation is Generation.cpu:
-        return length, "training.max_length: the shortest row that holds every document"
-    row, again = _longest_row(config, target, _kept(config)), ""
-    if _may_compute_again(config) and config.peft.method is PeftMethod.full:
-        longer = _longest_row(config, target, Checkpointing.selective)
-        if longer >= _WORTH_COMPUTING_AGAIN * row:
-            row, again = longer, " with norms and activation functions computed again"
-    if row == length:
-        return row, "training.max_length: a longer row would not divide the batch or not fit into memory"
-    times = f"{row // length} x training.max_length"
-    return row, f"{times}: a longer pass keeps the GPU busy, and is estimated to fit{again}"
-
-
-def _longest_row(config: RunConfig, target: int, checkpointing: Checkpointing) -> int:
-    """Of the multiples of the longest document's length up to `target` tokens that fit and divide the batch."""
-    length = config.training.max_length
-    rows = (documents * length for documents in range(target // length, 1, -1))
-    return next((row for row in rows if _divides_the_budget(config, row) and _fits(config, row, checkpointing)), length)
-
-
-def _kept(config: RunConfig) -> Checkpointing:
-    """How much is recomputed with rows as long as they may be: no more than is asked for, and no layer whole."""
-    is_selective = config.activation.checkpointing is Checkpointing.selective
-    return Checkpointing.selective if is_selective else Checkpointing.disabled
-
-
-def _may_compute_again(config: RunConfig) -> bool:
-    """Whether it is open what is kept of blocks, and they are compiled, which can keep parts."""
-    return config.activation.checkpointing is Checkpointing.auto and bool(config.model.compile_layers)
-
-
-def _divides_the_budget(config: RunConfig, row: int) -> bool:
-    """A budget of tokens is counted in rows, which every rank needs equally many of."""
-    budget = config.training.global_tokens
-    return budget is None or budget % (row * world_size(config) * (config.training.micro_batch_size or 1)) == 0
-
-
-def _fits(config: RunConfig, row: int, checkpointing: Checkpointing) -> bool:
-    facts, memory = config.model.facts, config.hardware.memory_gib
-    if facts is None or memory is None:
-        return False
-    longer = replace(config, packing=replace(config.packing, row_length=row))
-    return estimate_memory(longer, facts, checkpointing=checkpointing).total_gib <= memory * USABLE_SHARE
-
-
-def _micro_batch_size(config: RunConfig) -> tuple[int | None, str]:
-    kernel, row = config.attention.implementation, config.packing.row_length
-    if config.packing.mode is PackingMode.padded:
-        return None, "the batch solver takes the largest that divides the batch evenly"
-    if kernel in WITHOUT_MASK:
-        return 1, f"one packed row of {row} tokens has work enough for a GPU; more is worth it only for short rows"
-    return 1, f"{kernel.name} builds a mask of all tokens of a pass squared: one row of {row} keeps it smallest"
-
-
-def _shard_group_size(config: RunConfig) -> tuple[int, str]:
-    return config.hardware.gpus_per_node or 1, "the GPUs of one node, which have the fastest links"
-
-
-def _checkpointing(config: RunConfig) -> tuple[Checkpointing, str]:
-    """As little as the estimate fits with: whole layers cost up to a third of the speed, their parts 1 to 3%."""
-    facts, memory = config.model.facts, config.hardware.memory_gib
-    if facts is None:
-        return Checkpointing.enabled, "the model's size is not known before it is loaded, and this is the safe side"
-    if memory is None:
-        return Checkpointing.enabled, "the memory is not known, and this is the safe side"
-    estimate = estimate_memory(config, facts, checkpointing=Checkpointing.disabled)
-    working = estimate.buffers_gib + estimate.activations_gib
-    parts = f"{gib_text(estimate.states_gib)} of states and {gib_text(working)} of activations and buffers"
-    usable, there = memory * USABLE_SHARE, f"{USABLE_SHARE:.0%} of {memory:g} GiB"
-    if estimate.total_gib <= usable:
-        return Checkpointing.disabled, f"estimated {parts} fit into {there}, and it is faster"
-    if _may_compute_again(config):
-        again = estimate_memory(config, facts, checkpointing=Checkpointing.selective)
-        if again.total_gib <= usable:
-            left = gib_text(again.buffers_gib + again.activations_gib)
-            does = f"with norms and activation functions computed again {left} of the latter do"
-            why = f"estimated {parts} do not fit into {there}; {does}, 1.4% slower (Qwen2.5-3B, one H200)"
-            return Checkpointing.selective, why
-    return Checkpointing.enabled, f"estimated {parts} do not fit into {there}"

@@ -29,6 +29,13 @@ _WHAT = {
     Strategy.hsdp: "all states divided among the GPUs of a node, which have the fastest links",
     Strategy.fsdp: "all states divided among all GPUs",
 }
+# DDP was 5% faster than FSDP of gradients and optimizer, and that 7% than FSDP (h200x4_speed.jsonl): more than
+# computing parts of blocks again costs, and no more than what rows shorter than these lose to those twice as long.
+_SHORT_ROW_TOKENS = 8192
+_RECOMPUTED = {
+    Checkpointing.enabled: " with activations recomputed",
+    Checkpointing.selective: " with norms and activation functions computed again",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +46,24 @@ class _Tried:
     refusals: tuple[str, ...]  # the ids of the rules that it breaks
     total_gib: float | None  # estimated; None: not known
     usable_gib: float | None  # None: not known
-    is_recomputed: bool
+    checkpointing: Checkpointing
+    row_length: int  # tokens
 
     @property
     def fits(self) -> bool:
         """Whether it is estimated to fit."""
         return self.total_gib is not None and self.usable_gib is not None and self.total_gib <= self.usable_gib
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether whole layers are computed again."""
+        return self.checkpointing is Checkpointing.enabled
+
+    @property
+    def makes_do(self) -> int:
+        """How much is given up to make it fit: parts of blocks cost less than another strategy, short rows more."""
+        is_short = self.checkpointing is Checkpointing.selective and self.row_length < _SHORT_ROW_TOKENS
+        return 2 if self.is_recomputed else int(is_short)
 
 
 def decide_strategy(decisions: Decisions, decide_passes: DecidePasses) -> None:
@@ -76,9 +95,9 @@ def _strategy(config: RunConfig, decide_passes: DecidePasses) -> tuple[Strategy,
     # What is wrong with every one of them is not the strategy's fault, and is reported whichever is taken.
     fewest = min(len(one.refusals) for one in tried)
     allowed = [one for one in tried if len(one.refusals) == fewest]
-    # `min` takes the first of equals: without recomputing the fastest that fits, else the fastest with.
+    # `min` takes the first of equals: of those that give up least the fastest.
     fitting = [one for one in allowed if one.fits]
-    chosen = min(fitting, key=lambda one: one.is_recomputed) if fitting else allowed[-1]
+    chosen = min(fitting, key=lambda one: one.makes_do) if fitting else allowed[-1]
     return chosen.strategy, _why(config, chosen, tried)
 
 
@@ -93,7 +112,8 @@ def _try(config: RunConfig, strategy: Strategy, decide_passes: DecidePasses) -> 
         refusals=tuple(problem.id for problem in check(resolved) if problem.is_error),
         total_gib=None if facts is None else estimate_memory(resolved, facts).total_gib,
         usable_gib=None if memory is None else memory * USABLE_SHARE,
-        is_recomputed=resolved.activation.checkpointing is Checkpointing.enabled,
+        checkpointing=resolved.activation.checkpointing,
+        row_length=resolved.packing.row_length or resolved.training.max_length,
     )
 
 
@@ -112,7 +132,7 @@ def _for(config: RunConfig, chosen: _Tried) -> str:
         return f"{what}; the memory is not known, and this is the safe side"
     if chosen.total_gib is None:
         return f"{what}; the model's size is not known before it is loaded, and this is the safe side"
-    recomputed = " with activations recomputed" if chosen.is_recomputed else ""
+    recomputed = _RECOMPUTED.get(chosen.checkpointing, "")
     verdict = f"{'fit' if chosen.fits else 'do not fit'} into {USABLE_SHARE:.0%} of {config.hardware.memory_gib:g} GiB"
     return f"{what}: estimated {gib_text(chosen.total_gib)}{recomputed} {verdict}"
 
@@ -121,6 +141,8 @@ def _against(one: _Tried, chosen: _Tried) -> str | None:
     """None where nothing is known against it."""
     if rules := sorted(set(one.refusals) - set(chosen.refusals)):
         return f"{one.strategy.name} is refused ({', '.join(rules)})"
+    if one.fits and one.makes_do < 2:
+        return f"{one.strategy.name} would have to compute in rows of {one.row_length} tokens"
     if one.fits:
         return f"{one.strategy.name} would have to recompute activations"
     if one.total_gib is None or one.usable_gib is None:

@@ -15,7 +15,7 @@ from typing import Any
 from tunebook.config.choices import Checkpointing, Strategy
 from tunebook.config.schema import RunConfig
 from tunebook.launch.draft import Draft, draft_run
-from tunebook.plan.measured_speed import RECOMPUTED, SELECTIVE, SELECTIVE_STORED, STORED, rate_on_8
+from tunebook.plan.measured_speed import RECOMPUTED, SELECTIVE, STORED, rate_on_8
 
 HOW_MANY = 3
 
@@ -78,7 +78,7 @@ def _sharded() -> tuple[Change, ...]:
     )
 
 
-_SELECTIVE = Change(words=("activation=selective",), speed=SELECTIVE / SELECTIVE_STORED)
+_SELECTIVE = Change(words=("activation=selective",), speed=SELECTIVE.gain)
 _CHECKPOINTING = Change(words=("activation=checkpointing",), speed=RECOMPUTED / STORED)
 _SHARDED = _sharded()
 _OFFLOADED = (
@@ -102,7 +102,7 @@ def changes_that_fit(recipe: str | None, overrides: list[str], recipes_dirs: lis
     """Up to three changes, each tried on top of what was typed. `draft` is the run that does not fit."""
     found: list[Fitting] = []
     for change in _candidates(draft):
-        if any(set(fitting.change.words) <= set(change.words) for fitting in found):
+        if any(set(fitting.change.words) <= _with_less(change) for fitting in found):
             continue  # it fits with less
         tried = draft_run(recipe, [*overrides, *change.words], recipes_dirs)
         memory = tried.memory
@@ -111,6 +111,12 @@ def changes_that_fit(recipe: str | None, overrides: list[str], recipes_dirs: lis
         if len(found) == HOW_MANY:
             break
     return sorted(found, key=lambda fitting: (fitting.change.changes_learning, -(fitting.speed or 0)))
+
+
+def _with_less(change: Change) -> set[str]:
+    """The words of a change, and of one that recomputes less."""
+    words = set(change.words)
+    return words | set(_SELECTIVE.words) if words & set(_CHECKPOINTING.words) else words
 
 
 def _fitting(change: Change, total_gib: float, tried: Draft, asked: Draft) -> Fitting:

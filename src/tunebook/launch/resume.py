@@ -6,19 +6,26 @@ only its evaluation is left to do.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from tunebook.checkpoint.newest import newest_checkpoint, passed_over
+from tunebook.config.frozen import load_config
+from tunebook.config.override_text import as_typed
 from tunebook.config.schema import RunConfig
 from tunebook.errors import DataError, RequestError
 from tunebook.launch.lock import LOCK_FILE, is_worked_in
 from tunebook.plan.batch import world_size
 from tunebook.record.config_hash import config_hash
+from tunebook.record.files import RUN_FILE
 from tunebook.record.manifest import MANIFEST_FILE, RunState, read_manifest
 from tunebook.record.run_folder import find_runs, is_run, read_outcomes
 
+# What `auto` decides by estimates that get better: how much a pass computes and what it keeps. No loss depends on it.
+_DECIDED_ANEW = (("activation", "checkpointing"), ("packing", "row_length"), ("training", "micro_batch_size"))
 # One that was invalid would end the same way again.
 _UNFINISHED = (RunState.stopped.name, RunState.failed.name)
 
@@ -27,7 +34,8 @@ def unfinished_run(config: RunConfig, say: Callable[[str], None] = lambda text: 
     """The newest run of a resolved configuration that ended early with a checkpoint to go on from; None if not asked.
 
     The configuration's hash must be the same: another seed, batch or learning rate is another run. Said is why one is
-    not gone on with that ended early and has checkpoints of which none is complete.
+    not gone on with that ended early and has checkpoints of which none is complete, or is another run only by what
+    `auto` decided.
     """
     if config.training.resume != "auto":
         return None
@@ -38,6 +46,11 @@ def unfinished_run(config: RunConfig, say: Callable[[str], None] = lambda text: 
         except DataError:
             continue  # a damaged record of another run must not stop this one
         if manifest["config_sha256"] != wanted:
+            if _is_unfinished(folder, manifest) and (words := _decided_otherwise(config, folder, manifest)):
+                say(
+                    f"not gone on with {folder}, which ended early: {' '.join(words)} is decided otherwise now; "
+                    "to go on with it, add that"
+                )
             continue
         # The newest of the same configuration decides: after it has finished there is nothing to go on with.
         if not _is_unfinished(folder, manifest):
@@ -48,6 +61,21 @@ def unfinished_run(config: RunConfig, say: Callable[[str], None] = lambda text: 
             say(f"not gone on from {checkpoint}: {why}")
         return None
     return None
+
+
+def _decided_otherwise(config: RunConfig, folder: Path, manifest: dict[str, Any]) -> list[str]:
+    """What to type for an earlier run's configuration, where nothing but `_DECIDED_ANEW` differs; else nothing."""
+    try:
+        theirs = load_config(folder / RUN_FILE)
+    except RequestError:
+        return []
+    own, words = copy.deepcopy(config), []
+    for section, key in _DECIDED_ANEW:
+        value, now = (getattr(getattr(one, section), key) for one in (theirs, own))
+        if value != now:
+            setattr(getattr(own, section), key, value)
+            words.append(f"{section}.{key}={as_typed(value.name if isinstance(value, Enum) else value)}")
+    return words if config_hash(own) == manifest["config_sha256"] else []
 
 
 def check_run_folder(config: RunConfig, folder: Path) -> None:

@@ -64,7 +64,8 @@ def compile_layers(model: nn.Module, *, recomputes: bool = False, backend: str =
     for reason in _REASONS_TO_KEEP:
         setattr(functorch, reason, not recomputes)
     for block in blocks:
-        block.forward = torch.compile(MethodType(_forward, block), backend=backend)
+        own = vars(block).get("forward")  # where something has put another in its place
+        block.forward = torch.compile(own or MethodType(_forward, block), backend=backend)
     return len(blocks)
 
 

@@ -25,10 +25,11 @@ from tunebook.plan.measured_speed import (
     RECOMPUTED,
     RECOMPUTED_GAIN,
     SELECTIVE,
-    SELECTIVE_STORED,
+    SELECTIVE_LORA,
     STORED,
     USUAL_PADDING_SHARE,
     Alone,
+    Selective,
     Spread,
 )
 
@@ -102,7 +103,7 @@ def _estimate(config: RunConfig, batch: BatchPlan, facts: ModelFacts, peak: Peak
     adapter = adapter_like(config)
     # In fp32 both ways reached two thirds of the peak: products take so long that nothing else shows.
     gain = 1.0 if row.compute is Compute.fp32 else RECOMPUTED_GAIN ** (is_recomputed - row.is_recomputed)
-    gain *= (SELECTIVE / SELECTIVE_STORED) ** (_is_selective(config) - row.is_selective)
+    gain *= (_selective(config).gain if _is_selective(config) else 1) / (SELECTIVE.gain if row.is_selective else 1)
     share = row.efficiency * gain * (adapter.gain if adapter else 1)
     work = real / (1 - padding) * flops / (peak.tflops * 1e12)  # seconds at the peak
     spread = spread_like(config, facts)
@@ -123,6 +124,10 @@ def _estimate(config: RunConfig, batch: BatchPlan, facts: ModelFacts, peak: Peak
 
 def _is_selective(config: RunConfig) -> bool:
     return config.activation.checkpointing is Checkpointing.selective
+
+
+def _selective(config: RunConfig) -> Selective:
+    return SELECTIVE if config.peft.method is PeftMethod.full else SELECTIVE_LORA
 
 
 def _padding_share(config: RunConfig, batch: BatchPlan) -> float:
@@ -184,7 +189,7 @@ def _assumption(config: RunConfig, batch: BatchPlan, peak: Peak, row: Alone, spr
     ):
         parts.append(f"activation checkpointing leaves {RECOMPUTED / STORED:.0%} of the speed")
     if _is_selective(config) and not row.is_selective:
-        parts.append(f"activation=selective leaves {SELECTIVE / SELECTIVE_STORED:.1%} of the speed")
+        parts.append(f"activation=selective leaves {_selective(config).gain:.1%} of the speed")
     if spread is not None:
         taken = f", taken as {spread.strategy.name}," if measured_as(strategy) is not strategy else ""
         parts.append(f"{strategy.name}{taken} loses a pass the time it lost on {MEASURED_ON}s ({spread.text})")
