@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 
 import pytest
 
@@ -65,9 +66,12 @@ def test_a_run_that_differs_only_in_what_auto_decided_is_named_with_what_to_type
     said = []
     assert unfinished_run(config, said.append) is None
     assert said == [
-        f"not gone on with {folder}, which ended early: activation.checkpointing=enabled packing.row_length=2048 is "
-        "decided otherwise now; to go on with it, add that"
+        f"not gone on with {folder}, which ended early: what was left open is decided otherwise now; to go on with "
+        "it, add activation.checkpointing=enabled packing.row_length=2048"
     ]
+    words = "activation.checkpointing=enabled packing.row_length=2048"
+    with pytest.raises(RequestError, match=rf"run.yaml; add {re.escape(words)} to go on with it"):
+        check_run_folder(config, folder)
     assert unfinished_run(earlier, said.append) == folder
     earlier.training.seed += 1  # which nobody left open
     (folder / "run.yaml").write_text(config_to_yaml(earlier))

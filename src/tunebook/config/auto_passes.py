@@ -38,7 +38,7 @@ _FULL_COMPILED_ROW_TOKENS = 32_768
 # Of the longest row that fits without that. A row twice as long was 8% faster so under FSDP (Llama 3 8B, two H200) and
 # 1% on one GPU. LoRA lost twice as much in rows of 8,192 tokens, and was not seen to gain by longer ones than that.
 _WORTH_COMPUTING_AGAIN = 1.5
-_SHORT_ROW_TOKENS = 8192
+SHORT_ROW_TOKENS = 8192
 
 
 def decide_passes(decisions: Decisions) -> None:
@@ -84,7 +84,7 @@ def _is_worth_computing_again(config: RunConfig, row: int, longer: int) -> bool:
         return False
     if not _fits(config, row, Checkpointing.disabled):
         return True
-    if config.peft.method is not PeftMethod.full and row >= _SHORT_ROW_TOKENS:
+    if config.peft.method is not PeftMethod.full and row >= SHORT_ROW_TOKENS:
         return False
     return longer >= _WORTH_COMPUTING_AGAIN * row
 

@@ -48,8 +48,8 @@ def unfinished_run(config: RunConfig, say: Callable[[str], None] = lambda text: 
         if manifest["config_sha256"] != wanted:
             if _is_unfinished(folder, manifest) and (words := _decided_otherwise(config, folder, manifest)):
                 say(
-                    f"not gone on with {folder}, which ended early: {' '.join(words)} is decided otherwise now; "
-                    "to go on with it, add that"
+                    f"not gone on with {folder}, which ended early: what was left open is decided otherwise now; to go "
+                    f"on with it, add {' '.join(words)}"
                 )
             continue
         # The newest of the same configuration decides: after it has finished there is nothing to go on with.
@@ -100,7 +100,9 @@ def _why_taken(config: RunConfig, folder: Path) -> str | None:
     if config.training.resume == "never":
         return f"it holds a run ({state}), and training.resume=never says not to go on with one"
     if manifest["config_sha256"] != config_hash(config):
-        return f"it holds a run ({state}) of another configuration, which is in {folder / 'run.yaml'}"
+        words = _decided_otherwise(config, folder, manifest)
+        add = f"; add {' '.join(words)} to go on with it, which is decided otherwise now" if words else ""
+        return f"it holds a run ({state}) of another configuration, which is in {folder / 'run.yaml'}{add}"
     if state == RunState.finished.name:
         return "its run has finished (evaluate it again with: tunebook eval)"
     if state == RunState.invalid.name:
