@@ -130,3 +130,23 @@ def test_buckets_that_zero_3_was_given_count_and_the_usual_ones_do_not(sound):
     usual = estimate_memory(sound, facts).buffers_gib
     sound.parallelism.max_live_parameters = 2_500_000_000
     assert estimate_memory(sound, facts).buffers_gib - usual == pytest.approx(4 * 1_500_000_000 / GIB)
+
+
+@pytest.mark.parametrize(
+    ("size", "is_tied", "whole"), [(494_032_768, True, 494_032_768), (2_775_208_960, False, 1_000_000_000)]
+)
+def test_zero_3_on_one_gpu_keeps_offloaded_parameters_that_come_again_soon(sound, size, is_tied, whole):
+    facts = sound.model.facts
+    facts.num_parameters, facts.tie_word_embeddings = size, is_tied
+    embeddings = 151_936 * 896
+    layers = size - embeddings * (1 if is_tied else 2)
+    head = 0 if is_tied else 4 * embeddings
+    sound.parallelism = ZeroConfig(
+        strategy=Strategy.zero3, offload_optimizer=Offload.cpu, offload_parameters=Offload.cpu
+    )
+    # All in fp32: what is whole, autocast's copies, the gradients of a layer and of the head.
+    expected = 4 * whole + 2 * layers + 4 * layers / 24 + head
+    assert estimate_memory(sound, facts).buffers_gib == pytest.approx(expected / GIB, rel=1e-6)
+    alone = estimate_memory(sound, facts).buffers_gib
+    sound.hardware.gpus_per_node = 2  # which send each other bf16
+    assert estimate_memory(sound, facts).buffers_gib < alone
