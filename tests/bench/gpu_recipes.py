@@ -160,7 +160,11 @@ def main() -> None:
 def _all_jobs(recipes: list[str], series: list[str], there: int) -> list[Job]:
     """The order is that of starting: the first parity runs are ready while large models still draw their weights."""
     own = [recipe_job(name, number, there) for number, name in enumerate(RECIPES) if name in recipes]
-    others = [job for number, name in enumerate(series) for job in gpu_parity.parity_jobs(name, 100 * (number + 1))]
+    others = [
+        job
+        for number, name in enumerate(series)
+        for job in gpu_parity.parity_jobs(name, 100 * (number + 1), gpus=there)
+    ]
     return [*others[:1], *own, *others[1:]]
 
 

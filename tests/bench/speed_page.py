@@ -130,27 +130,21 @@ def beside_peers(results: Path = RESULTS) -> Section:
     """Ours and torchtitan in the same minutes, each length of row on a GPU of its own; others on another machine."""
     others = [line for line in read(_BESIDE_PEERS, results) if line.get("peer", _TITAN) != _TITAN]
     lines = [line for line in [*others, *read(_FLASH_4, results)] if line["model"] == "qwen25_3b"]
-    bars = [_speed_bar(line, _named(line), is_ours="peer" not in line) for line in lines]
-    return Section(
-        key="beside-peers",
-        title="Beside other trainers",
-        note="Qwen2.5-3B, full fine-tune in bf16 with fp32 master weights; the share is of 989 TFLOP/s. Rows of one "
-        "length ran on one GPU in turn, LLaMA-Factory on another machine.",
-        bars=sorted(bars, key=lambda bar: bar.value),
+    note = (
+        "Qwen2.5-3B, full fine-tune in bf16 with fp32 master weights; the share is of 989 TFLOP/s. Rows of one length "
+        "ran on one GPU in turn, LLaMA-Factory on another machine."
     )
+    return Section(key="beside-peers", title="Beside other trainers", note=note, bars=_ranked(lines))
 
 
 def computed_again(results: Path = RESULTS) -> Section:
     """What compiled blocks keep of the forward pass, and torchtitan beside the least of it in the longest rows."""
     lines = [line for line in read(_SELECTIVE, results) if line["model"] == "qwen25_3b"]
-    bars = [_speed_bar(line, _named(line), is_ours="peer" not in line) for line in lines]
-    return Section(
-        key="computed-again",
-        title="Keeping less of the forward pass",
-        note="Qwen2.5-3B, full fine-tune; the share is of 989 TFLOP/s, in fp8 of 1,979. Speeds of one GPU can be "
-        "compared with each other: every line names its machine and GPU.",
-        bars=sorted(bars, key=lambda bar: bar.value),
+    note = (
+        "Qwen2.5-3B, full fine-tune; the share is of 989 TFLOP/s, in fp8 of 1,979. Speeds of one GPU can be compared "
+        "with each other: every line names its machine and GPU."
     )
+    return Section(key="computed-again", title="Keeping less of the forward pass", note=note, bars=_ranked(lines))
 
 
 def without_bf16(results: Path = RESULTS) -> Section:
@@ -224,6 +218,12 @@ def _preparation_bar(line: dict[str, Any], method: str, samples: int) -> Bar:
         text=f"{speed:,.0f} /s, {format_value(line['prepare_s'], Unit.seconds)}",
         is_ours=is_ours,
     )
+
+
+def _ranked(lines: list[dict[str, Any]]) -> list[Bar]:
+    """Ours and others', the fastest last."""
+    bars = [_speed_bar(line, _named(line), is_ours="peer" not in line) for line in lines]
+    return sorted(bars, key=lambda bar: bar.value)
 
 
 def _speed_bar(line: dict[str, Any], name: str, *, more: str = "", is_ours: bool = True) -> Bar:

@@ -57,6 +57,22 @@ def test_every_block_is_compiled_and_computes_the_same(model):
         torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6)
 
 
+def test_a_forward_pass_that_was_put_on_a_block_is_the_one_that_is_compiled(model):
+    calls = []
+    first, *_ = transformer_blocks(model).values()
+    usual = first.forward
+
+    def counted(*args, **kwargs):
+        calls.append(len(args))
+        return usual(*args, **kwargs)
+
+    first.forward = counted
+    compile_layers(model, backend="eager")
+    with torch.no_grad():
+        model(**INPUTS, use_cache=False)
+    assert len(calls) == 1
+
+
 def test_rows_of_another_length_compile_nothing_again(model):
     graphs = []
 

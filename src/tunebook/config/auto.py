@@ -2,8 +2,8 @@
 
 A user's explicit choice is never rewritten: it is listed "as asked", and `config.rules` refuses it if it cannot work.
 The order matters: hardware decides precision, precision decides whether blocks are compiled and by that attention,
-attention decides packing; with these the strategies are tried, and the strategy decides how long rows are and whether
-activations must be recomputed.
+attention decides packing; with these the strategies are tried, and the strategy decides how long rows are and how much
+of a pass is kept or computed again.
 """
 
 from __future__ import annotations
