@@ -37,6 +37,7 @@ MODES = {
         "attention=varlen_attention", "model.compile_layers=true", "activation=stored", "precision.master_weights=bf16"
     ],
     "sdpa": ["attention=sdpa", "model.compile_layers=false", "activation=stored"],
+    "eager": ["attention=eager", "model.compile_layers=false", "activation=stored"],
     "checkpointing": ["attention=sdpa", "model.compile_layers=false", "activation=checkpointing"],
     "lora": ["attention=varlen_attention", "model.compile_layers=false", "activation=stored", "peft=lora"],
     "compiled_lora": ["attention=varlen_attention", "model.compile_layers=true", "activation=stored", "peft=lora"],
@@ -94,10 +95,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 # Which ways were tried, where not all three.
-_PLAINLY = ("sdpa",)
 WAYS: dict[str, tuple[str, ...]] = {
-    "gemma2": _PLAINLY,  # caps its attention's logits, which torch's varlen kernel cannot
-    "gpt2": _PLAINLY,  # asks for dropout of the attention
+    "gemma2": ("eager",),  # caps its attention's logits, which neither sdpa nor torch's varlen kernel can
+    "gpt2": ("sdpa",),  # asks for dropout of the attention, which the varlen kernel does not know
     "gpt_neox": ("plain", "compiled", "selective", "bf16_weights", "compiled_bf16_weights", "sdpa", "checkpointing"),
     "qwen3": ("plain", "compiled", "selective", "lora", "compiled_lora", "selective_lora"),
     "gemma3_text": ("plain", "compiled", "selective", "sdpa"),

@@ -17,13 +17,15 @@ if TYPE_CHECKING:
 
 
 def trainer_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer; for generated documents where no hub can be reached, one that only names the ids."""
+    """The model's tokenizer; for generated documents where none is at hand, one that only names the ids."""
     try:
         return load_tokenizer(config.model, is_padded=needs_padding(config))
     except RequestError as error:
         facts = config.model.facts
-        is_replaceable = config.dataset.source is Source.synthetic and error.problem_id == "hub-out-of-reach"
-        if not is_replaceable or facts is None:
+        is_missing = error.problem_id == "hub-out-of-reach" or (
+            error.problem_id == "tokenizer-not-found" and config.model.tokenizer is None
+        )
+        if config.dataset.source is not Source.synthetic or not is_missing or facts is None:
             raise
         return ids_only(facts.vocab_size)
 
