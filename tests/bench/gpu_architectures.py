@@ -37,6 +37,13 @@ MODES = {
         "attention=varlen_attention", "model.compile_layers=true", "activation=stored", "precision.master_weights=bf16"
     ],
     "sdpa": ["attention=sdpa", "model.compile_layers=false", "activation=stored"],
+    "flex": ["attention=flex_attention", "model.compile_layers=false", "activation=stored"],
+    "eager_two_pass_head": [
+        "attention=eager", "model.compile_layers=false", "activation=stored", "model.one_pass_head=false"
+    ],
+    "two_pass_head": [
+        "attention=varlen_attention", "model.compile_layers=false", "activation=stored", "model.one_pass_head=false"
+    ],
     "eager": ["attention=eager", "model.compile_layers=false", "activation=stored"],
     "checkpointing": ["attention=sdpa", "model.compile_layers=false", "activation=checkpointing"],
     "lora": ["attention=varlen_attention", "model.compile_layers=false", "activation=stored", "peft=lora"],
@@ -88,6 +95,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         _sizes(2048, 6144, 2, 32, 4, 151936, head_dim=128, moe_intermediate_size=768, num_experts=128,
                num_experts_per_tok=8, norm_topk_prob=True, **_APART),
     ),
+    "gpt_oss": (
+        "gpt-oss-20b",
+        _sizes(2880, 2880, 2, 64, 8, 201088, head_dim=64, num_local_experts=32, num_experts_per_tok=4,
+               sliding_window=128, **_APART),
+    ),
     "gpt2": (
         "gpt2-xl",
         {"n_embd": 1600, "n_head": 25, "n_layer": 16, "vocab_size": 50257, "n_positions": ROW, "bos_token_id": 0,
@@ -96,8 +108,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 # Which ways were tried, where not all three.
 WAYS: dict[str, tuple[str, ...]] = {
-    "gemma2": ("eager",),  # caps its attention's logits, which neither sdpa nor torch's varlen kernel can
+    "gemma2": (
+        "eager",
+        "eager_two_pass_head",
+        "flex",
+    ),  # caps its attention's logits, which neither sdpa nor torch's varlen kernel can
     "gpt2": ("sdpa",),  # asks for dropout of the attention, which the varlen kernel does not know
+    "gpt_oss": ("eager", "flex"),
+    "granite": ("plain", "compiled", "selective", "two_pass_head"),
+    "cohere": ("plain", "compiled", "selective", "two_pass_head"),
     "gpt_neox": ("plain", "compiled", "selective", "bf16_weights", "compiled_bf16_weights", "sdpa", "checkpointing"),
     "qwen3": ("plain", "compiled", "selective", "lora", "compiled_lora", "selective_lora"),
     "gemma3_text": ("plain", "compiled", "selective", "sdpa"),

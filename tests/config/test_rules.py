@@ -36,6 +36,7 @@ from tunebook.config.choices import (
     Weights,
     WrapPolicy,
 )
+from tunebook.config.model_facts import MeasuredLayers
 from tunebook.config.rules import (
     RULES,
     attention,
@@ -96,6 +97,9 @@ def fsdp(strategy: Strategy, **settings: Any) -> dict[str, Any]:
 FP8 = {"precision.compute": Compute.fp8}
 COMPILED = {"model.compile_layers": True, "attention.implementation": Attention.varlen_attention}
 DDP = {"parallelism": ParallelismConfig(strategy=Strategy.ddp), **ON_8}
+MEASURED = MeasuredLayers(
+    num_layers=2, parameters=1, linear_inputs=1, adapter_parameters=1, attention=["eager", "flash_attention_2"]
+)
 PADDED = {"packing.mode": PackingMode.padded, "training.micro_batch_size": None}
 PADDED_DDP = {**DDP, **PADDED}
 IN_TOKENS = {"training.global_tokens": 65_536, "training.global_samples": None}
@@ -243,6 +247,12 @@ CASES = [
         "this is a CPU",
         {"attention.implementation": Attention.flash_attention_2},
         {**ON_CPU, "precision.compute": Compute.bf16},
+    ),
+    case(
+        "attention-not-in-model",
+        "Qwen2ForCausalLM has no sdpa in transformers; it has eager, flash_attention_2",
+        {"attention.implementation": Attention.sdpa},
+        {"model.facts.measured": MEASURED},
     ),
     case("flash-attention-in-fp32", "fp16 or bf16 only", {"precision.compute": Compute.fp32}),
     case("flex-attention-on-cpu", "cannot train", {"attention.implementation": Attention.flex_attention}, ON_CPU),

@@ -10,9 +10,10 @@ from torch.distributed.fsdp import fully_shard
 
 from tunebook.config.auto_kernels import COMPILED_ARCHITECTURES
 from tunebook.config.choices import Attention
+from tunebook.config.compiling import _REASONS_TO_KEEP
 from tunebook.errors import RequestError
 from tunebook.model.blocks import transformer_blocks
-from tunebook.model.compiled_layers import _REASONS_TO_KEEP, compile_layers
+from tunebook.model.compiled_layers import compile_layers
 from tunebook.model.varlen_attention import register
 
 pytestmark = pytest.mark.usefixtures("own_compiler")
@@ -172,7 +173,7 @@ def test_a_block_that_auto_compiles_is_one_graph_with_the_attention_that_it_take
     made = getattr(transformers, architecture)
     config = made.config_class(
         vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, bos_token_id=1, eos_token_id=2,
+        num_key_value_heads=1, bos_token_id=1, eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
     config._attn_implementation = Attention.varlen_attention.value
     model = made(config).to(torch.bfloat16).train()

@@ -108,11 +108,9 @@ class TestRefuses:
             ({"softcap": 30.0}, "caps its attention logits; try attention=sdpa"),
             ({"s_aux": torch.zeros(4)}, "has attention sinks"),
             ({"dropout": 0.1}, "a dropout of 0.1 of the attention"),
-            ({"scaling": 0.5}, "scales its attention by 0.5, and this version"),
         ],
     )
     def test_what_the_kernel_cannot_compute(self, row, asked, says):
-        """The kernel here knows neither scale nor window, as torch 2.10's."""
         heads = torch.zeros(1, 4, sum(LENGTHS), 8)
         ends = row["cu_seq_lens_q"]
         with pytest.raises(RequestError, match=says):

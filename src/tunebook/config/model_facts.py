@@ -15,9 +15,11 @@ class MeasuredLayers:
     parameters: int = MISSING
     linear_inputs: int = MISSING  # numbers that go into their linear layers for one token, all added up
     adapter_parameters: int = MISSING  # of an adapter of rank 1 on all of them
-    # By "format/method/attention" (fp32, autocast, bf16; full, adapter; sdpa, flash, eager): bytes that all layers keep
-    # of a row whatever its length, of each token, and of each token for each token of its row; the same three of the
-    # layer that keeps most
+    # What transformers lets the architecture attend with, by the names of `Attention`; empty where nobody has looked
+    attention: list[str] = field(default_factory=list)
+    # By "format/method/kernels" (fp32, autocast, bf16; full, adapter, dropout; sdpa, flash, eager, compiled,
+    # selective): bytes that all layers keep of a row whatever its length, of each token, and of each token for each
+    # token of its row; the same three of the layer that keeps most. "dropout" is an adapter with it, in compiled layers
     saved: dict[str, list[int]] = field(default_factory=dict)
 
 

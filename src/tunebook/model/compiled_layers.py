@@ -14,28 +14,12 @@ from __future__ import annotations
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
+from tunebook.config.compiling import set_up_compiler
 from tunebook.errors import RequestError
 from tunebook.model.blocks import transformer_blocks
 
 if TYPE_CHECKING:
     from torch import nn
-
-# What of a block's inputs stays open: all that is handed to its forward pass, and nothing that hangs on the block
-# itself. `dynamic=True` leaves that open too where FSDP has wrapped the block, whose numbers torch does not take for
-# constants then (2.11 and 2.13): with a head's size unknown to the compiler, rotating the positions took 178 ms of a
-# step of 3.1 s of Llama 3 8B on each of four H200; without that a step was 2.4% faster (h200x4_speed.jsonl and
-# h200x4_beside_peers.jsonl). What a user has set there, as by TORCH_COMPILE_DYNAMIC_SOURCES, is replaced.
-_OPEN = r"L\['(?!self'\]).*"  # a pattern of the names that torch gives to local variables, and of what is in them
-
-
-# torch's reasons for keeping what could be computed again, by their names in its configuration (2.11 and 2.13): that
-# the backward pass has to write it to memory for a product, that it is needed long after it was computed, and that it
-# hangs on a long chain. What is left are operations that are more than arithmetic on single numbers.
-_REASONS_TO_KEEP = (
-    "ban_recompute_materialized_backward",
-    "ban_recompute_used_far_apart",
-    "ban_recompute_long_fusible_chains",
-)
 
 
 def compile_layers(model: nn.Module, *, recomputes: bool = False, backend: str = "inductor") -> int:
@@ -43,14 +27,9 @@ def compile_layers(model: nn.Module, *, recomputes: bool = False, backend: str =
 
     `recomputes`: what costs little is computed again in the backward pass and not kept for it.
 
-    A block stays one graph under DDP too. torch would cut graphs where DDP's buckets end, so that gradients are sent
-    while the rest of a graph runs, which blocks by themselves allow already; pieces of blocks kept 8 GiB more of
-    Qwen2.5-3B's activations and were slower (2 H200, rows of 8,192 tokens: h200_speed_spread.jsonl).
     Raises: RequestError where transformers does not say which of the model's classes are its blocks.
     """
     import torch
-    from torch._dynamo import config as dynamo
-    from torch._functorch import config as functorch
 
     blocks: list[Any] = list(transformer_blocks(model).values())
     if not blocks:
@@ -59,10 +38,7 @@ def compile_layers(model: nn.Module, *, recomputes: bool = False, backend: str =
             "blocks; try model.compile_layers=false",
             problem_id="no-layers-to-compile",
         )
-    dynamo.optimize_ddp = False
-    torch.compiler.config.dynamic_sources = _OPEN
-    for reason in _REASONS_TO_KEEP:
-        setattr(functorch, reason, not recomputes)
+    set_up_compiler(recomputes=recomputes)
     for block in blocks:
         own = vars(block).get("forward")  # where something has put another in its place
         block.forward = torch.compile(own or MethodType(_forward, block), backend=backend)

@@ -81,9 +81,8 @@ def varlen_attention(
         raise _not_possible(name, f"the model's config asks for a dropout of {dropout:g} of the attention")
     if sliding_window is not None and "window_size" not in kernel_takes and max_length_q > sliding_window:
         raise _not_possible(name, "the model has a sliding window, and this version of torch's kernel knows none")
-    if scaling is not None and "scale" not in kernel_takes and not math.isclose(scaling, query.shape[-1] ** -0.5):
-        why = f"the model scales its attention by {scaling:g}, and this version of torch's kernel cannot"
-        raise _not_possible(name, why)
+    if scaling is not None and "scale" not in kernel_takes:
+        query = query * (scaling * math.sqrt(query.shape[-1]))  # which the kernel divides by
     dtype = _kernel_dtype(query)
     # (1, heads, tokens, size) -> (tokens, heads, size); rotating the positions has made the two of them fp32
     query, key, value = (tensor.transpose(1, 2).squeeze(0).to(dtype) for tensor in (query, key, value))

@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from tunebook.config.choices import Attention
 from tunebook.config.meta_device import measure
 
 KINDS = ("llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "gemma2", "mixtral", "phi3")
@@ -83,3 +84,30 @@ def test_no_weight_takes_memory(folder_of, monkeypatch):
     monkeypatch.setattr(measure, "measure_saved", look)
     described(folder_of("llama"))
     assert set(seen) == {torch.device("meta")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected", "not_expected"),
+    [
+        ("llama", {Attention.sdpa, Attention.flash_attention_2, Attention.varlen_attention}, set()),
+        ("gemma2", {Attention.eager, Attention.flex_attention, Attention.flash_attention_2}, {Attention.sdpa}),
+    ],
+)
+def test_the_attention_is_what_transformers_has_for_the_architecture(config_of, kind, expected, not_expected):
+    with torch.device("meta"):
+        found = set(measure.attention_of(AutoModelForCausalLM.from_config(config_of(kind))))
+    assert expected <= found
+    assert not not_expected & found
+
+
+def test_flash_attn_is_left_out_in_versions_that_an_architecture_does_not_go_with():
+    class Sinks:
+        _supports_sdpa, _supports_flex_attn, _supports_flash_attn = False, True, True
+        _compatible_flash_implementations = ["someone/kernels", "flash_attention_4"]
+
+    class Own:
+        _supports_sdpa = _supports_flex_attn = _supports_flash_attn = False
+
+    found = measure.attention_of(Sinks())
+    assert found == [Attention.eager, Attention.flex_attention, Attention.flash_attention_4]
+    assert measure.attention_of(Own()) == [Attention.eager]

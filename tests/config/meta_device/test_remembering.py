@@ -15,6 +15,7 @@ ANSWER = {
     "tie_word_embeddings": False, "dtype": "bfloat16",
     "measured": {
         "num_layers": 2, "parameters": 400, "linear_inputs": 50, "adapter_parameters": 90,
+        "attention": ["eager", "sdpa"],
         "saved": {"fp32/full/sdpa": [0, 100, 4, 0, 50, 2]},
     },
 }  # fmt: skip

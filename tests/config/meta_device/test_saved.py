@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from tunebook.config.choices import Attention, Compute, Generation, MasterWeights, PeftMethod
+from tunebook.config.choices import Attention, Checkpointing, Compute, Generation, MasterWeights, PeftMethod
 from tunebook.config.estimate.activations import layer_bytes_per_token
 from tunebook.config.meta_device import saved
+from tunebook.config.meta_device.cuda_autocast import CudaAutocast
+
+pytestmark = pytest.mark.usefixtures("own_compiler")
 
 TOKENS = 42
 COPYING = ("gpt_neox", "phi3")  # put their query together from two parts
@@ -42,7 +46,7 @@ def really_saved(config, number_format, attention):
     half = torch.arange(TOKENS // 2)
     row = {"input_ids": torch.randint(0, 100, (1, TOKENS)), "position_ids": torch.cat([half, half])[None]}
     mixed = torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_mixed)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), mixed:
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), mixed, CudaAutocast():
         decoder(**row, use_cache=False)
     return sum(size for number, size, _ in found.values() if number == len(layers) - 2)
 
@@ -66,6 +70,20 @@ def test_a_layer_keeps_what_autograd_saves(config_of, kind, attention, number_fo
     fixed, each, pair = measured(config, (number_format, "full", attention))[3:]
     copied = TOKENS * config.hidden_size * (4 if number_format == "fp32" else 2) if kind in COPYING else 0
     assert fixed + TOKENS * (each + pair * TOKENS) == really_saved(config, number_format, attention) - copied
+
+
+def test_a_gpus_autocast_has_norms_and_powers_in_fp32_where_a_cpus_has_not():
+    numbers = torch.randn(3, 8, dtype=torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert functional.layer_norm(numbers, (8,)).dtype is torch.bfloat16
+        with CudaAutocast():
+            assert functional.layer_norm(numbers, (8,)).dtype is torch.float32
+            assert torch.pow(numbers, 3.0).dtype is (numbers**3).dtype is torch.float32
+            assert numbers.softmax(dim=-1).dtype is torch.float32
+            assert functional.linear(numbers, numbers).dtype is torch.bfloat16
+            assert torch.arange(3).pow(2).dtype is torch.int64
+    with CudaAutocast():
+        assert functional.layer_norm(numbers, (8,)).dtype is torch.bfloat16
 
 
 def test_experts_keep_what_autograd_saves(config_of):
@@ -108,6 +126,35 @@ def test_the_formulas_for_llamas_layers_say_the_same(config_of, sound, mode):
         assert formula * 0.95 < each + pair * 500 <= formula + 2 * 4 + 7 * 4
     else:
         assert formula < each + pair * 500 <= formula + 4 * 4 + 2 * 4 + 7 * 4
+
+
+COMPILED = [
+    (number_format, method, kernels)
+    for number_format in ("autocast", "bf16")
+    for method in ("full", "adapter", "dropout")
+    for kernels in ("compiled", "selective")
+]
+
+
+@pytest.mark.parametrize("mode", COMPILED, ids="-".join)
+def test_the_formulas_for_compiled_layers_say_what_torchs_partitioner_keeps(config_of, sound, mode):
+    """But for the sums of each softmax, a scale per norm, the adapters' middles; with adapters up to one norm's output
+    more is kept or counted, and with bf16 weights and dropout another, which was measured."""
+    number_format, method, kernels = mode
+    config, facts = config_of("llama"), sound.model.facts
+    for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size"):
+        setattr(facts, name, getattr(config, name))
+    sound.model.compile_layers, sound.attention.implementation = True, Attention.varlen_attention
+    sound.precision.master_weights = MasterWeights.bf16 if number_format == "bf16" else MasterWeights.fp32
+    sound.peft.method = PeftMethod.full if method == "full" else PeftMethod.lora
+    sound.peft.dropout = 0.05 if method == "dropout" else 0.0
+    if kernels == "selective":
+        sound.activation.checkpointing = Checkpointing.selective
+    fixed, each, pair = measured(config, mode)[3:]
+    assert (fixed, pair) == (16, 0)  # the documents' ends, of two documents
+    more = each - layer_bytes_per_token(sound, facts) - 4 * 4 - 2 * 4
+    allowed = 0 if method == "full" else 2 * config.hidden_size
+    assert -2 * allowed <= more <= allowed + 7 * 4
 
 
 def test_layers_of_different_kinds_are_each_looked_at(config_of):

@@ -1,7 +1,8 @@
 """What the forward pass keeps for the backward pass.
 
 Counted for a decoder layer with two RMS norms, grouped-query attention and a gated feed-forward network, as
-transformers 5.23 computes it; a test counts the tensors that autograd really saves. Layers of other kinds bring numbers
+transformers 5.23 computes it; tests count the tensors that autograd really saves, and what torch's partitioner keeps
+of compiled layers. Layers of other kinds bring numbers
 that were found on the meta device (`ModelFacts.measured`). `hidden` and `inner` stand for one
 token's numbers of hidden_size and intermediate_size, `element` for the bytes of one number in a product.
 """
@@ -16,6 +17,7 @@ from tunebook.config.choices import (
     MixedPrecision,
     PackingMode,
     PeftMethod,
+    Strategy,
 )
 from tunebook.config.estimate.parameters import of_layers
 from tunebook.config.estimate.states import weight_element
@@ -52,28 +54,48 @@ def one_layer_bytes(config: RunConfig, facts: ModelFacts) -> float:
 
 def measured_bytes(config: RunConfig, facts: ModelFacts) -> tuple[float, float] | None:
     """What all layers keep of a pass, and the one that keeps most; None for layers that the formulas below are for."""
-    numbers = facts.measured.saved.get(_mode(config)) if facts.measured is not None else None
-    if facts.measured is None or numbers is None:
+    if facts.measured is None:
+        return None
+    compiled = facts.measured.saved.get(_compiled_mode(config) or "")
+    numbers = compiled or facts.measured.saved.get(_mode(config))
+    if numbers is None:
         return None
     tokens, row = tokens_per_pass(config), _row_length(config)
     whole, largest = (fixed + tokens * (each + pair * row) for fixed, each, pair in (numbers[:3], numbers[3:]))
     scores = tokens * _plain_kernel_bytes(config, facts)
-    dropout = of_layers(facts, tokens * facts.measured.linear_inputs) if _has_dropout(config) else 0
+    is_counted = compiled is not None or not _has_dropout(config)
+    dropout = 0 if is_counted else of_layers(facts, tokens * facts.measured.linear_inputs)
     return (
         of_layers(facts, whole) + facts.num_layers * scores + dropout,
         largest + scores + dropout / max(1, facts.num_layers),
     )
 
 
+def _compiled_mode(config: RunConfig) -> str | None:
+    """The key of `MeasuredLayers.saved` for compiled layers; None where they are not compiled."""
+    if not config.model.compile_layers:
+        return None
+    method = "dropout" if _has_dropout(config) else _method(config)
+    is_selective = config.activation.checkpointing is Checkpointing.selective
+    return f"{_number_format(config)}/{method}/{'selective' if is_selective else 'compiled'}"
+
+
+def _number_format(config: RunConfig) -> str:
+    if config.precision.compute is Compute.fp32:
+        return "fp32"
+    return "bf16" if _stream_element(config) == 2 else "autocast"
+
+
+def _method(config: RunConfig) -> str:
+    return "full" if config.peft.method is PeftMethod.full else "adapter"
+
+
 def _mode(config: RunConfig) -> str:
-    """The key of `MeasuredLayers.saved`."""
-    is_fp32 = config.precision.compute is Compute.fp32
-    number_format = "fp32" if is_fp32 else "bf16" if _stream_element(config) == 2 else "autocast"
-    method = "full" if config.peft.method is PeftMethod.full else "adapter"
+    """The key of `MeasuredLayers.saved` for layers that are not compiled."""
     kernel = config.attention.implementation
     if kernel is Attention.sdpa_by_document:
         kernel = Attention.sdpa  # which counts a mask too many
-    return f"{number_format}/{method}/{kernel.name if kernel in _REPEATING else 'flash'}"
+    return f"{_number_format(config)}/{_method(config)}/{kernel.name if kernel in _REPEATING else 'flash'}"
 
 
 def tokens_per_pass(config: RunConfig) -> int:
@@ -105,8 +127,13 @@ def _norm_bytes(config: RunConfig) -> float:
         # The block's input, and what its attention adds to that; both norms are computed again.
         return _stream_element(config) + (4 if config.precision.compute is Compute.fp32 else 2)
     if config.model.compile_layers:
-        # Of both norms the input and the output; measured with fp32 weights and bf16 ones (h200_speed_one_gpu.jsonl).
-        return 2 * _stream_element(config) + 2 * (4 if config.precision.compute is Compute.fp32 else 2)
+        # Of both norms the input and the output; where the input is fp32, one of the outputs is cast from it again.
+        # Not in fp8 nor with ZeRO-3, whose hooks cut blocks into pieces, as the peaks that were measured say.
+        element = 4 if config.precision.compute is Compute.fp32 else 2
+        is_whole = config.precision.compute is Compute.bf16 and config.parallelism.strategy is not Strategy.zero3
+        is_cast = is_whole and _stream_element(config) == 4
+        outputs = 1 if is_cast and not is_adapter else 2
+        return 2 * _stream_element(config) + outputs * element
     if config.precision.compute is Compute.fp32:
         return 16 if is_adapter else 24  # input, normalised input (for the norm's own weight), output
     if _stream_element(config) == 2:
@@ -144,14 +171,15 @@ def _plain_kernel_bytes(config: RunConfig, facts: ModelFacts) -> int:
 def _dropout_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """A byte for each number that an adapter's dropout has looked at: the inputs of seven products.
 
-    Compiled blocks were found to keep about another (Llama 3 8B of 6, 12 and 32 layers, H200): counted as two. Not so
-    those that compute some of it again (Llama 3 8B, H200).
+    Compiled blocks keep another for what six of them read; not so those that compute some of it again. With bf16
+    weights they kept two more of one of these (Llama 3 8B, H200).
     """
     if not _has_dropout(config):
         return 0.0
-    is_selective = config.activation.checkpointing is Checkpointing.selective
-    each = 2 if config.model.compile_layers and not is_selective else 1
-    return float(each * (6 * facts.hidden_size + facts.intermediate_size))
+    kept = 6
+    if config.model.compile_layers and config.activation.checkpointing is not Checkpointing.selective:
+        kept = 14 if _stream_element(config) == 2 else 12
+    return float(kept * facts.hidden_size + facts.intermediate_size)
 
 
 def _has_dropout(config: RunConfig) -> bool:

@@ -26,7 +26,7 @@ from tunebook.config.model_facts import MeasuredLayers, ModelFacts
 from tunebook.errors import RequestError
 
 # Raised when the answer to the same config.json changes: what was remembered is then measured again.
-_FORM = 1
+_FORM = 2
 _TIMEOUT_S = 300.0
 _PACKAGES = ("torch", "transformers", "peft")
 
@@ -74,6 +74,7 @@ def _facts(answer: dict[str, Any]) -> ModelFacts:
         raise ValueError("not six numbers")
     layers = MeasuredLayers(
         **{name: int(measured[name]) for name in ("num_layers", "parameters", "linear_inputs", "adapter_parameters")},
+        attention=[str(name) for name in measured["attention"]],
         saved=saved,
     )
     kinds = {"architecture": str, "dtype": str, "tie_word_embeddings": bool}

@@ -18,11 +18,14 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tunebook.config.choices import Attention
 from tunebook.config.meta_device.saved import adapted, decoder_layers, measure_saved
 from tunebook.errors import did_you_mean
 
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _LONGEST = 2**20  # tokens, where an architecture has no highest position
+_FLASH_ATTN = (Attention.flash_attention_2, Attention.flash_attention_3, Attention.flash_attention_4)
+_OURS = (Attention.varlen_attention, Attention.varlen_attention_4, Attention.sdpa_by_document)
 _UNKNOWN = ("unrecognized", "does not recognize", "should have a `model_type`", "trust_remote_code", "no file named")
 
 
@@ -86,9 +89,22 @@ def _facts(config: Any, model: Any, options: dict[str, Any]) -> dict[str, Any]:
             "parameters": in_layers,
             "linear_inputs": num_inputs,
             "adapter_parameters": adapter_parameters(model),
+            "attention": [kernel.name for kernel in attention_of(model)],
             "saved": saved,
         },
     }
+
+
+def attention_of(model: Any) -> list[Attention]:
+    """What transformers lets a model's architecture attend with, wherever it runs."""
+    found = [Attention.eager]
+    found += [Attention.sdpa] if model._supports_sdpa else []
+    found += [Attention.flex_attention] if model._supports_flex_attn else []
+    only = getattr(model, "_compatible_flash_implementations", None)  # None: any
+    is_flash = bool(model._supports_flash_attn)
+    found += [kernel for kernel in _FLASH_ATTN if is_flash and (only is None or kernel.value in only)]
+    # Whoever does not ask AttentionInterface for its kernel would go on with its own, as if nothing had been asked.
+    return found + list(_OURS if getattr(model, "_supports_attention_backend", False) else ())
 
 
 def _dtype(*configs: Any) -> str:

@@ -4,8 +4,9 @@ A prefix of the model is run under PyTorch's FakeTensorMode at three lengths, in
 of attention, and the storages that autograd saves are added up by the layer that saves them. The three give what is
 kept whatever the length, what grows with the tokens, and what grows with their square, such as a mask.
 
-Rougher than the formulas for known layers: stand-ins keep what the attention kernels of a GPU keep, and everything else
-is seen as a CPU computes it.
+Layers that are compiled are divided between the passes by what divides them on a GPU, torch's partitioner, with the
+same settings; their graphs are run as they are, without kernels being made of them. Of the others, stand-ins keep what
+the attention kernels of a GPU keep, and everything else is seen as a CPU computes it under CUDA's autocast.
 """
 
 from __future__ import annotations
@@ -22,20 +23,31 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
+from tunebook.config.compiling import set_up_compiler
+from tunebook.config.meta_device.cuda_autocast import CudaAutocast
+from tunebook.config.meta_device.kernels import BY_LENGTHS, MASKED, UNMASKED, register_kernels
+
 LENGTHS = (62, 124, 186)  # tokens; like no size of a real model, by which copies of weights are told apart
 LORA_RANK = 1
 # Number format of the weights, and whether autocast computes in bf16.
 FORMATS = {"fp32": (torch.float32, False), "autocast": (torch.float32, True), "bf16": (torch.bfloat16, True)}
-# Our word for an attention, and what transformers is told: `_Kernel` stands for all kernels but the eager one.
-ATTENTION = {"sdpa": "tunebook_masked", "flash": "tunebook_unmasked", "eager": "eager"}
+# Our word for an attention, and what transformers is told.
+ATTENTION = {"sdpa": MASKED, "flash": UNMASKED, "eager": "eager"}
+# Compiled layers, all with torch's kernel for packed rows; whether what costs little is computed again.
+COMPILED = {"compiled": False, "selective": True}
+_METHODS = ("full", "adapter")
+_DROPOUT = 0.05  # of the method "dropout", an adapter; how much of it plays no part
+_MODES = (
+    *itertools.product(FORMATS, _METHODS, ATTENTION),
+    *itertools.product(("autocast", "bf16"), (*_METHODS, "dropout"), COMPILED),
+)
 _MOST_LAYERS = 12  # of a prefix
 
 
 def measure_saved(config: Any, layers: nn.ModuleList, options: dict[str, Any]) -> dict[str, list[int]]:
-    """By "format/method/attention" six numbers, as `MeasuredLayers` has them. A mode that cannot be run is left out."""
+    """By "format/method/kernels" six numbers, as `MeasuredLayers` has them. A mode that cannot be run is left out."""
     kinds = _kinds(config, layers)
-    modes = itertools.product(FORMATS, ("full", "adapter"), ATTENTION)
-    measured = {"/".join(mode): _measure(config, kinds, mode, options) for mode in modes}
+    measured = {"/".join(mode): _measure(config, kinds, mode, options) for mode in _MODES}
     return {mode: numbers for mode, numbers in measured.items() if numbers is not None}
 
 
@@ -93,7 +105,7 @@ def _quiet() -> Iterator[None]:
     """Without warnings, and with the experts' product that has a fake kernel in every number format."""
     from transformers.integrations import moe
 
-    _register_kernels()
+    register_kernels()
     before = getattr(moe, "_can_use_grouped_mm", None)
     if before is not None:
         moe._can_use_grouped_mm = lambda *_: False  # its fallback saves the same tensors
@@ -107,25 +119,53 @@ def _quiet() -> Iterator[None]:
 
 
 def _build(config: Any, prefix: int, mode: tuple[str, str, str], options: dict[str, Any]) -> Any:
-    number_format, method, attention = mode
+    number_format, method, kernels = mode
     shorter = copy.deepcopy(config)
     text = shorter.get_text_config(decoder=True)
     text.num_hidden_layers = prefix
     if getattr(text, "layer_types", None):
         text.layer_types = list(text.layer_types)[:prefix]
     loader: Any = AutoModelForCausalLM
-    kernel = ATTENTION[attention]
-    model = loader.from_config(shorter, dtype=FORMATS[number_format][0], attn_implementation=kernel, **options)
-    if method == "adapter":
-        model = adapted(model, rank=LORA_RANK)
+    attention = ATTENTION.get(kernels, BY_LENGTHS)
+    model = loader.from_config(shorter, dtype=FORMATS[number_format][0], attn_implementation=attention, **options)
+    if method != "full":
+        model = adapted(model, rank=LORA_RANK, dropout=_DROPOUT if method == "dropout" else 0.0)
+    if kernels in COMPILED:
+        _compile(decoder_layers(_decoder(model), prefix), recomputes=COMPILED[kernels])
     return model.train()
 
 
-def adapted(model: Any, *, rank: int) -> Any:
+def _decoder(model: Any) -> Any:
+    return (model.get_base_model() if hasattr(model, "get_base_model") else model).base_model
+
+
+def _compile(layers: nn.ModuleList, *, recomputes: bool) -> None:
+    """Divide each layer's operations between the passes as `model.compiled_layers` has it done."""
+    from torch._dynamo import reset
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    def run_as_it_is(graph: Any, _: Any) -> Any:
+        return graph.forward
+
+    reset()
+    set_up_compiler(recomputes=recomputes)
+    backend = aot_autograd(
+        fw_compiler=run_as_it_is,
+        bw_compiler=run_as_it_is,
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, backend=backend, fullgraph=True)
+
+
+def adapted(model: Any, *, rank: int, dropout: float = 0.0) -> Any:
     """With LoRA. Modules are not moved, which would fail: a tensor without memory cannot be swapped."""
     from peft import LoraConfig, get_peft_model
 
-    lora = LoraConfig(r=rank, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")
+    lora = LoraConfig(r=rank, target_modules="all-linear", lora_dropout=dropout, task_type="CAUSAL_LM")
     module: Any = nn.Module
     moving = module.to
     module.to = lambda self, *_, **__: self
@@ -142,7 +182,7 @@ def adapted(model: Any, *, rank: int) -> Any:
 def _saved_by_layer(model: Any, prefix: int, length: int, mode: tuple[str, str, str]) -> list[float]:
     """Bytes by layer. A storage belongs to the layer that saves it first; those of weights are left out, and so are
     copies of weights, which are known by their shape."""
-    decoder = (model.get_base_model() if hasattr(model, "get_base_model") else model).base_model
+    decoder = _decoder(model)
     of_weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     sides = {tuple(parameter.shape) for parameter in model.parameters()}
     sides |= {tuple(reversed(shape)) for shape in sides}
@@ -161,48 +201,22 @@ def _saved_by_layer(model: Any, prefix: int, length: int, mode: tuple[str, str, 
         layer.register_forward_pre_hook(lambda *_, place=place: now.__setitem__(0, place))
         layer.register_forward_hook(lambda *_: now.__setitem__(0, None))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), _autocast(mode):
-        decoder(**_row(length), use_cache=False)
+        decoder(**_row(length, has_lengths=mode[2] in COMPILED), use_cache=False)
     return [float(sum(size for where, size in saved.values() if where == place)) for place in range(prefix)]
 
 
-def _autocast(mode: tuple[str, str, str]) -> Any:
-    return torch.autocast("cpu", dtype=torch.bfloat16, enabled=FORMATS[mode[0]][1])
+@contextlib.contextmanager
+def _autocast(mode: tuple[str, str, str]) -> Iterator[None]:
+    """As a GPU's; in compiled layers its norms are arithmetic in fp32 anyway."""
+    like_cuda = contextlib.nullcontext() if mode[2] in COMPILED else CudaAutocast()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=FORMATS[mode[0]][1]), like_cuda:
+        yield
 
 
-def _row(length: int) -> dict[str, Any]:
+def _row(length: int, *, has_lengths: bool) -> dict[str, Any]:
     """One row of two documents."""
     parts = (length // 2, length - length // 2)
     positions = torch.cat([torch.arange(part) for part in parts])[None]
-    return {"input_ids": torch.zeros(1, length, dtype=torch.long), "position_ids": positions}
-
-
-class _Kernel(torch.autograd.Function):
-    """Keeps what flash and memory-efficient attention keep: query, key, value, output, a number per query, the mask."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Any, key: Any, value: Any, mask: Any) -> Any:
-        output = query.new_empty(*query.shape[:-1], value.shape[-1]).transpose(1, 2).contiguous()
-        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, output, sums, mask)
-        return output
-
-
-def _attend(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **_: Any) -> tuple[Any, None]:
-    """As AttentionInterface wants it: from (batch, heads, tokens, size) to (batch, tokens, heads, size)."""
-    if torch.is_autocast_enabled("cpu"):
-        query, key, value = (tensor.to(torch.bfloat16) for tensor in (query, key, value))
-    if attention_mask is not None:  # with a mask, keys and values are repeated, and the mask is added to the scores
-        groups = query.shape[1] // key.shape[1]
-        key, value = (tensor.repeat_interleave(groups, dim=1) if groups > 1 else tensor for tensor in (key, value))
-        attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype)
-    kernel: Any = _Kernel
-    return kernel.apply(query, key, value, attention_mask), None
-
-
-def _register_kernels() -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
-
-    for name, mask in (("tunebook_masked", sdpa_mask), ("tunebook_unmasked", lambda *_, **__: None)):
-        AttentionInterface.register(name, _attend)
-        AttentionMaskInterface.register(name, mask)
+    row = {"input_ids": torch.zeros(1, length, dtype=torch.long), "position_ids": positions}
+    ends = {"cu_seq_lens_q": torch.tensor([0, parts[0], length], dtype=torch.int32), "max_length_q": max(parts)}
+    return row | ends if has_lengths else row

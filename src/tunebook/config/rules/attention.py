@@ -28,8 +28,10 @@ LEAKING_ARCHITECTURES = frozenset({
 # Architectures that were compared with sdpa under torch's varlen kernel (tests/model/test_varlen_attention.py): `auto`
 # takes it for no others, since some call no attention function, and some ask for what it cannot compute.
 VARLEN_ARCHITECTURES = frozenset({
-    "GPTNeoXForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "OlmoForCausalLM", "Olmo2ForCausalLM",
-    "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "SmolLM3ForCausalLM",
+    "CohereForCausalLM", "Gemma3ForCausalLM", "GemmaForCausalLM", "GPTNeoXForCausalLM", "GraniteForCausalLM",
+    "LlamaForCausalLM", "MistralForCausalLM", "OlmoForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM",
+    "Phi3ForCausalLM", "PhiForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
+    "SmolLM3ForCausalLM", "Starcoder2ForCausalLM",
 })  # fmt: skip
 
 
@@ -46,9 +48,39 @@ def without_flash_attn(config: RunConfig) -> Attention:
     return kernel if is_known and is_packed and is_possible else Attention.sdpa
 
 
+def has_attention(config: RunConfig, kernel: Attention) -> bool:
+    """Whether transformers lets the model's architecture attend with a kernel; true where nobody has looked."""
+    facts = config.model.facts
+    names = facts.measured.attention if facts is not None and facts.measured is not None else []
+    return not names or kernel.name in names
+
+
+def nearest_attention(config: RunConfig) -> Attention:
+    """Of what torch brings along and the architecture has, what computes most quickly where it runs."""
+    order = (Attention.sdpa, *(() if _is_on_cpu(config) else (Attention.flex_attention,)))
+    return next((kernel for kernel in order if has_attention(config, kernel)), Attention.eager)
+
+
 def compiles(kernel: Attention) -> bool:
     """Whether blocks with this attention are compiled as one: see the rules `compiled-layers-...`."""
     return kernel not in WITHOUT_MASK or kernel in (Attention.varlen_attention, Attention.varlen_attention_4)
+
+
+@rule(
+    "attention-not-in-model",
+    summary="An attention kernel that transformers does not have for the model's architecture.",
+    why="Some architectures do more than attend: Gemma 2 caps its logits, GPT-OSS has sinks. transformers refuses the "
+    "kernels that cannot, when the model is made, or goes on with another one.",
+    advice="Leave attention open, or take one that the message names.",
+)
+def attention_not_in_model(config: RunConfig) -> Finding | None:
+    """A kernel that the architecture's code says it cannot use."""
+    kernel, facts = config.attention.implementation, config.model.facts
+    if facts is None or facts.measured is None or has_attention(config, kernel):
+        return None
+    message = f"{facts.architecture} has no {kernel.name} in transformers; it has {', '.join(facts.measured.attention)}"
+    fix = f"attention.implementation={nearest_attention(config).name}"
+    return Finding(key="attention.implementation", message=message, fix=fix)
 
 
 @rule(
@@ -289,6 +321,7 @@ def compiled_layers_by_document(config: RunConfig) -> Finding | None:
 
 
 RULES: tuple[Rule, ...] = (
+    attention_not_in_model,
     flash_attention_below_ampere,
     flash_attention_in_fp32,
     varlen_attention_padded,

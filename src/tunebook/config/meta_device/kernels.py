@@ -1,0 +1,70 @@
+"""Stand-ins for the attention kernels of GPUs, for tensors that have a shape and no memory.
+
+They keep for the backward pass what those keep, and compute nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import Any
+
+import torch
+
+# What transformers is told, for each kind of kernel.
+MASKED, UNMASKED, BY_LENGTHS = "tunebook_masked", "tunebook_unmasked", "tunebook_by_lengths"
+
+
+def register_kernels() -> None:
+    """Let models be built with them as `attn_implementation`."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    for name, attend in ((MASKED, _attend), (UNMASKED, _attend), (BY_LENGTHS, _by_lengths())):
+        AttentionInterface.register(name, attend)
+        AttentionMaskInterface.register(name, sdpa_mask if name == MASKED else lambda *_, **__: None)
+
+
+class _Kernel(torch.autograd.Function):
+    """Keeps what flash and memory-efficient attention keep: query, key, value, output, a number per query, the mask."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Any, key: Any, value: Any, mask: Any) -> Any:
+        output = query.new_empty(*query.shape[:-1], value.shape[-1]).transpose(1, 2).contiguous()
+        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, sums, mask)
+        return output
+
+
+def _attend(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **_: Any) -> tuple[Any, None]:
+    """As AttentionInterface wants it: from (batch, heads, tokens, size) to (batch, tokens, heads, size)."""
+    query, key, value = _in_autocasts_format(query, key, value)
+    if attention_mask is not None:  # with a mask, keys and values are repeated, and the mask is added to the scores
+        groups = query.shape[1] // key.shape[1]
+        key, value = (tensor.repeat_interleave(groups, dim=1) if groups > 1 else tensor for tensor in (key, value))
+        attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype)
+    kernel: Any = _Kernel
+    return kernel.apply(query, key, value, attention_mask), None
+
+
+def _in_autocasts_format(*tensors: Any) -> tuple[Any, ...]:
+    return tuple(tensor.to(torch.bfloat16) for tensor in tensors) if torch.is_autocast_enabled("cpu") else tensors
+
+
+def _by_lengths() -> Any:
+    """torch's own kernel for packed rows, which is one operation in a compiled block's graph, as on a GPU."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    groups = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    return partial(_attend_by_lengths, kernel=varlen_attn, groups=groups)
+
+
+def _attend_by_lengths(
+    module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *,
+    cu_seq_lens_q: Any, max_length_q: int, kernel: Any, groups: dict[str, bool], **_: Any,
+) -> tuple[Any, None]:  # fmt: skip
+    """Shapes as for `_attend`, with a batch of one; `cu_seq_lens_q` (documents + 1,) says where documents begin."""
+    parts = [tensor.transpose(1, 2).squeeze(0) for tensor in _in_autocasts_format(query, key, value)]
+    options = groups if parts[0].shape[1] != parts[1].shape[1] else {}
+    ends, longest = (cu_seq_lens_q, cu_seq_lens_q), (max_length_q, max_length_q)
+    return kernel(*parts, *ends, *longest, **options).unsqueeze(0), None
