@@ -19,12 +19,11 @@ from gpu_queue import Job, add_arguments, run_jobs
 STEPS = 12
 DOCUMENT_TOKENS, ROW = 1024, 8192
 BASE = [
-    "model=hub", "model.weights=random", "hardware=hopper", "hardware.gpus_per_node=1", "dataset=synthetic",
+    "model=hub", "model.weights=random", "hardware=hopper", "dataset=synthetic",
     "dataset.synthetic.num_documents=1024", f"dataset.synthetic.min_tokens={DOCUMENT_TOKENS}",
     f"dataset.synthetic.max_tokens={DOCUMENT_TOKENS}", f"training.max_steps={STEPS}", "schedule=constant",
     "training.save_every_steps=null", "training.log_every_steps=1", "evaluation=none", "launcher=local",
     f"training.max_length={ROW}", f"packing.row_length={ROW}", "training.micro_batch_size=1",
-    f"training.global_samples={ROW // DOCUMENT_TOKENS}",
 ]  # fmt: skip
 MODES = {
     "plain": ["attention=varlen_attention", "model.compile_layers=false", "activation=stored"],
@@ -46,6 +45,11 @@ MODES = {
     ],
     "eager": ["attention=eager", "model.compile_layers=false", "activation=stored"],
     "checkpointing": ["attention=sdpa", "model.compile_layers=false", "activation=checkpointing"],
+    "fsdp": ["parallelism=fsdp"],
+    "fsdp_plain": [
+        "parallelism=fsdp", "attention=varlen_attention", "model.compile_layers=false", "activation=stored"
+    ],
+    "zero2": ["parallelism=zero2"],
     "lora": ["attention=varlen_attention", "model.compile_layers=false", "activation=stored", "peft=lora"],
     "compiled_lora": ["attention=varlen_attention", "model.compile_layers=true", "activation=stored", "peft=lora"],
     "selective_lora": ["attention=varlen_attention", "model.compile_layers=true", "activation=selective", "peft=lora"],
@@ -106,6 +110,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
          "eos_token_id": 1},
     ),
 }  # fmt: skip
+SPREAD = ("fsdp", "fsdp_plain", "zero2")  # over two GPUs; what is left open, auto decides
 # Which ways were tried, where not all three.
 WAYS: dict[str, tuple[str, ...]] = {
     "gemma2": (
@@ -115,10 +120,11 @@ WAYS: dict[str, tuple[str, ...]] = {
     ),  # caps its attention's logits, which neither sdpa nor torch's varlen kernel can
     "gpt2": ("sdpa",),  # asks for dropout of the attention, which the varlen kernel does not know
     "gpt_oss": ("eager", "flex"),
+    "olmo2": ("plain", "compiled", "selective", "fsdp"),
     "granite": ("plain", "compiled", "selective", "two_pass_head"),
     "cohere": ("plain", "compiled", "selective", "two_pass_head"),
     "gpt_neox": ("plain", "compiled", "selective", "bf16_weights", "compiled_bf16_weights", "sdpa", "checkpointing"),
-    "qwen3": ("plain", "compiled", "selective", "lora", "compiled_lora", "selective_lora"),
+    "qwen3": ("plain", "compiled", "selective", "lora", "compiled_lora", "selective_lora", *SPREAD),
     "gemma3_text": ("plain", "compiled", "selective", "sdpa"),
 }
 
@@ -147,15 +153,18 @@ def jobs_of(names: list[str], modes: list[str], num_gpus: int, folder: Path) -> 
         for mode in WAYS.get(kind, ("plain", "compiled", "selective")):
             if mode not in modes:
                 continue
-            words = [*BASE, f"model.path={folder / kind}", *MODES[mode]]
+            gpus = (0, 1) if mode in SPREAD else (gpu,)
+            size = [f"hardware.gpus_per_node={len(gpus)}"]
+            size += [f"training.global_samples={len(gpus) * ROW // DOCUMENT_TOKENS}"]
+            words = [*BASE, *size, f"model.path={folder / kind}", *MODES[mode]]
             line = {
-                "kind": kind, "mode": mode, "model": MODELS[kind][0], "overrides": [*BASE, *MODES[mode]],
+                "kind": kind, "mode": mode, "model": MODELS[kind][0], "overrides": [*BASE, *size, *MODES[mode]],
                 "sizes": MODELS[kind][1], "weights": "random",
                 "data": f"generated documents of {DOCUMENT_TOKENS} tokens",
             }  # fmt: skip
             loads[gpu] += 1
             jobs.append(
-                Job(name=f"{kind}_{mode}", gpus=(gpu,), words=words, line=line, priority=len(jobs), turn_timeout_s=120)
+                Job(name=f"{kind}_{mode}", gpus=gpus, words=words, line=line, priority=len(jobs), turn_timeout_s=120)
             )
     return jobs
 

@@ -103,7 +103,7 @@ def test_the_attention_is_what_transformers_has_for_the_architecture(config_of, 
 def test_flash_attn_is_left_out_in_versions_that_an_architecture_does_not_go_with():
     class Sinks:
         _supports_sdpa, _supports_flex_attn, _supports_flash_attn = False, True, True
-        _compatible_flash_implementations = ["someone/kernels", "flash_attention_4"]
+        _compatible_flash_implementations = ("someone/kernels", "flash_attention_4")
 
     class Own:
         _supports_sdpa = _supports_flex_attn = _supports_flash_attn = False
