@@ -1,20 +1,26 @@
 """What the memory plan says of runs that were measured on GPUs: the table of predicted and measured peaks.
 
     python tests/bench/memory_table.py [RESULTS.jsonl]
+    python tests/bench/memory_table.py --architectures [KIND ...]   (20 to 40 s for each kind, once)
 
 Each line of the results (`gpu_memory.py`, `gpu_evidence.py`) is planned anew from its own words by today's code, so
-the table says what the plan is worth now; a test holds it to its bounds. `resolved` in a line is what the machine had
+the table says what the plan is worth now; a test holds it to its bounds. Those of `gpu_architectures.py` are planned
+from their config.json, as a user's own model is. `resolved` in a line is what the machine had
 decided: no flash-attn was installed there. Peaks are of tensors, of the rank with the highest.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
-import sys
+import tempfile
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from gpu_architectures import config_of
 
 from tunebook.config.auto import resolve_auto
 from tunebook.config.compose import compose
@@ -22,6 +28,7 @@ from tunebook.config.estimate import estimate_memory
 from tunebook.hardware.detect import Machine
 
 RESULTS = Path(__file__).parent / "results" / "h200_memory.jsonl"
+ARCHITECTURES = RESULTS.parent / "h200x2_architectures.jsonl"
 _H200 = ["hardware=hopper", "hardware.memory_gib=140.4"]
 # What was so when the runs were made, where their words do not say: blocks were compiled where that was asked for only,
 # the head's logits were computed twice, and a recipe asked for Liger's kernels.
@@ -72,9 +79,35 @@ def read_measured(file: Path = RESULTS) -> list[Measured]:
     return found
 
 
+def read_architectures(folder: Path, kinds: Collection[str] = ()) -> list[Measured]:
+    """The runs of models of many architectures, or of some kinds of them; their config.json are written to `folder`."""
+    nobody = Machine(gpus=[], driver=None, num_cpus=32, host_memory_gib=256.0)
+    found = []
+    for line in map(json.loads, ARCHITECTURES.read_text(encoding="utf-8").splitlines()):
+        if "memory_gib" not in line or (kinds and line["kind"] not in kinds):
+            continue
+        model = folder / line["kind"]
+        model.mkdir(parents=True, exist_ok=True)
+        (model / "config.json").write_text(json.dumps(config_of(line["kind"])), encoding="utf-8")
+        config = resolve_auto(compose(None, [*line["overrides"], f"model.path={model}", *_H200]).config, nobody).config
+        assert config.model.facts is not None
+        predicted = estimate_memory(config, config.model.facts, accumulates=False).total_gib
+        peaks = {"measured": max(line["memory_gib"]), "reserved": max(line["memory_reserved_gib"])}
+        found.append(Measured(name=line["name"], predicted=predicted, **peaks))
+    return found
+
+
 def main() -> None:
-    """Print the table."""
-    runs = read_measured(Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS)
+    """Parse the arguments and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", nargs="?", type=Path, default=RESULTS)
+    parser.add_argument("--architectures", nargs="*", metavar="KIND", help="those that were run, or some kinds")
+    arguments = parser.parse_args()
+    if arguments.architectures is None:
+        runs = read_measured(arguments.results)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            runs = read_architectures(Path(folder), arguments.architectures)
     for run in runs:
         print(f"{run.name:46} {run.predicted:7.2f} {run.measured:7.2f} {run.error:+7.1%}  reserved {run.reserved:7.2f}")
     errors, typical = [run.error for run in runs], statistics.median(abs(run.error) for run in runs)

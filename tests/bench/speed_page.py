@@ -147,6 +147,26 @@ def computed_again(results: Path = RESULTS) -> Section:
     return Section(key="computed-again", title="Keeping less of the forward pass", note=note, bars=_ranked(lines))
 
 
+def architectures(results: Path = RESULTS) -> Section:
+    """What compiling the blocks gains for models of several architectures."""
+    runs = {(line["model"], line["mode"]): line for line in read("h200x2_architectures", results) if "losses" in line}
+    bars = []
+    for model in dict.fromkeys(model for model, mode in runs if mode == "compiled"):
+        plain, compiled, selective = (runs[model, mode] for mode in ("plain", "compiled", "selective"))
+        faster = compiled["tokens_per_second_per_gpu"] / plain["tokens_per_second_per_gpu"]
+        peaks = (format_value(max(line["memory_gib"]), Unit.gib) for line in (plain, compiled, selective))
+        detail = f"{plain['sizes']['num_hidden_layers']} layers; {' / '.join(peaks)} as they are / compiled / selective"
+        text = f"{compiled['tokens_per_second_per_gpu']:,.0f} tokens/s, {faster:.2f} x"
+        bars.append(Bar(name=model, detail=detail, value=faster, text=text))
+    return Section(
+        key="architectures",
+        title="Other architectures",
+        note="Slices of some layers with compiled blocks, and how many times as fast that is as blocks as they are; "
+        "attention=varlen_attention in both. Random weights, one row of 8,192 tokens a step, 7 steps timed, one H200.",
+        bars=sorted(bars, key=lambda bar: bar.value),
+    )
+
+
 def without_bf16(results: Path = RESULTS) -> Section:
     """fp32 without TF32, as GPUs before Ampere compute."""
     found = {line["name"]: line for line in read(_FOUR, results) if line["name"] in _VOLTA}
@@ -261,7 +281,7 @@ def page(results: Path = RESULTS) -> str:
     """The page as HTML of one file."""
     two, four = spread(_TWO, "Spread over two GPUs", results), spread(_FOUR, "Spread over four GPUs", results)
     others = [eight_billion(results), without_bf16(results)]
-    alone = [one_gpu(results), beside_peers(results), computed_again(results)]
+    alone = [one_gpu(results), beside_peers(results), computed_again(results), architectures(results)]
     sections = [*alone, two, four, *others, *step_times(results), preparation(results)]
     return render_page("speed.html.jinja", beside=Path(__file__).parent, sections=sections)
 

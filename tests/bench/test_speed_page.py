@@ -11,6 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from speed_page import (
+    architectures,
     beside_peers,
     computed_again,
     eight_billion,
@@ -47,6 +48,14 @@ def test_four_gpus_are_drawn_beside_one_of_their_own_machine() -> None:
     assert bars["ddp, 4 GPUs"] == "24,138 tokens/s, 46.3 %; 96.2 % of one GPU"
     assert bars["fsdp, 4 GPUs"] == "21,467 tokens/s, 41.2 %; 85.6 % of one GPU"
     assert not any("16384" in name or "volta" in name for name in bars)
+
+
+def test_an_architecture_is_drawn_by_what_compiling_gains() -> None:
+    bars = {bar.name: bar for bar in architectures().bars}
+    assert len(bars) == 15
+    assert bars["Qwen3-4B"].text == "67,281 tokens/s, 1.38 x"
+    assert bars["Qwen3-4B"].detail == "8 layers; 30.7 GiB / 25.7 GiB / 22.4 GiB as they are / compiled / selective"
+    assert min(bars, key=lambda name: bars[name].value) == "Qwen3-30B-A3B"  # a mixture of experts
 
 
 def test_llama_and_fp32_have_sections_of_their_own() -> None:
@@ -140,6 +149,7 @@ def test_the_page_escapes_what_results_say(tmp_path: Path) -> None:
         one_gpu(),
         beside_peers(),
         computed_again(),
+        architectures(),
         *spreads,
         eight_billion(),
         without_bf16(),

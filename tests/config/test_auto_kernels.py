@@ -20,6 +20,7 @@ from tunebook.config.choices import (
     Strategy,
     WrapPolicy,
 )
+from tunebook.config.model_facts import MeasuredLayers
 from tunebook.config.rules import check
 from tunebook.config.rules.attention import VARLEN_ARCHITECTURES
 from tunebook.config.schema import FsdpConfig, ParallelismConfig, ZeroConfig
@@ -265,3 +266,28 @@ def test_compiled_architectures_and_strategies_are_known_to_the_rest() -> None:
     """The kernel that compiles with the blocks must be one that `auto` may take for them."""
     assert COMPILED_ARCHITECTURES <= VARLEN_ARCHITECTURES
     assert Strategy.zero3 not in COMPILED_STRATEGIES
+
+
+@pytest.mark.parametrize(
+    ("attention", "architecture", "expected", "packing"),
+    [
+        (["eager", "flex_attention", "flash_attention_2"], "Gemma2ForCausalLM", "eager", PackingMode.isolated),
+        (["eager", "flash_attention_4"], "GptOssForCausalLM", "eager", PackingMode.padded),
+        (["eager", "sdpa"], "GraniteForCausalLM", "sdpa", PackingMode.isolated),
+        ([], "GraniteForCausalLM", "sdpa", PackingMode.isolated),  # nobody has looked
+    ],
+    ids=["without_sdpa", "sinks", "with_sdpa", "unknown"],
+)
+def test_an_attention_that_the_architecture_lacks_is_not_taken(
+    undecided, machine, attention, architecture, expected, packing
+):
+    facts = undecided.model.facts
+    facts.architecture = architecture
+    facts.measured = MeasuredLayers(
+        num_layers=facts.num_layers, parameters=1000, linear_inputs=10, adapter_parameters=10, attention=attention
+    )
+    resolution = resolve_auto(undecided, machine())
+    choices = {choice.key: choice for choice in resolution.choices}
+    assert (choices["attention.implementation"].value, resolution.config.packing.mode) == (expected, packing)
+    if expected == "eager":
+        assert choices["attention.implementation"].why.startswith(f"transformers has no sdpa for {architecture}")

@@ -24,7 +24,7 @@ from tunebook.config.choices import (
     Switch,
 )
 from tunebook.config.decisions import Choice, Decisions
-from tunebook.config.rules.attention import LEAKING_ARCHITECTURES, WITHOUT_MASK
+from tunebook.config.rules.attention import WITHOUT_MASK, leaks
 from tunebook.config.rules.environment import hardware_problem, starts_elsewhere
 from tunebook.config.schema import RunConfig
 from tunebook.errors import Problem
@@ -130,7 +130,7 @@ def _tf32(config: RunConfig) -> tuple[Switch, str]:
 def _packing(config: RunConfig) -> tuple[PackingMode, str]:
     """Packed wherever the kernel and the architecture keep the documents of a row apart."""
     kernel, facts = config.attention.implementation, config.model.facts
-    if facts is not None and facts.architecture in LEAKING_ARCHITECTURES:
+    if facts is not None and leaks(config):
         return PackingMode.padded, f"{facts.architecture} cannot keep packed documents apart"
     way = "by their lengths (varlen)" if kernel in WITHOUT_MASK else "by a block mask"
     if kernel is Attention.sdpa_by_document:

@@ -14,8 +14,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import os
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -42,13 +45,27 @@ _MODES = (
     *itertools.product(("autocast", "bf16"), (*_METHODS, "dropout"), COMPILED),
 )
 _MOST_LAYERS = 12  # of a prefix
+_WORKERS = 4  # processes; compiling takes some seconds a mode
+_known: list[Any] = []  # in a worker: config, kinds of layers, options
 
 
 def measure_saved(config: Any, layers: nn.ModuleList, options: dict[str, Any]) -> dict[str, list[int]]:
     """By "format/method/kernels" six numbers, as `MeasuredLayers` has them. A mode that cannot be run is left out."""
-    kinds = _kinds(config, layers)
-    measured = {"/".join(mode): _measure(config, kinds, mode, options) for mode in _MODES}
-    return {mode: numbers for mode, numbers in measured.items() if numbers is not None}
+    known = (config, _kinds(config, layers), options)
+    workers = min(_WORKERS, os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, get_context("fork"), initializer=_know, initargs=known) as pool:
+        found = pool.map(_measure_known, _MODES)
+        return {"/".join(mode): numbers for mode, numbers in zip(_MODES, found, strict=True) if numbers is not None}
+
+
+def _know(*known: Any) -> None:
+    """What every mode of a model has in common: handed over by forking, since not every config can be pickled."""
+    _known.extend(known)
+
+
+def _measure_known(mode: tuple[str, str, str]) -> list[int] | None:
+    config, kinds, options = _known
+    return _measure(config, kinds, mode, options)
 
 
 def decoder_layers(decoder: Any, expected: int) -> nn.ModuleList:
