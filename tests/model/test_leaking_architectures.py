@@ -21,8 +21,18 @@ SMALL: dict[str, Any] = {
     "v_head_dim": 16, "d_model": 64, "n_heads": 4, "n_layers": 4, "attn_pdrop": 0.0, "resid_pdrop": 0.0,
     "embd_pdrop": 0.0, "hidden_dropout": 0.0, "attention_dropout": 0.0,
 }  # fmt: skip
-MORE: dict[str, dict[str, Any]] = {"Mamba2ForCausalLM": {"num_heads": 8, "expand": 2}}
-WORKED_OUT = {"FalconForCausalLM": "head_dim"}  # by the config itself, which takes none
+_CONVOLVING = ["conv", "full_attention"] * 2
+_MAMBA = {"mamba_d_state": 16, "mamba_headdim": 16, "chunk_size": 16, "layers_block_type": ["mamba", "hybrid"] * 2}
+MORE: dict[str, dict[str, Any]] = {
+    "Lfm2ForCausalLM": {"layer_types": _CONVOLVING},
+    "Lfm2MoeForCausalLM": {"layer_types": _CONVOLVING, "num_dense_layers": 1},
+    "Mamba2ForCausalLM": {"num_heads": 8, "expand": 2},
+    "ZambaForCausalLM": {"num_hidden_layers": 6, "attn_layer_period": 2, "attn_layer_offset": 1, "n_mamba_heads": 2,
+                         "use_mamba_kernels": False},
+    "Zamba2ForCausalLM": {"n_mamba_heads": 8, **_MAMBA},
+    "xLSTMForCausalLM": {"num_heads": 4, "num_blocks": 2},
+}  # fmt: skip
+WORKED_OUT = {"FalconForCausalLM": "head_dim", "xLSTMForCausalLM": "v_head_dim"}  # by the config, which takes none
 HALF = 20  # tokens of each document
 # Of those with a config for text alone, that one: the others bring a vision tower of its full size.
 KINDS = {name: kind for kind, name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items(), key=lambda pair: len(pair[0]))}

@@ -73,6 +73,8 @@ def _reasons_against(config: RunConfig) -> Iterator[str]:
     elif facts.architecture not in COMPILED_ARCHITECTURES:
         seen = ", ".join(sorted(name.removesuffix("ForCausalLM") for name in COMPILED_ARCHITECTURES))
         yield f"{facts.architecture} was not seen compiled; {seen} were"
+    elif not has_attention(config, _COMPILED_WITH):
+        yield f"{facts.architecture} cannot attend by {_COMPILED_WITH.name}, which compiles with the blocks"
     if config.packing.mode is PackingMode.padded:
         yield "blocks were compiled with packed rows only, and packing.mode=padded"
     if kernel not in (Attention.auto, _COMPILED_WITH, *_COMPILED_TOO):
@@ -150,6 +152,7 @@ def _fastest_attention(config: RunConfig, is_planned: bool) -> tuple[Attention, 
 def _goes_by_document(config: RunConfig) -> bool:
     """Whether packed rows can go through sdpa one document at a time, which in fp32 keeps no scores of a whole row."""
     is_known = config.model.facts is not None and config.model.facts.architecture in VARLEN_ARCHITECTURES
+    is_known = is_known and has_attention(config, Attention.sdpa_by_document)
     is_packed = config.packing.mode is not PackingMode.padded
     # torch's kernel for it has no deterministic backward pass.
     return is_known and is_packed and not config.model.compile_layers and not config.training.deterministic

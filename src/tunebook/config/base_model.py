@@ -113,7 +113,7 @@ def _is_llama_like(config: dict[str, Any], sizes: dict[str, Any]) -> bool:
         return False
     if not isinstance(architectures, list) or not str(architectures[:1]).endswith("ForCausalLM']"):
         return False
-    if config.get("text_config") or config.get("quantization_config"):
+    if config.get("text_config") or config.get("quantization_config") or config.get("attention_dropout"):
         return False
     says_keys = kind == "llama" or config.get("num_key_value_heads") is not None  # the others' defaults are numbers
     return says_keys and config.get("head_dim") in (None, sizes["hidden_size"] // sizes["num_attention_heads"])

@@ -45,7 +45,7 @@ SPREADING: dict[str, Explanation] = {
         why="varlen_attention, varlen_attention_4 and sdpa_by_document have no attention dropout, no cap on the logits "
         "and no attention sinks, and compute packed rows only. Leaving one of them out without a word would "
         "train another model.",
-        advice="Take attention=sdpa, which can compute all of them.",
+        advice="Take attention=sdpa, or eager, which computes all of them, where the model has no sdpa.",
     ),
     "fp8-nothing-to-convert": Explanation(
         summary="precision=fp8, and no linear layer of the model would be faster for it.",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tunebook.config.choices import Source
+from tunebook.config.choices import Source, Weights
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
 from tunebook.model.tokenizer import load_tokenizer, needs_padding, stop_token_ids
@@ -25,7 +25,8 @@ def trainer_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
         is_missing = error.problem_id == "hub-out-of-reach" or (
             error.problem_id == "tokenizer-not-found" and config.model.tokenizer is None
         )
-        if config.dataset.source is not Source.synthetic or not is_missing or facts is None:
+        is_for_show = config.dataset.source is Source.synthetic and config.model.weights is Weights.random
+        if not (is_for_show and is_missing) or facts is None:
             raise
         return ids_only(facts.vocab_size)
 

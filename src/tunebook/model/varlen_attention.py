@@ -112,7 +112,9 @@ def _kernel_dtype(query: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
 
 
-def _not_possible(name: str, why: str, fix: str = "attention=sdpa") -> RequestError:
+def _not_possible(
+    name: str, why: str, fix: str = "attention=sdpa, or eager where the model has no sdpa"
+) -> RequestError:
     return RequestError(
         f"attention={name} cannot compute this: {why}; try {fix}", problem_id="varlen-attention-not-possible"
     )

@@ -14,7 +14,8 @@ from tunebook.config.auto import resolve_auto
 from tunebook.config.choices import Attention, Checkpointing, Compute, Generation, MasterWeights, PeftMethod, Strategy
 from tunebook.config.compose import compose
 from tunebook.config.estimate import estimate_memory
-from tunebook.config.estimate.activations import head_bytes, layer_bytes_per_token
+from tunebook.config.estimate.activations import head_bytes, layer_bytes_per_token, measured_bytes, tokens_per_pass
+from tunebook.config.model_facts import MeasuredLayers
 from tunebook.config.schema import ParallelismConfig
 from tunebook.hardware.detect import Machine
 from tunebook.model.varlen_attention import register
@@ -143,3 +144,25 @@ def test_the_peak_of_a_run_with_full_rows_on_an_h200():
     assert config.model.facts is not None
     estimate = estimate_memory(config, config.model.facts)
     assert estimate.total_gib == pytest.approx(max(run["memory_gib"]), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "strategy", "expected"),
+    [
+        (Attention.varlen_attention, Strategy.single, 100),
+        (Attention.varlen_attention_4, Strategy.fsdp, 100),
+        (Attention.eager, Strategy.single, 700),  # compiled layers were measured with torch's kernel for packed rows
+        (Attention.varlen_attention, Strategy.zero3, 300),  # whose hooks cut layers into pieces
+    ],
+)
+def test_measured_compiled_layers_count_only_as_they_were_measured(sound, kernel, strategy, expected):
+    saved = {"autocast/full/compiled": 100, "autocast/full/flash": 300, "autocast/full/eager": 700}
+    facts = sound.model.facts
+    facts.measured = MeasuredLayers(
+        num_layers=facts.num_layers, parameters=1, linear_inputs=1, adapter_parameters=1,
+        saved={mode: [0, each, 0, 0, each, 0] for mode, each in saved.items()},
+    )  # fmt: skip
+    sound.model.compile_layers, sound.attention.implementation = True, kernel
+    sound.parallelism.strategy = strategy
+    whole, _ = measured_bytes(sound, facts)
+    assert whole == pytest.approx(expected * tokens_per_pass(sound))

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from tunebook.config.choices import Attention
-from tunebook.config.meta_device import measure
+from tunebook.config.meta_device import measure, saved
 
 KINDS = ("llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "gemma2", "mixtral", "phi3")
 
@@ -89,7 +89,7 @@ def test_no_weight_takes_memory(folder_of, monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "expected", "not_expected"),
     [
-        ("llama", {Attention.sdpa, Attention.flash_attention_2, Attention.varlen_attention}, set()),
+        ("llama", {Attention.sdpa, Attention.flash_attention_2}, set()),
         ("gemma2", {Attention.eager, Attention.flex_attention, Attention.flash_attention_2}, {Attention.sdpa}),
     ],
 )
@@ -111,3 +111,33 @@ def test_flash_attn_is_left_out_in_versions_that_an_architecture_does_not_go_wit
     found = measure.attention_of(Sinks())
     assert found == [Attention.eager, Attention.flex_attention, Attention.flash_attention_4]
     assert measure.attention_of(Own()) == [Attention.eager]
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked", "expected"),
+    [
+        ("llama", {}, True),
+        ("qwen3", {"attention_dropout": 0.1}, False),
+        ("gemma2", {}, False),  # caps the logits
+        ("gpt2", {}, True),
+        ("gpt2", {"attn_pdrop": 0.1}, False),
+    ],
+)
+def test_kernels_by_lengths_are_listed_where_the_model_asks_for_no_more(folder_of, kind, asked, expected):
+    file = folder_of(kind) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | asked))
+    found = described(file.parent)["measured"]["attention"]
+    assert ({"varlen_attention", "varlen_attention_4", "sdpa_by_document"} <= set(found)) is expected
+    assert ("varlen_attention" in found) is expected
+
+
+def test_a_fault_of_the_machine_is_not_taken_for_one_of_the_model(config_of, monkeypatch):
+    def fail(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(saved, "_build", fail)
+    layers = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
+    with pytest.raises(MemoryError):
+        saved.attends_by_lengths(config_of("llama"), layers, {})
+    with pytest.raises(MemoryError):
+        saved._measure(config_of("llama"), saved._kinds(config_of("llama"), layers), ("fp32", "full", "sdpa"), {})

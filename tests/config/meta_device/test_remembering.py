@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -129,4 +132,25 @@ def test_the_process_ends_without_an_answer(file, monkeypatch):
 
 def test_a_process_that_takes_too_long_is_ended(file, monkeypatch):
     monkeypatch.setattr(meta_device, "_TIMEOUT_S", 0.001)
-    assert meta_device._ask(file, False) == {"error": "cannot-build", "reason": "it took more than 0 s"}
+    assert meta_device._ask(file, False) == {"error": "cut-off", "reason": "it took more than 0 s"}
+
+
+def test_what_takes_too_long_ends_with_its_workers(tmp_path, monkeypatch):
+    monkeypatch.setattr(meta_device, "_TIMEOUT_S", 2.0)
+    code = f"import os, time; os.fork(); open({str(tmp_path)!r} + '/' + str(os.getpid()), 'w'); time.sleep(60)"
+    assert meta_device._run([sys.executable, "-c", code], dict(os.environ)) is None
+    started = [int(file.name) for file in tmp_path.iterdir() if file.name.isdecimal()]
+    assert len(started) == 2
+    assert not [pid for pid in started if is_running(pid)]
+
+
+def is_running(pid):
+    """Whether it is there and no zombie, which an orphan is until somebody collects it."""
+    status = Path(f"/proc/{pid}/status")
+    return status.exists() and "\nState:\tZ" not in status.read_text()
+
+
+def test_being_cut_off_says_nothing_against_the_file(file, asked):
+    asked.answer = {"error": "cut-off", "reason": "it took more than 300 s"}
+    with pytest.raises(RequestError, match=r"could not be looked at \(it took more than 300 s\); try again with 2 GiB"):
+        meta_device.measured_facts(file)

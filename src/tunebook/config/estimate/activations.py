@@ -72,8 +72,13 @@ def measured_bytes(config: RunConfig, facts: ModelFacts) -> tuple[float, float] 
 
 
 def _compiled_mode(config: RunConfig) -> str | None:
-    """The key of `MeasuredLayers.saved` for compiled layers; None where they are not compiled."""
-    if not config.model.compile_layers:
+    """The key of `MeasuredLayers.saved` for compiled layers; None where they are not, or not as they were measured.
+
+    That was with torch's kernel for packed rows, and in one piece each, as ZeRO-3's hooks do not leave them.
+    """
+    is_by_lengths = config.attention.implementation in (Attention.varlen_attention, Attention.varlen_attention_4)
+    is_whole = config.parallelism.strategy is not Strategy.zero3
+    if not (config.model.compile_layers and is_by_lengths and is_whole):
         return None
     method = "dropout" if _has_dropout(config) else _method(config)
     is_selective = config.activation.checkpointing is Checkpointing.selective

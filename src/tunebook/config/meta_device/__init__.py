@@ -9,9 +9,11 @@ Takes 20 to 40 seconds the first time, on two cores, and no weights, no GPU and 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -94,20 +96,34 @@ def _ask(config_file: Path, trust_remote_code: bool) -> dict[str, Any]:
     }
     with tempfile.TemporaryDirectory(prefix="tunebook-") as folder:
         answer = Path(folder) / "answer.json"
-        command = [sys.executable, "-m", "tunebook.config.meta_device.measure", str(config_file), str(answer)]
+        command = [sys.executable, "-P", "-m", "tunebook.config.meta_device.measure", str(config_file), str(answer)]
         command += ["--trust-remote-code"] if trust_remote_code else []
-        try:
-            ended = subprocess.run(
-                command, env=environment, check=False, capture_output=True, text=True, timeout=_TIMEOUT_S
-            )
-        except subprocess.TimeoutExpired:
-            return {"error": "cannot-build", "reason": f"it took more than {_TIMEOUT_S:.0f} s"}
+        said = _run(command, environment)
+        if said is None:
+            return {"error": "cut-off", "reason": f"it took more than {_TIMEOUT_S:.0f} s"}
         try:
             found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            said = ended.stderr.strip().splitlines() or [f"the process ended with {ended.returncode}"]
-            return {"error": "cannot-build", "reason": said[-1]}
+            reason = said.splitlines()[-1]
+            is_cut_off = any(word in reason for word in ("BrokenProcessPool", "MemoryError"))
+            return {"error": "cut-off" if is_cut_off else "cannot-build", "reason": reason}
     return found
+
+
+def _run(command: list[str], environment: dict[str, str]) -> str | None:
+    """What it says on stderr, or how it ended; None where it took too long. Its workers end with it, in any case."""
+    nowhere, pipe = subprocess.DEVNULL, subprocess.PIPE
+    with subprocess.Popen(
+        command, env=environment, stdout=nowhere, stderr=pipe, text=True, start_new_session=True
+    ) as process:
+        try:
+            said: str = process.communicate(timeout=_TIMEOUT_S)[1]
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    return said.strip() or f"the process ended with {process.returncode}"
 
 
 def _refusal(config_file: Path, answer: dict[str, Any], trust_remote_code: bool) -> RequestError:
@@ -118,6 +134,12 @@ def _refusal(config_file: Path, answer: dict[str, Any], trust_remote_code: bool)
             f"{config_file}: transformers {_version('transformers')} has no causal language model of this "
             f"architecture: {reason[0]}; correct model_type in the file, or use a newer transformers{code}",
             problem_id="unknown-architecture",
+        )
+    if answer["error"] == "cut-off":
+        return RequestError(
+            f"{config_file}: its layers could not be looked at ({reason[0]}); try again with 2 GiB of memory free, or "
+            "state model.facts",
+            problem_id="model-config",
         )
     return RequestError(
         f"{config_file}: no model can be built with these sizes ({reason[0]}); correct the file, or download or copy "

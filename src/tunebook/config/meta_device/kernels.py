@@ -6,6 +6,7 @@ They keep for the backward pass what those keep, and compute nothing.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,12 +16,12 @@ import torch
 MASKED, UNMASKED, BY_LENGTHS = "tunebook_masked", "tunebook_unmasked", "tunebook_by_lengths"
 
 
-def register_kernels() -> None:
-    """Let models be built with them as `attn_implementation`."""
+def register_kernels(on_call: Callable[[], None]) -> None:
+    """Let models be built with them as `attn_implementation`. The one by lengths tells when it is called."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    for name, attend in ((MASKED, _attend), (UNMASKED, _attend), (BY_LENGTHS, _by_lengths())):
+    for name, attend in ((MASKED, _attend), (UNMASKED, _attend), (BY_LENGTHS, _by_lengths(on_call))):
         AttentionInterface.register(name, attend)
         AttentionMaskInterface.register(name, sdpa_mask if name == MASKED else lambda *_, **__: None)
 
@@ -51,19 +52,26 @@ def _in_autocasts_format(*tensors: Any) -> tuple[Any, ...]:
     return tuple(tensor.to(torch.bfloat16) for tensor in tensors) if torch.is_autocast_enabled("cpu") else tensors
 
 
-def _by_lengths() -> Any:
+def _by_lengths(on_call: Callable[[], None]) -> Any:
     """torch's own kernel for packed rows, which is one operation in a compiled block's graph, as on a GPU."""
     from torch.nn.attention.varlen import varlen_attn
 
     groups = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-    return partial(_attend_by_lengths, kernel=varlen_attn, groups=groups)
+    return partial(_attend_by_lengths, on_call=on_call, kernel=varlen_attn, groups=groups)
 
 
 def _attend_by_lengths(
     module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *,
-    cu_seq_lens_q: Any, max_length_q: int, kernel: Any, groups: dict[str, bool], **_: Any,
+    cu_seq_lens_q: Any, max_length_q: int, on_call: Any, kernel: Any, groups: dict[str, bool], dropout: float = 0.0,
+    softcap: float | None = None, s_aux: Any = None, **_: Any,
 ) -> tuple[Any, None]:  # fmt: skip
-    """Shapes as for `_attend`, with a batch of one; `cu_seq_lens_q` (documents + 1,) says where documents begin."""
+    """Shapes as for `_attend`, with a batch of one; `cu_seq_lens_q` (documents + 1,) says where documents begin.
+
+    Raises: NotImplementedError where the model asks for what such kernels cannot compute: see `model.varlen_attention`.
+    """
+    if dropout or softcap is not None or s_aux is not None:
+        raise NotImplementedError("dropout of the attention, a cap on its logits, or sinks")
+    on_call()
     parts = [tensor.transpose(1, 2).squeeze(0) for tensor in _in_autocasts_format(query, key, value)]
     options = groups if parts[0].shape[1] != parts[1].shape[1] else {}
     ends, longest = (cu_seq_lens_q, cu_seq_lens_q), (max_length_q, max_length_q)

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tunebook.config.choices import Attention
-from tunebook.config.meta_device.saved import adapted, decoder_layers, measure_saved
+from tunebook.config.meta_device.saved import adapted, attends_by_lengths, decoder_layers, measure_saved
 from tunebook.errors import did_you_mean
 
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -73,7 +73,7 @@ def _facts(config: Any, model: Any, options: dict[str, Any]) -> dict[str, Any]:
     heads = text.num_attention_heads
     hidden = _whole(text, "hidden_size") or words.shape[1]
     return {
-        "architecture": (config.architectures or [type(model).__name__])[0],
+        "architecture": type(model).__name__,  # what is loaded; the file may name one with a vision tower
         "num_parameters": num_parameters,
         "num_layers": len(layers),
         "hidden_size": hidden,
@@ -89,22 +89,23 @@ def _facts(config: Any, model: Any, options: dict[str, Any]) -> dict[str, Any]:
             "parameters": in_layers,
             "linear_inputs": num_inputs,
             "adapter_parameters": adapter_parameters(model),
-            "attention": [kernel.name for kernel in attention_of(model)],
+            "attention": [
+                *(kernel.name for kernel in attention_of(model)),
+                *(kernel.name for kernel in _OURS if attends_by_lengths(config, layers, options)),
+            ],
             "saved": saved,
         },
     }
 
 
 def attention_of(model: Any) -> list[Attention]:
-    """What transformers lets a model's architecture attend with, wherever it runs."""
+    """What transformers lets a model's architecture attend with of its own kernels, wherever it runs."""
     found = [Attention.eager]
     found += [Attention.sdpa] if model._supports_sdpa else []
     found += [Attention.flex_attention] if model._supports_flex_attn else []
     only = getattr(model, "_compatible_flash_implementations", None)  # None: any
     is_flash = bool(model._supports_flash_attn)
-    found += [kernel for kernel in _FLASH_ATTN if is_flash and (only is None or kernel.value in only)]
-    # Whoever does not ask AttentionInterface for its kernel would go on with its own, as if nothing had been asked.
-    return found + list(_OURS if getattr(model, "_supports_attention_backend", False) else ())
+    return found + [kernel for kernel in _FLASH_ATTN if is_flash and (only is None or kernel.value in only)]
 
 
 def _dtype(*configs: Any) -> str:

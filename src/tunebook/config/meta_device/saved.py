@@ -16,7 +16,7 @@ import copy
 import itertools
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
@@ -46,6 +46,7 @@ _MODES = (
 )
 _MOST_LAYERS = 12  # of a prefix
 _WORKERS = 4  # processes; compiling takes some seconds a mode
+_MACHINES = (MemoryError, ImportError, OSError)  # faults that say nothing of a model, and must not be remembered of it
 _known: list[Any] = []  # in a worker: config, kinds of layers, options
 
 
@@ -66,6 +67,24 @@ def _know(*known: Any) -> None:
 def _measure_known(mode: tuple[str, str, str]) -> list[int] | None:
     config, kinds, options = _known
     return _measure(config, kinds, mode, options)
+
+
+def attends_by_lengths(config: Any, layers: nn.ModuleList, options: dict[str, Any]) -> bool:
+    """Whether a training pass goes through a kernel that is told where documents begin, and asks for nothing more.
+
+    Whoever does not ask AttentionInterface for its kernel would go on with its own, as if nothing had been asked.
+    """
+    mode = ("bf16", "full", BY_LENGTHS)
+    asked: list[None] = []
+    try:
+        with _quiet(on_call=lambda: asked.append(None)), FakeTensorMode(allow_non_fake_inputs=True), _autocast(mode):
+            model = _build(config, _prefix(_kinds(config, layers)), mode, options)
+            _decoder(model)(**_row(LENGTHS[0], has_lengths=True), use_cache=False)
+    except _MACHINES:
+        raise
+    except Exception:  # it asks for more, or does not take the places of documents
+        return False
+    return bool(asked)
 
 
 def decoder_layers(decoder: Any, expected: int) -> nn.ModuleList:
@@ -99,6 +118,8 @@ def _measure(
         with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
             model = _build(config, prefix, mode, options)
             found = [_saved_by_layer(model, prefix, length, mode) for length in LENGTHS]
+    except _MACHINES:
+        raise
     except Exception:  # an attention that it does not have, an operation without a fake kernel
         return None
     by_kind = {kind: [bytes_[place] for bytes_ in found] for place, kind in enumerate(kinds[:prefix])}
@@ -118,11 +139,11 @@ def _curve(found: list[float]) -> tuple[float, float, float]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet(on_call: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Without warnings, and with the experts' product that has a fake kernel in every number format."""
     from transformers.integrations import moe
 
-    register_kernels()
+    register_kernels(on_call)
     before = getattr(moe, "_can_use_grouped_mm", None)
     if before is not None:
         moe._can_use_grouped_mm = lambda *_: False  # its fallback saves the same tensors

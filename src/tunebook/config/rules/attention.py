@@ -20,20 +20,22 @@ WITHOUT_MASK = (*FLASH, Attention.sdpa_by_document)
 
 # Architectures in which packed documents reach each other whatever the attention kernel: those that do not take
 # position_ids, from which transformers works out where a document starts, and those that carry a state along the row,
-# as linear attention does. Found in small models of all causal language models of transformers 5.23; a test does it
-# again for these.
+# as linear attention does. Found by trying the causal language models of transformers 5.23 that can be made small, but
+# for encoders that can be told to be decoders; a test does it again for these. The leak probe looks at every run's own.
 LEAKING_ARCHITECTURES = frozenset({
-    "BailingHybridForCausalLM", "BambaForCausalLM", "BioGptForCausalLM", "BloomForCausalLM", "CpmAntForCausalLM",
-    "DeepseekV4ForCausalLM", "FalconForCausalLM", "FalconH1ForCausalLM", "FalconMambaForCausalLM",
-    "GraniteMoeHybridForCausalLM", "InklingForCausalLM", "Inkling2ForCausalLM", "JambaForCausalLM",
-    "KimiLinearForCausalLM", "Lfm3ForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM", "MiniMaxForCausalLM",
-    "MptForCausalLM", "NemotronHForCausalLM", "OlmoHybridForCausalLM", "OpenAIGPTLMHeadModel", "OPTForCausalLM",
-    "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "RecurrentGemmaForCausalLM",
-    "RwkvForCausalLM", "XGLMForCausalLM",
+    "BailingHybridForCausalLM", "BambaForCausalLM", "BloomForCausalLM", "CpmAntForCausalLM", "DeepseekV4ForCausalLM",
+    "FalconH1ForCausalLM", "FalconMambaForCausalLM", "GraniteMoeHybridForCausalLM", "InklingForCausalLM",
+    "Inkling2ForCausalLM", "JambaForCausalLM", "KimiLinearForCausalLM", "Lfm2ForCausalLM", "Lfm2MoeForCausalLM",
+    "Lfm3ForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM", "MiniMaxForCausalLM", "MptForCausalLM",
+    "NemotronHForCausalLM", "OlmoHybridForCausalLM", "OpenAIGPTLMHeadModel", "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "RecurrentGemmaForCausalLM", "RwkvForCausalLM", "XGLMForCausalLM",
+    "Zamba2ForCausalLM", "ZambaForCausalLM", "xLSTMForCausalLM",
 })  # fmt: skip
-# Those that do not tell transformers the positions when it makes the mask, so that only kernels without one know where
-# documents end.
-LEAKING_THROUGH_MASKS = frozenset({"AfmoeForCausalLM", "GptOssForCausalLM"})
+# Those that do not tell transformers the positions when it makes the mask, but do tell the attention, so that kernels
+# without a mask may know where documents end.
+LEAKING_THROUGH_MASKS = frozenset({
+    "AfmoeForCausalLM", "BioGptForCausalLM", "FalconForCausalLM", "GptOssForCausalLM", "OPTForCausalLM",
+})  # fmt: skip
 
 # Architectures that were compared with sdpa under torch's varlen kernel (tests/model/test_varlen_attention.py): `auto`
 # takes it for no others, since some call no attention function, and some ask for what it cannot compute.
@@ -50,12 +52,13 @@ def _is_on_cpu(config: RunConfig) -> bool:
 
 
 def without_flash_attn(config: RunConfig) -> Attention:
-    """What `auto` takes for compiled blocks and where flash-attn is missing: torch's own for packed rows, or sdpa."""
+    """What `auto` takes for compiled blocks and where flash-attn is missing: torch's for packed rows, or else sdpa."""
     kernel, facts = Attention.varlen_attention, config.model.facts
     is_known = facts is not None and facts.architecture in VARLEN_ARCHITECTURES
     is_packed = config.packing.mode is not PackingMode.padded
     is_possible = can_run(kernel, config.hardware.generation) and config.precision.compute is not Compute.fp32
-    return kernel if is_known and is_packed and is_possible else Attention.sdpa
+    is_taken = is_known and is_packed and is_possible and has_attention(config, kernel)
+    return kernel if is_taken else nearest_attention(config)
 
 
 def leaks(config: RunConfig) -> bool:
@@ -120,7 +123,8 @@ def flash_attention_below_ampere(config: RunConfig) -> Finding | None:
     hardware = f"{generation.name} has {capability_text(oldest)}" if oldest else "this is a CPU"
     needed = capability_text(MIN_ATTENTION_CAPABILITY[kernel])
     message = f"{kernel.name} needs compute capability {needed}; {hardware}"
-    best = Attention.flash_attention_2 if can_run(Attention.flash_attention_2, generation) else Attention.sdpa
+    flash = Attention.flash_attention_2
+    best = flash if can_run(flash, generation) and has_attention(config, flash) else nearest_attention(config)
     return Finding(key="attention.implementation", message=message, fix=f"attention.implementation={best.name}")
 
 
@@ -136,7 +140,11 @@ def flash_attention_in_fp32(config: RunConfig) -> Finding | None:
     if kernel not in FLASH or config.precision.compute is not Compute.fp32:
         return None
     message = f"{kernel.name} computes in fp16 or bf16 only, and precision.compute=fp32"
-    return Finding(key="attention.implementation", message=message, fix="attention.implementation=sdpa")
+    return Finding(
+        key="attention.implementation",
+        message=message,
+        fix=f"attention.implementation={nearest_attention(config).name}",
+    )
 
 
 @rule(
@@ -152,7 +160,9 @@ def varlen_attention_padded(config: RunConfig) -> Finding | None:
         return None
     message = f"{kernel.name} computes packed rows only, and packing.mode={config.packing.mode.name}"
     return Finding(
-        key="attention.implementation", message=message, fix="packing.mode=isolated or attention.implementation=sdpa"
+        key="attention.implementation",
+        message=message,
+        fix=f"packing.mode=isolated or attention.implementation={nearest_attention(config).name}",
     )
 
 
@@ -167,7 +177,11 @@ def flex_attention_on_cpu(config: RunConfig) -> Finding | None:
     if config.attention.implementation is not Attention.flex_attention or not _is_on_cpu(config):
         return None
     message = "flex_attention cannot train on a CPU"
-    return Finding(key="attention.implementation", message=message, fix="attention.implementation=sdpa")
+    return Finding(
+        key="attention.implementation",
+        message=message,
+        fix=f"attention.implementation={nearest_attention(config).name}",
+    )
 
 
 @rule(
@@ -184,7 +198,11 @@ def flash_attention_not_deterministic(config: RunConfig) -> Finding | None:
     if kernel not in FLASH or not config.training.deterministic:
         return None
     message = f"the backward pass of {kernel.name} may differ in the last bits although training.deterministic=true"
-    return Finding(key="attention.implementation", message=message, fix="attention.implementation=sdpa")
+    return Finding(
+        key="attention.implementation",
+        message=message,
+        fix=f"attention.implementation={nearest_attention(config).name}",
+    )
 
 
 @rule(
