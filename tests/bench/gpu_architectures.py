@@ -2,9 +2,10 @@
 
     python tests/bench/gpu_architectures.py --output DIR [--only NAME ...] [--modes plain compiled selective] [--list]
 
-Each is the config.json of a published model (its sizes, as published) cut to some whole layers, with random weights, as
-a user's own folder: `model=hub model.path=DIR`. Packed rows of 8,192 tokens are exactly full of documents of 1,024, so
-that peaks of memory can be compared with the plan. A line of JSON for each says the losses, the speed and the peak.
+Each is the config.json of a published model (its sizes as published, its dropout mostly left out) cut to some whole
+layers, with random weights, as a user's own folder: `model=hub model.path=DIR`. Packed rows of 8,192 tokens are
+exactly full of documents of 1,024, so that peaks of memory can be compared with the plan. A line of JSON for each
+says the losses, the speed and the peak.
 """
 
 from __future__ import annotations
@@ -25,35 +26,31 @@ BASE = [
     "training.save_every_steps=null", "training.log_every_steps=1", "evaluation=none", "launcher=local",
     f"training.max_length={ROW}", f"packing.row_length={ROW}", "training.micro_batch_size=1",
 ]  # fmt: skip
+_PLAIN = ["model.compile_layers=false", "activation=stored"]
+_VARLEN = ["attention=varlen_attention", *_PLAIN]
+_COMPILED = ["attention=varlen_attention", "model.compile_layers=true", "activation=stored"]
+_SELECTIVE = ["attention=varlen_attention", "model.compile_layers=true", "activation=selective"]
+_BF16, _LORA, _FSDP = "precision.master_weights=bf16", "peft=lora", "parallelism=fsdp"
+_TWO_PASS = "model.one_pass_head=false"
 MODES = {
-    "plain": ["attention=varlen_attention", "model.compile_layers=false", "activation=stored"],
-    "compiled": ["attention=varlen_attention", "model.compile_layers=true", "activation=stored"],
-    "selective": ["attention=varlen_attention", "model.compile_layers=true", "activation=selective"],
-    "bf16_weights": [
-        "attention=varlen_attention", "model.compile_layers=false", "activation=stored", "precision.master_weights=bf16"
-    ],
-    "compiled_bf16_weights": [
-        "attention=varlen_attention", "model.compile_layers=true", "activation=stored", "precision.master_weights=bf16"
-    ],
-    "sdpa": ["attention=sdpa", "model.compile_layers=false", "activation=stored"],
-    "flex": ["attention=flex_attention", "model.compile_layers=false", "activation=stored"],
-    "eager_two_pass_head": [
-        "attention=eager", "model.compile_layers=false", "activation=stored", "model.one_pass_head=false"
-    ],
-    "two_pass_head": [
-        "attention=varlen_attention", "model.compile_layers=false", "activation=stored", "model.one_pass_head=false"
-    ],
-    "eager": ["attention=eager", "model.compile_layers=false", "activation=stored"],
+    "plain": _VARLEN,
+    "compiled": _COMPILED,
+    "selective": _SELECTIVE,
+    "bf16_weights": [*_VARLEN, _BF16],
+    "compiled_bf16_weights": [*_COMPILED, _BF16],
+    "sdpa": ["attention=sdpa", *_PLAIN],
+    "flex": ["attention=flex_attention", *_PLAIN],
+    "eager": ["attention=eager", *_PLAIN],
+    "eager_two_pass_head": ["attention=eager", *_PLAIN, _TWO_PASS],
+    "two_pass_head": [*_VARLEN, _TWO_PASS],
     "checkpointing": ["attention=sdpa", "model.compile_layers=false", "activation=checkpointing"],
-    "fsdp": ["parallelism=fsdp"],
-    "fsdp_plain": [
-        "parallelism=fsdp", "attention=varlen_attention", "model.compile_layers=false", "activation=stored"
-    ],
+    "fsdp": [_FSDP],
+    "fsdp_plain": [_FSDP, *_VARLEN],
     "zero2": ["parallelism=zero2"],
-    "lora": ["attention=varlen_attention", "model.compile_layers=false", "activation=stored", "peft=lora"],
-    "compiled_lora": ["attention=varlen_attention", "model.compile_layers=true", "activation=stored", "peft=lora"],
-    "selective_lora": ["attention=varlen_attention", "model.compile_layers=true", "activation=selective", "peft=lora"],
-}  # fmt: skip
+    "lora": [*_VARLEN, _LORA],
+    "compiled_lora": [*_COMPILED, _LORA],
+    "selective_lora": [*_SELECTIVE, _LORA],
+}
 
 
 def _sizes(hidden: int, inner: int, layers: int, heads: int, groups: int, words: int, **more: Any) -> dict[str, Any]:
@@ -113,11 +110,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 SPREAD = ("fsdp", "fsdp_plain", "zero2")  # over two GPUs; what is left open, auto decides
 # Which ways were tried, where not all three.
 WAYS: dict[str, tuple[str, ...]] = {
-    "gemma2": (
-        "eager",
-        "eager_two_pass_head",
-        "flex",
-    ),  # caps its attention's logits, which neither sdpa nor torch's varlen kernel can
+    # caps its attention's logits, which neither sdpa nor torch's varlen kernel can
+    "gemma2": ("eager", "eager_two_pass_head", "flex"),
     "gpt2": ("sdpa",),  # asks for dropout of the attention, which the varlen kernel does not know
     "gpt_oss": ("eager", "flex"),
     "olmo2": ("plain", "compiled", "selective", "fsdp"),

@@ -61,17 +61,13 @@ def as_it_was_run(line: dict[str, Any]) -> list[str]:
 
 def read_measured(file: Path = RESULTS) -> list[Measured]:
     """Every run of a file of results, with what the plan says of it."""
-    nobody = Machine(gpus=[], driver=None, num_cpus=32, host_memory_gib=256.0)
     found = []
     for text in file.read_text(encoding="utf-8").splitlines():
         line = json.loads(text)
-        config = resolve_auto(compose(line["recipe"], [*as_it_was_run(line), *_H200]).config, nobody).config
-        assert config.model.facts is not None
-        estimate = estimate_memory(config, config.model.facts, accumulates=line["accumulation"] > 1)
         found.append(
             Measured(
                 name=line["name"],
-                predicted=estimate.total_gib,
+                predicted=_predicted(line["recipe"], as_it_was_run(line), accumulates=line["accumulation"] > 1),
                 measured=max(line["allocated_gib"]),
                 reserved=max(line["reserved_gib"]),
             )
@@ -81,7 +77,6 @@ def read_measured(file: Path = RESULTS) -> list[Measured]:
 
 def read_architectures(folder: Path, kinds: Collection[str] = ()) -> list[Measured]:
     """The runs of models of many architectures, or of some kinds of them; their config.json are written to `folder`."""
-    nobody = Machine(gpus=[], driver=None, num_cpus=32, host_memory_gib=256.0)
     found = []
     for line in map(json.loads, ARCHITECTURES.read_text(encoding="utf-8").splitlines()):
         if "memory_gib" not in line or (kinds and line["kind"] not in kinds):
@@ -89,12 +84,18 @@ def read_architectures(folder: Path, kinds: Collection[str] = ()) -> list[Measur
         model = folder / line["kind"]
         model.mkdir(parents=True, exist_ok=True)
         (model / "config.json").write_text(json.dumps(config_of(line["kind"])), encoding="utf-8")
-        config = resolve_auto(compose(None, [*line["overrides"], f"model.path={model}", *_H200]).config, nobody).config
-        assert config.model.facts is not None
-        predicted = estimate_memory(config, config.model.facts, accumulates=False).total_gib
+        predicted = _predicted(None, [*line["overrides"], f"model.path={model}"], accumulates=False)
         peaks = {"measured": max(line["memory_gib"]), "reserved": max(line["memory_reserved_gib"])}
         found.append(Measured(name=line["name"], predicted=predicted, **peaks))
     return found
+
+
+def _predicted(recipe: str | None, words: list[str], *, accumulates: bool) -> float:
+    """What today's plan says of the peak on an H200, in GiB."""
+    nobody = Machine(gpus=[], driver=None, num_cpus=32, host_memory_gib=256.0)
+    config = resolve_auto(compose(recipe, [*words, *_H200]).config, nobody).config
+    assert config.model.facts is not None
+    return estimate_memory(config, config.model.facts, accumulates=accumulates).total_gib
 
 
 def main() -> None:

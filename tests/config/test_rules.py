@@ -250,7 +250,7 @@ CASES = [
     ),
     case(
         "attention-not-in-model",
-        "Qwen2ForCausalLM has no sdpa in transformers; it has eager, flash_attention_2",
+        "Qwen2ForCausalLM cannot attend by sdpa; it can by eager, flash_attention_2",
         {"attention.implementation": Attention.sdpa},
         {"model.facts.measured": MEASURED},
     ),

@@ -112,7 +112,7 @@ def decide_attention(config: RunConfig, is_planned: bool) -> tuple[Attention, st
         return kernel, why
     assert config.model.facts is not None
     nearest = nearest_attention(config)
-    return nearest, f"transformers has no {kernel.name} for {config.model.facts.architecture}, but {nearest.name}"
+    return nearest, f"{config.model.facts.architecture} cannot attend by {kernel.name}, but by {nearest.name}"
 
 
 def _fastest_attention(config: RunConfig, is_planned: bool) -> tuple[Attention, str]:
@@ -134,7 +134,7 @@ def _fastest_attention(config: RunConfig, is_planned: bool) -> tuple[Attention, 
     if compute is Compute.fp32:
         return Attention.sdpa, "flash attention computes in bf16 or fp16 only, and precision.compute=fp32"
     if config.model.compile_layers:
-        kernel = without_flash_attn(config)
+        kernel = _of_torch(config)
         why = f"flash-attn's packages do not compile with the blocks; {kernel.name}, torch's own, does"
         has_faster = kernel is _COMPILED_WITH and can_run(Attention.varlen_attention_4, generation)
         return kernel, why + (_FASTER if has_faster else "")
@@ -144,9 +144,15 @@ def _fastest_attention(config: RunConfig, is_planned: bool) -> tuple[Attention, 
     version = installed_version(package)
     if version is None:
         missing = f"the package {package} is not installed here; the {_image(config)} image has it"
-        kernel = without_flash_attn(config)
+        kernel = _of_torch(config)
         return kernel, missing if kernel is Attention.sdpa else f"torch brings it along; {missing}"
     return flash, f"the fastest stable kernel on {generation.name} ({package} {version})"
+
+
+def _of_torch(config: RunConfig) -> Attention:
+    """torch's kernel for packed rows where it can be taken, else sdpa: whether the model has that is looked at last."""
+    kernel = without_flash_attn(config)
+    return kernel if kernel is _COMPILED_WITH else Attention.sdpa
 
 
 def _goes_by_document(config: RunConfig) -> bool:

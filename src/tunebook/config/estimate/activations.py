@@ -2,9 +2,9 @@
 
 Counted for a decoder layer with two RMS norms, grouped-query attention and a gated feed-forward network, as
 transformers 5.23 computes it; tests count the tensors that autograd really saves, and what torch's partitioner keeps
-of compiled layers. Layers of other kinds bring numbers
-that were found on the meta device (`ModelFacts.measured`). `hidden` and `inner` stand for one
-token's numbers of hidden_size and intermediate_size, `element` for the bytes of one number in a product.
+of compiled layers. Layers of other kinds bring numbers that were found on the meta device (`ModelFacts.measured`).
+`hidden` and `inner` stand for one token's numbers of hidden_size and intermediate_size, `element` for the bytes of one
+number in a product.
 """
 
 from __future__ import annotations

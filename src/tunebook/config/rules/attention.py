@@ -92,9 +92,10 @@ def compiles(kernel: Attention) -> bool:
 
 @rule(
     "attention-not-in-model",
-    summary="An attention kernel that transformers does not have for the model's architecture.",
-    why="Some architectures do more than attend: Gemma 2 caps its logits, GPT-OSS has sinks. transformers refuses the "
-    "kernels that cannot, when the model is made, or goes on with another one.",
+    summary="An attention kernel that the model's architecture cannot use in transformers.",
+    why="Some architectures do more than attend: Gemma 2 caps its logits, GPT-OSS has sinks, and some configs ask for "
+    "dropout of the attention. transformers refuses the kernels that cannot, when the model is made, or goes on with "
+    "another one.",
     advice="Leave attention open, or take one that the message names.",
 )
 def attention_not_in_model(config: RunConfig) -> Finding | None:
@@ -102,7 +103,7 @@ def attention_not_in_model(config: RunConfig) -> Finding | None:
     kernel, facts = config.attention.implementation, config.model.facts
     if facts is None or facts.measured is None or has_attention(config, kernel):
         return None
-    message = f"{facts.architecture} has no {kernel.name} in transformers; it has {', '.join(facts.measured.attention)}"
+    message = f"{facts.architecture} cannot attend by {kernel.name}; it can by {', '.join(facts.measured.attention)}"
     fix = f"attention.implementation={nearest_attention(config).name}"
     return Finding(key="attention.implementation", message=message, fix=fix)
 
