@@ -2,9 +2,9 @@
 
     python tests/bench/gpu_evidence.py --output DIR --gpus 2 [--only NAME ...] [--deadline-s 400] [--list]
 
-Random weights of the real architecture learn generated documents; the file that is recorded says both. Run it from a
-clean clone: `tunebook verify --record` refuses code of no commit. Each run's small files end up in OUTPUT/logs.tgz;
-unpack that, then record:
+Random weights of the real architecture learn generated documents; the file that is recorded says both, and how many of
+a model's layers were left where it is too large for the machine. Run it from a clean clone: `tunebook verify --record`
+refuses code of no commit. Each run's small files end up in OUTPUT/logs.tgz; unpack that, then record:
 
     tunebook verify logs/qwen3b_zero2_2-1 logs/qwen3b_zero2_2-2 --record --label random_weights
 """
@@ -16,8 +16,9 @@ import json
 from dataclasses import dataclass, field
 from itertools import cycle
 
+from gpu_parity import NVME, start_building
 from gpu_queue import Job, add_arguments, run_jobs
-from gpu_recipes import RANDOM, RECIPES, SHORT, facts_of
+from gpu_recipes import LOCAL, RANDOM, RECIPES, SHORT, facts_of, slice_words
 from gpu_speed import without_repeats
 
 REPEATS = 2
@@ -34,6 +35,10 @@ class Claim:
     repeats: int = REPEATS
     words: list[str] = field(default_factory=list)
     timeout_s: float = 150  # of training
+    layers: int | None = None  # None: all
+    threads: int = 8  # of a rank: what an optimizer on the host takes
+    saves_in_its_turn: bool = True  # False: the next one may train while a large model is still written
+    needs: str | None = None  # see `Job`
 
 
 _BATCH, _SMALL_BATCH = ["training.global_samples=64"], ["training.global_samples=16"]
@@ -73,6 +78,41 @@ CLAIMS: dict[str, Claim] = {
     "qwen05b_single_sdpa_1": Claim(
         recipe="qwen05b_single", model="qwen25_05b", gpus=1, words=[*_05B, "attention=sdpa"]
     ),
+    **{
+        f"{recipe}_4": Claim(recipe=recipe, model="qwen25_3b", gpus=4, steps=30, words=RECIPES[recipe].words)
+        for recipe in ("zero1_lora", "zero2_lora")
+    },
+    "llama3_8b_fp8_4": Claim(
+        recipe="llama3_8b_fp8", model="llama3_8b", gpus=4, steps=15, saves_in_its_turn=False
+    ),
+    "llama2_70b_fsdp_4": Claim(
+        recipe="llama2_70b_fsdp", model="llama2_70b_chat", gpus=4, layers=8, steps=15, words=LOCAL,
+        saves_in_its_turn=False,
+    ),
+    "llama3_8b_ddp_4": Claim(
+        recipe="llama3_8b_ddp", model="llama3_8b", gpus=4, layers=12, steps=15, saves_in_its_turn=False
+    ),
+    "dolly3b_ray_zero3_offload_1": Claim(
+        recipe="dolly3b_ray_zero3_offload", model="dolly_v2_3b", gpus=1, steps=15, threads=16,
+        words=RECIPES["dolly3b_ray_zero3_offload"].words, saves_in_its_turn=False,
+    ),
+    "dolly3b_zero3_nvme_1": Claim(
+        recipe="dolly3b_zero3_nvme", model="dolly_v2_3b", gpus=1, layers=2, steps=10, timeout_s=240,
+        words=["optimizer.learning_rate=3e-5", f"parallelism.nvme_path={NVME}"], needs="async_io",
+        saves_in_its_turn=False,
+    ),
+    "llama3_8b_fsdp_offload_2": Claim(
+        recipe="llama3_8b_fsdp_offload", model="llama3_8b", gpus=2, layers=16, steps=12, threads=16,
+        saves_in_its_turn=False,
+    ),
+    "llama2_70b_fsdp_1node_4": Claim(
+        recipe="llama2_70b_fsdp_1node", model="llama2_70b_chat", gpus=4, layers=8, steps=12, threads=16,
+        words=[*LOCAL, "training.global_tokens=8192"], saves_in_its_turn=False,
+    ),
+    "qwen3b_zero2_exact_4": Claim(
+        recipe="qwen3b_zero2_exact", model="qwen25_3b", gpus=4, steps=10,
+        words=[*_3B, "hardware=auto", "precision.tf32=disabled", "training.global_samples=44"],
+    ),
 }  # fmt: skip
 
 
@@ -86,8 +126,11 @@ def jobs_of(names: list[str], num_gpus: int) -> list[Job]:
             print(json.dumps({"name": name, "left_out": f"{claim.gpus} GPUs are needed"}), flush=True)
             continue
         facts = facts_of(claim.model)
+        cut, num_parameters = slice_words(claim.model, claim.layers) if claim.layers else ([], facts["num_parameters"])
         own = [*RANDOM, *SHORT, f"training.max_steps={claim.steps}", f"hardware.gpus_per_node={claim.gpus}"]
-        words = without_repeats([claim.recipe, *own, "evaluation=none", *claim.words])
+        words = without_repeats([claim.recipe, *own, "evaluation=none", *claim.words, *cut])
+        environment = {"OMP_NUM_THREADS": str(claim.threads)}
+        environment |= {"TUNEBOOK_BENCH_KEEPS_GPUS": "1"} if claim.saves_in_its_turn else {}
         for number in range(1, claim.repeats + 1):
             first = next(places[claim.gpus])
             jobs.append(
@@ -96,11 +139,12 @@ def jobs_of(names: list[str], num_gpus: int) -> list[Job]:
                     gpus=tuple(range(first, first + claim.gpus)),
                     words=words,
                     priority=len(jobs),
-                    host_gib=claim.gpus * 4 * facts["num_parameters"] / 2**30,
+                    host_gib=claim.gpus * 4 * num_parameters / 2**30,
+                    needs=claim.needs,
                     turn_timeout_s=claim.timeout_s,
-                    environment={"OMP_NUM_THREADS": "8", "TUNEBOOK_BENCH_KEEPS_GPUS": "1"},
+                    environment=environment,
                     line={"recipe": claim.recipe, "overrides": words[1:], "weights": "random",
-                          "data": "generated documents", "layers": facts["num_layers"]},
+                          "data": "generated documents", "layers": claim.layers or facts["num_layers"]},
                 )
             )  # fmt: skip
     return jobs
@@ -115,7 +159,8 @@ def main() -> None:
     arguments = parser.parse_args()
     # Those that train, and the next ones getting ready: more would disturb what is timed.
     arguments.max_ranks = min(arguments.max_ranks, 2 * arguments.gpus)
-    run_jobs(jobs_of(arguments.only, arguments.gpus), arguments)
+    jobs = jobs_of(arguments.only, arguments.gpus)
+    run_jobs(jobs, arguments, start_building if any(job.needs for job in jobs) else dict)
 
 
 if __name__ == "__main__":

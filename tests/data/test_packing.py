@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tunebook.data.packing import longest_row, pack_balanced, rows_needed
+from tunebook.data.packing import at_most_in_a_row, longest_row, pack_balanced, pack_within, rows_needed
 
 
 def test_longest_documents_are_placed_first_on_the_shortest_row():
@@ -44,3 +44,25 @@ def test_rows_needed_of_exactly_full_rows():
 def test_a_document_longer_than_a_row_is_refused():
     with pytest.raises(ValueError, match="a document has 130 tokens, a row 128"):
         rows_needed([np.array([130, 4])], row_length=128, multiple_of=1)
+
+
+def test_rows_that_a_budget_has_filled_are_not_overfilled():
+    # Longest first: 3 | 3, then 2 | 2, and the last 2 would make 7.
+    documents = [3, 3, 2, 2, 2]
+    assert longest_row(documents, 2) == 7
+    assert pack_within(documents, 2, 6) == [[0, 1], [2, 3, 4]]
+    assert pack_within(documents, 2, 7) == pack_balanced(documents, 2)
+
+
+def test_documents_that_no_row_has_room_for_are_refused():
+    with pytest.raises(ValueError, match="document 2 of 4 tokens has no room in 2 x 6"):
+        pack_within([4, 4, 4], 2, 6)
+
+
+def test_no_row_exceeds_the_bound():
+    generator = np.random.default_rng(3)
+    for num_rows in (1, 2, 3, 8, 50):
+        documents = np.clip(generator.lognormal(4, 1, 40), 1, 900).astype(np.int64)
+        bound = at_most_in_a_row(int(documents.sum()), int(documents.max()), num_rows)
+        assert longest_row(documents, num_rows) <= bound
+    assert at_most_in_a_row(10, 4, 1) == 10

@@ -94,6 +94,21 @@ def test_a_token_budget_loses_and_repeats_nothing_and_fits_its_rows():
     assert min(full) > 0.9
 
 
+@pytest.mark.parametrize(("rows", "length"), [(4, 128), (2, 256), (8, 100)])
+def test_no_row_of_a_token_budget_is_longer_than_a_row(rows, length):
+    schedule = Schedule(
+        lengths=np.random.default_rng(4).integers(1, 100, 2000),
+        size=StepSize(tokens=rows * length, row_length=length),
+        rows_per_step=rows,
+        is_packed=True,
+        seed=0,
+    )
+    for step in schedule.steps_of_epoch(0):
+        dealt = schedule.rows_of_step(step)
+        assert sorted(document for row in dealt for document in row) == sorted(step.tolist())
+        assert max(int(schedule.lengths[row].sum()) for row in dealt) <= length
+
+
 def test_totals_count_documents_tokens_and_padding():
     lengths = np.array([10, 4, 6, 8], dtype=np.int64)
     (rank,) = batches_of(1, micro=2, rows=4, size=StepSize(documents=4), is_packed=False, num_steps=2, lengths=lengths)

@@ -141,3 +141,33 @@ def test_packed_rows_have_no_padding_and_unknown_lengths_no_share():
 def test_a_stated_mean_beyond_the_longest_document_is_cut():
     plan = solve_batch(config_of(PackingMode.isolated, 1, global_samples=4, mean_tokens=5000.0), None)
     assert plan.tokens_per_step == 4 * 1024
+
+
+@pytest.mark.parametrize(("samples", "max_steps"), [(6, None), (64, None), (64, 5)])
+def test_the_longest_row_is_that_of_the_runs_own_steps(samples, max_steps):
+    lengths = np.clip(np.random.default_rng(5).lognormal(5, 1, 1500), 16, 1024).astype(np.int64)
+    config = config_of(PackingMode.isolated, 2, global_samples=samples, num_epochs=2, max_steps=max_steps)
+    config.packing.row_length = 8192
+    plan = solve_batch(config, lengths)
+    schedule = schedule_of(config, plan, lengths)
+    steps = [step for epoch in range(2) for step in schedule.steps_of_epoch(epoch)][: plan.total_steps]
+    rows = [row for step in steps for row in schedule.rows_of_step(step)]
+    assert plan.longest_row == max(int(lengths[row].sum()) for row in rows)
+    assert plan.longest_row < 8192
+
+
+def test_the_longest_row_of_a_very_long_run_is_bounded(monkeypatch):
+    lengths = np.clip(np.random.default_rng(5).lognormal(5, 1, 1500), 16, 1024).astype(np.int64)
+    config = config_of(PackingMode.isolated, 2, global_samples=64)
+    config.packing.row_length = 8192
+    exact = solve_batch(config, lengths).longest_row
+    monkeypatch.setattr("tunebook.plan.batch._MOST_PACKED_AGAIN", 0)
+    bound = solve_batch(config, lengths).longest_row
+    assert exact <= bound <= exact + 1024
+
+
+def test_the_longest_row_where_none_is_packed_or_a_budget_fills_them():
+    lengths = np.full(1000, 256, dtype=np.int64)
+    assert solve_batch(config_of(PackingMode.isolated, 4, global_tokens=32768), lengths).longest_row == 1024
+    assert solve_batch(config_of(PackingMode.padded, 4, global_samples=16), lengths).longest_row == 256
+    assert solve_batch(config_of(PackingMode.isolated, 4, global_samples=16), None).longest_row is None

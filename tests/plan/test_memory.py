@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tunebook.config.auto import resolve_auto
@@ -12,6 +13,7 @@ from tunebook.config.choices import Checkpointing
 from tunebook.config.compose import compose
 from tunebook.config.schema import RunConfig
 from tunebook.hardware.detect import Machine
+from tunebook.plan.batch import solve_batch
 from tunebook.plan.memory import Memory, plan_memory
 
 GIB = 2**30
@@ -109,3 +111,15 @@ def test_an_overhead_larger_than_what_is_left_takes_the_yes_away() -> None:
     assert "with an overhead of about 0.8 GiB it is more than 0.7 GiB" in plan.verdict
     config.hardware.memory_gib = 2.0
     assert plan_memory(config).fits is True
+
+
+def test_rows_that_the_data_does_not_fill_take_less() -> None:
+    """16 documents of 256 tokens over 4 GPUs are 1,024 tokens each, whatever a row could hold."""
+    config = resolved("qwen3b_zero2", "hardware=hopper", "hardware.gpus_per_node=4", "training.global_samples=16")
+    lengths = np.full(1600, 256, dtype=np.int64)
+    batch = solve_batch(config, lengths)
+    assert config.packing.row_length is not None and config.packing.row_length > 1024 == batch.longest_row
+    as_filled = replace(config, packing=replace(config.packing, row_length=1024))
+    assert plan_memory(config, batch).memory == plan_memory(as_filled, solve_batch(as_filled, lengths)).memory
+    full, filled = plan_memory(config).memory.activations, plan_memory(config, batch).memory.activations
+    assert full is not None and filled is not None and filled < full / 2

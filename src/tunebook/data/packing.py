@@ -4,12 +4,14 @@ An optimizer step is a fixed set of documents; packing only decides which of the
 never the gradient. Rows carry no padding (kernels get the documents' boundaries), so what counts is that rows are
 equally long: every GPU then does the same work between two synchronisations. Longest-processing-time-first does that
 (Graham 1969: at most 4/3 of the best possible longest row), where best-fit decreasing would fill the first rows and
-leave the last ones short.
+leave the last ones short. Only where a token budget has filled every row nearly to its end, that may overfill one; the
+rows are then those that the budget was filled by.
 """
 
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 import numpy as np
@@ -36,9 +38,51 @@ def pack_balanced(lengths: Sequence[int] | Lengths, num_rows: int) -> list[list[
     return rows
 
 
+class BestFit:
+    """`num_rows` rows of `row_length` tokens; each document is put into the fullest one that has room for it."""
+
+    def __init__(self, num_rows: int, row_length: int) -> None:
+        self._room = [(row_length, row) for row in range(num_rows)]  # what each row has left, least first
+
+    @property
+    def room(self) -> int:
+        """Tokens that the emptiest row has left."""
+        return self._room[-1][0]
+
+    def put(self, tokens: int) -> int | None:
+        """The number of the row that the next document goes into; None where no row has room for it."""
+        if tokens > self.room:
+            return None
+        left, row = self._room.pop(bisect_left(self._room, (tokens, 0)))
+        insort(self._room, (left - tokens, row))
+        return row
+
+
+def pack_within(lengths: Sequence[int] | Lengths, num_rows: int, row_length: int) -> list[list[int]]:
+    """As `pack_balanced`, but never more than `row_length` tokens in a row.
+
+    `lengths` (num_documents,) are of documents that `BestFit` has found room for in this order.
+    """
+    balanced = pack_balanced(lengths, num_rows)
+    if _longest(lengths, balanced) <= row_length:
+        return balanced
+    filling = BestFit(num_rows, row_length)
+    rows: list[list[int]] = [[] for _ in range(num_rows)]
+    for position, tokens in enumerate(lengths):
+        row = filling.put(int(tokens))
+        if row is None:
+            raise ValueError(f"document {position} of {int(tokens)} tokens has no room in {num_rows} x {row_length}")
+        rows[row].append(position)
+    return rows
+
+
 def longest_row(lengths: Sequence[int] | Lengths, num_rows: int) -> int:
     """Tokens in the longest row that `pack_balanced` makes."""
-    return max(sum(int(lengths[position]) for position in row) for row in pack_balanced(lengths, num_rows))
+    return _longest(lengths, pack_balanced(lengths, num_rows))
+
+
+def _longest(lengths: Sequence[int] | Lengths, rows: list[list[int]]) -> int:
+    return max(sum(int(lengths[position]) for position in row) for row in rows)
 
 
 def rows_needed(steps: Sequence[Lengths], row_length: int, multiple_of: int) -> int:
@@ -58,5 +102,10 @@ def rows_needed(steps: Sequence[Lengths], row_length: int, multiple_of: int) -> 
 
 
 def _surely_fits(total: int, widest: int, num_rows: int, row_length: int) -> bool:
-    """Whether balanced packing fits without being tried: its longest row is at most the mean plus one document."""
-    return total / num_rows + widest * (1 - 1 / num_rows) <= row_length
+    """Whether balanced packing fits without being tried."""
+    return at_most_in_a_row(total, widest, num_rows) <= row_length
+
+
+def at_most_in_a_row(total: int, widest: int, num_rows: int) -> int:
+    """Tokens that no row of `pack_balanced` exceeds: the mean, and all but a share of the longest document."""
+    return (total + widest * (num_rows - 1)) // num_rows

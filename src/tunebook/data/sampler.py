@@ -8,7 +8,6 @@ an epoch may be smaller: the loss is weighted by tokens, so an empty row counts 
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
-from tunebook.data.packing import Lengths, pack_balanced
+from tunebook.data.packing import BestFit, Lengths, pack_balanced, pack_within
 
 Row = list[int]  # documents, by their number in the prepared data
 
@@ -55,21 +54,15 @@ def _fill_budgets(order: Lengths, lengths: Lengths, num_rows: int, row_length: i
     tokens_of = lengths.tolist()
     exhausted = False
     while True:
-        room = [(row_length, row) for row in range(num_rows)]  # what each row has left, least first
+        rows = BestFit(num_rows, row_length)
         step: list[int] = []
         skipped: list[int] = []
-        while len(skipped) < _LOOK_AHEAD and room[-1][0] > 0:
+        while len(skipped) < _LOOK_AHEAD and rows.room > 0:
             document = waiting.popleft() if waiting else next(upcoming, None)
             if document is None:
                 exhausted = True
                 break
-            tokens = tokens_of[document]
-            if tokens > room[-1][0]:
-                skipped.append(document)
-                continue
-            left, row = room.pop(bisect_left(room, (tokens, 0)))
-            insort(room, (left - tokens, row))
-            step.append(document)
+            (skipped if rows.put(tokens_of[document]) is None else step).append(document)
         waiting.extendleft(reversed(skipped))
         if step:
             yield np.asarray(step, dtype=np.int64)
@@ -98,7 +91,13 @@ class Schedule:
     def rows_of_step(self, documents: Lengths) -> list[Row]:
         """Deal one step's documents into exactly `rows_per_step` rows; some are empty in a short last step."""
         if self.is_packed:
-            packed = pack_balanced(self.lengths[documents], self.rows_per_step)
+            lengths = self.lengths[documents]
+            within = self.size.row_length if self.size.tokens is not None else None
+            packed = (
+                pack_balanced(lengths, self.rows_per_step)
+                if within is None
+                else pack_within(lengths, self.rows_per_step, within)
+            )
             return [[int(documents[position]) for position in row] for row in packed]
         rows: list[Row] = [[int(document)] for document in documents]
         return rows + [[] for _ in range(self.rows_per_step - len(rows))]

@@ -8,7 +8,7 @@ prepared, lengths are estimated from the data set's facts and the plan says so; 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,13 @@ import numpy as np
 from tunebook.config.choices import PackingMode
 from tunebook.config.estimate.activations import PADDED_TOKENS_PER_PASS
 from tunebook.config.schema import RunConfig
-from tunebook.data.packing import Lengths, rows_needed
+from tunebook.data.packing import Lengths, at_most_in_a_row, longest_row, rows_needed
 from tunebook.data.sampler import Schedule, StepSize, cut_into_steps, documents_in_steps, epoch_order
 from tunebook.errors import RequestError
 from tunebook.plan.flops import attended_length_tokens
+
+# Documents that are packed once more to find a run's longest row; the rest of a longer run is bounded (0.3 s).
+_MOST_PACKED_AGAIN = 200_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +48,7 @@ class BatchPlan:
     total_steps: int | None
     attended_length: float | None = None  # documents' lengths as a token sees them, `flops.attended_length_tokens`
     padding_share: float | None = None  # 0 to 1 of what an epoch computes; known with the documents' lengths
+    longest_row: int | None = None  # tokens, of all steps: what memory is needed for; known with the documents' lengths
 
     def to_json(self) -> dict[str, Any]:
         """The `batch` part of plan.json."""
@@ -111,9 +115,9 @@ def _packed(config: RunConfig, lengths: Lengths | None) -> BatchPlan:
         if lengths is None:
             return _plan(config, micro=micro, rows=rows, documents=_mean_documents(config, rows * length), lengths=None)
         steps = cut_into_steps(epoch_order(len(lengths), training.seed, 0), lengths, _step_size(config))
-        return _plan(
-            config, micro=micro, rows=rows, documents=len(lengths) / len(steps), lengths=lengths, num_steps=len(steps)
-        )
+        documents = len(lengths) / len(steps)
+        plan = _plan(config, micro=micro, rows=rows, documents=documents, lengths=lengths, num_steps=len(steps))
+        return replace(plan, longest_row=length)  # rows are filled to their ends, but for some tokens
     samples = training.global_samples
     assert samples is not None
     if samples < ranks:
@@ -129,7 +133,25 @@ def _packed(config: RunConfig, lengths: Lengths | None) -> BatchPlan:
     epochs = documents_in_steps(_unpacked_schedule(lengths, size, training.seed), _epochs_to_look_at(config, lengths))
     rows = rows_needed([lengths[step] for epoch in epochs for step in epoch], length, ranks * micro)
     rows = min(rows, math.ceil(samples / (ranks * micro)) * ranks * micro)
-    return _plan(config, micro=micro, rows=rows, documents=float(samples), lengths=lengths, num_steps=len(epochs[0]))
+    plan = _plan(config, micro=micro, rows=rows, documents=float(samples), lengths=lengths, num_steps=len(epochs[0]))
+    steps = [lengths[step] for epoch in epochs for step in epoch][: plan.total_steps]
+    return replace(plan, longest_row=min(length, _longest_row(steps, rows)))
+
+
+def _longest_row(steps: list[Lengths], num_rows: int) -> int:
+    """Tokens of the longest row of all steps, those first that may have it; a bound where there are very many."""
+    bounded = sorted(
+        ((at_most_in_a_row(int(step.sum()), int(step.max(initial=0)), num_rows), step) for step in steps if len(step)),
+        key=lambda pair: -pair[0],
+    )
+    longest, packed = 0, 0
+    for bound, step in bounded:
+        if bound <= longest:
+            break
+        if packed > _MOST_PACKED_AGAIN:
+            return bound
+        longest, packed = max(longest, longest_row(step, num_rows)), packed + len(step)
+    return longest
 
 
 def _unpacked_schedule(lengths: Lengths, size: StepSize, seed: int) -> Schedule:
@@ -166,7 +188,7 @@ def _padded(config: RunConfig, lengths: Lengths | None) -> BatchPlan:
             f"try training.global_samples={either}{_other_micro(samples, ranks, asked)}",
             problem_id="batch-not-divisible",
         )
-    return _plan(
+    plan = _plan(
         config,
         micro=asked or _largest_micro(samples // ranks, training.max_length),
         rows=samples,
@@ -174,6 +196,7 @@ def _padded(config: RunConfig, lengths: Lengths | None) -> BatchPlan:
         lengths=lengths,
         num_steps=math.ceil(len(lengths) / samples) if lengths is not None else None,
     )
+    return plan if lengths is None else replace(plan, longest_row=int(lengths.max(initial=0)))
 
 
 def _other_micro(samples: int, ranks: int, micro: int | None) -> str:

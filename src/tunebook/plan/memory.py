@@ -6,7 +6,7 @@ The numbers are those of `config.estimate`, by which `auto` decides about activa
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from tunebook.config.estimate import GIB, USABLE_SHARE, Estimate, estimate_memory
 from tunebook.config.estimate.overhead import overhead_bytes
@@ -55,12 +55,15 @@ class MemoryPlan:
 
 
 def plan_memory(config: RunConfig, batch: BatchPlan | None = None) -> MemoryPlan:
-    """Estimate a resolved configuration's memory and judge it; `batch` tells whether a step takes several passes."""
+    """Estimate a resolved configuration's memory and judge it.
+
+    `batch` tells whether a step takes several passes and, solved with the documents' lengths, how long its rows get.
+    """
     facts, capacity = config.model.facts, config.hardware.memory_gib
     if facts is None:
         return MemoryPlan(memory=Memory(capacity=capacity), fits=None, verdict=f"{_NOT_KNOWN}: nor is the model's size")
     accumulates = None if batch is None or batch.accumulation is None else batch.accumulation > 1
-    estimate = estimate_memory(config, facts, accumulates=accumulates)
+    estimate = estimate_memory(_with_rows_of(config, batch), facts, accumulates=accumulates)
     overhead = overhead_bytes(config, estimate.total_gib * GIB) / GIB
     parts = Memory(
         weights=estimate.weights_gib,
@@ -74,6 +77,17 @@ def plan_memory(config: RunConfig, batch: BatchPlan | None = None) -> MemoryPlan
     )
     fits, verdict = _judge(estimate, overhead, capacity)
     return MemoryPlan(memory=parts, fits=fits, verdict=verdict)
+
+
+def _with_rows_of(config: RunConfig, batch: BatchPlan | None) -> RunConfig:
+    """With rows as long as the longest that the data makes, which is less than they hold where a batch is small."""
+    if batch is None or not batch.longest_row:
+        return config
+    return replace(
+        config,
+        packing=replace(config.packing, row_length=batch.longest_row),
+        training=replace(config.training, micro_batch_size=batch.micro_batch_size),
+    )
 
 
 def _judge(estimate: Estimate, overhead: float, capacity: float | None) -> tuple[bool | None, str]:

@@ -127,11 +127,17 @@ def _how(key: str, batch: dict[str, Any], unit: str) -> str:
         asked = f"{batch['global_samples']} asked for" if batch.get("global_samples") else ""
         return ", ".join(part for part in (asked, "several to a row" if batch.get("is_packed") else "") if part)
     if key == "tokens_per_step":
-        length = f"rows hold up to {batch['row_length']:,}" if batch.get("row_length") else ""
-        return "estimated before the data was prepared" if batch.get("is_estimate") else length
+        return "estimated before the data was prepared" if batch.get("is_estimate") else _rows(batch)
     if key == "steps_per_epoch" and batch.get("num_documents"):
         return f"{format_count(batch['num_documents'])} documents"
     return ""
+
+
+def _rows(batch: dict[str, Any]) -> str:
+    if not batch.get("row_length"):
+        return ""
+    longest = f", the longest has {batch['longest_row']:,}" if batch.get("longest_row") else ""
+    return f"rows hold up to {batch['row_length']:,}{longest}"
 
 
 def _singular(name: str) -> str:
