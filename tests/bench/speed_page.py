@@ -25,8 +25,8 @@ KINDS = {
 }  # fmt: skip
 _TWO, _FOUR, _BESIDE_PEERS = "h200_speed_spread", "h200x4_speed", "h200x4_beside_peers"
 _ONE_PASS, _FLASH_4 = "h200_one_pass_head", "h200_flash_attention_4"
-_SELECTIVE, _SELECTIVE_TWO = "h200_selective", "h200x2_selective"
-_WITH_8B = (_TWO, _FOUR, _BESIDE_PEERS, _ONE_PASS, _FLASH_4, _SELECTIVE, _SELECTIVE_TWO)
+_SELECTIVE, _SELECTIVE_TWO, _SELECTIVE_FOUR = "h200_selective", "h200x2_selective", "h200x4_selective"
+_WITH_8B = (_TWO, _FOUR, _BESIDE_PEERS, _ONE_PASS, _FLASH_4, _SELECTIVE, _SELECTIVE_TWO, _SELECTIVE_FOUR)
 _TITAN = "torchtitan"
 _SUPERSEDED = "_sizes_open"  # a head's size was open to the compiler
 _VOLTA = {
@@ -91,13 +91,13 @@ def one_gpu(results: Path = RESULTS) -> Section:
     )
 
 
-def spread(file: str, title: str, results: Path = RESULTS) -> Section:
-    """Strategies over the GPUs of one machine, and the same on one of them."""
+def spread(file: str, title: str, results: Path = RESULTS, *, row_length: int = 8192) -> Section:
+    """Strategies over the GPUs of one machine in rows of some tokens, and the same on one of them."""
     newest = {line["name"]: line for line in read(file, results) if is_timed(line)}
     lines = [
         line
         for line in newest.values()
-        if line["model"] == "qwen25_3b" and "packing.row_length=8192" in line["variant"]
+        if line["model"] == "qwen25_3b" and {f"packing.row_length={row_length}", "activation=stored"} <= {*line["variant"]}
     ]
     alone = next(line["tokens_per_second_per_gpu"] for line in lines if line["gpus"] == 1)
     bars = []
@@ -108,7 +108,7 @@ def spread(file: str, title: str, results: Path = RESULTS) -> Section:
     return Section(
         key=file,
         title=title,
-        note="The same model with compiled blocks in rows of 8,192 tokens; tokens per second of each GPU.",
+        note=f"The same model with compiled blocks in rows of {row_length:,} tokens; tokens per second of each GPU.",
         bars=bars,
     )
 
@@ -280,9 +280,10 @@ def _said(settings: dict[str, Any]) -> str:
 def page(results: Path = RESULTS) -> str:
     """The page as HTML of one file."""
     two, four = spread(_TWO, "Spread over two GPUs", results), spread(_FOUR, "Spread over four GPUs", results)
+    longer = spread(_SELECTIVE_FOUR, "Spread over four GPUs, in longer rows", results, row_length=16384)
     others = [eight_billion(results), without_bf16(results)]
     alone = [one_gpu(results), beside_peers(results), computed_again(results), architectures(results)]
-    sections = [*alone, two, four, *others, *step_times(results), preparation(results)]
+    sections = [*alone, two, four, longer, *others, *step_times(results), preparation(results)]
     return render_page("speed.html.jinja", beside=Path(__file__).parent, sections=sections)
 
 

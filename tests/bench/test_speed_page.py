@@ -48,6 +48,11 @@ def test_four_gpus_are_drawn_beside_one_of_their_own_machine() -> None:
     assert bars["ddp, 4 GPUs"] == "24,138 tokens/s, 46.3 %; 96.2 % of one GPU"
     assert bars["fsdp, 4 GPUs"] == "21,467 tokens/s, 41.2 %; 85.6 % of one GPU"
     assert not any("16384" in name or "volta" in name for name in bars)
+    longer = spread("h200x4_selective", "longer", row_length=16384)
+    bars = {bar.name: bar.text for bar in longer.bars}
+    assert bars["ddp_16384, 4 GPUs"] == "26,206 tokens/s, 50.3 %; 95.7 % of one GPU"
+    assert bars["fsdp_16384, 4 GPUs"] == "25,394 tokens/s, 48.7 %; 92.7 % of one GPU"
+    assert len(bars) == 3
 
 
 def test_an_architecture_is_drawn_by_what_compiling_gains() -> None:
@@ -60,7 +65,7 @@ def test_an_architecture_is_drawn_by_what_compiling_gains() -> None:
 
 def test_llama_and_fp32_have_sections_of_their_own() -> None:
     bars = {bar.name: bar for bar in eight_billion().bars}
-    assert sum("precision=fp8" in name for name in bars) == 3
+    assert sum("precision=fp8" in name for name in bars) == 4
     assert not any("num_layers" in name for name in bars), "a slice is no Llama 3 8B"
     (ours,) = [bar for name, bar in bars.items() if name.endswith("parallelism=fsdp attention=varlen_attention "
                "model.compile_layers=true packing.row_length=16384")]  # fmt: skip
@@ -144,7 +149,11 @@ def test_the_page_escapes_what_results_say(tmp_path: Path) -> None:
     text = page(tmp_path)
     assert "<script>alert" not in text
     assert "&lt;script&gt;alert(1)" in text
-    spreads = (spread("h200_speed_spread", "two"), spread("h200x4_speed", "four"))
+    spreads = (
+        spread("h200_speed_spread", "two"),
+        spread("h200x4_speed", "four"),
+        spread("h200x4_selective", "longer", row_length=16384),
+    )
     sections = (
         one_gpu(),
         beside_peers(),

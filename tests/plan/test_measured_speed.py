@@ -79,6 +79,7 @@ def test_the_speeds_of_one_of_them_alone_are_recorded_too() -> None:
     }
     for file in ("h200x4_speed", "h200x4_beside_peers"):
         big.add(result(f"tests/bench/results/{file}.jsonl compiled_8192")["tokens_per_second_per_gpu"])
+    big.add(result("tests/bench/results/h200x4_selective.jsonl compiled_16384")["tokens_per_second_per_gpu"])
     (layers,) = (row for row in ALONE if row.model is LLAMA_8B_SLICE and row.compute is Compute.bf16)
     as_its_layers = layers.efficiency * BF16_PEAK * 1e12 / flops_per_token(LLAMA_8B, layers.attended_length)
     for row in SPREAD:

@@ -1,8 +1,8 @@
 """Attention over packed documents by torch's sdpa, one document after the other: on every GPU, and in fp32.
 
-Given a row as a whole, sdpa needs a mask of all its tokens squared, with which it takes its plain kernel in fp32 and
-keeps all scores of all heads. A document by itself needs no mask: any of sdpa's kernels can take it, and nothing is
-computed between documents.
+Given a row as a whole, sdpa needs a mask of all its tokens squared, which every layer keeps, and computes what the mask
+then hides. A document by itself needs no mask: any of sdpa's kernels can take it, and nothing is computed between
+documents.
 """
 
 from __future__ import annotations

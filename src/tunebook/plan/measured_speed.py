@@ -19,7 +19,7 @@ _SPEED, _SMALL = f"{RESULTS}h200_speed.jsonl", f"{RESULTS}h200_qwen05b_single.js
 _ONE_GPU, _FOUR = f"{RESULTS}h200_speed_one_gpu.jsonl", f"{RESULTS}h200x4_speed.jsonl"
 _BESIDE_PEERS = f"{RESULTS}h200x4_beside_peers.jsonl"
 _ONE_PASS, _FLASH_4 = f"{RESULTS}h200_one_pass_head.jsonl", f"{RESULTS}h200_flash_attention_4.jsonl"
-_SELECTIVE = f"{RESULTS}h200_selective.jsonl"
+_SELECTIVE, _SELECTIVE_FOUR = f"{RESULTS}h200_selective.jsonl", f"{RESULTS}h200x4_selective.jsonl"
 BF16_PEAK, FP32_PEAK, FP8_PEAK = 989.0, 67.0, 1979.0  # TFLOP/s of the GPU all was measured on
 MEASURED_ON = "H200"
 
@@ -276,8 +276,8 @@ SPREAD = (
         together=17_289, alone=22_233,
     ),
     Spread(
-        source=f"{_BESIDE_PEERS} fsdp", strategy=Strategy.fsdp, num_gpus=4, model=QWEN_3B, tokens_per_pass=8192,
-        together=21_496.7, alone=25_168.3,
+        source=f"{_SELECTIVE_FOUR} fsdp_16384", strategy=Strategy.fsdp, num_gpus=4, model=QWEN_3B,
+        tokens_per_pass=16384, together=25_393.55, alone=27_391.05,
     ),
     Spread(
         source=f"{_SPEED} fsdp", strategy=Strategy.fsdp, num_gpus=8, model=QWEN_3B, tokens_per_pass=8192,
@@ -295,8 +295,8 @@ SPREAD = (
         tokens_per_pass=8192, together=10_594.05, alone=12_502, is_alone_computed=True,
     ),
     Spread(
-        source=f"{_FOUR} ddp", strategy=Strategy.ddp, num_gpus=4, model=QWEN_3B, tokens_per_pass=8192,
-        together=24_138.5, alone=25_079.1,
+        source=f"{_SELECTIVE_FOUR} ddp_16384", strategy=Strategy.ddp, num_gpus=4, model=QWEN_3B,
+        tokens_per_pass=16384, together=26_205.55, alone=27_391.05,
     ),
     Spread(
         source=f"{_SPEED} zero3", strategy=Strategy.zero3, num_gpus=8, model=QWEN_3B, tokens_per_pass=8192,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -29,14 +30,14 @@ SIZES = {
 NOT_COUNTED = 4 * SIZES["num_attention_heads"] + 2 * 4
 
 
-def saved_bytes(num_layers, *, weights, is_mixed, attention="sdpa", is_adapter=False):
+def saved_bytes(num_layers, *, weights, is_mixed, attention="sdpa", is_adapter=False, dropout=0.0):
     """Bytes of what autograd saves of two documents of half a row each, copies of weights left out."""
     register(Attention.sdpa_by_document)
     config = AutoConfig.for_model("qwen2", num_hidden_layers=num_layers, tie_word_embeddings=True, **SIZES)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=weights)
     decoder = model.base_model
     if is_adapter:
-        lora = LoraConfig(r=RANK, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")
+        lora = LoraConfig(r=RANK, target_modules="all-linear", lora_dropout=dropout, task_type="CAUSAL_LM")
         wrapped = get_peft_model(model, lora)
         wrapped.enable_input_require_grads()
         decoder = wrapped.base_model.model.model
@@ -88,6 +89,35 @@ def test_a_layer_keeps_what_was_counted(sound, case):
     two, three = (saved_bytes(number, attention=attention.value, **options) for number in (2, 3))
     adapters = 7 * RANK * 2 if method is PeftMethod.lora else 0
     assert (three - two) / TOKENS - NOT_COUNTED - adapters == layer_bytes_per_token(sound, facts)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+@pytest.mark.parametrize("case", ["autocast", "fp32", "all_bf16", "lora", "lora_on_bf16", "lora_fp32"])
+@pytest.mark.parametrize("dropout", [0.0, 0.05])
+def test_zero3s_own_product_keeps_inputs_as_they_are(sound, monkeypatch, case, dropout):
+    """What it keeps more than torch's: on a CPU the rest of a dropout is larger, and the same with both."""
+    cases = CASES | {"lora_fp32": (Compute.fp32, MasterWeights.fp32, Attention.sdpa, PeftMethod.lora)}
+    compute, master, _, method = cases[case]
+    sound.precision.compute, sound.precision.master_weights = compute, master
+    sound.peft.method, sound.peft.dropout = method, dropout
+    sound.attention.implementation, sound.packing.row_length = Attention.sdpa, TOKENS
+    facts = sound.model.facts
+    for key, value in SIZES.items():
+        setattr(facts, key, value)
+    options = {
+        "weights": torch.bfloat16 if master is MasterWeights.bf16 else torch.float32,
+        "is_mixed": compute is Compute.bf16,
+        "is_adapter": method is PeftMethod.lora,
+        "dropout": dropout,
+    }
+    usual, planned = {}, {}
+    for strategy in (Strategy.ddp, Strategy.zero3):
+        sound.parallelism = ParallelismConfig(strategy=strategy)
+        if strategy is Strategy.zero3:
+            monkeypatch.setattr(torch.nn.functional, "linear", zero3_linear_wrap)
+        usual[strategy] = saved_bytes(3, **options) - saved_bytes(2, **options)
+        planned[strategy] = layer_bytes_per_token(sound, facts) * TOKENS
+    assert usual[Strategy.zero3] - usual[Strategy.ddp] == planned[Strategy.zero3] - planned[Strategy.ddp]
 
 
 @pytest.mark.parametrize(

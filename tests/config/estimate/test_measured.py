@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tunebook.config.choices import Attention, Checkpointing, Compute, Generation, MasterWeights, PeftMethod
+from tunebook.config.choices import Attention, Checkpointing, Compute, MasterWeights, PeftMethod
 from tunebook.config.compose import compose
 from tunebook.config.estimate import GIB, estimate_memory
 from tunebook.config.estimate.activations import activation_bytes
@@ -59,10 +59,9 @@ def test_dropout_looks_at_the_inputs_of_every_linear_layer(unusual):
     assert kept(unusual) == (20 + 6 * ROW) * ROW
 
 
-def test_the_plain_kernel_of_fp32_keeps_all_scores_on_a_gpu(unusual):
+def test_a_mask_in_fp32_keeps_no_scores(unusual):
+    """A row of 2,287 tokens took no more on an H200 than one of 2,288, which any of sdpa's kernels can take."""
     unusual.attention.implementation, unusual.precision.compute = Attention.sdpa, Compute.fp32
-    assert kept(unusual) == (50 + 8 * ROW) * ROW + 24 * 4 * 14 * ROW * ROW
-    unusual.hardware.generation = Generation.cpu
     assert kept(unusual) == (50 + 8 * ROW) * ROW
 
 

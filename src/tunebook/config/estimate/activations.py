@@ -13,7 +13,6 @@ from tunebook.config.choices import (
     Attention,
     Checkpointing,
     Compute,
-    Generation,
     MixedPrecision,
     PackingMode,
     PeftMethod,
@@ -62,12 +61,11 @@ def measured_bytes(config: RunConfig, facts: ModelFacts) -> tuple[float, float] 
         return None
     tokens, row = tokens_per_pass(config), _row_length(config)
     whole, largest = (fixed + tokens * (each + pair * row) for fixed, each, pair in (numbers[:3], numbers[3:]))
-    scores = tokens * _plain_kernel_bytes(config, facts)
     is_counted = compiled is not None or not _has_dropout(config)
     dropout = 0 if is_counted else of_layers(facts, tokens * facts.measured.linear_inputs)
     return (
-        of_layers(facts, whole) + facts.num_layers * scores + dropout,
-        largest + scores + dropout / max(1, facts.num_layers),
+        of_layers(facts, whole) + dropout,
+        largest + dropout / max(1, facts.num_layers),
     )
 
 
@@ -122,7 +120,8 @@ def layer_bytes_per_token(config: RunConfig, facts: ModelFacts) -> float:
         inner = 3.0 * element * facts.intermediate_size  # the activation is computed again
         if config.precision.compute is Compute.fp8 and config.model.compile_layers:
             inner /= 2  # fitted to one run: Llama 3 8B kept 11 GiB less on each of two H200 than bf16 is counted for
-    return norms + inner + _attention_bytes(config, facts, element) + _dropout_bytes(config, facts)
+    inputs = _dropout_bytes(config, facts) + _inputs_under_zero3(config, facts)
+    return norms + inner + _attention_bytes(config, facts, element) + inputs
 
 
 def _norm_bytes(config: RunConfig) -> float:
@@ -161,16 +160,27 @@ def _attention_bytes(config: RunConfig, facts: ModelFacts, element: int) -> floa
         kept += element * facts.hidden_size  # the output of each document, and once more in one piece
     if kernel is Attention.sdpa:
         kept += element * row  # one mask per layer, added to the scores of all heads
-    return kept + _plain_kernel_bytes(config, facts)
+    return kept
 
 
-def _plain_kernel_bytes(config: RunConfig, facts: ModelFacts) -> int:
-    """Measured on an H200: in fp32 with a mask PyTorch takes its plain kernel, which keeps all scores."""
-    is_gpu = config.hardware.generation is not Generation.cpu
-    is_masked = config.attention.implementation is Attention.sdpa
-    if not (is_gpu and is_masked and config.precision.compute is Compute.fp32):
-        return 0
-    return 4 * facts.num_attention_heads * _row_length(config)
+def _inputs_under_zero3(config: RunConfig, facts: ModelFacts) -> float:
+    """What the inputs of products take more than elsewhere: ZeRO-3 has a product of its own, which keeps them as given.
+
+    That is uncast, and also where the weight is frozen (deepspeed 0.19, runtime/zero/linear.py). Counted are the inputs
+    of an adapter's seven products; a test runs DeepSpeed's product.
+    """
+    settings, method = config.parallelism, config.peft.method
+    if settings.strategy is not Strategy.zero3 or config.model.compile_layers or method is PeftMethod.qlora:
+        return 0.0
+    hidden, inner = facts.hidden_size, facts.intermediate_size
+    is_fp32 = config.precision.compute is Compute.fp32
+    if method is PeftMethod.full:  # one norm's output for several products, where autocast casts it for each
+        return 0.0 if is_fp32 or _stream_element(config) == 2 else -2.0 * hidden
+    if is_fp32:
+        return 8.0 * hidden + 4.0 * inner if _has_dropout(config) else 0.0
+    if _stream_element(config) == 2:
+        return 16.0 * hidden + 4.0 * inner
+    return (20.0 * hidden if _has_dropout(config) else 0.0) + 4.0 * inner
 
 
 def _dropout_bytes(config: RunConfig, facts: ModelFacts) -> float:
