@@ -94,11 +94,8 @@ def one_gpu(results: Path = RESULTS) -> Section:
 def spread(file: str, title: str, results: Path = RESULTS, *, row_length: int = 8192) -> Section:
     """Strategies over the GPUs of one machine in rows of some tokens, and the same on one of them."""
     newest = {line["name"]: line for line in read(file, results) if is_timed(line)}
-    lines = [
-        line
-        for line in newest.values()
-        if line["model"] == "qwen25_3b" and {f"packing.row_length={row_length}", "activation=stored"} <= {*line["variant"]}
-    ]
+    words = {f"packing.row_length={row_length}", "activation=stored"}
+    lines = [line for line in newest.values() if line["model"] == "qwen25_3b" and words <= {*line["variant"]}]
     alone = next(line["tokens_per_second_per_gpu"] for line in lines if line["gpus"] == 1)
     bars = []
     for line in sorted(lines, key=lambda line: -line["tokens_per_second_per_gpu"]):

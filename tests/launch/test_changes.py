@@ -42,7 +42,7 @@ def test_where_auto_finds_nothing_that_fits_changes_do_and_none_is_what_it_took(
     asked = draft_run("llama2_70b_fsdp", words, [])
     assert (asked.exit_code, asked.resolution.config.parallelism.strategy.name) == (3, "fsdp")
     fitting = offered("llama2_70b_fsdp", *words)
-    assert words_of(fitting) == ["parallelism=fsdp_offload", "peft=lora"]
+    assert words_of(fitting) == ["parallelism=fsdp_offload", "peft=lora", "peft=qlora"]
     for one in fitting:
         assert draft_run("llama2_70b_fsdp", [*words, *one.change.words], []).memory.fits is True
 
@@ -79,7 +79,21 @@ def test_what_fits_with_less_is_not_offered_with_more():
 
 
 def test_nothing_is_offered_where_nothing_fits():
-    assert offered("llama2_70b_fsdp", "hardware=turing", "hardware.gpus_per_node=1", "hardware.num_nodes=1") == []
+    alone = ("hardware=turing", "hardware.gpus_per_node=1", "hardware.num_nodes=1", "hardware.memory_gib=8")
+    assert offered("llama2_70b_fsdp", *alone) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("hardware.gpus_per_node=1",), "peft=qlora"),
+        (("hardware.gpus_per_node=4", "hardware.memory_gib=12"), "parallelism=fsdp peft=qlora"),
+    ],
+)
+def test_adapters_are_offered_also_in_4_bits_and_with_what_divides_the_model(words, expected):
+    asked = ("hardware=ampere", "hardware.memory_gib=24", "hardware.host_memory_gib=64", *words)
+    words = [*{word.partition("=")[0]: word for word in asked}.values()]
+    assert expected in words_of(offered("llama3_8b_ddp", *words))
 
 
 def test_speeds_of_a_pair_multiply_and_an_unknown_one_stays_unknown():

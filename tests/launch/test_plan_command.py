@@ -105,7 +105,7 @@ def test_a_strategy_that_was_chosen_is_planned_like_one_that_was_typed(as_json: 
     )
     assert mine["value"] == theirs["value"] == "fsdp_grad_op"
     assert theirs["why"] == "as asked"
-    assert mine["why"].endswith("fit into 80% of 79.6 GiB; ddp would take 165.2 GiB")
+    assert mine["why"].endswith("fit into 82% of 79.6 GiB; ddp would take 165.2 GiB")
     assert chosen == typed
 
 
@@ -149,7 +149,7 @@ def test_a_plan_that_cannot_fit_ends_with_3(as_json: Any, capsys: pytest.Capture
         plan_command("qwen3b_zero2", [*TOO_LARGE], [], Console())
     out = capsys.readouterr().out
     assert "GiB are more than 8 GiB\n" in out  # below the plan itself
-    assert "Nothing that this machine can do makes it fit" in out
+    assert "None of the changes that were tried makes it fit" in out
 
 
 def test_a_plan_whose_host_is_too_small_ends_with_3(as_json: Any) -> None:
@@ -181,3 +181,15 @@ def test_planning_imports_neither_torch_nor_transformers() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stderr == "set()\n"
     assert json.loads(done.stdout)["recipe"] == "qwen3b_zero2"
+
+
+def test_what_would_fit_for_certain_is_named_where_that_is_in_doubt(as_json: Any, capsys: Any) -> None:
+    words = ["model=llama3_8b", "dataset=synthetic", "training.global_samples=64", "training.max_length=2048",
+             "hardware=hopper", "hardware.gpus_per_node=8", "parallelism=zero1"]  # fmt: skip
+    code, plan = as_json(None, *words)
+    assert (code, plan["fits"]) == (0, None)
+    assert ["parallelism=fsdp"] in [change["overrides"] for change in plan["would_fit"]]
+    assert plan_command(None, words, [], Console(width=200)) == 0
+    out = capsys.readouterr().out
+    assert "GiB of tensors are more than 79.6 GiB" in out
+    assert "What would fit for certain, by estimate" in out

@@ -101,6 +101,9 @@ def test_checkpointing_and_adapters_are_recorded() -> None:
     assert any(row.padding_share == USUAL_PADDING_SHARE for row in ALONE)
     for row in ADAPTERS:
         assert result(row.source)["tokens_per_second_per_gpu"] == row.adapter
+        if row.model is LLAMA_8B:
+            assert row.full in {spread.alone for spread in SPREAD if spread.model is LLAMA_8B}
+            continue
         full = next(spread.together for spread in SPREAD if spread.strategy is row.strategy and spread.num_gpus == 2)
         assert row.full == full
 

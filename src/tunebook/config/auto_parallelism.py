@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from tunebook.config.auto_passes import SHORT_ROW_TOKENS
 from tunebook.config.choices import Checkpointing, Generation, Strategy
 from tunebook.config.decisions import Decisions
-from tunebook.config.estimate import USABLE_SHARE, estimate_memory, gib_text
+from tunebook.config.estimate import USABLE_SHARE, estimate_memory, fits_into, gib_text
 from tunebook.config.frozen import PARALLELISM_SCHEMAS
 from tunebook.config.rules import check
 from tunebook.config.rules.frame import world_size
@@ -43,14 +43,9 @@ class _Tried:
     strategy: Strategy
     refusals: tuple[str, ...]  # the ids of the rules that it breaks
     total_gib: float | None  # estimated; None: not known
-    usable_gib: float | None  # None: not known
+    fits: bool | None  # by estimate; None: the memory or the model's size is not known
     checkpointing: Checkpointing
     row_length: int  # tokens
-
-    @property
-    def fits(self) -> bool:
-        """Whether it is estimated to fit."""
-        return self.total_gib is not None and self.usable_gib is not None and self.total_gib <= self.usable_gib
 
     @property
     def is_recomputed(self) -> bool:
@@ -109,11 +104,12 @@ def _try(config: RunConfig, strategy: Strategy, decide_passes: DecidePasses) -> 
     decide_passes(decisions)
     resolved = decisions.config
     facts, memory = resolved.model.facts, resolved.hardware.memory_gib
+    total = None if facts is None else estimate_memory(resolved, facts).total_gib
     return _Tried(
         strategy=strategy,
         refusals=tuple(problem.id for problem in check(resolved) if problem.is_error),
-        total_gib=None if facts is None else estimate_memory(resolved, facts).total_gib,
-        usable_gib=None if memory is None else memory * USABLE_SHARE,
+        total_gib=total,
+        fits=None if total is None or memory is None else fits_into(resolved, total, memory),
         checkpointing=resolved.activation.checkpointing,
         row_length=resolved.packing.row_length or resolved.training.max_length,
     )
@@ -130,7 +126,7 @@ def _why(config: RunConfig, chosen: _Tried, tried: list[_Tried]) -> str:
 
 def _for(config: RunConfig, chosen: _Tried) -> str:
     what = _WHAT[chosen.strategy]
-    if chosen.usable_gib is None:
+    if config.hardware.memory_gib is None:
         return f"{what}; the memory is not known, and this is the safe side"
     if chosen.total_gib is None:
         return f"{what}; the model's size is not known before it is loaded, and this is the safe side"
@@ -147,6 +143,6 @@ def _against(one: _Tried, chosen: _Tried) -> str | None:
         return f"{one.strategy.name} would have to compute in rows of {one.row_length} tokens"
     if one.fits:
         return f"{one.strategy.name} would have to recompute activations"
-    if one.total_gib is None or one.usable_gib is None:
+    if one.total_gib is None or one.fits is None:
         return None
     return f"{one.strategy.name} would take {gib_text(one.total_gib)}"

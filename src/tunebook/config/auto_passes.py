@@ -17,8 +17,7 @@ from tunebook.config.choices import (
     Strategy,
 )
 from tunebook.config.decisions import Decisions
-from tunebook.config.estimate import GIB, USABLE_SHARE, estimate_memory, gib_text
-from tunebook.config.estimate.overhead import overhead_bytes
+from tunebook.config.estimate import USABLE_SHARE, estimate_memory, fits_into, gib_text
 from tunebook.config.rules.attention import FLASH, WITHOUT_MASK
 from tunebook.config.rules.frame import world_size
 from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig
@@ -60,15 +59,29 @@ def _row_length(config: RunConfig) -> tuple[int, str]:
         target = _FULL_COMPILED_ROW_TOKENS
     if target is None or config.hardware.generation is Generation.cpu:
         return length, "training.max_length: the shortest row that holds every document"
+    target = min(target, _filled_by_a_step(config))
     row, again = _longest_row(config, target, _kept(config)), ""
     if _may_compute_again(config):
         longer = _longest_row(config, target, Checkpointing.selective)
         if _is_worth_computing_again(config, row, longer):
             row, again = longer, " with norms and activation functions computed again"
     if row == length:
-        return row, "training.max_length: a longer row would not divide the batch or not fit into memory"
+        return row, "training.max_length: a step fills no longer row, or none would divide the batch or fit into memory"
     times = f"{row // length} x training.max_length"
     return row, f"{times}: a longer pass keeps the GPU busy, and is estimated to fit{again}"
+
+
+def _filled_by_a_step(config: RunConfig) -> int:
+    """Tokens that a row can be filled with by the documents of a step, when every GPU gets one row of them.
+
+    Steps of few documents differ, so they are taken for twice as long as the stated mean.
+    """
+    training, ranks = config.training, world_size(config)
+    if training.global_samples is None:
+        return training.global_tokens or training.max_length
+    documents = training.global_samples / ranks
+    mean = min(2 * (config.dataset.mean_tokens or training.max_length), training.max_length)
+    return min(math.ceil(documents) * training.max_length, math.ceil(documents * mean) + training.max_length)
 
 
 def _longest_row(config: RunConfig, target: int, checkpointing: Checkpointing) -> int:
@@ -121,15 +134,12 @@ def _fits(config: RunConfig, row: int, checkpointing: Checkpointing) -> bool:
     if facts is None or memory is None:
         return False
     longer = replace(config, packing=replace(config.packing, row_length=row))
-    if checkpointing is Checkpointing.selective:
-        return _fits_with_parts_computed_again(longer, facts, memory)
-    return estimate_memory(longer, facts, checkpointing=checkpointing).total_gib <= memory * USABLE_SHARE
+    return _fits_with(longer, facts, memory, checkpointing)
 
 
-def _fits_with_parts_computed_again(config: RunConfig, facts: ModelFacts, memory: float) -> bool:
-    """Whether the plan says so, which adds what fills a GPU besides tensors: whole layers would leave more room."""
-    tensors = estimate_memory(config, facts, checkpointing=Checkpointing.selective).total_gib
-    return tensors <= memory * USABLE_SHARE and tensors + overhead_bytes(config, tensors * GIB) / GIB <= memory
+def _fits_with(config: RunConfig, facts: ModelFacts, memory: float, checkpointing: Checkpointing) -> bool:
+    tensors = estimate_memory(config, facts, checkpointing=checkpointing).total_gib
+    return fits_into(config, tensors, memory)
 
 
 def _micro_batch_size(config: RunConfig) -> tuple[int | None, str]:
@@ -155,10 +165,12 @@ def _checkpointing(config: RunConfig) -> tuple[Checkpointing, str]:
     estimate = estimate_memory(config, facts, checkpointing=Checkpointing.disabled)
     working = estimate.buffers_gib + estimate.activations_gib
     parts = f"{gib_text(estimate.states_gib)} of states and {gib_text(working)} of activations and buffers"
-    usable, there = memory * USABLE_SHARE, f"{USABLE_SHARE:.0%} of {memory:g} GiB"
-    if estimate.total_gib <= usable:
+    there = f"{USABLE_SHARE:.0%} of {memory:g} GiB"
+    if fits_into(config, estimate.total_gib, memory):
         return Checkpointing.disabled, f"estimated {parts} fit into {there}, and it is faster"
-    if _may_compute_again(config) and _fits_with_parts_computed_again(config, facts, memory):
+    if estimate.total_gib <= memory * USABLE_SHARE:
+        there = f"{memory:g} GiB beside what is there besides tensors"
+    if _may_compute_again(config) and _fits_with(config, facts, memory, Checkpointing.selective):
         again = estimate_memory(config, facts, checkpointing=Checkpointing.selective)
         left = gib_text(again.buffers_gib + again.activations_gib)
         does = f"with norms and activation functions computed again {left} of the latter do"

@@ -95,7 +95,14 @@ _OTHER_LEARNING = (
         changes_learning=True,
     ),
     Change(words=("peft=lora",), speed=None, note="trains an adapter instead of the model", changes_learning=True),
+    Change(
+        words=("peft=qlora",),
+        speed=None,
+        note="trains an adapter of the model in 4 bits",
+        changes_learning=True,
+    ),
 )
+_ADAPTERS = _OTHER_LEARNING[1:]
 
 
 def changes_that_fit(recipe: str | None, overrides: list[str], recipes_dirs: list[Path], draft: Draft) -> list[Fitting]:
@@ -138,7 +145,9 @@ def _candidates(draft: Draft) -> list[Change]:
     single = [change for change in strategies if change.words != (f"parallelism={config.parallelism.strategy.name}",)]
     if (config.training.micro_batch_size or 1) > 1:
         single.append(_SMALLER_PASSES)
+    strategies_of_adapters = [change for change in single if change in (*_SHARDED, *_OFFLOADED)]
     single += _OTHER_LEARNING
+    single += [_both(strategy, adapter) for adapter in _ADAPTERS for strategy in strategies_of_adapters]
     less = _keeping_less(config)
     pairs = [_both(change, other) for change in single for other in less]
     return sorted([*single, *less, *pairs], key=_rank)

@@ -30,8 +30,8 @@ def plan_command(
     wrong request, DoesNotFitError (after printing) for a plan that cannot fit.
     """
     draft = draft_run(recipe, overrides, recipes_dirs)
-    is_too_large = draft.fits is False
-    fitting = changes_that_fit(recipe, overrides, recipes_dirs, draft) if is_too_large else []
+    is_in_doubt = draft.fits is False or (draft.memory is not None and draft.memory.is_in_doubt)
+    fitting = changes_that_fit(recipe, overrides, recipes_dirs, draft) if is_in_doubt else []
     if as_json:
         content = draft_json(draft) | {"would_fit": [change.to_json() for change in fitting]}
         json.dump(content, sys.stdout, indent=2, ensure_ascii=False, allow_nan=False)
@@ -45,16 +45,17 @@ def plan_command(
     show_memory(draft.memory, console)
     show_host_memory(draft.host, console)
     show_time(draft.time, console)
-    if is_too_large:
-        _show_changes(fitting, console)
+    if is_in_doubt:
+        _show_changes(fitting, console, is_too_large=draft.fits is False)
     draft.raise_if_too_large()
     return 0
 
 
-def _show_changes(fitting: list[Fitting], console: Console) -> None:
+def _show_changes(fitting: list[Fitting], console: Console, *, is_too_large: bool) -> None:
     lines = [f"  {change.line()}" for change in fitting]
     if lines:
-        lines.insert(0, "What would fit, by estimate, to be typed after the recipe:")
-    else:
-        lines = ["Nothing that this machine can do makes it fit: take more or larger GPUs, or a smaller model"]
+        would = "What would fit" if is_too_large else "What would fit for certain"
+        lines.insert(0, f"{would}, by estimate, to be typed after the recipe:")
+    elif is_too_large:
+        lines = ["None of the changes that were tried makes it fit: take more or larger GPUs, or a smaller model"]
     console.print(Text("\n".join(lines)), highlight=False, soft_wrap=True)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tunebook.config.choices import PackingMode
-from tunebook.config.estimate.activations import PADDED_TOKENS_PER_PASS
+from tunebook.config.estimate.activations import largest_micro_batch
 from tunebook.config.schema import RunConfig
 from tunebook.data.packing import Lengths, at_most_in_a_row, longest_row, rows_needed
 from tunebook.data.sampler import Schedule, StepSize, cut_into_steps, documents_in_steps, epoch_order
@@ -64,9 +64,11 @@ def solve_batch(config: RunConfig, lengths: Lengths | None) -> BatchPlan:
     """
     samples = config.training.global_samples
     if lengths is not None and samples is not None and len(lengths) < samples:
+        ranks = world_size(config)
+        fewer = max(1, len(lengths) // 10 // ranks) * ranks  # equally many for every GPU
         raise RequestError(
             f"training.global_samples={samples} is more than the {len(lengths)} documents there are; "
-            f"try training.global_samples={max(1, len(lengths) // 10)}",
+            f"try training.global_samples={fewer}",
             problem_id="batch-larger-than-data",
         )
     if config.packing.mode is PackingMode.isolated:
@@ -190,7 +192,7 @@ def _padded(config: RunConfig, lengths: Lengths | None) -> BatchPlan:
         )
     plan = _plan(
         config,
-        micro=asked or _largest_micro(samples // ranks, training.max_length),
+        micro=asked or largest_micro_batch(samples // ranks, training.max_length),
         rows=samples,
         documents=float(samples),
         lengths=lengths,
@@ -204,11 +206,6 @@ def _other_micro(samples: int, ranks: int, micro: int | None) -> str:
         return ""
     fitting = max(size for size in range(1, micro + 1) if (samples // ranks) % size == 0)
     return f", or training.micro_batch_size={fitting}"
-
-
-def _largest_micro(samples_per_rank: int, max_length: int) -> int:
-    cap = max(1, PADDED_TOKENS_PER_PASS // max_length)
-    return max(size for size in range(1, min(cap, samples_per_rank) + 1) if samples_per_rank % size == 0)
 
 
 def _require_multiple(rows: int, unit: int, ranks: int, length: int) -> None:

@@ -100,11 +100,17 @@ def spread_like(config: RunConfig, facts: ModelFacts) -> Spread | None:
     return min(_spreads(config), key=distance)
 
 
-def adapter_like(config: RunConfig) -> Adapter | None:
-    """What an adapter reached with this strategy, else with ZeRO-2; None in a full fine-tune."""
+def adapter_like(config: RunConfig, facts: ModelFacts) -> Adapter | None:
+    """What an adapter reached in such layers, compiled or not, of the nearest width; None in a full fine-tune."""
     if config.peft.method is PeftMethod.full:
         return None
-    return next((row for row in ADAPTERS if row.strategy is config.parallelism.strategy), ADAPTERS[0])
+
+    def distance(row: Adapter) -> tuple[bool, float, bool]:
+        width = _distance(row.model.hidden_size, facts.hidden_size)
+        is_other = row.strategy is not config.parallelism.strategy
+        return row.is_compiled is not bool(config.model.compile_layers), width, is_other
+
+    return min(ADAPTERS, key=distance)
 
 
 def measured_as(strategy: Strategy) -> Strategy:

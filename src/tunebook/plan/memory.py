@@ -53,6 +53,11 @@ class MemoryPlan:
     fits: bool | None  # None: the estimate is too rough to say
     verdict: str  # the same as a sentence, with its reason
 
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether there are numbers, and they are too near the capacity to say."""
+        return self.fits is None and self.memory.total is not None and self.memory.capacity is not None
+
 
 def plan_memory(config: RunConfig, batch: BatchPlan | None = None) -> MemoryPlan:
     """Estimate a resolved configuration's memory and judge it.
@@ -100,6 +105,9 @@ def _judge(estimate: Estimate, overhead: float, capacity: float | None) -> tuple
     tensors = estimate.total_gib
     if estimate.states_gib > capacity or tensors > capacity * SURELY_TOO_LARGE:
         return False, f"does not fit: {tensors:.1f} GiB are more than {capacity:g} GiB"
+    if tensors > capacity:
+        why = f"{tensors:.1f} GiB of tensors are more than {capacity:g} GiB, and the estimate may be too high"
+        return None, f"{_NOT_KNOWN}: {why}"
     if tensors > capacity * USABLE_SHARE:
         return None, f"{_NOT_KNOWN}: more than {USABLE_SHARE:.0%} of {capacity:g} GiB leaves little for the overhead"
     if tensors + overhead > capacity:

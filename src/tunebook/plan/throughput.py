@@ -28,6 +28,7 @@ from tunebook.plan.measured_speed import (
     SELECTIVE_LORA,
     STORED,
     USUAL_PADDING_SHARE,
+    Adapter,
     Alone,
     Selective,
     Spread,
@@ -100,7 +101,7 @@ def _estimate(config: RunConfig, batch: BatchPlan, facts: ModelFacts, peak: Peak
     is_recomputed = config.activation.checkpointing is Checkpointing.enabled
     if is_recomputed:
         flops += recomputed_flops_per_token(facts, attended)
-    adapter = adapter_like(config)
+    adapter = adapter_like(config, facts)
     # In fp32 both ways reached two thirds of the peak: products take so long that nothing else shows.
     gain = 1.0 if row.compute is Compute.fp32 else RECOMPUTED_GAIN ** (is_recomputed - row.is_recomputed)
     gain *= (_selective(config).gain if _is_selective(config) else 1) / (SELECTIVE.gain if row.is_selective else 1)
@@ -118,7 +119,7 @@ def _estimate(config: RunConfig, batch: BatchPlan, facts: ModelFacts, peak: Peak
         gpu_hours=None if hours is None else hours * ranks,
         efficiency=work * speed / real,
         peak_tflops=peak.tflops,
-        assumption=_assumption(config, batch, peak, row, spread),
+        assumption=_assumption(config, batch, peak, row, spread, adapter),
     )
 
 
@@ -159,7 +160,9 @@ def _lost_seconds(spread: Spread | None, facts: ModelFacts) -> float:
     return spread.lost_seconds * math.sqrt(growth)
 
 
-def _assumption(config: RunConfig, batch: BatchPlan, peak: Peak, row: Alone, spread: Spread | None) -> str:
+def _assumption(
+    config: RunConfig, batch: BatchPlan, peak: Peak, row: Alone, spread: Spread | None, adapter: Adapter | None
+) -> str:
     """Everything that the estimate takes for granted, the most doubtful first."""
     generation, compute, strategy = config.hardware.generation, config.precision.compute, config.parallelism.strategy
     parts = [f"the share of its peak that {row.text} reached"]
@@ -171,7 +174,7 @@ def _assumption(config: RunConfig, batch: BatchPlan, peak: Peak, row: Alone, spr
         parts.append(f"{compute.name} is as {row.compute.name}")
     if config.model.compile_layers and not row.is_compiled:
         parts.append("compiled blocks are no faster than they were there")
-    if adapter := adapter_like(config):
+    if adapter is not None:
         parts.append(f"LoRA computes at {adapter.gain:.0%} of a full fine-tune's share ({adapter.text})")
     if row.is_packed != batch.is_packed:
         parts.append("padded rows reach the same share as packed ones")

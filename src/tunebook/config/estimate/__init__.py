@@ -20,15 +20,16 @@ from dataclasses import dataclass, replace
 from tunebook.config.choices import Checkpointing, PackingMode
 from tunebook.config.estimate.activations import activation_bytes, head_bytes, one_layer_bytes
 from tunebook.config.estimate.buffers import bucket_bytes, buffer_bytes
+from tunebook.config.estimate.overhead import overhead_bytes
 from tunebook.config.estimate.parameters import count_parameters
 from tunebook.config.estimate.states import States, earlier_gradient_bytes, state_bytes
 from tunebook.config.schema import ModelFacts, RunConfig
 
 GIB = 2**30
 # What tensors may fill of the memory. The rest is the CUDA context, communication buffers and unusable pieces, which
-# `overhead` estimates. A fifth was enough for the pieces of 42 of 44 runs on H200s (the other two had an optimizer on
-# the host); no run was made at this edge yet, so nothing larger is taken for fitting.
-USABLE_SHARE = 0.8
+# `overhead` estimates. The fullest runs on H200s held 86% (one GPU), 85% (DDP) and 83% (FSDP) without running out
+# (tests/bench/results: h200_memory.jsonl, h200x2_selective.jsonl), and no estimate was more than 5% too low.
+USABLE_SHARE = 0.82
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +82,12 @@ def estimate_memory(
         activations_gib=_last_layer_bytes(config, facts, states, is_recomputed=is_recomputed) / GIB,
     )
     return max(begins, ends, key=lambda moment: moment.total_gib)
+
+
+def fits_into(config: RunConfig, tensors_gib: float, memory_gib: float) -> bool:
+    """Whether a peak of tensors leaves room on a GPU for what is there besides them."""
+    besides = overhead_bytes(config, tensors_gib * GIB) / GIB
+    return tensors_gib <= memory_gib * USABLE_SHARE and tensors_gib + besides <= memory_gib
 
 
 def gib_text(value: float) -> str:

@@ -18,7 +18,7 @@ from tunebook.config.choices import (
     PeftMethod,
     Strategy,
 )
-from tunebook.config.estimate.parameters import of_layers
+from tunebook.config.estimate.parameters import count_parameters, of_layers
 from tunebook.config.estimate.states import weight_element
 from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig
 
@@ -26,7 +26,7 @@ from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig
 # makes the gradients in the forward pass, on tiles of as many tokens and all words.
 _HEAD_TOKENS, _HEAD_WORDS = 4096, 32768
 # Padded rows per pass where nobody says: as many as stay within this many tokens, when all are of the full length.
-PADDED_TOKENS_PER_PASS = 8192
+_PADDED_TOKENS_PER_PASS = 8192
 # Keys and values once for each query's head.
 _REPEATING = (Attention.sdpa, Attention.sdpa_by_document, Attention.eager)
 
@@ -105,8 +105,22 @@ def tokens_per_pass(config: RunConfig) -> int:
     """Tokens of one micro batch whose rows are full; where its size is left open, of the largest that may be taken."""
     rows = config.training.micro_batch_size
     if rows is None and config.packing.mode is PackingMode.padded:
-        rows = PADDED_TOKENS_PER_PASS // config.training.max_length
+        rows = _padded_rows(config)
     return max(1, rows or 1) * _row_length(config)
+
+
+def _padded_rows(config: RunConfig) -> int:
+    samples, length = config.training.global_samples, config.training.max_length
+    ranks = max(1, config.hardware.num_nodes) * max(1, config.hardware.gpus_per_node or 1)
+    if samples is None or samples < ranks:
+        return _PADDED_TOKENS_PER_PASS // max(1, length)
+    return largest_micro_batch(samples // ranks, length)
+
+
+def largest_micro_batch(samples_per_rank: int, max_length: int) -> int:
+    """Padded rows of a pass: the largest divisor of a rank's documents that stays within a pass's tokens."""
+    most = max(1, _PADDED_TOKENS_PER_PASS // max(1, max_length))
+    return max(size for size in range(1, min(most, samples_per_rank) + 1) if samples_per_rank % size == 0)
 
 
 def layer_bytes_per_token(config: RunConfig, facts: ModelFacts) -> float:
@@ -215,7 +229,7 @@ def head_bytes(config: RunConfig, facts: ModelFacts) -> float:
 
 def head_gradient_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """The output head's gradient, with which the backward pass begins: in fp32, and nothing where it is frozen."""
-    return 4.0 * facts.vocab_size * facts.hidden_size if config.peft.method is PeftMethod.full else 0.0
+    return 4.0 * count_parameters(config, facts).trained_head
 
 
 def _stream_element(config: RunConfig) -> int:

@@ -17,19 +17,42 @@ class Parameters:
     layers: int  # of all decoder layers together, adapters not counted
     embeddings: int  # one matrix (vocab_size, hidden_size)
     trained_embeddings: int  # the same where it is trained
+    trained_head: int  # of an output head with a weight of its own, or one that an adapter trains whole
+
+
+# What the embeddings and the output head are called in transformers' models.
+EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
+HEADS = ("lm_head", "embed_out")
 
 
 def count_parameters(config: RunConfig, facts: ModelFacts) -> Parameters:
     """Count a configuration's parameters."""
     embeddings = facts.vocab_size * facts.hidden_size
-    is_full = config.peft.method is PeftMethod.full
+    if config.peft.method is PeftMethod.full:
+        return Parameters(
+            trained=facts.num_parameters,
+            frozen=0,
+            layers=_in_layers(facts),
+            embeddings=embeddings,
+            trained_embeddings=embeddings,
+            trained_head=embeddings,
+        )
+    saved = {last_name(module) for module in config.peft.modules_to_save}  # PEFT trains a copy of each
+    saved_embeddings, saved_head = (embeddings * bool(saved & {*names}) for names in (EMBEDDINGS, HEADS))
+    adapter = config.peft.rank * _adapter_of_rank_one(facts, config.peft.target_modules)
     return Parameters(
-        trained=facts.num_parameters if is_full else config.peft.rank * _adapter_of_rank_one(facts),
-        frozen=0 if is_full else facts.num_parameters,
+        trained=adapter + saved_embeddings + saved_head,
+        frozen=facts.num_parameters,
         layers=_in_layers(facts),
         embeddings=embeddings,
-        trained_embeddings=embeddings if is_full else 0,
+        trained_embeddings=saved_embeddings,
+        trained_head=saved_head,
     )
+
+
+def last_name(module: str) -> str:
+    """Of a module's dotted name, by which PEFT finds it."""
+    return module.rpartition(".")[2]
 
 
 def of_layers(facts: ModelFacts, measured: float) -> float:
@@ -44,10 +67,21 @@ def _in_layers(facts: ModelFacts) -> int:
     return max(0, facts.num_parameters - facts.vocab_size * facts.hidden_size * (1 if facts.tie_word_embeddings else 2))
 
 
-def _adapter_of_rank_one(facts: ModelFacts) -> int:
-    """Inputs and outputs of the linear layers: query and output, key and value, and the three of the feed-forward."""
+def linear_layers(facts: ModelFacts) -> dict[str, int]:
+    """Of a decoder layer that the formulas are for: inputs and outputs of each linear layer, by its name."""
+    hidden, inner = facts.hidden_size, facts.intermediate_size
+    keys = hidden * facts.num_key_value_heads // max(1, facts.num_attention_heads)
+    attention = {"q_proj": 2 * hidden, "k_proj": hidden + keys, "v_proj": hidden + keys, "o_proj": 2 * hidden}
+    return attention | dict.fromkeys(("gate_proj", "up_proj", "down_proj"), hidden + inner)
+
+
+def _adapter_of_rank_one(facts: ModelFacts, target_modules: list[str]) -> int:
+    """Inputs and outputs of the layers that an adapter is put on: of all linear ones where a name is not known."""
     if facts.measured is not None:
         return round(of_layers(facts, facts.measured.adapter_parameters))
-    hidden, inner = facts.hidden_size, facts.intermediate_size
-    keys = hidden * facts.num_key_value_heads // facts.num_attention_heads
-    return (2 * (hidden + hidden) + 2 * (hidden + keys) + 3 * (hidden + inner)) * facts.num_layers
+    layers, named = linear_layers(facts), {last_name(module) for module in target_modules}
+    head = facts.hidden_size + facts.vocab_size if named & {*HEADS} else 0
+    chosen = [layers[name] for name in named if name in layers]
+    if not named or named - {*layers, *HEADS}:
+        chosen = list(layers.values())
+    return sum(chosen) * facts.num_layers + head
