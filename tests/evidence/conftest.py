@@ -12,8 +12,9 @@ import pytest
 
 from tunebook.config.auto import resolve_auto
 from tunebook.config.compose import compose
-from tunebook.config.frozen import config_to_yaml
+from tunebook.config.frozen import config_to_yaml, load_config
 from tunebook.hardware.detect import Machine
+from tunebook.record.config_hash import config_hash
 from tunebook.record.files import RUN_FILE
 from tunebook.record.manifest import MANIFEST_FILE, RunState, finish_manifest, read_manifest, start_manifest
 
@@ -60,7 +61,8 @@ def make_run(whole_run: Path, tmp_path: Path) -> MakeRun:
         gpus: int = 0,
         replaced: dict[str, str] | None = None,
     ) -> Path:
-        folder = tmp_path / "outputs" / "quickstart" / f"2026-11-21T10-00-{next(count):02d}Z"
+        number = next(count)
+        folder = tmp_path / "outputs" / "quickstart" / f"2026-11-21T10-00-{number:02d}Z"
         shutil.copytree(whole_run, folder)
         if words:
             config = resolve_auto(compose("quickstart", list(words)).config, CPU).config
@@ -71,7 +73,13 @@ def make_run(whole_run: Path, tmp_path: Path) -> MakeRun:
             (folder / RUN_FILE).write_text(text.replace(old, new))
         _change_manifest(folder, manifest or {}, gpus)
         lines = [
-            {"step": step, "loss": loss, "tokens_per_second_per_gpu": speed, "memory_gib": [memory]}
+            {
+                "step": step,
+                "loss": loss,
+                "tokens_per_second_per_gpu": speed,
+                "memory_gib": [memory],
+                "seconds": 0.1 + number / 1000,
+            }  # no two runs take the same time
             | ({} if loss is not None else {"not_finite": ["loss"]})
             for step, loss in enumerate(losses or curve(), 1)
         ]
@@ -87,6 +95,8 @@ def make_run(whole_run: Path, tmp_path: Path) -> MakeRun:
 def _change_manifest(folder: Path, changes: dict[str, dict[str, Any]], gpus: int) -> None:
     manifest = read_manifest(folder)
     manifest["code"] = {"git_commit": "a" * 40, "git_diff_sha256": None, "is_clean": True, "reason": None}
+    config = load_config(folder / RUN_FILE)
+    manifest |= {"config_sha256": config_hash(config), "seed": config.training.seed}
     manifest["hardware"] |= {"gpus": [H200] * gpus, "driver": "580.1" if gpus else None, "cpus": 2, "memory_gib": 8.0}
     for section, values in changes.items():
         manifest[section] = manifest[section] | values

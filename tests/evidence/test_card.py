@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tunebook.errors import RequestError
+from tunebook.errors import DataError, RequestError
 from tunebook.evidence.card import BEGIN, END, plot_file, update_card, with_section
 from tunebook.evidence.command import verify_command
 
@@ -64,11 +64,25 @@ def test_the_picture_stands_alone_and_holds_the_curve(card: Path, make_run: Make
     assert f"evidence/{picture.name}" in card.read_text()
 
 
-def test_a_card_without_the_heading_is_refused_after_the_evidence_is_written(card: Path, make_run: MakeRun) -> None:
+def test_a_card_without_the_heading_is_refused_before_anything_is_written(card: Path, make_run: MakeRun) -> None:
     card.write_text("# quickstart\n")
     with pytest.raises(RequestError, match="has no heading '## Evidence'"):
         record(make_run(), make_run(), label="one")
-    assert (card.parent / "evidence" / "cpu-1-one.json").is_file()
+    card.unlink()
+    with pytest.raises(RequestError, match=r"README\.md cannot be read"):
+        record(make_run(), make_run(), label="one")
+    assert not (card.parent / "evidence").exists()
+
+
+def test_beside_a_damaged_file_nothing_is_written(card: Path, make_run: MakeRun) -> None:
+    record(make_run(), make_run(), label="one")
+    damaged = card.parent / "evidence" / "cpu-1-one.json"
+    damaged.write_text("{}")
+    before = card.read_text()
+    with pytest.raises(DataError, match=r"cpu-1-one\.json: it has no format.*--record --label NAME"):
+        record(make_run(), make_run(), label="two")
+    assert sorted(file.name for file in damaged.parent.iterdir()) == ["cpu-1-one.json", "cpu-1-one.svg"]
+    assert card.read_text() == before
 
 
 def test_what_stands_outside_the_marks_is_never_touched() -> None:

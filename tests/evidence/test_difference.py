@@ -63,6 +63,14 @@ def test_the_table_shortens_hashes_and_nothing_else(make_run: MakeRun) -> None:
     assert "no difference in configuration, manifest and results" in run_diff(make_run(), make_run())
 
 
+def test_a_run_without_its_configuration_is_not_said_to_have_the_same(make_run: MakeRun) -> None:
+    one, other = make_run(), make_run()
+    (other / "run.yaml").unlink()
+    said = run_diff(one, other)
+    assert "no difference in manifest and results" in said
+    assert f"configurations are not compared: quickstart/{other.name} lacks run.yaml" in said
+
+
 def test_as_json_every_difference_has_its_key_and_values(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
     run_diff(make_run(), make_run("training.seed=7"), as_json=True)
     printed = json.loads(capsys.readouterr().out)

@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import json
+import shlex
+from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 
-from tunebook.errors import DataError, RequestError
-from tunebook.evidence.gather import config_of
-from tunebook.evidence.reproducing import find_original, require_same_config, told_differences
+import tunebook.evidence.reproducing as reproducing
+from tunebook.config.compose import compose, parse_overrides
+from tunebook.errors import DataError, RequestError, StoppedError
+from tunebook.evidence.gather import config_of, read_finished
+from tunebook.evidence.machines import machine_of_manifest
+from tunebook.evidence.recording import record_evidence
+from tunebook.evidence.reproducing import (
+    Original,
+    find_original,
+    reproduce_command,
+    require_same_config,
+    require_same_files,
+    told_differences,
+)
+from tunebook.launch.draft import draft_run
+from tunebook.record.config_hash import config_hash
 
-from .conftest import MakeRun
+from .conftest import H200, MakeRun
 
 
 def test_the_words_that_were_typed_are_taken_again_but_for_where_results_go(make_run: MakeRun) -> None:
@@ -49,12 +66,12 @@ def test_a_book_that_was_changed_since_is_named_by_its_keys(make_run: MakeRun) -
     run = make_run()
     config = config_of(run)
     original = find_original(str(run), Path("outputs"))
-    require_same_config(original, config)
+    require_same_config(original, config, [])
     config.training.micro_batch_size = 4  # another split of the same step
-    require_same_config(original, config)
+    require_same_config(original, config, [])
     config.optimizer.weight_decay = 0.5
     with pytest.raises(RequestError, match=r"optimizer.weight_decay is 0.5, recorded with 0.1.*commit aaaaaaaaaaaa"):
-        require_same_config(original, config)
+        require_same_config(original, config, [])
 
 
 def test_what_is_different_here_is_told_with_what_it_was(make_run: MakeRun) -> None:
@@ -76,3 +93,134 @@ def test_where_nothing_differs_that_is_told_too(make_run: MakeRun) -> None:
     assert {line.split(":")[0].strip() for line in lines[1:]} <= {
         "code.git_commit", "code.git_diff_sha256", "code.is_clean", "hardware.cpus", "hardware.memory_gib",
     } | {f"hardware.{key}" for key in same["hardware"]}  # fmt: skip
+
+
+# --- a manifest alone
+
+
+def manifest_of(run: Path, file: Path, **changes: Any) -> Path:
+    """A manifest sent without its run, with some of it changed."""
+    file.write_text(json.dumps(json.loads((run / "manifest.json").read_text()) | changes))
+    return file
+
+
+def test_a_manifest_alone_is_held_to_its_seed_and_its_hash(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run()
+    config = config_of(run)
+    same = find_original(str(manifest_of(run, tmp_path / "same.json")), Path("outputs"))
+    assert require_same_config(same, config, []) == []
+    seed = find_original(str(manifest_of(run, tmp_path / "seed.json", seed=3)), Path("outputs"))
+    with pytest.raises(RequestError, match=r"training\.seed is 0, recorded with 3"):
+        require_same_config(seed, config, [])
+    other = find_original(str(manifest_of(run, tmp_path / "other.json", config_sha256="f" * 64)), Path("outputs"))
+    with pytest.raises(
+        RequestError, match=r"configuration's hash is .*, recorded with ffffffffffff, and is another for"
+    ):
+        require_same_config(other, config, [])
+
+
+def test_what_only_another_machine_explains_is_said_aloud_and_gone_on_with(make_run: MakeRun, tmp_path: Path) -> None:
+    words = ["precision=fp32", "precision.tf32=disabled"]
+    run = make_run(*words, gpus=1)
+    machine = machine_of_manifest(json.loads((run / "manifest.json").read_text())["hardware"])
+
+    def sent(*words: str) -> Original:
+        """As from a machine with an H200, where other things are decided."""
+        there = draft_run("quickstart", list(words), [], machine).resolution
+        assert there is not None
+        assert there.config.hardware.generation.name == H200["generation"]
+        command, hashed = ["tunebook", "train", "quickstart", *words], config_hash(there.config)
+        file = manifest_of(run, tmp_path / "there.json", config_sha256=hashed, command=command)
+        return find_original(str(file), Path("outputs"))
+
+    (line,) = require_same_config(sent(*words), config_of(run), [])
+    assert line.startswith("WARNING: this machine is another than the run's")
+    assert "hardware.generation is cpu, recorded with hopper" in line
+    with pytest.raises(RequestError, match=r"precision\.compute is fp32, recorded with bf16"):
+        require_same_config(sent(), config_of(run), [])
+
+
+def test_a_seed_that_was_edited_is_noticed_beside_the_run_too(make_run: MakeRun) -> None:
+    run = make_run()
+    manifest_of(run, run / "manifest.json", seed=3)
+    with pytest.raises(RequestError, match=r"its manifest says seed 3, and run\.yaml 0"):
+        require_same_config(find_original(str(run), Path("outputs")), config_of(run), [])
+
+
+@pytest.mark.parametrize("section", ["hardware", "command"])
+def test_half_a_manifest_is_none(make_run: MakeRun, tmp_path: Path, section: str) -> None:
+    file = tmp_path / "half.json"
+    content = json.loads((make_run() / "manifest.json").read_text())
+    file.write_text(json.dumps({key: value for key, value in content.items() if key != section}))
+    with pytest.raises(DataError, match=rf"half\.json is no whole manifest: {section}: Field required"):
+        find_original(str(file), Path("outputs"))
+
+
+# --- the data's files
+
+
+def test_a_file_that_lies_elsewhere_or_was_changed_is_named_without_preparing(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = json.loads((make_run() / "manifest.json").read_text())
+    config = compose("quickstart", ["dataset.path=chats.jsonl"]).config
+    record = {"location": str(tmp_path / "chats.jsonl"), "revision": None, "sha256": "0" * 64, "format": "sharegpt"}
+    manifest["dataset"]["records"] = [record]
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RequestError, match=r"dataset\.path.*chats\.jsonl"):
+        require_same_files(manifest, config)
+    (tmp_path / "chats.jsonl").write_text("{}\n")
+    with pytest.raises(RequestError, match=r"chats\.jsonl, which the run read, is not here as it was"):
+        require_same_files(manifest, config)
+    record["sha256"] = "ca3d163bab055381827226140568f3bef7eaac187cebd76878e0b63e9e442356"  # of "{}\n"
+    require_same_files(manifest, config)
+
+
+# --- the command
+
+
+@pytest.fixture
+def untrained(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Collects the jobs that would be run, each of which is stopped."""
+    jobs: list[Any] = []
+
+    def stop(job: Any, console: Console, *, folder: Path) -> int:
+        jobs.append(job)
+        raise StoppedError("stopped by SIGINT after step 2; the same command goes on from there")
+
+    monkeypatch.setattr(reproducing, "run_job", stop)
+    monkeypatch.setattr(reproducing, "require_same_data", lambda *_: None)
+    return jobs
+
+
+def run_reproduce(target: Path, outputs: Path) -> str:
+    out = StringIO()
+    with pytest.raises(StoppedError):
+        reproduce_command(str(target), outputs, [], Console(file=out, width=200))
+    return out.getvalue()
+
+
+def test_what_is_stopped_is_told_the_words_that_go_on(make_run: MakeRun, untrained: list[Any], tmp_path: Path) -> None:
+    original, outputs = make_run(), tmp_path / "my [new], 'runs'"
+    said = run_reproduce(original, outputs)
+    (folder,) = [path for path in (outputs / "quickstart").iterdir() if not path.is_symlink()]
+    assert f"to be compared with quickstart/{original.name}" in said
+    train, diff = map(shlex.split, said.splitlines()[-2:])
+    assert train[:3] == ["tunebook", "train", "quickstart"]
+    assert train[-2:] == ["--run-folder", str(folder)]
+    (outputs_word,) = train[3:-2]  # and no training.resume=never
+    assert parse_overrides([outputs_word])[0].value() == str(outputs)
+    assert diff == ["tunebook", "diff", str(original), str(folder)]
+    assert untrained[0].config.outputs == str(outputs)
+
+
+def test_what_it_will_be_held_against_is_chosen_before_anything_is_trained(
+    make_run: MakeRun, untrained: list[Any], tmp_path: Path, recipes_dir: Path
+) -> None:
+    alone = manifest_of(make_run(), tmp_path / "alone.json")
+    with pytest.raises(RequestError, match="nothing is recorded for quickstart"):
+        reproduce_command(str(alone), tmp_path / "new", [], Console(file=StringIO()))
+    assert (untrained, (tmp_path / "new").exists()) == ([], False)
+    record_evidence([read_finished(make_run()), read_finished(make_run())], "try", [])
+    assert "to be compared with cpu-1-try.json" in run_reproduce(alone, tmp_path / "new")
+    assert len(untrained) == 1

@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from io import StringIO
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+import tunebook.evidence.recording as recording
 from tunebook.config.compose import compose
 from tunebook.errors import DataError, RequestError
 from tunebook.evidence.command import verify_command
+from tunebook.evidence.compare import input_differences
 from tunebook.evidence.files import content_hash, read_evidence
-from tunebook.evidence.gather import gather_ran, read_finished
+from tunebook.evidence.gather import (
+    config_of,
+    gather_inputs,
+    gather_ran,
+    gather_results,
+    read_finished,
+    typed_overrides,
+)
 from tunebook.evidence.recording import record_evidence
+from tunebook.evidence.schema import Inputs
 from tunebook.evidence.show import PAGE_FILE
-from tunebook.evidence.verifying import verify, verify_against_run
+from tunebook.evidence.verifying import hold_against, recorded_run, verify
 from tunebook.record.run_record import RunRecord
 
 from .conftest import NUM_STEPS, MakeRun, curve
@@ -140,14 +153,65 @@ def test_a_slice_of_a_model_is_called_one() -> None:
     words = ["model.facts.num_layers=4", "model.facts.num_parameters=200000000", "outputs=/x", "training.max_steps=3"]
     config = compose("qwen05b_single", words).config
     command = ["tunebook", "train", "qwen05b_single", *words]
-    ran = gather_ran(RunRecord(folder=Path("/x"), manifest={"command": command}, training=[{"step": 3}]), config)
+    ran = gather_ran(RunRecord(folder=Path("/x"), manifest={"command": command}, training=[{"step": 3}]), config, [])
     assert (ran.layers, ran.weights, ran.data) == ("4 of 24", "pretrained", "real")
     assert ran.overrides == [*words[:2], "training.max_steps=3"]
+
+
+def test_a_slice_that_a_recipe_of_ones_own_takes_is_called_one_too(tmp_path: Path) -> None:
+    (tmp_path / "thin.yaml").write_text(
+        "# @package _global_\ndefaults: [qwen05b_single, _self_]\ntitle: thin\nmodel: {facts: {num_layers: 6}}\n"
+    )
+    config = compose("thin", [], [tmp_path]).config
+    manifest = {"command": ["tunebook", "train", "thin", "--recipes-dir", str(tmp_path)]}
+    ran = gather_ran(RunRecord(folder=Path("/x"), manifest=manifest, training=[{"step": 3}]), config, [tmp_path])
+    assert (ran.recipe, ran.layers, ran.overrides) == ("thin", "6 of 24", [])
+
+
+def test_a_folder_with_a_word_like_an_override_in_its_name_is_none() -> None:
+    command = ["tunebook", "train", "quickstart", "--run-folder", "rf=1,x", "--recipes-dir=a=b", "training.seed=1"]
+    assert typed_overrides({"command": command}) == ["training.seed=1"]
+    with pytest.raises(RequestError, match="says `tunebook reproduce run`, and not what was trained"):
+        typed_overrides({"command": ["tunebook", "reproduce", "run"]})
 
 
 def test_other_data_is_another_thing(evidence: Path, make_run: MakeRun) -> None:
     with pytest.raises(RequestError, match="data_sha256 is 999, recorded with 3333"):
         verify(read_finished(make_run(manifest={"dataset": {"content_sha256": "999"}})), [])
+
+
+def test_the_same_data_elsewhere_is_the_same_thing_and_a_place_alone_is_none(make_run: MakeRun) -> None:
+    def inputs_of(*words: str, sha256: str | None) -> Inputs:
+        run = read_finished(make_run(*words, manifest={"dataset": {"content_sha256": sha256}}))
+        return gather_inputs(run, config_of(run.folder))
+
+    here, there = "dataset.path=/here/a.jsonl", "dataset.path=/there/b.jsonl"
+    assert input_differences(inputs_of(here, sha256="1"), inputs_of(there, sha256="1")) == []
+    unknown = input_differences(inputs_of(here, sha256=None), inputs_of(there, sha256="1"))
+    assert [key for key, _, _ in unknown] == ["dataset.path", "data_sha256"]
+
+
+def test_evidence_that_the_book_has_left_behind_is_not_checked_by_the_same_words(
+    evidence: Path, make_run: MakeRun
+) -> None:
+    content = json.loads(evidence.read_text())
+    content["inputs"]["config"]["optimizer"]["weight_decay"] = 0.3
+    evidence.write_text(json.dumps(content | {"content_sha256": content_hash(content)}))
+    with pytest.raises(
+        RequestError, match=r"weight_decay is 0.1, recorded with 0.3\. The book.*commit aaaaaaaaaaaa"
+    ) as error:
+        verify(read_finished(make_run()), [])
+    assert f"remove {evidence}" in error.value.message
+    assert "tunebook train" not in error.value.message
+
+
+def test_evidence_whose_words_do_not_compose_any_more_is_left_behind_too(evidence: Path, make_run: MakeRun) -> None:
+    content = json.loads(evidence.read_text())
+    content["ran"]["overrides"] = ["optimizer.gone=1"]
+    content["inputs"]["seed"] = 9
+    evidence.write_text(json.dumps(content | {"content_sha256": content_hash(content)}))
+    with pytest.raises(RequestError, match="was changed since commit aaaaaaaaaaaa"):
+        verify(read_finished(make_run()), [])
 
 
 def test_a_recipe_without_evidence_says_how_to_record_some(make_run: MakeRun, recipes_dir: Path) -> None:
@@ -157,14 +221,15 @@ def test_a_recipe_without_evidence_says_how_to_record_some(make_run: MakeRun, re
 
 def test_against_another_run_the_floors_hold_and_nothing_is_said_to_be_repeated(make_run: MakeRun) -> None:
     original, other = read_finished(make_run(gpus=1)), read_finished(make_run(gpus=1, speed=960.0))
-    found = verify_against_run(other, original)
+    claim = recorded_run(original, [])
+    found = hold_against(claim, other)
     assert found.exit_code == 0
     assert all("runs differ" not in row.why for row in found.rows)
     assert found.claim.tolerances["loss"].value == 1e-5
-    slower = verify_against_run(read_finished(make_run(gpus=1, speed=940.0)), original)
+    slower = hold_against(claim, read_finished(make_run(gpus=1, speed=940.0)))
     assert {row.name for row in slower.rows if row.verdict.value == "DIFFERENT"} == {"tokens/s/GPU"}
     with pytest.raises(RequestError, match=r"is no repetition of .*training.seed is 7, recorded with 0"):
-        verify_against_run(read_finished(make_run("training.seed=7")), original)
+        hold_against(claim, read_finished(make_run("training.seed=7")))
 
 
 # --- what is refused as evidence
@@ -179,7 +244,37 @@ def refused(*folders: Path, label: str = "try") -> tuple[str | None, str]:
 def test_one_run_alone_is_no_evidence_nor_the_same_twice(make_run: MakeRun, recipes_dir: Path) -> None:
     one = make_run()
     assert refused(one)[0] == "evidence-not-repeated"
-    assert refused(one, one)[0] == "evidence-not-repeated"
+    id, message = refused(one, one)
+    assert (id, "the same one is named twice" in message) == ("evidence-not-repeated", True)
+
+
+def test_a_copy_of_a_run_repeats_nothing(make_run: MakeRun, recipes_dir: Path, tmp_path: Path) -> None:
+    one = make_run()
+    copy = shutil.copytree(one, tmp_path / "copy")
+    id, message = refused(one, copy)
+    assert (id, f"{copy} is a copy of {one}" in message) == ("evidence-not-repeated", True)
+
+
+def test_runs_that_are_split_otherwise_or_by_other_software_are_no_repetition(
+    make_run: MakeRun, recipes_dir: Path
+) -> None:
+    split = make_run(replaced={"row_length: 1024": "row_length: 512"})
+    assert "packing.row_length is 512, not 1024" in refused(make_run(), split)[1]
+    python = make_run(manifest={"environment": {"python": "3.9.0"}})
+    assert "python is 3.9.0, not 3." in refused(make_run(), python)[1]
+    code = {"git_commit": "b" * 40, "git_diff_sha256": None, "is_clean": True, "reason": None}
+    assert f"git_commit is {'b' * 40}, not {'a' * 40}" in refused(make_run(), make_run(manifest={"code": code}))[1]
+
+
+def test_a_recipe_of_ones_own_must_be_in_a_commit(
+    make_run: MakeRun, recipes_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "mine" / "quickstart.yaml"
+    file.parent.mkdir()
+    file.write_text("")
+    monkeypatch.setattr(recording, "load_recipes", lambda *_: [SimpleNamespace(file=file)])
+    id, message = refused(make_run(), make_run())
+    assert (id, f"{file}: it lies in no git repository" in message) == ("evidence-of-changed-code", True)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +322,94 @@ def test_a_label_is_part_of_a_files_name(make_run: MakeRun, recipes_dir: Path, l
     assert refused(make_run(), make_run(), label=label)[0] == "evidence-label"
 
 
+# --- runs that were changed since
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("learning_rate: 0.0012", "learning_rate: 0.0013", "has not the hash that its manifest noted"),
+        ("  seed: 0\n  deterministic", "  seed: 3\n  deterministic", "its manifest says seed 0, and run.yaml 3"),
+        ("recipe: quickstart", "recipe: qwen05b_single", "its manifest says recipe quickstart"),
+    ],
+    ids=["learning_rate", "seed", "recipe"],
+)
+def test_a_run_whose_configuration_was_edited_is_none(make_run: MakeRun, old: str, new: str, said: str) -> None:
+    run = make_run()
+    text = (run / "run.yaml").read_text()
+    assert text.count(old) == 1
+    (run / "run.yaml").write_text(text.replace(old, new))
+    with pytest.raises(RequestError, match=said) as error:
+        read_finished(run)
+    assert error.value.problem_id == "run-changed"
+
+
+def test_a_run_of_before_a_setting_is_judged_only_where_that_cannot_change_its_hash(make_run: MakeRun) -> None:
+    run = make_run()
+    text = (run / "run.yaml").read_text()
+    (run / "run.yaml").write_text(re.sub(r"  (compile_layers|one_pass_head|fp8_scaling): \S+\n", "", text))
+    read_finished(run)
+    manifest = json.loads((run / "manifest.json").read_text()) | {"config_sha256": "0" * 64}
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(RequestError, match="changed after the run"):
+        read_finished(run)
+    without = re.sub(r"  liger_kernel: \S+\n", "", text)
+    assert without != text
+    (run / "run.yaml").write_text(without)
+    read_finished(run)  # hashed by a Tunebook without that key, in a way of its own
+
+
 # --- damaged files
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{}", "line 61: it has no step"),
+        ("5", "line 61: 5 is no object"),
+        ('{"step": 61, "loss": "x"}', "line 61: loss is 'x' and no number"),
+        ('{"step": 61, "loss": NaN}', "line 61 is not JSON"),
+        ('{"step": 61, "loss": 1.0, "memory_gib": 3}', "memory_gib is 3 and no list"),
+    ],
+)
+def test_a_line_that_no_run_writes_is_named(make_run: MakeRun, line: str, said: str) -> None:
+    run = make_run()
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(f"{line}\n")
+    with pytest.raises(DataError, match=said):
+        read_finished(run)
+
+
+def test_a_loss_that_is_null_is_named_by_its_own_step(make_run: MakeRun) -> None:
+    run = make_run()
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 61, "loss": null}\n')
+    with pytest.raises(RequestError, match="not finite at step 61"):
+        gather_results(read_finished(run))
+
+
+@pytest.mark.parametrize(("content", "said"), [("", "it is empty"), ("a: [1", "while parsing"), ("[1]", "no mapping")])
+def test_a_configuration_that_cannot_be_read_is_named(make_run: MakeRun, content: str, said: str) -> None:
+    run = make_run()
+    (run / "run.yaml").write_text(content)
+    with pytest.raises(DataError, match=rf"run\.yaml cannot be read as a run's configuration: .*{said}"):
+        read_finished(run)
+
+
+def test_half_a_manifest_is_named_by_what_it_lacks(make_run: MakeRun) -> None:
+    file = make_run() / "manifest.json"
+    manifest = json.loads(file.read_text())
+    file.write_text(json.dumps({key: value for key, value in manifest.items() if key != "hardware"}))
+    with pytest.raises(DataError, match=r"manifest\.json is no whole manifest: hardware: Field required"):
+        read_finished(file.parent)
+    file.write_text('{"format": 1}')
+    with pytest.raises(DataError, match=r"it has no status\.state"):
+        read_finished(file.parent)
+
+
+def test_a_manifest_of_a_later_version_may_say_more(make_run: MakeRun) -> None:
+    run = make_run(manifest={"hardware": {"racks": 2}})
+    assert read_finished(run).manifest is not None
 
 
 def test_a_file_that_was_edited_by_hand_is_refused(evidence: Path) -> None:
@@ -239,13 +421,30 @@ def test_a_file_that_was_edited_by_hand_is_refused(evidence: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"format": 2}, "has format 2 and this Tunebook reads up to 1"),
+        (
+            {"format": 2},
+            "reads up to 1; read it with the version that wrote it, or a later one",
+        ),
         ({"format": "new"}, "it is no evidence"),
+        ({"tolerances": {}}, "tolerances.loss is not there"),
+        (
+            {
+                "results": {
+                    "steps": [1],
+                    "losses": [1.0, 2.0],
+                    "tokens_per_second_per_gpu": None,
+                    "memory_gib": None,
+                    "planned_memory_gib": None,
+                    "scores": {},
+                }
+            },
+            "steps has 1 entries and results.losses 2",
+        ),
         ({"extra": 1}, "extra: Extra inputs are not permitted"),
         ({"repeats": []}, "repeats: List should have at least 2 items"),
         ({"results": None}, "results: Input should be"),
     ],
-    ids=["newer", "no_format", "extra", "repeats", "results"],
+    ids=["newer", "no_format", "no_tolerance", "lengths", "extra", "repeats", "results"],
 )
 def test_a_file_of_another_form_is_refused_with_the_place(evidence: Path, change: dict[str, Any], said: str) -> None:
     content = json.loads(evidence.read_text()) | change
@@ -274,6 +473,20 @@ def test_the_command_ends_with_0_or_5_and_draws_what_it_saw(evidence: Path, make
     assert "differs from cpu-1-try.json" in page
     assert "recorded, cpu-1-try" in page
     assert page.count("<svg") >= 2
+
+
+def test_a_folder_that_takes_no_page_costs_no_verdict(
+    evidence: Path, make_run: MakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(losses=curve(1.3))
+    (run / PAGE_FILE).mkdir()  # as a folder that is read-only does, for any user
+    code, said = run_command(run)
+    assert (code, "DIFFERS from cpu-1-try.json" in said) == (5, True)
+    assert f"warning: {run / PAGE_FILE} cannot be written: Is a directory" in said
+    code, _ = run_command(run, as_json=True)
+    printed = capsys.readouterr()
+    assert (code, json.loads(printed.out)["page"]) == (5, None)
+    assert "cannot be written" in printed.err
 
 
 def test_as_json_it_names_file_verdict_and_numbers(

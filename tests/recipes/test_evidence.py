@@ -8,15 +8,12 @@ import pytest
 
 from tunebook.config.auto import resolve_auto
 from tunebook.config.book import book_root
-from tunebook.config.choices import Generation
 from tunebook.config.compose import compose
 from tunebook.evidence.card import draw, plot_file, section
 from tunebook.evidence.compare import flat, is_split
 from tunebook.evidence.files import read_evidence
+from tunebook.evidence.machines import machine_of_evidence
 from tunebook.evidence.overview import cell, row_start
-from tunebook.evidence.schema import Evidence
-from tunebook.hardware.detect import Gpu, Machine
-from tunebook.hardware.generations import GENERATIONS
 from tunebook.record.config_hash import comparable_config
 
 RECIPES = book_root() / "recipes"
@@ -24,29 +21,14 @@ FILES = sorted(RECIPES.glob("*/evidence/*.json"))
 FOLDERS = sorted({file.parent for file in FILES})
 
 
-def machine_of(evidence: Evidence) -> Machine:
-    """The machine that it was recorded on."""
-    hardware = evidence.hardware
-    generation = Generation[hardware.generation]
-    gpus = []
-    if hardware.gpu is not None:
-        per_node = hardware.gpus // hardware.nodes
-        capability = GENERATIONS[generation].compute_capabilities[0]
-        gpus = [
-            Gpu(name=hardware.gpu, memory_gib=hardware.memory_gib or 0.0, compute_capability=capability,
-                generation=generation, index=index)
-            for index in range(per_node)
-        ]  # fmt: skip
-    memory = hardware.memory_gib if hardware.gpu is None else 512.0
-    return Machine(gpus=gpus, driver=hardware.driver, num_cpus=hardware.cpus, host_memory_gib=memory or 8.0)
-
-
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.parent.name}-{file.stem}")
 def test_its_words_still_compose_to_what_was_run(file: Path) -> None:
     evidence = read_evidence(file)
     assert evidence.ran.recipe == file.parent.parent.name
     assert file.stem == f"{evidence.hardware.generation}-{evidence.hardware.gpus}-{evidence.label}"
-    config = resolve_auto(compose(evidence.ran.recipe, evidence.ran.overrides).config, machine_of(evidence)).config
+    config = resolve_auto(
+        compose(evidence.ran.recipe, evidence.ran.overrides).config, machine_of_evidence(evidence.hardware)
+    ).config
     now, then = dict(flat(comparable_config(config))), dict(flat(evidence.inputs.config))
     changed = {key for key in now.keys() | then.keys() if now.get(key) != then.get(key) and not is_split(key)}
     assert changed == set(), "the recipe means something else now: record its evidence again"

@@ -10,7 +10,7 @@ from tunebook.config.book import resolve_path
 from tunebook.config.choices import LauncherName, ResumeAnyway, Strategy, TrackerName
 from tunebook.config.frozen import config_to_yaml, load_config
 from tunebook.config.schema import LauncherConfig, RunConfig, TrackingConfig, ZeroConfig
-from tunebook.record.config_hash import comparable_config, config_hash
+from tunebook.record.config_hash import comparable_config, config_hash, has_hash
 
 
 @pytest.mark.parametrize(
@@ -79,3 +79,13 @@ def test_the_hash_of_a_frozen_configuration_is_that_of_the_original(tmp_path: Pa
     config = replace(run_config, parallelism=ZeroConfig(strategy=Strategy.zero2, overlap_comm=True))
     (tmp_path / "run.yaml").write_text(config_to_yaml(config))
     assert config_hash(load_config(tmp_path / "run.yaml")) == config_hash(config)
+
+
+def test_a_hash_of_when_the_book_lay_elsewhere_is_known_again(run_config: RunConfig) -> None:
+    there = replace(run_config, dataset=replace(run_config.dataset, path="/old/place/recipes/mine/train.jsonl"))
+    then = replace(run_config, dataset=replace(run_config.dataset, path="book:recipes/mine/train.jsonl"))
+    assert config_hash(there) != config_hash(then)
+    assert has_hash(there, config_hash(then))
+    assert has_hash(there, config_hash(there))
+    edited = replace(there, optimizer=replace(there.optimizer, learning_rate=1e-3))
+    assert not has_hash(edited, config_hash(then))

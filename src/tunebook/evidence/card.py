@@ -30,14 +30,27 @@ def update_card(card: Path, files: Sequence[Path]) -> None:
     evidence = [read_evidence(file) for file in files]
     for file, found in zip(files, evidence, strict=True):
         atomic_write_text(plot_file(file), draw(found))
+    atomic_write_text(card, with_section(_read_card(card), section(files, evidence), card))
+
+
+def require_room(card: Path, files: Sequence[Path]) -> None:
+    """Whether more evidence can be shown beside these files, asked before any is written.
+
+    Raises: RequestError for a card that cannot show it, DataError for a file that is damaged.
+    """
+    for file in files:
+        read_evidence(file)
+    with_section(_read_card(card), "", card)
+
+
+def _read_card(card: Path) -> str:
     try:
-        text = card.read_text(encoding="utf-8")
+        return card.read_text(encoding="utf-8")
     except OSError as error:
         raise RequestError(
             f"{card} cannot be read ({error.strerror}); a recipe's card shows its evidence, so write one first",
             problem_id="evidence-card",
         ) from error
-    atomic_write_text(card, with_section(text, section(files, evidence), card))
 
 
 def with_section(text: str, made: str, card: Path) -> str:

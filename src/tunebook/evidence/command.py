@@ -10,16 +10,16 @@ from rich.console import Console
 from rich.text import Text
 
 from tunebook.errors import RequestError
-from tunebook.evidence.card import update_card
+from tunebook.evidence.card import require_room, update_card
 from tunebook.evidence.difference import difference_table, differences
-from tunebook.evidence.gather import read_finished
+from tunebook.evidence.files import evidence_files, evidence_folder
+from tunebook.evidence.gather import config_of, read_finished
 from tunebook.evidence.overview import update_overview
-from tunebook.evidence.page import write_page
 from tunebook.evidence.recording import record_evidence
-from tunebook.evidence.show import PAGE_FILE, show_verification
+from tunebook.evidence.show import draw_page, show_verification
 from tunebook.evidence.verifying import verify
 from tunebook.record.run_folder import resolve_run
-from tunebook.record.run_record import read_run
+from tunebook.record.run_record import RunRecord, read_run
 
 
 def verify_command(
@@ -44,14 +44,7 @@ def verify_command(
                 "--record writes a new file and needs --label NAME, which stands in its name, and no --against",
                 problem_id="evidence-label",
             )
-        file = record_evidence(records, label, recipes_dirs)
-        console.print(Text(f"written: {file}"), soft_wrap=True)
-        card = file.parent.parent / "README.md"
-        files = sorted(file.parent.glob("*.json"))
-        update_card(card, files)
-        update_overview(card.parents[2] / "README.md", card.parent.name, files)
-        console.print(Text(f"shown on {card}"), soft_wrap=True)
-        return 0
+        return _record(records, label, recipes_dirs, console)
     if len(records) != 1 or label is not None:
         raise RequestError(
             "one run is compared at a time; several, and --label, are for --record: "
@@ -61,11 +54,26 @@ def verify_command(
     found = verify(records[0], recipes_dirs, against)
     if not as_json:
         return show_verification(found, records[0], console)
-    page = records[0].folder / PAGE_FILE
-    write_page(found, records[0].name, page)
-    json.dump(found.to_json() | {"page": str(page)}, sys.stdout, indent=2, ensure_ascii=False, allow_nan=False)
+    page = draw_page(found, records[0], Console(stderr=True))
+    told = found.to_json() | {"page": None if page is None else str(page)}
+    json.dump(told, sys.stdout, indent=2, ensure_ascii=False, allow_nan=False)
     print()
     return found.exit_code
+
+
+def _record(records: list[RunRecord], label: str, recipes_dirs: list[Path], console: Console) -> int:
+    """Write the evidence and show it; whatever could not be shown is refused before anything is written."""
+    if (recipe := config_of(records[0].folder).recipe) is not None:
+        folder = evidence_folder(recipe, recipes_dirs)
+        require_room(folder.parent / "README.md", evidence_files(recipe, recipes_dirs))
+    file = record_evidence(records, label, recipes_dirs)
+    console.print(Text(f"written: {file}"), soft_wrap=True)
+    card = file.parent.parent / "README.md"
+    files = sorted(file.parent.glob("*.json"))
+    update_card(card, files)
+    update_overview(card.parents[2] / "README.md", card.parent.name, files)
+    console.print(Text(f"shown on {card}"), soft_wrap=True)
+    return 0
 
 
 def diff_command(runs: tuple[str, str], outputs: Path, console: Console, *, as_json: bool = False) -> int:
@@ -79,8 +87,15 @@ def diff_command(runs: tuple[str, str], outputs: Path, console: Console, *, as_j
         }
         json.dump(content, sys.stdout, indent=2, ensure_ascii=False, allow_nan=False)
         print()
-    elif any(found.values()):
+        return 0
+    without = [record.name for record in (one, other) if record.config is None]
+    if any(found.values()):
         console.print(difference_table(found, (one.name, other.name)))
-    else:
+    elif not without:
         console.print("no difference in configuration, manifest and results")
+    else:
+        console.print("no difference in manifest and results")
+    if without:
+        lacking = f"configurations are not compared: {' and '.join(without)} lacks run.yaml"
+        console.print(Text(lacking, style="yellow"), soft_wrap=True)
     return 0

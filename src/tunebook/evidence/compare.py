@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from tunebook.config.choices import Weights
 from tunebook.evidence.schema import Hardware, Inputs, Results, Tolerance
 from tunebook.evidence.tolerances import LOSS, MEMORY, SPEED, loss_difference, relative, score_key
 
@@ -16,6 +18,16 @@ SPLITS = (
     "training.micro_batch_size", "packing.row_length", "activation", "parallelism", "attention.implementation",
     "model.compile_layers", "model.one_pass_head", "evaluation.batch_size",
 )  # fmt: skip
+
+
+# Where something lies, by the hash of what lies there: two runs that know both hashes are held together by those.
+# A model's hash is that of its config.json, which says everything of random weights alone.
+_PLACES = {
+    "data_sha256": re.compile(r"dataset\.(path|validation_path|parts\.[^.]+\.path)"),
+    "tokenizer_sha256": re.compile(r"model\.tokenizer"),
+    "chat_template_sha256": re.compile(r"model\.chat_template"),
+    "model_sha256": re.compile(r"model\.path"),
+}
 
 
 class Verdict(Enum):
@@ -77,7 +89,24 @@ def input_differences(one: Inputs, other: Inputs) -> list[tuple[str, Any, Any]]:
     """What is not the same in what two runs were asked and given."""
     rest = {"config"}
     first, second = one.model_dump(mode="json", exclude=rest), other.model_dump(mode="json", exclude=rest)
-    return [*config_differences(one.config, other.config), *flat_differences(first, second)]
+    of_config = [
+        found for found in config_differences(one.config, other.config) if not _is_known_place(found[0], one, other)
+    ]
+    return [*of_config, *flat_differences(first, second)]
+
+
+def _is_known_place(key: str, one: Inputs, other: Inputs) -> bool:
+    """Whether a key only says where something lies whose content is known of both."""
+    for name, places in _PLACES.items():
+        if places.fullmatch(key) and None not in (getattr(one, name), getattr(other, name)):
+            return name != "model_sha256" or one.config["model"]["weights"] == Weights.random.name
+    return False
+
+
+def split_differences(one: Inputs, other: Inputs) -> list[tuple[str, Any, Any]]:
+    """What decides the speed and the memory, and no loss: how a step was split and computed in two runs."""
+    differing = flat_differences(one.config, other.config)
+    return [found for found in differing if is_split(found[0]) and not found[0].startswith("evaluation")]
 
 
 def is_split(key: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from tunebook.evidence.compare import flat_differences
 from tunebook.evidence.tolerances import relative
@@ -15,7 +16,7 @@ from tunebook.record.run_record import RunRecord
 NOT_SET = "not set"
 # Of every run its own, with all below them, and so no difference worth a line.
 _EVERY_RUNS_OWN = tuple(f"{key}." for key in (
-    "status.started", "status.ended", "status.seconds", "command", "config_sha256", "leak_probe.probe_s",
+    "status.started", "status.ended", "status.seconds", "command", "typed", "config_sha256", "leak_probe.probe_s",
     "leak_probe.warm_up_s", "start_up",
 ))  # fmt: skip
 _NUMBERS = (
@@ -79,10 +80,11 @@ def difference_table(found: dict[str, list[tuple[str, Any, Any]]], names: tuple[
     """For a terminal; a hash is shortened, since nobody reads all of it."""
     table = Table(box=None, pad_edge=False)
     for heading in ("", "key", *names):
-        table.add_column(heading, overflow="fold")
+        table.add_column(Text(heading), overflow="fold")
     for section, rows in found.items():
         for index, (key, one, other) in enumerate(rows):
-            table.add_row(section if index == 0 else "", key, _short(one), _short(other))
+            cells = (section if index == 0 else "", key, _short(one), _short(other))
+            table.add_row(*map(Text, cells))  # values may hold brackets
     return table
 
 

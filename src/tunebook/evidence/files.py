@@ -46,12 +46,16 @@ def read_evidence(file: Path) -> Evidence:
     if not isinstance(content, dict) or not isinstance(content.get("format"), int):
         raise _broken(file, "it has no format, so it is no evidence")
     if content["format"] > FORMAT:
-        raise _broken(file, f"it has format {content['format']} and this Tunebook reads up to {FORMAT}")
+        raise DataError(
+            f"{file} has format {content['format']} and this Tunebook reads up to {FORMAT}; read it with the version "
+            "that wrote it, or a later one",
+            problem_id="evidence-broken",
+        )
     try:
         evidence = Evidence.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
-        raise _broken(file, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        raise _broken(file, f"{'.'.join(map(str, first['loc'])) or 'all of it'}: {first['msg']}") from error
     if evidence.content_sha256 != content_hash(content):
         raise _broken(file, "it was changed after it was written: its hash does not match its content")
     return evidence
@@ -59,7 +63,8 @@ def read_evidence(file: Path) -> Evidence:
 
 def _broken(file: Path, why: str) -> DataError:
     return DataError(
-        f"{file}: {why}; record it again with: tunebook verify RUN --record, or take the file back from git",
+        f"{file}: {why}; take the file back from git, or remove it and record two runs again with: "
+        "tunebook verify RUN RUN --record --label NAME",
         problem_id="evidence-broken",
     )
 

@@ -3,29 +3,41 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
+from tunebook.config.book import book_root
 from tunebook.config.choices import Source, Weights
 from tunebook.config.compose import compose
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
 from tunebook.evidence.schema import Hardware, Inputs, Ran, Results, Score, Software
+from tunebook.evidence.unchanged import require_unchanged
 from tunebook.plan.batch import world_size
 from tunebook.record.config_hash import comparable_config
 from tunebook.record.files import RUN_FILE
-from tunebook.record.manifest import RunState
+from tunebook.record.manifest import MANIFEST_FILE, RunState
+from tunebook.record.manifest_schema import check_read_manifest
 from tunebook.record.page.summary import summarise
 from tunebook.record.run_record import RunRecord, read_run
 
+# Options of `tunebook train` that take the next word, which may hold a `=` itself.
+_WITH_VALUE = ("--run-folder", "--recipes-dir")
 # Typed with a run, but no part of the claim: where results go, and whether an earlier run is taken up.
 _NO_CLAIM = ("outputs=", "training.resume=", "launcher", "tracking", "training.push_to_hub=", "dataset.num_workers=")
 
 
 def read_finished(folder: Path) -> RunRecord:
-    """A run that came to its end, with all that a comparison needs. Raises: RequestError saying what it lacks."""
+    """A run that came to its end, with all that a comparison needs.
+
+    Raises: RequestError saying what it lacks or that it was changed since, DataError for a damaged file.
+    """
     record = read_run(folder)
     state = record.status.get("state")
     if state != RunState.finished.name:
@@ -38,39 +50,62 @@ def read_finished(folder: Path) -> RunRecord:
     if record.config is None or not record.training:
         lacks = "run.yaml" if record.config is None else "any logged step"
         raise RequestError(f"{folder} lacks {lacks}; name a whole run folder", problem_id="run-not-finished")
+    assert record.manifest is not None
+    check_read_manifest(record.manifest, record.folder / MANIFEST_FILE)
+    require_unchanged(record.folder, record.config, config_of(record.folder), record.manifest)
     return record
 
 
-def gather_ran(record: RunRecord, config: RunConfig) -> Ran:
+def gather_ran(record: RunRecord, config: RunConfig, recipes_dirs: list[Path]) -> Ran:
     """What was run, in the words that come first in the file."""
-    overrides = typed_overrides(record)
+    assert record.manifest is not None
+    overrides = typed_overrides(record.manifest)
     return Ran(
         recipe=config.recipe or "custom",
         title=config.title,
         weights="random" if config.model.weights is Weights.random else "pretrained",
         data="generated" if config.dataset.source is Source.synthetic else "real",
-        layers=_layers(config, overrides),
+        layers=_layers(config, overrides, recipes_dirs),
         steps=int(record.training[-1]["step"]),
         overrides=overrides,
     )
 
 
-def typed_overrides(record: RunRecord) -> list[str]:
-    """What was typed after the recipe and belongs to the claim."""
-    assert record.manifest is not None
-    words: list[str] = record.manifest["command"][1:]
-    return [word for word in words if "=" in word and not word.startswith(("-", *_NO_CLAIM))]
+def typed_overrides(manifest: dict[str, Any]) -> list[str]:
+    """What was typed after the recipe and belongs to the claim.
+
+    Raises: RequestError for a run that `tunebook reproduce` made before it noted the words that it trained with.
+    """
+    command: list[str] = manifest["command"]
+    if command[1:2] != ["train"]:
+        raise RequestError(
+            f"the manifest of this run says `{shlex.join(command)}`, and not what was trained: an earlier Tunebook "
+            "wrote it. Name the run that it repeated, or train again",
+            problem_id="run-without-words",
+        )
+    pairs = pairwise(command[1:])  # each word with the one before it
+    words = [word for before, word in pairs if before not in _WITH_VALUE and not word.startswith("-")]
+    return [word for word in words if "=" in word and not word.startswith(_NO_CLAIM)]
 
 
-def _layers(config: RunConfig, overrides: list[str]) -> str:
-    """`all 36`, or `12 of 36` where the run was asked to leave some out."""
+def _layers(config: RunConfig, overrides: list[str], recipes_dirs: list[Path]) -> str:
+    """`all 36`, or `12 of 36` where the words or the recipe leave out some of those that the model's group names."""
     facts = config.model.facts
     if facts is None:
         return "all"
-    if not any(word.startswith("model.facts.num_layers=") for word in overrides):
+    whole = _layers_of_group(compose(config.recipe, overrides, recipes_dirs).groups["model"])
+    if whole == facts.num_layers:
+        return f"all {whole}"
+    if whole is None and not any(word.startswith("model.facts.num_layers=") for word in overrides):
         return f"all {facts.num_layers}"
-    whole = compose(config.recipe, []).config.model.facts
-    return f"{facts.num_layers} of {whole.num_layers if whole is not None else 'unknown'}"
+    return f"{facts.num_layers} of {'unknown' if whole is None else whole}"
+
+
+def _layers_of_group(model: str) -> int | None:
+    """The layers that a file of the group `model` names; None for a model of the user's own."""
+    content: Any = OmegaConf.to_container(OmegaConf.load(book_root() / "hydra_configs" / "model" / f"{model}.yaml"))
+    layers: int | None = (content.get("facts") or {}).get("num_layers")
+    return layers
 
 
 def gather_hardware(record: RunRecord, config: RunConfig) -> Hardware:
@@ -122,11 +157,17 @@ def gather_results(record: RunRecord) -> Results:
     """The numbers. Raises: RequestError for one that is not finite."""
     summary = summarise(record)
     lines = [line for line in record.training if "loss" in line]
-    if any(line["loss"] is None for line in lines):
+    if not lines:
         raise RequestError(
-            f"{record.folder}: the loss is not finite at step {record.first_invalid_step}; such a run proves nothing",
-            problem_id="evidence-not-finite",
+            f"{record.folder} has logged no loss, so there is nothing to compare; name a whole run folder",
+            problem_id="run-not-finished",
         )
+    for line in lines:
+        if line["loss"] is None:
+            raise RequestError(
+                f"{record.folder}: the loss is not finite at step {line['step']}; such a run proves nothing",
+                problem_id="evidence-not-finite",
+            )
     tasks: dict[str, Any] = (record.after or {}).get("tasks", {})
     planned = ((record.plan or {}).get("memory_gib") or {}).get("allocated")  # as the peak of tensors is measured
     scores = {name: _score(record, name, task) for name, task in tasks.items()}

@@ -7,8 +7,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from tunebook.config.book import book_root
+from tunebook.config.recipe_files import load_recipes
 from tunebook.errors import RequestError
-from tunebook.evidence.compare import input_differences
+from tunebook.evidence.compare import flat_differences, input_differences, split_differences
 from tunebook.evidence.files import check_label, evidence_folder, write_evidence
 from tunebook.evidence.gather import (
     config_of,
@@ -20,6 +22,9 @@ from tunebook.evidence.gather import (
 )
 from tunebook.evidence.schema import FORMAT, Repeat
 from tunebook.evidence.tolerances import work_out
+from tunebook.record.atomic_files import sha256_file
+from tunebook.record.metrics import METRICS_FILE
+from tunebook.record.provenance import why_not_committed
 from tunebook.record.run_record import RunRecord
 
 MIN_RUNS = 2
@@ -28,20 +33,22 @@ MIN_RUNS = 2
 def record_evidence(records: Sequence[RunRecord], label: str, recipes_dirs: list[Path]) -> Path:
     """Write the evidence of repeated runs; the first one's numbers are what is claimed.
 
-    Raises: RequestError for fewer than two runs, runs of different things, code that is in no commit, a loss or score
-    that is not finite, a file that is there already.
+    Raises: RequestError for fewer than two runs, runs of different things or by different software, a run's copy, code
+    or a recipe that is in no commit, a loss or score that is not finite, a file that is there already.
     """
     check_label(label)
     refuse_too_few(records)
     for record in records:
         _require_committed(record)
     _require_same(records)
+    _refuse_copies(records)
     first = records[0]
     config = config_of(first.folder)
+    _require_committed_recipe(config.recipe, recipes_dirs)
     results = [gather_results(record) for record in records]
     content: dict[str, Any] = {
         "format": FORMAT,
-        "ran": gather_ran(first, config).model_dump(mode="json"),
+        "ran": gather_ran(first, config, recipes_dirs).model_dump(mode="json"),
         "hardware": gather_hardware(first, config).model_dump(mode="json"),
         "label": label,
         "recorded": f"{datetime.now(UTC):%Y-%m-%d}",
@@ -69,12 +76,31 @@ def record_evidence(records: Sequence[RunRecord], label: str, recipes_dirs: list
 
 def refuse_too_few(records: Sequence[RunRecord]) -> None:
     """Raises: RequestError unless the same thing was run more than once."""
-    if len({record.folder for record in records}) < MIN_RUNS:
-        raise RequestError(
-            f"evidence rests on at least {MIN_RUNS} runs of the same thing, and {len(records)} was named: train it "
-            "again (training.resume=never) and name both: tunebook verify RUN RUN --record --label NAME",
-            problem_id="evidence-not-repeated",
-        )
+    folders = {record.folder for record in records}
+    if len(folders) < len(records):
+        said = "the same one is named twice"
+    elif len(folders) < MIN_RUNS:
+        said = f"{len(records)} was named"
+    else:
+        return
+    raise RequestError(
+        f"evidence rests on at least {MIN_RUNS} runs of the same thing, and {said}: train it again "
+        "(training.resume=never) and name both: tunebook verify RUN RUN --record --label NAME",
+        problem_id="evidence-not-repeated",
+    )
+
+
+def _refuse_copies(records: Sequence[RunRecord]) -> None:
+    """Times and speeds are logged with each loss, so that no two trainings write the same metrics."""
+    folders: dict[str, Path] = {}
+    for record in records:
+        first = folders.setdefault(sha256_file(record.folder / METRICS_FILE), record.folder)
+        if first != record.folder:
+            raise RequestError(
+                f"{record.folder} is a copy of {first}: every line of their {METRICS_FILE} is the same. Train it again "
+                "(training.resume=never) and name both runs",
+                problem_id="evidence-not-repeated",
+            )
 
 
 def _require_committed(record: RunRecord) -> None:
@@ -91,12 +117,30 @@ def _require_committed(record: RunRecord) -> None:
     )
 
 
+def _require_committed_recipe(recipe: str | None, recipes_dirs: list[Path]) -> None:
+    """A recipe of the book is in the commit that the manifest names; one from elsewhere has a repository of its own."""
+    files = [found.file for found in load_recipes(recipe, recipes_dirs)] if recipe is not None else []
+    for file in files:
+        if not file.is_relative_to(book_root()) and (why := why_not_committed(file)):
+            raise RequestError(
+                f"{file}: {why}, so nobody could run the same again; commit the recipe and record again",
+                problem_id="evidence-of-changed-code",
+            )
+
+
 def _require_same(records: Sequence[RunRecord]) -> None:
-    """All of one thing, on one kind of machine."""
+    """All of one thing, split in one way, by the same software, on one kind of machine."""
     first, *others = ((record, config_of(record.folder)) for record in records)
     inputs, hardware = gather_inputs(*first), gather_hardware(*first)
+    software = gather_software(first[0]).model_dump(exclude={"image_digest"})  # of the same lock, wherever it is
     for other in others:
-        if differing := input_differences(inputs, gather_inputs(*other)):
+        found_inputs = gather_inputs(*other)
+        found_software = gather_software(other[0]).model_dump(exclude={"image_digest"})
+        if differing := [
+            *input_differences(inputs, found_inputs),
+            *split_differences(inputs, found_inputs),
+            *flat_differences(software, found_software),
+        ]:
             key, one, two = differing[0]
             raise RequestError(
                 f"{other[0].folder} is no repetition of {first[0].folder}: {key} is {two}, not {one}",

@@ -6,6 +6,7 @@ or a choice that this machine makes otherwise, is named before anything starts, 
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,18 +16,27 @@ from rich.console import Console
 from rich.text import Text
 
 from tunebook.config.book import book_root
+from tunebook.config.choices import Source
+from tunebook.config.override_text import quoted
 from tunebook.config.schema import RunConfig
-from tunebook.errors import RequestError
+from tunebook.data.file_hashes import remembered_hash
+from tunebook.data.files import SUFFIXES, find_files
+from tunebook.errors import RequestError, StoppedError
 from tunebook.evidence.compare import config_differences, flat_differences
-from tunebook.evidence.gather import config_of, read_finished, typed_overrides
+from tunebook.evidence.gather import config_of, gather_hardware, gather_inputs, read_finished, typed_overrides
+from tunebook.evidence.machines import machine_of_manifest
 from tunebook.evidence.show import show_verification
-from tunebook.evidence.verifying import named_differences, verify, verify_against_run
+from tunebook.evidence.unchanged import require_unchanged
+from tunebook.evidence.verifying import Recorded, hold_against, named_differences, recorded_evidence, recorded_run
+from tunebook.launch.draft import draft_run
 from tunebook.launch.job import Job, plan_job, prepare_data, run_job
-from tunebook.record.config_hash import comparable_config
-from tunebook.record.manifest import MANIFEST_FILE, read_manifest, read_manifest_file
+from tunebook.record.config_hash import comparable_config, config_hash, has_hash, hashed_settings
+from tunebook.record.files import RUN_FILE
+from tunebook.record.manifest import MANIFEST_FILE, RunState, read_manifest, read_manifest_file
+from tunebook.record.manifest_schema import check_read_manifest
 from tunebook.record.provenance import describe_code, describe_environment, describe_hardware
 from tunebook.record.run_folder import create_run_folder, resolve_run
-from tunebook.record.run_record import RunRecord
+from tunebook.record.run_record import RunRecord, read_run
 
 # Of what is compared before the run: what can change a loss or a speed, less what is always another.
 _HERE = ("code", "environment", "hardware")
@@ -43,17 +53,26 @@ class Original:
     @property
     def words(self) -> list[str]:
         """What was typed after the recipe."""
-        return typed_overrides(RunRecord(folder=Path(), manifest=self.manifest))
+        return typed_overrides(self.manifest)
+
+    @property
+    def has_curve(self) -> bool:
+        """Whether the run is here and came to its end, so that another can be held against it."""
+        return self.run is not None and self.manifest["status"]["state"] == RunState.finished.name
 
 
 def find_original(target: str, outputs: Path) -> Original:
     """A run, by folder or name, or a manifest.json. Raises: RequestError, DataError."""
     named = Path(target).expanduser()
     if named.is_file():
-        is_in_run = named.name == MANIFEST_FILE and (named.parent / "run.yaml").is_file()
-        return Original(manifest=read_manifest_file(named), run=named.parent.absolute() if is_in_run else None)
-    run = resolve_run(target, outputs)
-    return Original(manifest=read_manifest(run), run=run)
+        file, run = named, named.parent.absolute()
+        is_in_run = named.name == MANIFEST_FILE and (run / RUN_FILE).is_file()
+    else:
+        run = resolve_run(target, outputs)
+        file, is_in_run = run / MANIFEST_FILE, True
+    manifest = read_manifest_file(file) if named.is_file() else read_manifest(run)
+    check_read_manifest(manifest, file)
+    return Original(manifest=manifest, run=run if is_in_run else None)
 
 
 def reproduce_command(
@@ -62,47 +81,134 @@ def reproduce_command(
     """Run it again and compare: with the run where its folder is here, else with the recipe's evidence.
 
     Returns the exit code of the run, or 5 where it ended well and differs. Raises: RequestError where what would be run
-    is not what was.
+    is not what was, or where there is nothing to compare it with.
     """
     original = find_original(target, outputs)
     recipe = original.manifest["recipe"]
-    words = [*original.words, "training.resume=never", f"outputs={outputs}"]
+    words = [*original.words, "training.resume=never", f"outputs={quoted(str(outputs))}"]
     job = plan_job(recipe, words, recipes_dirs)
-    require_same_config(original, job.config)
+    for line in require_same_config(original, job.config, recipes_dirs):
+        console.print(Text(line, style="yellow"), soft_wrap=True)
+    require_same_files(original.manifest, job.config)
     for line in told_differences(original.manifest, job.config):
         console.print(Text(line), soft_wrap=True)
+    recorded = choose_recorded(original, job.config, recipes_dirs)
+    console.print(Text(f"to be compared with {recorded.name}"), soft_wrap=True)
     if dry_run:
         return 0
     require_same_data(original, job, console)
     folder = create_run_folder(outputs, recipe or "custom")
-    code = run_job(job, console, folder=folder)
+    try:
+        code = run_job(job, console, folder=folder)
+    except (StoppedError, KeyboardInterrupt):
+        console.print(Text(how_to_go_on(original, job, folder, recipes_dirs)), soft_wrap=True)
+        raise
+    if code == StoppedError.exit_code:
+        console.print(Text(how_to_go_on(original, job, folder, recipes_dirs)), soft_wrap=True)
     if code != 0:
         return code
     record = read_finished(folder)
-    has_curve = original.run is not None and original.manifest["status"]["state"] == "finished"
-    found = (
-        verify_against_run(record, read_finished(original.run))
-        if has_curve and original.run is not None
-        else verify(record, recipes_dirs)
+    return show_verification(hold_against(recorded, record), record, console)
+
+
+def how_to_go_on(original: Original, job: Job, folder: Path, recipes_dirs: list[Path]) -> str:
+    """The lines that go on with a reproduction that was stopped, since the same command would begin another run."""
+    words = [word for word in job.words if not word.startswith("training.resume=")]
+    recipe = [job.config.recipe] if job.config.recipe is not None else []
+    options = [part for named in recipes_dirs for part in ("--recipes-dir", str(named))]
+    train = shlex.join(["tunebook", "train", *recipe, *words, *options, "--run-folder", str(folder)])
+    compare = ["diff", str(original.run), str(folder)] if original.has_curve else ["verify", str(folder), *options]
+    lines = (
+        "the same `tunebook reproduce` would begin again; to go on with this run, and to compare it:",
+        train,
+        shlex.join(["tunebook", *compare]),
     )
-    return show_verification(found, record, console)
+    return "\n  ".join(lines)
 
 
-def require_same_config(original: Original, config: RunConfig) -> None:
-    """Whether the words still mean what they meant. Without the run's folder only the seed is known of it.
+def require_same_config(original: Original, config: RunConfig, recipes_dirs: list[Path]) -> list[str]:
+    """Whether the words still mean what they meant; what is to be said where they do, and this machine decides more.
 
-    Raises: RequestError naming the keys that come out otherwise here.
+    Raises: RequestError naming the keys that come out otherwise here. Without the run's folder only the seed and the
+    hash of the whole are known.
     """
-    if original.run is None:
-        return
-    differing = config_differences(comparable_config(config_of(original.run)), comparable_config(config))
-    if differing:
-        raise RequestError(
-            f"the same words come to something else here: {named_differences(differing)}. The book was changed since "
-            f"(the run is of commit {_commit(original.manifest)}), or this machine makes another choice: check that "
-            "commit out, or type the recorded values",
-            problem_id="reproduces-otherwise",
+    manifest = original.manifest
+    if original.run is not None:
+        _require_equal(manifest, _frozen(original.run, manifest), config)
+        return []
+    if manifest["seed"] != config.training.seed:
+        raise _otherwise(manifest, f"training.seed is {config.training.seed}, recorded with {manifest['seed']}")
+    if has_hash(config, manifest["config_sha256"]):
+        return []
+    machine = machine_of_manifest(manifest["hardware"])
+    there = draft_run(manifest["recipe"], original.words, recipes_dirs, machine).resolution
+    if there is None or not has_hash(there.config, manifest["config_sha256"]):
+        raise _otherwise(
+            manifest,
+            f"the configuration's hash is {config_hash(config)[:12]}, recorded with {manifest['config_sha256'][:12]}, "
+            "and is another for the recorded machine too (the run's whole folder would tell which key)",
         )
+    _require_equal(manifest, there.config, config)
+    decided = named_differences(flat_differences(hashed_settings(there.config), hashed_settings(config)))
+    return [f"WARNING: this machine is another than the run's, and decides what was left open otherwise: {decided}"]
+
+
+def _frozen(run: Path, manifest: dict[str, Any]) -> RunConfig:
+    """A run's configuration. Raises: RequestError where it is not there, or not what the manifest notes."""
+    record = read_run(run)
+    if record.config is None:
+        raise RequestError(
+            f"{run} lacks {RUN_FILE}; copy its {MANIFEST_FILE} elsewhere and name that, to reproduce what it says",
+            problem_id="run-not-finished",
+        )
+    config = config_of(run)
+    require_unchanged(run, record.config, config, manifest)
+    return config
+
+
+def _require_equal(manifest: dict[str, Any], then: RunConfig, now: RunConfig) -> None:
+    """Of two machines no more than the machine and the split of a step may differ."""
+    if differing := config_differences(comparable_config(then), comparable_config(now)):
+        raise _otherwise(manifest, named_differences(differing))
+
+
+def _otherwise(manifest: dict[str, Any], differing: str) -> RequestError:
+    return RequestError(
+        f"the same words come to something else here: {differing}. The book was changed since (the run is of commit "
+        f"{_commit(manifest)}), or this machine makes another choice: check that commit out, or type the recorded "
+        "values",
+        problem_id="reproduces-otherwise",
+    )
+
+
+def choose_recorded(original: Original, config: RunConfig, recipes_dirs: list[Path]) -> Recorded:
+    """What the run will be held against, before hours are spent on it. Raises: RequestError where there is nothing."""
+    if original.has_curve:
+        assert original.run is not None
+        return recorded_run(read_finished(original.run), recipes_dirs)
+    here = original.manifest | {"hardware": describe_hardware(original.manifest["hardware"]["nccl"])}
+    record = RunRecord(folder=original.run or Path(), manifest=here)
+    inputs, hardware = gather_inputs(record, config), gather_hardware(record, config)
+    return recorded_evidence(config, inputs, hardware, recipes_dirs)
+
+
+def require_same_files(manifest: dict[str, Any], config: RunConfig) -> None:
+    """Whether the data's files are here as they were, without preparing them; the hub is not asked.
+
+    Raises: RequestError for a file that is not there, or is another.
+    """
+    dataset = config.dataset
+    places = {"dataset": dataset} | {f"dataset.parts.{name}": part for name, part in dataset.parts.items()}
+    named = {f"{key}.path": place.path for key, place in places.items() if place.source is Source.files}
+    named["dataset.validation_path"] = dataset.validation_path
+    here = {remembered_hash(file.path) for key, path in named.items() if path for file in find_files(path, key)}
+    for record in (manifest["dataset"] or {}).get("records", []):
+        if record["location"].lower().endswith(SUFFIXES) and record.get("sha256") not in (None, *here):
+            raise RequestError(
+                f"{record['location']}, which the run read, is not here as it was; take the files back to what they "
+                "were, or change into the folder that the run was started in",
+                problem_id="reproduces-otherwise",
+            )
 
 
 def require_same_data(original: Original, job: Job, console: Console) -> None:

@@ -8,9 +8,9 @@ this file, written by `python -m tunebook.evidence.schema > src/tunebook/evidenc
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 FORMAT = 1  # raised when a key changes its meaning or goes away
 
@@ -121,6 +121,16 @@ class Evidence(Section):
     inputs: Inputs
     software: Software
     content_sha256: str = Field(description="of everything else, as canonical JSON")
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        """What JSON schema cannot say: a comparison works with a loss of every step, and with how far it may be off."""
+        num_steps, num_losses = len(self.results.steps), len(self.results.losses)
+        if num_steps != num_losses:
+            raise ValueError(f"results.steps has {num_steps} entries and results.losses {num_losses}")
+        if "loss" not in self.tolerances:
+            raise ValueError("tolerances.loss is not there")
+        return self
 
 
 if __name__ == "__main__":

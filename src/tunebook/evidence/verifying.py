@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from tunebook.config.schema import RunConfig
 from tunebook.errors import DifferenceError, RequestError
-from tunebook.evidence.compare import Claim, Row, Verdict, compare, flat, input_differences, same_machine
+from tunebook.evidence.compare import (
+    Claim,
+    Row,
+    Verdict,
+    compare,
+    config_differences,
+    input_differences,
+    same_machine,
+    split_differences,
+)
 from tunebook.evidence.files import evidence_files, read_evidence
 from tunebook.evidence.gather import config_of, gather_hardware, gather_inputs, gather_ran, gather_results
+from tunebook.evidence.machines import machine_of_evidence
 from tunebook.evidence.schema import Evidence, Hardware, Inputs, Ran, Results
 from tunebook.evidence.tolerances import work_out
+from tunebook.launch.draft import draft_run
+from tunebook.record.config_hash import comparable_config
 from tunebook.record.run_record import RunRecord
 
 _NUM_NAMED = 4  # differing keys that a message names
@@ -43,15 +57,26 @@ class Verification:
 
     def table(self) -> Table:
         """For a terminal."""
-        table = Table(title=f"{self.name}: {self.what}", title_justify="left", box=None, pad_edge=False)
+        title = Text(f"{self.name}: {self.what}")  # what is typed and named may hold brackets
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
         for heading in ("", "recorded", "this run", "difference", "tolerance", "verdict", "why"):
             is_number = heading in ("recorded", "this run", "difference", "tolerance")
             table.add_column(heading, justify="right" if is_number else "left")
         for row in self.rows:
             style = "red" if row.verdict is Verdict.different else None
             numbers = (_number(row.expected), _number(row.found), _small(row.difference), _small(row.tolerance))
-            table.add_row(row.name, *numbers, row.verdict.value, row.why, style=style)
+            table.add_row(Text(row.name), *numbers, row.verdict.value, row.why, style=style)
         return table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """What a run can be held against, chosen before there is one: evidence, or an earlier run."""
+
+    name: str
+    what: str
+    claim: Claim
+    inputs: Inputs
 
 
 def verify(record: RunRecord, recipes_dirs: list[Path], against: Path | None = None) -> Verification:
@@ -61,34 +86,52 @@ def verify(record: RunRecord, recipes_dirs: list[Path], against: Path | None = N
     """
     config = config_of(record.folder)
     inputs, hardware = gather_inputs(record, config), gather_hardware(record, config)
-    file, evidence = _choose(config, inputs, hardware, recipes_dirs, against)
-    claim = Claim(results=evidence.results, hardware=evidence.hardware, tolerances=evidence.tolerances)
-    what = f"recorded on {evidence.recorded}: {describe(evidence.ran)}"
-    return _held_against(claim, file.name, what, record, is_split_alike=_splits(evidence.inputs) == _splits(inputs))
+    return hold_against(recorded_evidence(config, inputs, hardware, recipes_dirs, against), record)
 
 
-def verify_against_run(record: RunRecord, original: RunRecord) -> Verification:
-    """Compare a finished run with another that was to be the same, by what equal runs may differ.
+def recorded_evidence(
+    config: RunConfig, inputs: Inputs, hardware: Hardware, recipes_dirs: list[Path], against: Path | None = None
+) -> Recorded:
+    """The evidence of the same thing, rather of the same machine. Raises: RequestError where there is none."""
+    file, found = _choose(config, inputs, hardware, recipes_dirs, against)
+    return Recorded(
+        name=file.name,
+        what=f"recorded on {found.recorded}: {describe(found.ran)}",
+        claim=Claim(results=found.results, hardware=found.hardware, tolerances=found.tolerances),
+        inputs=found.inputs,
+    )
 
-    Raises: RequestError where the two were asked for different things.
-    """
-    one, other = config_of(original.folder), config_of(record.folder)
-    inputs, found = gather_inputs(original, one), gather_inputs(record, other)
-    if differing := input_differences(inputs, found):
+
+def recorded_run(original: RunRecord, recipes_dirs: list[Path]) -> Recorded:
+    """A finished run as what another is held against, by what equal runs may differ."""
+    config, results = config_of(original.folder), gather_results(original)
+    hardware, tolerances = gather_hardware(original, config), work_out([results], config)
+    return Recorded(
+        name=original.name,
+        what=describe(gather_ran(original, config, recipes_dirs)),
+        claim=Claim(results=results, hardware=hardware, tolerances=tolerances),
+        inputs=gather_inputs(original, config),
+    )
+
+
+def hold_against(recorded: Recorded, record: RunRecord) -> Verification:
+    """Compare a finished run with what was chosen. Raises: RequestError where that was asked for something else."""
+    config = config_of(record.folder)
+    inputs, hardware, results = gather_inputs(record, config), gather_hardware(record, config), gather_results(record)
+    if differing := input_differences(recorded.inputs, inputs):
         raise RequestError(
-            f"{record.folder} is no repetition of {original.folder}: {named_differences(differing)}",
+            f"{record.folder} is no repetition of {recorded.name}: {named_differences(differing)}",
             problem_id="evidence-of-other-config",
         )
-    results = gather_results(original)
-    claim = Claim(results=results, hardware=gather_hardware(original, one), tolerances=work_out([results], one))
-    what = describe(gather_ran(original, one))
-    return _held_against(claim, original.name, what, record, is_split_alike=_splits(inputs) == _splits(found))
-
-
-def _held_against(claim: Claim, name: str, what: str, record: RunRecord, *, is_split_alike: bool) -> Verification:
-    results, hardware = gather_results(record), gather_hardware(record, config_of(record.folder))
-    rows = compare(claim, results, hardware, is_split_alike=is_split_alike)
-    return Verification(name=name, what=what, claim=claim, results=results, hardware=hardware, rows=rows)
+    is_split_alike = not split_differences(recorded.inputs, inputs)
+    return Verification(
+        name=recorded.name,
+        what=recorded.what,
+        claim=recorded.claim,
+        results=results,
+        hardware=hardware,
+        rows=compare(recorded.claim, results, hardware, is_split_alike=is_split_alike),
+    )
 
 
 def describe(ran: Ran) -> str:
@@ -119,24 +162,37 @@ def _choose(
     known = [(file, read_evidence(file)) for file in files]
     fitting = [(file, found) for file, found in known if not input_differences(found.inputs, inputs)]
     if not fitting:
-        raise _of_other_things(recipe, known, inputs)
+        raise _of_other_things(recipe, known, inputs, recipes_dirs)
     return min(fitting, key=lambda one: (same_machine(one[1].hardware, hardware) is not None, one[0].name))
 
 
-def _of_other_things(recipe: str, known: list[tuple[Path, Evidence]], inputs: Inputs) -> RequestError:
-    """The error that names the evidence that comes nearest, and what is not the same."""
+def _of_other_things(recipe: str, known: list[tuple[Path, Evidence]], inputs: Inputs, dirs: list[Path]) -> RequestError:
+    """The error that names the evidence that comes nearest, what is not the same, and how that claim is checked."""
     file, nearest = min(known, key=lambda one: len(input_differences(one[1].inputs, inputs)))
-    differing = input_differences(nearest.inputs, inputs)
-    words = " ".join([nearest.ran.recipe, *nearest.ran.overrides])
+    differing = named_differences(input_differences(nearest.inputs, inputs))
+    if _still_means(nearest, dirs) and config_differences(nearest.inputs.config, inputs.config):
+        words = shlex.join(["tunebook", "train", nearest.ran.recipe, *nearest.ran.overrides])
+        advice = f"To check that claim: {words}"
+    else:
+        advice = (
+            f"The book, or what it reads, was changed since commit {nearest.software.git_commit[:12]}: check that "
+            f"commit out to check the claim, or remove {file} and record it anew (tunebook verify RUN RUN --record "
+            f"--label {nearest.label})"
+        )
     return RequestError(
-        f"the evidence of {recipe} is of something else. Nearest is {file.name}: {named_differences(differing)}. To "
-        f"check that claim: tunebook train {words}",
+        f"the evidence of {recipe} is of something else. Nearest is {file.name}: {differing}. {advice}",
         problem_id="evidence-of-other-config",
     )
 
 
-def _splits(inputs: Inputs) -> dict[str, Any]:
-    return {key: value for key, value in flat(inputs.config) if not key.startswith("evaluation")}
+def _still_means(evidence: Evidence, recipes_dirs: list[Path]) -> bool:
+    """Whether the words of evidence come to what they came to, on a machine like its own."""
+    ran = evidence.ran
+    machine = machine_of_evidence(evidence.hardware)
+    draft = draft_run(None if ran.recipe == "custom" else ran.recipe, ran.overrides, recipes_dirs, machine)
+    if draft.resolution is None:
+        return False
+    return not config_differences(evidence.inputs.config, comparable_config(draft.resolution.config))
 
 
 def _number(value: float | None) -> str:

@@ -15,18 +15,20 @@ EVIDENCE: dict[str, Explanation] = {
         why="Numbers of different things cannot be compared. How a step is split over GPUs (micro batch, strategy, "
         "attention kernel, checkpointing) may differ: the loss does not depend on it. Everything else must be equal. "
         "A group that was changed since changes what the recipe means, and its evidence has to be recorded anew.",
-        advice="Train with the words that the message ends with, or compare with one file by --against.",
+        advice="Do what the message ends with: train with other words, or check out the commit of the evidence, or "
+        "record it anew. --against compares with one file.",
     ),
     "evidence-broken": Explanation(
         summary="An evidence file cannot be used.",
         why="It is missing, was changed after it was written (its hash tells), or was written by a newer version.",
-        advice="Take it back from git, or record it again. Evidence is never corrected by hand.",
+        advice="Take it back from git, or record two runs again. Evidence is never corrected by hand. What a newer "
+        "version wrote is read by that version, or a later one.",
     ),
     "evidence-card": Explanation(
-        summary="The evidence is written, but the recipe's card cannot show it.",
+        summary="The recipe's card cannot show evidence, so none is written.",
         why="A recipe's card, recipes/<name>/README.md, has a section `## Evidence` with a table and a plot made from "
         "the files, so that a reader sees what is recorded.",
-        advice="Add the heading `## Evidence` to the card, remove the new file, and record it again.",
+        advice="Add the heading `## Evidence` to the card, and record again.",
     ),
     "evidence-exists": Explanation(
         summary="Evidence of this name is recorded already.",
@@ -45,13 +47,16 @@ EVIDENCE: dict[str, Explanation] = {
         advice="Find out why (tunebook explain loss-not-finite), and record a run that is sound.",
     ),
     "evidence-not-repeated": Explanation(
-        summary="Evidence needs at least two runs of the same thing on the same kind of machine.",
-        why="How far another run's numbers may lie from these is worked out from how far apart equal runs were.",
-        advice="Train it again with training.resume=never, and name both runs.",
+        summary="Evidence needs at least two runs of the same thing, by the same software on the same machines.",
+        why="How far another run's numbers may lie from these is worked out from how far apart equal runs were. A copy "
+        "of a run's folder repeats nothing; runs that split their steps otherwise, or ran in other packages, are apart "
+        "for another reason.",
+        advice="Train it again in the same environment with training.resume=never, and name both runs.",
     ),
     "evidence-of-changed-code": Explanation(
-        summary="The run was made by code that is in no commit.",
-        why="Evidence names the commit with which anyone can run the same again; changes beside it are lost.",
+        summary="The run was made by code, or of a recipe, that is in no commit.",
+        why="Evidence names the commit with which anyone can run the same again; changes beside it are lost. A recipe "
+        "of your own, from --recipes-dir, counts where its repository has it as it is.",
         advice="Commit, and train again.",
     ),
     "evidence-without-recipe": Explanation(
@@ -65,6 +70,19 @@ EVIDENCE: dict[str, Explanation] = {
         "was changed since, or a choice that `auto` makes otherwise here, would make another run, whose numbers say "
         "nothing about the first.",
         advice="Check out the commit that the manifest names, take the files back, or type the recorded values.",
+    ),
+    "run-changed": Explanation(
+        summary="A run's run.yaml or manifest.json was changed after the run.",
+        why="The manifest notes the recipe, the seed and the hash of run.yaml at the start. Where they no longer go "
+        "together, one of the files tells of another training than the one that was done.",
+        advice="Take the files back from a copy, or train again. A run that differs is asked for by words on the "
+        "command line, not by an edited run.yaml.",
+    ),
+    "run-without-words": Explanation(
+        summary="The manifest does not say what was trained.",
+        why="Earlier versions of `tunebook reproduce` noted their own command line, which has none of the words that "
+        "were trained with.",
+        advice="Name the run that it repeated, or train again.",
     ),
     "run-not-finished": Explanation(
         summary="The run has not come to its end, or its folder lacks a part.",

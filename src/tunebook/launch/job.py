@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +54,7 @@ class Job:
     resolution: Resolution
     problems: list[Problem]  # warnings; errors have been raised
     plan: BatchPlan
+    words: list[str] = field(default_factory=list)  # after the recipe, for the record; of no use to what is only shown
 
     @property
     def config(self) -> RunConfig:
@@ -69,7 +70,7 @@ def plan_job(recipe: str | None, overrides: list[str], recipes_dirs: list[Path])
     draft = draft_run(recipe, overrides, recipes_dirs)
     draft.raise_errors()
     assert draft.resolution is not None and draft.batch is not None
-    return Job(resolution=draft.resolution, problems=draft.problems, plan=draft.batch)
+    return Job(resolution=draft.resolution, problems=draft.problems, plan=draft.batch, words=overrides)
 
 
 def show_job(job: Job, console: Console, folder: Path) -> None:
@@ -109,8 +110,8 @@ def run_job(job: Job, console: Console, *, folder: Path | None = None, clock: St
         checkpoint = None if is_done else expected_checkpoint(config, found, identity_of(config, prepared))
         folder = _make_folder(config, found)
         lock = stack.enter_context(working_in(folder))
-        _set_up_folder(job, plan, prepared, folder)
-        console.print(f"run folder: {folder}{_going_on(config, folder, checkpoint)}", highlight=False, soft_wrap=True)
+        set_up_folder(job, plan, prepared, folder)
+        console.print(Text(f"run folder: {folder}{_going_on(config, folder, checkpoint)}"), soft_wrap=True)
         clock.passed("run_folder")
         if not isinstance(config.launcher, SlurmConfig):
             attempt = Attempt(config=config, folder=folder, lock=lock, console=console, roll=roll, clock=clock)
@@ -167,7 +168,7 @@ def _going_on(config: RunConfig, folder: Path, checkpoint: Path | None) -> str:
     return f", going on after {checkpoint}" if checkpoint is not None else ""
 
 
-def _set_up_folder(job: Job, plan: BatchPlan, prepared: Prepared, folder: Path) -> None:
+def set_up_folder(job: Job, plan: BatchPlan, prepared: Prepared, folder: Path) -> None:
     """Write everything that the ranks read, before any of them starts."""
     config = job.config
     if not is_trained(folder, config):
@@ -179,7 +180,9 @@ def _set_up_folder(job: Job, plan: BatchPlan, prepared: Prepared, folder: Path) 
         folder,
         config,
         world_size=world_size(config),
-        command=["tunebook", *sys.argv[1:]],
+        # Not what was typed: `tunebook reproduce` types no word of what it trains.
+        command=["tunebook", "train", *([config.recipe] if config.recipe is not None else []), *job.words],
+        typed=["tunebook", *sys.argv[1:]],
         tokenizer_sha256=prepared.tokenizer_sha256,
         chat_template_sha256=prepared.chat_template_sha256,
         dataset={

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from tunebook.config.book import BOOK_PREFIX, book_root
@@ -34,7 +36,29 @@ ADDED_LATER = {"model.compile_layers": False, "model.one_pass_head": False, "pre
 
 def config_hash(config: RunConfig) -> str:
     """SHA-256 of a resolved configuration in canonical form: sorted keys, book paths as `book:...`, see NOT_HASHED."""
-    return sha256_text(json.dumps(hashed_settings(config), sort_keys=True, ensure_ascii=False, allow_nan=False))
+    return _hash(hashed_settings(config))
+
+
+def has_hash(config: RunConfig, expected: str) -> bool:
+    """Whether a configuration has this hash, or had it while the book lay in the folder that one of its paths is in."""
+    if config_hash(config) == expected:
+        return True
+    paths = (Path(text) for text in _texts(dataclasses.asdict(config)) if text.startswith("/"))
+    folders = {folder for path in paths for folder in path.parents}
+    keys = (*NOT_HASHED, *SAME_LOSS)
+    return any(_hash(_without(config, keys, book_folder=str(folder))) == expected for folder in folders)
+
+
+def _hash(settings: dict[str, Any]) -> str:
+    return sha256_text(json.dumps(settings, sort_keys=True, ensure_ascii=False, allow_nan=False))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _texts(item)
 
 
 def hashed_settings(config: RunConfig) -> dict[str, Any]:
@@ -47,8 +71,8 @@ def comparable_config(config: RunConfig) -> dict[str, Any]:
     return _without(config, (*NOT_HASHED, "title", "hardware"))
 
 
-def _without(config: RunConfig, keys: tuple[str, ...]) -> dict[str, Any]:
-    canonical: dict[str, Any] = _canonical(dataclasses.asdict(config), f"{book_root()}/")
+def _without(config: RunConfig, keys: tuple[str, ...], book_folder: str | None = None) -> dict[str, Any]:
+    canonical: dict[str, Any] = _canonical(dataclasses.asdict(config), f"{book_folder or book_root()}/")
     for key in keys:
         node, name = _place(canonical, key)
         del node[name]

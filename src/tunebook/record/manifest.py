@@ -51,6 +51,7 @@ def start_manifest(
     *,
     world_size: int,
     command: list[str],
+    typed: list[str] | None = None,
     nccl: str | None = None,
     model: dict[str, Any] | None = None,
     tokenizer_sha256: str | None = None,
@@ -59,9 +60,9 @@ def start_manifest(
 ) -> dict[str, Any]:
     """Write the manifest of a run that is about to start, and return it.
 
-    `model` adds to what the configuration says (the revision that the hub answered with); `dataset` is
-    `{records, fingerprint, content_sha256, counts}` of the prepared data. A run that goes on in its folder keeps the
-    status of its earlier attempts under `earlier_attempts`.
+    `command` trains the same again; `typed` is the command line that led to it. `model` adds to what the configuration
+    says (the revision that the hub answered with); `dataset` is `{records, fingerprint, content_sha256, counts}` of the
+    prepared data. A run that goes on in its folder keeps the status of its earlier attempts under `earlier_attempts`.
     """
     manifest = {
         "format": FORMAT,
@@ -89,6 +90,8 @@ def start_manifest(
         "seed": config.training.seed,
         "command": describe_command(command),
     }
+    if typed is not None:
+        manifest["typed"] = describe_command(typed)
     _write(folder, manifest)
     return manifest
 

@@ -8,6 +8,7 @@ top level; a section's own keys are closed. As JSON schema: `manifest.schema.jso
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -122,22 +123,42 @@ class Manifest(BaseModel):
     hardware: Hardware
     world_size: int = Field(ge=1)
     seed: int
-    command: list[str]
+    command: list[str] = Field(description="that trains the same again; in older manifests what was typed")
+    typed: list[str] | None = Field(default=None, description="the command line that led to it")
     start_up: StartUp | None = None
 
 
 def check_manifest(manifest: dict[str, Any]) -> None:
     """Raises: DataError naming the first key that is not what the schema says; only a fault of Tunebook leads there."""
+    for where, what, _ in _faults(manifest):
+        raise DataError(
+            f"the manifest would not be valid: {where}: {what}; this is a fault of Tunebook, please report it "
+            "with `tunebook doctor --json`",
+            problem_id="broken-record",
+        )
+
+
+def check_read_manifest(manifest: dict[str, Any], file: Path) -> None:
+    """Raises: DataError naming the file and the first key that is missing or wrong.
+
+    A section's unknown keys are let be: a later version of the same format may have written them.
+    """
+    for where, what, kind in _faults(manifest):
+        if kind != "extra_forbidden":
+            raise DataError(
+                f"{file} is no whole manifest: {where}: {what}; Tunebook checks what it writes, so something else "
+                "changed it: restore it from a copy, or name another run",
+                problem_id="broken-record",
+            )
+
+
+def _faults(manifest: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Dotted key, what is wrong with it, and of which kind that is."""
     try:
         Manifest.model_validate(manifest)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise DataError(
-            f"the manifest would not be valid: {where}: {first['msg']}; this is a fault of Tunebook, please report it "
-            "with `tunebook doctor --json`",
-            problem_id="broken-record",
-        ) from error
+        return [(".".join(map(str, fault["loc"])), fault["msg"], fault["type"]) for fault in error.errors()]
+    return []
 
 
 if __name__ == "__main__":

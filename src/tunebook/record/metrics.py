@@ -19,6 +19,8 @@ from tunebook.errors import DataError
 
 METRICS_FILE = "metrics.jsonl"
 NOT_FINITE = "not_finite"  # the names of the numbers of a line that were NaN or infinite, and are null in it
+# What is worked with later, if a line has it; each may be null.
+_NUMBERS = ("loss", "validation_loss", "tokens_per_second_per_gpu", "mfu", "padding_share")
 
 
 class MetricsWriter:
@@ -89,7 +91,7 @@ def _parse_lines(path: Path) -> Iterable[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            yield json.loads(line)
+            read = json.loads(line, parse_constant=_refuse_constant)
         except ValueError as error:
             if number == len(lines):  # no newline after it: the run was killed while writing it
                 return
@@ -98,6 +100,36 @@ def _parse_lines(path: Path) -> Iterable[dict[str, Any]]:
                 "file: remove that line",
                 problem_id="broken-record",
             ) from error
+        if wrong := _why_no_line(read):
+            raise DataError(
+                f"{path} line {number}: {wrong}, which no run writes, so something else changed the file: take it back "
+                "from a copy, or train again",
+                problem_id="broken-record",
+            )
+        yield read
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _why_no_line(read: Any) -> str | None:
+    """What is wrong with a line that is JSON; None for one that a run may have written."""
+    if not isinstance(read, dict):
+        return f"{read!r} is no object"
+    if not isinstance(read.get("step"), int):
+        return "it has no step"
+    for name in _NUMBERS:
+        if not _is_number(read.get(name)):
+            return f"{name} is {read[name]!r} and no number"
+    memory = read.get("memory_gib") or []
+    if not isinstance(memory, list) or not all(map(_is_number, memory)):
+        return f"memory_gib is {memory!r} and no list of numbers"
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or isinstance(value, int | float)
 
 
 def _remove_unfinished_line(path: Path) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
-from tunebook.errors import RequestError
+from tunebook.errors import DataError, RequestError
 from tunebook.record.atomic_files import read_json
 from tunebook.record.manifest import MANIFEST_FILE, read_manifest
 from tunebook.record.metrics import METRICS_FILE, NOT_FINITE, is_training_line, read_metrics
@@ -74,7 +76,7 @@ def read_run(folder: Path) -> RunRecord:
         folder=folder,
         config=_read_config(folder / "run.yaml"),
         plan=_read_optional(folder / "plan.json"),
-        manifest=read_manifest(folder) if (folder / MANIFEST_FILE).is_file() else None,
+        manifest=_read_manifest(folder) if (folder / MANIFEST_FILE).is_file() else None,
         training=[line for line in lines if is_training_line(line)],
         validation=[line for line in lines if not is_training_line(line)],
         before=_read_optional(folder / "evaluation" / "before.json"),
@@ -88,8 +90,33 @@ def _read_optional(path: Path) -> dict[str, Any] | None:
     return read_json(path) if path.is_file() else None
 
 
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    manifest = read_manifest(folder)
+    status = manifest.get("status")
+    if not isinstance(status, dict) or not isinstance(status.get("state"), str):
+        raise DataError(
+            f"{folder / MANIFEST_FILE} is no whole manifest: it has no status.state; restore it from a copy, or remove "
+            "it to go on without it",
+            problem_id="broken-record",
+        )
+    return manifest
+
+
 def _read_config(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
-    config: Any = OmegaConf.to_container(OmegaConf.load(path))
-    return config if isinstance(config, dict) else None
+    try:
+        config: Any = OmegaConf.to_container(OmegaConf.load(path))
+    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
+        raise _broken_config(path, str(error).splitlines()[0]) from error
+    if not isinstance(config, dict) or not config:
+        raise _broken_config(path, "it is empty" if not config else "it is no mapping of keys to values")
+    return config
+
+
+def _broken_config(path: Path, why: str) -> DataError:
+    return DataError(
+        f"{path} cannot be read as a run's configuration: {why}; Tunebook writes it in one step, so something else "
+        "changed it: restore it from a copy, or remove it to go on without it",
+        problem_id="broken-record",
+    )

@@ -70,6 +70,9 @@ def test_hardware_counts_gpus_and_those_in_use(make_run) -> None:
     record.manifest["world_size"] = 4
     assert describe_machine(record) == f"8 {times} NVIDIA H200; 4 used"
     assert describe_machine(RunRecord(folder=Path("a/b"))) == "not recorded"
+    del record.manifest["hardware"]
+    assert describe_machine(record) == "not recorded"
+    assert banner(record) == ""
 
 
 def test_times_are_for_people() -> None:

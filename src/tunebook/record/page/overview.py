@@ -105,7 +105,7 @@ def format_time(time: datetime | str | None) -> str:
 
 def describe_machine(record: RunRecord) -> str:
     """The hardware in a few words: how many of which GPU, or the number of CPU cores."""
-    hardware = record.manifest["hardware"] if record.manifest else None
+    hardware = (record.manifest or {}).get("hardware")
     if hardware is None:
         return "not recorded"
     world_size = (record.manifest or {}).get("world_size")
@@ -173,7 +173,7 @@ def _exit_code(status: dict[str, Any]) -> str:
 
 
 def _speed_note(record: RunRecord) -> str:
-    on_gpu = bool(record.manifest and record.manifest["hardware"]["gpus"])
+    on_gpu = bool(((record.manifest or {}).get("hardware") or {}).get("gpus"))
     return "per GPU, median after warming up" if on_gpu else "per rank, median after warming up"
 
 
