@@ -8,8 +8,9 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tunebook.config import base_model
-from tunebook.config.base_model import read_facts
+from tunebook.config.base_model import ENCODERS, read_dtype, read_facts, read_quantiser, why_not_causal
 from tunebook.config.choices import Weights
+from tunebook.config.model_facts import MeasuredLayers
 from tunebook.config.schema import ModelConfig, ModelFacts
 from tunebook.errors import RequestError
 
@@ -123,7 +124,9 @@ def test_a_file_that_is_no_text(model, tmp_path):
     ("changes", "said"),
     [
         ({"hidden_size": 0}, "says hidden_size=0, and a model has at least 1; correct the file"),
-        ({"vocab_size": -32}, "says vocab_size=-32, and a model has at least 1"),
+        ({"vocab_size": -32}, "says vocab_size=-32, and a model has at least 2"),
+        ({"max_position_embeddings": 1}, "says max_position_embeddings=1, and a model has at least 2"),
+        ({"hidden_size": 10**12}, "says hidden_size=1000000000000, and no model has more than 100000000"),
         ({"hidden_size": 16.5}, "says hidden_size=16.5, which is no whole number"),
         ({"hidden_size": "16"}, 'says hidden_size="16", which is no whole number'),
         ({"num_hidden_layers": True}, "says num_layers=true, which is no whole number"),
@@ -142,3 +145,99 @@ def test_sizes_that_no_model_has(model, built, changes, said):
 def test_heads_of_a_stated_size_need_not_divide(model, built):
     assert read_facts(model(num_attention_heads=3, num_key_value_heads=3, head_dim=8)) is None
     assert len(built) == 1
+
+
+@pytest.mark.parametrize("kept", [{}, {"model_type": "gemma2"}], ids=["formula", "meta device"])
+def test_weights_of_no_stated_format_are_fp32_as_transformers_has_it(model, built, kept):
+    named = model(dtype=None, **kept)
+    facts = read_facts(named)
+    assert read_dtype(named) == "float32"
+    assert (facts is None) == bool(built) and (facts is None or facts.dtype == "float32")
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "torch.bfloat16", 5])
+def test_weights_of_an_unknown_format_are_refused(model, built, dtype):
+    with pytest.raises(RequestError, match=f'dtype="?{dtype}"?, and weights are trained from float32, float16, bfl'):
+        read_facts(model(dtype=None, torch_dtype=dtype))
+    assert built == []
+
+
+def test_the_format_may_be_stated_with_the_language_part(model, built):
+    assert read_dtype(model(dtype=None, text_config={"dtype": "bfloat16"})) == "bfloat16"
+    assert read_facts(model(dtype="float8_e4m3fn", quantization_config={"quant_method": "fp8"})) is None
+    assert len(built) == 1  # quantised: a rule says more
+
+
+@pytest.mark.parametrize(
+    ("stated", "quantiser"),
+    [
+        ({}, None),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
+        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "bitsandbytes_4bit"),
+        ({"quantization_config": {"load_in_8bit": True}}, "bitsandbytes_8bit"),
+        ({"text_config": {"quantization_config": {"quant_method": "fp8"}}}, "fp8"),
+    ],
+    ids=str,
+)
+def test_what_quantised_the_weights(model, stated, quantiser):
+    assert read_quantiser(model(**stated)) == quantiser
+
+
+def test_a_config_that_cannot_be_read_says_nothing_of_quantisation(model):
+    assert read_quantiser(model(text="{")) is None
+    assert read_quantiser(ModelConfig(path="not/there")) is None
+
+
+def test_the_cache_is_not_asked_for_more_than_the_facts_of_a_group_file(monkeypatch):
+    monkeypatch.setattr(base_model, "_config_file", lambda _: pytest.fail("asked"))
+    named = ModelConfig(name="organisation/model", facts=ModelFacts(architecture="XForCausalLM"))
+    assert read_quantiser(named) is None and why_not_causal(named) is None
+
+
+def test_the_cache_is_asked_where_the_layers_were_measured(model, monkeypatch, tmp_path):
+    model(quantization_config={"quant_method": "gptq"})
+    monkeypatch.setattr(base_model, "_config_file", lambda _: tmp_path / "config.json")
+    facts = ModelFacts(architecture="LlamaForCausalLM", measured=MeasuredLayers())
+    assert read_quantiser(ModelConfig(name="organisation/model", facts=facts)) == "gptq"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"architectures": ["LlamaForSequenceClassification"]}, "is made for sequence classification, not to continue"),
+        ({"architectures": ["BertForMaskedLM"], "model_type": "bert"}, "BertForMaskedLM is made for masked LM"),
+        ({"architectures": ["BertModel"], "model_type": "bert"}, "BertModel is an encoder: its attention looks both"),
+        ({"architectures": ["BertLMHeadModel"], "model_type": "bert"}, "BertLMHeadModel is an encoder"),
+        ({"architectures": None, "model_type": "roberta"}, "roberta is an encoder"),
+        ({"architectures": ["BertLMHeadModel"], "model_type": "bert", "is_decoder": True}, None),
+        ({}, None),
+        ({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}, None),
+        ({"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}, None),
+        ({"architectures": "LlamaForCausalLM"}, None),
+        ({"architectures": []}, None),
+    ],
+    ids=str,
+)
+def test_only_what_continues_a_text_is_causal(model, changes, said):
+    found = why_not_causal(model(**changes))
+    assert found is None if said is None else said in found
+
+
+def test_code_of_its_own_decides_what_a_model_is_for(model):
+    named = model(architectures=["XForReward"], auto_map={"AutoModelForCausalLM": "modeling_x.XForReward"})
+    assert why_not_causal(named) is not None
+    named.trust_remote_code = True
+    assert why_not_causal(named) is None
+
+
+def test_no_encoder_that_transformers_has_a_causal_head_for_is_forgotten():
+    """By what they say of themselves: they are no decoders, and are trained on masked words."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    )
+
+    both = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() & MODEL_FOR_MASKED_LM_MAPPING_NAMES.keys()
+    assert both - MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.keys() == ENCODERS - {"bert-generation", "xlnet"}
+    assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() >= ENCODERS

@@ -4,8 +4,9 @@ import shlex
 
 import pytest
 
-from tunebook.config.compose import parse_overrides
-from tunebook.config.override_text import as_typed, typed
+from tunebook.config.compose import compose, parse_overrides
+from tunebook.config.override_text import as_typed, split_values, typed
+from tunebook.errors import RequestError
 
 
 @pytest.mark.parametrize(
@@ -39,3 +40,25 @@ def test_plain_texts_need_no_quotes():
 @pytest.mark.parametrize(("value", "text"), [(None, "null"), (True, "true"), (False, "false"), (1.5, "1.5")])
 def test_values_are_shown_as_they_are_typed(value: object, text: str) -> None:
     assert as_typed(value) == text
+
+
+@pytest.mark.parametrize(
+    ("listed", "values"),
+    [
+        ("a,b", ["a", "b"]),
+        ("[q_proj,k_proj],[v_proj]", ["[q_proj,k_proj]", "[v_proj]"]),
+        ("'a,b',c", ["'a,b'", "c"]),
+        ("{x:1,y:2},f(1,2)", ["{x:1,y:2}", "f(1,2)"]),
+        ("a],b", ["a]", "b"]),
+    ],
+)
+def test_values_end_at_commas_outside_of_brackets_and_quotes(listed: str, values: list[str]) -> None:
+    assert split_values(listed) == values
+
+
+def test_a_list_is_named_with_quotes_round_its_entries() -> None:
+    with pytest.raises(RequestError, match="cannot be read") as raised:
+        compose("quickstart", ["launcher=slurm", "launcher.extra_args=[--nodes=3,'--mem=4G',plain]"])
+    typed_by_the_user = shlex.split(str(raised.value).rpartition(": ")[2])
+    config = compose("quickstart", ["launcher=slurm", *typed_by_the_user]).config
+    assert config.launcher.extra_args == ["--nodes=3", "--mem=4G", "plain"]  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import re
@@ -36,6 +37,7 @@ from tunebook.config.choices import (
     Weights,
     WrapPolicy,
 )
+from tunebook.config.compose import parse_overrides
 from tunebook.config.model_facts import MeasuredLayers
 from tunebook.config.rules import (
     RULES,
@@ -47,6 +49,7 @@ from tunebook.config.rules import (
     optimizing,
     parallelism,
     precision,
+    quantised,
     running,
     sources,
 )
@@ -61,7 +64,7 @@ from tunebook.config.schema import (
     ZeroConfig,
 )
 
-MODULES = (numbers, sources, batch, precision, attention, parallelism, optimizing, running, launching)
+MODULES = (numbers, sources, batch, precision, attention, parallelism, optimizing, quantised, running, launching)
 ON_CPU = {
     "hardware.generation": Generation.cpu,
     "precision.compute": Compute.fp32,
@@ -69,6 +72,7 @@ ON_CPU = {
     "attention.implementation": Attention.sdpa,
 }
 ON_VOLTA = {**ON_CPU, "hardware.generation": Generation.volta}
+ON_1 = {"hardware.gpus_per_node": 1}
 ON_8 = {"hardware.gpus_per_node": 8}
 
 
@@ -101,8 +105,12 @@ MEASURED = MeasuredLayers(
     num_layers=2, parameters=1, linear_inputs=1, adapter_parameters=1, attention=["eager", "flash_attention_2"]
 )
 PADDED = {"packing.mode": PackingMode.padded, "training.micro_batch_size": None}
+BIG = {"training.global_samples": 2000}
 PADDED_DDP = {**DDP, **PADDED}
 IN_TOKENS = {"training.global_tokens": 65_536, "training.global_samples": None}
+LORA = {"peft.method": PeftMethod.lora}
+QLORA = {"peft.method": PeftMethod.qlora}
+LORA_OVER_GPTQ = LORA | {"model.name": None, "model.path": "gptq"}
 PLAIN_TEXT = {"dataset.format": Format.text}
 SDPA = {"attention.implementation": Attention.sdpa}
 SLURM = {"launcher": SlurmConfig(name=LauncherName.slurm)}
@@ -117,6 +125,13 @@ CASES = [
     case("out-of-range", "1 must be at least 0 and below 1", {"optimizer.beta2": 1.0}),
     case("out-of-range", "0 must be above 0", {"training.num_epochs": 0.0}),
     case("out-of-range", "inf must be", {"training.num_epochs": math.inf}),
+    case("out-of-range", "inf must be a finite number, above 0", {"hardware.memory_gib": math.inf}),
+    case("out-of-range", "nan must be a finite number, above 0", {"hardware.memory_gib": math.nan}),
+    case("out-of-range", r"1e\+308 must be above 0 and at most 1000000", {"training.num_epochs": 1e308}),
+    case("out-of-range", r"^999999\.\.\. \(400 digits\) must be at most 1e15", {"peft.rank": 10**400 - 1}),
+    case("out-of-range", "2000 must be at least 1 and at most 1024", {"hardware.gpus_per_node": 2000}, DDP | BIG),
+    case("out-of-range", "0 must be at least 2", {"model.facts.vocab_size": 0}),
+    case("out-of-range", "1 must be at least 2", {"model.facts.max_position_embeddings": 1}),
     case("out-of-range", "-3 must be at least 1", {"training.max_steps": -3}),
     case("out-of-range", "0 must be at least 1", {"peft.rank": 0}),
     case("out-of-range", "0.6 must be at least 0 and at most 0.5", {"dataset.validation_share": 0.6}),
@@ -127,6 +142,7 @@ CASES = [
     case("model-not-named", "name two models", {"model.path": "book:recipes/quickstart/model"}),
     case("model-name-is-folder", "is a folder, not a name", {"model.name": "./mine"}),
     case("model-folder", "not/there does not exist", {"model.name": None, "model.path": "not/there"}),
+    case("model-not-causal", "is made for masked LM", {"model.name": None, "model.path": "masked"}),
     case("length-beyond-model", "40000 .* 32768", {"training.max_length": 40_000, "packing.row_length": 40_000}),
     case("dataset-source", "source=hub needs dataset.name", {"dataset.name": None}),
     case("dataset-source", "source=files needs", {"dataset.source": Source.files, "dataset.name": None}),
@@ -258,6 +274,7 @@ CASES = [
     case("flex-attention-on-cpu", "cannot train", {"attention.implementation": Attention.flex_attention}, ON_CPU),
     case("flash-attention-not-deterministic", "last bits", {"training.deterministic": True}),
     case("packing-leaks", "BloomForCausalLM cannot keep", {"model.facts.architecture": "BloomForCausalLM"}),
+    case("packing-leaks", "cannot keep", {"model.facts.architecture": "BloomForCausalLM"}, {**DDP, **IN_TOKENS}),
     case("row-length-without-packing", "4096 is not used", {"packing.row_length": 4096}, PADDED),
     case("liger-without-gpu", "need a GPU", {"model.liger_kernel": True}, ON_CPU),
     case("one-pass-head-without-gpu", "on a GPU only", {"model.one_pass_head": True}, ON_CPU),
@@ -359,6 +376,18 @@ CASES = [
         {"peft.target_modules": ["q_proj", "lm_head"]},
         {"peft.method": PeftMethod.lora},
     ),
+    case(
+        "adapter-module-unknown",
+        "has no q_poj; it has down_proj, embed_tokens, gate_proj",
+        {"peft.target_modules": ["q_poj", "self_attn.v_proj"]},
+        {"peft.method": PeftMethod.lora},
+    ),
+    case(
+        "adapter-module-unknown",
+        "has no nonesuch",
+        {"peft.modules_to_save": ["nonesuch", "embed_tokens"]},
+        {"peft.method": PeftMethod.lora},
+    ),
     case("adapter-settings-ignored", "method=full", {"peft.target_modules": ["q_proj"]}),
     case("qlora-random-weights", "has none", {"model.weights": Weights.random}, {"peft.method": PeftMethod.qlora}),
     case("bitsandbytes-optimizer-without-gpu", "needs a GPU", {"optimizer.name": OptimizerName.adamw_8bit}, ON_CPU),
@@ -391,6 +420,14 @@ CASES = [
     ),
     case("warm-up-longer-than-run", "100 .*=20", {"schedule.warmup_steps": 100}, {"training.max_steps": 20}),
     case("warm-up-ignored", "no warm-up", {"schedule.warmup_share": 0.1}, {"schedule.name": ScheduleName.constant}),
+    # quantised
+    case("quantised-base-in-full", "gptq, and only an adapter", {"model.name": None, "model.path": "gptq"}),
+    case("quantised-base-in-full", "_4bit, and only an adapter", {"model.name": None, "model.path": "four_bit"}),
+    case("quantised-base-in-full", "mxfp4; name the model without", {"model.name": None, "model.path": "mxfp4"}),
+    case("quantised-base-in-full", "gptq", {"model.name": None, "model.path": "gptq"}, {**FP8, **COMPILED}),
+    case("quantised-base-not-trainable", "over mxfp4", {"model.name": None, "model.path": "mxfp4"}, LORA),
+    case("quantised-twice", "by bitsandbytes_4bit, .*by gptq", {"peft.method": PeftMethod.qlora}, LORA_OVER_GPTQ),
+    case("quantised-twice", "is quantised by mxfp4", {"model.name": None, "model.path": "mxfp4"}, QLORA),
     # running
     case("validation-missing", "none are held out", {"training.evaluate_every_steps": 10}),
     case(
@@ -440,6 +477,10 @@ CASES = [
     case("sbatch-option-reserved", "same run folder", {"launcher.extra_args": ["--array=0-3"]}, SLURM),
     case("sbatch-option-reserved", "num_nodes says it", {"launcher.extra_args": ["-N 4", "--qos=x"]}, SLURM),
     case("sbatch-option-reserved", "time_limit says it", {"launcher.extra_args": ["--time=1"]}, SLURM),
+    *(
+        case("sbatch-option-reserved", f"^{option}: ", {"launcher.extra_args": [option, "--qos=x"]}, SLURM)
+        for option in ("-N3", "-n8", "-t60", "-ofile")
+    ),
     case("container-settings", "no launcher.container_image", {"launcher.container_mounts": ["/data"]}, SLURM),
     case(
         "container-settings",
@@ -461,6 +502,14 @@ CASES = [
     case("ray-address-form", "neither auto, local nor HOST:PORT", {"launcher.address": "ray://head:10001"}, RAY),
 ]
 
+# What the config.json of some models says, each in a folder of this name.
+MODELS = {
+    "masked": {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+    "gptq": {"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}},
+    "four_bit": {"model_type": "llama", "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+    "mxfp4": {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
+}
+
 # The fix of these chooses another group, whose file is Hydra's to load: here, what that file makes of the group.
 GROUP_CHOICES = {
     "parallelism=single": ("parallelism", ParallelismConfig(strategy=Strategy.single)),
@@ -472,7 +521,18 @@ GROUP_CHOICES = {
     "parallelism=fsdp_offload": ("parallelism", FsdpConfig(strategy=Strategy.fsdp, offload_parameters=Offload.cpu)),
     "launcher=slurm": ("launcher", SlurmConfig(name=LauncherName.slurm)),
     "launcher=local": ("launcher", LauncherConfig(name=LauncherName.local)),
+    "model.facts=null": ("model.facts", None),
+    "peft=lora": ("peft.method", PeftMethod.lora),
+    "peft=qlora": ("peft.method", PeftMethod.qlora),
 }
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_with_models(tmp_path, monkeypatch):
+    for name, config in MODELS.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
 
 
 def typed(fix: str) -> dict[str, Any]:
@@ -595,3 +655,69 @@ def test_rules_survive_whatever_composes(sound, changed):
         config.packing.mode = chance.choice(list(PackingMode))
         config.hardware.generation = chance.choice(list(Generation))
         assert check(config)
+
+
+def fix_of(config, id):
+    (found,) = [problem.fix for problem in check(config) if problem.id == id]
+    return found
+
+
+def test_a_list_of_options_is_shown_as_hydra_reads_it(sound, changed):
+    args = ["--qos=x", "-N 4", "--time=1", "--constraint=a|b"]
+    problems = check(changed(sound, SLURM | {"launcher.extra_args": args}))
+    assert {problem.fix for problem in problems} == {"""'launcher.extra_args=["--qos=x","--constraint=a|b"]'"""}
+    (word,) = shlex.split(problems[0].fix)
+    (override,) = parse_overrides([word])
+    assert override.value() == ["--qos=x", "--constraint=a|b"]
+
+
+def test_packing_that_leaks_is_given_up_at_once_whatever_counts_the_batch(sound, changed):
+    bloom = {"model.facts.architecture": "BloomForCausalLM"}
+    assert fix_of(changed(sound, bloom), "packing-leaks") == "packing.mode=padded packing.row_length=null"
+    in_tokens = fix_of(changed(sound, bloom | DDP | IN_TOKENS), "packing-leaks")
+    assert in_tokens.endswith("row_length=null training.global_tokens=null training.global_samples=32")
+    odd = fix_of(changed(sound, bloom | DDP | {"training.global_samples": 13}), "packing-leaks")
+    assert odd.endswith("packing.row_length=null training.global_samples=16")
+    by_lengths = fix_of(
+        changed(sound, bloom | {"attention.implementation": Attention.varlen_attention}), "packing-leaks"
+    )
+    assert by_lengths.endswith("attention.implementation=sdpa")
+
+
+def test_an_attention_that_the_model_has_not_is_exchanged_with_the_packing_that_it_alone_allows(sound, changed):
+    only_eager = MeasuredLayers(
+        num_layers=2, parameters=1, linear_inputs=1, adapter_parameters=1, attention=["eager", "flash_attention_3"]
+    )
+    values = {"model.facts.architecture": "GptOssForCausalLM", "model.facts.measured": only_eager}
+    fix = fix_of(changed(sound, values), "attention-not-in-model")
+    assert fix == "attention.implementation=eager packing.mode=padded packing.row_length=null"
+
+
+def test_the_best_model_gets_validations_and_checkpoints_at_once(sound, changed):
+    values = {"training.load_best_at_end": True, "dataset.validation_share": 0.1}
+    fix = fix_of(changed(sound, values), "best-needs-evaluations")
+    assert fix == "training.evaluate_every_steps=100 training.save_every_steps=100"
+    short = fix_of(changed(sound, values | {"training.max_steps": 20}), "best-needs-evaluations")
+    assert short == "training.evaluate_every_steps=20 training.save_every_steps=20"
+    assert check(changed(sound, values | typed(fix))) == []
+
+
+def test_a_batch_as_large_as_the_data_still_divides_among_the_gpus(sound, changed):
+    values = PADDED_DDP | {"dataset.max_documents": 77, "training.global_samples": 80}
+    assert fix_of(changed(sound, values), "batch-larger-than-data") == "training.global_samples=72"
+    assert fix_of(changed(sound, values | {"dataset.max_documents": 77} | ON_1), "batch-larger-than-data").endswith(
+        "77"
+    )
+
+
+def test_the_other_of_two_models_takes_the_place_of_both(sound, changed):
+    config = changed(sound, {"model.path": "gptq", "peft.method": PeftMethod.lora})
+    assert fix_of(config, "model-not-named").endswith(" or model=hub model.name=Qwen/Qwen2.5-0.5B model.path=null")
+
+
+def test_a_strategy_is_offered_where_it_knows_what_is_typed(sound, changed):
+    to_nvme = {"parallelism.offload_parameters": Offload.nvme}
+    plain = changed(sound, fsdp(Strategy.fsdp) | to_nvme)
+    assert fix_of(plain, "offload-not-possible").endswith("=cpu or parallelism=zero3_nvme")
+    grouped = changed(sound, fsdp(Strategy.hsdp, shard_group_size=2) | to_nvme)
+    assert fix_of(grouped, "offload-not-possible") == "parallelism.offload_parameters=cpu"

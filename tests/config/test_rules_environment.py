@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +32,12 @@ from tunebook.config.schema import (
     ZeroConfig,
 )
 
+ON_CPU = {
+    "hardware.generation": Generation.cpu,
+    "precision.compute": Compute.fp32,
+    "precision.tf32": Switch.disabled,
+    "attention.implementation": Attention.sdpa,
+}
 ON_VOLTA = {
     "hardware.generation": Generation.volta,
     "precision.compute": Compute.fp32,
@@ -282,3 +289,27 @@ def test_every_environment_problem_is_explained_and_every_explanation_used():
     for module in (environment, image, packages):
         used |= set(re.findall(r'Problem\(id="([^"]+)"', Path(module.__file__).read_text(encoding="utf-8")))
     assert used == set(environment.EXPLANATIONS)
+
+
+@pytest.mark.parametrize(
+    ("values", "is_refused"),
+    [
+        ({"launcher.master_address": "no-such-host.invalid"}, True),
+        ({"launcher.master_address": "127.0.0.1"}, False),
+        ({"launcher.master_address": None}, False),
+        ({"launcher.master_address": "no-such-host.invalid", "launcher.node_rank": 1}, False),
+        ({"launcher.master_address": "no-such-host.invalid", "hardware.num_nodes": 1}, False),
+    ],
+)
+def test_node_0_knows_the_name_that_it_is_called_by(sound, changed, machine, monkeypatch, values, is_refused):
+    def find(name, port):
+        if not name.startswith("127."):
+            raise socket.gaierror("Name or service not known")
+
+    monkeypatch.setattr(environment.socket, "getaddrinfo", find)
+    config = changed(sound, ON_CPU | {"hardware.num_nodes": 2} | values)
+    found = [problem for problem in check_environment(config, machine()) if problem.id == "master-address-unknown"]
+    assert bool(found) is is_refused
+    for problem in found:
+        assert "no-such-host.invalid, which it does not find itself" in problem.message
+        assert problem.fix == "launcher.master_address=null"

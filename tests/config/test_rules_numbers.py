@@ -24,6 +24,7 @@ from tunebook.config.schema import (
     SlurmConfig,
     ZeroConfig,
 )
+from tunebook.errors import RulesError
 
 
 def numeric_keys(kind: type, prefix: str = "") -> Iterator[str]:
@@ -65,3 +66,21 @@ def test_a_parts_numbers_have_ranges_too(sound, changed):
     config = changed(sound, {"dataset.source": Source.mixture, "dataset.name": None, "dataset.parts": parts})
     keys = {problem.key for problem in check(config)}
     assert keys == {"dataset.parts.chat.weight", "dataset.parts.code.max_documents"}
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), 1e300, math.inf, math.nan])
+@pytest.mark.parametrize(
+    "key", ["training.global_tokens", "packing.row_length", "peft.rank", "model.facts.num_parameters", "peft.alpha"]
+)
+def test_no_plan_is_worked_out_from_absurd_numbers(sound, key, value):
+    parent, name = key.rsplit(".", 1)
+    setattr(numbers.read_key(sound, parent), name, value)
+    with pytest.raises(RulesError, match=key):
+        numbers.refuse_absurd(sound)
+
+
+def test_numbers_that_are_only_wrong_are_left_to_the_rule(sound):
+    sound.peft.rank = 0
+    sound.training.num_epochs = 2e6
+    numbers.refuse_absurd(sound)
+    assert {problem.key for problem in check(sound)} == {"peft.rank", "training.num_epochs"}

@@ -1,5 +1,7 @@
 """What an attempt says of ranks that could not say themselves how they ended."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -44,3 +46,23 @@ def test_ranks_that_did_not_save_before_their_machine_went_are_told_apart_from_t
         f"same command {said}"
     )
     assert error.value.exit_code == 6
+
+
+@pytest.mark.parametrize(("code", "is_full"), [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EACCES, False)])
+def test_ranks_that_no_disk_had_room_for_a_word_of(make, monkeypatch, code, is_full):
+    """torchrun ends with 1 whatever its ranks end with."""
+
+    def write(**_):
+        raise OSError(code, os.strerror(code))
+
+    made = make(ProcessEnd(exit_code=1, stopped_by=None))
+    monkeypatch.setattr(attempt, "TemporaryFile", write)
+    with pytest.raises(attempt.TunebookError) as error:
+        made.carry_out()
+    assert error.value.problem_id == ("disk-full" if is_full else "run-lost")
+    assert error.value.exit_code == (3 if is_full else 1)
+
+
+def test_ranks_without_a_word_on_a_disk_with_room(make):
+    with pytest.raises(attempt.TunebookError, match="ended with exit code 1 and could not say why"):
+        make(ProcessEnd(exit_code=1, stopped_by=None)).carry_out()

@@ -37,7 +37,8 @@ def test_a_node_with_gpus_of_another_generation_says_what_to_change(monkeypatch,
     (problem,) = node_problems(config)
     assert problem == (
         "hardware.generation: hopper is set, and this machine has NVIDIA A100-SXM4-80GB (ampere) (fix: run on nodes "
-        "with GPUs of one generation, under Slurm by launcher.partition or launcher.extra_args=[--constraint=FEATURE]; "
+        "with GPUs of one generation, under Slurm by launcher.partition or "
+        "'launcher.extra_args=[\"--constraint=FEATURE\"]'; "
         "where all of them have ampere, hardware=ampere)"
     )
 

@@ -58,6 +58,25 @@ def test_what_is_no_comparison_is_refused_with_an_example(compared):
         split_compared(compared)
 
 
+@pytest.mark.parametrize(
+    ("listed", "values"),
+    [
+        ("[q_proj],[q_proj,k_proj]", ["[q_proj]", "[q_proj,k_proj]"]),
+        ("['a,b'],['c]']", ["['a,b']", "['c]']"]),
+        ('"a,b",c', ['"a,b"', "c"]),
+        (r"'it\'s, a',b", [r"'it\'s, a'", "b"]),
+        ("{a:1,b:2},null", ["{a:1,b:2}", "null"]),
+    ],
+)
+def test_commas_inside_a_value_are_its_own(listed, values):
+    assert split_compared(f"key={listed}") == ("key", values)
+
+
+def test_a_list_is_shown_as_it_is_typed():
+    _, lines = table("zero2_lora", ["hardware=hopper"], "peft.target_modules=[q_proj],[q_proj,k_proj]")
+    assert [line[0] for line in lines[2:]] == ["[q_proj]", "[q_proj,k_proj]"]
+
+
 def test_a_value_that_is_there_twice():
     with pytest.raises(RequestError, match="a value is there twice"):
         split_compared("training.seed=1,1")

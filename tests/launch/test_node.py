@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tunebook.errors import TunebookError
 from tunebook.launch.line import Line
 from tunebook.launch.node import Agent, Notice
 
@@ -27,3 +28,32 @@ def test_a_notice_is_told_to_the_launcher_once(lines):
     polls = [None, None, 0]
     assert agent.follow(SimpleNamespace(poll=lambda: polls.pop(0))) == 0
     assert launcher.receive(20) == [{"kind": "notice", "ranks": [1, 2], "gone_in_s": 4.5}]
+
+
+def hung_up(own):
+    agent = Agent(line=own, stop_timeout_s=20, meet="head:29400")
+    with pytest.raises(TunebookError) as error:
+        agent.wait_for_go()
+    return error.value
+
+
+def test_a_launcher_that_ended_said_so(lines):
+    own, launcher = lines
+    launcher.send("end", exit_code=1)
+    launcher.close()
+    error = hung_up(own)
+    assert (error.problem_id, error.message) == (
+        "launcher-lost",
+        "the launcher on node 0 ended before the start; it says why",
+    )
+
+
+@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b'{"not": "ours"}\n'])
+def test_another_program_on_the_port_is_not_called_a_launcher(lines, said):
+    own, stranger = lines
+    stranger._connection.sendall(said)
+    stranger.close()
+    error = hung_up(own)
+    assert error.problem_id == "launcher-out-of-reach"
+    assert "what listens at head:29400 hung up without an answer" in error.message
+    assert "is launcher.master_port the one that node 0 printed" in error.message

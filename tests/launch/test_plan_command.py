@@ -135,10 +135,13 @@ def test_what_does_not_compose_or_divide_is_in_the_json_too(as_json: Any, recipe
     assert plan["recipe"] == recipe
 
 
-def test_a_number_that_json_does_not_have_is_a_text(as_json: Any) -> None:
-    code, plan = as_json("qwen3b_zero2", "hardware.memory_gib=inf")
-    assert code == 2
-    assert plan["hardware"]["memory_gib"] == "inf"
+@pytest.mark.parametrize("number", ["inf", "nan"])
+def test_a_number_that_nothing_can_be_computed_with_is_a_problem_in_the_json(as_json: Any, number: str) -> None:
+    code, plan = as_json("qwen3b_zero2", f"hardware.memory_gib={number}")
+    assert (code, plan["hardware"], plan["fits"]) == (2, None, None)
+    assert [(problem["id"], problem["key"]) for problem in plan["problems"]] == [
+        ("out-of-range", "hardware.memory_gib")
+    ]
 
 
 def test_a_plan_that_cannot_fit_ends_with_3(as_json: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,3 +196,11 @@ def test_what_would_fit_for_certain_is_named_where_that_is_in_doubt(as_json: Any
     out = capsys.readouterr().out
     assert "GiB of tensors are more than 79.6 GiB" in out
     assert "What would fit for certain, by estimate" in out
+
+
+def test_a_number_of_hundreds_of_digits_is_named_and_shortened(as_json: Any) -> None:
+    code, plan = as_json("qwen3b_zero2", f"hardware.memory_gib=1{400 * '0'}")
+    assert code == 2
+    (problem,) = plan["problems"]
+    assert problem["id"] == "wrong-type"
+    assert "hardware.memory_gib=10000000000000000000... (401 characters) is not a number" in problem["message"]

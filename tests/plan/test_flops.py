@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tunebook.config.model_facts import MeasuredLayers
 from tunebook.config.schema import ModelFacts
 from tunebook.plan.flops import (
     attended_length_tokens,
@@ -55,3 +56,16 @@ def test_utilisation_is_the_share_of_the_peak() -> None:
 def test_checkpointing_computes_the_forward_pass_again() -> None:
     # 2 x 3,085,938,688 and a third of 442,368,000.
     assert recomputed_flops_per_token(qwen_3b(), attended_length=1000) == 6_171_877_376 + 147_456_000
+
+
+def test_of_a_mixture_of_experts_only_those_count_that_a_token_is_sent_to() -> None:
+    facts = qwen_3b()
+    facts.measured = MeasuredLayers(
+        num_layers=36, parameters=2_000_000_000, linear_inputs=1, adapter_parameters=1, active_parameters=500_000_000
+    )
+    active = 3_085_938_688 - 1_500_000_000
+    assert flops_per_token(facts, attended_length=0) == 6 * active
+    assert flops_per_token(facts, attended_length=0, num_trained_parameters=10) == 4 * active + 20
+    assert recomputed_flops_per_token(facts, attended_length=0) == 2 * active
+    facts.num_layers = 18  # half of what was measured
+    assert flops_per_token(facts, attended_length=0) == 6 * (3_085_938_688 - 750_000_000)

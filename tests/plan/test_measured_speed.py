@@ -15,6 +15,8 @@ from tunebook.plan.measured_speed import (
     ADAPTERS,
     ALONE,
     BF16_PEAK,
+    EXPERTS,
+    EXPERTS_SOURCE,
     FP8_PEAK,
     FP32_PEAK,
     LLAMA_8B,
@@ -125,3 +127,15 @@ def test_the_models_are_those_of_the_book(facts: Any, file: str) -> None:
         book["num_layers"],
         book["hidden_size"],
     )
+
+
+def test_what_layers_with_experts_reach_follows_from_the_run() -> None:
+    """A token took as long as its share of the 3B model's peak says, and its two layers with experts longer."""
+    line = result(EXPERTS_SOURCE)
+    in_layers, others = 113_779_200, 1_868_573_184 - 1_246_241_280  # of two layers what a token meets; both ends
+    (dense,) = (row for row in ALONE if row.source.endswith("h200_speed_one_gpu.jsonl varlen_8192"))
+    attention = 12 * 2 * 2048 * 1033 / 2
+    at_the_share = (6 * (in_layers + others) + attention) / (dense.efficiency * BF16_PEAK * 1e12)
+    longer = 1 / line["tokens_per_second_per_gpu"] - at_the_share
+    of_the_layers = 6 * in_layers / (dense.efficiency * BF16_PEAK * 1e12)
+    assert of_the_layers / (of_the_layers + longer) == pytest.approx(EXPERTS, abs=0.01)

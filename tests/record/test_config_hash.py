@@ -8,6 +8,7 @@ import pytest
 
 from tunebook.config.book import resolve_path
 from tunebook.config.choices import LauncherName, ResumeAnyway, Strategy, TrackerName
+from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml, load_config
 from tunebook.config.schema import LauncherConfig, RunConfig, TrackingConfig, ZeroConfig
 from tunebook.record.config_hash import comparable_config, config_hash, has_hash
@@ -89,3 +90,14 @@ def test_a_hash_of_when_the_book_lay_elsewhere_is_known_again(run_config: RunCon
     assert has_hash(there, config_hash(there))
     edited = replace(there, optimizer=replace(there.optimizer, learning_rate=1e-3))
     assert not has_hash(edited, config_hash(then))
+
+
+def test_what_is_counted_of_an_architecture_later_does_not_change_its_hash() -> None:
+    config = compose("dolly3b_ray_zero3_offload", []).config
+    before = config_hash(config)
+    assert config.model.facts is not None and config.model.facts.measured is not None
+    config.model.facts.measured.linear_parameters = 1
+    config.model.facts.measured.active_parameters = 2
+    assert config_hash(config) == before
+    config.model.facts.measured.parameters += 1
+    assert config_hash(config) != before

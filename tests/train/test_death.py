@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
+import tunebook
+from tunebook.train import death
 from tunebook.train.death import AGREED_ENDINGS, stopping_with_parent
 
 # Starts the command that follows through the module under test, says its process, and waits.
@@ -75,6 +79,34 @@ def test_ctrl_c_is_heard_also_where_the_parent_ignores_it():
         assert subprocess.run(begun, capture_output=True, text=True, check=True).stdout == "True\n"
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+# A rank that takes its time before it listens, and says what it has heard by then.
+SLOW_RANK = """
+import sys, time
+from tunebook.train.signals import StopRequest
+print("there", flush=True)
+sys.stdin.readline()
+request = StopRequest()
+with request.listening():
+    print(request.name)
+"""
+
+
+def test_ctrl_c_waits_until_a_rank_listens(tmp_path):
+    package = tmp_path / "tunebook"  # in the place of the rank's own program, whose libraries take seconds
+    (package / "train").mkdir(parents=True)
+    (package / "__init__.py").write_text(f"__path__.append({str(Path(tunebook.__file__).parent)!r})")
+    (package / "train" / "__init__.py").write_text(f"__path__.append({str(Path(death.__file__).parent)!r})")
+    (package / "train" / "__main__.py").write_text(SLOW_RANK)
+    begun = stopping_with_parent([sys.executable, "-m", "tunebook.train", "folder"])
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    with subprocess.Popen(begun, **pipes, text=True, env=environment) as process:
+        assert process.stdout.readline() == "there\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate("go on\n", timeout=50) == ("SIGINT\n", "")
+    assert process.returncode == 0
 
 
 def test_it_starts_from_threads_while_torch_is_at_work():

@@ -26,6 +26,7 @@ from tunebook.config.choices import (
 from tunebook.config.decisions import Choice, Decisions
 from tunebook.config.rules.attention import WITHOUT_MASK, leaks
 from tunebook.config.rules.environment import hardware_problem, starts_elsewhere
+from tunebook.config.rules.numbers import refuse_absurd
 from tunebook.config.schema import RunConfig
 from tunebook.errors import Problem
 from tunebook.hardware.detect import Machine
@@ -56,8 +57,9 @@ def resolve_auto(config: RunConfig, machine: Machine) -> Resolution:
 
     Two things stay open on purpose: `training.micro_batch_size` of padded batches, which the batch solver works out,
     and what the data decides once it is read (`dataset.format`, `dataset.train_on`).
-    Raises: RequestError when the model's config.json cannot be read.
+    Raises: RequestError when the model's config.json cannot be read, or for a number that nothing can be computed with.
     """
+    refuse_absurd(config)
     decisions = Decisions(config)
     resolved = decisions.config
     decide_hardware(decisions, machine)

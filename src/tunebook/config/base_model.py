@@ -7,6 +7,7 @@ copy that an earlier run left in the hub's cache. `None` means "cannot be known 
 from __future__ import annotations
 
 import json
+import re
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,21 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "vocab_size": ("vocab_size",),
     "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_seq_len"),
 }
+_LEAST = {"vocab_size": 2, "max_position_embeddings": 2}  # a word to predict from another; of everything else 1
+_MOST = 10**8  # of anything; Llama 4 has 10 million positions
 # Whose layers the formulas of `config.estimate` are for; all others are built on the meta device.
 _LLAMA_LIKE = ("llama", "mistral", "qwen2")
 _DTYPES = ("float32", "float16", "bfloat16")
+# Whose attention looks both ways unless their config.json calls them decoders: a word would be predicted from itself.
+# transformers has a causal head for each. XLM says it by `causal`, XLNet not at all.
+ENCODERS = frozenset({
+    "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert",
+    "reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm", "xlm-roberta",
+    "xlm-roberta-xl", "xlnet", "xmod",
+})  # fmt: skip
+# What a class is made for, where its name says so: LlamaForSequenceClassification has another head than words.
+_PURPOSE = re.compile(r"\w+?For([A-Z]\w+)")
+_TEXT_PURPOSES = ("CausalLM", "ConditionalGeneration")  # the second also of models of text and images
 
 
 def model_folder_problem(model: ModelConfig) -> str | None:
@@ -87,13 +100,11 @@ def read_facts(model: ModelConfig) -> ModelFacts | None:
     text = config.get("text_config", config)  # a model of text and images keeps its language part there
     sizes = {name: _first_stated(text, keys) for name, keys in _NAMES.items()}
     _refuse_impossible(file, text, sizes)
+    _refuse_unknown_dtype(file, config)
     if sizes["num_layers"] is None or sizes["vocab_size"] is None:
         return None  # a file that leaves everything to transformers' defaults describes no published model
     if (model.trust_remote_code and config.get("auto_map")) or not _is_llama_like(config, sizes):
         return measured_facts(file, trust_remote_code=model.trust_remote_code)
-    dtype = _dtype_of(config)
-    if dtype is None:
-        return None
     is_tied = bool(config.get("tie_word_embeddings", False))
     architectures = config["architectures"]
     counted = _count_in_headers(model)
@@ -101,7 +112,7 @@ def read_facts(model: ModelConfig) -> ModelFacts | None:
         architecture=str(architectures[0]),
         num_parameters=counted if counted is not None else _num_parameters(config, sizes, is_tied),
         tie_word_embeddings=is_tied,
-        dtype=dtype,
+        dtype=_dtype_of(config) or "float32",
         **sizes,
     )
 
@@ -128,8 +139,11 @@ def _refuse_impossible(file: Path, text: dict[str, Any], sizes: dict[str, Any]) 
     correct = "correct the file or download or copy the model again"
     for name, size in sizes.items():
         is_number = isinstance(size, int | float) and not isinstance(size, bool)
-        if is_number and size < 1:
-            raise _broken(f"{file} says {name}={size}, and a model has at least 1; {correct}")
+        least = _LEAST.get(name, 1)
+        if is_number and size < least:
+            raise _broken(f"{file} says {name}={size}, and a model has at least {least}; {correct}")
+        if is_number and size > _MOST:
+            raise _broken(f"{file} says {name}={json.dumps(size)[:20]}, and no model has more than {_MOST}; {correct}")
         if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
             if isinstance(size, list):  # one per layer, as some architectures have it: the meta device knows
                 continue
@@ -158,8 +172,76 @@ def read_dtype(model: ModelConfig) -> str | None:
 
 
 def _dtype_of(config: dict[str, Any]) -> str | None:
-    dtype = config.get("dtype") or config.get("torch_dtype")  # renamed in transformers 5
-    return dtype if dtype in _DTYPES else None
+    """What transformers makes of the weights: float32 where nothing is stated; None for a format that is not ours."""
+    dtype = _stated_dtype(config)
+    return "float32" if dtype is None else dtype if dtype in _DTYPES else None
+
+
+def _stated_dtype(config: dict[str, Any]) -> Any:
+    places = (config, config.get("text_config", {}))
+    return next((found for place in places if (found := _first_stated(place, ("dtype", "torch_dtype")))), None)
+
+
+def _refuse_unknown_dtype(file: Path, config: dict[str, Any]) -> None:
+    """Raises: RequestError for weights in a format that nothing here trains; of quantised ones a rule says more."""
+    dtype = _stated_dtype(config)
+    if _dtype_of(config) is None and not isinstance(dtype, dict) and _quantiser_of(config) is None:
+        raise _broken(
+            f"{file} says dtype={json.dumps(dtype)}, and weights are trained from {', '.join(_DTYPES)}; correct the "
+            "file, or name a model that is published in one of these"
+        )
+
+
+def read_quantiser(model: ModelConfig) -> str | None:
+    """What the stored weights are quantised by, in transformers' words, such as gptq; None where they are not."""
+    config = _config_at_hand(model)
+    return _quantiser_of(config) if config is not None else None
+
+
+def _quantiser_of(config: dict[str, Any]) -> str | None:
+    places = (config, config.get("text_config", {}))
+    stated = next((found for place in places if (found := place.get("quantization_config")) is not None), None)
+    if not isinstance(stated, dict):
+        return None if stated is None else str(stated)
+    method = str(stated.get("quant_method") or "bitsandbytes")
+    if method != "bitsandbytes":
+        return method
+    return "bitsandbytes_4bit" if stated.get("load_in_4bit") else "bitsandbytes_8bit"
+
+
+def why_not_causal(model: ModelConfig) -> str | None:
+    """Why a model's config.json describes none that continues a text, in words; None where it may."""
+    config = _config_at_hand(model)
+    if config is None or (model.trust_remote_code and config.get("auto_map")):  # its own code decides
+        return None
+    named = config.get("architectures")
+    architecture = str(named[0]) if isinstance(named, list) and named else ""
+    purpose = _PURPOSE.fullmatch(architecture)
+    if purpose is not None and not purpose[1].startswith(_TEXT_PURPOSES):
+        return f"{architecture} is made for {_in_words(purpose[1])}, not to continue a text"
+    if config.get("model_type") in ENCODERS and not (config.get("is_decoder") or config.get("causal")):
+        return f"{architecture or config['model_type']} is an encoder: its attention looks both ways"
+    return None
+
+
+def _in_words(name: str) -> str:
+    """SequenceClassification as sequence classification, MaskedLM as masked LM."""
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z][a-z0-9]*", name)
+    return " ".join(word if word.isupper() else word.lower() for word in words)
+
+
+def _config_at_hand(model: ModelConfig) -> dict[str, Any] | None:
+    """A config.json that may say more than the facts do; None where it is not here, or where reading the facts failed.
+
+    The hub's cache is not asked where the facts came from a group file, or from a file whose layers are as Llama's,
+    which is neither quantised nor of another kind: to ask takes an import.
+    """
+    if model.path is None and model.facts is not None and model.facts.measured is None:
+        return None
+    try:
+        return read_config(model)
+    except RequestError:
+        return None
 
 
 def _config_file(model: ModelConfig) -> Path | None:

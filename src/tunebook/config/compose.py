@@ -96,7 +96,7 @@ def _compose(recipe: str | None, overrides: list[str], recipes_dirs: list[Path])
         GlobalHydra.instance().clear()
         with initialize_config_dir(str(book_root() / "hydra_configs"), version_base="1.3"):
             tree = hydra_compose("config", overrides=words, return_hydra_config=True)
-    except (HydraException, OmegaConfBaseException, AssertionError) as error:
+    except (HydraException, OmegaConfBaseException, AssertionError, OverflowError) as error:
         raise explain_composition(error, origins) from error
     groups = {group: str(tree.hydra.runtime.choices[group]) for group in GROUPS}
     origins = Origins(recipes=chain, overrides=parsed, groups=groups)
@@ -188,7 +188,7 @@ def _typed(tree: DictConfig, origins: Origins) -> RunConfig:
         if missing := sorted(OmegaConf.missing_keys(tree)):
             raise explain_missing(missing)
         config: Any = OmegaConf.to_object(tree)
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, OverflowError) as error:  # the latter for whole numbers of hundreds of digits
         raise explain_value(error, origins) from error
     assert isinstance(config, RunConfig)
     return config

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from tunebook.config.origins import Origins
-from tunebook.config.override_text import typed
+from tunebook.config.override_text import split_values, typed, typed_list
 from tunebook.config.recipe_files import choice_schema, group_choices
 from tunebook.config.schema import CHOICE_SCHEMAS, GROUPS
 from tunebook.config.walk import all_keys, describe_type, field_types, schemas_of
@@ -21,6 +21,7 @@ _MISSING_HINTS = {
     "parallelism.strategy": "parallelism=auto",
     "evaluation.tasks": "'evaluation.tasks=[TASK]', by name in lm-evaluation-harness or as a YAML file",
 }
+_LONGEST_VALUE = 200  # characters that a message repeats
 
 
 class OverrideError(RequestError):
@@ -62,8 +63,15 @@ def unreadable_override(text: str) -> OverrideError:
     else:
         inner = value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
         message = f"override '{text}' cannot be read; put quotes round a value with special characters: "
-        message += typed(key, inner)
+        message += _typed_anew(key, inner)
     return OverrideError(text, message, problem_id="override-form")
+
+
+def _typed_anew(key: str, value: str) -> str:
+    """With the quotes that it lacked; of a list round each entry that needs them."""
+    if not (type_of(key).startswith("a list") and value.startswith("[") and value.endswith("]")):
+        return typed(key, value)
+    return typed_list(key, [entry.strip().strip("'\"") for entry in split_values(value[1:-1])])
 
 
 def several_values(key: str, text: str) -> OverrideError:
@@ -196,8 +204,12 @@ def explain_value(error: BaseException, origins: Origins) -> RequestError:
     else:
         found = re.search(r"[Vv]alue '(.*?)'", message) or re.search(r"value: (.*)", message)
         value = found.group(1) if found else None
-    said = f"{key}={value} is not" if value is not None else f"{key} must be"
+    said = f"{key}={_shortened(value)} is not" if value is not None else f"{key} must be"
     return _wrong(key, f"{said} {type_of(key)}{_near_value(key, value)}", origins, problem_id="wrong-type")
+
+
+def _shortened(value: str) -> str:
+    return value if len(value) <= _LONGEST_VALUE else f"{value[:20]}... ({len(value)} characters)"
 
 
 def _no_such_reference(key: str, name: str, origins: Origins) -> str:

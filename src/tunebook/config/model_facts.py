@@ -15,6 +15,10 @@ class MeasuredLayers:
     parameters: int = MISSING
     linear_inputs: int = MISSING  # numbers that go into their linear layers for one token, all added up
     adapter_parameters: int = MISSING  # of an adapter of rank 1 on all of them
+    # Of the parameters: those in linear layers, which 4 bits are made of, and those that a token is computed with: not
+    # all where a router chooses among experts. Null where nobody has looked: all of them
+    linear_parameters: int | None = None
+    active_parameters: int | None = None
     # What transformers lets the architecture attend with, by the names of `Attention`; empty where nobody has looked
     attention: list[str] = field(default_factory=list)
     # By "format/method/kernels" (fp32, autocast, bf16; full, adapter, dropout; sdpa, flash, eager, compiled,

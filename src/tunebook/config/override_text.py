@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterable
 
 _PLAIN = re.compile(r"[A-Za-z0-9_./:@%+-]+")  # what both Hydra and a shell take as it is
+_OPENING, _CLOSING, _QUOTES = "[{(", ")}]", "'\""
+_PLAIN_IN_LIST = re.compile(r"[A-Za-z0-9_./-]+")  # what Hydra takes so in a list
 
 
 def as_typed(value: object) -> str:
@@ -18,6 +21,29 @@ def as_typed(value: object) -> str:
 def typed(key: str, value: str) -> str:
     """`key=value` for a text value, as one word of a shell's command line."""
     return f"{key}={value}" if _PLAIN.fullmatch(value) else shlex.quote(f"{key}={quoted(value)}")
+
+
+def typed_list(key: str, values: Iterable[str]) -> str:
+    """A list of texts as it is typed: with quotes round what Hydra would not take without, such as --nodes=3."""
+    listed = ",".join(value if _PLAIN_IN_LIST.fullmatch(value) else quoted(value) for value in values)
+    return f"{key}=[{listed}]" if '"' not in listed and "'" not in listed else shlex.quote(f"{key}=[{listed}]")
+
+
+def split_values(listed: str) -> list[str]:
+    """At the commas between values: not at those inside brackets or quotes, which belong to one."""
+    values, depth, quote = [""], 0, ""
+    for place, letter in enumerate(listed):
+        if quote:
+            quote = "" if letter == quote and listed[place - 1] != "\\" else quote
+        elif letter in _QUOTES:
+            quote = letter
+        else:
+            depth += (letter in _OPENING) - (letter in _CLOSING)
+        if letter == "," and not quote and depth <= 0:
+            values.append("")
+        else:
+            values[-1] += letter
+    return values
 
 
 def quoted(value: str) -> str:

@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from rich.console import Console
 from rich.text import Text
@@ -42,13 +43,14 @@ from tunebook.launch.slurm.client import node_names
 from tunebook.launch.slurm.container import is_contained
 from tunebook.plan.batch import world_size
 from tunebook.record.atomic_files import read_json
-from tunebook.record.disk import disk_full
+from tunebook.record.disk import disk_full, is_disk_full
 from tunebook.record.files import RUN_FILE
 from tunebook.record.manifest import finish_manifest, state_of_exit_code
 from tunebook.record.run_folder import Outcome, clear_outcomes, has_outcome, read_outcomes
 from tunebook.record.start_up import StartClock, note_launch
 
 REPORT_FILE = "report.html"
+_PROBE_BYTES = 4096  # a block: less than that may go into one that a file has already
 
 
 @dataclass(kw_only=True)
@@ -207,7 +209,8 @@ class Attempt:
             return StoppedError(f"{end.notice}. {self._unsaved()}", problem_id="stopped")
         if end.stopped_by is not None:
             return StoppedError(f"stopped by {end.stopped_by} before the first step", problem_id="stopped")
-        if end.exit_code == DoesNotFitError.exit_code:
+        # torchrun makes 1 of any exit code of its ranks, and theirs may not be written down either
+        if end.exit_code == DoesNotFitError.exit_code or self._is_disk_full():
             return disk_full(self.folder)
         failed = first_failure(self.folder) or end.failed
         code = failed.exit_code if failed is not None else end.exit_code
@@ -220,6 +223,15 @@ class Attempt:
             f"signal 9 is most often the system's, which ran out of memory",
             problem_id="run-lost",
         )
+
+    def _is_disk_full(self) -> bool:
+        """Whether the run's disk has no room for even a small file."""
+        try:
+            with TemporaryFile(dir=self.folder) as probe:
+                probe.write(bytes(_PROBE_BYTES))
+        except OSError as error:
+            return is_disk_full(error)
+        return False
 
     def _unsaved(self) -> str:
         """What is said where no rank came to the end of a step in the time that it had."""

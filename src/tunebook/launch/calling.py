@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 from tunebook.config.choices import LauncherName
+from tunebook.config.override_text import typed_list
 from tunebook.config.rules import check_environment
 from tunebook.config.schema import LauncherConfig, RunConfig
 from tunebook.errors import Problem, RequestError, StoppedError, TunebookError
@@ -123,8 +124,8 @@ def _fix_on_nodes(problem: Problem, machine: Machine) -> str:
         return problem.fix
     kind = machine.gpus[0].generation.name
     return (
-        "run on nodes with GPUs of one generation, under Slurm by launcher.partition or launcher.extra_args="
-        f"[--constraint=FEATURE]; where all of them have {kind}, hardware={kind}"
+        "run on nodes with GPUs of one generation, under Slurm by launcher.partition or "
+        f"{typed_list('launcher.extra_args', ['--constraint=FEATURE'])}; where all of them have {kind}, hardware={kind}"
     )
 
 

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tunebook.config.override_text import split_values
 from tunebook.errors import RequestError
 from tunebook.launch.draft import Draft, draft_run
 
@@ -32,7 +33,7 @@ def compare_plans(
     table.add_column("tokens/s", justify="right")
     table.add_column("fits", overflow="fold")
     for value, draft in drafts.items():
-        table.add_row(value, *_row(draft))
+        table.add_row(Text(value), *_row(draft))  # a list's brackets are not markup
     console.print(table)
     return min(draft.exit_code for draft in drafts.values())
 
@@ -40,7 +41,7 @@ def compare_plans(
 def split_compared(compared: str) -> tuple[str, list[str]]:
     """The key and its values. Raises: RequestError with an example."""
     key, separator, listed = compared.partition("=")
-    values = [value.strip() for value in listed.split(",")]
+    values = [value.strip() for value in split_values(listed)]
     if not key or not separator or len(values) < 2 or not all(values):
         raise RequestError(
             f"--compare={compared}: it takes a key and at least two values; such as "

@@ -109,6 +109,8 @@ def draft_composition(composition: Composition, machine: Machine) -> Draft:
             draft.memory = plan_memory(config, draft.batch)
             draft.time = estimate_time(config, draft.batch, machine)
             draft.problems += slow_links(config, draft.batch, machine)
+    except RulesError as error:
+        draft.problems = [*draft.problems, *error.problems]
     except RequestError as error:
         draft.error = error
     return draft

@@ -48,13 +48,18 @@ class Agent:
 
     line: Line
     stop_timeout_s: float
+    meet: str = "node 0"  # where it was called, for people
     asked: list[signal.Signals] = field(default_factory=list)  # requests to stop that this process got itself
     notices: list[Notice] = field(default_factory=list)  # may be added to by a thread
 
+    def __post_init__(self) -> None:
+        self._is_answered = False
+
     def wait_for_go(self) -> Message:
-        """What to start. Raises: RequestError when refused, TunebookError when the launcher is gone."""
+        """What to start. Raises: RequestError when refused, TunebookError when the launcher is gone, or was none."""
         while True:
             for message in self.line.receive(POLL_S):
+                self._is_answered = True
                 if message["kind"] == "go":
                     return message
                 if message["kind"] == "refuse":
@@ -62,9 +67,19 @@ class Agent:
             if self.asked:
                 raise StoppedError(f"stopped by {self.asked[0].name} before the start", problem_id="stopped")
             if self.line.is_closed:
-                raise TunebookError(
-                    "the launcher on node 0 ended before the start; it says why", problem_id="launcher-lost"
-                )
+                raise self._hung_up()
+
+    def _hung_up(self) -> TunebookError:
+        """The error for a line that was closed before the start: by a launcher, which says so, or by anybody else."""
+        if self._is_answered:
+            return TunebookError(
+                "the launcher on node 0 ended before the start; it says why", problem_id="launcher-lost"
+            )
+        return TunebookError(
+            f"what listens at {self.meet} hung up without an answer, so it is no launcher, or one that was killed; is "
+            "launcher.master_port the one that node 0 printed or was given, and does node 0 still run?",
+            problem_id="launcher-out-of-reach",
+        )
 
     def follow(self, ranks: Started) -> int:
         """Wait for the ranks to end, telling them what the launcher says; their exit code, below zero when killed."""
@@ -130,7 +145,7 @@ def take_part(
     asked: list[signal.Signals] = []
     with StopRequests(asked.append).listening(), adopting_orphans():
         line, reached_at = call_launcher(meet, launcher.start_timeout_s, say, asked)
-        agent = Agent(line=line, stop_timeout_s=launcher.stop_timeout_s, asked=asked)
+        agent = Agent(line=line, stop_timeout_s=launcher.stop_timeout_s, meet=meet, asked=asked)
         hello(
             line,
             reached_at,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from tunebook.config.estimate.parameters import active_parameters
 from tunebook.config.schema import ModelFacts
 
 
@@ -19,6 +20,8 @@ def attended_length_tokens(document_lengths: Iterable[int]) -> float:
 def flops_per_token(facts: ModelFacts, attended_length: float, num_trained_parameters: int | None = None) -> float:
     """Floating-point operations that training on one token needs: 6 x parameters + attention.
 
+    Of a mixture of experts the parameters are those that a token is computed with.
+
     Products with the weights: 2 operations per parameter forward, 2 backward for the gradient of the input, and 2 for
     the gradient of the weight where it is trained: 4 x all + 2 x trained. That is 6 x parameters in a full fine-tune;
     with adapters (`num_trained_parameters`; None means all) the frozen weights count 4.
@@ -30,14 +33,14 @@ def flops_per_token(facts: ModelFacts, attended_length: float, num_trained_param
 
     Not counted: norms, softmax, and activations computed twice under checkpointing, so that MFU measures useful work.
     """
-    trained = facts.num_parameters if num_trained_parameters is None else num_trained_parameters
-    weights = 4 * facts.num_parameters + 2 * trained
+    active = active_parameters(facts)
+    weights = 4 * active + 2 * (active if num_trained_parameters is None else num_trained_parameters)
     return weights + 12 * facts.num_layers * facts.hidden_size * attended_length / 2
 
 
 def recomputed_flops_per_token(facts: ModelFacts, attended_length: float) -> float:
     """What activation checkpointing adds: the forward pass once more, 2 x parameters + a third of the attention."""
-    return 2 * facts.num_parameters + 12 * facts.num_layers * facts.hidden_size * attended_length / 6
+    return 2 * active_parameters(facts) + 12 * facts.num_layers * facts.hidden_size * attended_length / 6
 
 
 def model_flops_utilisation(tokens_per_second_per_gpu: float, flops: float, peak_tflops: float) -> float:

@@ -379,6 +379,12 @@ ADAPTERS = (
 )  # fmt: skip
 
 
+# Of the share of the peak that other layers reach, what those with experts did: a router and many small products. Of
+# two layers of Qwen3-30B-A3B, whose 13.5 us a token are for the most part its head's (74,275 tokens/s, one H200).
+EXPERTS_SOURCE = f"{RESULTS}h200x2_architectures.jsonl qwen3_moe_plain"
+EXPERTS = 0.33
+
+
 def rate_on_8(strategy: Strategy) -> float | None:
     """Tokens per second of each of 8 H200 with the 3B model in packed rows; None where that was not measured."""
     found = [row for row in SPREAD if row.strategy is strategy and row.num_gpus == 8 and row.is_packed]

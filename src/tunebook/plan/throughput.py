@@ -14,13 +14,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tunebook.config.choices import Checkpointing, Compute, Generation, PackingMode, PeftMethod, Switch
-from tunebook.config.estimate.parameters import count_parameters
+from tunebook.config.estimate.parameters import active_parameters, count_parameters, of_layers
 from tunebook.config.schema import ModelFacts, RunConfig
 from tunebook.hardware.peaks import Peak, peak_of
 from tunebook.plan.batch import BatchPlan, world_size
 from tunebook.plan.comparable import adapter_like, alike, measured_as, spread_like, why_not_estimated
 from tunebook.plan.flops import flops_per_token, recomputed_flops_per_token
 from tunebook.plan.measured_speed import (
+    EXPERTS,
     MEASURED_ON,
     RECOMPUTED,
     RECOMPUTED_GAIN,
@@ -96,6 +97,7 @@ def _estimate(config: RunConfig, batch: BatchPlan, facts: ModelFacts, peak: Peak
     padding = _padding_share(config, batch)
     real = _real_tokens_per_pass(batch, padding)
     row = alike(config, facts, flops * real / (1 - padding))
+    waited = _as_if_computed_by_experts(facts, trained)
     if row.padding_share is None:
         padding = 0.0  # it is in the share of the peak: as much as there was then
     is_recomputed = config.activation.checkpointing is Checkpointing.enabled
@@ -108,7 +110,7 @@ def _estimate(config: RunConfig, batch: BatchPlan, facts: ModelFacts, peak: Peak
     share = row.efficiency * gain * (adapter.gain if adapter else 1)
     work = real / (1 - padding) * flops / (peak.tflops * 1e12)  # seconds at the peak
     spread = spread_like(config, facts)
-    speed = real / (work / share + _lost_seconds(spread, facts))
+    speed = real / (work * (1 + waited / flops) / share + _lost_seconds(spread, facts))
     ranks = world_size(config)
     hours = None if tokens is None else tokens / (speed * ranks) / 3600
     return TimePlan(
@@ -121,6 +123,15 @@ def _estimate(config: RunConfig, batch: BatchPlan, facts: ModelFacts, peak: Peak
         peak_tflops=peak.tflops,
         assumption=_assumption(config, batch, peak, row, spread, adapter),
     )
+
+
+def _as_if_computed_by_experts(facts: ModelFacts, trained: int | None) -> float:
+    """Operations per token that would take as long as layers with experts take more than others do."""
+    if facts.measured is None or active_parameters(facts) == facts.num_parameters:
+        return 0.0
+    per_parameter = 6 if trained is None else 4
+    in_layers = of_layers(facts, facts.measured.active_parameters or 0)
+    return per_parameter * in_layers * (1 / EXPERTS - 1)
 
 
 def _is_selective(config: RunConfig) -> bool:
@@ -176,6 +187,9 @@ def _assumption(
         parts.append("compiled blocks are no faster than they were there")
     if adapter is not None:
         parts.append(f"LoRA computes at {adapter.gain:.0%} of a full fine-tune's share ({adapter.text})")
+    facts = config.model.facts
+    if facts is not None and active_parameters(facts) < facts.num_parameters:
+        parts.append(f"layers with experts reach {EXPERTS:.0%} of that share (2 of Qwen3-30B-A3B on one {MEASURED_ON})")
     if row.is_packed != batch.is_packed:
         parts.append("padded rows reach the same share as packed ones")
     if batch.padding_share is None and not batch.is_packed and batch.micro_batch_size > 1:

@@ -23,6 +23,8 @@ NOT_HASHED = (
     "training.save_in_background",
     "training.push_to_hub",
     "dataset.num_workers",
+    "model.facts.measured.linear_parameters",  # both counted of an architecture that is hashed
+    "model.facts.measured.active_parameters",
 )
 
 # Nor what changes how a loss is computed and not which: a run goes on where an update, or another GPU, has decided it
@@ -75,7 +77,7 @@ def _without(config: RunConfig, keys: tuple[str, ...], book_folder: str | None =
     canonical: dict[str, Any] = _canonical(dataclasses.asdict(config), f"{book_folder or book_root()}/")
     for key in keys:
         node, name = _place(canonical, key)
-        del node[name]
+        node.pop(name, None)
     for key, before in ADDED_LATER.items():
         node, name = _place(canonical, key)
         if name in node and node[name] == before:
@@ -84,11 +86,11 @@ def _without(config: RunConfig, keys: tuple[str, ...], book_folder: str | None =
 
 
 def _place(canonical: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
-    """The section that holds a key, and the key's name in it."""
+    """The section that holds a key, and the key's name in it; an empty one where there is no such section."""
     *sections, name = key.split(".")
     node = canonical
     for section in sections:
-        node = node[section]
+        node = node.get(section) or {}
     return node, name
 
 

@@ -22,9 +22,13 @@ _SEEN_WITHIN_S = 2.0  # torchrun looks at its processes ten times a second
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 # A program of its own that becomes the command, because a fork that goes on in Python (`preexec_fn`) crashed where
-# torch was loaded and threads were at work. Its arguments: its parent, the signals to be ignored, the command.
+# torch was loaded and threads were at work. Its arguments: its parent, the signals to be ignored, "waits" where SIGINT
+# is to wait until the command listens, the command.
 _PROGRAM = f"""
-import ctypes, os, signal, sys
+import signal, sys
+if sys.argv[3] == "waits":
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+import ctypes, os
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, signal.SIGTERM)
     if os.getppid() != int(sys.argv[1]):
@@ -33,8 +37,10 @@ signal.signal(signal.SIGINT, signal.SIG_DFL)
 for number in sys.argv[2].split(","):
     if number:
         signal.signal(int(number), signal.SIG_IGN)
-os.execvp(sys.argv[3], sys.argv[3:])
+os.execvp(sys.argv[4], sys.argv[4:])
 """
+# A rank that is started without torchrun: it listens after some imports, where Ctrl-C would end it with a traceback.
+_RANK = ["-m", "tunebook.train"]
 
 
 def prctl(option: int, value: int) -> None:
@@ -73,7 +79,9 @@ def stopping_with_parent(command: list[str], ignoring: tuple[signal.Signals, ...
 
     Several times, since the kernel minds the thread that started it and then, one by one, those that outlive that one.
     SIGINT is heard even where this process ignores it, being in the background. Signals in `ignoring` are ignored from
-    the start. Exit code 1, with a traceback, where the command does not exist.
+    the start. SIGINT waits for a rank until `StopRequest` listens; nothing else listens that way, and would be deaf.
+    Exit code 1, with a traceback, where the command does not exist.
     """
     ignored = ",".join(str(int(number)) for number in ignoring)
-    return [sys.executable, "-I", "-S", "-c", _PROGRAM, str(os.getpid()), ignored, *command]
+    when = "waits" if command[1:3] == _RANK else "at once"
+    return [sys.executable, "-I", "-S", "-c", _PROGRAM, str(os.getpid()), ignored, when, *command]

@@ -18,6 +18,7 @@ def quiet_libraries(log_file: Path) -> Iterator[None]:
     to_terminal = logging.StreamHandler()
     to_terminal.setLevel(logging.ERROR)
     logging.captureWarnings(True)
+    was_raising, logging.raiseExceptions = logging.raiseExceptions, False  # a full disk would print one per record
     for name in (*_LIBRARIES, "py.warnings"):
         logger = logging.getLogger(name)
         logger.handlers = [to_file, to_terminal]
@@ -27,6 +28,7 @@ def quiet_libraries(log_file: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        logging.raiseExceptions = was_raising
         logging.captureWarnings(False)
         for name in (*_LIBRARIES, "py.warnings"):
             logging.getLogger(name).removeHandler(to_file)

@@ -9,6 +9,7 @@ from tunebook.config.compose import compose
 from tunebook.config.estimate import GIB, estimate_memory
 from tunebook.config.estimate.activations import activation_bytes
 from tunebook.config.estimate.parameters import count_parameters
+from tunebook.config.estimate.states import FOUR_BIT_BYTES
 from tunebook.config.model_facts import MeasuredLayers
 
 # Bytes of all 24 layers: whatever the length, per token, per token and token of its row; the same of the largest layer.
@@ -99,3 +100,15 @@ def test_dolly_has_the_layers_of_gpt_neox():
     assert facts.measured.adapter_parameters == 32 * (2 * 2560 + 4 * 2560 + 5 * 2560 + 5 * 2560)
     assert kept(config) == 2048 * 2_953_728
     assert estimate_memory(config, facts).weights_gib == pytest.approx(4 * 2_775_086_080 / GIB)
+
+
+def test_only_linear_layers_are_quantised(unusual):
+    """transformers 5 keeps the experts of a layer in one tensor, which bitsandbytes leaves as it is."""
+    unusual.peft.method = PeftMethod.qlora
+    facts = unusual.model.facts
+    assert count_parameters(unusual, facts).linear == 240_000_000
+    whole = estimate_memory(unusual, facts).weights_gib
+    facts.measured.linear_parameters = 40_000_000
+    assert count_parameters(unusual, facts).linear == 40_000_000
+    more = 200_000_000 * (4 - FOUR_BIT_BYTES) / GIB
+    assert estimate_memory(unusual, facts).weights_gib - whole == pytest.approx(more)

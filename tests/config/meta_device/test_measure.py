@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tunebook.config.choices import Attention
 from tunebook.config.meta_device import measure, saved
@@ -42,6 +42,20 @@ def test_every_parameter_is_counted(folder_of, config_of, kind):
     assert 3 * found["measured"]["adapter_parameters"] == sum(trained)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_what_4_bits_are_made_of_and_what_a_token_meets(folder_of, config_of):
+    """Of Mixtral's experts, each layer's in one tensor, two are chosen, and none is a linear layer."""
+    found, config = described(folder_of("mixtral"))["measured"], config_of("mixtral")
+    layers = AutoModelForCausalLM.from_config(config).model.layers
+    experts = sum(each.numel() for name, each in layers.named_parameters() if "experts" in name and each.dim() == 3)
+    linear = sum(each.weight.numel() for each in layers.modules() if isinstance(each, torch.nn.Linear))
+    assert experts > 0 and found["linear_parameters"] == linear
+    left_out = experts * (config.num_local_experts - config.num_experts_per_tok) // config.num_local_experts
+    assert found["active_parameters"] == found["parameters"] - left_out
+    dense = described(folder_of("llama"))["measured"]
+    assert dense["active_parameters"] == dense["parameters"] > dense["linear_parameters"]
+
+
 def layer_of(name):
     """The number of the layer that a parameter is in, as text; empty for those of both ends and the last norm."""
     return next((part for part in name.split(".") if part.isdecimal()), "")
@@ -62,7 +76,7 @@ def test_the_sizes_are_those_of_the_config(folder_of):
     ("changes", "error", "said"),
     [
         ({"model_type": "lama9"}, "unknown-architecture", "model_type=lama9, .*Did you mean 'llama'"),
-        ({"model_type": "t5"}, "unknown-architecture", "model_type=t5"),
+        ({"model_type": "t5"}, "not-causal", "model_type=t5, architectures=.*LlamaForCausalLM.*]$"),
         ({"hidden_act": "nonsense"}, "cannot-build", "nonsense"),
     ],
 )
@@ -141,3 +155,35 @@ def test_a_fault_of_the_machine_is_not_taken_for_one_of_the_model(config_of, mon
         saved.attends_by_lengths(config_of("llama"), layers, {})
     with pytest.raises(MemoryError):
         saved._measure(config_of("llama"), saved._kinds(config_of("llama"), layers), ("fp32", "full", "sdpa"), {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("t5", "an encoder-decoder"), ("qwen2_vl", "a model of images or sound and text"), ("albert", "an encoder")],
+)
+def test_a_model_of_another_kind_is_called_what_it_is(tmp_path, kind, words):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    found = measure.describe(tmp_path / "config.json", trust_remote_code=False)
+    assert (found["error"], found["kind"]) == ("not-causal", words)
+
+
+STATES = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 50}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("mamba", {"state_size": 4}),
+        ("falcon_mamba", {"state_size": 4}),
+        ("rwkv", {"attention_hidden_size": 32}),
+    ],
+)
+def test_models_without_attention_have_facts_too(tmp_path, kind, sizes):
+    config = AutoConfig.for_model(kind, **STATES, **sizes)
+    config.save_pretrained(tmp_path)
+    found = measure.describe(tmp_path / "config.json", trust_remote_code=False)
+    model = AutoModelForCausalLM.from_config(config)
+    assert found["num_parameters"] == sum(parameter.numel() for parameter in model.parameters())
+    assert (found["num_attention_heads"], found["num_key_value_heads"], found["num_layers"]) == (1, 1, 2)
+    linear = [each for each in model.base_model.modules() if isinstance(each, torch.nn.Linear)]
+    assert found["measured"]["adapter_parameters"] == sum(sum(each.weight.shape) for each in linear)

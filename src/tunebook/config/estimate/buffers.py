@@ -76,7 +76,8 @@ def _gathered(config: RunConfig, facts: ModelFacts) -> float:
     layers = element * 2 * layer
     if settings.strategy is Strategy.fsdp_grad_op:
         is_four_bit = config.peft.method is PeftMethod.qlora  # and stays so when it is gathered
-        layers = parameters.layers * (FOUR_BIT_BYTES if is_four_bit else element)
+        in_four_bits = parameters.linear if is_four_bit else 0
+        layers = in_four_bits * FOUR_BIT_BYTES + (parameters.layers - in_four_bits) * element
     return again + layers + element * (embeddings + gradients)
 
 

@@ -15,6 +15,7 @@ class Parameters:
     trained: int
     frozen: int
     layers: int  # of all decoder layers together, adapters not counted
+    linear: int  # of these, those in linear layers: what 4 bits are made of
     embeddings: int  # one matrix (vocab_size, hidden_size)
     trained_embeddings: int  # the same where it is trained
     trained_head: int  # of an output head with a weight of its own, or one that an adapter trains whole
@@ -33,6 +34,7 @@ def count_parameters(config: RunConfig, facts: ModelFacts) -> Parameters:
             trained=facts.num_parameters,
             frozen=0,
             layers=_in_layers(facts),
+            linear=_in_linear_layers(facts),
             embeddings=embeddings,
             trained_embeddings=embeddings,
             trained_head=embeddings,
@@ -44,10 +46,18 @@ def count_parameters(config: RunConfig, facts: ModelFacts) -> Parameters:
         trained=adapter + saved_embeddings + saved_head,
         frozen=facts.num_parameters,
         layers=_in_layers(facts),
+        linear=_in_linear_layers(facts),
         embeddings=embeddings,
         trained_embeddings=saved_embeddings,
         trained_head=saved_head,
     )
+
+
+def active_parameters(facts: ModelFacts) -> int:
+    """Those that a token is computed with: not those of experts that it is not sent to."""
+    if facts.measured is None or facts.measured.active_parameters is None:
+        return facts.num_parameters
+    return facts.num_parameters - round(of_layers(facts, facts.measured.parameters - facts.measured.active_parameters))
 
 
 def last_name(module: str) -> str:
@@ -65,6 +75,12 @@ def _in_layers(facts: ModelFacts) -> int:
     if facts.measured is not None:
         return round(of_layers(facts, facts.measured.parameters))
     return max(0, facts.num_parameters - facts.vocab_size * facts.hidden_size * (1 if facts.tie_word_embeddings else 2))
+
+
+def _in_linear_layers(facts: ModelFacts) -> int:
+    if facts.measured is not None and facts.measured.linear_parameters is not None:
+        return round(of_layers(facts, facts.measured.linear_parameters))
+    return _in_layers(facts)
 
 
 def linear_layers(facts: ModelFacts) -> dict[str, int]:

@@ -89,11 +89,11 @@ def paged_bytes(config: RunConfig, facts: ModelFacts) -> float:
 
 
 def _frozen_bytes(config: RunConfig, facts: ModelFacts) -> float:
-    """Of a base model under adapters. Only linear layers are quantised: neither the embeddings nor the output head."""
+    """Of a base model under adapters. Only linear layers are quantised: not embeddings, head and stacked experts."""
     parameters, element = count_parameters(config, facts), weight_element(config)
     if config.peft.method is not PeftMethod.qlora:
         return float(parameters.frozen * element)
-    return parameters.layers * FOUR_BIT_BYTES + (parameters.frozen - parameters.layers) * element
+    return parameters.linear * FOUR_BIT_BYTES + (parameters.frozen - parameters.linear) * element
 
 
 def weight_element(config: RunConfig) -> int:

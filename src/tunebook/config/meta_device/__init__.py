@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import fields
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,10 @@ from tunebook.config.model_facts import MeasuredLayers, ModelFacts
 from tunebook.errors import RequestError
 
 # Raised when the answer to the same config.json changes: what was remembered is then measured again.
-_FORM = 2
+_FORM = 3
+_COUNTED = (
+    "num_layers", "parameters", "linear_inputs", "adapter_parameters", "linear_parameters", "active_parameters"
+)  # fmt: skip
 _TIMEOUT_S = 300.0
 _PACKAGES = ("torch", "transformers", "peft")
 
@@ -45,12 +49,20 @@ def measured_facts(config_file: Path, *, trust_remote_code: bool = False) -> Mod
     remembered = cache_root() / "architectures" / f"{key}.json"
     facts = _read(remembered)
     if facts is None:
+        _say_once(f"looking at the layers of {config_file}, once: this takes 5 to 70 s")
         answer = _ask(config_file, trust_remote_code)
         if "error" in answer:
             raise _refusal(config_file, answer, trust_remote_code)
         facts = _facts(answer)
         remember(remembered, json.dumps(answer))
     return facts
+
+
+@cache
+def _say_once(text: str) -> None:
+    """To people who wait at a terminal, and not among what programs read: JSON, or a log."""
+    if sys.stderr.isatty():
+        print(text, file=sys.stderr, flush=True)
 
 
 def _version(package: str) -> str | None:
@@ -75,7 +87,7 @@ def _facts(answer: dict[str, Any]) -> ModelFacts:
     if any(len(numbers) != 6 for numbers in saved.values()):
         raise ValueError("not six numbers")
     layers = MeasuredLayers(
-        **{name: int(measured[name]) for name in ("num_layers", "parameters", "linear_inputs", "adapter_parameters")},
+        **{name: int(measured[name]) for name in _COUNTED},
         attention=[str(name) for name in measured["attention"]],
         saved=saved,
     )
@@ -134,6 +146,12 @@ def _refusal(config_file: Path, answer: dict[str, Any], trust_remote_code: bool)
             f"{config_file}: transformers {_version('transformers')} has no causal language model of this "
             f"architecture: {reason[0]}; correct model_type in the file, or use a newer transformers{code}",
             problem_id="unknown-architecture",
+        )
+    if answer["error"] == "not-causal":
+        return RequestError(
+            f"{config_file}: {reason[0]} is {answer.get('kind', 'another kind of model')}, which is not trained here; "
+            "name a causal language model, one that only continues a text",
+            problem_id="model-not-causal",
         )
     if answer["error"] == "cut-off":
         return RequestError(

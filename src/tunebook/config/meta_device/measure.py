@@ -16,7 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 
 from tunebook.config.choices import Attention
 from tunebook.config.meta_device.saved import adapted, attends_by_lengths, decoder_layers, measure_saved
@@ -27,6 +32,14 @@ _LONGEST = 2**20  # tokens, where an architecture has no highest position
 _FLASH_ATTN = (Attention.flash_attention_2, Attention.flash_attention_3, Attention.flash_attention_4)
 _OURS = (Attention.varlen_attention, Attention.varlen_attention_4, Attention.sdpa_by_document)
 _UNKNOWN = ("unrecognized", "does not recognize", "should have a `model_type`", "trust_remote_code", "no file named")
+# How many experts a token is sent to, in the words of different architectures.
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts", "moe_k")
+# What transformers has for a model_type instead of a causal language model, the most telling first.
+_OTHER_KINDS: tuple[tuple[Any, str], ...] = (
+    (MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, "a model of images or sound and text"),
+    (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, "an encoder-decoder"),
+    (MODEL_FOR_MASKED_LM_MAPPING_NAMES, "an encoder"),
+)
 
 
 def describe(config_file: Path, *, trust_remote_code: bool) -> dict[str, Any]:
@@ -39,20 +52,22 @@ def describe(config_file: Path, *, trust_remote_code: bool) -> dict[str, Any]:
             model = loader.from_config(copy.deepcopy(config), **options)
     except Exception as error:  # of any kind: architectures check their sizes in their own ways, or not at all
         if any(word in str(error).lower() for word in _UNKNOWN):
-            return {"error": "unknown-architecture", "reason": _named(config_file)}
+            return _unknown(config_file)
         return {"error": "cannot-build", "reason": _said(error)}
     if model.get_output_embeddings() is None or model.get_input_embeddings() is None:
         return {"error": "unknown-architecture", "reason": f"{type(model).__name__} has no output head over its words"}
     return _facts(config, model, options)
 
 
-def _named(config_file: Path) -> str:
-    """What the file calls its architecture, and what may have been meant."""
+def _unknown(config_file: Path) -> dict[str, str]:
+    """What the file calls its architecture; `kind`, which other one it is; else what may have been meant."""
     config = json.loads(config_file.read_text(encoding="utf-8"))
     kind = str(config.get("model_type") or "")
-    return f"model_type={kind}, architectures={config.get('architectures')}" + (
-        did_you_mean(kind, set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - {kind}) if kind else ""
-    )
+    named = f"model_type={kind}, architectures={config.get('architectures')}"
+    if other := next((words for kinds, words in _OTHER_KINDS if kind in kinds), None):
+        return {"error": "not-causal", "reason": named, "kind": other}
+    meant = did_you_mean(kind, set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - {kind}) if kind else ""
+    return {"error": "unknown-architecture", "reason": named + meant}
 
 
 def _said(error: Exception) -> str:
@@ -64,13 +79,13 @@ def _facts(config: Any, model: Any, options: dict[str, Any]) -> dict[str, Any]:
     text, decoder = config.get_text_config(decoder=True), model.base_model
     layers = decoder_layers(decoder, text.num_hidden_layers)
     words = model.get_input_embeddings().weight
-    linear = [module for layer in layers for module in layer.modules() if _is_linear(module)]
+    linear: list[Any] = [module for layer in layers for module in layer.modules() if _is_linear(module)]
     saved = measure_saved(config, layers, options)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())  # tied ones are there once
     in_layers = sum(parameter.numel() for parameter in layers.parameters())
-    num_inputs = sum(map(_num_inputs, linear))
+    num_inputs, in_linear = sum(map(_num_inputs, linear)), sum(module.weight.numel() for module in linear)
     is_tied = model.get_output_embeddings().weight is words
-    heads = text.num_attention_heads
+    heads = _whole(text, "num_attention_heads") or 1  # Mamba and RWKV have none
     hidden = _whole(text, "hidden_size") or words.shape[1]
     return {
         "architecture": type(model).__name__,  # what is loaded; the file may name one with a vision tower
@@ -88,14 +103,32 @@ def _facts(config: Any, model: Any, options: dict[str, Any]) -> dict[str, Any]:
             "num_layers": len(layers),
             "parameters": in_layers,
             "linear_inputs": num_inputs,
-            "adapter_parameters": adapter_parameters(model),
+            "adapter_parameters": _adapter_parameters(model, linear),
+            "linear_parameters": in_linear,
+            "active_parameters": in_layers - _not_chosen(layers, text),
             "attention": [
                 *(kernel.name for kernel in attention_of(model)),
-                *(kernel.name for kernel in _OURS if attends_by_lengths(config, layers, options)),
+                *(kernel.name for kernel in (_OURS if attends_by_lengths(config, layers, options) else ())),
             ],
             "saved": saved,
         },
     }
+
+
+def _not_chosen(layers: nn.ModuleList, text: Any) -> int:
+    """Parameters of the experts that a token is not sent to. transformers 5 keeps all experts of a layer in one tensor.
+
+    0 where the config does not say how many are chosen.
+    """
+    chosen = _whole(text, *_CHOSEN)
+    stacked = [parameter for parameter in layers.parameters() if parameter.dim() == 3]
+    if chosen is None:
+        return 0
+    return sum(
+        parameter.numel() * (len(parameter) - chosen) // len(parameter)
+        for parameter in stacked
+        if len(parameter) > chosen
+    )
 
 
 def attention_of(model: Any) -> list[Attention]:
@@ -128,6 +161,14 @@ def _is_linear(module: nn.Module) -> bool:
 def _num_inputs(module: Any) -> int:
     rows, columns = module.weight.shape
     return int(columns if isinstance(module, nn.Linear) else rows)
+
+
+def _adapter_parameters(model: Any, linear: list[Any]) -> int:
+    """As PEFT makes them; where it takes not every linear layer, as of Mamba, those that it would make of all."""
+    try:
+        return adapter_parameters(model)
+    except ValueError:
+        return sum(sum(module.weight.shape) for module in linear)
 
 
 def adapter_parameters(model: Any) -> int:

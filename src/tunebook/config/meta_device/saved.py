@@ -51,12 +51,18 @@ _known: list[Any] = []  # in a worker: config, kinds of layers, options
 
 
 def measure_saved(config: Any, layers: nn.ModuleList, options: dict[str, Any]) -> dict[str, list[int]]:
-    """By "format/method/kernels" six numbers, as `MeasuredLayers` has them. A mode that cannot be run is left out."""
+    """By "format/method/kernels" six numbers, as `MeasuredLayers` has them. A mode that cannot be run is left out.
+
+    Compiled layers are looked at only where they can attend by documents' lengths, as they do in a plan: those that go
+    through a row word by word, as RWKV's, take minutes to compile.
+    """
     known = (config, _kinds(config, layers), options)
+    is_compiled = attends_by_lengths(config, layers, options)
+    modes = [mode for mode in _MODES if is_compiled or mode[2] not in COMPILED]
     workers = min(_WORKERS, os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, get_context("fork"), initializer=_know, initargs=known) as pool:
-        found = pool.map(_measure_known, _MODES)
-        return {"/".join(mode): numbers for mode, numbers in zip(_MODES, found, strict=True) if numbers is not None}
+        found = pool.map(_measure_known, modes)
+        return {"/".join(mode): numbers for mode, numbers in zip(modes, found, strict=True) if numbers is not None}
 
 
 def _know(*known: Any) -> None:
@@ -161,7 +167,7 @@ def _build(config: Any, prefix: int, mode: tuple[str, str, str], options: dict[s
     shorter = copy.deepcopy(config)
     text = shorter.get_text_config(decoder=True)
     text.num_hidden_layers = prefix
-    if getattr(text, "layer_types", None):
+    if len(getattr(text, "layer_types", None) or ()) > prefix:  # Mamba's are worked out from the number of layers
         text.layer_types = list(text.layer_types)[:prefix]
     loader: Any = AutoModelForCausalLM
     attention = ATTENTION.get(kernels, BY_LENGTHS)

@@ -18,6 +18,7 @@ from tunebook.config.rules import (
     optimizing,
     parallelism,
     precision,
+    quantised,
     running,
     sources,
 )
@@ -36,6 +37,7 @@ RULES: tuple[Rule, ...] = (
     *attention.RULES,
     *parallelism.RULES,
     *optimizing.RULES,
+    *quantised.RULES,
     *running.RULES,
     *launching.RULES,
 )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tunebook.config.choices import Attention, Checkpointing, Compute, Generation, PackingMode
+from tunebook.config.rules.batch import in_padded_documents
 from tunebook.config.rules.frame import Finding, Level, Rule, rule
-from tunebook.config.schema import RunConfig
+from tunebook.config.schema import AttentionConfig, RunConfig
 from tunebook.hardware.generations import GENERATIONS, MIN_ATTENTION_CAPABILITY, can_run, capability_text
 
 FLASH = (
@@ -104,8 +107,18 @@ def attention_not_in_model(config: RunConfig) -> Finding | None:
     if facts is None or facts.measured is None or has_attention(config, kernel):
         return None
     message = f"{facts.architecture} cannot attend by {kernel.name}; it can by {', '.join(facts.measured.attention)}"
-    fix = f"attention.implementation={nearest_attention(config).name}"
+    nearest = nearest_attention(config)
+    fix = f"attention.implementation={nearest.name}"
+    if config.packing.mode is PackingMode.isolated and leaks(
+        replace(config, attention=AttentionConfig(implementation=nearest))
+    ):
+        fix += f" {_unpacked(config)}"
     return Finding(key="attention.implementation", message=message, fix=fix)
+
+
+def _unpacked(config: RunConfig) -> str:
+    """What to type to train the same batch in padded rows."""
+    return f"packing.mode=padded packing.row_length=null {in_padded_documents(config)}".rstrip()
 
 
 @rule(
@@ -222,7 +235,10 @@ def packing_leaks(config: RunConfig) -> Finding | None:
     kernel = config.attention.implementation.name
     how = "" if facts.architecture in LEAKING_ARCHITECTURES else f" with {kernel}, whose mask does not know them"
     message = f"{facts.architecture} cannot keep packed documents apart{how}"
-    return Finding(key="packing.mode", message=message, fix="packing.mode=padded packing.row_length=null")
+    fix = _unpacked(config)
+    if config.attention.implementation in BY_LENGTHS:
+        fix += f" attention.implementation={nearest_attention(config).name}"
+    return Finding(key="packing.mode", message=message, fix=fix)
 
 
 @rule(

@@ -109,10 +109,19 @@ def tokens_need_packing(config: RunConfig) -> Finding | None:
     tokens = config.training.global_tokens
     if tokens is None or not _is_padded(config):
         return None
-    mean = config.dataset.mean_tokens or config.training.max_length
-    samples = max(1, int(tokens / max(1, mean)) // world_size(config)) * world_size(config)
-    fix = f"training.global_tokens=null training.global_samples={samples}"
-    return Finding(key="training.global_tokens", message=f"{tokens} tokens a step need packed rows", fix=fix)
+    message = f"{tokens} tokens a step need packed rows"
+    return Finding(key="training.global_tokens", message=message, fix=in_padded_documents(config))
+
+
+def in_padded_documents(config: RunConfig) -> str:
+    """What to type besides packing.mode=padded for about the same batch; empty where that is all it takes."""
+    samples, tokens, unit = config.training.global_samples, config.training.global_tokens, _rows_unit(config)
+    if tokens is None:
+        if samples is None or samples % unit == 0:
+            return ""
+        return f"training.global_samples={max(1, round(samples / unit)) * unit}"
+    mean = int(max(1, config.dataset.mean_tokens or config.training.max_length))
+    return f"training.global_tokens=null training.global_samples={max(1, tokens // mean // unit) * unit}"
 
 
 @rule(
@@ -129,7 +138,9 @@ def batch_larger_than_data(config: RunConfig) -> Finding | None:
     if samples is None or not limits or samples <= min(limits):
         return None
     message = f"{samples} documents a step are more than the data set's {min(limits)}"
-    return Finding(key="training.global_samples", message=message, fix=f"training.global_samples={min(limits)}")
+    unit = _rows_unit(config) if _is_padded(config) else 1
+    most = min(limits) // unit * unit or unit  # with less, what is wrong is the number of GPUs
+    return Finding(key="training.global_samples", message=message, fix=f"training.global_samples={most}")
 
 
 @rule(

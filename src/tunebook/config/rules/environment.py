@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import socket
 from collections.abc import Iterator
 
 from tunebook.config.book import resolve_path
@@ -95,6 +96,12 @@ EXPLANATIONS: dict[str, Explanation] = {
         advice="Install what the message names, run in the image of the GPU generation, which has it, or leave "
         "model.compile_layers open: then blocks are compiled only where they can be.",
     ),
+    "master-address-unknown": Explanation(
+        summary="Node 0 does not know the name that the other nodes are to call it by.",
+        why="launcher.master_address is the name or address of node 0. What it cannot find itself is most often "
+        "misspelt; the other nodes would call in vain, and node 0 would wait for launcher.start_timeout_s.",
+        advice="Correct the name, type an address of node 0, or leave it out on node 0: it then says its own name.",
+    ),
     **image_rules.EXPLANATIONS,
     **packages.EXPLANATIONS,
 }
@@ -170,10 +177,23 @@ def check_environment(config: RunConfig, machine: Machine | None = None) -> list
     # An image's torch was checked when it was built, and its GPU and driver by `hardware_problem`.
     if image is None and config.hardware.generation not in (Generation.cpu, Generation.auto):
         problems += torch_problems(config.hardware.generation, machine)
+    problems += _address_problems(config)
     settings = config.parallelism
     if isinstance(settings, ZeroConfig) and Offload.nvme in (settings.offload_optimizer, settings.offload_parameters):
         problems += _nvme_problems(config, settings)
     return problems
+
+
+def _address_problems(config: RunConfig) -> Iterator[Problem]:
+    """Of node 0 of several. A later node calls for a while: a scheduler may make names known when nodes are up."""
+    launcher, key = config.launcher, "launcher.master_address"
+    if not launcher.master_address or launcher.node_rank > 0 or config.hardware.num_nodes < 2:
+        return
+    try:
+        socket.getaddrinfo(launcher.master_address, launcher.master_port)
+    except (OSError, UnicodeError) as error:
+        message = f"node 0 is to be called by {launcher.master_address}, which it does not find itself: {error}"
+        yield Problem(id="master-address-unknown", key=key, message=message, fix=f"{key}=null")
 
 
 def _compiler_problems(config: RunConfig, machine: Machine) -> Iterator[Problem]:

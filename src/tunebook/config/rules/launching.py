@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from tunebook.config.choices import ContainerRuntime, LauncherName
+from tunebook.config.override_text import typed_list
 from tunebook.config.rules.frame import Finding, Level, Rule, rule
 from tunebook.config.schema import LauncherConfig, RayConfig, RunConfig, SlurmConfig
 
@@ -165,11 +166,16 @@ def sbatch_option_reserved(config: RunConfig) -> Iterator[Finding]:
     settings = config.launcher
     if not isinstance(settings, SlurmConfig):
         return
+    rest = [option for option in settings.extra_args if _option_name(option) not in _RESERVED]
     for option in settings.extra_args:
-        name = re.split(r"[=\s]", option, maxsplit=1)[0]
-        if why := _RESERVED.get(name):
-            rest = ",".join(each for each in settings.extra_args if each != option)
-            yield Finding(key="launcher.extra_args", message=f"{option}: {why}", fix=f"launcher.extra_args=[{rest}]")
+        if why := _RESERVED.get(_option_name(option)):
+            fix = typed_list("launcher.extra_args", rest)
+            yield Finding(key="launcher.extra_args", message=f"{option}: {why}", fix=fix)
+
+
+def _option_name(option: str) -> str:
+    """--nodes of --nodes=3 and "--nodes 3"; of a short one its letter, to which the value may be attached: -N3."""
+    return re.split(r"[=\s]", option, maxsplit=1)[0] if option.startswith("--") else option[:2]
 
 
 @rule(
@@ -190,8 +196,8 @@ def container_settings(config: RunConfig) -> Iterator[Finding]:
         return
     wrong = [place for place in settings.container_mounts if not place.startswith("/") or set(place) & set(":,")]
     if wrong:
-        rest = ",".join(place for place in settings.container_mounts if place not in wrong)
-        yield Finding(key=key, message=f"{wrong[0]!r} is no absolute path of a folder", fix=f"{key}=[{rest}]")
+        rest = [place for place in settings.container_mounts if place not in wrong]
+        yield Finding(key=key, message=f"{wrong[0]!r} is no absolute path of a folder", fix=typed_list(key, rest))
 
 
 @rule(
@@ -261,9 +267,9 @@ def ray_variable_form(config: RunConfig) -> Finding | None:
     wrong = [variable for variable in settings.env_vars if not re.match(r"[A-Za-z_]\w*=", variable)]
     if not wrong:
         return None
-    rest = ",".join(f"'{variable}'" for variable in settings.env_vars if variable not in wrong)
+    rest = [variable for variable in settings.env_vars if variable not in wrong]
     message = f"{wrong[0]!r} is not of the form NAME=VALUE"
-    return Finding(key="launcher.env_vars", message=message, fix=f"launcher.env_vars=[{rest}]")
+    return Finding(key="launcher.env_vars", message=message, fix=typed_list("launcher.env_vars", rest))
 
 
 RULES: tuple[Rule, ...] = (

@@ -9,11 +9,19 @@ from typing import Any
 
 from tunebook.config.rules.frame import Finding, Rule, rule
 from tunebook.config.schema import RunConfig
+from tunebook.errors import RulesError
+
+# Beyond it nothing that is counted or planned is told from infinity; products of a few such numbers are still numbers.
+MOST = 10**15
+_SHOWN_DIGITS = 20
 
 
 def _text(number: float) -> str:
-    """A number as it is typed: whole ones with all their digits."""
-    return str(number) if isinstance(number, int) else f"{number:g}"
+    """A number as it is typed: whole ones with all their digits, unless those would fill the screen."""
+    if not isinstance(number, int):
+        return f"{number:g}"
+    digits = str(number)
+    return digits if len(digits) <= _SHOWN_DIGITS else f"{digits[:6]}... ({len(digits.lstrip('-'))} digits)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +34,11 @@ class Range:
     is_open_low: bool = False
     is_open_high: bool = False
     usual: str  # a value to type instead
+    instead: str | None = None  # what to type instead of the key with that value
 
     def holds(self, value: float) -> bool:
         """Whether a value lies in the range; infinity and "not a number" never do."""
-        if not math.isfinite(value):
+        if not _is_finite(value) or abs(value) > MOST:
             return False
         above = value > self.low if self.is_open_low else value >= self.low
         below = value < self.high if self.is_open_high else value <= self.high
@@ -42,15 +51,30 @@ class Range:
             return low
         return f"{low} and {'below' if self.is_open_high else 'at most'} {_text(self.high)}"
 
+    def demand(self, value: float) -> str:
+        """What a value that lies outside must be, in words."""
+        if not _is_finite(value):
+            return f"a finite number, {self.text()}"
+        return f"at most {MOST:.0e}".replace("+", "") if value > MOST and math.isinf(self.high) else self.text()
+
+
+def _is_finite(value: float) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)  # isfinite cannot take a whole number of 400 digits
+
 
 def _positive(key: str, usual: str) -> Range:
     """A number above zero, whole or not."""
     return Range(key=key, low=0, is_open_low=True, usual=usual)
 
 
-def _count(key: str, usual: str, low: int = 1) -> Range:
+def _count(key: str, usual: str, low: int = 1, high: float = math.inf) -> Range:
     """A whole number of things."""
-    return Range(key=key, low=low, usual=usual)
+    return Range(key=key, low=low, high=high, usual=usual)
+
+
+def _fact(name: str, low: int = 1) -> Range:
+    """A size of the model, which cannot be left out alone: all of them are read from the model instead."""
+    return Range(key=f"model.facts.{name}", low=low, usual="null", instead="model.facts=null")
 
 
 def _share(key: str, usual: str) -> Range:
@@ -67,18 +91,18 @@ _SOURCE_RANGES = (
 )
 
 RANGES: tuple[Range, ...] = (
-    _count("model.facts.num_parameters", "null"),
-    _count("model.facts.num_layers", "null"),
-    _count("model.facts.hidden_size", "null"),
-    _count("model.facts.intermediate_size", "null"),
-    _count("model.facts.num_attention_heads", "null"),
-    _count("model.facts.num_key_value_heads", "null"),
-    _count("model.facts.vocab_size", "null", low=2),
-    _count("model.facts.max_position_embeddings", "null", low=2),
-    _count("model.facts.measured.num_layers", "null"),
-    _count("model.facts.measured.parameters", "null"),
-    _count("model.facts.measured.linear_inputs", "null", low=0),
-    _count("model.facts.measured.adapter_parameters", "null", low=0),
+    _fact("num_parameters"),
+    _fact("num_layers"),
+    _fact("hidden_size"),
+    _fact("intermediate_size"),
+    _fact("num_attention_heads"),
+    _fact("num_key_value_heads"),
+    _fact("vocab_size", low=2),
+    _fact("max_position_embeddings", low=2),
+    _fact("measured.num_layers"),
+    _fact("measured.parameters"),
+    _fact("measured.linear_inputs", low=0),
+    _fact("measured.adapter_parameters", low=0),
     *(replace(range_, key=f"dataset.{range_.key}") for range_ in _SOURCE_RANGES),
     Range(key="dataset.validation_share", low=0, high=0.5, usual="0.05"),
     _positive("dataset.mean_tokens", "null"),
@@ -93,11 +117,11 @@ RANGES: tuple[Range, ...] = (
     _count("parallelism.sub_group_size", "null"),
     _count("parallelism.wrap_min_num_parameters", "100000000"),
     _count("parallelism.shard_group_size", "null"),
-    _count("hardware.num_nodes", "1"),
-    _count("hardware.gpus_per_node", "null"),
+    _count("hardware.num_nodes", "1", high=100_000),
+    _count("hardware.gpus_per_node", "null", high=1024),
     _positive("hardware.memory_gib", "null"),
     _positive("hardware.host_memory_gib", "null"),
-    _count("hardware.reference.gpus_per_node", "1"),
+    _count("hardware.reference.gpus_per_node", "1", high=1024),
     _positive("hardware.reference.memory_gib", "null"),
     _count("packing.row_length", "null", low=2),
     _count("peft.rank", "16"),
@@ -110,7 +134,7 @@ RANGES: tuple[Range, ...] = (
     Range(key="optimizer.epsilon", low=0, high=1, is_open_low=True, usual="1e-8"),
     _count("schedule.warmup_steps", "null", low=0),
     _share("schedule.warmup_share", "0.03"),
-    _count("schedule.min_learning_rate", "0", low=0),
+    Range(key="schedule.min_learning_rate", low=0, high=1, usual="0"),
     Range(key="schedule.min_learning_rate_share", low=0, high=1, usual="0.1"),
     _count("launcher.timeout_s", "1800"),
     _count("launcher.start_timeout_s", "600"),
@@ -131,7 +155,7 @@ RANGES: tuple[Range, ...] = (
     _count("training.global_tokens", "65536"),
     _count("training.micro_batch_size", "null"),
     _count("training.max_length", "2048", low=2),
-    _positive("training.num_epochs", "1"),
+    Range(key="training.num_epochs", low=0, high=1_000_000, is_open_low=True, usual="1"),
     _count("training.max_steps", "null"),
     _positive("training.max_grad_norm", "1"),
     Range(key="training.seed", low=0, high=2**32 - 1, usual="42"),
@@ -152,10 +176,26 @@ def read_key(config: object, key: str) -> Any:
     return value
 
 
+def refuse_absurd(config: RunConfig) -> None:
+    """Refuse numbers that no arithmetic of a plan takes, before decisions are made by it: those beyond `MOST`.
+
+    Raises: RulesError that names them all.
+    """
+    problems = out_of_range.problems(config)
+    absurd = [problem for problem in problems if _is_absurd(read_key(config, problem.key))]
+    if absurd:
+        raise RulesError(absurd)
+
+
+def _is_absurd(value: Any) -> bool:
+    return isinstance(value, int | float) and not (_is_finite(value) and abs(value) <= MOST)
+
+
 def _outside(range_: Range, key: str, value: Any) -> Finding | None:
     if value is None or isinstance(value, str) or range_.holds(value):
         return None
-    return Finding(key=key, message=f"{_text(value)} must be {range_.text()}", fix=f"{key}={range_.usual}")
+    fix = range_.instead or f"{key}={range_.usual}"
+    return Finding(key=key, message=f"{_text(value)} must be {range_.demand(value)}", fix=fix)
 
 
 @rule(

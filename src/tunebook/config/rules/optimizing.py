@@ -13,11 +13,15 @@ from tunebook.config.choices import (
     Strategy,
     Weights,
 )
+from tunebook.config.estimate.parameters import HEADS, last_name, linear_layers
+from tunebook.config.override_text import typed_list
 from tunebook.config.rules.frame import Finding, Level, Rule, rule
 from tunebook.config.schema import RunConfig, ZeroConfig
+from tunebook.errors import nearest
 
 BITSANDBYTES = (OptimizerName.adamw_8bit, OptimizerName.paged_adamw_32bit, OptimizerName.paged_adamw_8bit)
-_OUTPUT_HEADS = ("lm_head", "embed_out")  # the second is GPT-NeoX's
+# Of a model whose layers are as Llama's, beside its linear layers.
+_MODULES = ("embed_tokens", "lm_head", "norm", "self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
 
 
 @rule(
@@ -30,12 +34,35 @@ _OUTPUT_HEADS = ("lm_head", "embed_out")  # the second is GPT-NeoX's
 def adapter_on_output_head(config: RunConfig) -> Finding | None:
     """An output head among the target modules."""
     targets = config.peft.target_modules
-    heads = [name for name in targets if name.split(".")[-1] in _OUTPUT_HEADS]
+    heads = [name for name in targets if last_name(name) in HEADS]
     if config.peft.method is PeftMethod.full or not heads:
         return None
-    rest = ",".join(name for name in targets if name not in heads)
+    rest = [name for name in targets if name not in heads]
     message = f"an adapter on {heads[0]} would never be trained"
-    return Finding(key="peft.target_modules", message=message, fix=f"peft.target_modules=[{rest}]")
+    return Finding(key="peft.target_modules", message=message, fix=typed_list("peft.target_modules", rest))
+
+
+@rule(
+    "adapter-module-unknown",
+    summary="peft.target_modules or peft.modules_to_save names a module that the model does not have.",
+    why="PEFT looks for modules by the ends of their names and says nothing of one that it does not find beside others "
+    "that it does: the adapter would be smaller than asked for.",
+    advice="Name the model's own modules. An empty peft.target_modules means every linear layer but the output head.",
+)
+def adapter_module_unknown(config: RunConfig) -> Iterator[Finding]:
+    """Checked for models whose layers are as Llama's; of others the names are not known before they are built."""
+    facts, peft = config.model.facts, config.peft
+    if peft.method is PeftMethod.full or facts is None or facts.measured is not None:
+        return
+    linear = (*linear_layers(facts), "embed_tokens", "lm_head")
+    for field, known in (("target_modules", linear), ("modules_to_save", (*linear, *_MODULES))):
+        asked: list[str] = getattr(peft, field)
+        unknown = [name for name in asked if last_name(name) not in known and not last_name(name).isdecimal()]
+        if unknown:
+            meant = (nearest(name, known) if name in unknown else name for name in asked)
+            message = f"{facts.architecture} has no {unknown[0]}; it has {', '.join(sorted({*known}))}"
+            fix = typed_list(f"peft.{field}", dict.fromkeys(name for name in meant if name))
+            yield Finding(key=f"peft.{field}", message=message, fix=fix)
 
 
 @rule(
@@ -237,6 +264,7 @@ def warm_up_ignored(config: RunConfig) -> Iterator[Finding]:
 
 RULES: tuple[Rule, ...] = (
     adapter_on_output_head,
+    adapter_module_unknown,
     adapter_settings_ignored,
     qlora_random_weights,
     bitsandbytes_optimizer_without_gpu,

@@ -240,7 +240,9 @@ def offload_not_possible(config: RunConfig) -> Iterator[Finding]:
     settings, strategy = config.parallelism, config.parallelism.strategy
     if isinstance(settings, FsdpConfig) and settings.offload_parameters is Offload.nvme:
         message, key = f"{strategy.name} cannot offload to nvme", "parallelism.offload_parameters"
-        yield Finding(key=key, message=message, fix=f"{key}=cpu or parallelism=zero3_nvme")
+        has_own = settings != FsdpConfig(strategy=strategy, offload_parameters=Offload.nvme)  # which ZeRO does not know
+        fix = f"{key}=cpu" + ("" if has_own else " or parallelism=zero3_nvme")
+        yield Finding(key=key, message=message, fix=fix)
     if not isinstance(settings, ZeroConfig) or strategy not in (Strategy.zero1, Strategy.zero2):
         return
     if settings.offload_parameters is not Offload.none:

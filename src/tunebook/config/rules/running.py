@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from tunebook.config.book import is_in_book, resolve_path
 from tunebook.config.choices import Source
-from tunebook.config.override_text import as_typed
+from tunebook.config.override_text import as_typed, typed_list
 from tunebook.config.rules.frame import Finding, Level, Rule, rule
 from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.errors import nearest
@@ -58,7 +58,10 @@ def best_needs_evaluations(config: RunConfig) -> Iterator[Finding]:
         value = getattr(training, field)
         if value not in (None, False):
             message = f"{as_typed(value)} compares validation losses, and nothing says how often to validate"
-            fix = f"training.evaluate_every_steps={training.save_every_steps or 100}"
+            every = training.save_every_steps or min(100, max(1, training.max_steps or 100))
+            fix = f"training.evaluate_every_steps={every}"
+            if training.load_best_at_end and training.save_every_steps is None:
+                fix += f" training.save_every_steps={every}"
             yield Finding(key=f"training.{field}", message=message, fix=fix)
 
 
@@ -148,9 +151,9 @@ def task_file_not_found(config: RunConfig) -> Iterator[Finding]:
     for task in tasks:
         is_file = task.endswith((".yaml", ".yml")) or is_in_book(task)
         if is_file and not resolve_path(task).is_file():
-            rest = ",".join(other for other in tasks if other != task)
+            rest = [other for other in tasks if other != task]
             message = f"there is no file {resolve_path(task)}"
-            yield Finding(key="evaluation.tasks", message=message, fix=f"evaluation.tasks=[{rest}]")
+            yield Finding(key="evaluation.tasks", message=message, fix=typed_list("evaluation.tasks", rest))
 
 
 @rule(
@@ -167,7 +170,7 @@ def task_named_twice(config: RunConfig) -> Finding | None:
     if not doubles:
         return None
     message = f"{', '.join(doubles)} is named more than once"
-    return Finding(key="evaluation.tasks", message=message, fix=f"evaluation.tasks=[{','.join(once)}]")
+    return Finding(key="evaluation.tasks", message=message, fix=typed_list("evaluation.tasks", once))
 
 
 @rule(
@@ -210,7 +213,7 @@ def time_limit_form(config: RunConfig) -> Finding | None:
     "sbatch-option-form",
     summary="launcher.extra_args holds something that is no sbatch option.",
     why="Each entry becomes one #SBATCH line, which starts with a dash.",
-    advice="Write options as --name=value.",
+    advice="""Write options as --name=value, between quotes of their own: 'launcher.extra_args=["--qos=high"]'.""",
 )
 def sbatch_option_form(config: RunConfig) -> Finding | None:
     """Options start with a dash and stay on their line."""
@@ -220,9 +223,9 @@ def sbatch_option_form(config: RunConfig) -> Finding | None:
     wrong = [option for option in settings.extra_args if not option.startswith("-") or "\n" in option]
     if not wrong:
         return None
-    rest = ",".join(option for option in settings.extra_args if option not in wrong)
+    rest = [option for option in settings.extra_args if option not in wrong]
     message = f"{wrong[0]!r} is no sbatch option"
-    return Finding(key="launcher.extra_args", message=message, fix=f"launcher.extra_args=[{rest}]")
+    return Finding(key="launcher.extra_args", message=message, fix=typed_list("launcher.extra_args", rest))
 
 
 RULES: tuple[Rule, ...] = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tunebook.config.base_model import model_folder_problem
+from tunebook.config.base_model import model_folder_problem, why_not_causal
 from tunebook.config.book import is_in_book, resolve_path
 from tunebook.config.choices import Format, LauncherName, Source, TrainOn
 from tunebook.config.rules.frame import Finding, Level, Rule, rule
@@ -22,7 +22,9 @@ def model_not_named(config: RunConfig) -> Finding | None:
     name, path = config.model.name, config.model.path
     if name and path:
         message = f"model.name={name} and model.path={path} name two models"
-        return Finding(key="model.name", message=message, fix=f"model.name=null or model=hub model.name={name}")
+        return Finding(
+            key="model.name", message=message, fix=f"model.name=null or model=hub model.name={name} model.path=null"
+        )
     if not name and not path:
         recipe = " or the name of a recipe as the first word, such as quickstart" if config.recipe is None else ""
         fix = f"model.path=FOLDER or model.name=ORG/NAME{recipe}"
@@ -63,6 +65,25 @@ def model_folder(config: RunConfig) -> Finding | None:
 
 
 @rule(
+    "model-not-causal",
+    summary="A model that is not made to continue a text.",
+    why="Training here teaches a causal language model its next token. A model with another head (a class, a score), "
+    "an encoder, whose attention looks both ways and sees the token it is to predict, one of encoder and decoder, or "
+    "one of images has another loss, or none that means anything.",
+    advice="Name a causal language model: its config.json names a class such as LlamaForCausalLM. An encoder is one "
+    'only where its config.json says "is_decoder": true.',
+)
+def model_not_causal(config: RunConfig) -> Finding | None:
+    """A config.json that names another head, or an encoder; what transformers has no such class of is found earlier."""
+    reason = why_not_causal(config.model)
+    if reason is None:
+        return None
+    key = "model.path" if config.model.path else "model.name"
+    fix = "model.path=FOLDER" if config.model.path else "model.name=ORG/NAME"
+    return Finding(key=key, message=f"{reason}; name a causal language model", fix=fix)
+
+
+@rule(
     "length-beyond-model",
     summary="training.max_length is longer than the model's positions.",
     why="Beyond max_position_embeddings a model has never seen a position: learned position embeddings crash, rotary "
@@ -72,7 +93,7 @@ def model_folder(config: RunConfig) -> Finding | None:
 def length_beyond_model(config: RunConfig) -> Finding | None:
     """Compare with the facts; rows may be longer, because positions start again with each document."""
     facts, length = config.model.facts, config.training.max_length
-    if facts is None or length <= facts.max_position_embeddings:
+    if facts is None or length <= facts.max_position_embeddings or facts.max_position_embeddings < 2:
         return None
     return Finding(
         key="training.max_length",
@@ -115,7 +136,8 @@ def dataset_source(config: RunConfig) -> Iterator[Finding]:
         prefix = f"dataset.parts.{name}"
         if part.source is Source.mixture:
             message = "a mixture inside a mixture is not possible; name its data sets as parts of the outer one"
-            yield Finding(key=f"{prefix}.source", message=message, fix=f"{prefix}.source=files")
+            path = "" if part.path else f" {prefix}.path=FILE_OR_GLOB"
+            yield Finding(key=f"{prefix}.source", message=message, fix=f"{prefix}.source=files{path}")
         yield from _missing_fields(prefix, part)
 
 
@@ -249,6 +271,7 @@ RULES: tuple[Rule, ...] = (
     model_not_named,
     model_name_is_folder,
     model_folder,
+    model_not_causal,
     length_beyond_model,
     dataset_source,
     dataset_field_ignored,
