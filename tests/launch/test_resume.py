@@ -11,7 +11,7 @@ from tunebook.config.auto import resolve_auto
 from tunebook.config.choices import Checkpointing
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml
-from tunebook.errors import RequestError
+from tunebook.errors import DataError, RequestError
 from tunebook.hardware.detect import Machine
 from tunebook.launch.lock import working_in
 from tunebook.launch.resume import check_run_folder, unfinished_run
@@ -86,6 +86,16 @@ def test_a_finished_run_after_the_stopped_one_settles_it(config, tmp_path, make_
     make_run(config, tmp_path, "2026-01-01T00-00-00Z", "stopped", steps=(5,))
     make_run(config, tmp_path, "2026-01-02T00-00-00Z", "finished", steps=(9,))
     assert unfinished_run(config) is None
+
+
+@pytest.mark.parametrize("damaged", ['{"format": 1}', '{"format": 1, "config_sha256": "x", "status": {}}', "no JSON"])
+def test_a_damaged_record_of_another_run_stops_nothing(config, tmp_path, make_run, damaged):
+    folder = make_run(config, tmp_path, "2026-01-01T00-00-00Z", "stopped", steps=(5,))
+    newer = make_run(config, tmp_path, "2026-01-02T00-00-00Z", "stopped", steps=(9,))
+    (newer / "manifest.json").write_text(damaged)
+    assert unfinished_run(config) == folder
+    with pytest.raises(DataError, match="manifest"):
+        check_run_folder(config, newer)
 
 
 def test_without_a_checkpoint_there_is_nothing_to_go_on_with(config, tmp_path, make_run):

@@ -186,10 +186,11 @@ def explain_composition(error: BaseException, origins: Origins) -> RequestError:
 
 def explain_value(error: BaseException, origins: Origins) -> RequestError:
     """A key or value that the schema refuses."""
-    cause = next((e for e in (error, error.__cause__, error.__context__) if getattr(e, "full_key", None)), None)
-    if cause is None:
+    cause = next((e for e in (error, error.__cause__, error.__context__) if getattr(e, "full_key", None)), error)
+    told = re.search(r"full_key: (\S+)", str(error))  # in an error that is not OmegaConf's own
+    if cause is error and not getattr(error, "full_key", None) and told is None:
         return RequestError(str(error).splitlines()[0], problem_id="cannot-compose")
-    key = str(cause.full_key)  # type: ignore[attr-defined]
+    key = str(getattr(cause, "full_key", None) or (told and told[1]))
     message = str(getattr(cause, "msg", None) or cause).splitlines()[0]
     if "not in" in message and "Key" in message:
         return unknown_key(key, getattr(cause, "object_type", None), origins)

@@ -42,7 +42,7 @@ def unfinished_run(config: RunConfig, say: Callable[[str], None] = lambda text: 
     wanted = config_hash(config)
     for folder in reversed(find_runs(Path(config.outputs), config.recipe or "custom")):
         try:
-            manifest = read_manifest(folder)
+            manifest = _read_manifest(folder)
         except DataError:
             continue  # a damaged record of another run must not stop this one
         if manifest["config_sha256"] != wanted:
@@ -61,6 +61,19 @@ def unfinished_run(config: RunConfig, say: Callable[[str], None] = lambda text: 
             say(f"not gone on from {checkpoint}: {why}")
         return None
     return None
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    """A run's manifest with what is decided by here. Raises: DataError for one that is damaged."""
+    manifest = read_manifest(folder)
+    status = manifest.get("status")
+    if not isinstance(status, dict) or "state" not in status or "config_sha256" not in manifest:
+        raise DataError(
+            f"{folder / MANIFEST_FILE} is no whole manifest: it has no state or no config_sha256; restore it from a "
+            "copy, or name another folder",
+            problem_id="broken-record",
+        )
+    return manifest
 
 
 def _decided_otherwise(config: RunConfig, folder: Path, manifest: dict[str, Any]) -> list[str]:
@@ -95,7 +108,7 @@ def _why_taken(config: RunConfig, folder: Path) -> str | None:
         return "it holds other files and no run"
     if not (folder / MANIFEST_FILE).is_file():
         return None  # ended while it was set up
-    manifest = read_manifest(folder)
+    manifest = _read_manifest(folder)
     state = manifest["status"]["state"]
     if config.training.resume == "never":
         return f"it holds a run ({state}), and training.resume=never says not to go on with one"
