@@ -60,7 +60,7 @@ def batch_lines(plan: BatchPlan) -> list[str]:
     if plan.documents_per_step and plan.tokens_per_step:
         lines.append(f"  {plan.documents_per_step:,.1f} documents and {plan.tokens_per_step:,.0f} tokens a step")
     if plan.is_packed and plan.longest_row is not None and plan.longest_row < plan.row_length:
-        lines.append(f"  the longest row of all steps has {plan.longest_row:,} tokens")
+        lines.append(f"  no row of any step has more than {plan.longest_row:,} tokens")
     if plan.steps_per_epoch is not None:
         lines.append(f"  {plan.num_documents:,} documents = {plan.steps_per_epoch:,} steps an epoch")
     if plan.total_steps is not None:

@@ -43,7 +43,7 @@ def config_hash(config: RunConfig) -> str:
 
 def has_hash(config: RunConfig, expected: str) -> bool:
     """Whether a configuration has this hash, or had it while the book lay in the folder that one of its paths is in."""
-    if config_hash(config) == expected:
+    if expected in (config_hash(config), _hash(_without(config, NOT_HASHED))):  # for a while SAME_LOSS was hashed
         return True
     paths = (Path(text) for text in _texts(dataclasses.asdict(config)) if text.startswith("/"))
     folders = {folder for path in paths for folder in path.parents}

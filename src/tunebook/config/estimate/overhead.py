@@ -1,7 +1,7 @@
 """What a rank's device is filled with besides tensors: contexts of CUDA and NCCL, and pieces that the allocator holds.
 
 The allocator's share is measured; the contexts are others' figures, since on the GPUs of the measurements more than one
-run had a context. This part is shown and added up, and nothing is taken for fitting because of it (`USABLE_SHARE`).
+run had a context. This part is shown and added up; it can only make a run not fit that by its tensors would.
 Runs write down what it really was: `memory_reserved_gib` and `memory_device_gib` of `metrics.jsonl`.
 """
 

@@ -53,12 +53,12 @@ _known: list[Any] = []  # in a worker: config, kinds of layers, options
 def measure_saved(config: Any, layers: nn.ModuleList, options: dict[str, Any]) -> dict[str, list[int]]:
     """By "format/method/kernels" six numbers, as `MeasuredLayers` has them. A mode that cannot be run is left out.
 
-    Compiled layers are looked at only where they can attend by documents' lengths, as they do in a plan: those that go
-    through a row word by word, as RWKV's, take minutes to compile.
+    Compiled layers are looked at only where they have attention: those that go through a row word by word, as RWKV's,
+    take minutes to compile. All others are looked at whatever a plan uses, since runs' hashes hold these numbers.
     """
     known = (config, _kinds(config, layers), options)
-    is_compiled = attends_by_lengths(config, layers, options)
-    modes = [mode for mode in _MODES if is_compiled or mode[2] not in COMPILED]
+    has_attention = bool(getattr(config.get_text_config(decoder=True), "num_attention_heads", None))
+    modes = [mode for mode in _MODES if has_attention or mode[2] not in COMPILED]
     workers = min(_WORKERS, os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, get_context("fork"), initializer=_know, initargs=known) as pool:
         found = pool.map(_measure_known, modes)

@@ -54,15 +54,16 @@ def adapter_module_unknown(config: RunConfig) -> Iterator[Finding]:
     facts, peft = config.model.facts, config.peft
     if peft.method is PeftMethod.full or facts is None or facts.measured is not None:
         return
-    linear = (*linear_layers(facts), "embed_tokens", "lm_head")
+    linear = (*linear_layers(facts), "embed_tokens")
     for field, known in (("target_modules", linear), ("modules_to_save", (*linear, *_MODULES))):
         asked: list[str] = getattr(peft, field)
-        unknown = [name for name in asked if last_name(name) not in known and not last_name(name).isdecimal()]
+        unknown = [name for name in asked if last_name(name) not in (*known, *HEADS) and not name[-1:].isdecimal()]
         if unknown:
             meant = (nearest(name, known) if name in unknown else name for name in asked)
             message = f"{facts.architecture} has no {unknown[0]}; it has {', '.join(sorted({*known}))}"
-            fix = typed_list(f"peft.{field}", dict.fromkeys(name for name in meant if name))
-            yield Finding(key=f"peft.{field}", message=message, fix=fix)
+            sound = [*dict.fromkeys(name for name in meant if name)]
+            all_linear = "; an empty list means every linear layer" if field == "target_modules" and not sound else ""
+            yield Finding(key=f"peft.{field}", message=message + all_linear, fix=typed_list(f"peft.{field}", sound))
 
 
 @rule(

@@ -136,7 +136,7 @@ def _how(key: str, batch: dict[str, Any], unit: str) -> str:
 def _rows(batch: dict[str, Any]) -> str:
     if not batch.get("row_length"):
         return ""
-    longest = f", the longest has {batch['longest_row']:,}" if batch.get("longest_row") else ""
+    longest = f", and none has more than {batch['longest_row']:,}" if batch.get("longest_row") else ""
     return f"rows hold up to {batch['row_length']:,}{longest}"
 
 

@@ -106,12 +106,12 @@ def format_time(time: datetime | str | None) -> str:
 def describe_machine(record: RunRecord) -> str:
     """The hardware in a few words: how many of which GPU, or the number of CPU cores."""
     hardware = (record.manifest or {}).get("hardware")
-    if hardware is None:
+    if not hardware or "gpus" not in hardware:
         return "not recorded"
     world_size = (record.manifest or {}).get("world_size")
     if not hardware["gpus"]:
         ranks = f", {world_size} ranks" if world_size and world_size > 1 else ""
-        return f"CPU, {hardware['cpus']} cores{ranks}"
+        return f"CPU, {hardware.get('cpus', 'some')} cores{ranks}"
     names = Counter(gpu["name"] for gpu in hardware["gpus"])
     found = ", ".join(f"{count} {TIMES} {name}" for name, count in names.items())
     return f"{found}; {world_size} used" if world_size and world_size != len(hardware["gpus"]) else found
