@@ -169,7 +169,7 @@ def _checkpointing(config: RunConfig) -> tuple[Checkpointing, str]:
     if fits_into(config, estimate.total_gib, memory):
         return Checkpointing.disabled, f"estimated {parts} fit into {there}, and it is faster"
     if estimate.total_gib <= memory * USABLE_SHARE:
-        there = f"{memory:g} GiB beside what is there besides tensors"
+        there = f"{memory:g} GiB, of which CUDA and unusable pieces take a part"
     if _may_compute_again(config) and _fits_with(config, facts, memory, Checkpointing.selective):
         again = estimate_memory(config, facts, checkpointing=Checkpointing.selective)
         left = gib_text(again.buffers_gib + again.activations_gib)

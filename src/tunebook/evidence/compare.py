@@ -174,6 +174,8 @@ def _row(
 ) -> Row:
     if expected is None or found is None or tolerance is None:
         lacks = "the run has none" if found is None else "none was recorded"
+        if expected is not None and found is not None:
+            lacks = "the recorded runs differ too much to judge by"
         is_missing = found is None and why_shown is None
         return Row(
             name=name, expected=expected, found=found, difference=None, tolerance=None, why=lacks,

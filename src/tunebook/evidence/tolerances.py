@@ -78,7 +78,8 @@ def work_out(runs: Sequence[Results], config: RunConfig) -> dict[str, Tolerance]
         known = [value for value in values if value is not None]
         if len(known) == len(runs):
             spread = max((relative(one, other) for one, other in combinations(known, 2)), default=0.0)
-            tolerances[key] = _tolerance(spread, floor, len(runs), what)
+            if FACTOR * spread < 1:  # more would hold for anything down to zero
+                tolerances[key] = _tolerance(spread, floor, len(runs), what)
     for task, score in runs[0].scores.items():
         if all(task in results.scores for results in runs):
             reached = [results.scores[task].value for results in runs]

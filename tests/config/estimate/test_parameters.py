@@ -35,12 +35,6 @@ def test_an_adapter_is_counted_where_it_is_put(adapted, targets, of_a_layer):
     assert count_parameters(adapted, adapted.model.facts).trained == RANK * of_a_layer * LAYERS
 
 
-def test_an_adapter_of_the_head_is_as_wide_as_the_words(adapted):
-    adapted.peft.target_modules = ["q_proj", "lm_head"]
-    expected = RANK * (2 * HIDDEN * LAYERS + HIDDEN + WORDS)
-    assert count_parameters(adapted, adapted.model.facts).trained == expected
-
-
 def test_what_is_saved_whole_is_trained_whole(adapted):
     facts, before = adapted.model.facts, estimate_memory(adapted, adapted.model.facts)
     assert head_gradient_bytes(adapted, facts) == 0

@@ -22,7 +22,7 @@ from tunebook.config.estimate.activations import activation_bytes, head_bytes, o
 from tunebook.config.estimate.buffers import bucket_bytes, buffer_bytes
 from tunebook.config.estimate.overhead import overhead_bytes
 from tunebook.config.estimate.parameters import count_parameters
-from tunebook.config.estimate.states import States, earlier_gradient_bytes, state_bytes
+from tunebook.config.estimate.states import States, earlier_gradient_bytes, num_ranks, state_bytes
 from tunebook.config.schema import ModelFacts, RunConfig
 
 GIB = 2**30
@@ -100,8 +100,7 @@ def _may_accumulate(config: RunConfig) -> bool:
     budget, row = config.training.global_tokens, config.packing.row_length
     if budget is None or row is None or config.packing.mode is PackingMode.padded:
         return True
-    ranks = max(1, config.hardware.num_nodes) * max(1, config.hardware.gpus_per_node or 1)
-    return budget > ranks * row * max(1, config.training.micro_batch_size or 1)
+    return budget > num_ranks(config) * row * max(1, config.training.micro_batch_size or 1)
 
 
 def _last_layer_bytes(config: RunConfig, facts: ModelFacts, states: States, *, is_recomputed: bool) -> float:

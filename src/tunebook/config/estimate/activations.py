@@ -19,7 +19,7 @@ from tunebook.config.choices import (
     Strategy,
 )
 from tunebook.config.estimate.parameters import count_parameters, of_layers
-from tunebook.config.estimate.states import weight_element
+from tunebook.config.estimate.states import num_ranks, weight_element
 from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig
 
 # TRL's output head works on tiles of this many tokens and words (trl 1.16, kernels/chunked_logprob.py); ours, which
@@ -111,7 +111,7 @@ def tokens_per_pass(config: RunConfig) -> int:
 
 def _padded_rows(config: RunConfig) -> int:
     samples, length = config.training.global_samples, config.training.max_length
-    ranks = max(1, config.hardware.num_nodes) * max(1, config.hardware.gpus_per_node or 1)
+    ranks = num_ranks(config)
     if samples is None or samples < ranks:
         return _PADDED_TOKENS_PER_PASS // max(1, length)
     return largest_micro_batch(samples // ranks, length)

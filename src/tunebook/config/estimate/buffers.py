@@ -5,7 +5,13 @@ from __future__ import annotations
 from tunebook.config.choices import Checkpointing, Compute, MasterWeights, Offload, PeftMethod, Strategy
 from tunebook.config.estimate.activations import head_gradient_bytes, one_layer_bytes
 from tunebook.config.estimate.parameters import count_parameters
-from tunebook.config.estimate.states import FOUR_BIT_BYTES, divided_among, state_bytes, weight_element
+from tunebook.config.estimate.states import (
+    FOUR_BIT_BYTES,
+    divided_among,
+    num_ranks,
+    state_bytes,
+    weight_element,
+)
 from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig, ZeroConfig
 
 # DeepSpeed's documentation of overlap_comm; 8.4 GiB were measured for 5e8 elements in fp32, of models of 0.5B and of
@@ -68,7 +74,7 @@ def _gathered(config: RunConfig, facts: ModelFacts) -> float:
     gradients = layer if config.peft.method is PeftMethod.full else 0
     again = 0.0
     if settings.strategy is Strategy.zero3:  # however many ranks share them
-        kept = 0.0 if is_away else _kept_for_backward(config, facts, is_away=is_away)
+        kept = 0.0 if is_away else _kept_for_backward(config, facts, is_away=False)
         again = max(state_bytes(config, facts).weights, kept)
     if isinstance(settings, ZeroConfig) and not facts.tie_word_embeddings:
         again += head_gradient_bytes(config, facts)
@@ -82,10 +88,10 @@ def _gathered(config: RunConfig, facts: ModelFacts) -> float:
 
 
 def _kept_for_backward(config: RunConfig, facts: ModelFacts, *, is_away: bool) -> float:
-    """What ZeRO-3 has whole of frozen weights: those that are needed again within a billion parameters, its default.
+    """What ZeRO-3 has whole: the parameters that are needed again within a billion others, its default.
 
-    Half of these, of the last layers, as the backward pass begins: 1.8 GiB were measured of 12 layers of Qwen2.5-3B.
-    With parameters on the host it kept as many as it may: 3.6 GiB of the whole model on two and on four H200.
+    Half of these, of the last layers, as the backward pass begins: with LoRA 1.8 GiB of 12 layers of Qwen2.5-3B. With
+    LoRA and parameters on the host it kept as many as it may: 3.6 GiB of the whole model on two and on four H200.
     """
     live = _LIVE_PARAMETERS if is_away else _LIVE_PARAMETERS / 2
     return weight_element(config) * min(facts.num_parameters, live)
@@ -108,9 +114,8 @@ def _on_one_rank(config: RunConfig, facts: ModelFacts) -> float:
 
 def bucket_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """What is on its way: DDP's buckets, those by which DeepSpeed moves gradients to the host, and ZeRO-3's."""
-    ranks = max(1, config.hardware.num_nodes) * max(1, config.hardware.gpus_per_node or 1)
     settings, trained = config.parallelism, count_parameters(config, facts).trained
-    if settings.strategy is Strategy.ddp and ranks > 1:
+    if settings.strategy is Strategy.ddp and num_ranks(config) > 1:
         return float(trained * weight_element(config))  # together they are as large as all gradients
     if not isinstance(settings, ZeroConfig):
         return 0.0

@@ -8,6 +8,7 @@ Runs write down what it really was: `memory_reserved_gib` and `memory_device_gib
 from __future__ import annotations
 
 from tunebook.config.choices import Generation, Strategy
+from tunebook.config.estimate.states import num_ranks
 from tunebook.config.schema import RunConfig
 
 MIB = 2**20
@@ -38,7 +39,7 @@ def overhead_bytes(config: RunConfig, tensors: float) -> float:
 def _groups(config: RunConfig) -> list[int]:
     """The sizes of the groups of GPUs that a rank talks to: all of them, and hsdp's two."""
     hardware = config.hardware
-    world = max(1, hardware.num_nodes) * max(1, hardware.gpus_per_node or 1)
+    world = num_ranks(config)
     if config.parallelism.strategy is not Strategy.hsdp:
         return [world]
     group = getattr(config.parallelism, "shard_group_size", None) or hardware.gpus_per_node or 1

@@ -96,8 +96,7 @@ def _adapter_of_rank_one(facts: ModelFacts, target_modules: list[str]) -> int:
     if facts.measured is not None:
         return round(of_layers(facts, facts.measured.adapter_parameters))
     layers, named = linear_layers(facts), {last_name(module) for module in target_modules}
-    head = facts.hidden_size + facts.vocab_size if named & {*HEADS} else 0
     chosen = [layers[name] for name in named if name in layers]
-    if not named or named - {*layers, *HEADS}:
+    if not named or named - {*layers}:
         chosen = list(layers.values())
-    return sum(chosen) * facts.num_layers + head
+    return sum(chosen) * facts.num_layers

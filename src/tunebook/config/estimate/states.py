@@ -126,10 +126,14 @@ def _master_element(config: RunConfig) -> int:
     return 0 if is_updated_in_place else 4
 
 
+def num_ranks(config: RunConfig) -> int:
+    """GPUs of all nodes; at least 1, also where a broken number is reported by its own rule."""
+    return max(1, config.hardware.num_nodes) * max(1, config.hardware.gpus_per_node or 1)
+
+
 def divided_among(config: RunConfig) -> Shares:
     """How the strategy divides the states."""
-    gpus_per_node = max(1, config.hardware.gpus_per_node or 1)
-    world = max(1, config.hardware.num_nodes) * gpus_per_node
+    gpus_per_node, world = max(1, config.hardware.gpus_per_node or 1), num_ranks(config)
     strategy = config.parallelism.strategy
     if strategy is Strategy.zero1:
         return Shares(optimizer=world)

@@ -77,6 +77,11 @@ def rule(
     return make
 
 
+def another_model(config: RunConfig) -> str:
+    """What to type for a model other than the one that is named, which only the user can choose."""
+    return "model.path=FOLDER" if config.model.path else "model.name=ORG/NAME"
+
+
 def world_size(config: RunConfig) -> int:
     """The ranks of a run; at least 1, also where a broken number is reported by its own rule."""
     return max(1, config.hardware.num_nodes) * max(1, config.hardware.gpus_per_node or 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tunebook.config.base_model import read_quantiser
 from tunebook.config.choices import Compute, PeftMethod, Weights
-from tunebook.config.rules.frame import Finding, Rule, rule
+from tunebook.config.rules.frame import Finding, Rule, another_model, rule
 from tunebook.config.schema import RunConfig
 
 # Over whose layers both transformers lets the Trainer train (`HfQuantizer.is_trainable`, 5.23) and PEFT has adapters
@@ -22,14 +22,10 @@ def _base(config: RunConfig) -> str:
     return str(config.model.path or config.model.name)
 
 
-def _another_base(config: RunConfig) -> str:
-    return "model.path=FOLDER" if config.model.path else "model.name=ORG/NAME"
-
-
 def _with_adapters(config: RunConfig, quantiser: str) -> str:
     """What to type to train an adapter over a base as it is; otherwise another base, which only the user can name."""
     if quantiser not in WITH_ADAPTERS:
-        return _another_base(config)
+        return another_model(config)
     method = "qlora" if quantiser == _QLORA else "lora"
     in_fp8 = config.precision.compute is Compute.fp8
     return f"peft={method}" + (" precision.compute=bf16" if in_fp8 else "")
@@ -70,7 +66,7 @@ def quantised_base_not_trainable(config: RunConfig) -> Finding | None:
         f"no adapter can be trained over {quantiser}, by which {_base(config)} is quantised; name the model without "
         "quantisation"
     )
-    return Finding(key="peft.method", message=message, fix=_another_base(config))
+    return Finding(key="peft.method", message=message, fix=another_model(config))
 
 
 @rule(

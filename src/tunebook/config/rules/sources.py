@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from tunebook.config.base_model import model_folder_problem, why_not_causal
 from tunebook.config.book import is_in_book, resolve_path
 from tunebook.config.choices import Format, LauncherName, Source, TrainOn
-from tunebook.config.rules.frame import Finding, Level, Rule, rule
+from tunebook.config.rules.frame import Finding, Level, Rule, another_model, rule
 from tunebook.config.schema import DatasetSource, RunConfig
 
 
@@ -79,8 +79,7 @@ def model_not_causal(config: RunConfig) -> Finding | None:
     if reason is None:
         return None
     key = "model.path" if config.model.path else "model.name"
-    fix = "model.path=FOLDER" if config.model.path else "model.name=ORG/NAME"
-    return Finding(key=key, message=f"{reason}; name a causal language model", fix=fix)
+    return Finding(key=key, message=f"{reason}; name a causal language model", fix=another_model(config))
 
 
 @rule(
