@@ -105,10 +105,13 @@ CLAIMS: dict[str, Claim] = {
         recipe="llama3_8b_fsdp_offload", model="llama3_8b", gpus=2, layers=16, steps=12, threads=16,
         saves_in_its_turn=False,
     ),
-    "llama2_70b_fsdp_1node_4": Claim(
-        recipe="llama2_70b_fsdp_1node", model="llama2_70b_chat", gpus=4, layers=8, steps=12, threads=16,
-        words=[*LOCAL, "training.global_tokens=8192"], saves_in_its_turn=False,
-    ),
+    **{
+        f"llama2_70b_fsdp_1node_{gpus}": Claim(
+            recipe="llama2_70b_fsdp_1node", model="llama2_70b_chat", gpus=gpus, layers=layers, steps=12, threads=16,
+            words=[*LOCAL, "training.global_tokens=8192"], saves_in_its_turn=False, timeout_s=200,
+        )
+        for gpus, layers in ((4, 8), (2, 4))
+    },
     "qwen3b_zero2_exact_4": Claim(
         recipe="qwen3b_zero2_exact", model="qwen25_3b", gpus=4, steps=10,
         words=[*_3B, "hardware=auto", "precision.tf32=disabled", "training.global_samples=44"],

@@ -1,0 +1,191 @@
+"""Hold the memory plan against configurations that chance drew: plan them here, then measure them on a GPU machine.
+
+    python tests/bench/gpu_held_out.py draw --seed 1 --count 40 --cases CASES.jsonl
+    python tests/bench/gpu_held_out.py run --cases CASES.jsonl --output DIR [--gpus 2] [--deadline-s 500] [--list]
+
+`draw` takes a model, a strategy, lengths, passes, an adapter, a precision, an optimizer and what is kept of the forward
+pass by chance, asks today's plan, and writes those that it allows with what it says: nobody chose them for being easy.
+Models are those of the book cut to whole layers, and the config.json of published ones that no formula was fitted to.
+`run` trains each for a few steps with random weights on documents of 256 tokens, so that every row is exactly full.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from gpu_architectures import _APART, _TIED, _sizes
+from gpu_memory import DOCUMENT_TOKENS, STEPS, ZERO3_STEPS
+from gpu_queue import Job, add_arguments, run_jobs
+from gpu_recipes import facts_of, slice_words
+
+from tunebook.config.estimate import estimate_memory
+from tunebook.launch.draft import draft_run
+
+LARGEST_GIB, LARGEST_ALONE_GIB = 110.0, 42.0  # of a plan; below the second, three runs share a GPU
+LARGEST_PARAMETERS = 4.2e9  # that one GPU's ranks draw on the host
+BASE = [
+    "model.weights=random", "hardware=hopper", "hardware.memory_gib=140.4", "dataset=synthetic",
+    "dataset.synthetic.num_documents=2048", f"dataset.synthetic.min_tokens={DOCUMENT_TOKENS}",
+    f"dataset.synthetic.max_tokens={DOCUMENT_TOKENS}", "schedule=constant", "training.save_every_steps=null",
+    "training.log_every_steps=1", "evaluation=none", "launcher=local",
+]  # fmt: skip
+# transformers' model_type, and the sizes as published but for some numbers of layers
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama-3.2-1B": ("llama", _sizes(2048, 8192, 16, 32, 8, 128256, head_dim=64, **_TIED)),
+    "Llama-3.2-3B, 14 layers": ("llama", _sizes(3072, 8192, 14, 24, 8, 128256, head_dim=128, **_TIED)),
+    "SmolLM2-1.7B": ("llama", _sizes(2048, 8192, 24, 32, 32, 49152, **_TIED)),
+    "Qwen2.5-1.5B": ("qwen2", _sizes(1536, 8960, 28, 12, 2, 151936, **_TIED)),
+    "Qwen2.5-14B, 4 layers": ("qwen2", _sizes(5120, 13824, 4, 40, 8, 152064, **_APART)),
+    "Qwen3-1.7B": ("qwen3", _sizes(2048, 6144, 28, 16, 8, 151936, head_dim=128, **_TIED)),
+    "Qwen3-8B, 6 layers": ("qwen3", _sizes(4096, 12288, 6, 32, 8, 151936, head_dim=128, **_APART)),
+    "OLMo-2-1B": ("olmo2", _sizes(2048, 8192, 16, 16, 16, 100352, **_APART)),
+    "granite-3.1-8b, 8 layers": (
+        "granite",
+        _sizes(4096, 12800, 8, 32, 8, 49155, attention_multiplier=0.0078125, embedding_multiplier=12.0,
+               residual_multiplier=0.22, logits_scaling=16.0, **_TIED),
+    ),
+    "Phi-4, 4 layers": ("phi3", _sizes(5120, 17920, 4, 40, 10, 100352, sliding_window=None, **_APART)),
+}  # fmt: skip
+OF_THE_BOOK = {"qwen25_05b": (24,), "qwen25_3b": (9, 15, 21, 36), "qwen25_7b": (3, 5, 8), "llama3_8b": (2, 5, 9)}
+SPREAD = ("ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp_grad_op", "zero2_offload", "zero3_offload", "fsdp_offload")
+LENGTHS = (1024, 1536, 2560, 3072, 5120, 7168, 9216, 12288, 15360, 20480)
+KEEPS = {
+    "as auto decides": [],
+    "stored": ["activation=stored"],
+    "checkpointing": ["activation=checkpointing"],
+    "selective": ["activation=selective"],
+    "offload": ["activation=stored", "activation.offload=true"],
+}
+ADAPTERS = [
+    [], [], [], ["peft=lora"], ["peft=lora", "peft.rank=64"],
+    ["peft=lora", "peft.target_modules=[q_proj,k_proj,v_proj,o_proj]"],
+]  # fmt: skip
+PRECISIONS = [
+    [], [], [], ["precision.master_weights=bf16"], ["parallelism.mixed_precision=cast"],
+    ["precision=fp32", "precision.tf32=disabled"],
+]  # fmt: skip
+OPTIMIZERS = [[], [], [], ["optimizer=adamw_8bit"]]
+_VARLEN = "attention=varlen_attention"
+BLOCKS = [[_VARLEN], [_VARLEN], [_VARLEN, "model.compile_layers=false"], ["attention=sdpa"]]
+
+
+def write_config(name: str, folder: Path) -> Path:
+    """The config.json of a published model in a folder of its own under `folder`."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind, sizes = PUBLISHED[name]
+    config = AutoConfig.for_model(kind, **sizes)
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
+    config.dtype = "bfloat16"
+    model = folder / name.replace(", ", "-").replace(" ", "-")
+    model.mkdir(parents=True, exist_ok=True)
+    (model / "config.json").write_text(json.dumps(config.to_dict()))
+    return model
+
+
+def drawn(chance: random.Random) -> dict[str, Any]:
+    """One configuration as chance has it, whether or not it can be run."""
+    gpus = chance.choice((1, 2, 2))
+    strategy = chance.choice(SPREAD) if gpus == 2 else chance.choice(("single", "single", "single", "fsdp_offload"))
+    length, micro, accumulation = chance.choice(LENGTHS), chance.choice((1, 1, 1, 2, 3)), chance.choice((1, 1, 2, 3))
+    name = chance.choice([*PUBLISHED, *OF_THE_BOOK])
+    layers = chance.choice(OF_THE_BOOK[name]) if name in OF_THE_BOOK else None
+    samples = gpus * micro * accumulation * length // DOCUMENT_TOKENS
+    words = [
+        *BASE, f"training.max_steps={ZERO3_STEPS if 'zero3' in strategy else STEPS}", f"parallelism={strategy}",
+        f"hardware.gpus_per_node={gpus}", f"training.max_length={length}", f"packing.row_length={length}",
+        f"training.global_samples={samples}", f"training.micro_batch_size={micro}",
+        *KEEPS[chance.choice(list(KEEPS))], *chance.choice(BLOCKS), *chance.choice(ADAPTERS),
+        *chance.choice(PRECISIONS), *chance.choice(OPTIMIZERS),
+    ]  # fmt: skip
+    return {"model": name, "layers": layers, "gpus": gpus, "accumulation": accumulation, "overrides": words}
+
+
+def words_of(case: dict[str, Any], folder: Path) -> list[str]:
+    """What a case is trained by; the config.json of a published model is written below `folder`."""
+    name, layers = case["model"], case["layers"]
+    if name in PUBLISHED:
+        return ["model=hub", f"model.path={write_config(name, folder)}", *case["overrides"]]
+    sliced = slice_words(name, layers)[0] if layers != facts_of(name)["num_layers"] else []
+    return [f"model={name}", "model.facts.dtype=bfloat16", *sliced, *case["overrides"]]
+
+
+def draw(arguments: argparse.Namespace) -> None:
+    """Write as many cases as were asked for, with what the plan says of each before anyone has measured it."""
+    chance = random.Random(arguments.seed)
+    seen: set[str] = set()
+    tried = 0
+    with arguments.cases.open("w") as file:
+        while len(seen) < arguments.count:
+            case = drawn(chance)
+            tried += 1
+            draft = draft_run(None, words_of(case, arguments.configs), [])
+            is_refused = draft.error is not None or any(problem.is_error for problem in draft.problems)
+            if is_refused or draft.resolution is None:
+                continue
+            config = draft.resolution.config
+            facts, said = config.model.facts, json.dumps(case)
+            if said in seen or facts.num_parameters > LARGEST_PARAMETERS:
+                continue
+            planned_gib = estimate_memory(config, facts, accumulates=case["accumulation"] > 1).total_gib
+            if planned_gib > LARGEST_GIB:
+                continue
+            seen.add(said)
+            case |= {"name": f"drawn_{arguments.seed}_{len(seen)}", "planned_gib": round(planned_gib, 3)}
+            case |= {"num_parameters": facts.num_parameters}
+            file.write(json.dumps(case) + "\n")
+            file.flush()
+            print(json.dumps(case), flush=True)
+    print(f"{len(seen)} of {tried} that were drawn")
+
+
+def jobs_of(cases: list[dict[str, Any]], num_gpus: int, folder: Path) -> list[Job]:
+    """The cases, the large ones alone on their GPUs."""
+    jobs: list[Job] = []
+    loads = [0] * num_gpus
+    for case in cases:
+        first = loads.index(min(loads)) if case["gpus"] == 1 else 0
+        gpus = tuple(range(first, first + case["gpus"]))
+        for gpu in gpus:
+            loads[gpu] += 1
+        jobs.append(
+            Job(
+                name=case["name"], gpus=gpus, words=words_of(case, folder), priority=len(jobs), turn_timeout_s=120,
+                line=case | {"weights": "random", "data": f"generated documents of {DOCUMENT_TOKENS} tokens"},
+                is_alone=case["planned_gib"] > LARGEST_ALONE_GIB,
+                host_gib=case["gpus"] * 4 * case["num_parameters"] / 2**30, environment={"OMP_NUM_THREADS": "8"},
+            )
+        )  # fmt: skip
+    return jobs
+
+
+def main() -> None:
+    """Parse the arguments and draw or run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--configs", type=Path, default=Path("/tmp/configs"), help="where config.json are written")
+    ways = parser.add_subparsers(required=True, dest="way")
+    drawing = ways.add_parser("draw")
+    drawing.add_argument("--seed", type=int, required=True)
+    drawing.add_argument("--count", type=int, required=True)
+    running = ways.add_parser("run")
+    add_arguments(running, deadline_s=500)
+    running.add_argument("--gpus", type=int, default=2, help="of the machine")
+    running.add_argument("--only", nargs="*", metavar="NAME")
+    for way in (drawing, running):
+        way.add_argument("--cases", type=Path, required=True)
+    arguments = parser.parse_args()
+    if arguments.way == "draw":
+        draw(arguments)
+        return
+    cases = [json.loads(line) for line in arguments.cases.read_text().splitlines()]
+    cases = [case for case in cases if not arguments.only or case["name"] in arguments.only]
+    run_jobs(jobs_of(cases, arguments.gpus, arguments.configs), arguments)
+
+
+if __name__ == "__main__":
+    main()
