@@ -144,7 +144,7 @@ def draw(arguments: argparse.Namespace) -> None:
     print(f"{len(seen)} of {tried} that were drawn")
 
 
-def jobs_of(cases: list[dict[str, Any]], num_gpus: int, folder: Path) -> list[Job]:
+def jobs_of(cases: list[dict[str, Any]], num_gpus: int, folder: Path, peaks: Path | None) -> list[Job]:
     """The cases, the large ones alone on their GPUs."""
     jobs: list[Job] = []
     loads = [0] * num_gpus
@@ -158,7 +158,9 @@ def jobs_of(cases: list[dict[str, Any]], num_gpus: int, folder: Path) -> list[Jo
                 name=case["name"], gpus=gpus, words=words_of(case, folder), priority=len(jobs), turn_timeout_s=120,
                 line=case | {"weights": "random", "data": f"generated documents of {DOCUMENT_TOKENS} tokens"},
                 is_alone=case["planned_gib"] > LARGEST_ALONE_GIB,
-                host_gib=case["gpus"] * 4 * case["num_parameters"] / 2**30, environment={"OMP_NUM_THREADS": "8"},
+                host_gib=case["gpus"] * 4 * case["num_parameters"] / 2**30,
+                environment={"OMP_NUM_THREADS": "8"}
+                | ({"TUNEBOOK_BENCH_PEAK": str(peaks / f"{case['name']}.json")} if peaks else {}),
             )
         )  # fmt: skip
     return jobs
@@ -176,6 +178,7 @@ def main() -> None:
     add_arguments(running, deadline_s=500)
     running.add_argument("--gpus", type=int, default=2, help="of the machine")
     running.add_argument("--only", nargs="*", metavar="NAME")
+    running.add_argument("--peaks", type=Path, help="a folder for what filled each GPU at its peak")
     for way in (drawing, running):
         way.add_argument("--cases", type=Path, required=True)
     arguments = parser.parse_args()
@@ -184,7 +187,9 @@ def main() -> None:
         return
     cases = [json.loads(line) for line in arguments.cases.read_text().splitlines()]
     cases = [case for case in cases if not arguments.only or case["name"] in arguments.only]
-    run_jobs(jobs_of(cases, arguments.gpus, arguments.configs), arguments)
+    if arguments.peaks:
+        arguments.peaks.mkdir(parents=True, exist_ok=True)
+    run_jobs(jobs_of(cases, arguments.gpus, arguments.configs, arguments.peaks), arguments)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ Everything up to `trainer.train()` (imports, data, random weights) is done on th
 from there on the ranks of a run wait until `gpu_queue` gives them their GPUs, and say when they are through. Files in
 $TUNEBOOK_BENCH_TURN carry the messages, so that nothing of Tunebook itself has to know of it. While a model is saved it
 still fills its GPUs: with $TUNEBOOK_BENCH_KEEPS_GPUS a run gives them back only when it has ended. Where
-$TUNEBOOK_BENCH_PROFILE names a file, rank 0 writes there which kernels one optimizer step has spent its time in.
+$TUNEBOOK_BENCH_PROFILE names a file, rank 0 writes there which kernels one optimizer step has spent its time in; where
+$TUNEBOOK_BENCH_PEAK does, what filled its GPU at the peak of one.
 """
 
 from __future__ import annotations
@@ -56,6 +57,10 @@ def _take_turns(trainer: Any, turn: Path) -> None:
             from gpu_profile import OneStep
 
             self.add_callback(OneStep(Path(os.environ["TUNEBOOK_BENCH_PROFILE"])))
+        if "TUNEBOOK_BENCH_PEAK" in os.environ and rank == "0":
+            from gpu_peak import PeakOfOneStep
+
+            self.add_callback(PeakOfOneStep(Path(os.environ["TUNEBOOK_BENCH_PEAK"])))
         try:
             done = train(self, *args, **kwargs)
             _make_room(self)
