@@ -53,7 +53,8 @@ MODES = {
 }
 
 
-def _sizes(hidden: int, inner: int, layers: int, heads: int, groups: int, words: int, **more: Any) -> dict[str, Any]:
+def sizes(hidden: int, inner: int, layers: int, heads: int, groups: int, words: int, **more: Any) -> dict[str, Any]:
+    """Of a Llama-like config.json; what else it says is `more`."""
     return {
         "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
         "num_key_value_heads": groups, "vocab_size": words, "max_position_embeddings": ROW, "bos_token_id": 0,
@@ -61,45 +62,45 @@ def _sizes(hidden: int, inner: int, layers: int, heads: int, groups: int, words:
     }  # fmt: skip
 
 
-_TIED: dict[str, Any] = {"tie_word_embeddings": True}
-_APART: dict[str, Any] = {"tie_word_embeddings": False}
+TIED: dict[str, Any] = {"tie_word_embeddings": True}
+APART: dict[str, Any] = {"tie_word_embeddings": False}
 # By transformers' model_type: the published model, and its config with fewer layers. `num_hidden_layers` holds every
 # kind of layer of those that alternate.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3": ("Qwen3-4B", _sizes(2560, 9728, 8, 32, 8, 151936, head_dim=128, **_TIED)),
-    "mistral": ("Mistral-7B-v0.3", _sizes(4096, 14336, 5, 32, 8, 32768, sliding_window=None, **_APART)),
-    "olmo": ("OLMo-1B", _sizes(2048, 8192, 12, 16, 16, 50304, **_TIED)),
-    "olmo2": ("OLMo-2-7B", _sizes(4096, 11008, 5, 32, 32, 100352, **_APART)),
-    "olmo3": ("OLMo-3-7B", _sizes(4096, 11008, 4, 32, 32, 100278, sliding_window=4096, **_APART)),
-    "phi3": ("Phi-3-mini", _sizes(3072, 8192, 10, 32, 32, 32064, sliding_window=None, **_APART)),
-    "smollm3": ("SmolLM3-3B", _sizes(2048, 11008, 12, 16, 4, 128256, **_TIED)),
+    "qwen3": ("Qwen3-4B", sizes(2560, 9728, 8, 32, 8, 151936, head_dim=128, **TIED)),
+    "mistral": ("Mistral-7B-v0.3", sizes(4096, 14336, 5, 32, 8, 32768, sliding_window=None, **APART)),
+    "olmo": ("OLMo-1B", sizes(2048, 8192, 12, 16, 16, 50304, **TIED)),
+    "olmo2": ("OLMo-2-7B", sizes(4096, 11008, 5, 32, 32, 100352, **APART)),
+    "olmo3": ("OLMo-3-7B", sizes(4096, 11008, 4, 32, 32, 100278, sliding_window=4096, **APART)),
+    "phi3": ("Phi-3-mini", sizes(3072, 8192, 10, 32, 32, 32064, sliding_window=None, **APART)),
+    "smollm3": ("SmolLM3-3B", sizes(2048, 11008, 12, 16, 4, 128256, **TIED)),
     "gpt_neox": (
         "pythia-2.8b",
-        {k: v for k, v in _sizes(2560, 10240, 12, 32, 32, 50304, **_APART).items() if k != "num_key_value_heads"},
+        {k: v for k, v in sizes(2560, 10240, 12, 32, 32, 50304, **APART).items() if k != "num_key_value_heads"},
     ),
-    "gemma": ("gemma-2b", _sizes(2048, 16384, 6, 8, 1, 256000, head_dim=256, **_TIED)),
-    "gemma2": ("gemma-2-2b", _sizes(2304, 9216, 8, 8, 4, 256000, head_dim=256, sliding_window=4096, **_TIED)),
-    "gemma3_text": ("gemma-3-1b", _sizes(1152, 6912, 12, 4, 1, 262144, head_dim=256, sliding_window=512, **_TIED)),
+    "gemma": ("gemma-2b", sizes(2048, 16384, 6, 8, 1, 256000, head_dim=256, **TIED)),
+    "gemma2": ("gemma-2-2b", sizes(2304, 9216, 8, 8, 4, 256000, head_dim=256, sliding_window=4096, **TIED)),
+    "gemma3_text": ("gemma-3-1b", sizes(1152, 6912, 12, 4, 1, 262144, head_dim=256, sliding_window=512, **TIED)),
     "granite": (
         "granite-3.1-2b",
-        _sizes(2048, 8192, 12, 32, 8, 49155, attention_multiplier=0.015625, embedding_multiplier=12.0,
-               residual_multiplier=0.22, logits_scaling=8.0, **_TIED),
+        sizes(2048, 8192, 12, 32, 8, 49155, attention_multiplier=0.015625, embedding_multiplier=12.0,
+               residual_multiplier=0.22, logits_scaling=8.0, **TIED),
     ),
     "starcoder2": (
         "starcoder2-3b",
-        _sizes(3072, 12288, 8, 24, 2, 49152, sliding_window=4096, residual_dropout=0.0, embedding_dropout=0.0, **_TIED),
+        sizes(3072, 12288, 8, 24, 2, 49152, sliding_window=4096, residual_dropout=0.0, embedding_dropout=0.0, **TIED),
     ),
-    "phi": ("phi-2", _sizes(2560, 10240, 10, 32, 32, 51200, partial_rotary_factor=0.4, resid_pdrop=0.1, **_APART)),
-    "cohere": ("aya-23-8B", _sizes(4096, 14336, 4, 32, 8, 256000, logit_scale=0.0625, **_TIED)),
+    "phi": ("phi-2", sizes(2560, 10240, 10, 32, 32, 51200, partial_rotary_factor=0.4, resid_pdrop=0.1, **APART)),
+    "cohere": ("aya-23-8B", sizes(4096, 14336, 4, 32, 8, 256000, logit_scale=0.0625, **TIED)),
     "qwen3_moe": (
         "Qwen3-30B-A3B",
-        _sizes(2048, 6144, 2, 32, 4, 151936, head_dim=128, moe_intermediate_size=768, num_experts=128,
-               num_experts_per_tok=8, norm_topk_prob=True, **_APART),
+        sizes(2048, 6144, 2, 32, 4, 151936, head_dim=128, moe_intermediate_size=768, num_experts=128,
+               num_experts_per_tok=8, norm_topk_prob=True, **APART),
     ),
     "gpt_oss": (
         "gpt-oss-20b",
-        _sizes(2880, 2880, 2, 64, 8, 201088, head_dim=64, num_local_experts=32, num_experts_per_tok=4,
-               sliding_window=128, **_APART),
+        sizes(2880, 2880, 2, 64, 8, 201088, head_dim=64, num_local_experts=32, num_experts_per_tok=4,
+               sliding_window=128, **APART),
     ),
     "gpt2": (
         "gpt2-xl",

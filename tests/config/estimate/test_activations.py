@@ -12,10 +12,26 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tunebook.config.auto import resolve_auto
-from tunebook.config.choices import Attention, Checkpointing, Compute, Generation, MasterWeights, PeftMethod, Strategy
+from tunebook.config.choices import (
+    Attention,
+    Checkpointing,
+    Compute,
+    Generation,
+    MasterWeights,
+    PackingMode,
+    PeftMethod,
+    Strategy,
+)
 from tunebook.config.compose import compose
 from tunebook.config.estimate import estimate_memory
-from tunebook.config.estimate.activations import head_bytes, layer_bytes_per_token, measured_bytes, tokens_per_pass
+from tunebook.config.estimate.activations import (
+    activation_bytes,
+    head_bytes,
+    kept_bytes,
+    layer_bytes_per_token,
+    measured_bytes,
+    tokens_per_pass,
+)
 from tunebook.config.model_facts import MeasuredLayers
 from tunebook.config.schema import ParallelismConfig
 from tunebook.hardware.detect import Machine
@@ -30,14 +46,16 @@ SIZES = {
 NOT_COUNTED = 4 * SIZES["num_attention_heads"] + 2 * 4
 
 
-def saved_bytes(num_layers, *, weights, is_mixed, attention="sdpa", is_adapter=False, dropout=0.0):
+def saved_bytes(
+    num_layers, *, weights, is_mixed, attention="sdpa", is_adapter=False, dropout=0.0, targets="all-linear"
+):
     """Bytes of what autograd saves of two documents of half a row each, copies of weights left out."""
     register(Attention.sdpa_by_document)
     config = AutoConfig.for_model("qwen2", num_hidden_layers=num_layers, tie_word_embeddings=True, **SIZES)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=weights)
     decoder = model.base_model
     if is_adapter:
-        lora = LoraConfig(r=RANK, target_modules="all-linear", lora_dropout=dropout, task_type="CAUSAL_LM")
+        lora = LoraConfig(r=RANK, target_modules=targets, lora_dropout=dropout, task_type="CAUSAL_LM")
         wrapped = get_peft_model(model, lora)
         wrapped.enable_input_require_grads()
         decoder = wrapped.base_model.model.model
@@ -89,6 +107,53 @@ def test_a_layer_keeps_what_was_counted(sound, case):
     two, three = (saved_bytes(number, attention=attention.value, **options) for number in (2, 3))
     adapters = 7 * RANK * 2 if method is PeftMethod.lora else 0
     assert (three - two) / TOKENS - NOT_COUNTED - adapters == layer_bytes_per_token(sound, facts)
+
+
+TARGETS = {
+    "attention": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "two": ["q_proj", "v_proj"],
+    "output": ["o_proj"],
+    "feed_forward": ["gate_proj", "up_proj", "down_proj"],
+    "gate": ["gate_proj"],
+    "down": ["down_proj"],
+}
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize(
+    ("compute", "weights"),
+    [(Compute.bf16, torch.float32), (Compute.bf16, torch.bfloat16), (Compute.fp32, torch.float32)],
+    ids=["autocast", "bf16", "fp32"],
+)
+def test_products_without_an_adapter_keep_no_input(sound, targets, compute, weights):
+    """The difference to an adapter on all seven, the middles of adapters left out."""
+    sound.precision.compute, sound.peft.method, sound.peft.dropout = compute, PeftMethod.lora, 0.0
+    sound.precision.master_weights = MasterWeights.bf16 if weights is torch.bfloat16 else MasterWeights.fp32
+    sound.attention.implementation, sound.packing.row_length = Attention.sdpa, TOKENS
+    facts = sound.model.facts
+    for key, value in SIZES.items():
+        setattr(facts, key, value)
+    saved, planned = {}, {}
+    for chosen in (TARGETS[targets], []):
+        sound.peft.target_modules = chosen
+        options = {"weights": weights, "is_mixed": compute is Compute.bf16, "is_adapter": True}
+        two, three = (saved_bytes(number, targets=chosen or "all-linear", **options) for number in (2, 3))
+        middles = RANK * (len(chosen) or 7) * (4 if compute is Compute.fp32 else 2)
+        saved[bool(chosen)] = (three - two) / TOKENS - middles
+        planned[bool(chosen)] = layer_bytes_per_token(sound, facts)
+    assert saved[True] - saved[False] == planned[True] - planned[False] < 0
+
+
+def test_what_is_offloaded_leaves_what_goes_into_norms_and_the_last_tensors(sound):
+    facts, tokens = sound.model.facts, 4096
+    sound.packing.row_length, sound.activation.offload = tokens, True
+    left = tokens * (24 * 2 * 4 * 896 + 6 * 2 * 4864)
+    assert kept_bytes(sound, facts, is_recomputed=False) == left
+    assert kept_bytes(sound, facts, is_recomputed=True) == tokens * 6 * 2 * 4864
+    sound.activation.offload = False
+    assert kept_bytes(sound, facts, is_recomputed=True) == tokens * 24 * 4 * 896
+    assert kept_bytes(sound, facts, is_recomputed=False) == activation_bytes(sound, facts, is_recomputed=False) > left
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
@@ -145,6 +210,29 @@ def test_gradients_of_earlier_passes_are_there_unless_one_pass_is_a_whole_step(s
     facts = sound.model.facts
     assert estimate_memory(sound, facts) == estimate_memory(sound, facts, accumulates=accumulates)
     assert estimate_memory(sound, facts, accumulates=True) != estimate_memory(sound, facts, accumulates=False)
+
+
+@pytest.mark.parametrize(
+    ("mode", "micro", "row", "samples", "accumulates"),
+    [
+        (PackingMode.isolated, 1, 2048, 2, False),  # a row each
+        (PackingMode.isolated, 1, 2048, 3, True),
+        (PackingMode.isolated, 1, None, 2, False),  # a row is as long as a document
+        (PackingMode.isolated, 3, 5 * 2048 - 1, 2 * 3 * 4, False),  # four of the longest in each of six rows
+        (PackingMode.isolated, 3, 5 * 2048 - 1, 2 * 3 * 4 + 1, True),
+        (PackingMode.padded, 3, None, 6, False),
+        (PackingMode.padded, 3, None, 12, True),
+        (PackingMode.padded, None, None, 2, False),
+    ],
+)
+def test_a_step_whose_documents_fit_into_one_pass_has_no_earlier_gradients(
+    sound, mode, micro, row, samples, accumulates
+):
+    sound.hardware.gpus_per_node, sound.parallelism = 2, ParallelismConfig(strategy=Strategy.ddp)
+    sound.training.max_length, sound.training.micro_batch_size, sound.training.global_samples = 2048, micro, samples
+    sound.packing.mode, sound.packing.row_length = mode, row
+    facts = sound.model.facts
+    assert estimate_memory(sound, facts) == estimate_memory(sound, facts, accumulates=accumulates)
 
 
 @pytest.mark.parametrize(

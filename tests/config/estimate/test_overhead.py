@@ -28,7 +28,7 @@ DDP = ParallelismConfig(strategy=Strategy.ddp)
 def test_contexts_communicators_and_slack(sound, settings, nodes, gpus, mib):
     sound.parallelism, sound.hardware.num_nodes, sound.hardware.gpus_per_node = settings, nodes, gpus
     assert overhead_bytes(sound, 0) == mib * MIB
-    slack = 4 if isinstance(settings, ParallelismConfig) and not isinstance(settings, FsdpConfig) else 8.8
+    slack = {Strategy.fsdp: 7.2, Strategy.hsdp: 8.8}.get(settings.strategy, 4)
     assert overhead_bytes(sound, 40 * GIB) == pytest.approx(mib * MIB + slack * GIB)
 
 

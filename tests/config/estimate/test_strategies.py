@@ -71,7 +71,8 @@ def planned(strategy, method=PeftMethod.full, optimizer=ADAMW):
 
 
 def estimate(config):
-    return estimate_memory(config, config.model.facts)
+    """Of a step of several passes, whatever its size: larger passes may be fewer."""
+    return estimate_memory(config, config.model.facts, accumulates=True)
 
 
 def host(config):
@@ -123,10 +124,10 @@ def test_the_estimate_is_finite_and_grows_with_the_work(strategy, method, optimi
         taken = larger.total_gib + host(changed(config, **more)).peak / GIB  # an adapter may be on the host alone
         is_read = "peft__rank" not in more or method is not PeftMethod.full
         assert taken > found.total_gib + hosts.peak / GIB if is_read else taken == found.total_gib + hosts.peak / GIB
-        assert all(
-            after >= before - 1e-9 for before, after in zip(parts(found).values(), parts(larger).values(), strict=True)
-        )
-    recomputed = estimate_memory(config, config.model.facts, checkpointing=Checkpointing.enabled)
+        # The fullest moment may be another, with fewer gradients, and more of what a pass keeps.
+        assert larger.total_gib >= found.total_gib - 1e-9
+        assert larger.weights_gib >= found.weights_gib and larger.optimizer_gib >= found.optimizer_gib
+    recomputed = estimate_memory(config, config.model.facts, checkpointing=Checkpointing.enabled, accumulates=True)
     assert recomputed.activations_gib < found.activations_gib
     assert recomputed.states_gib == found.states_gib
 
@@ -151,11 +152,15 @@ def test_smaller_moments_are_smaller_by_their_bytes(strategy, method, optimizer)
     config = planned(strategy, method, optimizer)
     whole = estimate(changed(config, optimizer__name=ADAMW)).optimizer_gib
     ranks = 8 if "optimizer" in DIVIDED.get(strategy, ("optimizer",)) else 1
-    mine = count_parameters(config, config.model.facts).trained / ranks / GIB
-    saved = {OptimizerName.adamw_8bit: 6, OptimizerName.paged_adamw_32bit: 8, OptimizerName.paged_adamw_8bit: 8}
-    assert whole - estimate(config).optimizer_gib == pytest.approx(saved[optimizer] * mine)
-    paged = {OptimizerName.paged_adamw_32bit: 8, OptimizerName.paged_adamw_8bit: 2}.get(optimizer, 0)
-    on_node = (1 if strategy == "single" else 8) * paged * mine
+    parameters = count_parameters(config, config.model.facts)
+    # transformers asks for whole moments of embeddings, which DeepSpeed's flat copies do not know
+    embeddings = 0 if strategy.startswith("zero") else parameters.trained_embeddings / ranks / GIB
+    mine = parameters.trained / ranks / GIB
+    eight_bit = 2 * mine + 6 * embeddings
+    saved = {OptimizerName.adamw_8bit: 8 * mine - eight_bit}.get(optimizer, 8 * mine)
+    assert whole - estimate(config).optimizer_gib == pytest.approx(saved)
+    paged = {OptimizerName.paged_adamw_32bit: 8 * mine, OptimizerName.paged_adamw_8bit: eight_bit}.get(optimizer, 0)
+    on_node = (1 if strategy == "single" else 8) * paged
     more = host(config).offload - host(changed(config, optimizer__name=ADAMW)).offload
     assert more / GIB == pytest.approx(on_node)
 

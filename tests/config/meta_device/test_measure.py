@@ -91,7 +91,7 @@ def test_what_cannot_be_built(folder_of, changes, error, said):
 def test_no_weight_takes_memory(folder_of, monkeypatch):
     seen = []
 
-    def look(config, layers, options):
+    def look(config, layers, options, on_found):
         seen.extend(parameter.device for parameter in layers.parameters())
         return {}
 

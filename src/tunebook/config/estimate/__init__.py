@@ -5,11 +5,11 @@
     buffers       what is whole, or in another number format, for a time
     activations   what the forward pass keeps for the backward pass
     overhead      what fills the device besides tensors
+    moments       when in a step these are there together
     host          the memory of a node's host, and its NVMe disk
 
-The parts are those of the fullest of two moments: the backward pass begins (all activations, and gradients only of
-earlier passes), or it ends (all gradients, and at most one layer's activations). Between them the one grows as the
-other shrinks. Held against the peaks that torch reported of runs on H200s: tests/bench/results/h200_memory.jsonl.
+The parts are those of the fullest moment. Held against the peaks that torch reported of runs on H200s, which are in
+tests/bench/results (h200_memory.jsonl, h200x2_architectures.jsonl, h200x2_held_out.jsonl).
 `auto` decides by it, and the plan shows it part by part; it is called *estimated* wherever it is shown.
 """
 
@@ -18,18 +18,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tunebook.config.choices import Checkpointing, PackingMode
-from tunebook.config.estimate.activations import activation_bytes, head_bytes, one_layer_bytes
-from tunebook.config.estimate.buffers import bucket_bytes, buffer_bytes
+from tunebook.config.estimate.moments import fullest_moment
 from tunebook.config.estimate.overhead import overhead_bytes
-from tunebook.config.estimate.parameters import count_parameters
-from tunebook.config.estimate.states import States, earlier_gradient_bytes, num_ranks, state_bytes
+from tunebook.config.estimate.states import num_ranks
 from tunebook.config.schema import ModelFacts, RunConfig
 
 GIB = 2**30
 # What tensors may fill of the memory. The rest is the CUDA context, communication buffers and unusable pieces, which
 # `overhead` estimates. The fullest runs on H200s held 86% (one GPU), 85% (DDP) and 83% (FSDP) without running out
 # (tests/bench/results: h200_memory.jsonl, h200x2_selective.jsonl), and no estimate was more than 5% too low.
-USABLE_SHARE = 0.82
+USABLE_SHARE = 0.83
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,23 +63,14 @@ def estimate_memory(
         config = replace(config, activation=replace(config.activation, checkpointing=checkpointing))
     if accumulates is None:
         accumulates = _may_accumulate(config)
-    is_recomputed = config.activation.checkpointing is Checkpointing.enabled
-    states = state_bytes(config, facts)
-    begins = Estimate(
-        weights_gib=states.weights / GIB,
-        gradients_gib=earlier_gradient_bytes(config, states, accumulates=accumulates) / GIB,
-        optimizer_gib=states.optimizer / GIB,
-        buffers_gib=buffer_bytes(config, facts, is_recomputed=is_recomputed) / GIB,
-        activations_gib=(activation_bytes(config, facts, is_recomputed=is_recomputed) + head_bytes(config, facts))
-        / GIB,
+    moment = fullest_moment(config, facts, accumulates=accumulates)
+    return Estimate(
+        weights_gib=moment.states.weights / GIB,
+        gradients_gib=moment.gradients / GIB,
+        optimizer_gib=moment.states.optimizer / GIB,
+        buffers_gib=moment.buffers / GIB,
+        activations_gib=moment.activations / GIB,
     )
-    ends = replace(
-        begins,
-        gradients_gib=max(begins.gradients_gib, states.gradients / GIB),
-        buffers_gib=bucket_bytes(config, facts) / GIB,
-        activations_gib=_last_layer_bytes(config, facts, states, is_recomputed=is_recomputed) / GIB,
-    )
-    return max(begins, ends, key=lambda moment: moment.total_gib)
 
 
 def fits_into(config: RunConfig, tensors_gib: float, memory_gib: float) -> bool:
@@ -96,19 +85,17 @@ def gib_text(value: float) -> str:
 
 
 def _may_accumulate(config: RunConfig) -> bool:
-    """Whether a step may take more than one pass by its budget; documents are not counted before they are packed."""
-    budget, row = config.training.global_tokens, config.packing.row_length
-    if budget is None or row is None or config.packing.mode is PackingMode.padded:
-        return True
-    return budget > num_ranks(config) * row * max(1, config.training.micro_batch_size or 1)
+    """Whether a step may take more than one pass by its budget.
 
-
-def _last_layer_bytes(config: RunConfig, facts: ModelFacts, states: States, *, is_recomputed: bool) -> float:
-    """What is left to do when the backward pass ends: the first layer, computed again, or the embeddings.
-
-    Embeddings that are the output head too have a gradient already, to which theirs is added whole; others have none
-    yet while the first layer is computed.
+    Documents are not counted before they are packed, but as many of the longest as fit into the rows of one pass do so
+    however long they are.
     """
-    layer = one_layer_bytes(config, facts) if is_recomputed else 0.0
-    embeddings = count_parameters(config, facts).trained_embeddings * states.gradient_element
-    return max(layer, embeddings) if facts.tie_word_embeddings else max(0.0, layer - embeddings)
+    training, is_padded = config.training, config.packing.mode is PackingMode.padded
+    rows = num_ranks(config) * max(1, training.micro_batch_size or 1)
+    row = config.packing.row_length
+    if training.global_samples is not None:
+        in_a_row = 1 if is_padded or row is None else row // max(1, training.max_length)
+        return training.global_samples > rows * in_a_row
+    if training.global_tokens is None or row is None or is_padded:
+        return True
+    return training.global_tokens > rows * row

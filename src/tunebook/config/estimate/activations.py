@@ -14,11 +14,12 @@ from tunebook.config.choices import (
     Checkpointing,
     Compute,
     MixedPrecision,
+    Offload,
     PackingMode,
     PeftMethod,
     Strategy,
 )
-from tunebook.config.estimate.parameters import count_parameters, of_layers
+from tunebook.config.estimate.parameters import count_parameters, last_name, of_layers
 from tunebook.config.estimate.states import num_ranks, weight_element
 from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig
 
@@ -27,21 +28,57 @@ from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig
 _HEAD_TOKENS, _HEAD_WORDS = 4096, 32768
 # Padded rows per pass where nobody says: as many as stay within this many tokens, when all are of the full length.
 _PADDED_TOKENS_PER_PASS = 8192
+# Tensors that TRL's offloading lets go only when as many more are on their way, and the one that is (trl 1.16,
+# activation_offloading.py).
+_STASHED = 6
+# The products of a layer by what they read: the outputs of its two norms and of the attention, or the inner product.
+_READERS = (frozenset({"q_proj", "k_proj", "v_proj"}), frozenset({"gate_proj", "up_proj"}))
+_OF_HIDDEN, _OF_INNER = frozenset({"o_proj"}).union(*_READERS), frozenset({"down_proj"})
 # Keys and values once for each query's head.
 _REPEATING = (Attention.sdpa, Attention.sdpa_by_document, Attention.eager)
 
 
 def activation_bytes(config: RunConfig, facts: ModelFacts, *, is_recomputed: bool) -> float:
-    """Bytes of all layers' activations for one pass.
+    """Bytes of all layers' activations for one pass, wherever they are kept.
 
     With activation checkpointing each layer keeps its input, and one layer at a time everything.
     """
     if is_recomputed:
-        inputs = tokens_per_pass(config) * facts.num_layers * _stream_element(config) * facts.hidden_size
-        return inputs + one_layer_bytes(config, facts)
+        return _inputs_of_layers(config, facts) + one_layer_bytes(config, facts)
     if measured := measured_bytes(config, facts):
         return measured[0]
     return facts.num_layers * one_layer_bytes(config, facts)
+
+
+def kept_bytes(config: RunConfig, facts: ModelFacts, *, is_recomputed: bool) -> float:
+    """Bytes that all layers keep on the device of one pass while the output head is computed.
+
+    Of what is offloaded the last tensors are still there, and what is saved a second time before the first is gone:
+    what goes into each norm. So it was on H200s, with LoRA and without (h200x2_held_out).
+    """
+    kept = _inputs_of_layers(config, facts)
+    if not is_recomputed:
+        kept = activation_bytes(config, facts, is_recomputed=False)
+    if not config.activation.offload:
+        return kept
+    element = 4 if config.precision.compute is Compute.fp32 else 2
+    stashed = float(_STASHED * tokens_per_pass(config) * element * facts.intermediate_size)
+    norms = 4 if facts.measured else 2  # of architectures that are not Llama's: as many as OLMo 2 has
+    return min(kept, stashed + (0.0 if is_recomputed else norms * _inputs_of_layers(config, facts)))
+
+
+def recomputed_bytes(config: RunConfig, facts: ModelFacts) -> float:
+    """Bytes of a layer that is computed again, with gradients of its inner numbers as its backward pass begins.
+
+    One of them, and with bf16 between the layers two, by the peaks of five runs on H200s (h200x2_held_out).
+    """
+    element = 4 if config.precision.compute is Compute.fp32 else 2
+    gradients = (2 if _stream_element(config) == 2 else 1) * element * facts.intermediate_size
+    return one_layer_bytes(config, facts) + tokens_per_pass(config) * gradients
+
+
+def _inputs_of_layers(config: RunConfig, facts: ModelFacts) -> float:
+    return float(tokens_per_pass(config) * facts.num_layers * _stream_element(config) * facts.hidden_size)
 
 
 def one_layer_bytes(config: RunConfig, facts: ModelFacts) -> float:
@@ -61,12 +98,22 @@ def measured_bytes(config: RunConfig, facts: ModelFacts) -> tuple[float, float] 
         return None
     tokens, row = tokens_per_pass(config), _row_length(config)
     whole, largest = (fixed + tokens * (each + pair * row) for fixed, each, pair in (numbers[:3], numbers[3:]))
-    is_counted = compiled is not None or not _has_dropout(config)
-    dropout = 0 if is_counted else of_layers(facts, tokens * facts.measured.linear_inputs)
-    return (
-        of_layers(facts, whole) + dropout,
-        largest + dropout / max(1, facts.num_layers),
-    )
+    besides = tokens * _besides_measured(config, facts, is_compiled=compiled is not None)
+    return of_layers(facts, whole) + facts.num_layers * besides, largest + besides
+
+
+def _besides_measured(config: RunConfig, facts: ModelFacts, *, is_compiled: bool) -> float:
+    """Of one token and layer, what an adapter keeps more or less than one on every product, as it was measured.
+
+    A dropout of compiled layers was measured with them.
+    """
+    assert facts.measured is not None
+    less = _dropout_bytes(config, facts, of_all=True) - _dropout_bytes(config, facts)
+    if is_compiled:
+        return -less
+    all_dropout = of_layers(facts, facts.measured.linear_inputs) / max(1, facts.num_layers)
+    dropout = max(0.0, all_dropout - less) if _has_dropout(config) else 0.0
+    return dropout + _inputs_under_zero3(config, facts) - _unadapted_bytes(config, facts)
 
 
 def _compiled_mode(config: RunConfig) -> str | None:
@@ -134,7 +181,7 @@ def layer_bytes_per_token(config: RunConfig, facts: ModelFacts) -> float:
         inner = 3.0 * element * facts.intermediate_size  # the activation is computed again
         if config.precision.compute is Compute.fp8 and config.model.compile_layers:
             inner /= 2  # fitted to one run: Llama 3 8B kept 11 GiB less on each of two H200 than bf16 is counted for
-    inputs = _dropout_bytes(config, facts) + _inputs_under_zero3(config, facts)
+    inputs = _dropout_bytes(config, facts) + _inputs_under_zero3(config, facts) - _unadapted_bytes(config, facts)
     return norms + inner + _attention_bytes(config, facts, element) + inputs
 
 
@@ -197,18 +244,46 @@ def _inputs_under_zero3(config: RunConfig, facts: ModelFacts) -> float:
     return (20.0 * hidden if _has_dropout(config) else 0.0) + 4.0 * inner
 
 
-def _dropout_bytes(config: RunConfig, facts: ModelFacts) -> float:
-    """A byte for each number that an adapter's dropout has looked at: the inputs of seven products.
+def _dropout_bytes(config: RunConfig, facts: ModelFacts, *, of_all: bool = False) -> float:
+    """A byte for each number that an adapter's dropout has looked at: the inputs of the products that it is put on.
 
     Compiled blocks keep another for what six of them read; not so those that compute some of it again. With bf16
-    weights they kept two more of one of these (Llama 3 8B, H200).
+    weights they kept two more of one of these (Llama 3 8B, H200). `of_all`: as if it were put on all seven.
     """
     if not _has_dropout(config):
         return 0.0
-    kept = 6
+    kept = 1.0
     if config.model.compile_layers and config.activation.checkpointing is not Checkpointing.selective:
-        kept = 14 if _stream_element(config) == 2 else 12
-    return float(kept * facts.hidden_size + facts.intermediate_size)
+        kept = 14 / 6 if _stream_element(config) == 2 else 2.0
+    missing = frozenset() if of_all else _unadapted(config)
+    of_hidden = kept * facts.hidden_size * (6 - len(missing & _OF_HIDDEN))
+    return of_hidden + (0.0 if missing & _OF_INNER else facts.intermediate_size)
+
+
+def _unadapted_bytes(config: RunConfig, facts: ModelFacts) -> float:
+    """Of products that an adapter is not put on: their inputs, which only the gradient of a weight needs.
+
+    In bf16 each product has a copy of its own. In fp32 those that read one norm's output share it, and the output of
+    the attention is kept by its kernel. Compiled blocks were not seen to keep less, and ZeRO-3's product keeps the
+    inputs of frozen weights, too. A test counts what autograd saves.
+    """
+    missing = _unadapted(config)
+    if not missing or config.model.compile_layers or config.parallelism.strategy is Strategy.zero3:
+        return 0.0
+    inner = facts.intermediate_size if missing & _OF_INNER else 0
+    if config.precision.compute is not Compute.fp32:
+        return 2.0 * (facts.hidden_size * len(missing & _OF_HIDDEN) + inner)
+    norms = sum(readers <= missing for readers in _READERS)
+    return 4.0 * (facts.hidden_size * norms + inner)
+
+
+def _unadapted(config: RunConfig) -> frozenset[str]:
+    """Of the seven products of a layer, those that LoRA is not put on; none where other names were typed."""
+    named = {last_name(module) for module in config.peft.target_modules}
+    every = _OF_HIDDEN | _OF_INNER
+    if config.peft.method is PeftMethod.full or not named or named - every:
+        return frozenset()
+    return every - named
 
 
 def _has_dropout(config: RunConfig) -> bool:
@@ -223,8 +298,16 @@ def head_bytes(config: RunConfig, facts: ModelFacts) -> float:
     tile = min(tokens, _HEAD_TOKENS) * words * element
     # TRL's part of it is counted where it needs no cast, too, as the peaks that were measured are met so.
     is_cast = _stream_element(config) != element or not config.model.one_pass_head
+    if config.model.one_pass_head and isinstance(config.parallelism, FsdpConfig):
+        is_away = config.parallelism.offload_parameters is not Offload.none
+        is_cast = is_cast and config.peft.method is not PeftMethod.full and not is_away  # else gathered in bf16
     weight = words * facts.hidden_size * element if is_cast else 0
-    return float(16 * tokens * facts.hidden_size + tile + weight) + head_gradient_bytes(config, facts)
+    return tile + weight + after_head_bytes(config, facts)
+
+
+def after_head_bytes(config: RunConfig, facts: ModelFacts) -> float:
+    """What is left of the head when the layers' backward pass begins: the last norm's, and the head's gradient."""
+    return 16.0 * tokens_per_pass(config) * facts.hidden_size + head_gradient_bytes(config, facts)
 
 
 def head_gradient_bytes(config: RunConfig, facts: ModelFacts) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tunebook.config.choices import Checkpointing, Compute, MasterWeights, Offload, PeftMethod, Strategy
-from tunebook.config.estimate.activations import head_gradient_bytes, one_layer_bytes
+from tunebook.config.estimate.activations import head_gradient_bytes
 from tunebook.config.estimate.parameters import count_parameters
 from tunebook.config.estimate.states import (
     FOUR_BIT_BYTES,
@@ -23,78 +23,156 @@ _LIVE_PARAMETERS = 1_000_000_000  # that DeepSpeed's ZeRO-3 keeps whole at most 
 
 
 def buffer_bytes(config: RunConfig, facts: ModelFacts, *, is_recomputed: bool) -> float:
-    """All of it, in bytes."""
-    return _cast(config, facts, is_recomputed) + _gathered(config, facts) + bucket_bytes(config, facts)
+    """Bytes of all of it while the output head is computed, when no layer is whole that is to be computed again."""
+    layers = 0.0 if is_recomputed else _gathered_ahead(config, facts)
+    return _cast(config, facts, is_recomputed) + _gathered(config, facts) + layers + bucket_bytes(config, facts)
+
+
+def cleared_buffer_bytes(config: RunConfig, facts: ModelFacts, *, is_recomputed: bool) -> float:
+    """The same just after, when autocast's cache is empty: copies that were not saved, or have left, are gone."""
+    whole = buffer_bytes(config, facts, is_recomputed=is_recomputed)
+    is_cleared = is_recomputed or config.activation.offload
+    return whole - (_cast(config, facts, is_recomputed) if is_cleared else 0.0)
+
+
+def backward_buffer_bytes(config: RunConfig, facts: ModelFacts, *, is_recomputed: bool) -> float:
+    """The same in the last layer's backward pass, for which FSDP has two layers whole and the gradient of one."""
+    cast = _cast_layer(config, facts) if is_recomputed else _cast(config, facts, is_recomputed)
+    whole = _gathered(config, facts) + _gathered_layers(config, facts)
+    return cast + whole + bucket_bytes(config, facts)
 
 
 def _cast(config: RunConfig, facts: ModelFacts, is_recomputed: bool) -> float:
     """Autocast's copies of the layers' weights, which the backward pass needs.
 
     With activation checkpointing of whole layers they are there at the end of the forward pass, in autocast's cache,
-    which holds nothing of frozen weights. It is empty when the backward pass begins, so only what they take more than
-    a layer's activations and the head's gradient counts. FSDP gathers weights in bf16: there is nothing to copy.
+    which holds nothing of frozen weights, nor what compiled blocks cast. FSDP gathers weights in bf16, and ZeRO-3's
+    own product keeps no copy of a weight, which is gathered again: there is nothing to copy. On one GPU, where nobody
+    gathers, it held as much as with copies (25.1 GiB of Dolly v2 3B, of which they are 4.7, on an H200).
     """
+    if not _casts(config):
+        return 0.0
+    layers, is_full = 2.0 * count_parameters(config, facts).layers, config.peft.method is PeftMethod.full
+    if config.activation.checkpointing is Checkpointing.selective:
+        return layers / max(1, facts.num_layers)  # cast again for each layer
+    if config.activation.offload and not is_full:
+        return 0.0  # copies of frozen weights leave with the activations
+    if not is_recomputed:
+        return layers
+    return layers if is_full and not config.model.compile_layers else 0.0
+
+
+def _cast_layer(config: RunConfig, facts: ModelFacts) -> float:
+    """Of one layer that is computed again."""
+    return 2.0 * count_parameters(config, facts).layers / max(1, facts.num_layers) if _casts(config) else 0.0
+
+
+def _casts(config: RunConfig) -> bool:
+    """Whether weights are cast for products and kept so for the backward pass."""
     is_mixed = config.precision.compute is not Compute.fp32 and weight_element(config) == 4
     if not is_mixed or config.precision.master_weights is MasterWeights.bf16:
-        return 0.0
+        return False
     if config.peft.method is PeftMethod.qlora or isinstance(config.parallelism, FsdpConfig):
-        return 0.0  # four bits are widened for each product and not kept
-    layers = count_parameters(config, facts).layers
-    if config.activation.checkpointing is Checkpointing.selective:
-        return 2.0 * layers / max(1, facts.num_layers)  # cast again for each layer
-    if config.parallelism.strategy is Strategy.zero3 and config.peft.method is not PeftMethod.full:
-        return 0.0  # its product keeps no copy of a weight, which is gathered again
-    if not is_recomputed:
-        return 2.0 * layers
-    if config.peft.method is not PeftMethod.full:
-        return 2.0 * layers / max(1, facts.num_layers)  # one at a time
-    return max(0.0, 2.0 * layers - one_layer_bytes(config, facts) - head_gradient_bytes(config, facts))
+        return False  # four bits are widened for each product and not kept
+    return config.parallelism.strategy is not Strategy.zero3 or config.model.compile_layers or num_ranks(config) == 1
 
 
 def _gathered(config: RunConfig, facts: ModelFacts) -> float:
-    """What is whole of a sharded or offloaded model: the embeddings and two layers, and the gradient of one layer.
+    """What is whole of a sharded or offloaded model besides its layers.
 
-    `fsdp_grad_op` keeps every layer that the forward pass has gathered (measured on 4 H200s: 84.8 GiB of Llama 3 8B).
-    Where ZeRO-3 keeps the shares on the GPU, it held as much as they take once more (measured on H200s: 22.8 GiB with
-    them and 11.3 with parameters on the host, of 12 layers of Qwen2.5-3B; as much again with LoRA). Where the output
-    head has a weight of its own, its gradient is there once more on its way to the other ranks (measured offloaded, of
-    4 layers of Qwen2.5-7B: 2.5 GiB, and 2.0 are counted).
+    FSDP gathers the embeddings and the output head once for a pass. Where ZeRO-3 keeps the shares on the GPU, it held
+    as much as they take once more (measured on H200s: 22.8 GiB with them and 11.3 with parameters on the host, of 12
+    layers of Qwen2.5-3B; as much again with LoRA).
     """
     settings = config.parallelism
-    is_away = isinstance(settings, ZeroConfig | FsdpConfig) and settings.offload_parameters is not Offload.none
-    if divided_among(config).weights == 1 and not is_away:
+    if not _is_gathered(config):
         return 0.0
     if divided_among(config).weights == 1 and isinstance(settings, ZeroConfig):
         return _on_one_rank(config, facts)
-    if settings.strategy is Strategy.zero3 and config.peft.method is PeftMethod.lora:
-        return _kept_for_backward(config, facts, is_away=is_away)
-    parameters = count_parameters(config, facts)
-    embeddings = parameters.embeddings * (1 if facts.tie_word_embeddings else 2)
+    if settings.strategy is Strategy.zero3:
+        is_away = isinstance(settings, ZeroConfig) and settings.offload_parameters is not Offload.none
+        is_again = config.peft.method is PeftMethod.full and not is_away
+        return (state_bytes(config, facts).weights if is_again else 0.0) + kept_for_backward(config, facts)
+    embeddings = count_parameters(config, facts).embeddings * (1 if facts.tie_word_embeddings else 2)
+    return float(_product_element(config) * embeddings)
+
+
+def _gathered_ahead(config: RunConfig, facts: ModelFacts) -> float:
+    """What FSDP has whole of the layers while the head is computed: one, on its way, or all that were gathered."""
+    if config.parallelism.strategy is Strategy.fsdp_grad_op:
+        return _gathered_layers(config, facts)
+    matrices = 3 if config.peft.method is PeftMethod.full else 2
+    return _gathered_layers(config, facts) / matrices
+
+
+def _gathered_layers(config: RunConfig, facts: ModelFacts) -> float:
+    """What is whole of a sharded or offloaded model's layers: two of them, and the gradient of one.
+
+    `fsdp_grad_op` keeps every layer that the forward pass has gathered (measured on 4 H200s: 84.8 GiB of Llama 3 8B).
+    What ZeRO-3 keeps is counted by `kept_for_backward`.
+    """
+    if not _is_gathered(config) or config.parallelism.strategy is Strategy.zero3:
+        return 0.0
+    parameters, element = count_parameters(config, facts), _product_element(config)
     layer = parameters.layers / max(1, facts.num_layers)
-    gradients = layer if config.peft.method is PeftMethod.full else 0
-    again = 0.0
-    if settings.strategy is Strategy.zero3:  # however many ranks share them
-        kept = 0.0 if is_away else _kept_for_backward(config, facts, is_away=False)
-        again = max(state_bytes(config, facts).weights, kept)
-    if isinstance(settings, ZeroConfig) and not facts.tie_word_embeddings:
-        again += head_gradient_bytes(config, facts)
-    element = 4 if config.precision.compute is Compute.fp32 else 2
-    layers = element * 2 * layer
-    if settings.strategy is Strategy.fsdp_grad_op:
-        is_four_bit = config.peft.method is PeftMethod.qlora  # and stays so when it is gathered
-        in_four_bits = parameters.linear if is_four_bit else 0
-        layers = in_four_bits * FOUR_BIT_BYTES + (parameters.layers - in_four_bits) * element
-    return again + layers + element * (embeddings + gradients)
+    gradients = element * layer if config.peft.method is PeftMethod.full else 0
+    if config.parallelism.strategy is not Strategy.fsdp_grad_op:
+        return element * 2 * layer + gradients
+    in_four_bits = parameters.linear if config.peft.method is PeftMethod.qlora else 0  # and stays so when gathered
+    return in_four_bits * FOUR_BIT_BYTES + (parameters.layers - in_four_bits) * element + gradients
 
 
-def _kept_for_backward(config: RunConfig, facts: ModelFacts, *, is_away: bool) -> float:
+def _product_element(config: RunConfig) -> int:
+    return 4 if config.precision.compute is Compute.fp32 else 2
+
+
+def _is_gathered(config: RunConfig) -> bool:
+    """Whether the model is sharded or offloaded, so that its parts are whole for a time only."""
+    settings = config.parallelism
+    is_away = isinstance(settings, ZeroConfig | FsdpConfig) and settings.offload_parameters is not Offload.none
+    return divided_among(config).weights > 1 or is_away
+
+
+def kept_for_backward(config: RunConfig, facts: ModelFacts) -> float:
     """What ZeRO-3 has whole: the parameters that are needed again within a billion others, its default.
 
-    Half of these, of the last layers, as the backward pass begins: with LoRA 1.8 GiB of 12 layers of Qwen2.5-3B. With
-    LoRA and parameters on the host it kept as many as it may: 3.6 GiB of the whole model on two and on four H200.
+    Half of these, of the last layers, as the backward pass begins: with LoRA 1.8 GiB of 12 layers of Qwen2.5-3B; and
+    the output head in any case. With LoRA and parameters on the host it kept as many as it may: 3.6 GiB of the whole
+    model on two and on four H200.
     """
-    live = _LIVE_PARAMETERS if is_away else _LIVE_PARAMETERS / 2
-    return weight_element(config) * min(facts.num_parameters, live)
+    settings, head = config.parallelism, count_parameters(config, facts).embeddings
+    is_away = isinstance(settings, ZeroConfig) and settings.offload_parameters is not Offload.none
+    is_full = config.peft.method is PeftMethod.full
+    live = _LIVE_PARAMETERS if is_away != is_full else _LIVE_PARAMETERS // 2
+    if is_away and is_full and not facts.tie_word_embeddings:
+        live = _LIVE_PARAMETERS + head
+    return float(weight_element(config) * max(min(facts.num_parameters, live), head))
+
+
+def gathering_bytes(config: RunConfig, facts: ModelFacts) -> float:
+    """What it takes on top to gather the output head: what arrives, and with ZeRO-3 a copy on its way to the parameter.
+
+    Measured on two H200: 5.8 GiB for Qwen3-8B's 2.3 of embeddings under ZeRO-3, with which the peak was reached, and
+    twice 0.58 for Qwen2.5-3B's under FSDP.
+    """
+    embeddings = count_parameters(config, facts).embeddings
+    if not _is_gathered(config):
+        return 0.0
+    if isinstance(config.parallelism, FsdpConfig):
+        return float(_product_element(config) * embeddings)
+    return (1 + 1 / num_ranks(config)) * weight_element(config) * embeddings if num_ranks(config) > 1 else 0.0
+
+
+def scattering_bytes(config: RunConfig, facts: ModelFacts) -> float:
+    """What ZeRO-3 takes on top to send the output head's gradient to the ranks: in bf16, and each one's share in fp32.
+
+    Measured on two H200, with Qwen2.5-14B's head: 2.9 GiB for a gradient of 2.9. An embedding that is the head has its
+    gradient sent when the backward pass ends.
+    """
+    is_cast = config.precision.compute is not Compute.fp32
+    if config.parallelism.strategy is not Strategy.zero3 or facts.tie_word_embeddings or num_ranks(config) == 1:
+        return 0.0
+    return ((0.5 if is_cast else 0.0) + 1 / num_ranks(config)) * head_gradient_bytes(config, facts)
 
 
 def _on_one_rank(config: RunConfig, facts: ModelFacts) -> float:
@@ -109,7 +187,20 @@ def _on_one_rank(config: RunConfig, facts: ModelFacts) -> float:
     layer = count_parameters(config, facts).layers / max(1, facts.num_layers)
     gradients = weight_element(config) * layer if config.peft.method is PeftMethod.full else 0.0
     head = 0.0 if facts.tie_word_embeddings else head_gradient_bytes(config, facts)
-    return weight_element(config) * whole + gradients + head
+    settings, again = config.parallelism, 0
+    if isinstance(settings, ZeroConfig) and settings.offload_parameters is Offload.nvme:
+        again = count_parameters(config, facts).embeddings  # as if: 2 layers of Dolly v2 3B held 0.5 GiB more (H200)
+    return weight_element(config) * (whole + again) + gradients + head
+
+
+def root_gradient_bytes(config: RunConfig, facts: ModelFacts) -> float:
+    """What FSDP takes on top of the shares when a backward pass ends: it reduces the embeddings last.
+
+    Their gradient in fp32 on its way to the ranks, and as it was computed (9 layers of Llama 3 8B on two H200).
+    """
+    if not isinstance(config.parallelism, FsdpConfig) or config.peft.method is not PeftMethod.full:
+        return 0.0
+    return float(count_parameters(config, facts).trained_embeddings * (4 + _product_element(config)))
 
 
 def bucket_bytes(config: RunConfig, facts: ModelFacts) -> float:

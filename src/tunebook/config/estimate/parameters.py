@@ -83,6 +83,15 @@ def _in_linear_layers(facts: ModelFacts) -> int:
     return _in_layers(facts)
 
 
+def parameter_sizes(facts: ModelFacts) -> list[int]:
+    """Of each large parameter in the model's own order: embeddings, seven matrices of each layer, and the head."""
+    hidden, inner = facts.hidden_size, facts.intermediate_size
+    keys = hidden * facts.num_key_value_heads // max(1, facts.num_attention_heads)
+    layer = [hidden * out for out in (hidden, keys, keys, hidden, inner, inner, inner)]
+    embeddings = facts.vocab_size * hidden
+    return [embeddings, *layer * facts.num_layers, *([] if facts.tie_word_embeddings else [embeddings])]
+
+
 def linear_layers(facts: ModelFacts) -> dict[str, int]:
     """Of a decoder layer that the formulas are for: inputs and outputs of each linear layer, by its name."""
     hidden, inner = facts.hidden_size, facts.intermediate_size

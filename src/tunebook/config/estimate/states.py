@@ -9,11 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tunebook.config.choices import Compute, MasterWeights, MixedPrecision, Offload, OptimizerName, PeftMethod, Strategy
-from tunebook.config.estimate.parameters import count_parameters
+from tunebook.config.estimate.parameters import count_parameters, parameter_sizes
 from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig, ZeroConfig
 
 _EIGHT_BIT = (OptimizerName.adamw_8bit, OptimizerName.paged_adamw_8bit)
 _PAGED = (OptimizerName.paged_adamw_32bit, OptimizerName.paged_adamw_8bit)
+# transformers 5.23 asks bitsandbytes for moments in 32 bits of every embedding (trainer.py, create_optimizer), which it
+# finds by the parameter itself: not by DeepSpeed's flat copies.
+_MOMENTS_OF_EMBEDDINGS = 8
 # 4 bits, and for each block of 64 a scale that is itself kept in 8 bits (double quantisation): 4.127 bits in all.
 # Source: Dettmers et al. 2023, QLoRA, section 3.
 FOUR_BIT_BYTES = 4.127 / 8
@@ -57,17 +60,42 @@ def state_bytes(config: RunConfig, facts: ModelFacts) -> States:
 
 
 def earlier_gradient_bytes(config: RunConfig, states: States, *, accumulates: bool) -> float:
-    """Gradients that are there when a backward pass begins: of the passes before it, where they are added up.
+    """Gradients that are there when a forward pass ends: of the passes before it, where they are added up.
 
-    DeepSpeed's stage 2 holds one pass's share from step to step and adds up in another; stage 3 has one buffer, made
-    at the start. Measured on H200s: with one pass a step and with several, 2.0 and 10.9 GiB of shares of 2.3 and 11.5.
+    DeepSpeed's stage 3 has one buffer for them, made at the start.
     """
-    strategy = config.parallelism.strategy
-    if strategy is Strategy.zero2:
-        return states.gradients * (2 if accumulates else 1)
-    if strategy is Strategy.zero3:
+    if config.parallelism.strategy is Strategy.zero3:
         return states.gradients
     return states.gradients if accumulates else 0.0
+
+
+def reduced_gradient_bytes(config: RunConfig, facts: ModelFacts) -> float:
+    """What DeepSpeed's stages 1 and 2 make room for when gradients are sent to the ranks: all that a rank will get.
+
+    That is of every parameter whole of which a rank has a piece (0.19.8, stage_1_and_2.py, copy_grads_in_partition).
+    Where parameters are dealt out in turn, both the embeddings and the head of 3 layers of Qwen2.5-7B were among them
+    on one of two H200, 5.2 GiB for a share of 3.3. Stage 1 does so once a step, when all gradients are there whole.
+    """
+    strategy, ranks = config.parallelism.strategy, num_ranks(config)
+    if strategy not in (Strategy.zero1, Strategy.zero2) or not state_bytes(config, facts).gradients:
+        return 0.0
+    share = count_parameters(config, facts).trained * weight_element(config) / ranks
+    if config.peft.method is not PeftMethod.full:
+        return share
+    return max(weight_element(config) * max(_whole_parameters(config, facts, ranks)), share)
+
+
+def _whole_parameters(config: RunConfig, facts: ModelFacts, ranks: int) -> list[int]:
+    """The sizes of all large parameters of which a rank has a piece, added up for each rank."""
+    sizes = parameter_sizes(facts)
+    is_dealt = getattr(config.parallelism, "round_robin_gradients", None)
+    ordered = [size for rank in range(ranks) for size in sizes[rank::ranks]] if is_dealt else sizes
+    share, start, whole = sum(ordered) / ranks, 0, [0] * ranks
+    for size in ordered:
+        for rank in range(int(start // share), min(ranks - 1, int((start + size - 1) // share)) + 1):
+            whole[rank] += size
+        start += size
+    return whole
 
 
 def states_anywhere(config: RunConfig, facts: ModelFacts) -> States:
@@ -76,7 +104,7 @@ def states_anywhere(config: RunConfig, facts: ModelFacts) -> States:
     return States(
         weights=(parameters.trained * element + _frozen_bytes(config, facts)) / shares.weights,
         gradients=parameters.trained * element / shares.gradients,
-        optimizer=parameters.trained * (_moments_element(config) + _master_element(config)) / shares.optimizer,
+        optimizer=(_moments_bytes(config, facts) + parameters.trained * _master_element(config)) / shares.optimizer,
         gradient_element=element,
     )
 
@@ -85,7 +113,7 @@ def paged_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """One rank's moments, where the driver moves them between GPU and host as they are needed. A master copy stays."""
     if config.optimizer.name not in _PAGED:
         return 0.0
-    return count_parameters(config, facts).trained * _moments_element(config) / divided_among(config).optimizer
+    return _moments_bytes(config, facts) / divided_among(config).optimizer
 
 
 def _frozen_bytes(config: RunConfig, facts: ModelFacts) -> float:
@@ -101,6 +129,15 @@ def weight_element(config: RunConfig) -> int:
     is_cast = isinstance(config.parallelism, ZeroConfig) and config.parallelism.mixed_precision is MixedPrecision.cast
     is_half = config.precision.compute is not Compute.fp32 and is_cast
     return 2 if is_half or config.precision.master_weights is MasterWeights.bf16 else 4
+
+
+def _moments_bytes(config: RunConfig, facts: ModelFacts) -> float:
+    """Of Adam's two moments, before they are divided. Measured in 8 bits: Phi-4's 4 layers on two H200 with DDP."""
+    parameters, element = count_parameters(config, facts), _moments_element(config)
+    if config.optimizer.name not in _EIGHT_BIT or isinstance(config.parallelism, ZeroConfig):
+        return float(parameters.trained * element)
+    embeddings = parameters.trained_embeddings
+    return float((parameters.trained - embeddings) * element + embeddings * _MOMENTS_OF_EMBEDDINGS)
 
 
 def _moments_element(config: RunConfig) -> int:

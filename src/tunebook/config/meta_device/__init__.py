@@ -4,7 +4,7 @@
     saved      what autograd keeps of a pass, seen on tensors that have a shape and no memory
     (here)     starts that process and remembers its answer under the config.json's hash
 
-Takes 20 to 40 seconds the first time, on two cores, and no weights, no GPU and no network.
+Takes 5 to 180 seconds the first time, by architecture and cores, and no weights, no GPU and no network.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ _FORM = 3
 _COUNTED = (
     "num_layers", "parameters", "linear_inputs", "adapter_parameters", "linear_parameters", "active_parameters"
 )  # fmt: skip
-_TIMEOUT_S = 300.0
+# Without anything new: on a slow or busy machine it takes as long as it takes. All that is asked for is found, or
+# nothing, since the hash of a run holds it, and two machines must find the same.
+_MOST_SILENT_S = 300.0
 _PACKAGES = ("torch", "transformers", "peft")
 
 
@@ -49,7 +51,7 @@ def measured_facts(config_file: Path, *, trust_remote_code: bool = False) -> Mod
     remembered = cache_root() / "architectures" / f"{key}.json"
     facts = _read(remembered)
     if facts is None:
-        _say_once(f"looking at the layers of {config_file}, once: this takes 5 to 70 s")
+        _say_once(f"looking at the layers of {config_file}, once: this takes 5 to 180 s, longer where others compute")
         answer = _ask(config_file, trust_remote_code)
         if "error" in answer:
             raise _refusal(config_file, answer, trust_remote_code)
@@ -110,9 +112,9 @@ def _ask(config_file: Path, trust_remote_code: bool) -> dict[str, Any]:
         answer = Path(folder) / "answer.json"
         command = [sys.executable, "-P", "-m", "tunebook.config.meta_device.measure", str(config_file), str(answer)]
         command += ["--trust-remote-code"] if trust_remote_code else []
-        said = _run(command, environment)
+        said = _run(command, environment, progress_file(answer))
         if said is None:
-            return {"error": "cut-off", "reason": f"it took more than {_TIMEOUT_S:.0f} s"}
+            return {"error": "cut-off", "reason": f"nothing new was found for {_MOST_SILENT_S:.0f} s"}
         try:
             found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -122,20 +124,37 @@ def _ask(config_file: Path, trust_remote_code: bool) -> dict[str, Any]:
     return found
 
 
-def _run(command: list[str], environment: dict[str, str]) -> str | None:
-    """What it says on stderr, or how it ended; None where it took too long. Its workers end with it, in any case."""
+def progress_file(answer: Path) -> Path:
+    """Where the process that is to write an answer puts a byte for each part that it has found."""
+    return answer.with_suffix(".found")
+
+
+def _num_found(progress: Path) -> int:
+    return progress.stat().st_size if progress.exists() else 0
+
+
+def _run(command: list[str], environment: dict[str, str], progress: Path) -> str | None:
+    """What it says on stderr, or how it ended; None where it came no further. Its workers end with it, in any case."""
     nowhere, pipe = subprocess.DEVNULL, subprocess.PIPE
     with subprocess.Popen(
         command, env=environment, stdout=nowhere, stderr=pipe, text=True, start_new_session=True
     ) as process:
         try:
-            said: str = process.communicate(timeout=_TIMEOUT_S)[1]
-        except subprocess.TimeoutExpired:
-            return None
+            said = _said_at_the_end(process, progress)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-    return said.strip() or f"the process ended with {process.returncode}"
+    return None if said is None else said.strip() or f"the process ended with {process.returncode}"
+
+
+def _said_at_the_end(process: subprocess.Popen[str], progress: Path) -> str | None:
+    found = -1
+    while (now := _num_found(progress)) != found:
+        found = now
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            said: str = process.communicate(timeout=_MOST_SILENT_S)[1]
+            return said
+    return None
 
 
 def _refusal(config_file: Path, answer: dict[str, Any], trust_remote_code: bool) -> RequestError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from tunebook.config.choices import Attention
+from tunebook.config.meta_device import progress_file
 from tunebook.config.meta_device.saved import adapted, attends_by_lengths, decoder_layers, measure_saved
 from tunebook.errors import did_you_mean
 
@@ -42,8 +44,10 @@ _OTHER_KINDS: tuple[tuple[Any, str], ...] = (
 )
 
 
-def describe(config_file: Path, *, trust_remote_code: bool) -> dict[str, Any]:
-    """`model.facts` as plain values, or `error` and `reason`."""
+def describe(
+    config_file: Path, *, trust_remote_code: bool, on_found: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
+    """`model.facts` as plain values, or `error` and `reason`. `on_found` is called for each part of what takes long."""
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     loader: Any = AutoModelForCausalLM
     try:
@@ -56,7 +60,7 @@ def describe(config_file: Path, *, trust_remote_code: bool) -> dict[str, Any]:
         return {"error": "cannot-build", "reason": _said(error)}
     if model.get_output_embeddings() is None or model.get_input_embeddings() is None:
         return {"error": "unknown-architecture", "reason": f"{type(model).__name__} has no output head over its words"}
-    return _facts(config, model, options)
+    return _facts(config, model, options, on_found)
 
 
 def _unknown(config_file: Path) -> dict[str, str]:
@@ -75,12 +79,12 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
 
-def _facts(config: Any, model: Any, options: dict[str, Any]) -> dict[str, Any]:
+def _facts(config: Any, model: Any, options: dict[str, Any], on_found: Callable[[], None]) -> dict[str, Any]:
     text, decoder = config.get_text_config(decoder=True), model.base_model
     layers = decoder_layers(decoder, text.num_hidden_layers)
     words = model.get_input_embeddings().weight
     linear: list[Any] = [module for layer in layers for module in layer.modules() if _is_linear(module)]
-    saved = measure_saved(config, layers, options)
+    saved = measure_saved(config, layers, options, on_found)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())  # tied ones are there once
     in_layers = sum(parameter.numel() for parameter in layers.parameters())
     num_inputs, in_linear = sum(map(_num_inputs, linear)), sum(module.weight.numel() for module in linear)
@@ -183,7 +187,13 @@ def main() -> None:
     parser.add_argument("answer_file", type=Path)
     parser.add_argument("--trust-remote-code", action="store_true")
     arguments = parser.parse_args()
-    answer = describe(arguments.config_file, trust_remote_code=arguments.trust_remote_code)
+    progress = progress_file(arguments.answer_file)
+
+    def note() -> None:
+        with progress.open("ab") as file:
+            file.write(b".")
+
+    answer = describe(arguments.config_file, trust_remote_code=arguments.trust_remote_code, on_found=note)
     arguments.answer_file.write_text(json.dumps(answer), encoding="utf-8")
 
 

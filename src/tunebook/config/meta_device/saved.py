@@ -17,7 +17,7 @@ import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from typing import Any
 
@@ -50,8 +50,12 @@ _MACHINES = (MemoryError, ImportError, OSError)  # faults that say nothing of a 
 _known: list[Any] = []  # in a worker: config, kinds of layers, options
 
 
-def measure_saved(config: Any, layers: nn.ModuleList, options: dict[str, Any]) -> dict[str, list[int]]:
+def measure_saved(
+    config: Any, layers: nn.ModuleList, options: dict[str, Any], on_found: Callable[[], None] = lambda: None
+) -> dict[str, list[int]]:
     """By "format/method/kernels" six numbers, as `MeasuredLayers` has them. A mode that cannot be run is left out.
+
+    `on_found` is called whenever a mode has been looked at.
 
     Compiled layers are looked at only where they have attention: those that go through a row word by word, as RWKV's,
     take minutes to compile. All others are looked at whatever a plan uses, since runs' hashes hold these numbers.
@@ -61,7 +65,10 @@ def measure_saved(config: Any, layers: nn.ModuleList, options: dict[str, Any]) -
     modes = [mode for mode in _MODES if has_attention or mode[2] not in COMPILED]
     workers = min(_WORKERS, os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, get_context("fork"), initializer=_know, initargs=known) as pool:
-        found = pool.map(_measure_known, modes)
+        asked = [pool.submit(_measure_known, mode) for mode in modes]
+        for _ in as_completed(asked):
+            on_found()
+        found = [one.result() for one in asked]
         return {"/".join(mode): numbers for mode, numbers in zip(modes, found, strict=True) if numbers is not None}
 
 

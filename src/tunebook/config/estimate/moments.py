@@ -1,0 +1,103 @@
+"""The moments of a step in which the memory of a rank may be at its peak, part by part.
+
+    head       the output head is computed: all that is kept of the layers is there, and its tiles
+    gather     ZeRO-3 and FSDP make the output head whole just before
+    reduce     ZeRO-2 makes room for a pass's gradients just after
+    scatter    ZeRO-3 divides the head's gradient among the ranks just after
+    backward   of the last layer, for which FSDP gathers, and which is computed again with activation checkpointing
+    end        the backward pass ends: all gradients are there, and at most one layer's activations
+
+Between them the one grows as the other shrinks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tunebook.config.choices import Checkpointing, Strategy
+from tunebook.config.estimate.activations import (
+    after_head_bytes,
+    head_bytes,
+    kept_bytes,
+    one_layer_bytes,
+    recomputed_bytes,
+)
+from tunebook.config.estimate.buffers import (
+    backward_buffer_bytes,
+    bucket_bytes,
+    buffer_bytes,
+    cleared_buffer_bytes,
+    gathering_bytes,
+    root_gradient_bytes,
+    scattering_bytes,
+)
+from tunebook.config.estimate.parameters import count_parameters
+from tunebook.config.estimate.states import States, earlier_gradient_bytes, reduced_gradient_bytes, state_bytes
+from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """Bytes of one rank at one time."""
+
+    states: States
+    gradients: float
+    buffers: float
+    activations: float
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.states.weights + self.states.optimizer + self.gradients + self.buffers + self.activations
+
+
+def fullest_moment(config: RunConfig, facts: ModelFacts, *, accumulates: bool) -> Moment:
+    """The one with the most bytes. `accumulates`: whether earlier passes of the step have left gradients."""
+    return max(_moments(config, facts, accumulates=accumulates), key=lambda moment: moment.total)
+
+
+def _moments(config: RunConfig, facts: ModelFacts, *, accumulates: bool) -> Iterator[Moment]:
+    states = state_bytes(config, facts)
+    passes = earlier_gradient_bytes(config, states, accumulates=accumulates)
+    is_recomputed = config.activation.checkpointing is Checkpointing.enabled
+    kept = kept_bytes(config, facts, is_recomputed=is_recomputed)
+    after = kept + after_head_bytes(config, facts)
+
+    def moment(buffers: float, activations: float) -> Moment:
+        return Moment(states=states, gradients=passes, buffers=buffers, activations=activations)
+
+    buffers = buffer_bytes(config, facts, is_recomputed=is_recomputed)
+    yield moment(buffers, kept + head_bytes(config, facts))
+    if gathering := gathering_bytes(config, facts):
+        yield moment(buffers + gathering, kept)
+    buffers = cleared_buffer_bytes(config, facts, is_recomputed=is_recomputed)
+    room = reduced_gradient_bytes(config, facts)
+    is_stage_1 = config.parallelism.strategy is Strategy.zero1
+    if room > 0 and not is_stage_1:
+        passes, buffers = passes + states.gradients, buffers + room - states.gradients
+        yield moment(buffers, after)
+    if scattering := scattering_bytes(config, facts):
+        yield moment(buffers + scattering, after)
+    layer = recomputed_bytes(config, facts) if is_recomputed else 0.0
+    if is_recomputed or isinstance(config.parallelism, FsdpConfig):
+        yield moment(backward_buffer_bytes(config, facts, is_recomputed=is_recomputed), after + layer)
+    yield Moment(
+        states=states,
+        gradients=max(passes, states.gradients),
+        buffers=bucket_bytes(config, facts) + (room if is_stage_1 else 0.0),
+        activations=_last_layer_bytes(config, facts, states, is_recomputed=is_recomputed),
+    )
+
+
+def _last_layer_bytes(config: RunConfig, facts: ModelFacts, states: States, *, is_recomputed: bool) -> float:
+    """What is left to do when the backward pass ends: the first layer, computed again, or the embeddings.
+
+    Embeddings that are the output head too have a gradient already, to which theirs is added whole; others have none
+    yet while the first layer is computed.
+    """
+    layer = one_layer_bytes(config, facts) if is_recomputed else 0.0
+    if root := root_gradient_bytes(config, facts):
+        return max(layer, root)
+    embeddings = count_parameters(config, facts).trained_embeddings * states.gradient_element
+    return max(layer, embeddings) if facts.tie_word_embeddings else max(0.0, layer - embeddings)

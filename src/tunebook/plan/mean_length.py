@@ -1,0 +1,58 @@
+"""How long a document is on average, as far as that is known before the data is prepared.
+
+By the data set's facts (`dataset.mean_tokens`), or by the settings of generated documents: their lengths are drawn from
+a log-normal distribution, rounded and held within two bounds (`data.synthetic`), so that their mean follows.
+"""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+
+from tunebook.config.choices import Overlong, Source
+from tunebook.config.schema import DatasetConfig, RunConfig, SyntheticConfig
+
+
+def mean_tokens(config: RunConfig) -> float | None:
+    """Tokens of a document of at most `training.max_length`; None where nothing is known of the lengths."""
+    dataset, longest = config.dataset, config.training.max_length
+    if dataset.mean_tokens is not None:
+        return min(dataset.mean_tokens, longest)  # facts know nothing of where documents are cut
+    return _of_generated(dataset, longest) if dataset.source is Source.synthetic else None
+
+
+def _of_generated(dataset: DatasetConfig, longest: int) -> float | None:
+    drawn = dataset.synthetic
+    if drawn.max_tokens <= longest:
+        return _mean_up_to(drawn, drawn.max_tokens)
+    if dataset.overlong is Overlong.cut:
+        return _mean_up_to(drawn, longest)
+    if dataset.overlong is Overlong.split:
+        pieces = sum(_share_above(drawn, length) for length in range(0, drawn.max_tokens, longest))
+        return _mean_up_to(drawn, drawn.max_tokens) / pieces
+    dropped = _share_above(drawn, longest)
+    return (_mean_up_to(drawn, longest) - longest * dropped) / (1 - dropped) if dropped < 1 else None
+
+
+def _mean_up_to(drawn: SyntheticConfig, longest: int) -> float:
+    """Mean of lengths that are held within the lower bound and `longest`."""
+    low, high = min(drawn.min_tokens, longest), longest
+    center, sigma = drawn.log_mean_tokens, drawn.log_sigma_tokens
+    if sigma == 0:
+        return min(max(math.exp(center), low), high)
+    below, above = (NormalDist(center, sigma).cdf(math.log(length)) for length in (low, high))
+    # Of a log-normal variable the part below a bound weighs as much as that of one that lies sigma squared higher.
+    first, last = (NormalDist(center + sigma**2, sigma).cdf(math.log(length)) for length in (low, high))
+    between = math.exp(center + sigma**2 / 2) * (last - first)
+    return low * below + between + high * (1 - above)
+
+
+def _share_above(drawn: SyntheticConfig, length: int) -> float:
+    """Of all documents, those that are longer."""
+    if length < drawn.min_tokens:
+        return 1.0
+    if length >= drawn.max_tokens:
+        return 0.0
+    if drawn.log_sigma_tokens == 0:
+        return float(math.exp(drawn.log_mean_tokens) > length)
+    return 1 - NormalDist(drawn.log_mean_tokens, drawn.log_sigma_tokens).cdf(math.log(length))
