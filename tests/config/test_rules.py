@@ -479,7 +479,7 @@ CASES = [
     case("sbatch-option-reserved", "time_limit says it", {"launcher.extra_args": ["--time=1"]}, SLURM),
     *(
         case("sbatch-option-reserved", f"^{option}: ", {"launcher.extra_args": [option, "--qos=x"]}, SLURM)
-        for option in ("-N3", "-n8", "-t60", "-ofile")
+        for option in ("-N3", "-n8", "-t60", "-ofile", "-HN3", "-kt 60", "--arr=0-1", "--wra=ls", "--no-req", "--nod 3")
     ),
     case("container-settings", "no launcher.container_image", {"launcher.container_mounts": ["/data"]}, SLURM),
     case(
@@ -660,6 +660,11 @@ def test_rules_survive_whatever_composes(sound, changed):
 def fix_of(config, id):
     (found,) = [problem.fix for problem in check(config) if problem.id == id]
     return found
+
+
+def test_options_that_only_resemble_reserved_ones_are_the_users(sound, changed):
+    args = ["--time-min=5", "--nodelist=node1", "--wait-all-nodes=1", "--ntasks-per-core=1", "-HC a100", "-w node1"]
+    assert check(changed(sound, SLURM | {"launcher.extra_args": args})) == []
 
 
 def test_a_list_of_options_is_shown_as_hydra_reads_it(sound, changed):

@@ -66,3 +66,11 @@ def test_ranks_that_no_disk_had_room_for_a_word_of(make, monkeypatch, code, is_f
 def test_ranks_without_a_word_on_a_disk_with_room(make):
     with pytest.raises(attempt.TunebookError, match="ended with exit code 1 and could not say why"):
         make(ProcessEnd(exit_code=1, stopped_by=None)).carry_out()
+
+
+@pytest.mark.parametrize("number", [6, 9])
+def test_memory_is_only_thought_of_where_the_system_may_have_killed_a_rank(make, number):
+    with pytest.raises(attempt.TunebookError) as error:
+        make(ProcessEnd(exit_code=-number, stopped_by=None)).carry_out()
+    assert f"the training was killed by signal {number} and could not say why" in error.value.message
+    assert ("ran out of memory" in error.value.message) == (number == 9)

@@ -11,7 +11,7 @@ import pytest
 
 from tunebook.data.prepared import Prepared
 from tunebook.launch.job import plan_job, set_up_folder
-from tunebook.record.manifest import read_manifest
+from tunebook.record.manifest import read_manifest, recorded_fingerprint, update_manifest
 
 PREPARED = cast(
     Prepared,
@@ -44,3 +44,17 @@ def test_the_manifest_says_what_trains_the_same_whoever_typed_it(
     manifest: dict[str, Any] = read_manifest(tmp_path)
     assert manifest["command"] == ["tunebook", "train", *([recipe] if recipe else []), *words]
     assert manifest["typed"] == ["tunebook", "reproduce", "some/run"]
+
+
+def test_of_a_run_that_is_trained_already_the_manifest_keeps_what_it_started_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = plan_job("quickstart", ["training.max_steps=3"], [])
+    set_up_folder(job, job.plan, PREPARED, tmp_path)
+    update_manifest(tmp_path, {"model": {"weights_fingerprint": "1" * 64}})
+    set_up_folder(job, job.plan, PREPARED, tmp_path)
+    assert recorded_fingerprint(read_manifest(tmp_path)) is None, "it starts anew"
+    update_manifest(tmp_path, {"model": {"weights_fingerprint": "1" * 64}})
+    monkeypatch.setattr("tunebook.launch.job.is_trained", lambda folder, config: True)
+    set_up_folder(job, job.plan, PREPARED, tmp_path)
+    assert recorded_fingerprint(read_manifest(tmp_path)) == "1" * 64

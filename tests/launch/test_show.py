@@ -71,7 +71,7 @@ def test_a_speed_without_a_number_of_tokens_and_no_speed_at_all():
     )
     assert time_lines(plan)[1:3] == [
         "  10 tokens/s per GPU, at 10.0% of 8.1 TFLOP/s",
-        "  how many tokens is not known before the data is prepared, nor is dataset.mean_tokens set",
+        "  how many tokens is not known before the data is prepared: dataset.num_documents, .mean_tokens tell",
     ]
     assert time_lines(TimePlan(tokens=5.0, assumption="not estimated: why")) == [
         "Time (estimated)",

@@ -31,6 +31,13 @@ def test_a_list_is_ranked_by_what_all_have_unless_a_metric_is_named() -> None:
     assert planned(*LIST, metric="seconds").goal == Goal(metric="seconds", direction=Direction.minimize)
 
 
+def test_it_is_told_how_many_trials_are_worked_out() -> None:
+    told: list[tuple[int, int]] = []
+    options = SweepOptions()
+    plan_sweep("quickstart", list(LIST), [], options, is_started=False, progress=lambda *done: told.append(done))
+    assert told == [(1, 2), (2, 2)]
+
+
 def test_a_search_goes_by_the_most_telling_metric_that_is_measured() -> None:
     assert searched(RATE).goal == Goal(metric="evaluation_score", direction=Direction.maximize)
     held_out = searched(RATE, "evaluation=none", "dataset.validation_share=0.05")

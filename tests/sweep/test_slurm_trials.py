@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import submitit
+from submitit.core.utils import FailedJobError
 
+from tunebook.config.choices import LauncherName
 from tunebook.config.compose import compose
-from tunebook.config.schema import RunConfig
-from tunebook.errors import TunebookError
+from tunebook.config.schema import RunConfig, SlurmConfig
+from tunebook.errors import RequestError, TunebookError
+from tunebook.launch.slurm import client
 from tunebook.launch.slurm.client import JobState
 from tunebook.sweep import slurm_trials as module
 from tunebook.sweep.folder import SweepFolder
@@ -25,12 +30,17 @@ TRIAL = Trial(number=2, overrides=("training.seed=0",), swept={"training.seed": 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_POLL_S", 0.001)
+    monkeypatch.setattr(client, "SILENT_POLL_S", 0.001)
     monkeypatch.setattr(module, "_RECORD_WITHIN_S", 0.05)
     monkeypatch.setattr(submitit.SlurmExecutor, "affinity", classmethod(lambda _cls: 2))
 
 
 def config() -> RunConfig:
     return compose("quickstart", ["hardware=cpu", "hardware.gpus_per_node=1", "launcher=slurm"]).config
+
+
+def settings() -> SlurmConfig:
+    return SlurmConfig(name=LauncherName.slurm, time_limit="1-0", stop_timeout_s=300)
 
 
 @pytest.fixture
@@ -57,7 +67,7 @@ class Slurm:
 def following(monkeypatch: pytest.MonkeyPatch, folder: SweepFolder) -> Callable[..., tuple[RunInSlurm, Slurm]]:
     def begin(*states: str | Callable[[], str]) -> tuple[RunInSlurm, Slurm]:
         answers = Slurm(iter(states))
-        monkeypatch.setattr(module, "job_state", answers.job_state)
+        monkeypatch.setattr(client, "job_state", answers.job_state)
         monkeypatch.setattr(module, "slurm", answers.slurm)
         run = RunInSlurm(
             folder=folder,
@@ -78,8 +88,9 @@ def following(monkeypatch: pytest.MonkeyPatch, folder: SweepFolder) -> Callable[
 
 
 def test_the_script_has_the_launchers_options_and_no_limit_of_submitits_own(tmp_path: Path) -> None:
-    executor = _Executor(tmp_path, ["--partition=gpus", "--time=1-0", "--signal=B:USR1@300", "--constraint=a100"])
-    executor.update_parameters(time=1440, signal_delay_s=300)
+    executor = _Executor(
+        tmp_path, ["--partition=gpus", "--time=1-0", "--signal=B:USR1@300", "--constraint=a100"], settings()
+    )
     lines = executor._make_submission_file_text("python job", "uid").splitlines()
     options = [line.removeprefix("#SBATCH ").partition("=")[0] for line in lines if line.startswith("#SBATCH ")]
     assert sorted(options) == [
@@ -89,6 +100,66 @@ def test_the_script_has_the_launchers_options_and_no_limit_of_submitits_own(tmp_
     assert "#SBATCH --signal=USR2@300" in lines
     assert lines[-2] == "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_ON_NODE"
     assert lines[-1].startswith("srun ")
+
+
+def test_a_script_is_read_as_it_is_meant_whatever_the_folder_and_the_options_hold(tmp_path: Path) -> None:
+    folder = tmp_path / "50% #1 'q'"
+    folder.mkdir()
+    lines = (
+        _Executor(folder, ["--comment=a # b"], settings())._make_submission_file_text("python job", "x").splitlines()
+    )
+    escaped = str(folder).replace("%", "%%")
+    assert '#SBATCH --comment="a # b"' in lines
+    assert f'#SBATCH --output="{escaped}/%j_0_log.out"' in lines
+    assert f'#SBATCH --error="{escaped}/%j_0_log.err"' in lines
+    assert len([line for line in lines if line.startswith(("#SBATCH --output", "#SBATCH --error"))]) == 2
+    srun = shlex.split(lines[-1])
+    assert srun[-4:] == [f"--output={escaped}/%j_%t_log.out", f"--error={escaped}/%j_%t_log.err", "python", "job"]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "sbatch: error: Required partition not available (inactive or drain)",
+        "sbatch: error: Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)",
+        "sbatch: error: Unable to contact slurm controller (connect failure)",
+    ],
+)
+def test_a_trial_that_slurm_does_not_take_now_is_taken_up_by_the_same_command(
+    folder: SweepFolder, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    def refuse(_self: _Executor, _job: object) -> None:
+        raise FailedJobError(said)
+
+    monkeypatch.setattr(_Executor, "submit", refuse)
+    monkeypatch.setattr(client, "slurm", lambda *words: subprocess.CompletedProcess(words, 1, stdout="", stderr=""))
+    run = RunInSlurm(
+        folder=folder,
+        command_of=lambda _trial, _folder: ["train"],
+        config_of=lambda _trial: config(),
+        stopping=Stopping(),
+        num_trials=4,
+    )
+    run(TRIAL, None)
+    end = folder.end_of(TRIAL)
+    assert end is not None
+    assert end.exit_code == 1
+    assert not folder.is_done(TRIAL)
+
+
+def test_a_trial_whose_values_break_a_rule_is_not_tried_again(folder: SweepFolder) -> None:
+    def refuse(_trial: Trial) -> RunConfig:
+        raise RequestError("no", problem_id="out-of-range")
+
+    run = RunInSlurm(
+        folder=folder,
+        command_of=lambda _trial, _folder: ["train"],
+        config_of=refuse,
+        stopping=Stopping(),
+        num_trials=4,
+    )
+    run(TRIAL, None)
+    assert folder.is_done(TRIAL)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +207,7 @@ def test_a_controller_that_is_silent_for_a_while_ends_nothing(
     run, _ = following("RUNNING", silent, silent, end)
     run(TRIAL, None)
     assert folder.is_done(TRIAL)
-    monkeypatch.setattr(module, "_SILENT_WITHIN_S", 0.01)
+    monkeypatch.setattr(client, "SILENT_WITHIN_S", 0.01)
     run, _ = following("RUNNING", *[silent] * 1000)
     folder.begin(TRIAL)
     with pytest.raises(TunebookError, match="no answer"):

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from tunebook.config.compose import compose
 from tunebook.errors import RequestError
-from tunebook.sweep.slurm_words import split_words
+from tunebook.sweep.slurm_words import check_jobs, split_words
 
 
 def test_the_job_gets_the_launchers_options_and_the_trial_what_concerns_its_ranks() -> None:
@@ -19,3 +20,9 @@ def test_the_job_gets_the_launchers_options_and_the_trial_what_concerns_its_rank
 def test_another_launcher_is_refused(word: str) -> None:
     with pytest.raises(RequestError, match=rf"--launcher=slurm and {word} ask for two launchers.*leave {word} out"):
         split_words([word])
+
+
+def test_an_output_path_in_which_submitit_would_put_a_jobs_number_is_refused() -> None:
+    check_jobs(compose("quickstart", ["launcher=slurm", "outputs=/runs/50%b"]).config)
+    with pytest.raises(RequestError, match=r"outputs=/runs/50%j: submitit.*in the place of %j; write elsewhere"):
+        check_jobs(compose("quickstart", ["launcher=slurm", "outputs=/runs/50%j"]).config)

@@ -18,6 +18,7 @@ from tunebook.sweep.space import corners, describe, read_space, trial_of
         ("tag(log,int(interval(1,64)))", IntDistribution(1, 64, log=True)),
         ("range(1,10,2)", IntDistribution(1, 9, step=2)),
         ("range(8,65,8)", IntDistribution(8, 64, step=8)),
+        ("range(0,1000000000000,7)", IntDistribution(0, 999999999999, step=7)),
         ("range(0.1,1.0,0.2)", FloatDistribution(0.1, 0.9, step=0.2)),
         ("cosine,linear", CategoricalDistribution(["cosine", "linear"])),
         ("choice(1,2)", CategoricalDistribution(["1", "2"])),
@@ -33,8 +34,16 @@ def test_ranges_and_choices_mean_what_hydra_means_by_them(value: str, distributi
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("a=interval(1e-4,1e-6)", r"low end 0.0001 is not below the high end 1e-06; type interval\(1e-06,0.0001\)"),
-        ("a=interval(1,1)", r"low end 1.0 is not below"),
+        (
+            "a=interval(1e-4,1e-6)",
+            r"low end 0.0001 is not below the high end 1e-06; type 'a=interval\(1e-06,0.0001\)'$",
+        ),
+        ("a=interval(1,1)", r"low end 1.0 is not below the high end 1.0; type a=1$"),
+        ("a.b=int(interval(1,1))", r"low end 1 is not below the high end 1; type a.b=1$"),
+        ("a=int(interval(8,1))", r"type 'a=int\(interval\(1,8\)\)'$"),
+        ("a=tag(log,interval(1e-3,1e-5))", r"type 'a=tag\(log,interval\(1e-05,0.001\)\)'$"),
+        ("a=tag(log,int(interval(8,1)))", r"type 'a=tag\(log,int\(interval\(1,8\)\)\)'$"),
+        ("a=range(1,5,0)", r"in steps of 0 never comes to its end"),
         ("a=tag(log,interval(0,1))", r"there is no magnitude of 0.0"),
         ("a=tag(lg,interval(1,2))", r"the tag 'lg' means nothing here; type tag\(log,interval"),
         ("a=tag(log,choice(1,2))", r"only an interval can be searched in magnitudes"),

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tunebook.sweep.results import TrialResult, rank
-from tunebook.sweep.table import sweep_table, write_csv
+from tunebook.sweep.table import best_line, sweep_table, trial_table, write_csv
 
 MakeResult = Callable[..., TrialResult]
 
@@ -51,3 +51,15 @@ def test_the_table_of_failures_gives_the_reasons(make_result: MakeResult) -> Non
     text = shown([make_result(0, exit_code=4, state="failed", reason="line 17 is broken")])
     assert "not ranked: no trial finished" in text
     assert "failed: line 17 is broken" in text
+
+
+def test_trials_are_called_what_their_folders_are(make_result: MakeResult) -> None:
+    best = make_result(2, losses=(0.5,))
+    assert best_line("quickstart", best) == (
+        "best: trial-002, again: tunebook train quickstart optimizer=adamw training.seed=2"
+    )
+    assert best.run_folder.name == "trial-002"
+    console = Console(width=140)
+    with console.capture() as capture:
+        console.print(trial_table([best.trial], None))
+    assert "trial-002" in capture.get()

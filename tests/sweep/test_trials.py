@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import pytest
+from hydra.core.override_parser.types import RangeSweep
 
 from tunebook.config.compose import compose
 from tunebook.errors import RequestError
-from tunebook.sweep.trials import Trial, check_trials, expand_trials
+from tunebook.sweep.trials import Trial, check_trials, expand_trials, num_values, parse_words
 
 
 def check_with_compose(overrides: list[str]) -> None:
@@ -49,6 +50,12 @@ def test_ranges_choices_groups_and_lists_are_understood() -> None:
         (["training.seed=0,1", "hydra/launcher=joblib"], r"--launcher=joblib --jobs=2"),
         (["training.seed=0,1", "training.seed=5"], r"training.seed is given 2 times.*the last one win"),
         (["training.seed=0,1,0"], r"two trials would be the same \(training.seed=0\)"),
+        (["training.seed=range(0,5,0)"], r"in steps of 0 never comes to its end.*training.seed=range\(0,10,2\)"),
+        (["a=range(0,1,0.0)"], r"in steps of 0"),
+        (["a=range(0,inf)"], r"a range has two ends; write numbers"),
+        (["a=range(0,1000000000000)"], r"1,000,000,000,000 trials \(1,000,000,000,000 of a\).*--search=optuna"),
+        (["a=range(0,1e9,0.001)"], r"at most 2,000 are listed"),
+        (["a=range(0,100)", "b=range(0,7)", "c=1,2,3", "d=x"], r"2,100 trials \(100 of a x 7 of b x 3 of c\)"),
         (["training.seed=shuffle(0,1)"], r"shuffle\(\.\.\.\) would order the trials differently each time"),
         (["training.seed=0,1", "recipes=quickstart"], r"name the recipe as the first word"),
     ],
@@ -56,6 +63,17 @@ def test_ranges_choices_groups_and_lists_are_understood() -> None:
 def test_what_is_no_sweep_is_refused(words: list[str], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         expand_trials(words)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["0,10", "8,65,8", "1,10,2", "10,1,-3", "5,1", "0,1,0.1", "0,0.3,0.1", "0.1,1.0,0.2", "1,0,-0.25", "0,1e-3,1e-4"],
+)
+def test_a_range_is_counted_as_hydra_counts_it_up(text: str) -> None:
+    (override,) = parse_words([f"a=range({text})"])
+    sweep = override.value()
+    assert isinstance(sweep, RangeSweep)
+    assert num_values(sweep) == len(list(sweep.range()))
 
 
 def test_good_trials_pass() -> None:

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
+import torch
+from accelerate.state import AcceleratorState
+from torch import distributed
+from torch.utils import cpp_extension
+from torch.utils.file_baton import FileBaton
+from transformers.training_args import ParallelMode
+from trl import SFTConfig
 
-from tunebook.config.choices import Offload, Strategy
+from tunebook.config.choices import Generation, Offload, Strategy
 from tunebook.config.schema import FsdpConfig, ParallelismConfig, ZeroConfig
 from tunebook.errors import RequestError
+from tunebook.parallel.operator_builds import TurnBaton
 from tunebook.record.manifest import read_manifest, start_manifest
-from tunebook.train.spread import join_ranks
+from tunebook.train.spread import _free_port, bound_deepspeed_groups, join_ranks
 
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -56,6 +67,7 @@ def test_one_rank_that_nobody_launched_is_made_a_group_of_one(config, changed, w
     config.parallelism = ParallelismConfig(strategy=Strategy.ddp)
     join_ranks(config)
     assert "WORLD_SIZE" not in os.environ  # one rank has nobody to agree with
+    config.hardware.generation = Generation.hopper  # on a CPU the group would be made here
     config.parallelism = FsdpConfig(strategy=Strategy.fsdp)
     join_ranks(config)
     assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["MASTER_ADDR"]) == ("0", "1", "127.0.0.1")
@@ -65,18 +77,69 @@ def test_one_rank_that_nobody_launched_is_made_a_group_of_one(config, changed, w
 def test_a_rank_that_was_launched_keeps_its_place(config, without_launcher, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     config.parallelism = FsdpConfig(strategy=Strategy.fsdp)
+    config.hardware.generation = Generation.hopper
     join_ranks(config)
     assert "RANK" not in os.environ
 
 
-def test_nvme_without_libaio_is_refused_before_the_model_is_loaded(config, without_launcher, monkeypatch):
-    import sys
-    from types import SimpleNamespace
+@pytest.fixture
+def launched(without_launcher, monkeypatch):
+    """One rank as a launcher starts it, and no group when it has ended."""
+    values = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (values | {"MASTER_PORT": _free_port()}).items():
+        monkeypatch.setenv(name, str(value))
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
 
+
+def timeout_of(group):
+    return group._get_backend(torch.device("cpu")).options._timeout
+
+
+def test_ranks_on_cpus_wait_for_each_other_as_long_as_was_asked(config, launched, tmp_path):
+    """transformers makes the group without the time-out that it is given, and keeps one that is there."""
+    config.parallelism = ParallelismConfig(strategy=Strategy.ddp)
+    config.launcher.timeout_s = 77
+    join_ranks(config)
+    arguments = SFTConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, ddp_timeout=77, activation_checkpointing=False
+    )
+    assert arguments.parallel_mode is ParallelMode.DISTRIBUTED
+    assert distributed.get_backend() == "gloo"
+    assert timeout_of(distributed.group.WORLD) == timedelta(seconds=77)
+
+
+def test_deepspeed_is_joined_and_makes_its_groups_with_the_same_timeout(config, launched, monkeypatch):
+    joined = []
+    cdb = SimpleNamespace(new_group=distributed.new_group)  # as DeepSpeed's own does it
+    fake = SimpleNamespace(init_distributed=lambda **settings: joined.append(settings))
+    monkeypatch.setitem(sys.modules, "deepspeed", fake)
+    monkeypatch.setitem(sys.modules, "deepspeed.comm", SimpleNamespace(comm=SimpleNamespace(cdb=cdb)))
+    monkeypatch.setattr(cpp_extension, "FileBaton", FileBaton)
+    config.parallelism = ZeroConfig(strategy=Strategy.zero2)
+    config.launcher.timeout_s = 88
+    join_ranks(config)
+    assert joined == [{"dist_backend": "gloo", "auto_mpi_discovery": False, "timeout": timedelta(seconds=88)}]
+    assert cpp_extension.FileBaton is TurnBaton
+    distributed.init_process_group("gloo")
+    assert timeout_of(cdb.new_group([0])) == timedelta(minutes=30)
+    bound_deepspeed_groups(config)
+    assert timeout_of(cdb.new_group([0])) == timedelta(seconds=88)
+
+
+def test_groups_of_others_are_left_alone(config):
+    config.parallelism = ParallelismConfig(strategy=Strategy.ddp)
+    bound_deepspeed_groups(config)
+
+
+def test_nvme_without_libaio_is_refused_before_the_model_is_loaded(config, without_launcher, monkeypatch):
     builders = SimpleNamespace(AsyncIOBuilder=lambda: SimpleNamespace(is_compatible=lambda: False))
     fake = SimpleNamespace(init_distributed=lambda **settings: None)
     monkeypatch.setitem(sys.modules, "deepspeed", fake)
     monkeypatch.setitem(sys.modules, "deepspeed.ops.op_builder", builders)
+    monkeypatch.setattr(cpp_extension, "FileBaton", FileBaton)  # what is set here is set back
     config.parallelism = ZeroConfig(strategy=Strategy.zero3, offload_optimizer=Offload.nvme, nvme_path="/disk")
     with pytest.raises(RequestError, match=r"apt install libaio-dev"):
         join_ranks(config)

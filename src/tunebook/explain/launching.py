@@ -39,6 +39,14 @@ LAUNCHING: dict[str, Explanation] = {
         why="The launcher writes both before the ranks start, and every node reads them.",
         advice="Put outputs=FOLDER and TUNEBOOK_CACHE on a file system that all nodes share.",
     ),
+    "operator-build-stuck": Explanation(
+        summary="An operator of DeepSpeed's is being compiled elsewhere, and that did not come to an end.",
+        why="Only one process compiles an operator at a time; the others wait for its lock file for "
+        "launcher.start_timeout_s. A program that was killed while it compiled leaves its lock file behind. Tunebook "
+        "takes that away where it can tell: at once if it was its own, else once nothing has changed for 10 minutes.",
+        advice="If nothing compiles any more, remove the folder that the message names; the operator is compiled anew. "
+        "If a compiler is at work, raise launcher.start_timeout_s.",
+    ),
     "slurm-not-found": Explanation(
         summary="Slurm's commands are not on this machine.",
         why="launcher=slurm hands a job script to sbatch.",
@@ -51,8 +59,8 @@ LAUNCHING: dict[str, Explanation] = {
     ),
     "slurm-refused": Explanation(
         summary="Slurm refuses the job.",
-        why="The partition or account does not exist or may not be used, or no nodes of that kind exist. It is asked "
-        "before anything is prepared.",
+        why="The partition or account does not exist, may not be used or takes no jobs now, no such nodes exist, or "
+        "Slurm cannot write to such a path. It is asked before anything is prepared.",
         advice="Change the key that the message names; `sinfo` lists partitions, `sacctmgr show assoc user=$USER` "
         "accounts.",
     ),

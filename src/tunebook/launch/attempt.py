@@ -218,11 +218,10 @@ class Attempt:
         who = where(failed.rank, self.hosts) if failed is not None else "the training"
         log = rank_log(self.folder, failed.rank) if failed is not None else torchrun_log(self.folder, 0)
         self._quote(log)
-        return TunebookError(
-            f"{who} {how} and could not say why; what it printed is above, and in {self.folder / 'log.txt'}. A kill by "
-            f"signal 9 is most often the system's, which ran out of memory",
-            problem_id="run-lost",
-        )
+        said = f"{who} {how} and could not say why; what it printed is above, and in {self.folder / 'log.txt'}"
+        if -code == signal.SIGKILL:
+            said += ". A kill by signal 9 is most often the system's, which ran out of memory"
+        return TunebookError(said, problem_id="run-lost")
 
     def _is_disk_full(self) -> bool:
         """Whether the run's disk has no room for even a small file."""

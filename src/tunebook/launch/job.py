@@ -34,16 +34,18 @@ from tunebook.launch.slurm.submit import follow, refuse_if_queued, submit
 from tunebook.launch.starting import check_launcher
 from tunebook.launch.upload import check_upload
 from tunebook.model.load import check_model
+from tunebook.model.weights_fingerprint import weights_fingerprint
 from tunebook.plan.batch import BatchPlan, solve_batch, world_size
 from tunebook.plan.host_memory import plan_host_memory
 from tunebook.plan.memory import plan_memory
 from tunebook.record.atomic_files import atomic_write_json, atomic_write_text
 from tunebook.record.files import PLAN_FILE, PREPARED_FILE, RUN_FILE
-from tunebook.record.manifest import start_manifest
+from tunebook.record.manifest import MANIFEST_FILE, read_manifest, recorded_fingerprint, start_manifest
 from tunebook.record.run_folder import check_outputs, clear_outcomes, create_run_folder, make_run_folder
 from tunebook.record.start_up import StartClock
 
 if TYPE_CHECKING:
+    from tunebook.checkpoint.record import Identity
     from tunebook.data.prepared import Prepared
 
 
@@ -107,7 +109,7 @@ def run_job(job: Job, console: Console, *, folder: Path | None = None, clock: St
         show_batch(plan, console)
         found = folder or unfinished_run(config, lambda text: console.print(Text(text), soft_wrap=True))
         is_done = found is not None and is_trained(found, config)
-        checkpoint = None if is_done else expected_checkpoint(config, found, identity_of(config, prepared))
+        checkpoint = None if is_done else expected_checkpoint(config, found, _identity(config, prepared))
         folder = _make_folder(config, found)
         lock = stack.enter_context(working_in(folder))
         set_up_folder(job, plan, prepared, folder)
@@ -154,6 +156,11 @@ def prepare_data(config: RunConfig, console: Console) -> Prepared:
         return prepare(config, progress)
 
 
+def _identity(config: RunConfig, prepared: Prepared) -> Identity:
+    """What the run's checkpoints will belong to; the ranks find the fingerprint remembered."""
+    return identity_of(config, prepared, weights_fingerprint(config.model))
+
+
 def _make_folder(config: RunConfig, found: Path | None) -> Path:
     """The folder that was named, or of a run that is gone on with; a new one where there is neither."""
     if found is None:
@@ -170,9 +177,11 @@ def _going_on(config: RunConfig, folder: Path, checkpoint: Path | None) -> str:
 
 def set_up_folder(job: Job, plan: BatchPlan, prepared: Prepared, folder: Path) -> None:
     """Write everything that the ranks read, before any of them starts."""
-    config = job.config
+    config, known = job.config, None
     if not is_trained(folder, config):
         clear_outcomes(folder)
+    elif (folder / MANIFEST_FILE).is_file():  # trained from weights that may be others by now
+        known = {"weights_fingerprint": recorded_fingerprint(read_manifest(folder))}
     atomic_write_text(folder / RUN_FILE, config_to_yaml(config))
     atomic_write_json(folder / PLAN_FILE, plan_json(job, plan))
     atomic_write_json(folder / PREPARED_FILE, {"folder": str(prepared.folder)})
@@ -183,6 +192,7 @@ def set_up_folder(job: Job, plan: BatchPlan, prepared: Prepared, folder: Path) -
         # Not what was typed: `tunebook reproduce` types no word of what it trains.
         command=["tunebook", "train", *([config.recipe] if config.recipe is not None else []), *job.words],
         typed=["tunebook", *sys.argv[1:]],
+        model=known,
         tokenizer_sha256=prepared.tokenizer_sha256,
         chat_template_sha256=prepared.chat_template_sha256,
         dataset={

@@ -158,9 +158,8 @@ def time_lines(plan: TimePlan) -> list[str]:
             "saving and evaluation come on top"
         )
     elif speed is not None:
-        lines.append(
-            f"  {tokens or 'how many tokens is not known before the data is prepared, nor is dataset.mean_tokens set'}"
-        )
+        unknown = "how many tokens is not known before the data is prepared: dataset.num_documents, .mean_tokens tell"
+        lines.append(f"  {tokens or unknown}")
     return [*lines, *(f"  {line}" for line in plan.assumption.replace("; ", ";\n    ").splitlines())]
 
 

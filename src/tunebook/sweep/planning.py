@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +25,8 @@ from tunebook.sweep.trials import Trial, check_trials, expand_trials
 
 if TYPE_CHECKING:
     from tunebook.sweep.study import SearchPlan
+
+Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,9 +124,18 @@ class SweepPlan:
 
 
 def plan_sweep(
-    recipe: str | None, words: list[str], recipes_dirs: list[Path], options: SweepOptions, *, is_started: bool
+    recipe: str | None,
+    words: list[str],
+    recipes_dirs: list[Path],
+    options: SweepOptions,
+    *,
+    is_started: bool,
+    progress: Progress | None = None,
 ) -> SweepPlan:
-    """Compose and check every trial. Raises: RequestError with what to type, before anything is written."""
+    """Compose and check every trial. Raises: RequestError with what to type, before anything is written.
+
+    `progress` hears how many are worked out, of how many.
+    """
     _require_packages(options)
     if options.way is SweepLauncher.slurm:
         from tunebook.sweep.slurm_words import split_words
@@ -138,6 +150,10 @@ def plan_sweep(
         trials = corners(fixed, space)
     num_trials = len(trials) if space is None else options.num_trials or 0
     drafts = TrialDrafts(recipe=recipe, recipes_dirs=recipes_dirs, machine=detect_machine())
+    for number, trial in enumerate(trials, 1):
+        drafts.whole(trial.overrides)
+        if progress is not None:
+            progress(number, len(trials))
     # A search may be given more trials later, which must not change what the first ones ran on.
     division = divide(drafts, trials, options, num_trials if space is None else None)
     configs: list[RunConfig] = []

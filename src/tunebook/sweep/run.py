@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tunebook.errors import RequestError
+from tunebook.launch.show import preparing
 from tunebook.record.config_hash import config_hash
 from tunebook.sweep.folder import Request, SweepFolder, create, newest_with, working_on
 from tunebook.sweep.launching import CommandOf, RunHere, RunTrial, TrialList, TrialSource, work_off
@@ -27,6 +28,7 @@ from tunebook.sweep.trial_process import EXIT_STOPPED, wait_until_free
 from tunebook.sweep.trials import Trial
 
 CSV_FILE = "sweep.csv"
+_MANY = 50  # trials: from here on checking them takes seconds
 _WITHOUT_RECIPE = "custom"  # the folder of runs that name no recipe
 
 
@@ -46,7 +48,13 @@ def sweep_command(
     """
     options = options or SweepOptions()
     check_options(options)
-    plan = plan_sweep(recipe, words, recipes_dirs, options, is_started=not dry_run)
+    with preparing(console) as show:
+
+        def progress(done: int, total: int) -> None:
+            if total >= _MANY:
+                show(done, total, f"checking {total} trials")
+
+        plan = plan_sweep(recipe, words, recipes_dirs, options, is_started=not dry_run, progress=progress)
     if dry_run:
         console.print(trial_table(plan.trials, plan.space))
         console.print(Text(plan.describe()), soft_wrap=True)

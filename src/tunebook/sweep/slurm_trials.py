@@ -19,8 +19,8 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.errors import RequestError, TunebookError
-from tunebook.launch.slurm.client import JobState, job_state, refusal, slurm
-from tunebook.launch.slurm.script import option_words
+from tunebook.launch.slurm.client import patient_job_state, refusal, slurm
+from tunebook.launch.slurm.script import option_lines, option_words, output_pattern
 from tunebook.record.atomic_files import atomic_write_json, atomic_write_text, read_json
 from tunebook.sweep.folder import SweepFolder
 from tunebook.sweep.launching import CommandOf
@@ -31,9 +31,14 @@ from tunebook.sweep.trials import Trial
 
 _POLL_S = 2.0
 _RECORD_WITHIN_S = 20.0  # for a network file system to show what the job has written
-_SILENT_WITHIN_S = 600.0  # a controller that is restarted, or busy
 _NO_LIMIT_MINUTES = 10**7  # what submitit counts with where the limit is the partition's
-_OF_SUBMITIT = ("output", "error", "open-mode", "signal")  # of its options, those that stay
+_OF_SUBMITIT = ("open-mode", "signal")  # of its options, those that stay
+_LOGS = {"output": "out", "error": "err"}  # as submitit names them: by job and task
+_NOT_NOW = 1  # the exit code of a trial that Slurm did not take: the same command tries again
+
+
+class _NotTakenError(Exception):
+    """Slurm took a trial's job not now: a partition that is closed, a limit on jobs, a controller that is silent."""
 
 
 @dataclass(kw_only=True)
@@ -50,10 +55,14 @@ class RunInSlurm:
     def __call__(self, trial: Trial, watch: Watch | None) -> None:
         """Submit one, or find its job, and wait until it has ended."""
         try:
-            job_id = self._find(trial) or self._submit(trial, self.config_of(trial))
-        except RequestError as error:
-            reason = TrialEnd(exit_code=error.exit_code, seconds=0.0, was_interrupted=False, reason=error.message)
-            write_trial_end(reason, self.folder.end_file(trial))
+            config = self.config_of(trial)
+        except RequestError as error:  # values that were proposed may break a rule together
+            self._fail(trial, error.exit_code, error.message)
+            return
+        try:
+            job_id = self._find(trial) or self._submit(trial, config)
+        except _NotTakenError as error:
+            self._fail(trial, _NOT_NOW, str(error))
             return
         end = self._follow(trial, job_id, watch)
         if end is not None:
@@ -61,16 +70,22 @@ class RunInSlurm:
         how = "not started" if end is None else f"ended with exit code {end.exit_code} after {end.seconds:.0f} s"
         self._say(trial, how)
 
+    def _fail(self, trial: Trial, exit_code: int, reason: str) -> None:
+        """Write down why a trial did not become a job."""
+        end = TrialEnd(exit_code=exit_code, seconds=0.0, was_interrupted=False, reason=reason)
+        write_trial_end(end, self.folder.end_file(trial))
+        self._say(trial, f"not started: {reason}")
+
     def _find(self, trial: Trial) -> str | None:
         """The trial's job of an earlier time, if it still waits or runs."""
         file = self._job_file(trial)
         job_id = str(read_json(file)["job_id"]) if file.is_file() else None
-        state = job_state(job_id) if job_id is not None else None
+        state = patient_job_state(job_id) if job_id is not None else None
         if job_id is None or state is None or state.has_ended:
             return None
         if self._stop_file(trial).is_file():
             self._say(trial, f"waits for job {job_id}, which was asked to stop")
-            while (state := job_state(job_id)) is not None and not state.has_ended:
+            while (state := patient_job_state(job_id)) is not None and not state.has_ended:
                 time.sleep(_POLL_S)
             return None
         self._say(trial, f"{trial.title}: is job {job_id}, {state.text()}")
@@ -91,14 +106,11 @@ class RunInSlurm:
             is_requeued=config.launcher.requeue,
         )
         with self._submitting:
-            executor = _Executor(self.folder.path / "submitit", option_words(config))
-            time_min = _minutes(config.launcher.time_limit)
-            # submitit's copy of the limit tells a time-out from a preemption; Slurm gets the original.
-            executor.update_parameters(time=time_min, signal_delay_s=config.launcher.stop_timeout_s)
+            executor = _Executor(self.folder.path / "submitit", option_words(config), config.launcher)
             try:
                 job_id = str(executor.submit(job).job_id)
             except (FailedJobError, FailedSubmissionError) as error:
-                raise refusal(str(error), config) from error
+                raise _NotTakenError(refusal(str(error), config).message) from error
         atomic_write_json(self._job_file(trial), {"job_id": job_id})
         self._say(trial, f"{trial.title}: submitted as job {job_id}, prints to {self.folder.output(trial)}")
         return job_id
@@ -107,7 +119,7 @@ class RunInSlurm:
         """Wait for a job's end; None where it was taken back before it began."""
         asked, pruned, lost_at = 0, None, None
         while True:
-            state = _patient_job_state(job_id)
+            state = patient_job_state(job_id)
             is_over = state is None or state.has_ended
             end = self.folder.end_of(trial) if is_over or self.folder.end_file(trial).is_file() else None
             if end is not None:
@@ -150,12 +162,20 @@ class RunInSlurm:
 class _Executor(submitit.SlurmExecutor):
     """submitit's executor, whose scripts have the options of launcher=slurm in the place of its own defaults."""
 
-    def __init__(self, folder: Path, options: list[str]) -> None:
+    def __init__(self, folder: Path, options: list[str], settings: SlurmConfig) -> None:
         try:
             super().__init__(folder=folder, max_num_timeout=1000)
         except RuntimeError as error:
             raise TunebookError(f"submitit: {error}", problem_id="slurm-not-found") from error
-        self._options = [word for word in options if not word.startswith("--signal=")]
+        # Its own options for these would be wrong where there is a % in the folder, and a sign that sbatch reads.
+        logs = [f"--{name}={output_pattern(folder, f'%j_0_log.{end}')}" for name, end in _LOGS.items()]
+        self._options = [*(word for word in options if not word.startswith("--signal=")), *logs]
+        self.update_parameters(
+            # Its copy of the limit tells a time-out from a preemption; Slurm gets the original.
+            time=_minutes(settings.time_limit),
+            signal_delay_s=settings.stop_timeout_s,
+            srun_args=[f"--{name}={output_pattern(folder, f'%j_%t_log.{end}')}" for name, end in _LOGS.items()],
+        )
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         lines = super()._make_submission_file_text(command, uid).splitlines()
@@ -163,21 +183,7 @@ class _Executor(submitit.SlurmExecutor):
         place = own.index("# Parameters") + 1
         # srun no longer takes the cores from the job, and would use one.
         cores = "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_ON_NODE"
-        return "\n".join(
-            [*own[:place], *(f"#SBATCH {word}" for word in self._options), *own[place:-1], cores, own[-1], ""]
-        )
-
-
-def _patient_job_state(job_id: str) -> JobState | None:
-    """How a job stands. It goes on without the controller, so one that is silent for a while is waited for."""
-    end = time.monotonic() + _SILENT_WITHIN_S
-    while True:
-        try:
-            return job_state(job_id)
-        except TunebookError:
-            if time.monotonic() > end:
-                raise
-        time.sleep(_POLL_S)
+        return "\n".join([*own[:place], *option_lines(self._options), *own[place:-1], cores, own[-1], ""])
 
 
 def _is_kept(line: str) -> bool:

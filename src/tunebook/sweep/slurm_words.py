@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.errors import RequestError
 
+_PLACEHOLDER = re.compile(r"%[jtaA]")
 _KEPT_IN_JOB = ("launcher.timeout_s", "launcher.start_timeout_s", "launcher.stop_timeout_s")
 
 
@@ -36,6 +40,17 @@ def check_jobs(config: RunConfig) -> None:
         raise RequestError(
             f"{what}: with --launcher=slurm a trial is one process on one node, outside of containers; let each trial "
             "submit its own job instead: --launcher=joblib --jobs=2 launcher=slurm launcher.wait=true",
+            problem_id="sweep-option",
+        )
+    _check_outputs(Path(config.outputs).expanduser().absolute())
+
+
+def _check_outputs(outputs: Path) -> None:
+    """Refuse what submitit replaces in the path of its own files by the number of a job. Raises: RequestError."""
+    if found := _PLACEHOLDER.search(str(outputs)):
+        raise RequestError(
+            f"outputs={outputs}: submitit, which brings trials to their nodes, puts a job's number in the place of "
+            f"{found[0]}; write elsewhere: outputs=/a/folder/of/yours",
             problem_id="sweep-option",
         )
 

@@ -7,13 +7,14 @@ key=a,b  key=choice(a,b)            one of these
 
 from __future__ import annotations
 
+import shlex
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
 
 from tunebook.errors import RequestError
-from tunebook.sweep.trials import Trial, parse_words
+from tunebook.sweep.trials import Trial, num_values, parse_words
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
@@ -114,7 +115,8 @@ def _interval(sweep: IntervalSweep, word: str) -> BaseDistribution:
     low, high, is_log = sweep.start, sweep.end, "log" in sweep.tags
     assert low is not None and high is not None
     if low >= high:
-        raise _bad(word, f"the low end {low} is not below the high end {high}", f"interval({high},{low})")
+        why = f"the low end {low} is not below the high end {high}"
+        raise _bad(word, why, _turned_round(sweep, word))
     if is_log and low <= 0:
         raise _bad(word, f"there is no magnitude of {low}", "a low end above 0, or leave tag(log,...) out")
     if isinstance(low, int) and isinstance(high, int):
@@ -122,16 +124,31 @@ def _interval(sweep: IntervalSweep, word: str) -> BaseDistribution:
     return FloatDistribution(float(low), float(high), log=is_log)
 
 
+def _turned_round(sweep: IntervalSweep, word: str) -> str:
+    """The same override as it was meant: with the lower end first, or with the one value there is."""
+    key = word.partition("=")[0]
+    low, high = (repr(end).removesuffix(".0") for end in (sweep.end, sweep.start))
+    if low == high:
+        return f"{key}={low}"
+    value = f"interval({low},{high})"
+    if isinstance(sweep.start, int):
+        value = f"int({value})"
+    if "log" in sweep.tags:
+        value = f"tag(log,{value})"
+    return shlex.quote(f"{key}={value}")
+
+
 def _steps(sweep: RangeSweep, word: str) -> BaseDistribution:
     from optuna.distributions import FloatDistribution, IntDistribution
 
-    values = list(sweep.range())
-    if len(values) < 2 or sweep.step <= 0:
-        raise _bad(word, f"this range has {len(values)} values going up", "range(start,stop,step)")
-    if all(isinstance(value, int) for value in values):
-        return IntDistribution(int(values[0]), int(values[-1]), step=int(sweep.step))
-    low, step = Decimal(str(values[0])), Decimal(str(sweep.step))  # sums of floats would miss the end
-    return FloatDistribution(float(low), float(low + (len(values) - 1) * step), step=float(step))
+    num = num_values(sweep)
+    if num < 2 or sweep.step <= 0:
+        raise _bad(word, f"this range has {num} values going up", "range(start,stop,step)")
+    low, step = Decimal(str(sweep.start)), Decimal(str(sweep.step))  # sums of floats would miss the end
+    last = low + (num - 1) * step
+    if all(isinstance(number, int) for number in (sweep.start, sweep.stop, sweep.step)):
+        return IntDistribution(int(low), int(last), step=int(step))
+    return FloatDistribution(float(low), float(last), step=float(step))
 
 
 def _bad(word: str, why: str, instead: str) -> RequestError:

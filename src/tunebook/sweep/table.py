@@ -77,14 +77,14 @@ def trial_table(trials: list[Trial], space: Space | None) -> Table:
     for key in trials[0].swept:
         table.add_column(key, justify="right", overflow="fold")
     for trial in trials:
-        table.add_row(str(trial.number + 1), *trial.swept.values())
+        table.add_row(trial.name, *trial.swept.values())
     return table
 
 
 def best_line(recipe: str | None, best: TrialResult) -> str:
     """What trains the best trial again."""
     words = [*([recipe] if recipe else []), *best.trial.overrides]
-    return f"best: trial {best.trial.number + 1}, again: {shlex.join(['tunebook', 'train', *words])}"
+    return f"best: {best.trial.name}, again: {shlex.join(['tunebook', 'train', *words])}"
 
 
 # Attribute of a result -> heading, format.

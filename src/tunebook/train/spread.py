@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 import os
 import socket
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch.distributed
 from accelerate.utils import gather_object
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -18,6 +21,7 @@ from tunebook.model.fp8_layers import count_fp8_layers
 from tunebook.parallel.deepspeed import uses_nvme, zero_stage
 from tunebook.parallel.expected import require_expected, require_fp8
 from tunebook.parallel.found import find_parallelism
+from tunebook.parallel.operator_builds import build_operators_in_turn
 from tunebook.record.atomic_files import atomic_write_json
 from tunebook.record.files import DEEPSPEED_FILE
 from tunebook.record.manifest import MANIFEST_FILE, update_manifest
@@ -27,18 +31,38 @@ def join_ranks(config: RunConfig) -> None:
     """Set up what a sharding library looks for before it is asked for anything.
 
     One rank that no launcher started is made a group of one, or DeepSpeed would look for MPI and accelerate leave FSDP
-    out. ZeRO-3 on a CPU needs its own process group before the model is made.
+    out. On a CPU the process group is made here: ZeRO-3 needs it before the model is made, and transformers (5.17 to
+    5.23) makes it without `launcher.timeout_s` where it is told of no GPU.
     """
     strategy = config.parallelism.strategy
+    is_zero, is_on_cpu = zero_stage(strategy) is not None, config.hardware.generation is Generation.cpu
+    timeout = timedelta(seconds=config.launcher.timeout_s)
     if strategy not in (Strategy.single, Strategy.ddp) and "WORLD_SIZE" not in os.environ:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         os.environ.update(alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())})
-    if zero_stage(strategy) is not None and config.hardware.generation is Generation.cpu:
+    if is_zero:
+        build_operators_in_turn(config.launcher.start_timeout_s)
+    if is_zero and is_on_cpu:
         import deepspeed
 
-        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, timeout=timeout)
+    elif is_on_cpu and "WORLD_SIZE" in os.environ and not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo", timeout=timeout)
     if uses_nvme(config):
         _require_libaio()
+
+
+def bound_deepspeed_groups(config: RunConfig) -> None:
+    """Let the groups that DeepSpeed makes of ranks wait for `launcher.timeout_s`, once it has joined them.
+
+    Its collectives go through groups of its own, which it makes without a time-out: torch's default, whatever the
+    group of all ranks was given.
+    """
+    if zero_stage(config.parallelism.strategy) is None:
+        return
+    from deepspeed.comm import comm
+
+    comm.cdb.new_group = partial(torch.distributed.new_group, timeout=timedelta(seconds=config.launcher.timeout_s))
 
 
 def _require_libaio() -> None:

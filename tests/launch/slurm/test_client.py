@@ -1,5 +1,6 @@
 """What Slurm's commands say, as the versions from 22.05 on say it, and what is made of that."""
 
+import re
 import subprocess
 
 import pytest
@@ -9,7 +10,7 @@ from tunebook.config.compose import compose
 from tunebook.errors import RequestError, TunebookError
 from tunebook.hardware.detect import Machine
 from tunebook.launch.slurm import client
-from tunebook.launch.slurm.client import check_job, job_state, refusal, slurm
+from tunebook.launch.slurm.client import check_job, job_state, patient_job_state, refusal, slurm
 
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
 
@@ -55,7 +56,7 @@ def _time_out():
         (
             "sbatch: error: invalid partition specified: gpus\nallocation failure: Invalid partition name specified",
             r"invalid partition specified: gpus; Invalid partition name specified. launcher.partition=gpus: Did you "
-            r"mean 'gpu'\? Partitions: cpu, gpu",
+            r"mean 'gpu'\? Partitions that are up: launcher.partition=cpu$",
         ),
         (
             "allocation failure: Invalid account or account/partition combination specified",
@@ -72,11 +73,15 @@ def _time_out():
             "allocation failure: Invalid node name specified",
             r"specified\. a host in launcher\.extra_args is no node of this cluster: cpu, gpu",
         ),
+        (
+            "allocation failure: Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)",
+            r"wait until some have ended \(squeue --me\)",
+        ),
         ("allocation failure: Invalid feature specification", r"look at the cluster with: sinfo"),
     ],
 )
 def test_refusals_say_what_to_change(says, said, words):
-    says("sinfo", "gpu\ncpu\ngpu")
+    says("sinfo", "cpu=up\ngpu=inact\ngpu=inact" if "partition" in said.lower() else "gpu\ncpu\ngpu")
     says("sbatch", errors=said, code=1)
     with pytest.raises(RequestError, match=words) as caught:
         check_job(config_of("launcher.partition=gpus", "launcher.account=chem"))
@@ -123,3 +128,55 @@ def test_a_job_that_slurm_has_forgotten(says):
     says("scontrol", errors="slurm_load_jobs error: Unable to contact slurm controller", code=1)
     with pytest.raises(TunebookError, match="Unable to contact"):
         job_state("12")
+
+
+INACTIVE = "sbatch: error: Batch job submission failed: Required partition not available (inactive or drain)"
+
+
+@pytest.mark.parametrize(
+    ("asked", "states", "words"),
+    [
+        ([], "main=inact", "The cluster's default partition takes no such job now: type the same again later, or name"),
+        ([], "main=inact\nb=up", r"another. Partitions that are up: launcher.partition=b$"),
+        (["launcher.partition=main"], "main=inact", r"launcher.partition=main takes no .* No other partition is up"),
+    ],
+)
+def test_a_partition_that_is_closed_for_now_is_not_what_is_named_instead(says, asked, states, words):
+    says("sinfo", states)
+    error = refusal(INACTIVE, config_of(*asked))
+    assert re.search(words, error.message)
+    assert "None" not in error.message
+
+
+def test_an_account_that_was_left_out_is_written_as_it_is_typed():
+    said = refusal("allocation failure: Invalid account or account/partition combination specified", config_of())
+    assert "launcher.account=null:" in said.message
+
+
+def test_a_folder_that_slurm_cannot_print_to_is_refused_before_anything_is_prepared(says):
+    says("sbatch")
+    with pytest.raises(RequestError, match=r"there is a backslash in the path; write elsewhere: outputs=/a/folder"):
+        check_job(config_of("outputs='/a\\b'"))
+
+
+def test_a_controller_that_is_silent_for_a_while_is_waited_for(monkeypatch):
+    answers = iter([out_of_reach, out_of_reach, lambda: None])
+    monkeypatch.setattr(client, "SILENT_POLL_S", 0.0)
+    monkeypatch.setattr(client, "job_state", lambda job_id: next(answers)())
+    said = []
+    assert patient_job_state("12", said.append) is None
+    assert said == ["Slurm's controller does not answer; waiting for it for up to 600 s"]
+    monkeypatch.setattr(client, "SILENT_WITHIN_S", 0.05)
+    monkeypatch.setattr(client, "job_state", lambda job_id: out_of_reach())
+    with pytest.raises(TunebookError, match="no answer"):
+        patient_job_state("12")
+
+
+def test_a_machine_without_slurm_is_not_waited_for(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RequestError, match="needs Slurm's command scontrol"):
+        patient_job_state("12")
+
+
+def out_of_reach():
+    raise TunebookError("no answer", problem_id="slurm-out-of-reach")

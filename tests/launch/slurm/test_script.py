@@ -8,7 +8,7 @@ import pytest
 from tunebook.config.auto import resolve_auto
 from tunebook.config.compose import compose
 from tunebook.hardware.detect import Machine
-from tunebook.launch.slurm.script import job_script, option_words
+from tunebook.launch.slurm.script import job_script, option_lines, option_words, unusable_sign
 
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
 FOLDER = Path("/runs/1")
@@ -57,3 +57,42 @@ def test_the_shell_reads_it_whatever_the_folders_are_called(monkeypatch, tmp_pat
         ["bash", "-c", script], env={"SLURM_CPUS_ON_NODE": "4", "PATH": "/usr/bin:/bin"}, capture_output=True, text=True
     )
     assert answer.stdout == f"{place}|4|-m|tunebook.launch.slurm|{place / 'run'}|", answer.stderr
+
+
+def test_a_title_of_several_lines_stays_a_comment():
+    """sbatch reads no option after a line that is none, and the node would run it."""
+    config = config_of("quickstart", "launcher=slurm")
+    config.title = "first\necho second\r\nthird"
+    lines = job_script(config, Path("/runs/a\nb")).splitlines()
+    assert lines[1] == "# first echo second  third: the job of /runs/a b"
+    assert [line for line in lines[:4] if not line.startswith("#")] == []
+    assert "#SBATCH --nodes=1" in lines
+
+
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        ("--exclusive", "--exclusive"),
+        ("--comment=two words", '--comment="two words"'),
+        ("--output=/runs/#1/x", '--output="/runs/#1/x"'),
+        ("--comment=it's", '--comment="it\'s"'),
+        ('--comment=a "b"', r'--comment="a \"b\""'),
+        ("--comment=a\\b", r'--comment="a\\b"'),
+        ("--constraint=a|b&c", "--constraint=a|b&c"),
+        ("-C a100", '"-C a100"'),
+        ("--gres=gpu:a=1 b", '--gres="gpu:a=1 b"'),
+    ],
+)
+def test_what_means_something_to_sbatch_is_between_quotes(word, line):
+    """As sbatch 22.05 was seen to read them."""
+    assert option_lines([word]) == [f"#SBATCH {line}"]
+
+
+def test_the_signs_of_a_folder_are_not_slurms():
+    options = option_words(config_of("quickstart", "launcher=slurm"), Path("/runs/50%j"))
+    assert "--output=/runs/50%%j/slurm-%j.out" in options
+
+
+@pytest.mark.parametrize(("path", "sign"), [("/a\\b", "a backslash"), ("/a\nb", "a line break"), ("/a%b #'", None)])
+def test_paths_that_slurm_cannot_print_to(path, sign):
+    assert unusable_sign(Path(path)) == sign

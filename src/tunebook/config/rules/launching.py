@@ -166,16 +166,29 @@ def sbatch_option_reserved(config: RunConfig) -> Iterator[Finding]:
     settings = config.launcher
     if not isinstance(settings, SlurmConfig):
         return
-    rest = [option for option in settings.extra_args if _option_name(option) not in _RESERVED]
+    rest = [option for option in settings.extra_args if _why_reserved(option) is None]
     for option in settings.extra_args:
-        if why := _RESERVED.get(_option_name(option)):
+        if why := _why_reserved(option):
             fix = typed_list("launcher.extra_args", rest)
             yield Finding(key="launcher.extra_args", message=f"{option}: {why}", fix=fix)
 
 
+def _why_reserved(option: str) -> str | None:
+    """Why an option is not the user's; None where it is. sbatch takes every beginning of a name that is no other's."""
+    name = _option_name(option)
+    if len(name) <= len("--") or not name.startswith("--"):
+        return _RESERVED.get(name)
+    return _RESERVED.get(name) or next((why for known, why in _RESERVED.items() if known.startswith(name)), None)
+
+
 def _option_name(option: str) -> str:
-    """--nodes of --nodes=3 and "--nodes 3"; of a short one its letter, to which the value may be attached: -N3."""
-    return re.split(r"[=\s]", option, maxsplit=1)[0] if option.startswith("--") else option[:2]
+    """--nodes of --nodes=3 and "--nodes 3"; of a short one its letter, to which the value may be attached: -N3.
+
+    Short ones that take no value may stand before it in the same word: -HN3.
+    """
+    if option.startswith("--"):
+        return re.split(r"[=\s]", option, maxsplit=1)[0]
+    return re.sub(r"^-[HIkOQsv]+(?=\w)", "-", option)[:2]
 
 
 @rule(

@@ -6,15 +6,21 @@ import os
 import re
 import shutil
 import subprocess
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+from tunebook.config.override_text import as_typed
 from tunebook.config.rules.launching import slurm_seconds
 from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.errors import RequestError, TunebookError, did_you_mean
-from tunebook.launch.slurm.script import option_words
+from tunebook.launch.slurm.script import option_words, unusable_sign
 
 # A controller that does not answer: Slurm's commands themselves try for minutes.
 CLIENT_TIMEOUT_S = 60.0
+SILENT_WITHIN_S = 600.0  # one that is restarted, or busy; jobs go on without it
+SILENT_POLL_S = 2.0
 _FIELD = re.compile(r"(?:^| )(\w+)=(.*?)(?= [A-Za-z/:]+=|\s*$)")  # a reason has blanks
 _OUT_OF_REACH = ("unable to contact slurm controller", "socket timed out", "establish a configuration source")
 _TOO_MUCH = ("node configuration", "node count", "generic resource", "processors requested", "required node")
@@ -70,10 +76,21 @@ def check_job(config: RunConfig) -> None:
     """Let Slurm judge the job's options before anything is prepared. Raises: RequestError with what to change."""
     settings = config.launcher
     assert isinstance(settings, SlurmConfig)
+    check_path(Path(config.outputs).expanduser().absolute())
     answer = slurm("sbatch", "--test-only", *option_words(config), input_text="#!/bin/sh\ntrue\n")
     if answer.returncode == 0:
         return
     raise refusal(answer.stderr, config)
+
+
+def check_path(folder: Path) -> None:
+    """Refuse a folder that Slurm cannot have a job print to. Raises: RequestError with what to change."""
+    if sign := unusable_sign(folder):
+        raise RequestError(
+            f"Slurm cannot have a job print to {folder}: there is {sign} in the path; write elsewhere: "
+            "outputs=/a/folder/of/yours",
+            problem_id="slurm-refused",
+        )
 
 
 def refusal(said: str, config: RunConfig) -> TunebookError:
@@ -90,15 +107,16 @@ def _what_to_change(said: str, config: RunConfig) -> str:
     """What to type instead, by the words of Slurm's own errors (slurm_errno.c), in lower case."""
     settings, hardware = config.launcher, config.hardware
     assert isinstance(settings, SlurmConfig)
-    if "account" in said:
+    if "policy" in said:
         return (
-            f"launcher.account={settings.account}: name an account that may use the partition, or null for your default"
+            "That is a limit on your jobs, their sizes or times: wait until some have ended (squeue --me), or ask for "
+            "less; of a sweep fewer trials at a time, with --jobs=1"
         )
+    if "account" in said:
+        account = as_typed(settings.account)
+        return f"launcher.account={account}: name an account that may use the partition, or null for your default"
     if "partition" in said:
-        known = _listed("%R")
-        return f"launcher.partition={settings.partition}:{did_you_mean(settings.partition or '', known)} " + (
-            f"Partitions: {', '.join(known)}" if known else "sinfo lists them"
-        )
+        return _other_partition(settings.partition, is_known="not available" in said)
     if "invalid node name" in said:
         known = _listed("%N", "--Node")
         return "a host in launcher.extra_args is no node of this cluster" + (f": {', '.join(known)}" if known else "")
@@ -111,6 +129,22 @@ def _what_to_change(said: str, config: RunConfig) -> str:
     return "look at the cluster with: sinfo; sacctmgr show assoc user=$USER"
 
 
+def _other_partition(name: str | None, *, is_known: bool) -> str:
+    """What to type instead of a partition that does not exist, or that takes no jobs for now (`is_known`)."""
+    states = sorted({(partition, state) for partition, _, state in (line.partition("=") for line in _listed("%R=%a"))})
+    usable = [partition for partition, state in states if state == "up" and partition != name]
+    guess = "" if is_known or name is None else did_you_mean(name, [partition for partition, _ in states])
+    asked = "The cluster's default partition" if name is None else f"launcher.partition={name}"
+    now = (
+        f"{asked} takes no such job now: type the same again later, or name another."
+        if is_known
+        else f"{asked}:{guess}"
+    )
+    if usable:
+        return f"{now} Partitions that are up: {', '.join(f'launcher.partition={each}' for each in usable)}"
+    return f"{now} " + ("No other partition is up; look with: sinfo" if states else "sinfo lists them")
+
+
 def _listed(what: str, *options: str) -> list[str]:
     """One column of sinfo, in order and each once."""
     answer = slurm("sinfo", "--noheader", *options, f"--format={what}")
@@ -121,6 +155,25 @@ def node_names() -> list[str]:
     """The names of this job's nodes, in Slurm's order."""
     answer = slurm("scontrol", "show", "hostnames", os.environ.get("SLURM_JOB_NODELIST", ""))
     return answer.stdout.split() if answer.returncode == 0 else []
+
+
+def patient_job_state(job_id: str, say: Callable[[str], None] = lambda text: None) -> JobState | None:
+    """How a job stands. It goes on without the controller, so one that is silent for a while is waited for.
+
+    `say` hears of that once. Raises: TunebookError when the controller is silent for `SILENT_WITHIN_S`.
+    """
+    begun = time.monotonic()
+    has_said = False
+    while True:
+        try:
+            return job_state(job_id)
+        except TunebookError as error:
+            if error.problem_id != "slurm-out-of-reach" or time.monotonic() - begun > SILENT_WITHIN_S:
+                raise
+            if not has_said:
+                say(f"Slurm's controller does not answer; waiting for it for up to {SILENT_WITHIN_S:g} s")
+                has_said = True
+        time.sleep(SILENT_POLL_S)
 
 
 def job_state(job_id: str) -> JobState | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -11,11 +12,27 @@ from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.launch.commands import JOB_SCRIPT, job_body
 
 _HEAD = "#!/usr/bin/env bash"
+_SPECIAL = re.compile(r"""[\s#"'\\]""")  # ends a word, begins a comment or a quotation, or escapes, to sbatch
 
 
 def output_file(folder: Path, job_id: str) -> Path:
     """Where a job prints: one file for all its turns, also of an array's task."""
     return folder / f"slurm-{job_id}.out"
+
+
+def output_pattern(folder: Path, name: str) -> str:
+    """A file that Slurm opens for a job, as its options name it: the signs after % are Slurm's in `name` alone."""
+    return f"{str(folder).replace('%', '%%')}/{name}"
+
+
+def unusable_sign(folder: Path) -> str | None:
+    """What Slurm cannot have in the path of a file that a job prints to, in words; None where there is nothing.
+
+    A backslash turns the signs after % off for the whole path, also that of the job's number (`man sbatch`, filename
+    pattern), and options in a script end with their line.
+    """
+    names = {"\\": "a backslash", "\n": "a line break", "\r": "a line break"}
+    return next((name for sign, name in names.items() if sign in str(folder)), None)
 
 
 def job_options(config: RunConfig, folder: Path | None = None) -> dict[str, str | None]:
@@ -36,7 +53,7 @@ def job_options(config: RunConfig, folder: Path | None = None) -> dict[str, str 
     named = {"--partition": settings.partition, "--account": settings.account, "--time": settings.time_limit}
     options |= {name: value for name, value in named.items() if value is not None}
     if folder is not None:
-        options |= {"--output": str(output_file(folder, "%j")), "--open-mode": "append"}
+        options |= {"--output": output_pattern(folder, output_file(folder, "%j").name), "--open-mode": "append"}
     options |= {f"--{'' if settings.requeue else 'no-'}requeue": None}
     options["--signal"] = f"B:USR1@{settings.stop_timeout_s}"
     return options
@@ -56,9 +73,9 @@ def job_script(config: RunConfig, folder: Path, python: str = sys.executable) ->
     assert isinstance(settings, SlurmConfig)
     lines = [
         _HEAD,
-        f"# {config.title or 'A run'}: the job of {folder}",
-        f"# Submitted by tunebook train; again by hand: sbatch {shlex.quote(str(folder / JOB_SCRIPT))}",
-        *(f"#SBATCH {_quoted(word)}" for word in option_words(config, folder)),
+        f"# {_one_line(config.title) or 'A run'}: the job of {_one_line(str(folder))}",
+        f"# Submitted by tunebook train; again by hand: sbatch {_one_line(shlex.quote(str(folder / JOB_SCRIPT)))}",
+        *option_lines(option_words(config, folder)),
         "",
         f"# Slurm sends USR1 {settings.stop_timeout_s} s before the time limit, and on preemption where set to; the",
         f"# run saves, and {'asks to be requeued: it then goes on in this folder' if settings.requeue else 'ends'}.",
@@ -70,7 +87,22 @@ def job_script(config: RunConfig, folder: Path, python: str = sys.executable) ->
     return "\n".join(lines) + "\n"
 
 
+def option_lines(words: list[str]) -> list[str]:
+    """Options as sbatch reads them from a script: what stands for something else there is between quotes."""
+    return [f"#SBATCH {_quoted(word)}" for word in words]
+
+
 def _quoted(word: str) -> str:
-    """An option as sbatch reads it from a script: a value with blanks stands in quotes."""
+    """An option with quotes round what needs them: its value, or all of it where it is one word without a value."""
+    if not _SPECIAL.search(word):
+        return word
     name, equals, value = word.partition("=")
-    return f'{name}{equals}"{value}"' if any(sign.isspace() for sign in value) else word
+    if not equals or _SPECIAL.search(name):
+        name, equals, value = "", "", word
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'{name}{equals}"{escaped}"'
+
+
+def _one_line(text: str) -> str:
+    """The text without line breaks: sbatch stops reading options at the first line that is no comment, and runs it."""
+    return text.replace("\n", " ").replace("\r", " ")

@@ -16,7 +16,7 @@ from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError, StoppedError, TunebookError
 from tunebook.launch.commands import JOB_SCRIPT, submit_command
 from tunebook.launch.show import show_command
-from tunebook.launch.slurm.client import JobState, job_state, refusal, slurm
+from tunebook.launch.slurm.client import JobState, check_path, job_state, patient_job_state, refusal, slurm
 from tunebook.launch.slurm.script import job_script, output_file
 from tunebook.record.atomic_files import atomic_write_text
 from tunebook.record.manifest import RunState, finish_manifest, read_manifest, update_manifest
@@ -28,10 +28,11 @@ _OWN_RECORDS_WITHIN_S = 20.0  # for a network file system to show what the job h
 
 def submit(config: RunConfig, folder: Path, console: Console) -> str:
     """Write the job script and submit it; returns the job's number. Raises: RequestError when Slurm refuses."""
-    atomic_write_text(folder / JOB_SCRIPT, job_script(config, folder))
-    command = submit_command(folder)
-    show_command(command, console)
     try:
+        check_path(folder)
+        atomic_write_text(folder / JOB_SCRIPT, job_script(config, folder))
+        command = submit_command(folder)
+        show_command(command, console)
         answer = slurm(*command)
         if answer.returncode != 0:
             raise refusal(answer.stderr, config)
@@ -41,7 +42,7 @@ def submit(config: RunConfig, folder: Path, console: Console) -> str:
     job_id = answer.stdout.strip().partition(";")[0]
     update_manifest(folder, {"slurm": {"job_id": job_id}})
     output = output_file(folder, job_id)
-    state = job_state(job_id)
+    state = _state_if_told(job_id)
     lines = [
         f"submitted as job {job_id}" + (f", {state.text()}" if state is not None else ""),
         f"  what it prints:  tail -F {output}",
@@ -50,6 +51,14 @@ def submit(config: RunConfig, folder: Path, console: Console) -> str:
     ]
     console.print(Text("\n".join(lines)), soft_wrap=True)
     return job_id
+
+
+def _state_if_told(job_id: str) -> JobState | None:
+    """How a job that was just submitted stands; None where the controller is silent: the job is there all the same."""
+    try:
+        return job_state(job_id)
+    except TunebookError:
+        return None
 
 
 def refuse_if_queued(folder: Path) -> None:
@@ -82,7 +91,7 @@ def follow(job_id: str, folder: Path, console: Console) -> int:
     state: JobState | None = None
     with _stopping(job_id, console):
         while True:
-            state = job_state(job_id)
+            state = patient_job_state(job_id, lambda text: console.print(Text(f"job {job_id}: {text}"), soft_wrap=True))
             printed.show(console)
             text = state.text() if state is not None else None
             if text is not None and text != last:
@@ -128,11 +137,14 @@ def _stopping(job_id: str, console: Console) -> Iterator[None]:
         turn = count.take(number)
         if turn == 0:
             return
-        state = job_state(job_id)
-        is_polite = turn == 1 and state is not None and state.name == "RUNNING"
+        state = patient_job_state(job_id, console.print) if turn == 1 else None
+        is_polite = state is not None and state.name == "RUNNING"
         words = ["scancel", "--batch", "--signal=TERM", job_id] if is_polite else ["scancel", job_id]
         console.print(f"stopping: {' '.join(words)}" + (" (Ctrl-C cancels it at once)" if is_polite else ""))
-        slurm(*words)
+        answer = slurm(*words)
+        if answer.returncode != 0:
+            said = f"the job was not reached: {answer.stderr.strip()}; type it again: {' '.join(words)}"
+            console.print(Text(said), soft_wrap=True)
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:

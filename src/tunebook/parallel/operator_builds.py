@@ -1,0 +1,184 @@
+"""DeepSpeed's operators are compiled by one process at a time; one that is killed while it compiles holds up no other.
+
+torch compiles an operator in `<extensions>/<operator>/` and keeps others out by a file `lock` in it, which stays when
+the process is killed; every later one waits for it, for ever and without a word, and would then load what was never
+finished (FileBaton of torch 2.10 to 2.13). Here each process holds an flock of its own in that folder besides, which
+the system takes back from one that dies, and writes down who it is. So a `lock` that is there although nobody holds
+the flock was left behind:
+
+- by a process of ours on this machine, if that is what was written down: it is taken away at once;
+- by another program, which holds no flock, or by ours on another machine, whose file system may keep flocks from each
+  other (NFS with `local_lock`): that one may be at work, so it is waited for until nothing has changed in the folder
+  for `ABANDONED_AFTER_S`, by the clock of the file system.
+
+What lies beside such a file may be half-written, and is compiled anew. Nobody skips its turn at the compiler, as torch
+lets those do that waited: where everything is there that takes a moment, and where it is not it is made.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import torch.utils.cpp_extension
+from torch.utils.file_baton import FileBaton
+
+from tunebook.errors import TunebookError
+
+HOLDER_FILE = "tunebook.lock"  # carries the flock, and says who has it
+ABANDONED_AFTER_S = 600.0  # a compiler writes a file at its end: the longest one file has taken, several times over
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of a machine, unlike its name
+_POLL_S = 0.2
+_SAID_AFTER_S = 5.0
+_SAME_MOMENT_S = 30.0  # who begins says so, and makes torch's lock file right after it
+
+
+def build_operators_in_turn(timeout_s: float) -> None:
+    """From now on this process waits for operators that others compile in this way, each for `timeout_s` at most."""
+    TurnBaton.timeout_s = timeout_s
+    torch.utils.cpp_extension.FileBaton = TurnBaton  # type: ignore[attr-defined]
+
+
+class TurnBaton(FileBaton):
+    """torch's lock file, with an flock of ours around it; whoever asks for it gets it, or an error."""
+
+    timeout_s = 600.0
+
+    def __init__(self, lock_file_path: str, *args: object, **kwargs: object) -> None:
+        super().__init__(lock_file_path, *args, **kwargs)
+        self._lock = Path(lock_file_path)
+        self._operator = self._lock.parent.name
+        self._holder: int | None = None  # the descriptor of the file that carries the flock
+        self._has_flock = False
+        self._left_by_us = False  # by a process of this machine, since nobody else can hold what we hold
+
+    def try_acquire(self) -> bool:
+        """Wait for the turn of this process; always true. Raises: TunebookError when it does not come."""
+        self._begun, self._has_said = time.monotonic(), False
+        self._take_flock()
+        try:
+            self._left_by_us = self._was_left_by_us()
+            while True:
+                self._write_holder(f"{_machine()} process {os.getpid()} on {socket.gethostname()}")
+                if super().try_acquire():
+                    return True
+                self._write_holder("")  # should this process be killed while it waits, that file was not its
+                if self._is_left_behind():
+                    self._clear()
+                else:
+                    self._wait("another program on this machine, or a machine that shares the folder")
+        except BaseException:
+            self._give_flock_back()
+            raise
+
+    def release(self) -> None:
+        """Let the next one have its turn."""
+        try:
+            super().release()
+        finally:
+            self._give_flock_back()
+
+    def _take_flock(self) -> None:
+        """Wait until no other process of ours is at work in the folder; without flocks torch's file has to do."""
+        self._holder = os.open(self._lock.with_name(HOLDER_FILE), os.O_RDWR | os.O_CREAT, 0o666)
+        with suppress(OSError):  # another user's: in a folder that several may write to
+            os.fchmod(self._holder, 0o666)
+        while True:
+            try:
+                fcntl.flock(self._holder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._has_flock = True
+                return
+            except BlockingIOError:
+                try:
+                    self._wait(self._who_holds().partition(" ")[2] or "another process")
+                except TunebookError:
+                    os.close(self._holder)
+                    raise
+            except OSError:
+                return
+
+    def _give_flock_back(self) -> None:
+        if self._holder is not None:
+            self._write_holder("")
+            os.close(self._holder)
+            self._holder, self._has_flock = None, False
+
+    def _who_holds(self) -> str:
+        """The machine, the host and the process that were written down last; empty after an end in order."""
+        assert self._holder is not None
+        return os.pread(self._holder, 200, 0).decode(errors="replace")
+
+    def _write_holder(self, text: str) -> None:
+        assert self._holder is not None
+        os.ftruncate(self._holder, 0)
+        os.pwrite(self._holder, text.encode(), 0)
+
+    def _was_left_by_us(self) -> bool:
+        """Whether torch's lock file is of a process of this machine that ended without a word."""
+        if not self._has_flock or self._who_holds().partition(" ")[0] != _machine():
+            return False
+        assert self._holder is not None
+        with suppress(FileNotFoundError):  # one that was made later is another program's
+            return abs(self._lock.stat().st_mtime - os.fstat(self._holder).st_mtime) < _SAME_MOMENT_S
+        return False
+
+    def _is_left_behind(self) -> bool:
+        """Whether nobody is at work behind torch's lock file, as far as can be told."""
+        if self._left_by_us:
+            return True
+        assert self._holder is not None
+        times = []
+        for file in self._lock.parent.iterdir():
+            if file.name != HOLDER_FILE:
+                with suppress(FileNotFoundError):
+                    times.append(file.stat().st_mtime)
+        now = os.fstat(self._holder).st_mtime  # just written: the file system's own clock, which wrote the others too
+        return bool(times) and now - max(times) > ABANDONED_AFTER_S
+
+    def _clear(self) -> None:
+        """Take away what was left behind, the lock file last: while it is there no other program begins."""
+        for file in self._lock.parent.iterdir():
+            if file.is_file() and file.name not in (HOLDER_FILE, self._lock.name):
+                file.unlink(missing_ok=True)
+        self._lock.unlink(missing_ok=True)
+        self._left_by_us = False
+        _say(f"{self._lock} was left behind by a process that was killed while it compiled; compiling it anew")
+
+    def _wait(self, who: str) -> None:
+        """A moment. Raises: TunebookError once that was too long."""
+        waited_s = time.monotonic() - self._begun
+        if waited_s > self.timeout_s:
+            raise TunebookError(
+                f"waited {self.timeout_s:g} s (launcher.start_timeout_s) for {who} to compile {self._operator}, which "
+                f"{self._lock} says is at work; if it is, raise launcher.start_timeout_s, and if nothing is: rm -r "
+                f"{self._lock.parent}",
+                problem_id="operator-build-stuck",
+            )
+        if waited_s > _SAID_AFTER_S and not self._has_said:
+            self._has_said = True
+            # All ranks but one wait for that one, the first time: only whoever's turn it is says so on the terminal.
+            say = _say if self._has_flock else _log
+            say(f"waiting for {who} to compile {self._operator}, while there is {self._lock}")
+        time.sleep(_POLL_S)
+
+
+def _machine() -> str:
+    """What tells this machine from others, whatever a container calls it."""
+    with suppress(OSError):
+        return _BOOT_ID.read_text().strip()
+    return socket.gethostname()
+
+
+def _say(text: str) -> None:
+    """On the terminal, where nothing else is printed meanwhile, and in the run's log."""
+    print(text, flush=True)
+    _log(text)
+
+
+def _log(text: str) -> None:
+    logging.getLogger("deepspeed").warning(text)  # one of those that go to the run's log

@@ -1,0 +1,107 @@
+"""Following a job: a controller that is silent meanwhile, and requests to stop; answers stand in the place of Slurm."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+
+import pytest
+from rich.console import Console
+
+from tunebook.config.auto import resolve_auto
+from tunebook.config.compose import compose
+from tunebook.errors import RequestError, TunebookError
+from tunebook.hardware.detect import Machine
+from tunebook.launch.slurm import client
+from tunebook.launch.slurm import submit as module
+from tunebook.launch.slurm.client import JobState
+from tunebook.launch.slurm.submit import follow, submit
+from tunebook.record.manifest import RunState, finish_manifest, read_manifest, start_manifest
+
+NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
+
+
+@pytest.fixture
+def config():
+    return resolve_auto(compose("quickstart", ["launcher=slurm"]).config, NO_GPU).config
+
+
+@pytest.fixture
+def folder(tmp_path, config, monkeypatch):
+    monkeypatch.setattr(module, "_POLL_S", 0.001)
+    monkeypatch.setattr(client, "SILENT_POLL_S", 0.001)
+    start_manifest(tmp_path, config, world_size=1, command=["tunebook"])
+    return tmp_path
+
+
+@pytest.fixture
+def answering(monkeypatch):
+    """Let each question how the job stands be answered by the next function; returns what Slurm was told to do."""
+
+    def begin(*answers, told=0):
+        left, words = iter(answers), []
+
+        def run(*command):
+            words.append(" ".join(command))
+            return subprocess.CompletedProcess(command, told, stdout="12\n", stderr="Unable to contact")
+
+        monkeypatch.setattr(client, "job_state", lambda job_id: next(left)())
+        monkeypatch.setattr(module, "job_state", lambda job_id: next(left)())
+        monkeypatch.setattr(module, "slurm", run)
+        return words
+
+    return begin
+
+
+def running():
+    return JobState(name="RUNNING", reason="None", nodes="node1", exit_code=0, signal=0)
+
+
+def silent():
+    raise TunebookError("no answer", problem_id="slurm-out-of-reach")
+
+
+def test_a_controller_that_is_silent_for_a_while_ends_no_follower(folder, answering, capsys):
+    def end():
+        finish_manifest(folder, RunState.finished, 0, None)
+        return JobState(name="COMPLETED", reason="None", nodes="node1", exit_code=0, signal=0)
+
+    answering(running, silent, silent, running, end)
+    assert follow("12", folder, Console()) == 0
+    printed = capsys.readouterr().out
+    assert "job 12: Slurm's controller does not answer; waiting" in printed
+    assert "job 12: COMPLETED on node1" in printed
+
+
+def test_a_request_to_stop_reaches_the_job_once_the_controller_answers(folder, answering, capsys):
+    def asked():
+        os.kill(os.getpid(), signal.SIGINT)
+        return running()
+
+    def end():
+        finish_manifest(folder, RunState.stopped, 6, "stopped by SIGTERM")
+        return JobState(name="COMPLETED", reason="None", nodes="node1", exit_code=6, signal=0)
+
+    words = answering(asked, silent, running, end, told=1)
+    assert follow("12", folder, Console(width=200)) == 6
+    assert words == ["scancel --batch --signal=TERM 12"]
+    assert "was not reached: Unable to contact; type it again: scancel --batch" in capsys.readouterr().out
+
+
+def test_a_job_that_was_taken_is_submitted_although_nobody_says_how_it_stands(folder, config, answering, capsys):
+    words = answering(silent)
+    assert submit(config, folder, Console(width=200)) == "12"
+    assert words == [f"sbatch --parsable {folder / 'job.sh'}"]
+    assert read_manifest(folder)["slurm"]["job_id"] == "12"
+    assert "submitted as job 12\n" in capsys.readouterr().out
+
+
+def test_a_folder_that_slurm_cannot_print_to_is_refused(config, tmp_path, answering):
+    folder = tmp_path / "a\\b"
+    folder.mkdir()
+    start_manifest(folder, config, world_size=1, command=["tunebook"])
+    words = answering()
+    with pytest.raises(RequestError, match="there is a backslash in the path"):
+        submit(config, folder, Console())
+    assert (words, read_manifest(folder)["status"]["exit_code"]) == ([], 2)

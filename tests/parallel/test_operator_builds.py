@@ -1,0 +1,169 @@
+"""Lock files of operators that were left behind, by processes that are really killed; nothing is compiled."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from torch.utils import cpp_extension
+from torch.utils.file_baton import FileBaton
+
+from tunebook.errors import TunebookError
+from tunebook.parallel import operator_builds
+from tunebook.parallel.operator_builds import ABANDONED_AFTER_S, HOLDER_FILE, TurnBaton, build_operators_in_turn
+
+BUILDER = """
+import sys, time
+from tunebook.parallel.operator_builds import TurnBaton
+baton = TurnBaton(sys.argv[1])
+assert baton.try_acquire()
+print("builds", flush=True)
+time.sleep(float(sys.argv[2]))
+baton.release()
+"""
+WITHIN_S = 60.0  # of a machine that does other work
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """An operator's folder with something half-written."""
+    place = tmp_path / "deepspeed_shm_comm"
+    place.mkdir()
+    (place / "shm.o").write_text("half")
+    return place
+
+
+@pytest.fixture
+def baton(folder, monkeypatch):
+    monkeypatch.setattr(operator_builds, "_POLL_S", 0.01)
+    monkeypatch.setattr(operator_builds, "_SAID_AFTER_S", 0.0)
+    monkeypatch.setattr(TurnBaton, "timeout_s", 0.3)
+    return TurnBaton(str(folder / "lock"))
+
+
+@pytest.fixture
+def builder(folder):
+    """A process that has its turn, for some seconds or until it is killed."""
+    started = []
+
+    def start(seconds=600.0):
+        words = [sys.executable, "-c", BUILDER, str(folder / "lock"), str(seconds)]
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout.readline() == "builds\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_torch_asks_for_its_lock_file_by_the_name_that_is_replaced(monkeypatch):
+    source = inspect.getsource(cpp_extension._jit_compile)
+    assert "baton = FileBaton(os.path.join(build_directory, 'lock'))" in source
+    assert source.index("if baton.try_acquire():") < source.index("baton.release()")
+    monkeypatch.setattr(cpp_extension, "FileBaton", FileBaton)
+    monkeypatch.setattr(TurnBaton, "timeout_s", 1.0)
+    build_operators_in_turn(7)
+    assert (cpp_extension.FileBaton, TurnBaton.timeout_s) == (TurnBaton, 7)
+
+
+def test_a_turn_leaves_nothing_but_a_file_that_names_nobody(baton, folder):
+    assert baton.try_acquire()
+    assert (folder / "lock").exists()
+    assert f"process {os.getpid()} on " in (folder / HOLDER_FILE).read_text()
+    baton.release()
+    assert sorted(file.name for file in folder.iterdir()) == ["shm.o", HOLDER_FILE]
+    assert (folder / HOLDER_FILE).read_text() == ""
+
+
+def test_what_a_killed_process_left_behind_is_taken_away_at_once_and_said(baton, folder, builder, capsys):
+    killed = builder()
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    assert (folder / "lock").exists()
+    assert baton.try_acquire()
+    assert not (folder / "shm.o").exists()  # compiled anew
+    assert f"{folder / 'lock'} was left behind by a process that was killed" in capsys.readouterr().out
+    baton.release()
+
+
+def test_who_waits_for_a_process_of_ours_gets_the_turn_after_it(baton, folder, builder, monkeypatch):
+    monkeypatch.setattr(TurnBaton, "timeout_s", WITHIN_S)
+    process = builder(1.0)
+    assert baton.try_acquire()
+    assert process.wait(WITHIN_S) == 0
+    assert (folder / "shm.o").exists()
+    baton.release()
+
+
+def test_one_that_is_killed_while_others_wait_holds_them_up_no_longer(baton, folder, builder, monkeypatch):
+    monkeypatch.setattr(TurnBaton, "timeout_s", WITHIN_S)
+    process = builder()
+    real = baton._wait
+    monkeypatch.setattr(baton, "_wait", lambda who: (process.kill(), process.wait(), real(who)))
+    assert baton.try_acquire()
+    assert not (folder / "shm.o").exists()
+    baton.release()
+
+
+def test_waiting_too_long_for_one_of_ours_names_it_and_the_file(baton, folder, builder):
+    process = builder()
+    words = rf"waited 0.3 s \(launcher.start_timeout_s\) for process {process.pid} on .*{folder}/lock.*rm -r {folder}"
+    with pytest.raises(TunebookError, match=words) as caught:
+        baton.try_acquire()
+    assert caught.value.problem_id == "operator-build-stuck"
+    assert f"process {process.pid} on " in (folder / HOLDER_FILE).read_text()  # it still has its turn
+
+
+def test_another_programs_file_is_waited_for_and_then_named(baton, folder, capsys):
+    (folder / "lock").touch()
+    with pytest.raises(TunebookError, match=r"another program on this machine.*deepspeed_shm_comm.*if nothing is: rm"):
+        baton.try_acquire()
+    assert f"while there is {folder / 'lock'}" in capsys.readouterr().out
+    assert (folder / "lock").exists()
+    assert (folder / HOLDER_FILE).read_text() == ""  # the next of ours must not take it for its own
+
+
+def test_another_programs_file_counts_as_left_behind_once_nothing_has_changed_for_long(baton, folder):
+    lock, product = folder / "lock", folder / "shm.o"
+    lock.touch()
+    old = time.time() - ABANDONED_AFTER_S - 60
+    os.utime(lock, (old, old))
+    with pytest.raises(TunebookError):  # it has just compiled something
+        baton.try_acquire()
+    os.utime(product, (old, old))
+    assert baton.try_acquire()
+    assert not product.exists()
+    baton.release()
+
+
+@pytest.mark.parametrize("who", ["other-boot process 7 on node2", "{machine} process 7 on here"])
+def test_a_file_that_no_process_of_this_machine_can_have_left_is_another_programs(baton, folder, who):
+    """Of another machine, whose flock may not reach this one; or made long after the note was written."""
+    holder = folder / HOLDER_FILE
+    holder.write_text(who.format(machine=operator_builds._machine()))
+    if who.startswith("{"):
+        os.utime(holder, (time.time() - 100, time.time() - 100))
+    (folder / "lock").touch()
+    with pytest.raises(TunebookError):
+        baton.try_acquire()
+
+
+def test_without_flocks_the_file_alone_has_to_do(baton, folder, monkeypatch):
+    def no_locks(*_):
+        raise OSError("no locks available")
+
+    monkeypatch.setattr(operator_builds.fcntl, "flock", no_locks)
+    assert baton.try_acquire()
+    baton.release()
+    (folder / "lock").touch()
+    with pytest.raises(TunebookError, match="another program"):
+        baton.try_acquire()
