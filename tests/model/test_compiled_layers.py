@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
+from torch._dynamo.backends.registry import lookup_backend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -121,6 +123,53 @@ def test_activations_are_recomputed_where_fsdp_has_given_the_blocks_another_clas
     model.gradient_checkpointing_enable()
     gradients(model)
     assert "tag_activation_checkpoint" in called
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable.:FutureWarning")  # older versions know no other name
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # asked by peft
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["whole", "sharded"])
+def test_blocks_with_adapters_are_recomputed_outside_their_graph_with_the_same_dropout(
+    small_qwen2, one_gloo_rank, is_sharded
+):
+    called: list[str] = []
+
+    def backend(graph, inputs):
+        called.extend(str(node.target) for node in graph.graph.nodes)
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    def trained(*, is_compiled):
+        torch.manual_seed(0)
+        settings = LoraConfig(r=4, lora_dropout=0.5, target_modules="all-linear", init_lora_weights=False)
+        model = get_peft_model(small_qwen2(num_hidden_layers=2), settings).train()
+        base = model.get_base_model()
+        if is_compiled:
+            compile_layers(base, backend=backend)
+        for block in transformer_blocks(base).values():
+            if is_sharded:
+                fully_shard(block, mesh=init_device_mesh("cpu", (1,)))
+        model.gradient_checkpointing_enable()
+        model.enable_input_require_grads()
+        torch.manual_seed(1)
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda one: one):
+            loss = model(**INPUTS, use_cache=False).logits.logsumexp(-1).sum()
+        loss.backward()
+        gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+        assert all(block.gradient_checkpointing for block in transformer_blocks(base).values())
+        return loss, gradients, len(kept)
+
+    (expected_loss, expected, num_kept), (loss, found, num_kept_compiled) = (
+        trained(is_compiled=is_compiled) for is_compiled in (False, True)
+    )
+    assert torch.equal(loss, expected_loss)
+    assert found
+    assert list(found) == list(expected)
+    for name, gradient in found.items():
+        assert torch.equal(gradient, expected[name]), name
+    assert called
+    assert "tag_activation_checkpoint" not in called, "no compiler divides what is recomputed"
+    assert num_kept_compiled == num_kept, "nothing of a block is kept"
 
 
 PARTITIONED = "aot_eager_decomp_partition"  # decides what is kept as the compiler does, and compiles nothing

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tunebook.checkpoint import save
 from tunebook.checkpoint.newest import newest_checkpoint
 from tunebook.checkpoint.verify import verified_record
 from tunebook.config.choices import PackingMode, PeftMethod, ResumeAnyway
+from tunebook.record.metrics import by_schedule
 from tunebook.train.callbacks import Records
 from tunebook.train.trainer import RecipeTrainer
 
@@ -40,16 +42,28 @@ def steps(folder):
 
 
 @pytest.fixture
-def stopped(run, monkeypatch):
-    """Train a configuration and ask it to stop in a step, after which it saves; returns as `run`."""
+def stopping_after(monkeypatch):
+    """A context in which a run is asked to stop in a step, after which it saves."""
 
-    def train(config, step, name="run"):
+    @contextmanager
+    def stop(step):
         def ask(self, args, state, control, **kwargs):
             if state.global_step == step - 1:
                 os.kill(os.getpid(), signal.SIGTERM)
 
         with monkeypatch.context() as patch:
             patch.setattr(Records, "on_step_begin", ask, raising=False)
+            yield
+
+    return stop
+
+
+@pytest.fixture
+def stopped(run, stopping_after):
+    """Train a configuration and stop it after a step; returns its folder."""
+
+    def train(config, step, name="run"):
+        with stopping_after(step):
             folder, code, lines = run(config, name)
         assert code == 6
         assert len(losses(lines)) == step
@@ -73,6 +87,28 @@ def test_a_stopped_run_ends_with_the_bits_of_the_uninterrupted_one(config, run, 
     assert losses(resumed) == losses(lines)
     assert len(losses(resumed)) == NUM_STEPS
     assert same_weights(whole / "model", folder / "model")
+
+
+def test_a_stop_between_two_logged_steps_loses_none_of_them(config, run, changed, stopping_after):
+    every_second = changed(config, training={"log_every_steps": 2})
+    _, code, each = run(config, "each")
+    assert code == 0
+    _, code, whole = run(every_second, "whole")
+    assert code == 0
+    with stopping_after(3):
+        folder, code, lines = run(every_second)
+    assert code == 6
+    assert [(line["step"], line["num_steps"]) for line in lines] == [(2, 2), (3, 1)]
+    assert json.loads((folder / "outcome-0.json").read_text())["step"] == 3
+    assert verified_record(newest_checkpoint(folder)).step == 3
+    folder, code, resumed = run(every_second)
+    assert code == 0, reason(folder)
+    assert [(line["step"], line["num_steps"]) for line in resumed] == [(2, 2), (3, 1), (4, 1), (6, 2)]
+    assert losses(resumed)[1:3] == losses(each)[2:4]
+    assert [line["tokens_seen"] for line in resumed] == [each[step - 1]["tokens_seen"] for step in (2, 3, 4, 6)]
+    together = by_schedule(resumed, 2)
+    assert together == [(line["step"], pytest.approx(line["loss"], rel=1e-6)) for line in whole]
+    assert [together[0], together[2]] == [(line["step"], line["loss"]) for line in (whole[0], whole[2])]  # every bit
 
 
 def same_weights(one, other):

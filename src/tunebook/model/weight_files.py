@@ -49,7 +49,7 @@ def _files_of_index(index: Path) -> list[Path]:
         places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = [index.parent / name for name in sorted(set(places.values()))]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(index, error) from error
+        raise damaged_file(index, error) from error
     absent = [file for file in files if not file.is_file()]
     if absent:
         num_weights = sum(place == absent[0].name for place in places.values())
@@ -69,7 +69,7 @@ def read_shapes(files: Iterable[Path]) -> Shapes:
         try:
             shapes |= _in_safetensors(file) if file.suffix == ".safetensors" else _in_pickle(file)
         except Exception as error:  # safetensors and torch each have their own, and so has the zip file inside
-            raise _damaged(file, error) from error
+            raise damaged_file(file, error) from error
     return shapes
 
 
@@ -87,7 +87,8 @@ def _in_pickle(file: Path) -> Shapes:
     return {name: tuple(weight.shape) for name, weight in weights.items()}
 
 
-def _damaged(file: Path, error: Exception) -> RequestError:
+def damaged_file(file: Path, error: Exception) -> RequestError:
+    """The error for a file of weights that cannot be read."""
     size = f"{file.stat().st_size:,} bytes" if file.is_file() else "not there"
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return RequestError(

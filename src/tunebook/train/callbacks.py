@@ -62,6 +62,7 @@ class StopOnRequest(TrainerCallback):
         num_asked, num_busy = reduce(told, reduction="sum").tolist()
         if num_asked > 0:
             self.is_stopping = True
+            control.should_log = True  # or the steps since the last logged one would be in no line, now or later
             control.should_save = True
             control.should_training_stop = True
         if self.saver.is_in_the_air and num_busy == 0:
@@ -150,6 +151,7 @@ class Records(TrainerCallback):
         if self.writer is None:
             return
         step = state.global_step
+        num_steps = step - self._logged_step
         totals = self.batches.totals(self._logged_step, step)
         seen = self.batches.totals(0, step)
         seconds, self._seconds, self._logged_step = self._seconds, 0.0, step
@@ -159,6 +161,7 @@ class Records(TrainerCallback):
         self.writer.write(
             {
                 "step": step,
+                "num_steps": num_steps,
                 "epoch": round(seen.documents / self.batches.schedule.num_documents, 4),
                 "loss": logs["loss"],
                 "grad_norm": logs.get("grad_norm"),

@@ -21,12 +21,12 @@ from transformers import EarlyStoppingCallback, PrinterCallback
 from trl import SFTConfig
 
 from tunebook.checkpoint.choose import choose_checkpoint
-from tunebook.checkpoint.identity import identity_of
+from tunebook.checkpoint.identity import gone_on_from, identity_of
 from tunebook.checkpoint.newest import newest_checkpoint
 from tunebook.checkpoint.record import read_record
 from tunebook.checkpoint.resharding import link_in_flat_order
 from tunebook.checkpoint.save import CheckpointSaver
-from tunebook.checkpoint.together import group_apart
+from tunebook.checkpoint.together import group_apart, on_first_rank
 from tunebook.config.choices import Checkpointing, Compute, Generation, PackingMode, PeftMethod, Switch
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import RunConfig
@@ -39,6 +39,7 @@ from tunebook.model.compiled_layers import compile_layers
 from tunebook.model.fp8_layers import convert_to_fp8
 from tunebook.model.load import begin_loading, finish_loading, master_dtype
 from tunebook.model.token_ids import agree_on_tokens, trainer_tokenizer
+from tunebook.model.weights_fingerprint import weights_fingerprint
 from tunebook.parallel.deepspeed import zero_stage
 from tunebook.parallel.fsdp import is_fsdp, mixed_precision_policy, uses_autocast
 from tunebook.parallel.units import unit_classes
@@ -57,7 +58,7 @@ from tunebook.train.leak_probe import LeakProbe
 from tunebook.train.progress import TrainingProgress
 from tunebook.train.quiet import quiet_libraries
 from tunebook.train.signals import StopRequest
-from tunebook.train.spread import ParallelismCheck, join_ranks
+from tunebook.train.spread import ParallelismCheck, bound_deepspeed_groups, join_ranks
 from tunebook.train.start_record import StartRecord
 from tunebook.train.trainer import RecipeTrainer
 
@@ -104,9 +105,10 @@ def train(folder: Path, request: StopRequest, clock: StartClock) -> None:
     with MetricsWriter(folder) if trainer.args.process_index == 0 else nullcontext() as writer:
         trainer.add_callback(_records(config, trainer, writer))
         trainer.add_callback(FiniteLoss())  # after the records, so that the bad step is among them
+        resumed = _resumed(config, trainer, folder)
         if writer is not None and (folder / MANIFEST_FILE).exists():
-            update_manifest(folder, {"hardware": {"nccl": nccl_version()}} | _loaded_revision(trainer))
-        _run_to_its_end(trainer, _resumed(config, trainer, folder), folder)
+            update_manifest(folder, {"hardware": {"nccl": nccl_version()}, "model": _loaded_model(trainer)})
+        _run_to_its_end(trainer, resumed, folder)
         if prepared.validation is not None and not config.training.evaluate_every_steps and not stopping.is_stopping:
             trainer.evaluate()
     trainer.accelerator.wait_for_everyone()  # rank 0 may still be saving, and must not be killed for it
@@ -128,7 +130,9 @@ def _resumed(config: RunConfig, trainer: RecipeTrainer, folder: Path) -> Path | 
 
     resumed = choose_checkpoint(config, folder, trainer.saver.identity, say)
     if resumed is not None:
-        trainer.saver.resumed_step = read_record(resumed).step
+        record = read_record(resumed)
+        trainer.saver.resumed_step = record.step
+        trainer.saver.identity = gone_on_from(record.identity, trainer.saver.identity)
         say(f"going on after {resumed}: every file in it was read, and is what was written")
         resumed = trainer.loadable(resumed)
     return resumed
@@ -158,6 +162,7 @@ def _build_trainer(
     clock.passed("model")
     join_ranks(config)
     arguments = SFTConfig(**trainer_arguments(config, plan, folder, has_validation=validation is not None))
+    bound_deepspeed_groups(config)
     rank, ranks = arguments.process_index, arguments.world_size
     clock.passed("join_ranks")
     tokenizer = trainer_tokenizer(config)
@@ -211,18 +216,19 @@ def _saver(config: RunConfig, folder: Path, prepared: Prepared) -> CheckpointSav
     training = config.training
     return CheckpointSaver(
         folder,
-        identity_of(config, prepared),
+        identity_of(config, prepared, on_first_rank(lambda: weights_fingerprint(config.model))),
         keep=training.keep_checkpoints,
         in_background=training.save_in_background,
         group=group_apart(config.launcher.timeout_s) if training.save_in_background else None,
     )
 
 
-def _loaded_revision(trainer: RecipeTrainer) -> dict[str, Any]:
-    """The commit that the hub answered with, for the manifest; nothing for a folder."""
+def _loaded_model(trainer: RecipeTrainer) -> dict[str, Any]:
+    """What the manifest is told of the weights that the run comes from: the hub's commit, or a folder's fingerprint."""
     model: Any = trainer.model
     commit = getattr(model.config, "_commit_hash", None)
-    return {"model": {"revision": commit}} if commit else {}
+    known = {"weights_fingerprint": trainer.saver.identity.model["weights_fingerprint"]}
+    return known | ({"revision": commit} if commit else {})
 
 
 def _validation_batches(config: RunConfig, plan: BatchPlan, part: PreparedPart, rank: int, ranks: int) -> RankBatches:

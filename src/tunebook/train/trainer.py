@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.data import DataLoader
 from transformers.trainer import TRAINER_STATE_NAME
 from trl import SFTTrainer
@@ -29,6 +30,7 @@ from tunebook.data.rows import DocumentRows
 from tunebook.data.sampler import RankBatches
 from tunebook.errors import TunebookError
 from tunebook.train.callbacks import loss_not_finite
+from tunebook.train.head_on_host import gather_before_use
 from tunebook.train.one_pass_head import one_pass_head
 from tunebook.train.token_totals import TokenTotals
 
@@ -63,6 +65,8 @@ class RecipeTrainer(SFTTrainer):
         self._is_saving = False
         self._is_universal = False  # whether what is loaded was made for another number of ranks
         super().__init__(*args, **kwargs)
+        if self.is_fsdp_enabled and isinstance(self.accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
+            gather_before_use(self.model)
         if self.args.push_to_hub:
             saver.when_complete = self._upload
 

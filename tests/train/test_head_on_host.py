@@ -1,0 +1,100 @@
+"""The output head under FSDP with parameters on the host: gathered by FSDP for every pass, adapters or not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from trl.trainer.utils import add_fused_lm_head
+
+from tunebook.model.blocks import transformer_blocks
+from tunebook.train.head_on_host import gather_before_use
+
+ROW = {"input_ids": torch.arange(3, 12)[None], "position_ids": torch.arange(9)[None]}
+
+
+@pytest.fixture
+def one_gloo_rank(tmp_path):
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def gathered_elsewhere(monkeypatch):
+    """The weights that were gathered where they lie, and not by FSDP on its device."""
+    gathered: list[DTensor] = []
+    usual = DTensor.full_tensor
+
+    def noted(self, *args, **kwargs):
+        gathered.append(self)
+        return usual(self, *args, **kwargs)
+
+    monkeypatch.setattr(DTensor, "full_tensor", noted)
+    return gathered
+
+
+def with_adapters(model):
+    add_fused_lm_head(model)
+    settings = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    return get_peft_model(model, settings).train()
+
+
+def wrapped(model):
+    """As accelerate wraps a model with adapters whose head is not its embeddings."""
+    settings = {"mesh": init_device_mesh("cpu", (1,)), "offload_policy": CPUOffloadPolicy(pin_memory=False)}
+    for block in transformer_blocks(model.get_base_model()).values():
+        fully_shard(block, **settings)
+    fully_shard(model.get_input_embeddings(), **settings)
+    fully_shard([model.get_output_embeddings()], **settings, reshard_after_forward=False)
+    return fully_shard(model, **settings)
+
+
+def loss_of(model):
+    return -model(**ROW, labels=ROW["input_ids"], use_cache=False, fused_lm_head=True).log_probs.sum()
+
+
+def gradients_of(model):
+    whole = ((name, one.grad) for name, one in model.named_parameters() if one.grad is not None)
+    return {name: one._local_tensor if isinstance(one, DTensor) else one for name, one in whole}
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # asked by peft
+@pytest.mark.parametrize("is_mended", [True, False], ids=["gathered", "left"])
+def test_every_pass_finds_the_head_where_fsdp_gathers(small_qwen2, one_gloo_rank, gathered_elsewhere, is_mended):
+    alone = with_adapters(small_qwen2(tie_word_embeddings=False))
+    expected = loss_of(alone)
+    expected.backward()
+    model = with_adapters(small_qwen2(tie_word_embeddings=False))
+    model.load_state_dict(alone.state_dict())
+    if is_mended:
+        gather_before_use(model)
+    wrapped(model)
+    with torch.no_grad():
+        model(**ROW, use_cache=False)  # as the leak probe does, which calls the head: it stays gathered
+    places = []
+    for _ in range(3):
+        loss = loss_of(model)
+        places.append(len(gathered_elsewhere))
+        loss.backward()
+        torch.testing.assert_close(loss, expected)
+        assert isinstance(model.get_output_embeddings().weight, DTensor), "let go of after the backward pass"
+        for name, gradient in gradients_of(model).items():
+            torch.testing.assert_close(gradient, gradients_of(alone)[name], msg=name)
+        model.zero_grad()
+    with torch.no_grad():
+        torch.testing.assert_close(loss_of(model), expected)
+    places.append(len(gathered_elsewhere))
+    assert places == ([0, 0, 0, 0] if is_mended else [0, 1, 2, 3]), "upstream: from the second pass on, on the host"
+
+
+def test_without_adapters_and_without_fsdp_nothing_changes(small_qwen2):
+    model = small_qwen2()
+    add_fused_lm_head(model)
+    expected = loss_of(model)
+    gather_before_use(model)
+    assert torch.equal(loss_of(model), expected)
