@@ -32,7 +32,7 @@ AllowMismatch = Annotated[
     str,
     typer.Option(
         "--allow-mismatch",
-        help="What may differ from the training: template, tokenizer, system_prompt, with commas; it is recorded.",
+        help="What may differ from the training: template, tokenizer, system_prompt, base, with commas; recorded.",
     ),
 ]
 Processes = Annotated[

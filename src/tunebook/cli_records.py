@@ -32,7 +32,7 @@ def report(
 
     folders = [resolve_run(run, outputs) for run in runs]
     file = output or (folders[0] / "report.html" if len(folders) == 1 else outputs / "comparison.html")
-    write_report(folders, file)
+    write_report(folders, file, makes_folder=output is None)
     make_console().print(Text(f"written: {file}"), soft_wrap=True)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tunebook.checkpoint.identity import differences, identity_of, require_same
+from tunebook.checkpoint.identity import differences, gone_on_from, identity_of, require_same
 from tunebook.checkpoint.record import Identity, read_record
 from tunebook.config.choices import Offload, PeftMethod, ResumeAnyway, StateDict, Strategy
 from tunebook.config.schema import FsdpConfig, ParallelismConfig, RunConfig, ZeroConfig
@@ -203,6 +203,42 @@ def test_the_identity_of_a_run(config: RunConfig, tmp_path: Path, identity: Iden
         validation=None,
         was_cached=False,
     )
-    assert identity_of(config, prepared) == identity
+    assert identity_of(config, prepared, None) == identity
     adapter = replace(config, peft=replace(config.peft, method=PeftMethod.lora))
-    assert identity_of(adapter, prepared).peft == "lora"
+    assert identity_of(adapter, prepared, None).peft == "lora"
+    assert identity_of(adapter, prepared, "1" * 64).model["weights_fingerprint"] == "1" * 64
+
+
+def over(identity: Identity, peft: str, fingerprint: str | None) -> Identity:
+    """The identity of a run that started from weights with this fingerprint."""
+    return replace(identity, peft=peft, model=identity.model | {"weights_fingerprint": fingerprint})
+
+
+def test_an_adapter_does_not_go_on_over_other_weights(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path, identity: Identity
+) -> None:
+    theirs, own = over(identity, "lora", "1" * 64), over(identity, "lora", "2" * 64)
+    refused = refusal(make_checkpoint, tmp_path, theirs, own, *ResumeAnyway)
+    assert refused.startswith("checkpoint-of-another-run: ")
+    assert "its adapter was trained on weights with the fingerprint 111111111111..., and those of book:" in refused
+    assert "have 222222222222... now. Put the weights back" in refused
+    assert refused.endswith("to start anew on these: training.resume=never")
+
+
+def test_the_same_base_one_not_recorded_and_that_of_a_whole_model_are_no_difference(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path, identity: Identity
+) -> None:
+    for peft, then in (("lora", "1" * 64), ("lora", None), ("full", "2" * 64)):
+        theirs = over(identity, peft, then)
+        assert refusal(make_checkpoint, tmp_path, theirs, over(identity, peft, "1" * 64)) == ""
+    older = replace(over(identity, "lora", None), model={"name": "m", "revision": None, "config_sha256": "1" * 64})
+    assert [found.text for found in differences(older, replace(older, model=older.model | {"weights": "random"}))] == []
+
+
+def test_what_goes_on_from_a_whole_model_comes_from_what_that_came_from(identity: Identity) -> None:
+    whole = gone_on_from(over(identity, "full", "1" * 64), over(identity, "full", "2" * 64))
+    assert whole == over(identity, "full", "1" * 64)
+    older = gone_on_from(replace(identity, model={"name": "m"}), over(identity, "full", "2" * 64))
+    assert older.model["weights_fingerprint"] is None
+    adapter = over(identity, "lora", "2" * 64)
+    assert gone_on_from(over(identity, "lora", None), adapter) == adapter

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tunebook.data import file_hashes
-from tunebook.data.file_hashes import cache_root, remembered_hash
+from tunebook.data.file_hashes import cache_root, remembered_hash, remembered_hashes
 
 
 @pytest.fixture
@@ -75,3 +75,22 @@ def test_a_broken_or_unwritable_memory_does_no_harm(
     assert reads == [file]
     monkeypatch.setenv("TUNEBOOK_CACHE", str(file / "below-a-file"))
     assert remembered_hash(file) == hashlib.sha256(b"one").hexdigest()
+
+
+def test_each_way_of_hashing_remembers_its_own(
+    tmp_path: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [tmp_path / "a", tmp_path / "b"]
+    for file in files:
+        file.write_text(file.name)
+        settle(file, monkeypatch)
+    asked: list[Path] = []
+
+    def first_letter(path: Path) -> str:
+        asked.append(path)
+        return path.read_text()[0]
+
+    for _ in range(2):
+        assert remembered_hashes(files, first_letter, "letters:") == dict(zip(files, "ab", strict=True))
+        assert remembered_hash(files[0]) == hashlib.sha256(b"a").hexdigest()
+    assert (asked, reads) == (files, files[:1])

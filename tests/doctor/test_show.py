@@ -7,8 +7,9 @@ import io
 from rich.console import Console
 
 from tunebook.doctor.collectives.run import Bandwidth
-from tunebook.doctor.findings import Finding, Kind, Level
+from tunebook.doctor.findings import Finding, Kind, Level, finding_of_error
 from tunebook.doctor.show import show_findings
+from tunebook.errors import RequestError
 from tunebook.hardware.topology import Topology
 
 from .conftest import measured, topology_of
@@ -48,6 +49,15 @@ def test_grouped_in_the_order_of_kinds_with_the_fix_below() -> None:
         "         more: tunebook explain shm-size",
         "1 error, 1 warning, 2 ok",
     ]
+
+
+def test_an_error_that_says_itself_what_to_do_sends_to_its_explanation_once() -> None:
+    error = RequestError("there is no recipe 'nope'", problem_id="unknown-recipe")
+    lines = [line.strip() for line in shown([finding_of_error(error, Kind.recipe, otherwise="recipe")]).splitlines()]
+    assert lines == [
+        "recipe", "error    there is no recipe 'nope'", "more: tunebook explain unknown-recipe",
+        "1 error, 0 warnings, 0 ok",
+    ]  # fmt: skip
 
 
 def test_all_is_well() -> None:

@@ -204,6 +204,22 @@ def test_what_cannot_be_evaluated_is_said_before_anything_is_loaded(
     assert worker.words == []
 
 
+def test_a_runs_own_task_file_is_found_from_another_folder(
+    run: Path, outputs: Path, worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "typed here"
+    own.mkdir()
+    config = load_config(run / "run.yaml")
+    task = {"task": "mine", "dataset_path": "json", "output_type": "generate_until"}
+    (own / "mine.yaml").write_text(json.dumps(task))
+    config.evaluation.tasks = ["mine.yaml"]
+    monkeypatch.chdir(own)
+    (run / "run.yaml").write_text(config_to_yaml(config))
+    monkeypatch.chdir(tmp_path)
+    evaluate_command(asked(), outputs)
+    assert worker.tasks == [str(own / "mine.yaml")]
+
+
 def test_a_run_without_tasks_of_its_own_says_what_to_type(run: Path, outputs: Path, worker: Worker) -> None:
     config = load_config(run / "run.yaml")
     config.evaluation.tasks = []

@@ -10,16 +10,18 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from tunebook.config.choices import Attention, Compute, Generation, PackingMode
+from tunebook.config.choices import Attention, Compute, Generation, PackingMode, Weights
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml
 from tunebook.config.schema import RunConfig
 from tunebook.data.template import template_hash
+from tunebook.errors import DataError
 from tunebook.evaluate import __main__ as program
 from tunebook.evaluate import worker
-from tunebook.evaluate.evaluation import Evaluation, score_first_baseline
+from tunebook.evaluate.evaluation import Evaluation, _bound_tokenizer, score_first_baseline
 from tunebook.evaluate.task_files import resolve_task
 from tunebook.model.load import load_model
+from tunebook.record.binding import recorded_by_run
 
 pytestmark = pytest.mark.usefixtures("quiet_harness")
 
@@ -146,3 +148,23 @@ def test_ctrl_c_ends_with_the_code_of_a_stopped_run(
 def test_the_worker_starts_without_importing_torch(run_python: Callable[[str], str]) -> None:
     loaded = run_python("import sys, tunebook.evaluate.worker; print(sorted({'torch', 'lm_eval'} & set(sys.modules)))")
     assert loaded == "[]\n"
+
+
+def test_other_weights_than_the_run_started_from_are_an_error_unless_they_are_named(
+    run: Path, config: RunConfig, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    tokenizer.save_pretrained(base)
+    (base / "pytorch_model.bin").write_bytes(b"other weights")
+    model = replace(config.model, path=str(base), weights=Weights.pretrained)
+    (run / "manifest.json").write_text(json.dumps({"format": 1, "model": {"weights_fingerprint": "1" * 64}}))
+    trained = recorded_by_run(run)
+    asked = Evaluation(
+        run=run, when="before", config=replace(config, model=model), model=None, tasks=["t"], limit=None,
+        trained=trained,
+    )  # fmt: skip
+    with pytest.raises(DataError, match=r"have the fingerprint .*, and the run started from 111111111111"):
+        _bound_tokenizer(asked)
+    assert _bound_tokenizer(replace(asked, allowed=("base",)))[1]["mismatches"] == ["base"]
+    whole = replace(asked, model=base)  # trained whole: nothing of the base is left in it
+    assert _bound_tokenizer(whole)[1]["mismatches"] == []

@@ -42,6 +42,14 @@ def test_recording_shows_the_evidence_under_its_heading_and_leaves_the_rest(card
     assert "random weights, real data, layers: all 2, 60 steps; 1 x CPU, 2 runs" in row
 
 
+def test_where_repetitions_are_far_apart_all_that_lies_between_them_is_the_speed(card: Path, make_run: MakeRun) -> None:
+    record(make_run(speed=11_933.0), make_run(speed=5_486.0), label="one")
+    record(make_run("training.seed=1", speed=1_000.0), make_run("training.seed=1", speed=1_090.0), label="two")
+    rows = [line for line in card.read_text().splitlines() if line.startswith("| [")]
+    assert ["| 5,486 to 11,933, not judged |" in row for row in rows] == [True, False]
+    assert "| 1,000 |" in rows[1]
+
+
 def test_more_evidence_is_another_line_and_making_it_again_changes_nothing(card: Path, make_run: MakeRun) -> None:
     record(make_run(), make_run(), label="one")
     record(make_run("training.seed=1"), make_run("training.seed=1"), label="two")

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tunebook.errors import RequestError
 from tunebook.evidence.command import diff_command
 from tunebook.evidence.difference import differences, first_different_step, largest_difference
+from tunebook.evidence.gather import gather_results
 from tunebook.record.run_record import read_run
 
 from .conftest import MakeRun, curve
@@ -45,6 +47,33 @@ def test_the_first_step_that_differs_and_by_how_much_at_most(make_run: MakeRun) 
     assert first_different_step(one, other) == 51
     assert largest_difference(one, other) == pytest.approx(0.1)
     assert first_different_step(one, read_run(make_run(losses=curve()[:-3]))) == 58
+
+
+def test_both_attempts_of_a_resumed_run_are_in_its_seconds(make_run: MakeRun) -> None:
+    whole, resumed = make_run(), make_run()
+    file = resumed / "manifest.json"
+    manifest = json.loads(file.read_text())
+    manifest["status"]["seconds"] = 27.9
+    manifest["earlier_attempts"] = [manifest["status"] | {"state": "stopped", "seconds": 48.6}]
+    file.write_text(json.dumps(manifest))
+    found = {key: values for key, *values in differences(read_run(whole), read_run(resumed))["results"]}
+    assert found["seconds"][1] == 76.5
+    assert found["num_attempts"] == [1, 2]
+
+
+def test_a_run_that_was_stopped_between_two_logged_steps_differs_in_no_step(make_run: MakeRun) -> None:
+    def lines(*logged: tuple[int, int, float]) -> str:
+        told = ({"step": step, "num_steps": num, "loss": loss} for step, num, loss in logged)
+        return "".join(json.dumps(line) + "\n" for line in told)
+
+    whole, resumed = make_run("training.log_every_steps=4"), make_run("training.log_every_steps=4")
+    (whole / "metrics.jsonl").write_text(lines((4, 4, 4.0), (8, 4, 2.5)))
+    (resumed / "metrics.jsonl").write_text(lines((4, 4, 4.0), (7, 3, 3.0), (8, 1, 1.0)))
+    assert first_different_step(read_run(whole), read_run(resumed)) is None
+    assert gather_results(read_run(resumed)).losses == gather_results(read_run(whole)).losses == [4.0, 2.5]
+    (resumed / "metrics.jsonl").write_text(lines((3, 3, 3.0)))
+    with pytest.raises(RequestError, match=r"no loss at a step that is a multiple of training\.log_every_steps=4"):
+        gather_results(read_run(resumed))
 
 
 def run_diff(*runs: Path, as_json: bool = False) -> str:

@@ -54,3 +54,10 @@ def test_two_claims_on_the_same_gpus_are_told_apart(project_root: Path) -> None:
     links = cell("qwen3b_zero2", files, [read_evidence(file) for file in files]).split("), [")
     names = [link.partition("]")[0].removeprefix("[") for link in links]
     assert names == ["1 x H200, bf16", "2 x H200, bf16", "4 x H200, bf16", "4 x H200, fp32"]
+
+
+def test_claims_in_one_number_format_are_told_apart_by_what_else_they_ran_with(project_root: Path) -> None:
+    files = sorted((project_root / "recipes/qwen05b_single/evidence").glob("*.json"))
+    links = cell("qwen05b_single", files, [read_evidence(file) for file in files]).split("), [")
+    names = [link.partition("]")[0].removeprefix("[") for link in links]
+    assert names == ["1 x H200, bf16, varlen_attention", "1 x H200, bf16, deterministic", "1 x H200, bf16, sdpa"]

@@ -13,7 +13,8 @@ from rich.console import Console
 
 import tunebook.evidence.reproducing as reproducing
 from tunebook.config.compose import compose, parse_overrides
-from tunebook.errors import DataError, RequestError, StoppedError
+from tunebook.config.schema import ModelConfig
+from tunebook.errors import DataError, RequestError, RulesError, StoppedError
 from tunebook.evidence.gather import config_of, read_finished
 from tunebook.evidence.machines import machine_of_manifest
 from tunebook.evidence.recording import record_evidence
@@ -23,9 +24,11 @@ from tunebook.evidence.reproducing import (
     reproduce_command,
     require_same_config,
     require_same_files,
+    require_same_weights,
     told_differences,
 )
 from tunebook.launch.draft import draft_run
+from tunebook.model.weights_fingerprint import weights_fingerprint
 from tunebook.record.config_hash import config_hash
 
 from .conftest import H200, MakeRun
@@ -176,6 +179,29 @@ def test_a_file_that_lies_elsewhere_or_was_changed_is_named_without_preparing(
     require_same_files(manifest, config)
 
 
+# --- the model's weights
+
+
+def test_other_weights_than_the_run_started_from_are_named(make_run: MakeRun, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "pytorch_model.bin").write_bytes(b"weights")
+    config = config_of(make_run())
+    config.model = ModelConfig(path=str(base))
+    now = weights_fingerprint(config.model)
+    for then in (now, None):
+        require_same_weights({"model": {"weights_fingerprint": then}}, config)
+    require_same_weights({"model": {"name": "of an older run"}}, config)
+    with pytest.raises(
+        RequestError, match=rf"{base} have the fingerprint .*, and the run's had 111111111111"
+    ) as raised:
+        require_same_weights({"model": {"weights_fingerprint": "1" * 64}}, config)
+    assert raised.value.problem_id == "reproduces-otherwise"
+    (base / "pytorch_model.bin").unlink()
+    with pytest.raises(RequestError, match="are not there"):
+        require_same_weights({"model": {"weights_fingerprint": now}}, config)
+
+
 # --- the command
 
 
@@ -224,3 +250,38 @@ def test_what_it_will_be_held_against_is_chosen_before_anything_is_trained(
     record_evidence([read_finished(make_run()), read_finished(make_run())], "try", [])
     assert "to be compared with cpu-1-try.json" in run_reproduce(alone, tmp_path / "new")
     assert len(untrained) == 1
+
+
+@pytest.fixture
+def relative_run(make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run whose chat template is a relative path, from a folder `work` that is not the working directory."""
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "my.jinja").write_text("{{ messages }}")
+    monkeypatch.chdir(tmp_path / "work")
+    run = make_run("model.chat_template=my.jinja")
+    manifest_of(run, run / "manifest.json", command=["tunebook", "train", "quickstart", "model.chat_template=my.jinja"])
+    monkeypatch.chdir(tmp_path)
+    return run
+
+
+def test_words_mean_what_they_meant_where_they_were_typed(
+    relative_run: Path, untrained: list[Any], tmp_path: Path
+) -> None:
+    said = run_reproduce(relative_run, Path("new"))
+    assert f"relative paths start at {tmp_path / 'work'}, where the run was started" in said
+    assert Path.cwd() == tmp_path, "the folder is left again"
+    (train,) = [line for line in said.splitlines() if "tunebook train" in line]
+    assert train.split(" && ")[0].strip() == f"cd {tmp_path / 'work'}"
+    assert untrained[0].config.outputs == str(tmp_path / "new"), "where the command was typed"
+
+
+def test_where_that_folder_is_gone_it_says_where_paths_start_instead(
+    relative_run: Path, untrained: list[Any], tmp_path: Path
+) -> None:
+    (tmp_path / "work").rename(tmp_path / "moved")
+    out = StringIO()
+    with pytest.raises(RulesError, match=r"there is no file .*my\.jinja"):
+        reproduce_command(str(relative_run), tmp_path / "new", [], Console(file=out, width=200))
+    assert f"{tmp_path / 'work'}, where the run was started, is not here: relative paths start at {tmp_path}" in (
+        out.getvalue().replace("\n", "")
+    )

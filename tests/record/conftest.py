@@ -136,7 +136,7 @@ def manifest(state: str, exit_code: int | None, reason: str | None, ranks: int) 
 def config(rate: float) -> str:
     return (
         f"recipe: example\ntitle: Three small tasks, learnt on a CPU\nparallelism:\n  strategy: ddp\n"
-        f"peft:\n  method: full\noptimizer:\n  learning_rate: {rate}\ntraining:\n  seed: 42\n"
+        f"peft:\n  method: full\noptimizer:\n  learning_rate: {rate}\ntraining:\n  seed: 42\n  log_every_steps: 1\n"
     )
 
 

@@ -8,13 +8,17 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from tunebook.config.schema import ModelConfig
 from tunebook.data.template import template_hash
 from tunebook.errors import DataError, RequestError
 from tunebook.model.tokenizer import tokenizer_hash
+from tunebook.record import binding
 from tunebook.record.binding import (
+    BASE,
     MISMATCHES,
     Trained,
     allowed_mismatches,
+    check_base,
     check_bound,
     recorded_beside,
     recorded_by_origin,
@@ -60,7 +64,7 @@ def test_as_in_training_nothing_is_different(trained: Trained, tokenizer: PreTra
     }
 
 
-@pytest.mark.parametrize("what", MISMATCHES)
+@pytest.mark.parametrize("what", [name for name in MISMATCHES if name != BASE])
 def test_a_difference_is_an_error_unless_it_is_named_and_then_recorded(
     trained: Trained, changed: dict[str, tuple[Any, str | None]], what: str
 ) -> None:
@@ -124,3 +128,43 @@ def test_what_may_differ_is_named_with_commas() -> None:
     with pytest.raises(RequestError, match=r"there is no 'templat' to differ\. Did you mean 'template'") as raised:
         allowed_mismatches("tokenizer,templat")
     assert raised.value.problem_id == "unknown-mismatch"
+
+
+@pytest.fixture
+def base(monkeypatch: pytest.MonkeyPatch) -> ModelConfig:
+    """A base model whose weights have the fingerprint `222...`."""
+    monkeypatch.setattr(binding, "weights_fingerprint", lambda model: "2" * 64 if model.path else None)
+    return ModelConfig(path="/models/base")
+
+
+def test_another_base_is_an_error_unless_it_is_named_and_then_recorded(base: ModelConfig) -> None:
+    trained = Trained(by="/outputs/tiny/now", name="tiny/now", weights_fingerprint="1" * 64)
+    with pytest.raises(DataError, match=r"is not the one that /outputs/tiny/now.*--allow-mismatch base\)") as raised:
+        check_base(trained, base, [name for name in MISMATCHES if name != BASE])
+    assert "the weights of /models/base have the fingerprint 222222222222..., and the run started from 1111" in str(
+        raised.value
+    )
+    assert raised.value.problem_id == "base-changed"
+    assert check_base(trained, base, [BASE]) == [BASE]
+    with pytest.raises(DataError, match=r"the weights of the model org/base are not there"):
+        check_base(trained, ModelConfig(name="org/base"))
+
+
+@pytest.mark.parametrize("recorded", ["2" * 64, None])
+def test_the_same_base_is_no_difference_and_one_that_was_not_recorded_is_not_compared(
+    base: ModelConfig, recorded: str | None
+) -> None:
+    assert check_base(Trained(by="a run", name="a/run", weights_fingerprint=recorded), base) == []
+    assert check_base(None, base) == []
+
+
+def test_a_manifest_and_an_exported_folder_say_which_base_it_was(tmp_path: Path) -> None:
+    origin = Origin(
+        run="tiny/now", recipe=None, config_sha256="c", tokenizer_sha256=None, chat_template_sha256=None,
+        system_prompt=None, weights_fingerprint="1" * 64,
+    )  # fmt: skip
+    assert recorded_by_origin(origin).weights_fingerprint == "1" * 64
+    for model, expected in (({"weights_fingerprint": "1" * 64}, "1" * 64), ({"name": "older"}, None)):
+        (tmp_path / "manifest.json").write_text(json.dumps({"format": 1, "model": model}))
+        recorded = recorded_by_run(tmp_path)
+        assert recorded is not None and recorded.weights_fingerprint == expected

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tunebook.config.schema import RunConfig
+from tunebook.config.choices import Weights
+from tunebook.config.schema import ModelConfig, RunConfig
 from tunebook.errors import DataError
 from tunebook.record.manifest import (
     RunState,
     finish_manifest,
     read_manifest,
+    recorded_fingerprint,
     start_manifest,
     state_of_exit_code,
     system_prompt_hash,
@@ -111,3 +113,23 @@ def test_a_missing_or_newer_manifest_is_named(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text('{"format": 99}')
     with pytest.raises(DataError, match="has format 99 and this Tunebook reads up to 1"):
         read_manifest(tmp_path)
+
+
+def test_weights_in_a_folder_are_recorded_unless_it_is_known_better(tmp_path: Path, run_config: RunConfig) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "pytorch_model.bin").write_bytes(b"weights")
+    run_config.model = ModelConfig(path=str(base), weights=Weights.pretrained)
+    now = start(tmp_path, run_config)
+    found = recorded_fingerprint(now)
+    assert found is not None and len(found) == 64
+    assert recorded_fingerprint(start(tmp_path, replace(run_config, model=ModelConfig(name="org/model")))) is None
+    kept = start_manifest(
+        tmp_path, run_config, world_size=1, command=["tunebook"], model={"weights_fingerprint": "1" * 64}
+    )
+    assert recorded_fingerprint(kept) == "1" * 64
+
+
+def test_a_manifest_of_before_weights_were_recorded_says_none() -> None:
+    assert recorded_fingerprint({"format": 1}) is None
+    assert recorded_fingerprint({"format": 1, "model": {"name": "m"}}) is None

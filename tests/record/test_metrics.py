@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tunebook.errors import DataError
-from tunebook.record.metrics import MetricsWriter, read_metrics
+from tunebook.record.metrics import MetricsWriter, by_schedule, read_metrics
 
 
 def test_every_line_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
@@ -59,3 +59,33 @@ def test_steps_that_a_resumed_run_trained_again_are_counted_once(tmp_path: Path)
 
 def test_no_file_means_no_lines(tmp_path: Path) -> None:
     assert read_metrics(tmp_path) == []
+
+
+def test_steps_logged_at_a_stop_and_the_rest_of_their_five_count_once(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        writer.write({"step": 5, "num_steps": 5, "loss": 4.0})
+        writer.write({"step": 9, "num_steps": 4, "loss": 3.0})  # stopped and saved here
+        writer.write({"step": 10, "num_steps": 1, "loss": 1.0})
+        writer.write({"step": 12, "num_steps": 2, "loss": 0.5})  # stopped again, and not gone on from
+    lines = read_metrics(tmp_path)
+    assert [line["step"] for line in lines] == [5, 9, 10, 12]
+    assert by_schedule(lines, 5) == [(5, 4.0), (10, pytest.approx((4 * 3.0 + 1.0) / 5))]
+    assert by_schedule([lines[0], lines[1] | {"loss": None}, lines[2]], 5) == [(5, 4.0), (10, None)]
+
+
+def test_a_stop_whose_checkpoint_was_not_gone_on_from_counts_for_nothing(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        writer.write({"step": 5, "num_steps": 5, "loss": 4.0})
+        writer.write({"step": 6, "validation_loss": 3.5})
+        writer.write({"step": 9, "num_steps": 4, "loss": 3.0})
+        writer.write({"step": 10, "num_steps": 5, "loss": 2.0})  # from the checkpoint of step 5
+    lines = read_metrics(tmp_path)
+    assert [(line["step"], line.get("loss")) for line in lines] == [(5, 4.0), (6, None), (10, 2.0)]
+    assert by_schedule([lines[0], lines[2]], 5) == [(5, 4.0), (10, 2.0)]
+
+
+@pytest.mark.parametrize("num_steps", ['"two"', "0", "null"])
+def test_a_line_is_the_mean_of_one_step_or_more(tmp_path: Path, num_steps: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, "num_steps": {num_steps}, "loss": 2.0}}\n')
+    with pytest.raises(DataError, match=r"line 1: num_steps is .* and no number of steps"):
+        read_metrics(tmp_path)

@@ -113,6 +113,15 @@ def test_a_long_run_stays_a_small_page(make_run, tmp_path: Path) -> None:
     assert (tmp_path / "report.html").stat().st_size < 500_000
 
 
+def test_the_folder_of_a_page_that_nobody_named_is_made(make_run, tmp_path: Path) -> None:
+    page = tmp_path / "outputs-of-nobody" / "comparison.html"
+    write_report([make_run("2026-11-21T07-18-05Z"), make_run("2026-11-21T07-18-06Z")], page, makes_folder=True)
+    assert "2 runs of example" in page.read_text()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RequestError, match=r"cannot be written to .*comparison\.html"):
+        write_report([make_run("2026-11-21T07-18-07Z")], tmp_path / "file" / "comparison.html", makes_folder=True)
+
+
 def test_what_is_no_run_and_where_nothing_can_be_written_is_refused(make_run, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"has neither run\.yaml nor manifest\.json"):
         write_report([create_run_folder(tmp_path / "outputs", "empty")], tmp_path / "report.html")

@@ -7,12 +7,12 @@ Some differences make a checkpoint impossible to load, others make the result an
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tunebook.checkpoint.record import CheckpointRecord, Identity
-from tunebook.config.choices import Offload, ResumeAnyway, Strategy
+from tunebook.config.choices import Offload, PeftMethod, ResumeAnyway, Strategy
 from tunebook.config.override_text import as_typed
 from tunebook.config.schema import RunConfig
 from tunebook.data.prepared import Prepared
@@ -53,13 +53,16 @@ class Difference:
     fix: str = ""  # what to do about one that cannot
 
 
-def identity_of(config: RunConfig, prepared: Prepared) -> Identity:
-    """What the checkpoints of a resolved run on prepared data belong to."""
+def identity_of(config: RunConfig, prepared: Prepared, fingerprint: str | None) -> Identity:
+    """What the checkpoints of a resolved run on prepared data belong to.
+
+    `fingerprint` is `weights_fingerprint` of its model, for which not every rank should read the weights.
+    """
     return Identity(
         strategy=config.parallelism.strategy.name,
         peft=config.peft.method.name,
         world_size=world_size(config),
-        model=describe_model(config.model),
+        model=describe_model(config.model, fingerprint),
         config_sha256=config_hash(config),
         settings=hashed_settings(config),
         data_sha256=prepared.content_sha256,
@@ -106,6 +109,17 @@ def differences(theirs: Identity, own: Identity) -> Iterator[Difference]:
         yield Difference(text=", ".join(keys[:_NUM_KEYS_TOLD]) + more, allowed_by=ResumeAnyway.config)
 
 
+def gone_on_from(theirs: Identity, own: Identity) -> Identity:
+    """What the further checkpoints of a run belong to that goes on from a checkpoint.
+
+    A whole model's weights are all in the checkpoint, so it still comes from what that came from, whatever lies in the
+    base's folder now.
+    """
+    if own.peft != PeftMethod.full.name:
+        return own
+    return replace(own, model=own.model | {"weights_fingerprint": _fingerprint(theirs)})
+
+
 def layout(identity: Identity) -> str:
     """How a checkpoint is laid out on disk; one of another layout cannot be loaded."""
     strategy = Strategy[identity.strategy]
@@ -121,6 +135,8 @@ def _cannot_load(theirs: Identity, own: Identity) -> Iterator[Difference]:
     if (name := _model_name(theirs)) != _model_name(own):
         told = f"it is of the model {name}, and this run trains {_model_name(own)}"
         yield Difference(text=told, allowed_by=None, fix="Name a checkpoint of this model")
+    elif _has_other_base(theirs, own):
+        yield _other_base(theirs, own)
     if theirs.peft != own.peft:
         told = f"it was trained with peft={theirs.peft}, and this run with peft={own.peft}"
         yield Difference(text=told, allowed_by=None, fix=f"Go on with peft={theirs.peft}. {from_weights}")
@@ -134,6 +150,29 @@ def _cannot_load(theirs: Identity, own: Identity) -> Iterator[Difference]:
     elif theirs.world_size != own.world_size and (why := _why_rigid(theirs)):
         told = f"it holds the shards of {_ranks(theirs.world_size)}, and this run has {_ranks(own.world_size)}; {why}"
         yield Difference(text=told, allowed_by=None, fix=f"Go on with {_ranks(theirs.world_size)}. {from_weights}")
+
+
+def _has_other_base(theirs: Identity, own: Identity) -> bool:
+    """Whether an adapter would go on over weights that it was not trained on; not known of older checkpoints."""
+    is_adapter = PeftMethod.full.name not in (theirs.peft, own.peft)
+    then = _fingerprint(theirs)
+    return is_adapter and then is not None and _fingerprint(own) != then
+
+
+def _other_base(theirs: Identity, own: Identity) -> Difference:
+    then, now = (str(_fingerprint(identity))[:12] for identity in (theirs, own))
+    return Difference(
+        text=f"its adapter was trained on weights with the fingerprint {then}..., and those of {own.model['name']} "
+        f"have {now}... now",
+        allowed_by=None,
+        fix="Put the weights back that the run started from; to start anew on these: training.resume=never",
+    )
+
+
+def _fingerprint(identity: Identity) -> str | None:
+    """That of the weights below or before the trained ones; None in checkpoints from before it was recorded."""
+    fingerprint: str | None = identity.model.get("weights_fingerprint")
+    return fingerprint
 
 
 def _why_rigid(identity: Identity) -> str | None:

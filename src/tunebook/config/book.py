@@ -43,16 +43,46 @@ def book_root() -> Path:
     )
 
 
+class PlacedPath(str):
+    """A configured path that knows the folder it was typed in: a run is read again from other folders.
+
+    As text it stays what was typed, since that is what is hashed, compared and told.
+    """
+
+    typed_in: Path
+
+
+def placed(text: str, typed_in: Path) -> PlacedPath:
+    """A path as it was typed in a folder."""
+    path = PlacedPath(text)
+    path.typed_in = typed_in
+    return path
+
+
+def is_relative(text: str) -> bool:
+    """Whether it depends on a folder what a configured path means."""
+    return not is_in_book(text) and not Path(text).expanduser().is_absolute()
+
+
 def is_in_book(text: str) -> bool:
     """Whether a path is written as `book:...`."""
     return text.startswith(BOOK_PREFIX)
 
 
 def resolve_path(text: str) -> Path:
-    """The absolute path of a configured one: `book:...` is inside the book, others start at the working directory."""
+    """The absolute path of a configured one: `book:...` is inside the book, others start where they were typed.
+
+    That is the working directory, or for a run that was started before the folder that it remembers.
+    """
     if is_in_book(text):
         return book_root() / text.removeprefix(BOOK_PREFIX)
-    return Path(text).expanduser().absolute()
+    path = Path(text).expanduser()
+    return text.typed_in / path if isinstance(text, PlacedPath) else path.absolute()
+
+
+def as_word(text: str) -> str:
+    """A configured path for the command line of another process, which is told text and not where it was typed."""
+    return str(resolve_path(text)) if isinstance(text, PlacedPath) else text
 
 
 def recipe_folders(named: list[Path]) -> list[Path]:

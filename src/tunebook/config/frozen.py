@@ -1,4 +1,8 @@
-"""`run.yaml`: the resolved configuration as the launcher freezes it and every rank reads it."""
+"""`run.yaml`: the resolved configuration as the launcher freezes it and every rank reads it.
+
+Where it holds relative paths it names the folder that they were typed in, and whoever reads it finds what they named.
+On a machine without that folder, or after it was moved, they start at the working directory, as where they are typed.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from tunebook.config.choices import LauncherName, Strategy
+from tunebook.config.placing import place_paths, typed_in
 from tunebook.config.schema import (
     FsdpConfig,
     LauncherConfig,
@@ -41,15 +46,31 @@ LAUNCHER_SCHEMAS: dict[LauncherName, type[LauncherConfig]] = {
 _SINCE_DECIDED = (("model", "compile_layers", False), ("model", "one_pass_head", False))
 
 
+# No key of the configuration and in no hash: the same words are the same run wherever they are typed.
+TYPED_IN_KEY = "typed_in"
+
+
 def config_to_yaml(config: RunConfig) -> str:
-    """A configuration as YAML text that `load_config` reads back equal."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    """A configuration as YAML text that `load_config` reads back equal, and where its relative paths start."""
+    text: str = OmegaConf.to_yaml(OmegaConf.structured(config))
+    folder = typed_in(config)
+    return text if folder is None else text + OmegaConf.to_yaml(OmegaConf.create({TYPED_IN_KEY: str(folder)}))
+
+
+def typed_in_of(file: Path) -> Path | None:
+    """The folder that the relative paths of a `run.yaml` start at; None where it names none or cannot be read."""
+    try:
+        folder: Any = OmegaConf.to_container(OmegaConf.load(file)).get(TYPED_IN_KEY)  # type: ignore[union-attr]
+    except (OSError, OmegaConfBaseException, YAMLError, AttributeError):
+        return None
+    return Path(folder) if isinstance(folder, str) else None
 
 
 def load_config(file: Path) -> RunConfig:
     """Read a frozen `run.yaml`. Raises: RequestError when it is missing, damaged or of another version's schema."""
     try:
         plain: Any = OmegaConf.to_container(OmegaConf.load(file))
+        folder = plain.pop(TYPED_IN_KEY, None)
         parts = {field.name: plain.pop(field.name) for field in fields(RunConfig) if field.name in plain}
         for section, key, before in _SINCE_DECIDED:
             parts[section].setdefault(key, before)
@@ -66,4 +87,6 @@ def load_config(file: Path) -> RunConfig:
             problem_id="no-run-folder",
         ) from error
     assert isinstance(merged, RunConfig)
+    if isinstance(folder, str) and Path(folder).is_dir():
+        place_paths(merged, Path(folder))
     return merged

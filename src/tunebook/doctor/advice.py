@@ -22,6 +22,7 @@ from tunebook.doctor.collectives.run import Bandwidth
 from tunebook.doctor.findings import Finding, Kind, Level
 from tunebook.hardware.peaks import peak_of
 from tunebook.plan.batch import BatchPlan
+from tunebook.plan.mean_length import mean_tokens
 from tunebook.plan.memory import plan_memory
 
 _GB, _TERA = 1e9, 1e12
@@ -152,7 +153,7 @@ def costs_of(config: RunConfig, batch: BatchPlan, bandwidth: Bandwidth, gpu_name
 
 def _tokens_per_row(config: RunConfig, batch: BatchPlan) -> int:
     """A packed row is full; a padded one holds one document."""
-    mean = config.dataset.mean_tokens
+    mean = mean_tokens(config)
     return batch.row_length if batch.is_packed or mean is None else round(min(mean, batch.row_length))
 
 

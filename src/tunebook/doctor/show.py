@@ -41,8 +41,10 @@ def _table(findings: list[Finding]) -> Table:
     for finding in findings:
         text = Text(finding.what)
         if finding.fix is not None:
-            text.append(f"\nfix: {finding.fix}", style="bold")
-            text.append(f"\nmore: tunebook explain {finding.id}", style="dim")
+            more = f"tunebook explain {finding.id}"
+            if finding.fix != more:  # else what to do is in the message
+                text.append(f"\nfix: {finding.fix}", style="bold")
+            text.append(f"\nmore: {more}", style="dim")
         table.add_row(Text(finding.level.value, style=_STYLES[finding.level]), text)
     return table
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.table import Table
 
+from tunebook.config.book import as_word
 from tunebook.config.frozen import config_to_yaml, load_config
 from tunebook.config.rules.image import refuse_wrong_image
 from tunebook.config.schema import EvaluationConfig, RunConfig
@@ -92,7 +93,7 @@ def evaluate_command(request: EvaluationRequest, outputs: Path) -> EvaluationRep
     tasks = _without(asked, lacks)
     check_code(take_options(subject.config.evaluation, request.words), tasks)
     when = f"eval-{datetime.now(UTC):%Y-%m-%dT%H-%M-%SZ}-{os.getpid()}"
-    words = [*subject.words, *options, *(word for task in tasks for word in ("--task", task))]
+    words = [*subject.words, *options, *(word for task in tasks for word in ("--task", as_word(task)))]
     end = _run(worker_command(subject.folder, when, words), subject.config, tasks)
     return _report(subject.folder / "evaluation" / f"{when}.json", end, when, lacks)
 

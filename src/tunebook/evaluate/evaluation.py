@@ -42,8 +42,9 @@ from tunebook.evaluate.results import Answer, choose_samples, task_answers, task
 from tunebook.evaluate.spread import ALONE, Spread
 from tunebook.evaluate.task_files import TaskFile
 from tunebook.evaluate.task_runs import TaskRuns, describe_error, failure
+from tunebook.model.adapters import is_adapter
 from tunebook.record.atomic_files import atomic_write_json, atomic_write_text
-from tunebook.record.binding import Trained, check_bound
+from tunebook.record.binding import Trained, check_base, check_bound
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -169,10 +170,16 @@ def _is_local(evaluation: Evaluation) -> bool:
 
 
 def _bound_tokenizer(evaluation: Evaluation) -> tuple[PreTrainedTokenizerBase, dict[str, Any]]:
-    """The run's tokenizer, whose template must be the one that was trained with, and what is recorded of that."""
-    config = evaluation.config
+    """The run's tokenizer, whose template must be the one that was trained with, and what is recorded of that.
+
+    The weights that the run started from must be those as well, where the model rests on them.
+    """
+    config, trained = evaluation.config, evaluation.trained
     tokenizer = load_padded_tokenizer(tokenizer_of_run(config.model, evaluation.model))
-    return tokenizer, check_bound(evaluation.trained, tokenizer, config.dataset.system_prompt, evaluation.allowed)
+    bound = check_bound(trained, tokenizer, config.dataset.system_prompt, evaluation.allowed)
+    if evaluation.model is None or is_adapter(evaluation.model):
+        bound["mismatches"] = [*bound["mismatches"], *check_base(trained, config.model, evaluation.allowed)]
+    return tokenizer, bound
 
 
 def _max_length(evaluation: Evaluation, tokenizer: PreTrainedTokenizerBase) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from tunebook.errors import RequestError
 from tunebook.evidence.files import read_evidence
 from tunebook.evidence.schema import Evidence
-from tunebook.evidence.tolerances import LOSS
+from tunebook.evidence.tolerances import LOSS, speeds_apart
 from tunebook.record.atomic_files import atomic_write_text
 from tunebook.record.page.charts import Chart, Line, Stroke
 from tunebook.record.page.curves import outlier_ceiling, smooth
@@ -85,13 +85,21 @@ def _row(file: Path, found: Evidence) -> str:
         what += f", `{' '.join(ran.overrides)}`"
     what += f"; {hardware.gpus} x {hardware.gpu or 'CPU'}, {len(found.repeats)} runs, {found.recorded}"
     scores = ", ".join(f"{task} {score.value:.3f}" for task, score in results.scores.items())
-    speed, memory = results.tokens_per_second_per_gpu, results.memory_gib
+    memory = results.memory_gib
     cells = [
         f"[{file.stem}](evidence/{file.name})", what, f"{results.losses[-1]:.4f}",
-        "-" if speed is None else f"{speed:,.0f}", "-" if memory is None else f"{memory:.2f}", scores or "-",
+        _speed(found), "-" if memory is None else f"{memory:.2f}", scores or "-",
         f"{found.tolerances[LOSS].value:.2g}",
     ]  # fmt: skip
     return f"| {' | '.join(cells)} |"
+
+
+def _speed(found: Evidence) -> str:
+    """The first run's speed, or all that lies between the repetitions where they do not confirm it."""
+    if (apart := speeds_apart(found)) is not None:
+        return f"{apart[0]:,.0f} to {apart[1]:,.0f}, not judged"
+    speed = found.results.tokens_per_second_per_gpu
+    return "-" if speed is None else f"{speed:,.0f}"
 
 
 def plot_file(file: Path) -> Path:

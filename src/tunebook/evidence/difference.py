@@ -21,7 +21,7 @@ _EVERY_RUNS_OWN = tuple(f"{key}." for key in (
 ))  # fmt: skip
 _NUMBERS = (
     "num_steps", "num_tokens", "first_loss", "final_loss", "best_validation_loss", "tokens_per_second_per_gpu", "mfu",
-    "padding_share", "seconds",
+    "padding_share", "seconds", "num_attempts",
 )  # fmt: skip
 
 
@@ -46,7 +46,7 @@ def _result_differences(one: RunRecord, other: RunRecord) -> list[tuple[str, Any
     found = [row for row in rows if row[1] != row[2]]
     step = first_different_step(one, other)
     if step is not None:
-        first_losses, second_losses = dict(one.points("loss")), dict(other.points("loss"))
+        first_losses, second_losses = dict(one.scheduled_losses()), dict(other.scheduled_losses())
         at_step = (first_losses.get(step, NOT_SET), second_losses.get(step, NOT_SET))
         found.insert(0, (f"loss at step {step}, the first that differs", *at_step))
         found.insert(1, ("largest difference of a step's loss, relative", "", largest_difference(one, other)))
@@ -55,7 +55,7 @@ def _result_differences(one: RunRecord, other: RunRecord) -> list[tuple[str, Any
 
 def first_different_step(one: RunRecord, other: RunRecord) -> int | None:
     """The first optimizer step whose logged loss is not the same in every bit; None where all are."""
-    first, second = dict(one.points("loss")), dict(other.points("loss"))
+    first, second = dict(one.scheduled_losses()), dict(other.scheduled_losses())
     return next(
         (int(step) for step in sorted(first.keys() | second.keys()) if first.get(step) != second.get(step)), None
     )
@@ -63,7 +63,7 @@ def first_different_step(one: RunRecord, other: RunRecord) -> int | None:
 
 def largest_difference(one: RunRecord, other: RunRecord) -> float | None:
     """Over the steps that both have; None where they share none."""
-    first, second = dict(one.points("loss")), dict(other.points("loss"))
+    first, second = dict(one.scheduled_losses()), dict(other.scheduled_losses())
     apart = [
         relative(second[step] or 0.0, loss)
         for step, loss in first.items()

@@ -168,12 +168,20 @@ def gather_results(record: RunRecord) -> Results:
                 f"{record.folder}: the loss is not finite at step {line['step']}; such a run proves nothing",
                 problem_id="evidence-not-finite",
             )
+    losses = record.scheduled_losses()
+    if not losses:
+        raise RequestError(
+            f"{record.folder} has logged no loss at a step that is a multiple of training.log_every_steps="
+            f"{record.log_every_steps}, so there is nothing to compare; train longer, or with "
+            "training.log_every_steps=1",
+            problem_id="run-not-finished",
+        )
     tasks: dict[str, Any] = (record.after or {}).get("tasks", {})
     planned = ((record.plan or {}).get("memory_gib") or {}).get("allocated")  # as the peak of tensors is measured
     scores = {name: _score(record, name, task) for name, task in tasks.items()}
     return Results(
-        steps=[int(line["step"]) for line in lines],
-        losses=[float(line["loss"]) for line in lines],
+        steps=[step for step, _ in losses],
+        losses=[loss for _, loss in losses if loss is not None],
         tokens_per_second_per_gpu=_rounded(summary.tokens_per_second_per_gpu),
         memory_gib=_rounded(max(summary.peak_memory_gib, default=None)),
         planned_memory_gib=planned if record.manifest and record.manifest["hardware"]["gpus"] else None,

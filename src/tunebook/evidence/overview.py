@@ -33,12 +33,21 @@ def row_start(recipe: str) -> str:
 
 def cell(recipe: str, files: Sequence[Path], evidence: Sequence[Evidence]) -> str:
     """A link per file, named by its hardware and what GPUs computed in, and what it was run with."""
+    names = [_name(found) for found in evidence]
     told = []
-    for file, found in zip(files, evidence, strict=True):
-        hardware, ran = found.hardware, found.ran
+    for file, found, name in zip(files, evidence, names, strict=True):
+        ran = found.ran
+        if names.count(name) > 1:  # what else tells them apart
+            name += f", {found.inputs.config['attention']['implementation']}"
         layers = "" if ran.layers.startswith("all") else f", {ran.layers} layers"
-        name = f"{hardware.gpus} x {(hardware.gpu or 'CPU').removeprefix('NVIDIA ')}"
-        if hardware.gpu is not None:
-            name += f", {found.inputs.config['precision']['compute']}"
         told.append(f"[{name}](recipes/{recipe}/evidence/{file.name}) ({ran.weights} weights{layers})")
     return ", ".join(told)
+
+
+def _name(found: Evidence) -> str:
+    """GPUs and their kind, what they compute in, and whether the same run gives the same bits."""
+    hardware, config = found.hardware, found.inputs.config
+    name = f"{hardware.gpus} x {(hardware.gpu or 'CPU').removeprefix('NVIDIA ')}"
+    if hardware.gpu is not None:
+        name += f", {config['precision']['compute']}"
+    return f"{name}, deterministic" if config["training"].get("deterministic") else name

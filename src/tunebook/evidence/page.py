@@ -26,6 +26,7 @@ def write_page(found: Verification, run: str, file: Path) -> None:
         rows=[row.to_json() for row in found.rows],
         agrees=found.exit_code == 0,
         charts=_charts(found, run),
+        agreement=_agreement(found),
     )
     atomic_write_text(file, page)
 
@@ -38,9 +39,17 @@ def _charts(found: Verification, run: str) -> list[Chart]:
         for index, (name, one) in enumerate(((f"recorded, {found.name}", expected), (run, results)))
     ]  # fmt: skip
     charts = [Chart(title="Loss", y_label="loss per trained token", lines=lines)]
-    if expected.steps == results.steps:
+    if expected.steps == results.steps and any(loss_differences(results, expected)):
         charts.append(_differences(found))
     return charts
+
+
+def _agreement(found: Verification) -> str:
+    """What is said in place of the chart of differences where there is none to draw; empty where there are some."""
+    expected, results = found.claim.results, found.results
+    if expected.steps != results.steps or any(windows := loss_differences(results, expected)):
+        return ""
+    return f"The losses do not differ: the means of all {len(windows)} windows of steps agree in every bit."
 
 
 def _differences(found: Verification) -> Chart:
@@ -55,5 +64,19 @@ def _differences(found: Verification) -> Chart:
         title="Difference of the loss",
         y_label="relative, as a power of ten",
         lines=[Line(name="mean over a window of steps", points=points, colour=1)],
-        note=f"The tolerance is {math.log10(tolerance):.1f}.",
+        note=f"A window may differ by {_share(tolerance)}: {_power(tolerance)} on this axis.{_left_out(points)}",
     )
+
+
+def _share(tolerance: float) -> str:
+    return f"{tolerance:.2g}, {100 * tolerance:.2g} %"
+
+
+def _power(tolerance: float) -> str:
+    """Where the tolerance is on the axis; none of one that allows no difference at all."""
+    return f"{math.log10(tolerance):.1f}" if tolerance else "below everything"
+
+
+def _left_out(points: list[Point]) -> str:
+    num_equal = sum(y is None for _, y in points)
+    return f" {num_equal} of {len(points)} windows agree in every bit and have no point." if num_equal else ""

@@ -6,6 +6,7 @@ or a choice that this machine makes otherwise, is named before anything starts, 
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +18,9 @@ from rich.text import Text
 
 from tunebook.config.book import book_root
 from tunebook.config.choices import Source
+from tunebook.config.frozen import typed_in_of
 from tunebook.config.override_text import quoted
+from tunebook.config.placing import typed_in
 from tunebook.config.schema import RunConfig
 from tunebook.data.file_hashes import remembered_hash
 from tunebook.data.files import SUFFIXES, find_files
@@ -30,9 +33,17 @@ from tunebook.evidence.unchanged import require_unchanged
 from tunebook.evidence.verifying import Recorded, hold_against, named_differences, recorded_evidence, recorded_run
 from tunebook.launch.draft import draft_run
 from tunebook.launch.job import Job, plan_job, prepare_data, run_job
+from tunebook.model.load import model_location
+from tunebook.model.weights_fingerprint import weights_fingerprint
 from tunebook.record.config_hash import comparable_config, config_hash, has_hash, hashed_settings
 from tunebook.record.files import RUN_FILE
-from tunebook.record.manifest import MANIFEST_FILE, RunState, read_manifest, read_manifest_file
+from tunebook.record.manifest import (
+    MANIFEST_FILE,
+    RunState,
+    read_manifest,
+    read_manifest_file,
+    recorded_fingerprint,
+)
 from tunebook.record.manifest_schema import check_read_manifest
 from tunebook.record.provenance import describe_code, describe_environment, describe_hardware
 from tunebook.record.run_folder import create_run_folder, resolve_run
@@ -68,7 +79,7 @@ def find_original(target: str, outputs: Path) -> Original:
         file, run = named, named.parent.absolute()
         is_in_run = named.name == MANIFEST_FILE and (run / RUN_FILE).is_file()
     else:
-        run = resolve_run(target, outputs)
+        run = resolve_run(target, outputs).absolute()
         file, is_in_run = run / MANIFEST_FILE, True
     manifest = read_manifest_file(file) if named.is_file() else read_manifest(run)
     check_read_manifest(manifest, file)
@@ -84,12 +95,36 @@ def reproduce_command(
     is not what was, or where there is nothing to compare it with.
     """
     original = find_original(target, outputs)
+    outputs = outputs.expanduser().absolute()
+    recipes_dirs = [folder.expanduser().absolute() for folder in recipes_dirs]
+    with _where_it_was_typed(original, console):
+        return _reproduce(original, outputs, recipes_dirs, console, dry_run=dry_run)
+
+
+@contextlib.contextmanager
+def _where_it_was_typed(original: Original, console: Console) -> Iterator[None]:
+    """In the folder that the words were typed in, where they have relative paths: there they mean what they meant."""
+    there = typed_in_of(original.run / RUN_FILE) if original.run is not None else None
+    if there is None or there == Path.cwd():
+        yield
+    elif there.is_dir():
+        console.print(Text(f"relative paths start at {there}, where the run was started"), soft_wrap=True)
+        with contextlib.chdir(there):
+            yield
+    else:
+        told = f"WARNING: {there}, where the run was started, is not here: relative paths start at {Path.cwd()}"
+        console.print(Text(f"{told}; change into the folder that holds what they name", style="yellow"), soft_wrap=True)
+        yield
+
+
+def _reproduce(original: Original, outputs: Path, recipes_dirs: list[Path], console: Console, *, dry_run: bool) -> int:
     recipe = original.manifest["recipe"]
     words = [*original.words, "training.resume=never", f"outputs={quoted(str(outputs))}"]
     job = plan_job(recipe, words, recipes_dirs)
     for line in require_same_config(original, job.config, recipes_dirs):
         console.print(Text(line, style="yellow"), soft_wrap=True)
     require_same_files(original.manifest, job.config)
+    require_same_weights(original.manifest, job.config)
     for line in told_differences(original.manifest, job.config):
         console.print(Text(line), soft_wrap=True)
     recorded = choose_recorded(original, job.config, recipes_dirs)
@@ -117,6 +152,8 @@ def how_to_go_on(original: Original, job: Job, folder: Path, recipes_dirs: list[
     recipe = [job.config.recipe] if job.config.recipe is not None else []
     options = [part for named in recipes_dirs for part in ("--recipes-dir", str(named))]
     train = shlex.join(["tunebook", "train", *recipe, *words, *options, "--run-folder", str(folder)])
+    if typed_in(job.config) is not None:
+        train = f"cd {shlex.quote(str(Path.cwd()))} && {train}"
     compare = ["diff", str(original.run), str(folder)] if original.has_curve else ["verify", str(folder), *options]
     lines = (
         "the same `tunebook reproduce` would begin again; to go on with this run, and to compare it:",
@@ -209,6 +246,24 @@ def require_same_files(manifest: dict[str, Any], config: RunConfig) -> None:
                 "were, or change into the folder that the run was started in",
                 problem_id="reproduces-otherwise",
             )
+
+
+def require_same_weights(manifest: dict[str, Any], config: RunConfig) -> None:
+    """Whether the weights that the run started from are here as they were; older manifests do not say.
+
+    Raises: RequestError for others.
+    """
+    then = recorded_fingerprint(manifest)
+    if then is None:
+        return
+    now = weights_fingerprint(config.model)
+    if now != then:
+        found = f"have the fingerprint {now[:12]}..." if now is not None else "are not there"
+        raise RequestError(
+            f"the run started from other weights than it would here: those of {model_location(config.model)} {found}, "
+            f"and the run's had {then[:12]}...; put the weights back that it started from",
+            problem_id="reproduces-otherwise",
+        )
 
 
 def require_same_data(original: Original, job: Job, console: Console) -> None:

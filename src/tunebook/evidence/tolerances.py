@@ -11,13 +11,16 @@ from itertools import combinations, pairwise
 from statistics import fmean
 
 from tunebook.config.schema import RunConfig
-from tunebook.evidence.schema import Results, Tolerance
+from tunebook.evidence.schema import Evidence, Results, Tolerance
 from tunebook.parity.compare import tolerance_of
 
 FACTOR = 3.0
 NUM_WINDOWS = 20  # of a loss curve: after hundreds of steps single steps of equal runs differ, their means hardly
 _SPEED_FLOOR = 0.05  # a neighbour on the machine, a warmer GPU
 _MEMORY_FLOOR = 0.02  # the allocator rounds, kernels are chosen anew
+# Speeds that are further apart show what else the machine did: any of them might be the recipe's own.
+_SPEED_MAY_SPREAD = 0.1
+_MEMORY_MAY_SPREAD = 1 / FACTOR  # more would hold for anything down to zero
 _STDERRS = 3.0
 
 LOSS, SPEED, MEMORY = "loss", "speed", "memory"
@@ -60,6 +63,24 @@ def relative(found: float, expected: float) -> float:
     return abs(found - expected) / abs(expected)
 
 
+def largest_spread(values: Sequence[float]) -> float:
+    """How far apart the largest and the smallest are, as a share of the smallest; none of a single one."""
+    return relative(max(values), min(values)) if values else 0.0
+
+
+def speeds_apart(found: Evidence) -> tuple[float, float] | None:
+    """The slowest and the fastest repetition, where they differ too much for either to be the recipe's speed."""
+    speeds = [repeat.tokens_per_second_per_gpu for repeat in found.repeats]
+    known = [speed for speed in speeds if speed is not None]
+    return (min(known), max(known)) if largest_spread(known) > _SPEED_MAY_SPREAD else None
+
+
+def judged_by(found: Evidence) -> dict[str, Tolerance]:
+    """The tolerances that recorded evidence supports: a file may have one of speeds that are too far apart for any."""
+    is_judged = speeds_apart(found) is None
+    return {key: tolerance for key, tolerance in found.tolerances.items() if key != SPEED or is_judged}
+
+
 def work_out(runs: Sequence[Results], config: RunConfig) -> dict[str, Tolerance]:
     """The tolerances that runs of one claim support; of a single run these are the floors."""
     pairs = list(combinations(runs, 2))
@@ -71,15 +92,14 @@ def work_out(runs: Sequence[Results], config: RunConfig) -> dict[str, Tolerance]
     }  # fmt: skip
     speeds = [results.tokens_per_second_per_gpu for results in runs]
     memories = [results.memory_gib for results in runs]
-    for key, values, floor, what in (
-        (SPEED, speeds, _SPEED_FLOOR, "tokens per second and GPU"),
-        (MEMORY, memories, _MEMORY_FLOOR, "peak memory"),
+    for key, values, floor, may_spread, what in (
+        (SPEED, speeds, _SPEED_FLOOR, _SPEED_MAY_SPREAD, "tokens per second and GPU"),
+        (MEMORY, memories, _MEMORY_FLOOR, _MEMORY_MAY_SPREAD, "peak memory"),
     ):
         known = [value for value in values if value is not None]
-        if len(known) == len(runs):
+        if len(known) == len(runs) and largest_spread(known) <= may_spread:
             spread = max((relative(one, other) for one, other in combinations(known, 2)), default=0.0)
-            if FACTOR * spread < 1:  # more would hold for anything down to zero
-                tolerances[key] = _tolerance(spread, floor, len(runs), what)
+            tolerances[key] = _tolerance(spread, floor, len(runs), what)
     for task, score in runs[0].scores.items():
         if all(task in results.scores for results in runs):
             reached = [results.scores[task].value for results in runs]

@@ -26,11 +26,12 @@ from tunebook.evidence.files import evidence_files, read_evidence
 from tunebook.evidence.gather import config_of, gather_hardware, gather_inputs, gather_ran, gather_results
 from tunebook.evidence.machines import machine_of_evidence
 from tunebook.evidence.schema import Evidence, Hardware, Inputs, Ran, Results
-from tunebook.evidence.tolerances import work_out
+from tunebook.evidence.tolerances import judged_by, work_out
 from tunebook.launch.draft import draft_run
 from tunebook.record.config_hash import comparable_config
 from tunebook.record.run_record import RunRecord
 
+_NO_RECIPE = "custom"
 _NUM_NAMED = 4  # differing keys that a message names
 
 
@@ -97,7 +98,7 @@ def recorded_evidence(
     return Recorded(
         name=file.name,
         what=f"recorded on {found.recorded}: {describe(found.ran)}",
-        claim=Claim(results=found.results, hardware=found.hardware, tolerances=found.tolerances),
+        claim=Claim(results=found.results, hardware=found.hardware, tolerances=judged_by(found)),
         inputs=found.inputs,
     )
 
@@ -151,8 +152,20 @@ def _choose(
     config: RunConfig, inputs: Inputs, hardware: Hardware, recipes_dirs: list[Path], against: Path | None
 ) -> tuple[Path, Evidence]:
     """The evidence of the same thing, rather on the same machine."""
-    recipe = config.recipe or "custom"
-    files = [against] if against is not None else evidence_files(recipe, recipes_dirs) if config.recipe else []
+    recipe = config.recipe or _NO_RECIPE
+    if against is not None and not against.is_file():
+        raise RequestError(
+            f"--against {against} is no file; name one of recipes/NAME/evidence, or leave --against out to compare "
+            "with the recipe's own evidence",
+            problem_id="no-evidence",
+        )
+    if config.recipe is None and against is None:
+        raise RequestError(
+            "this run has no recipe, and evidence belongs to one: put its settings into recipes/NAME.yaml and train "
+            "that twice to record some, or compare this run with another: tunebook diff RUN RUN",
+            problem_id="evidence-without-recipe",
+        )
+    files = [against] if against is not None else evidence_files(recipe, recipes_dirs)
     if not files:
         raise RequestError(
             f"nothing is recorded for {recipe}; tunebook list names the recipes that have evidence, and "
@@ -179,6 +192,13 @@ def _of_other_things(recipe: str, known: list[tuple[Path, Evidence]], inputs: In
             f"commit out to check the claim, or remove {file} and record it anew (tunebook verify RUN RUN --record "
             f"--label {nearest.label})"
         )
+    if nearest.ran.recipe != recipe:  # a file that was named
+        own = "no recipe" if recipe == _NO_RECIPE else recipe
+        return RequestError(
+            f"{file.name} is evidence of {nearest.ran.recipe}, and the run is of {own}: {differing}. A run is compared "
+            f"with what is recorded of its own recipe, for which --against is not needed. {advice}",
+            problem_id="evidence-of-other-config",
+        )
     return RequestError(
         f"the evidence of {recipe} is of something else. Nearest is {file.name}: {differing}. {advice}",
         problem_id="evidence-of-other-config",
@@ -189,7 +209,7 @@ def _still_means(evidence: Evidence, recipes_dirs: list[Path]) -> bool:
     """Whether the words of evidence come to what they came to, on a machine like its own."""
     ran = evidence.ran
     machine = machine_of_evidence(evidence.hardware)
-    draft = draft_run(None if ran.recipe == "custom" else ran.recipe, ran.overrides, recipes_dirs, machine)
+    draft = draft_run(None if ran.recipe == _NO_RECIPE else ran.recipe, ran.overrides, recipes_dirs, machine)
     if draft.resolution is None:
         return False
     return not config_differences(evidence.inputs.config, comparable_config(draft.resolution.config))

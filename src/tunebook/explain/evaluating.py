@@ -17,8 +17,9 @@ EVALUATING: dict[str, Explanation] = {
     ),
     "unknown-mismatch": Explanation(
         summary="--allow-mismatch names what is not compared.",
-        why="What ties a model to its training is its chat template, its tokenizer and its system prompt.",
-        advice="Type --allow-mismatch template, tokenizer or system_prompt, or several with commas between them.",
+        why="What ties a model to its training is its chat template, its tokenizer, its system prompt and, of an "
+        "adapter, its base model.",
+        advice="Type --allow-mismatch template, tokenizer, system_prompt or base, or several with commas between them.",
     ),
     "template-changed": Explanation(
         summary="The chat template is not the one that the run was trained with.",
@@ -39,6 +40,13 @@ EVALUATING: dict[str, Explanation] = {
         "The manifest holds its hash.",
         advice="Put it back as it was. To evaluate with this one all the same, which is recorded in the result: "
         "tunebook eval --allow-mismatch system_prompt.",
+    ),
+    "base-changed": Explanation(
+        summary="The weights below an adapter are not those that it was trained on.",
+        why="An adapter is a difference to one base model; added to other weights of the same shapes it loads without "
+        "a word and answers wrongly. The manifest holds a fingerprint of the base's weights, if they lay in a folder.",
+        advice="Put the weights back into the folder that model.path names, or train again on the new ones. To "
+        "evaluate on these all the same, which is recorded in the result: tunebook eval --allow-mismatch base.",
     ),
     "task-data-missing": Explanation(
         summary="Tasks need what is not on this machine: data sets, nltk's data or Python packages.",

@@ -7,8 +7,10 @@ from tunebook.config.rules.frame import Explanation
 EVIDENCE: dict[str, Explanation] = {
     "no-evidence": Explanation(
         summary="There is no recorded run to compare with.",
-        why="`tunebook verify` holds a run against the files in recipes/<name>/evidence, and this recipe has none.",
-        advice="Record some: train the recipe twice from a clean checkout, then name both runs with --record.",
+        why="`tunebook verify` holds a run against the files in recipes/<name>/evidence, and this recipe has none, or "
+        "the file named with --against is not there.",
+        advice="Record some: train the recipe twice from a clean checkout, then name both runs with --record. Or name "
+        "a file that is there.",
     ),
     "evidence-of-other-config": Explanation(
         summary="What is recorded was another configuration, other data or another model.",

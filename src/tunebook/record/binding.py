@@ -1,4 +1,4 @@
-"""The tie between a trained model and what it was trained with: tokenizer, chat template and system prompt, by hash.
+"""The tie of a trained model to what it was trained with: tokenizer, chat template, system prompt, an adapter's base.
 
 The manifest of a run, or the record in an exported folder, holds the hashes. A difference is an error, unless it is
 named; then it is recorded beside the scores.
@@ -11,29 +11,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tunebook.config.book import resolve_path
+from tunebook.config.schema import ModelConfig
 from tunebook.data.template import template_hash
 from tunebook.errors import DataError, RequestError, did_you_mean
 from tunebook.model.tokenizer import tokenizer_hash
-from tunebook.record.manifest import MANIFEST_FILE, read_manifest, system_prompt_hash
+from tunebook.model.weights_fingerprint import weights_fingerprint
+from tunebook.record.manifest import MANIFEST_FILE, read_manifest, recorded_fingerprint, system_prompt_hash
 from tunebook.record.origin import Origin, read_origin
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # What may differ from the training where `--allow-mismatch` names it.
-TEMPLATE, TOKENIZER, SYSTEM_PROMPT = "template", "tokenizer", "system_prompt"
-MISMATCHES = (TEMPLATE, TOKENIZER, SYSTEM_PROMPT)
+TEMPLATE, TOKENIZER, SYSTEM_PROMPT, BASE = "template", "tokenizer", "system_prompt", "base"
+MISMATCHES = (TEMPLATE, TOKENIZER, SYSTEM_PROMPT, BASE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What a training recorded of its tokenizer and prompts. A hash of None was not recorded: nothing is compared."""
+    """What a training recorded of what its model needs. A hash of None was not recorded: nothing is compared."""
 
     by: str  # the run as messages call it
     name: str  # and as records do: `<recipe>/<time>`
     tokenizer_sha256: str | None = None
     chat_template_sha256: str | None = None
     system_prompt_sha256: str | None = None
+    weights_fingerprint: str | None = None  # of the weights that it started from, where they lay in a folder
 
 
 def recorded_by_run(run: Path) -> Trained | None:
@@ -47,6 +51,7 @@ def recorded_by_run(run: Path) -> Trained | None:
         tokenizer_sha256=manifest.get("tokenizer_sha256"),
         chat_template_sha256=manifest.get("chat_template_sha256"),
         system_prompt_sha256=manifest.get("system_prompt_sha256"),
+        weights_fingerprint=recorded_fingerprint(manifest),
     )
 
 
@@ -64,6 +69,7 @@ def recorded_by_origin(origin: Origin) -> Trained:
         tokenizer_sha256=origin.tokenizer_sha256,
         chat_template_sha256=origin.chat_template_sha256,
         system_prompt_sha256=system_prompt_hash(origin.system_prompt),
+        weights_fingerprint=origin.weights_fingerprint,
     )
 
 
@@ -92,6 +98,30 @@ def check_bound(
         "chat_template_sha256": template_hash(tokenizer),
         "system_prompt_sha256": system_prompt_hash(system_prompt),
     }
+
+
+def check_base(trained: Trained | None, model: ModelConfig, allowed: Collection[str] = ()) -> list[str]:
+    """Refuse other weights below an adapter than it was trained on; `model` is the base as it is configured.
+
+    Returns the mismatches to record: none, or that one where it is `allowed`. Raises: DataError for another base,
+    RequestError for one that cannot be read.
+    """
+    if trained is None or trained.weights_fingerprint is None:
+        return []
+    now = weights_fingerprint(model)
+    if now == trained.weights_fingerprint:
+        return []
+    if BASE in allowed:
+        return [BASE]
+    place = resolve_path(model.path) if model.path is not None else f"the model {model.name}"
+    found = f"have the fingerprint {now[:12]}..." if now is not None else "are not there, or not in a folder"
+    raise DataError(
+        f"the base model is not the one that {trained.by} was trained on: the weights of {place} {found}, and the "
+        f"run started from {trained.weights_fingerprint[:12]}...; put those weights back, since an adapter changes the "
+        "answers of its own base only, or train again on these (`tunebook eval` goes on and records it with "
+        f"--allow-mismatch {BASE})",
+        problem_id="base-changed",
+    )
 
 
 def allowed_mismatches(text: str) -> list[str]:

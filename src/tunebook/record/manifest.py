@@ -13,6 +13,7 @@ from typing import Any
 from tunebook.config.book import book_root, resolve_path
 from tunebook.config.schema import ModelConfig, RunConfig
 from tunebook.errors import DataError
+from tunebook.model.weights_fingerprint import weights_fingerprint
 from tunebook.record.atomic_files import atomic_write_json, read_json, sha256_file, sha256_text
 from tunebook.record.config_hash import config_hash
 from tunebook.record.provenance import (
@@ -61,8 +62,9 @@ def start_manifest(
     """Write the manifest of a run that is about to start, and return it.
 
     `command` trains the same again; `typed` is the command line that led to it. `model` adds to what the configuration
-    says (the revision that the hub answered with); `dataset` is `{records, fingerprint, content_sha256, counts}` of the
-    prepared data. A run that goes on in its folder keeps the status of its earlier attempts under `earlier_attempts`.
+    says (the revision that the hub answered with), or is known better; `dataset` is `{records, fingerprint,
+    content_sha256, counts}` of the prepared data. A run that goes on in its folder keeps the status of its earlier
+    attempts under `earlier_attempts`.
     """
     manifest = {
         "format": FORMAT,
@@ -80,7 +82,7 @@ def start_manifest(
         "code": describe_code(book_root()),
         "environment": describe_environment(config.hardware.generation.name),
         "config_sha256": config_hash(config),
-        "model": describe_model(config.model) | (model or {}),
+        "model": describe_model(config.model, weights_fingerprint(config.model)) | (model or {}),
         "tokenizer_sha256": tokenizer_sha256,
         "chat_template_sha256": chat_template_sha256,
         "system_prompt_sha256": system_prompt_hash(config.dataset.system_prompt),
@@ -163,15 +165,25 @@ def system_prompt_hash(prompt: str | None) -> str:
     return sha256_text(prompt or "")
 
 
-def describe_model(model: ModelConfig) -> dict[str, Any]:
-    """Name (or path as configured), revision, hash of config.json where the model is a folder, and weights."""
+def describe_model(model: ModelConfig, fingerprint: str | None = None) -> dict[str, Any]:
+    """Name (or path as configured), revision, hash of config.json where the model is a folder, and weights.
+
+    `fingerprint` is that of the weights in the folder, where somebody has looked: it means reading some of them.
+    """
     config_file = resolve_path(model.path) / "config.json" if model.path else None
     return {
         "name": model.name or shorten_paths(model.path or ""),
         "revision": model.revision,
         "config_sha256": sha256_file(config_file) if config_file and config_file.is_file() else None,
         "weights": model.weights.name,
+        "weights_fingerprint": fingerprint,
     }
+
+
+def recorded_fingerprint(manifest: dict[str, Any]) -> str | None:
+    """The fingerprint of the weights that a run started from; None where it has none or was made before there were."""
+    model: dict[str, Any] = manifest.get("model") or {}
+    return model.get("weights_fingerprint")
 
 
 def _earlier_attempts(folder: Path) -> list[dict[str, Any]]:

@@ -62,6 +62,9 @@ class Model(Section):
     revision: str | None
     config_sha256: str | None = Field(description="of config.json, where the model is a folder")
     weights: Literal["pretrained", "random"]
+    weights_fingerprint: str | None = Field(
+        default=None, description="of pretrained weights in a folder, by samples of every tensor; older runs lack it"
+    )
 
 
 class Dataset(Section):

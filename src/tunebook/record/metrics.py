@@ -1,9 +1,11 @@
 """`metrics.jsonl`: one JSON object per logged step, appended and flushed at once.
 
-A training line has `step, loss, ...`, a validation line `step, validation_loss, validation_tokens`. The first training
-line after a save has `save_seconds`, for which training stood still; of the last save its record has it, with what was
-waited for at the end. A run that is killed loses at most the line it was writing; a run that goes on from a checkpoint
-appends to the same file.
+A training line has `step, num_steps, loss, ...`, where the loss is the mean of the last `num_steps` steps, and a
+validation line `step, validation_loss, validation_tokens`. A run that is asked to stop between two logged steps logs
+those since the first of them, and goes on with fewer up to the second; `by_schedule` puts both together. The first
+training line after a save has `save_seconds`, for which training stood still; of the last save its record has it, with
+what was waited for at the end. A run that is killed loses at most the line it was writing; a run that goes on from a
+checkpoint appends to the same file.
 """
 
 from __future__ import annotations
@@ -66,9 +68,42 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
         if is_training_line(line):
             if line["step"] <= last_step:
                 lines = [kept for kept in lines if kept["step"] < line["step"]]
+            elif (first := _first_step(line)) <= last_step:  # a stop was logged, and its checkpoint not gone on from
+                lines = [kept for kept in lines if not is_training_line(kept) or kept["step"] < first]
             last_step = line["step"]
         lines.append(line)
     return lines
+
+
+def by_schedule(lines: Iterable[Mapping[str, Any]], every: int) -> list[tuple[int, float | None]]:
+    """(step, loss) of the training lines as a run that was never stopped would have logged them.
+
+    What was logged since the last step of the schedule belongs to the next one, each line's mean counting for as many
+    steps as it is of; none where one of them was not finite. Lines after the last step of the schedule are left out.
+    """
+    found: list[tuple[int, float | None]] = []
+    waiting: list[tuple[float | None, int]] = []
+    for line in lines:
+        waiting.append((line["loss"], line.get("num_steps", 1)))
+        if line["step"] % every == 0:
+            found.append((line["step"], _mean_of(waiting)))
+            waiting = []
+    return found
+
+
+def _mean_of(losses: list[tuple[float | None, int]]) -> float | None:
+    if len(losses) == 1:
+        return losses[0][0]  # in every bit
+    known = [(loss, num_steps) for loss, num_steps in losses if loss is not None]
+    if len(known) < len(losses):
+        return None
+    return sum(loss * num_steps for loss, num_steps in known) / sum(num_steps for _, num_steps in known)
+
+
+def _first_step(line: Mapping[str, Any]) -> int:
+    """Of those whose loss a training line is the mean of."""
+    first: int = line["step"] - line.get("num_steps", 1) + 1
+    return first
 
 
 def is_training_line(line: Mapping[str, Any]) -> bool:
@@ -119,6 +154,8 @@ def _why_no_line(read: Any) -> str | None:
         return f"{read!r} is no object"
     if not isinstance(read.get("step"), int):
         return "it has no step"
+    if not isinstance(read.get("num_steps", 1), int) or read.get("num_steps", 1) < 1:
+        return f"num_steps is {read['num_steps']!r} and no number of steps"
     for name in _NUMBERS:
         if not _is_number(read.get(name)):
             return f"{name} is {read[name]!r} and no number"

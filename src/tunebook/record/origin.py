@@ -6,7 +6,7 @@ compared with the training. Without it a folder is a model like any other.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from tunebook.config.frozen import load_config
 from tunebook.errors import DataError
 from tunebook.record.atomic_files import atomic_write_json, read_json
 from tunebook.record.files import RUN_FILE
-from tunebook.record.manifest import read_manifest
+from tunebook.record.manifest import read_manifest, recorded_fingerprint
 
 ORIGIN_FILE = "tunebook.json"
 FORMAT = 1  # raised when a key changes its meaning or goes away
@@ -30,6 +30,7 @@ class Origin:
     tokenizer_sha256: str | None
     chat_template_sha256: str | None
     system_prompt: str | None
+    weights_fingerprint: str | None = None  # of the weights that it started from; older folders do not say
 
 
 def origin_of(run: Path) -> Origin:
@@ -44,6 +45,7 @@ def origin_of(run: Path) -> Origin:
         tokenizer_sha256=manifest["tokenizer_sha256"],
         chat_template_sha256=manifest["chat_template_sha256"],
         system_prompt=config.dataset.system_prompt,
+        weights_fingerprint=recorded_fingerprint(manifest),
     )
 
 
@@ -59,11 +61,12 @@ def read_origin(folder: Path) -> Origin | None:
         return None
     said: Any = read_json(file)
     names = {field.name for field in fields(Origin)}
-    if not isinstance(said, dict) or said.get("format") != FORMAT or not names <= set(said):
+    needed = {field.name for field in fields(Origin) if field.default is MISSING}
+    if not isinstance(said, dict) or said.get("format") != FORMAT or not needed <= set(said):
         raise DataError(
-            f"{file} is not what `tunebook export` writes (format {FORMAT}: {', '.join(sorted(names))}): it was edited "
-            "or written by another version; export the run again, or remove the file, and the model counts as one "
-            "without a run",
+            f"{file} is not what `tunebook export` writes (format {FORMAT}: {', '.join(sorted(needed))}): it was "
+            "edited or written by another version; export the run again, or remove the file, and the model counts as "
+            "one without a run",
             problem_id="broken-record",
         )
-    return Origin(**{name: said[name] for name in names})
+    return Origin(**{name: said[name] for name in names & set(said)})

@@ -36,8 +36,8 @@ from tunebook.record.run_record import RunRecord, read_run
 TEMPLATES = Path(__file__).parent / "page"
 
 
-def write_report(folders: Sequence[Path], output: Path) -> None:
-    """Write the report of one run, or the comparison of several, to `output`.
+def write_report(folders: Sequence[Path], output: Path, *, makes_folder: bool = False) -> None:
+    """Write the report of one run, or the comparison of several, to `output`; `makes_folder` if nobody named that.
 
     Raises: RequestError for a folder that is no run's, or an output that cannot be written.
     """
@@ -46,6 +46,8 @@ def write_report(folders: Sequence[Path], output: Path) -> None:
     records = [read_run(folder) for folder in folders]
     page = render_run(records[0]) if len(records) == 1 else render_comparison(records)
     try:
+        if makes_folder:
+            output.parent.mkdir(parents=True, exist_ok=True)
         atomic_write_text(output, page)
     except OSError as error:
         raise RequestError(

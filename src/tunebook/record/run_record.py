@@ -14,7 +14,7 @@ from yaml import YAMLError
 from tunebook.errors import DataError, RequestError
 from tunebook.record.atomic_files import read_json
 from tunebook.record.manifest import MANIFEST_FILE, read_manifest
-from tunebook.record.metrics import METRICS_FILE, NOT_FINITE, is_training_line, read_metrics
+from tunebook.record.metrics import METRICS_FILE, NOT_FINITE, by_schedule, is_training_line, read_metrics
 from tunebook.record.run_folder import is_run
 
 
@@ -48,6 +48,16 @@ class RunRecord:
     def first_invalid_step(self) -> int | None:
         """The first step whose loss was not finite."""
         return next((line["step"] for line in self.training if "loss" in line.get(NOT_FINITE, ())), None)
+
+    @property
+    def log_every_steps(self) -> int | None:
+        """How many steps the run was asked to log at a time; None where its configuration is not there."""
+        every: int | None = ((self.config or {}).get("training") or {}).get("log_every_steps")
+        return every
+
+    def scheduled_losses(self) -> list[tuple[int, float | None]]:
+        """(step, loss) at the steps at which every run of this configuration logs, wherever this one was stopped."""
+        return by_schedule((line for line in self.training if "loss" in line), self.log_every_steps or 1)
 
     def points(self, key: str, over: str = "step") -> list[tuple[float, float | None]]:
         """(step, value) of one number of the training lines; None where it was not finite, skipped where not logged."""

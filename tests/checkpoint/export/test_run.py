@@ -15,8 +15,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tunebook.checkpoint.export import run as exporting
+from tunebook.config.schema import ModelConfig
 from tunebook.errors import DataError, DifferenceError, DoesNotFitError, RequestError
 from tunebook.evaluate.target import find_target
+from tunebook.model.weights_fingerprint import weights_fingerprint
 from tunebook.record.atomic_files import sha256_file
 from tunebook.record.binding import check_bound, recorded_by_origin
 from tunebook.record.origin import ORIGIN_FILE
@@ -84,6 +86,24 @@ def test_a_merged_adapter_is_added_to_its_base(layouts: Any, lora_run: Path, bas
     assert torch.equal(found[untouched], weights[untouched].float())
     assert not (exported.folder / "adapter_config.json").exists()
     assert 0 < exported.origin.check["difference"] < exported.origin.check["allowed"] == 1e-4
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_an_adapter_is_not_exported_over_another_base(layouts: Any, tmp_path: Path, export: Any, merge: bool) -> None:
+    base = layouts.write_base(tmp_path / "base", layouts.TINY, "bfloat16")
+    run = layouts.write_run(tmp_path / "outputs" / "tiny" / "lora", base, peft="lora")
+    layouts.write_checkpoint(run, "adapter")
+    manifest = json.loads((run / "manifest.json").read_text())
+    manifest["model"] = {"weights_fingerprint": weights_fingerprint(ModelConfig(path=str(base)))}
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    exported = export(run, merge=merge, to=tmp_path / "first")
+    assert exported.origin.weights_fingerprint == manifest["model"]["weights_fingerprint"]
+    weights = {name: value + 1 for name, value in load_file(base / "model.safetensors").items()}
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(DataError, match=r"the base model is not the one that .*lora was trained on") as raised:
+        export(run, merge=merge, to=tmp_path / "second")
+    assert raised.value.problem_id == "base-changed"
+    assert not (tmp_path / "second").exists()
 
 
 SAVED_WHOLE = {"modules_to_save": ["k_proj", "lm_head"]}

@@ -23,6 +23,7 @@ from tunebook.evaluate.chat.loading import load, quiet_libraries
 from tunebook.evaluate.chat.session import Session
 from tunebook.evaluate.target import Target
 from tunebook.model.tokenizer import load_tokenizer, tokenizer_hash
+from tunebook.record.origin import Origin
 
 Scripted = Callable[..., PreTrainedModel]
 SAMPLING = Sampling(max_new_tokens=16, temperature=0.0, seed=0)
@@ -127,6 +128,34 @@ def test_a_runs_adapter_is_loaded_on_the_runs_base(
     config.peft.method, config.peft.target_modules = PeftMethod.lora, ["o_proj"]
     (run / "run.yaml").write_text(config_to_yaml(config))
     check_adapted(load(Target(run=run, folder=adapter)).model, base, adapter)
+
+
+def test_a_runs_adapter_is_not_loaded_on_other_weights_than_it_was_trained_on(
+    run: Path, scripted: Scripted, tmp_path: Path
+) -> None:
+    base = Path(shutil.move(run / "model", tmp_path / "base"))
+    adapter = adapter_of(scripted("apple bird"), run / "model")
+    config = load_config(run / "run.yaml")
+    config.model.path, config.model.weights, config.model.facts = str(base), Weights.pretrained, None
+    (run / "run.yaml").write_text(config_to_yaml(config))
+    change(run / "manifest.json", model={"weights_fingerprint": "1" * 64})
+    with pytest.raises(DataError, match=rf"the weights of {base} have the fingerprint .* started from 111111111111"):
+        load(Target(run=run, folder=adapter))
+
+
+def test_an_exported_adapter_is_not_loaded_on_other_weights_either(
+    run: Path, exported: Path, scripted: Scripted, tmp_path: Path
+) -> None:
+    adapter = adapter_of(scripted("apple bird"), tmp_path / "adapter")
+    change(adapter / "adapter_config.json", base_model_name_or_path=str(exported))
+    hashes = json.loads((run / "manifest.json").read_text())
+    origin = Origin(
+        run="quickstart/now", recipe="quickstart", config_sha256="c", tokenizer_sha256=hashes["tokenizer_sha256"],
+        chat_template_sha256=hashes["chat_template_sha256"], system_prompt=None, weights_fingerprint="1" * 64,
+    )  # fmt: skip
+    with pytest.raises(DataError, match="is not the one that the run quickstart/now was trained on") as raised:
+        load(Target(folder=adapter, origin=origin))
+    assert raised.value.problem_id == "base-changed"
 
 
 def test_an_adapter_without_a_run_is_loaded_on_the_base_that_it_names(

@@ -18,6 +18,8 @@ def test_runs_stand_side_by_side(make_run) -> None:
     assert [bool(run.warning) for run in comparison.runs] == [False, False, True]
     numbers = dict(comparison.numbers)
     assert numbers["Steps"] == ["240", "240", "10"]
+    assert numbers["Duration"] == ["1 min 42 s", "1 min 42 s", "1 min 42 s"]
+    assert "Tokens per second and GPU or rank" in numbers
     assert numbers["MFU"] == ["\N{EN DASH}", "42.0 %", "\N{EN DASH}"]
     (line,) = compare_scores(records)
     assert (line.task, line.cells[0].text) == ("example", "97.3 % ± 1.3")
@@ -26,7 +28,16 @@ def test_runs_stand_side_by_side(make_run) -> None:
 
 def test_rows_that_no_run_recorded_are_left_out(make_run) -> None:
     records = [read_run(make_run(f"2026-11-21T07-18-0{second}Z")) for second in (1, 2)]
-    assert "MFU" not in dict(compare(records, ["a", "b"]).numbers)
+    numbers = dict(compare(records, ["a", "b"]).numbers)
+    assert "MFU" not in numbers
+    assert "Tokens per second and rank" in numbers
+
+
+def test_the_duration_is_that_of_all_attempts(make_run) -> None:
+    records = [read_run(make_run(f"2026-11-21T07-18-0{second}Z")) for second in (1, 2)]
+    assert records[1].manifest is not None
+    records[1].manifest["earlier_attempts"] = [{"state": "stopped", "seconds": 8.0}]
+    assert dict(compare(records, ["a", "b"]).numbers)["Duration"] == ["1 min 42 s", "1 min 50 s, 2 attempts"]
 
 
 def test_a_key_that_one_run_does_not_have_is_a_difference() -> None:

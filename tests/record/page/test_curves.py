@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tunebook.record.page.charts import Chart
 from tunebook.record.page.curves import (
     dash_of_run,
     late_loss_chart,
@@ -37,10 +39,29 @@ def test_few_steps_are_shown_as_they_are_and_many_are_smoothed() -> None:
     few, many = loss_chart(record_of(3, 2, 1)), loss_chart(record_of(*[2.0] * 60))
     assert few is not None and [line.name for line in few.lines] == ["training"]
     assert many is not None and [line.name for line in many.lines] == [
-        "training, each step",
+        "training, each logged step",
         "training, mean of 5 logged steps",
     ]
     assert loss_chart(record_of()) is None
+
+
+@pytest.mark.parametrize(("every", "told"), [(1, "each step"), (5, "mean of each 5 steps")])
+def test_a_point_of_the_loss_is_of_as_many_steps_as_are_logged_at_a_time(every: int, told: str) -> None:
+    record = replace(record_of(*[8.0] * 40, *[0.5] * 40), config={"training": {"log_every_steps": every}})
+    loss, late = loss_chart(record), late_loss_chart(record)
+    assert loss is not None and loss.lines[0].name == f"training, {told}"
+    assert late is not None and late.lines[0].name == told
+
+
+def test_a_speed_is_of_each_gpu_or_of_each_rank_of_a_cpu(make_run) -> None:
+    on_cpu, on_gpus = read_run(make_run("2026-11-21T07-18-05Z")), read_run(make_run("2026-11-21T07-18-06Z", ranks=8))
+
+    def label(charts: list[Chart]) -> str:
+        return next(chart.y_label for chart in charts if chart.title == "Throughput")
+
+    assert label(other_charts(on_cpu)[0]) == "real tokens per second and rank"
+    assert label(other_charts(on_gpus)[0]) == "real tokens per second and GPU"
+    assert label(overlaid_charts([on_cpu, on_gpus], ["a", "b"])) == "real tokens per second and GPU or rank"
 
 
 def test_the_step_at_which_the_loss_was_not_finite_is_marked() -> None:

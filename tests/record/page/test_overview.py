@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from tunebook.record.page.overview import build_overview, describe_machine, format_time, state_of
+from tunebook.record.page.overview import build_overview, describe_machine, format_time, speed_unit, state_of
 from tunebook.record.page.summary import summarise
 from tunebook.record.run_record import RunRecord, read_run
 
@@ -46,6 +47,49 @@ def test_a_finished_run_has_no_banner_and_its_numbers(make_run) -> None:
 def test_every_other_end_is_said_plainly(make_run, state: str, exit_code: int | None, expected: str) -> None:
     record = read_run(make_run(state=state, exit_code=exit_code, reason="rank 3 was killed", num_steps=40))
     assert expected in banner(record)
+
+
+def test_a_stopped_run_says_what_starting_it_again_does(make_run) -> None:
+    folder = make_run(state="stopped", exit_code=6, reason="asked by SIGTERM", num_steps=0)
+    said = banner(read_run(folder))
+    assert "before the first step was logged" in said
+    assert said.endswith("No checkpoint of it is recorded. Starting it again begins anew, at the first step.")
+    (folder / "model").mkdir()
+    assert banner(read_run(folder)).endswith("starting it again with training.resume=auto does what is left.")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["status"]["last_checkpoint"] = "/runs/checkpoint-4"
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert banner(read_run(folder)).endswith(
+        "checkpoint: /runs/checkpoint-4. Starting it again with training.resume=auto goes on from there."
+    )
+
+
+@pytest.mark.parametrize(
+    ("earlier", "took"),
+    [
+        ([], "1 min 42 s"),
+        ([48.6], "2 min 31 s, 2 attempts"),
+        ([48.6, None], "2 min 31 s, 3 attempts; without the time of 1 that did not say when it ended"),
+    ],
+)
+def test_a_run_took_as_long_as_all_of_its_attempts(make_run, earlier: list[float | None], took: str) -> None:
+    record = read_run(make_run())
+    assert record.manifest is not None
+    record.manifest["earlier_attempts"] = [
+        {"state": "stopped", "seconds": seconds, "started": "2026-11-20T07:00:00+00:00"} for seconds in earlier
+    ]
+    facts = dict(build_overview(record, summarise(record)).facts)
+    assert facts["Took"] == took
+    assert facts["Started"] == ("20 November 2026, 07:00 UTC" if earlier else "21 November 2026, 07:18 UTC")
+
+
+def test_a_run_on_a_cpu_has_ranks_whatever_gpus_are_beside_it(make_run) -> None:
+    on_cpu, on_gpus = read_run(make_run("2026-11-21T07-18-05Z")), read_run(make_run("2026-11-21T07-18-06Z", ranks=8))
+    assert [speed_unit([record]) for record in (on_cpu, on_gpus)] == ["rank", "GPU"]
+    assert on_gpus.config is not None
+    on_gpus.config["hardware"] = {"generation": "cpu"}
+    assert speed_unit([on_gpus]) == "rank"
+    assert speed_unit([RunRecord(folder=Path("a/b"))]) == "rank"
 
 
 def test_a_loss_that_was_not_finite_is_never_reported_as_finished(make_run) -> None:

@@ -19,7 +19,7 @@ START_UP = {
 
 
 def test_phases_stand_one_after_the_other() -> None:
-    bars, note = start_bars({"start_up": START_UP})
+    bars, note = start_bars({"start_up": START_UP, "model": {"weights": "random"}})
     assert [(bar.whose, bar.begins, bar.share) for bar in bars] == [
         ("launcher", 0.0, 0.05), ("launcher", 0.05, 0.15), ("rank 0", 0.2, 0.2), ("rank 0", 0.4, 0.4),
         ("rank 0", 0.8, 0.0), ("rank 0", 0.8, 0.2),
@@ -27,6 +27,8 @@ def test_phases_stand_one_after_the_other() -> None:
     assert [bar.text for bar in bars] == ["1.0 s", "3.0 s", "4.0 s", "8.0 s", "0.0 s", "4.0 s"]
     assert bars[3].name == "model built, random weights drawn"
     assert bars[4].name == "a later phase"
+    assert start_bars({"start_up": START_UP, "model": {"weights": "pretrained"}})[0][3].name == "model built"
+    assert start_bars({"start_up": START_UP})[0][3].name == "model built"
     assert note == "20 s from the command to the end of the first optimizer step."
 
 

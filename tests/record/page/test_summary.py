@@ -32,6 +32,14 @@ def test_a_run_in_numbers_by_hand() -> None:
     assert summary.peak_memory_gib == [40, 1]
 
 
+def test_the_seconds_of_all_attempts_count_and_those_of_a_killed_one_are_not_known() -> None:
+    manifest = {"status": {"seconds": 27.9}, "earlier_attempts": [{"seconds": 48.6}, {"seconds": None}]}
+    summary = summarise(RunRecord(folder=Path("a/b"), manifest=manifest))
+    assert (summary.seconds, summary.num_attempts, summary.num_attempts_without_end) == (76.5, 3, 1)
+    manifest["status"] = {"seconds": None}
+    assert summarise(RunRecord(folder=Path("a/b"), manifest=manifest)).seconds is None
+
+
 def test_an_empty_run_has_no_numbers() -> None:
     summary = summarise(RunRecord(folder=Path("a/b")))
     assert (summary.num_steps, summary.final_loss, summary.peak_memory_gib) == (None, None, [])

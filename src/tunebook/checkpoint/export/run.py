@@ -27,7 +27,7 @@ from tunebook.config.frozen import load_config
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
 from tunebook.record.atomic_files import atomic_write_text
-from tunebook.record.binding import check_bound, recorded_by_run
+from tunebook.record.binding import check_base, check_bound, recorded_by_run
 from tunebook.record.files import RUN_FILE
 from tunebook.record.manifest import describe_model
 from tunebook.record.origin import origin_of, write_origin
@@ -91,9 +91,11 @@ def _look(run: RunRecord, config: RunConfig, source: Source, *, merge: bool, dty
 
     stored = find_stored(source.folder)
     blueprint = blueprint_of(config, source.folder)
-    check_bound(recorded_by_run(run.folder), blueprint.tokenizer, config.dataset.system_prompt)
+    trained = recorded_by_run(run.folder)
+    check_bound(trained, blueprint.tokenizer, config.dataset.system_prompt)
     weights, place = open_weights(stored), str(source.folder)
     if blueprint.adapter is not None:
+        check_base(trained, config.model)  # also of one that stays an adapter: it is compared over its base
         weights = adapter_weights(weights)
         blueprint = replace(blueprint, adapter=require_whole(blueprint, weights, place))
     elif merge:

@@ -21,10 +21,11 @@ from tunebook.evaluate.bare_model import config_of, model_config, without_overri
 from tunebook.evaluate.bound_model import compute_dtype, load_trained, stop_ids, tokenizer_of_run, uses_gpu
 from tunebook.evaluate.chat.answering import ChatModel
 from tunebook.evaluate.target import Target
+from tunebook.model.adapters import is_adapter
 from tunebook.model.hub import fetch_config
 from tunebook.model.placement import place_on_gpus
 from tunebook.model.tokenizer import load_tokenizer
-from tunebook.record.binding import check_bound, recorded_by_origin, recorded_by_run
+from tunebook.record.binding import check_base, check_bound, recorded_by_origin, recorded_by_run
 from tunebook.record.files import RUN_FILE
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ def _load_run(run: Path, target: Target) -> Loaded:
     tokenizer = load_tokenizer(tokenizer_of_run(config.model, target.folder), is_padded=False)
     trained = recorded_by_run(run)
     check_bound(trained, tokenizer, config.dataset.system_prompt)
+    if is_adapter(target.folder):
+        check_base(trained, config.model)
     _require_template(tokenizer, target)
     bound = "template and tokenizer are those of the run" if trained else "without a manifest nothing can be compared"
     chat_model, notes = _place(config, target.folder, tokenizer, None)
@@ -93,7 +96,10 @@ def _load_bare(target: Target) -> Loaded:
             fetch_config(model)
         tokenizer = load_tokenizer(model, is_padded=False)
         if origin is not None:
-            check_bound(recorded_by_origin(origin), tokenizer, origin.system_prompt)
+            trained = recorded_by_origin(origin)
+            check_bound(trained, tokenizer, origin.system_prompt)
+            if target.folder is not None and is_adapter(target.folder):
+                check_base(trained, model)
         _require_template(tokenizer, target)
         dtype = _published_dtype(model)
         config = config_of(model, is_bf16=dtype is torch.bfloat16)

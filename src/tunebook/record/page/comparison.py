@@ -7,7 +7,14 @@ from dataclasses import dataclass
 
 from tunebook.record.page.details import flatten
 from tunebook.record.page.numbers import NO_VALUE, Unit, format_value
-from tunebook.record.page.overview import describe_machine, explain_state, state_of, state_word
+from tunebook.record.page.overview import (
+    describe_duration,
+    describe_machine,
+    explain_state,
+    speed_unit,
+    state_of,
+    state_word,
+)
 from tunebook.record.page.summary import summarise
 from tunebook.record.run_record import RunRecord
 
@@ -56,11 +63,14 @@ def compare(records: Sequence[RunRecord], names: Sequence[str]) -> Comparison:
         ("Tokens trained on", [format_value(summary.num_tokens, Unit.whole) for summary in summaries]),
         ("Final training loss", [format_value(summary.final_loss) for summary in summaries]),
         ("Best validation loss", [format_value(summary.best_validation_loss) for summary in summaries]),
-        ("Tokens per second and GPU", [format_value(summary.tokens_per_second_per_gpu) for summary in summaries]),
+        (
+            f"Tokens per second and {speed_unit(records)}",
+            [format_value(summary.tokens_per_second_per_gpu) for summary in summaries],
+        ),
         ("MFU", [format_value(summary.mfu, Unit.share) for summary in summaries]),
         ("Padding", [format_value(summary.padding_share, Unit.share) for summary in summaries]),
         ("Peak memory", [format_value(max(s.peak_memory_gib, default=None), Unit.gib) for s in summaries]),
-        ("Duration", [format_value(summary.seconds, Unit.seconds) for summary in summaries]),
+        ("Duration", [NO_VALUE if s.seconds is None else describe_duration(s) for s in summaries]),
     ]
     return Comparison(
         runs=runs,

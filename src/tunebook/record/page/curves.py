@@ -7,17 +7,18 @@ from collections.abc import Sequence
 
 from tunebook.record.page.charts import NUM_COLOURS, NUM_DASHES, Band, Chart, Line, Mark, Point, Stroke
 from tunebook.record.page.numbers import Unit, format_value
+from tunebook.record.page.overview import speed_unit
 from tunebook.record.run_record import RunRecord
 
 _SMOOTH_FROM = 30  # points; fewer are few enough to look at as they are
 _FLATTENED_SHARE = 0.35  # of the largest loss: below it, the second half is hard to read beside the first
 _OUTLIER_FACTOR = 3.0  # a value this many times the 98th percentile would flatten all the others
 
-# key of metrics.jsonl, title, label of the vertical axis, unit
+# key of metrics.jsonl, title, label of the vertical axis with the unit of which a speed is, unit
 _SIMPLE = (
     ("learning_rate", "Learning rate", "step size", Unit.plain),
     ("grad_norm", "Gradient norm", "norm before clipping", Unit.plain),
-    ("tokens_per_second_per_gpu", "Throughput", "real tokens per second and GPU", Unit.plain),
+    ("tokens_per_second_per_gpu", "Throughput", "real tokens per second and {unit}", Unit.plain),
     ("mfu", "Model FLOPs utilisation", "share of peak arithmetic", Unit.share),
     ("padding_share", "Padding", "share of tokens that are padding", Unit.share),
 )
@@ -32,7 +33,7 @@ def loss_chart(record: RunRecord) -> Chart | None:
     if len(raw) >= _SMOOTH_FROM:
         smoothed, span = smooth(raw)
         lines = [
-            Line(name="training, each step", points=raw, stroke=Stroke.faint),
+            Line(name=f"training, {_each(record)}", points=raw, stroke=Stroke.faint),
             Line(name=f"training, mean of {span} logged steps", points=smoothed),
         ]
     validation = [(line["step"], line["validation_loss"]) for line in record.validation]
@@ -54,10 +55,18 @@ def late_loss_chart(record: RunRecord) -> Chart | None:
         return None
     smoothed, _ = smooth(points)
     lines = [
-        Line(name="each step", points=late, stroke=Stroke.faint),
+        Line(name=_each(record), points=late, stroke=Stroke.faint),
         Line(name="mean", points=smoothed[len(points) // 2 :]),
     ]
     return Chart(title="Loss, second half", y_label="loss per trained token", lines=lines)
+
+
+def _each(record: RunRecord) -> str:
+    """What a point of the raw loss is of: it is the mean of all steps since the one before."""
+    every = record.log_every_steps
+    if every is None:
+        return "each logged step"
+    return "each step" if every == 1 else f"mean of each {every} steps"
 
 
 def other_charts(record: RunRecord) -> tuple[list[Chart], list[str]]:
@@ -67,6 +76,7 @@ def other_charts(record: RunRecord) -> tuple[list[Chart], list[str]]:
     for key, title, label, unit in _SIMPLE:
         points = record.points(key)
         if any(y is not None for _, y in points):
+            label = label.format(unit=speed_unit([record]))
             charts.append(_simple_chart(key, title, label, unit, points))
         else:
             missing.append(title)
@@ -94,6 +104,7 @@ def overlaid_charts(records: Sequence[RunRecord], names: Sequence[str]) -> list[
     for key, title, label, unit in _SIMPLE:
         lines = _overlay(records, names, key, "step", smoothed=False)
         values = [y for line in lines for _, y in line.points if y is not None]
+        label = label.format(unit=speed_unit(records))
         charts.append(
             Chart(title=title, y_label=label, lines=lines, unit=unit, from_zero=True, ceiling=outlier_ceiling(values))
         )

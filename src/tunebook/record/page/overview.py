@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from tunebook.config.choices import Generation
 from tunebook.record.page.numbers import TIMES, Unit, format_count, format_duration, format_value
 from tunebook.record.page.summary import Summary, main_score
 from tunebook.record.run_record import RunRecord
@@ -84,7 +86,7 @@ def explain_state(record: RunRecord, summary: Summary) -> list[str]:
         return [f"This training is invalid. {reason or where}", f"Do not use its numbers as a result. {saved}"]
     if state == "stopped":
         return [f"This run was stopped on request {until}, so it is not finished. {reason}",
-                f"{saved} Starting it again with training.resume=auto goes on from there."]  # fmt: skip
+                f"{saved} {_going_on(record)}"]  # fmt: skip
     if state == "failed":
         code = status.get("exit_code")
         return [f"This run failed {until} with exit code {code}. {reason}",
@@ -93,6 +95,30 @@ def explain_state(record: RunRecord, summary: Summary) -> list[str]:
         when = f", at {format_time(record.last_logged)}" if record.last_logged else ""
         return [f"This run has not said how it ended: it is still running, or it was killed {until}{when}."]
     return ["This folder has no manifest.json: how the run ended, and what it was made of, is not recorded."]
+
+
+def _going_on(record: RunRecord) -> str:
+    """What starting a stopped run again does: a run without a checkpoint is taken up only where no step is left."""
+    again = "Starting it again with training.resume=auto"
+    if record.status.get("last_checkpoint"):
+        return f"{again} goes on from there."
+    if (record.folder / "model").is_dir():
+        return f"Its model is trained to the end: {again[0].lower()}{again[1:]} does what is left."
+    return "Starting it again begins anew, at the first step."
+
+
+def speed_unit(records: Sequence[RunRecord]) -> str:
+    """What the speed of these runs is of: each `GPU`, each `rank` of runs on a CPU, or either."""
+    units = {"GPU" if _is_on_gpus(record) else "rank" for record in records}
+    return " or ".join(sorted(units))
+
+
+def _is_on_gpus(record: RunRecord) -> bool:
+    """By its configuration, since a run on a CPU may be on a machine that has GPUs; else by what was found."""
+    generation = ((record.config or {}).get("hardware") or {}).get("generation")
+    if generation is not None:
+        return bool(generation != Generation.cpu.name)
+    return bool(((record.manifest or {}).get("hardware") or {}).get("gpus"))
 
 
 def format_time(time: datetime | str | None) -> str:
@@ -119,6 +145,7 @@ def describe_machine(record: RunRecord) -> str:
 
 def _facts(record: RunRecord, summary: Summary) -> list[tuple[str, str]]:
     status, manifest, plan = record.status, record.manifest or {}, record.plan or {}
+    first_attempt = [*(manifest.get("earlier_attempts") or []), status][0]
     steps = "none logged" if summary.num_steps is None else str(summary.num_steps)
     if summary.num_steps is not None and summary.num_planned_steps:
         steps = f"{summary.num_steps:,} of {summary.num_planned_steps:,}"
@@ -133,11 +160,23 @@ def _facts(record: RunRecord, summary: Summary) -> list[tuple[str, str]]:
         ),
         ("Optimizer steps", steps),
         ("Tokens trained on", format_count(summary.num_tokens) if summary.num_tokens else "not recorded"),
-        ("Started", format_time(status.get("started"))),
-        ("Took", format_duration(status["seconds"]) if status.get("seconds") is not None else "not recorded"),
+        ("Started", format_time(first_attempt.get("started"))),
+        ("Took", describe_duration(summary)),
         ("Exit code", _exit_code(status)),
     ]
     return [(name, value or "not recorded") for name, value in facts]
+
+
+def describe_duration(summary: Summary) -> str:
+    """The time of all attempts together: 1 min 16 s, 2 attempts."""
+    if summary.seconds is None:
+        return "not recorded"
+    text = format_duration(summary.seconds)
+    if summary.num_attempts > 1:
+        text += f", {summary.num_attempts} attempts"
+    if summary.num_attempts_without_end:
+        text += f"; without the time of {summary.num_attempts_without_end} that did not say when it ended"
+    return text
 
 
 def _figures(record: RunRecord, summary: Summary) -> list[Figure]:
@@ -173,8 +212,7 @@ def _exit_code(status: dict[str, Any]) -> str:
 
 
 def _speed_note(record: RunRecord) -> str:
-    on_gpu = bool(((record.manifest or {}).get("hardware") or {}).get("gpus"))
-    return "per GPU, median after warming up" if on_gpu else "per rank, median after warming up"
+    return f"per {speed_unit([record])}, median after warming up"
 
 
 def _describe_model(manifest: dict[str, Any]) -> str:

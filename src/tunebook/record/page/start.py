@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from tunebook.config.choices import Weights
 from tunebook.record.page.numbers import Unit, format_value
 
 _TITLES = {
@@ -23,7 +24,7 @@ _TITLES = {
         "meet": "all ranks met",
         "import_libraries": "libraries imported",
         "data": "data opened, batches dealt",
-        "model": "model built, random weights drawn",
+        "model": "model built",
         "join_ranks": "GPU and process group",
         "weights": "weights read, or copied from rank 0",
         "trainer": "trainer made",
@@ -32,6 +33,7 @@ _TITLES = {
         "first_step": "first optimizer step",
     },
 }
+_OF_RANDOM_WEIGHTS = {"model": "model built, random weights drawn"}
 _WHOSE = {"launcher": "launcher", "rank": "rank 0"}
 
 
@@ -53,9 +55,11 @@ def start_bars(manifest: dict[str, Any] | None) -> tuple[list[StartBar], str]:
     total = found.get("first_step_s")
     if not total:
         return [], ""
+    is_random = (((manifest or {}).get("model")) or {}).get("weights") == Weights.random.name
     bars: list[StartBar] = []
     begins = 0.0
     for kind, titles in _TITLES.items():
+        titles = titles | _OF_RANDOM_WEIGHTS if is_random else titles
         for phase, seconds in found[kind].items():
             bars.append(
                 StartBar(

@@ -27,13 +27,16 @@ class Summary:
     mfu: float | None
     padding_share: float | None
     peak_memory_gib: list[float]  # by rank
-    seconds: float | None
+    seconds: float | None  # of all attempts that said when they ended, the last one among them
+    num_attempts: int  # with those that were stopped, failed or killed before
+    num_attempts_without_end: int  # of those before
 
 
 def summarise(record: RunRecord) -> Summary:
     """Work the numbers out from what was logged."""
     losses = record.values("loss")
     num_final = max(1, round(_FINAL_SHARE * len(losses)))
+    earlier = [attempt.get("seconds") for attempt in (record.manifest or {}).get("earlier_attempts") or []]
     validation = [line["validation_loss"] for line in record.validation if line["validation_loss"] is not None]
     return Summary(
         num_steps=record.training[-1]["step"] if record.training else None,
@@ -47,8 +50,15 @@ def summarise(record: RunRecord) -> Summary:
         mfu=_median_after_warm_up(record.values("mfu")),
         padding_share=_mean(record.values("padding_share")),
         peak_memory_gib=_peaks([line["memory_gib"] for line in record.training if line.get("memory_gib")]),
-        seconds=record.status.get("seconds"),
+        seconds=_sum_of_attempts(record.status.get("seconds"), earlier),
+        num_attempts=1 + len(earlier),
+        num_attempts_without_end=earlier.count(None),
     )
+
+
+def _sum_of_attempts(last: float | None, earlier: list[float | None]) -> float | None:
+    """None of a run that has not ended, however long it was at work before."""
+    return None if last is None else round(last + sum(seconds for seconds in earlier if seconds is not None), 1)
 
 
 def main_score(evaluation: dict[str, Any] | None) -> tuple[str, str, float] | None:
