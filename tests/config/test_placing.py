@@ -7,12 +7,15 @@ import pickle
 from pathlib import Path
 
 import pytest
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import UnsupportedValueType
 
 from tunebook.config.book import as_word, placed, resolve_path
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml, load_config, typed_in_of
 from tunebook.config.placing import place_paths, typed_in
-from tunebook.config.schema import RunConfig
+from tunebook.config.schema import ModelConfig, RunConfig
 from tunebook.record.config_hash import config_hash
 
 RELATIVE = ["model.path=m/base", "dataset.path='chats/*.jsonl'", "dataset.validation_path=held_out.jsonl",
@@ -107,6 +110,16 @@ def test_a_placed_path_is_its_text_and_survives_copies(tmp_path: Path) -> None:
     for other in (copy.deepcopy(path), pickle.loads(pickle.dumps(path))):
         assert resolve_path(other) == tmp_path / "m" / "base"
     assert resolve_path(placed("/m/base", tmp_path)) == Path("/m/base")
+
+
+def test_what_does_not_take_a_placed_path_or_loses_its_folder(tmp_path: Path) -> None:
+    path = placed("m/base", tmp_path)
+    with pytest.raises(yaml.representer.RepresenterError):
+        yaml.safe_dump([path])
+    with pytest.raises(UnsupportedValueType):
+        OmegaConf.create({"path": path})
+    plain = OmegaConf.to_object(OmegaConf.structured(ModelConfig(path=path)))
+    assert isinstance(plain, ModelConfig) and type(plain.path) is str
 
 
 def test_another_process_is_told_where_a_placed_path_leads(tmp_path: Path) -> None:

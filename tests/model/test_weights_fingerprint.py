@@ -15,7 +15,7 @@ from tunebook.config.choices import Weights
 from tunebook.config.schema import ModelConfig
 from tunebook.errors import RequestError
 from tunebook.model import weights_fingerprint as module
-from tunebook.model.weights_fingerprint import weights_fingerprint
+from tunebook.model.weights_fingerprint import recorded_in, told, weights_fingerprint
 
 Arrays = dict[str, np.ndarray]
 LARGE = 3 * 2**20  # bytes: more than is read whole
@@ -121,3 +121,9 @@ def test_a_file_that_was_cut_off_is_named(
     file.write_bytes(file.read_bytes()[:cut])
     with pytest.raises(RequestError, match=r"model\.safetensors .* cannot be read: .* Copy or download it again"):
         weights_fingerprint(ModelConfig(path=str(tmp_path / "model")))
+
+
+def test_what_records_and_messages_say_of_it() -> None:
+    assert recorded_in({"name": "m", "weights_fingerprint": "1" * 64}) == "1" * 64
+    assert recorded_in({"name": "of an older run"}) is None
+    assert [told("1" * 64), told(None)] == ["have the fingerprint 111111111111...", "are not there"]

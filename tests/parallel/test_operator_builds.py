@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from torch.utils import cpp_extension
@@ -42,6 +44,7 @@ def folder(tmp_path):
 def baton(folder, monkeypatch):
     monkeypatch.setattr(operator_builds, "_POLL_S", 0.01)
     monkeypatch.setattr(operator_builds, "_SAID_AFTER_S", 0.0)
+    monkeypatch.setattr(operator_builds, "QUIET_S", 0.1)
     monkeypatch.setattr(TurnBaton, "timeout_s", 0.3)
     return TurnBaton(str(folder / "lock"))
 
@@ -84,7 +87,8 @@ def test_a_turn_leaves_nothing_but_a_file_that_names_nobody(baton, folder):
     assert (folder / HOLDER_FILE).read_text() == ""
 
 
-def test_what_a_killed_process_left_behind_is_taken_away_at_once_and_said(baton, folder, builder, capsys):
+def test_what_a_killed_process_left_behind_is_taken_away_soon_and_said(baton, folder, builder, capsys, monkeypatch):
+    monkeypatch.setattr(TurnBaton, "timeout_s", WITHIN_S)
     killed = builder()
     killed.send_signal(signal.SIGKILL)
     killed.wait()
@@ -93,6 +97,74 @@ def test_what_a_killed_process_left_behind_is_taken_away_at_once_and_said(baton,
     assert not (folder / "shm.o").exists()  # compiled anew
     assert f"{folder / 'lock'} was left behind by a process that was killed" in capsys.readouterr().out
     baton.release()
+
+
+def test_what_a_killed_process_had_started_is_waited_for_where_it_works(baton, folder, builder, monkeypatch):
+    monkeypatch.setattr(TurnBaton, "timeout_s", WITHIN_S)
+    killed = builder()
+    killed.kill()
+    killed.wait()
+    note = (folder / HOLDER_FILE).read_text()
+    with subprocess.Popen(["sleep", "600"], cwd=folder) as compiler:
+        waited_for, real = [], baton._wait
+
+        def wait(who, advice):
+            assert (folder / "shm.o").exists()
+            assert (folder / HOLDER_FILE).read_text() == note  # should this one be killed too, the next one knows
+            waited_for.append(who)
+            if str(compiler.pid) in who:
+                compiler.kill()
+                compiler.wait()
+            real(who, advice)
+
+        monkeypatch.setattr(baton, "_wait", wait)
+        try:
+            assert baton.try_acquire()
+        finally:
+            compiler.kill()
+    assert f"what a killed process had started (in that folder: {compiler.pid})" in waited_for
+    assert not (folder / "shm.o").exists()
+    baton.release()
+
+
+def test_a_folder_that_still_changes_is_not_taken_away(baton, folder, builder, monkeypatch):
+    killed = builder()
+    killed.kill()
+    killed.wait()
+    monkeypatch.setattr(operator_builds, "QUIET_S", 600.0)
+    with pytest.raises(TunebookError, match=rf"for what a killed process had started to compile.*: rm {folder}/lock$"):
+        baton.try_acquire()
+    monkeypatch.setattr(operator_builds, "QUIET_S", 0.0)
+    again = TurnBaton(str(folder / "lock"))  # it still knows whose that was
+    assert again.try_acquire()
+    again.release()
+
+
+def test_a_lock_file_that_another_machine_took_away_is_none_to_release(baton, folder):
+    assert baton.try_acquire()
+    (folder / "lock").unlink()
+    baton.release()
+    assert (folder / HOLDER_FILE).read_text() == ""
+
+
+def test_many_turns_one_after_another_are_not_too_long_but_one_is(baton, monkeypatch):
+    """By a clock of its own: each of 50 turns takes 0.2 of 0.3 s, the last one does not end."""
+    clock = itertools.count(0, 0.1)
+    now = [0.0]
+    turn = [f"machine process {number} on node" for number in range(50) for _ in range(2)]
+
+    def sleep(_seconds):
+        now[0] = next(clock)
+
+    def busy(*_):
+        raise BlockingIOError
+
+    monkeypatch.setattr(operator_builds, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(operator_builds.fcntl, "flock", busy)
+    monkeypatch.setattr(baton, "_who_holds", lambda: turn.pop(0) if len(turn) > 1 else turn[0])
+    with pytest.raises(TunebookError, match=r"process 49 on node.*if it hangs: end that process$"):
+        baton.try_acquire()
+    assert now[0] > 50 * 0.2 - 0.3
 
 
 def test_who_waits_for_a_process_of_ours_gets_the_turn_after_it(baton, folder, builder, monkeypatch):
@@ -108,7 +180,7 @@ def test_one_that_is_killed_while_others_wait_holds_them_up_no_longer(baton, fol
     monkeypatch.setattr(TurnBaton, "timeout_s", WITHIN_S)
     process = builder()
     real = baton._wait
-    monkeypatch.setattr(baton, "_wait", lambda who: (process.kill(), process.wait(), real(who)))
+    monkeypatch.setattr(baton, "_wait", lambda *who: (process.kill(), process.wait(), real(*who)))
     assert baton.try_acquire()
     assert not (folder / "shm.o").exists()
     baton.release()
@@ -116,7 +188,9 @@ def test_one_that_is_killed_while_others_wait_holds_them_up_no_longer(baton, fol
 
 def test_waiting_too_long_for_one_of_ours_names_it_and_the_file(baton, folder, builder):
     process = builder()
-    words = rf"waited 0.3 s \(launcher.start_timeout_s\) for process {process.pid} on .*{folder}/lock.*rm -r {folder}"
+    words = (
+        rf"waited 0.3 s \(launcher.start_timeout_s\) for process {process.pid} on .*{folder}/lock.*end that process$"
+    )
     with pytest.raises(TunebookError, match=words) as caught:
         baton.try_acquire()
     assert caught.value.problem_id == "operator-build-stuck"
@@ -125,7 +199,9 @@ def test_waiting_too_long_for_one_of_ours_names_it_and_the_file(baton, folder, b
 
 def test_another_programs_file_is_waited_for_and_then_named(baton, folder, capsys):
     (folder / "lock").touch()
-    with pytest.raises(TunebookError, match=r"another program on this machine.*deepspeed_shm_comm.*if nothing is: rm"):
+    with pytest.raises(
+        TunebookError, match=r"another program on this machine.*deepspeed_shm_comm.*if nothing is: rm /.*/lock$"
+    ):
         baton.try_acquire()
     assert f"while there is {folder / 'lock'}" in capsys.readouterr().out
     assert (folder / "lock").exists()
@@ -162,8 +238,15 @@ def test_without_flocks_the_file_alone_has_to_do(baton, folder, monkeypatch):
         raise OSError("no locks available")
 
     monkeypatch.setattr(operator_builds.fcntl, "flock", no_locks)
+    (folder / HOLDER_FILE).write_text("another one's note")
     assert baton.try_acquire()
     baton.release()
     (folder / "lock").touch()
     with pytest.raises(TunebookError, match="another program"):
         baton.try_acquire()
+    old = time.time() - ABANDONED_AFTER_S - 60
+    for file in folder.iterdir():
+        os.utime(file, (old, old))
+    assert baton.try_acquire()  # by the clock of the file system, all the same
+    baton.release()
+    assert (folder / HOLDER_FILE).read_text() == "another one's note"

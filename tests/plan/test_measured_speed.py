@@ -15,6 +15,8 @@ from tunebook.plan.measured_speed import (
     ADAPTERS,
     ALONE,
     BF16_PEAK,
+    DETERMINISTIC,
+    DETERMINISTIC_SOURCE,
     EXPERTS,
     EXPERTS_SOURCE,
     FP8_PEAK,
@@ -139,3 +141,10 @@ def test_what_layers_with_experts_reach_follows_from_the_run() -> None:
     longer = 1 / line["tokens_per_second_per_gpu"] - at_the_share
     of_the_layers = 6 * in_layers / (dense.efficiency * BF16_PEAK * 1e12)
     assert of_the_layers / (of_the_layers + longer) == pytest.approx(EXPERTS, abs=0.01)
+
+
+def test_what_the_same_bits_cost_is_what_was_recorded() -> None:
+    name = DETERMINISTIC_SOURCE.rpartition(" ")[2]
+    lines = map(json.loads, (ROOT / DETERMINISTIC_SOURCE.rpartition(" ")[0]).read_text().splitlines())
+    speeds = {line["name"]: line["tokens_per_second_per_gpu"] for line in lines}
+    assert DETERMINISTIC == speeds[name] / speeds["qwen05b_single_sdpa_1-1"] == pytest.approx(0.34, abs=0.005)

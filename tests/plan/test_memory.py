@@ -32,7 +32,9 @@ def test_zero2_divides_gradients_and_optimizer_state_among_8_gpus() -> None:
     assert memory.weights == pytest.approx(4 * num_parameters / GIB)
     assert memory.gradients == pytest.approx(2 * 4 * num_parameters / 8 / GIB)  # one pass's, and the sum
     assert memory.optimizer == pytest.approx(12 * num_parameters / 8 / GIB)  # with DeepSpeed's master copy
-    assert (memory.buffers, memory.capacity) == (0, 32.0)
+    # room for whole parameters of which a rank has a piece: less than the embeddings and one more
+    assert memory.buffers is not None and 0 <= memory.buffers < 4 * 2 * 151_936 * 2048 / GIB
+    assert memory.capacity == 32.0
     assert memory.allocated is not None and memory.overhead is not None
     # CUDA's context, the communicator of 8 GPUs, and what the allocator holds besides
     assert memory.overhead == pytest.approx((781 + 688) / 1024 + 0.22 * memory.allocated)

@@ -39,14 +39,16 @@ def test_a_planned_speed_is_as_near_to_the_recorded_one_as_the_readme_says(file:
     assert batch.tokens_per_step is not None and batch.rows_per_step is not None
     ratio = time.tokens_per_second_per_gpu / measured
     is_full = batch.tokens_per_step > FULL * batch.rows_per_step * batch.row_length
-    highest = 1 + BOUND if is_full else BOUND_OF_EMPTY_ROWS
+    waits_for_host = "attention=sdpa" in read_evidence(file).ran.overrides  # by many small kernels
+    highest = BOUND_OF_EMPTY_ROWS if not is_full or waits_for_host else 1 + BOUND
     assert 1 - BOUND < ratio < highest, "the README's bounds of the planned speed (Limits) are not true any more"
 
 
 def test_the_readme_names_these_bounds() -> None:
     text = " ".join((ROOT / "README.md").read_text().split())
     assert "for full rows, more than half of them tokens, at most a third too low or too high" in text
-    assert f"up to {BOUND_OF_EMPTY_ROWS:g} times too high where a step's documents leave most of each row empty" in text
+    empty = "where a step's documents leave most of each row empty"
+    assert f"up to {BOUND_OF_EMPTY_ROWS:g} times too high {empty}, or with attention=sdpa" in text
 
 
 def test_generated_documents_that_leave_rows_empty_are_not_planned_as_if_they_filled_them() -> None:

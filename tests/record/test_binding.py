@@ -23,6 +23,7 @@ from tunebook.record.binding import (
     recorded_beside,
     recorded_by_origin,
     recorded_by_run,
+    uncompared_base,
 )
 from tunebook.record.manifest import system_prompt_hash
 from tunebook.record.origin import ORIGIN_FILE, Origin
@@ -146,8 +147,25 @@ def test_another_base_is_an_error_unless_it_is_named_and_then_recorded(base: Mod
     )
     assert raised.value.problem_id == "base-changed"
     assert check_base(trained, base, [BASE]) == [BASE]
-    with pytest.raises(DataError, match=r"the weights of the model org/base are not there"):
-        check_base(trained, ModelConfig(name="org/base"))
+    with pytest.raises(DataError, match=r"or train again on these \(leave --merge out\)"):
+        check_base(trained, base, way_out="leave --merge out")
+
+
+def test_weights_that_are_gone_are_an_error(tmp_path: Path) -> None:
+    trained = Trained(by="/outputs/tiny/now", name="tiny/now", weights_fingerprint="1" * 64)
+    for folder in (tmp_path, tmp_path / "gone"):
+        with pytest.raises(DataError, match=rf"the weights of {folder} are not there, and the run started from 1111"):
+            check_base(trained, ModelConfig(path=str(folder)))
+
+
+def test_a_base_that_is_named_on_the_hub_cannot_be_compared_and_that_is_said(base: ModelConfig) -> None:
+    trained = Trained(by="/outputs/tiny/now", name="tiny/now", weights_fingerprint="1" * 64)
+    on_hub = ModelConfig(name="org/base")
+    assert check_base(trained, on_hub) == []
+    note = uncompared_base(trained, on_hub)
+    assert note is not None and note.startswith("the base model org/base is named on the hub and /outputs/tiny/now")
+    assert [uncompared_base(trained, base), uncompared_base(None, on_hub)] == [None, None]
+    assert uncompared_base(Trained(by="a run", name="a/run"), on_hub) is None
 
 
 @pytest.mark.parametrize("recorded", ["2" * 64, None])

@@ -84,6 +84,37 @@ def test_a_stop_whose_checkpoint_was_not_gone_on_from_counts_for_nothing(tmp_pat
     assert by_schedule([lines[0], lines[2]], 5) == [(5, 4.0), (10, 2.0)]
 
 
+def test_a_window_that_is_partly_in_no_line_is_left_out(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        for step, num_steps in ((5, 5), (10, 5), (10, 2), (15, 5)):  # killed after 10, gone on from step 8
+            writer.write({"step": step, "num_steps": num_steps, "loss": 20.0 - step})
+    lines = read_metrics(tmp_path)
+    assert [(line["step"], line["num_steps"]) for line in lines] == [(5, 5), (10, 2), (15, 5)]
+    assert by_schedule(lines, 5) == [(5, 15.0), (15, 5.0)]
+    older = [{key: value for key, value in line.items() if key != "num_steps"} for line in lines]
+    assert by_schedule(older, 5) == [(5, 15.0), (10, 10.0), (15, 5.0)]
+
+
+def test_a_stop_before_a_killed_attempt_counts_once(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        for step, num_steps in ((5, 5), (9, 4), (10, 1), (10, 5)):  # killed after 10, gone on from step 5
+            writer.write({"step": step, "num_steps": num_steps, "loss": float(num_steps)})
+    assert by_schedule(read_metrics(tmp_path), 5) == [(5, 5.0), (10, 5.0)]
+
+
+def test_validations_of_a_discarded_stretch_are_left_out(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        writer.write({"step": 5, "num_steps": 5, "loss": 4.0})
+        for step in (5, 6, 8):
+            writer.write({"step": step, "validation_loss": 10.0 + step})
+        writer.write({"step": 6, "validation_loss": 26.0})  # killed at 9, gone on from step 5
+        assert [line["step"] for line in read_metrics(tmp_path)] == [5, 5, 6]
+        writer.write({"step": 8, "validation_loss": 28.0})
+        writer.write({"step": 7, "num_steps": 2, "loss": 3.0})  # killed again, and stopped at 7
+    found = [(line["step"], line.get("loss", line.get("validation_loss"))) for line in read_metrics(tmp_path)]
+    assert found == [(5, 4.0), (5, 15.0), (6, 26.0), (7, 3.0)]
+
+
 @pytest.mark.parametrize("num_steps", ['"two"', "0", "null"])
 def test_a_line_is_the_mean_of_one_step_or_more(tmp_path: Path, num_steps: str) -> None:
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, "num_steps": {num_steps}, "loss": 2.0}}\n')

@@ -17,6 +17,7 @@ from tunebook.config.override_text import as_typed
 from tunebook.config.schema import RunConfig
 from tunebook.data.prepared import Prepared
 from tunebook.errors import RequestError
+from tunebook.model.weights_fingerprint import recorded_in
 from tunebook.parallel.deepspeed import zero_stage
 from tunebook.parallel.fsdp import is_fsdp
 from tunebook.plan.batch import world_size
@@ -117,7 +118,7 @@ def gone_on_from(theirs: Identity, own: Identity) -> Identity:
     """
     if own.peft != PeftMethod.full.name:
         return own
-    return replace(own, model=own.model | {"weights_fingerprint": _fingerprint(theirs)})
+    return replace(own, model=own.model | {"weights_fingerprint": recorded_in(theirs.model)})
 
 
 def layout(identity: Identity) -> str:
@@ -155,24 +156,18 @@ def _cannot_load(theirs: Identity, own: Identity) -> Iterator[Difference]:
 def _has_other_base(theirs: Identity, own: Identity) -> bool:
     """Whether an adapter would go on over weights that it was not trained on; not known of older checkpoints."""
     is_adapter = PeftMethod.full.name not in (theirs.peft, own.peft)
-    then = _fingerprint(theirs)
-    return is_adapter and then is not None and _fingerprint(own) != then
+    then = recorded_in(theirs.model)
+    return is_adapter and then is not None and recorded_in(own.model) != then
 
 
 def _other_base(theirs: Identity, own: Identity) -> Difference:
-    then, now = (str(_fingerprint(identity))[:12] for identity in (theirs, own))
+    then, now = (str(recorded_in(identity.model))[:12] for identity in (theirs, own))
     return Difference(
         text=f"its adapter was trained on weights with the fingerprint {then}..., and those of {own.model['name']} "
         f"have {now}... now",
         allowed_by=None,
         fix="Put the weights back that the run started from; to start anew on these: training.resume=never",
     )
-
-
-def _fingerprint(identity: Identity) -> str | None:
-    """That of the weights below or before the trained ones; None in checkpoints from before it was recorded."""
-    fingerprint: str | None = identity.model.get("weights_fingerprint")
-    return fingerprint
 
 
 def _why_rigid(identity: Identity) -> str | None:

@@ -46,7 +46,9 @@ def book_root() -> Path:
 class PlacedPath(str):
     """A configured path that knows the folder it was typed in: a run is read again from other folders.
 
-    As text it stays what was typed, since that is what is hashed, compared and told.
+    As text it stays what was typed, since that is what is hashed, compared and told. `copy` and `pickle` keep the
+    folder; yaml.safe_dump and OmegaConf.create refuse such a text (give them `str(path)`), OmegaConf.structured takes
+    it, and OmegaConf.to_object gives it back as a plain one, without the folder.
     """
 
     typed_in: Path

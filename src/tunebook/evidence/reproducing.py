@@ -34,7 +34,7 @@ from tunebook.evidence.verifying import Recorded, hold_against, named_difference
 from tunebook.launch.draft import draft_run
 from tunebook.launch.job import Job, plan_job, prepare_data, run_job
 from tunebook.model.load import model_location
-from tunebook.model.weights_fingerprint import weights_fingerprint
+from tunebook.model.weights_fingerprint import told, weights_fingerprint
 from tunebook.record.config_hash import comparable_config, config_hash, has_hash, hashed_settings
 from tunebook.record.files import RUN_FILE
 from tunebook.record.manifest import (
@@ -258,10 +258,9 @@ def require_same_weights(manifest: dict[str, Any], config: RunConfig) -> None:
         return
     now = weights_fingerprint(config.model)
     if now != then:
-        found = f"have the fingerprint {now[:12]}..." if now is not None else "are not there"
         raise RequestError(
-            f"the run started from other weights than it would here: those of {model_location(config.model)} {found}, "
-            f"and the run's had {then[:12]}...; put the weights back that it started from",
+            f"the run started from other weights than it would here: those of {model_location(config.model)} "
+            f"{told(now)}, and the run's had {then[:12]}...; put the weights back that it started from",
             problem_id="reproduces-otherwise",
         )
 

@@ -46,7 +46,8 @@ EVALUATING: dict[str, Explanation] = {
         why="An adapter is a difference to one base model; added to other weights of the same shapes it loads without "
         "a word and answers wrongly. The manifest holds a fingerprint of the base's weights, if they lay in a folder.",
         advice="Put the weights back into the folder that model.path names, or train again on the new ones. To "
-        "evaluate on these all the same, which is recorded in the result: tunebook eval --allow-mismatch base.",
+        "evaluate on these all the same, which is recorded in the result: tunebook eval --allow-mismatch base. To "
+        "export the adapter alone, which needs no base: tunebook export without --merge.",
     ),
     "task-data-missing": Explanation(
         summary="Tasks need what is not on this machine: data sets, nltk's data or Python packages.",

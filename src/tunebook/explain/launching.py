@@ -43,9 +43,10 @@ LAUNCHING: dict[str, Explanation] = {
         summary="An operator of DeepSpeed's is being compiled elsewhere, and that did not come to an end.",
         why="Only one process compiles an operator at a time; the others wait for its lock file for "
         "launcher.start_timeout_s. A program that was killed while it compiled leaves its lock file behind. Tunebook "
-        "takes that away where it can tell: at once if it was its own, else once nothing has changed for 10 minutes.",
-        advice="If nothing compiles any more, remove the folder that the message names; the operator is compiled anew. "
-        "If a compiler is at work, raise launcher.start_timeout_s.",
+        "takes that away where it can tell: if it was its own once no compiler is at work in the folder, else once "
+        "nothing has changed for 10 minutes.",
+        advice="If nothing compiles any more, do what the message says: remove the lock file, or end the process that "
+        "hangs. If a compiler is at work, raise launcher.start_timeout_s.",
     ),
     "slurm-not-found": Explanation(
         summary="Slurm's commands are not on this machine.",

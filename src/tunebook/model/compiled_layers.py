@@ -66,6 +66,8 @@ class _OutsideTheGraph:
     around the compiled block divides nothing, and sets the random generators back for the second time. What only the
     block's output needs, as its last product, is computed twice so; weights that are all trained stay with the
     compiler, which leaves that out.
+
+    transformers 5.23 puts the recomputing inside `forward`; a release that has it around the call would do it twice.
     """
 
     def __init__(self, block: Any, compiled: Any) -> None:

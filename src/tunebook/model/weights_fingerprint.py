@@ -19,10 +19,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tunebook.config.book import resolve_path
 from tunebook.config.choices import Weights
@@ -61,6 +62,20 @@ def weights_fingerprint(model: ModelConfig) -> str | None:
         return None
     # A sum does not depend on the order, and so not on which file holds what.
     return _digits(sum(int(found, 16) for found in remembered_hashes(files, _of_file, _WAY).values()))
+
+
+def recorded_in(described: Mapping[str, Any]) -> str | None:
+    """The fingerprint in a recorded description of a model, a manifest's or a checkpoint's.
+
+    None where the model had none, or in records from before there were any.
+    """
+    fingerprint: str | None = described.get("weights_fingerprint")
+    return fingerprint
+
+
+def told(fingerprint: str | None) -> str:
+    """What a message says of weights in a folder, as they are now."""
+    return f"have the fingerprint {fingerprint[:12]}..." if fingerprint is not None else "are not there"
 
 
 def _of_file(file: Path) -> str:

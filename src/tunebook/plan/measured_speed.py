@@ -379,6 +379,10 @@ ADAPTERS = (
 )  # fmt: skip
 
 
+# Of the speed, what is left where the same run gives the same bits, with the same attention: Qwen2.5-0.5B on an H200.
+DETERMINISTIC_SOURCE = f"{RESULTS}h200_deterministic.jsonl qwen05b_single_deterministic_1-2"
+DETERMINISTIC = 7_189.5 / 20_927.75
+
 # Of the share of the peak that other layers reach, what those with experts did: a router and many small products. Of
 # two layers of Qwen3-30B-A3B, whose 13.5 us a token are for the most part its head's (74,275 tokens/s, one H200).
 EXPERTS_SOURCE = f"{RESULTS}h200x2_architectures.jsonl qwen3_moe_plain"

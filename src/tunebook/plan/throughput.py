@@ -21,6 +21,7 @@ from tunebook.plan.batch import BatchPlan, world_size
 from tunebook.plan.comparable import adapter_like, alike, measured_as, spread_like, why_not_estimated
 from tunebook.plan.flops import flops_per_token, recomputed_flops_per_token
 from tunebook.plan.measured_speed import (
+    DETERMINISTIC,
     EXPERTS,
     MEASURED_ON,
     RECOMPUTED,
@@ -107,6 +108,7 @@ def _estimate(config: RunConfig, batch: BatchPlan, facts: ModelFacts, peak: Peak
     adapter = None if row.compute is Compute.fp32 else adapter_like(config, facts)
     gain = 1.0 if row.compute is Compute.fp32 else RECOMPUTED_GAIN ** (is_recomputed - row.is_recomputed)
     gain *= (_selective(config).gain if _is_selective(config) else 1) / (SELECTIVE.gain if row.is_selective else 1)
+    gain *= DETERMINISTIC if config.training.deterministic else 1
     share = row.efficiency * gain * (adapter.gain if adapter else 1)
     work = real / (1 - padding) * flops / (peak.tflops * 1e12)  # seconds at the peak
     spread = spread_like(config, facts)
@@ -207,6 +209,8 @@ def _assumption(
         parts.append(f"activation checkpointing leaves {RECOMPUTED / STORED:.0%} of the speed")
     if _is_selective(config) and not row.is_selective:
         parts.append(f"activation=selective leaves {_selective(config).gain:.1%} of the speed")
+    if config.training.deterministic:
+        parts.append(f"training.deterministic leaves {DETERMINISTIC:.0%} of the speed")
     if spread is not None:
         taken = f", taken as {spread.strategy.name}," if measured_as(strategy) is not strategy else ""
         parts.append(f"{strategy.name}{taken} loses a pass the time it lost on {MEASURED_ON}s ({spread.text})")

@@ -16,7 +16,7 @@ from tunebook.config.schema import ModelConfig
 from tunebook.data.template import template_hash
 from tunebook.errors import DataError, RequestError, did_you_mean
 from tunebook.model.tokenizer import tokenizer_hash
-from tunebook.model.weights_fingerprint import weights_fingerprint
+from tunebook.model.weights_fingerprint import told, weights_fingerprint
 from tunebook.record.manifest import MANIFEST_FILE, read_manifest, recorded_fingerprint, system_prompt_hash
 from tunebook.record.origin import Origin, read_origin
 
@@ -100,26 +100,44 @@ def check_bound(
     }
 
 
-def check_base(trained: Trained | None, model: ModelConfig, allowed: Collection[str] = ()) -> list[str]:
+def uncompared_base(trained: Trained | None, model: ModelConfig) -> str | None:
+    """Why the base as it is configured cannot be compared with the one that was trained on; None where it can be.
+
+    None too where nothing was recorded of it.
+    """
+    if trained is None or trained.weights_fingerprint is None or model.path is not None:
+        return None
+    return (
+        f"the base model {model.name} is named on the hub and {trained.by} started from a folder, so they were not "
+        "compared"
+    )
+
+
+def check_base(
+    trained: Trained | None,
+    model: ModelConfig,
+    allowed: Collection[str] = (),
+    *,
+    way_out: str = f"`tunebook eval` goes on and records it with --allow-mismatch {BASE}",
+) -> list[str]:
     """Refuse other weights below an adapter than it was trained on; `model` is the base as it is configured.
 
-    Returns the mismatches to record: none, or that one where it is `allowed`. Raises: DataError for another base,
-    RequestError for one that cannot be read.
+    One that is named on the hub is not compared, since only weights in a folder have a fingerprint: `uncompared_base`
+    says so where somebody reads it. `way_out` is what can be typed all the same. Returns the mismatches to record:
+    none, or that one where it is `allowed`. Raises: DataError for another base, RequestError for one that cannot be
+    read.
     """
-    if trained is None or trained.weights_fingerprint is None:
+    if trained is None or trained.weights_fingerprint is None or model.path is None:
         return []
     now = weights_fingerprint(model)
     if now == trained.weights_fingerprint:
         return []
     if BASE in allowed:
         return [BASE]
-    place = resolve_path(model.path) if model.path is not None else f"the model {model.name}"
-    found = f"have the fingerprint {now[:12]}..." if now is not None else "are not there, or not in a folder"
     raise DataError(
-        f"the base model is not the one that {trained.by} was trained on: the weights of {place} {found}, and the "
-        f"run started from {trained.weights_fingerprint[:12]}...; put those weights back, since an adapter changes the "
-        "answers of its own base only, or train again on these (`tunebook eval` goes on and records it with "
-        f"--allow-mismatch {BASE})",
+        f"the base model is not the one that {trained.by} was trained on: the weights of {resolve_path(model.path)} "
+        f"{told(now)}, and the run started from {trained.weights_fingerprint[:12]}...; put those weights back, since "
+        f"an adapter changes the answers of its own base only, or train again on these ({way_out})",
         problem_id="base-changed",
     )
 

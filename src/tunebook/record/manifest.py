@@ -13,7 +13,7 @@ from typing import Any
 from tunebook.config.book import book_root, resolve_path
 from tunebook.config.schema import ModelConfig, RunConfig
 from tunebook.errors import DataError
-from tunebook.model.weights_fingerprint import weights_fingerprint
+from tunebook.model.weights_fingerprint import recorded_in, weights_fingerprint
 from tunebook.record.atomic_files import atomic_write_json, read_json, sha256_file, sha256_text
 from tunebook.record.config_hash import config_hash
 from tunebook.record.provenance import (
@@ -182,8 +182,7 @@ def describe_model(model: ModelConfig, fingerprint: str | None = None) -> dict[s
 
 def recorded_fingerprint(manifest: dict[str, Any]) -> str | None:
     """The fingerprint of the weights that a run started from; None where it has none or was made before there were."""
-    model: dict[str, Any] = manifest.get("model") or {}
-    return model.get("weights_fingerprint")
+    return recorded_in(manifest.get("model") or {})
 
 
 def _earlier_attempts(folder: Path) -> list[dict[str, Any]]:

@@ -56,21 +56,28 @@ class MetricsWriter:
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """Every line in the order of training; empty when nothing was logged yet.
 
-    A line that goes back to an earlier step is a run that resumed there: what was logged from that step on before is
-    left out, since the resumed run trained it again. Raises: DataError for a broken line that is not the last.
+    A line that goes back to an earlier step, or says the same again of one, is a run that resumed there: what was
+    logged from that step on before is left out, since the resumed run trained it again. Raises: DataError for a broken
+    line that is not the last.
     """
     path = folder / METRICS_FILE
     if not path.is_file():
         return []
     lines: list[dict[str, Any]] = []
-    last_step = -1
+    last_step = last_validation = -1  # of the lines kept so far
     for line in _parse_lines(path):
+        step = line["step"]
         if is_training_line(line):
-            if line["step"] <= last_step:
-                lines = [kept for kept in lines if kept["step"] < line["step"]]
-            elif (first := _first_step(line)) <= last_step:  # a stop was logged, and its checkpoint not gone on from
+            if step <= max(last_step, last_validation):  # of one step the training's line is written first
+                lines = [kept for kept in lines if kept["step"] < step]
+                last_step = max((kept["step"] for kept in lines if is_training_line(kept)), default=-1)
+            if (first := _first_step(line)) <= last_step:  # a stop was logged, and its checkpoint not gone on from
                 lines = [kept for kept in lines if not is_training_line(kept) or kept["step"] < first]
-            last_step = line["step"]
+            last_step, last_validation = step, min(last_validation, step)
+        else:
+            if step <= last_validation:
+                lines = [kept for kept in lines if is_training_line(kept) or kept["step"] < step]
+            last_validation = step
         lines.append(line)
     return lines
 
@@ -79,15 +86,19 @@ def by_schedule(lines: Iterable[Mapping[str, Any]], every: int) -> list[tuple[in
     """(step, loss) of the training lines as a run that was never stopped would have logged them.
 
     What was logged since the last step of the schedule belongs to the next one, each line's mean counting for as many
-    steps as it is of; none where one of them was not finite. Lines after the last step of the schedule are left out.
+    steps as it is of; none where one of them was not finite. Lines after the last step of the schedule are left out. So
+    is a step of the schedule if some of those that belong to it are in no line: a killed run may go on from between two
+    logged steps, and the line that it had logged over both sides of its checkpoint is discarded.
     """
     found: list[tuple[int, float | None]] = []
-    waiting: list[tuple[float | None, int]] = []
+    window: list[Mapping[str, Any]] = []
     for line in lines:
-        waiting.append((line["loss"], line.get("num_steps", 1)))
+        window.append(line)
         if line["step"] % every == 0:
-            found.append((line["step"], _mean_of(waiting)))
-            waiting = []
+            has_lengths = all("num_steps" in one for one in window)
+            if not has_lengths or sum(one["num_steps"] for one in window) >= every:
+                found.append((line["step"], _mean_of([(one["loss"], one.get("num_steps", 1)) for one in window])))
+            window = []
     return found
 
 

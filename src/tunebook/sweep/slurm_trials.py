@@ -34,11 +34,19 @@ _RECORD_WITHIN_S = 20.0  # for a network file system to show what the job has wr
 _NO_LIMIT_MINUTES = 10**7  # what submitit counts with where the limit is the partition's
 _OF_SUBMITIT = ("open-mode", "signal")  # of its options, those that stay
 _LOGS = {"output": "out", "error": "err"}  # as submitit names them: by job and task
-_NOT_NOW = 1  # the exit code of a trial that Slurm did not take: the same command tries again
+_NOT_NOW = 1  # the exit code of a trial that Slurm does not take for now: the same command tries again
+_PASSES = (  # of Slurm's errors, in lower case: a partition or nodes that are down, limits on jobs, a busy controller
+    *("partition not available", "required node not available", "policy", "temporarily un"),
+    *("qosmax", "qosgrp", "assocmax", "assocgrp", "maxsubmit"),
+)
 
 
-class _NotTakenError(Exception):
-    """Slurm took a trial's job not now: a partition that is closed, a limit on jobs, a controller that is silent."""
+class _RefusedError(Exception):
+    """Slurm refuses a trial's job, for now or for good: as the exit code says."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 @dataclass(kw_only=True)
@@ -53,28 +61,41 @@ class RunInSlurm:
     _submitting: threading.Lock = field(default_factory=threading.Lock)
 
     def __call__(self, trial: Trial, watch: Watch | None) -> None:
-        """Submit one, or find its job, and wait until it has ended."""
+        """Submit one, or find its job, and wait until it has ended; what Slurm does not do is how the trial ends."""
         try:
             config = self.config_of(trial)
         except RequestError as error:  # values that were proposed may break a rule together
             self._fail(trial, error.exit_code, error.message)
             return
+        job_id = None
         try:
             job_id = self._find(trial) or self._submit(trial, config)
-        except _NotTakenError as error:
-            self._fail(trial, _NOT_NOW, str(error))
+            end = self._follow(trial, job_id, watch)
+        except _RefusedError as error:
+            self._fail(trial, error.exit_code, str(error))
             return
-        end = self._follow(trial, job_id, watch)
+        except TunebookError as error:  # a silent controller: other trials, and the job itself, may go on
+            self._lose_sight(trial, job_id, error.message)
+            return
         if end is not None:
             write_trial_end(end, self.folder.end_file(trial))
         how = "not started" if end is None else f"ended with exit code {end.exit_code} after {end.seconds:.0f} s"
         self._say(trial, how)
 
-    def _fail(self, trial: Trial, exit_code: int, reason: str) -> None:
-        """Write down why a trial did not become a job."""
+    def _fail(self, trial: Trial, exit_code: int, reason: str, how: str = "not started") -> None:
+        """Write down why a trial did not become a job, or how else it ended without one."""
         end = TrialEnd(exit_code=exit_code, seconds=0.0, was_interrupted=False, reason=reason)
         write_trial_end(end, self.folder.end_file(trial))
-        self._say(trial, f"not started: {reason}")
+        self._say(trial, f"{how}: {reason}")
+
+    def _lose_sight(self, trial: Trial, job_id: str | None, reason: str) -> None:
+        """Leave a trial, and the job that it may have, to the next time; one that has ended meanwhile has ended."""
+        if self.folder.is_done(trial):
+            self._say(trial, f"ended, as its job wrote down; {reason}")
+        elif job_id is None:
+            self._fail(trial, _NOT_NOW, reason)
+        else:
+            self._fail(trial, _NOT_NOW, f"{reason}; job {job_id} goes on, and the same command finds it", "left alone")
 
     def _find(self, trial: Trial) -> str | None:
         """The trial's job of an earlier time, if it still waits or runs."""
@@ -88,6 +109,9 @@ class RunInSlurm:
             while (state := patient_job_state(job_id)) is not None and not state.has_ended:
                 time.sleep(_POLL_S)
             return None
+        end = self.folder.end_of(trial)
+        if end is not None and (end.exit_code, end.seconds) == (_NOT_NOW, 0.0):  # written here, and not by the job
+            self.folder.begin(trial)
         self._say(trial, f"{trial.title}: is job {job_id}, {state.text()}")
         return job_id
 
@@ -110,7 +134,10 @@ class RunInSlurm:
             try:
                 job_id = str(executor.submit(job).job_id)
             except (FailedJobError, FailedSubmissionError) as error:
-                raise _NotTakenError(refusal(str(error), config).message) from error
+                said = str(error)
+                refused = refusal(said, config)
+                passes = any(words in said.lower() for words in _PASSES)
+                raise _RefusedError(refused.message, _NOT_NOW if passes else refused.exit_code) from error
         atomic_write_json(self._job_file(trial), {"job_id": job_id})
         self._say(trial, f"{trial.title}: submitted as job {job_id}, prints to {self.folder.output(trial)}")
         return job_id

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 def gather_before_use(model: Any) -> None:
     """From now on gather the head when the layers before it have been computed; FSDP lets go of it after a backward
-    pass, as of every other unit.
+    pass, as of every other unit. Behind a pass without one, as in validation, it stays until the next.
 
     A head without a unit of its own, which is gathered with others, stays as it is. `model` is a causal language model,
     adapters around it or not, that FSDP has wrapped or will wrap.

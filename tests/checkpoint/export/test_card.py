@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
+from tunebook.config.choices import Source
+from tunebook.config.frozen import config_to_yaml, load_config
+from tunebook.config.schema import MixturePart
+
 
 def task(value: float) -> dict[str, Any]:
     return {"metric": "exact_match", "value": value, "stderr": 0.01, "num_items": 100}
@@ -66,3 +70,19 @@ def test_an_adapters_card_says_how_to_load_it(layouts: Any, lora_run: Path, expo
     assert yaml.safe_load(text.split("---")[1])["library_name"] == "peft"
     assert "AutoPeftModelForCausalLM.from_pretrained(folder)" in text
     assert "| lora | rank 4, alpha 8 |" in text
+
+
+@pytest.mark.parametrize("source", [Source.hub, Source.mixture])
+def test_a_local_folder_is_no_data_set_of_the_hub(
+    card: Any, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Source
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data" / "mine").mkdir(parents=True)
+    config = load_config(run / "run.yaml")
+    names = {"local": "data/mine", "hub": "org/words", "absolute": str(tmp_path / "data")}
+    config.dataset.path, config.dataset.source = None, source
+    config.dataset.name = "data/mine"
+    config.dataset.parts = {key: MixturePart(name=name) for key, name in names.items()}
+    (run / "run.yaml").write_text(config_to_yaml(config))
+    monkeypatch.chdir(tmp_path / "data")  # the run remembers where it was typed
+    assert yaml.safe_load(card(3).split("---")[1])["datasets"] == ["org/words"]

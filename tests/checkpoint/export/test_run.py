@@ -15,6 +15,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tunebook.checkpoint.export import run as exporting
+from tunebook.checkpoint.export.check import compare_numbers
+from tunebook.config.base_model import read_facts
+from tunebook.config.frozen import config_to_yaml, load_config
 from tunebook.config.schema import ModelConfig
 from tunebook.errors import DataError, DifferenceError, DoesNotFitError, RequestError
 from tunebook.evaluate.target import find_target
@@ -88,22 +91,88 @@ def test_a_merged_adapter_is_added_to_its_base(layouts: Any, lora_run: Path, bas
     assert 0 < exported.origin.check["difference"] < exported.origin.check["allowed"] == 1e-4
 
 
-@pytest.mark.parametrize("merge", [True, False])
-def test_an_adapter_is_not_exported_over_another_base(layouts: Any, tmp_path: Path, export: Any, merge: bool) -> None:
+@pytest.fixture
+def lora_over(layouts: Any, tmp_path: Path) -> tuple[Path, Path]:
+    """A run with an adapter whose manifest says which weights it was trained on, and the folder of those."""
     base = layouts.write_base(tmp_path / "base", layouts.TINY, "bfloat16")
     run = layouts.write_run(tmp_path / "outputs" / "tiny" / "lora", base, peft="lora")
     layouts.write_checkpoint(run, "adapter")
     manifest = json.loads((run / "manifest.json").read_text())
     manifest["model"] = {"weights_fingerprint": weights_fingerprint(ModelConfig(path=str(base)))}
     (run / "manifest.json").write_text(json.dumps(manifest))
-    exported = export(run, merge=merge, to=tmp_path / "first")
-    assert exported.origin.weights_fingerprint == manifest["model"]["weights_fingerprint"]
-    weights = {name: value + 1 for name, value in load_file(base / "model.safetensors").items()}
-    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(DataError, match=r"the base model is not the one that .*lora was trained on") as raised:
-        export(run, merge=merge, to=tmp_path / "second")
+    return run, base
+
+
+def lose_base(base: Path, how: str) -> None:
+    if how == "changed":
+        weights = {name: value + 1 for name, value in load_file(base / "model.safetensors").items()}
+        save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    elif how == "weights removed":
+        (base / "model.safetensors").unlink()
+    else:
+        shutil.rmtree(base)
+
+
+LOST = ["changed", "weights removed", "removed"]
+
+
+@pytest.mark.parametrize("how", LOST)
+def test_an_adapter_is_not_merged_into_another_base(
+    lora_over: tuple[Path, Path], tmp_path: Path, export: Any, how: str
+) -> None:
+    run, base = lora_over
+    exported = export(run, merge=True, to=tmp_path / "first")
+    assert exported.origin.weights_fingerprint == weights_fingerprint(ModelConfig(path=str(base)))
+    lose_base(base, how)
+    with pytest.raises(DataError, match=r"the base model is not .*lora was trained on.*leave --merge out") as raised:
+        export(run, merge=True, to=tmp_path / "second")
     assert raised.value.problem_id == "base-changed"
+    assert "--allow-mismatch" not in str(raised.value)
     assert not (tmp_path / "second").exists()
+
+
+@pytest.mark.parametrize("how", LOST)
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+def test_an_adapter_that_stays_one_needs_no_base(
+    layouts: Any, lora_over: tuple[Path, Path], export: Any, how: str, dtype: str | None
+) -> None:
+    run, base = lora_over
+    config = load_config(run / "run.yaml")
+    config.model.facts = read_facts(config.model)
+    (run / "run.yaml").write_text(config_to_yaml(config))
+    trained = layouts.trained(run, "adapter")
+    lose_base(base, how)
+    exported = export(run, dtype=dtype)
+    found = load_file(exported.folder / "adapter_model.safetensors")
+    expected = {name: tensor.to(torch.bfloat16) if dtype else tensor for name, tensor in trained.items()}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert (exported.origin.check["is_exact"], exported.origin.check["logits"]) == (dtype is None, None)
+    rounded = " rounded to bf16" if dtype else ""
+    assert (
+        f"read again, its numbers equal the checkpoint's{rounded}; its base"
+        in (exported.folder / "README.md").read_text()
+    )
+
+
+def test_without_a_plan_the_base_has_to_say_its_sizes(lora_over: tuple[Path, Path], export: Any) -> None:
+    run, base = lora_over
+    lose_base(base, "weights removed")
+    assert export(run).origin.check["logits"] is None
+    lose_base(base, "removed")
+    with pytest.raises(RequestError, match=rf"model\.path={base}: ") as raised:
+        export(run, dtype="bf16")
+    assert raised.value.problem_id == "model-folder"
+
+
+def test_numbers_that_were_written_otherwise_are_found() -> None:
+    own = {"a": torch.tensor([1.0, 1.001]), "b": torch.tensor([2.0])}
+    assert compare_numbers(own, own, None).is_exact
+    rounded = {name: tensor.to(torch.bfloat16) for name, tensor in own.items()}
+    assert not compare_numbers(rounded, own, torch.bfloat16).is_exact
+    for written in ({"a": own["a"]}, own | {"b": torch.tensor([3.0])}):
+        with pytest.raises(DifferenceError, match="1 of its tensors are others: b"):
+            compare_numbers(written, own, None)
 
 
 SAVED_WHOLE = {"modules_to_save": ["k_proj", "lm_head"]}

@@ -11,7 +11,9 @@ from tunebook.config.estimate import GIB, estimate_memory
 from tunebook.config.estimate.activations import after_head_bytes, head_bytes
 from tunebook.config.estimate.buffers import gathering_bytes, root_gradient_bytes, scattering_bytes
 from tunebook.config.estimate.moments import fullest_moment
+from tunebook.config.estimate.parameters import parameter_sizes
 from tunebook.config.estimate.states import reduced_gradient_bytes
+from tunebook.config.model_facts import MeasuredLayers
 from tunebook.config.schema import FsdpConfig, ParallelismConfig, ZeroConfig
 
 EMBEDDINGS = 151_936 * 896
@@ -54,6 +56,31 @@ def test_zero_2_makes_room_for_whole_parameters(sound):
     assert reduced_gradient_bytes(sound, facts) == 0
     sound.parallelism = ParallelismConfig(strategy=Strategy.ddp)
     assert reduced_gradient_bytes(sound, facts) == 0
+
+
+def test_layers_of_another_kind_are_dealt_out_as_much_as_was_counted_of_them(sound):
+    """As many parameters in all as the model has, whatever its layers are made of."""
+    facts = replace(
+        sound.model.facts,
+        measured=MeasuredLayers(num_layers=24, parameters=24 * 40_000_000, saved={}, linear_inputs=0,
+                                adapter_parameters=0, linear_parameters=0),
+    )  # fmt: skip
+    assert sum(parameter_sizes(facts)) == pytest.approx(EMBEDDINGS + 24 * 40_000_000, rel=1e-6)
+
+
+def test_the_room_of_zero_2_stays_until_the_step(sound):
+    """Of 23 layers, 163 matrices, one of two ranks gets both the embeddings and the head."""
+    layer = (494_032_768 - EMBEDDINGS) // 24
+    facts = replace(
+        sound.model.facts, tie_word_embeddings=False, num_layers=23, num_parameters=2 * EMBEDDINGS + 23 * layer
+    )
+    sound.hardware.gpus_per_node, sound.packing.row_length = 2, 256
+    sound.parallelism = ZeroConfig(strategy=Strategy.zero2, round_robin_gradients=True)
+    sound.activation.checkpointing = Checkpointing.enabled
+    room, share = reduced_gradient_bytes(sound, facts), 2 * facts.num_parameters
+    assert room > share
+    fullest = fullest_moment(sound, facts, accumulates=False)
+    assert fullest.gradients == share and fullest.buffers >= room - share
 
 
 def test_zero_1_copies_its_share_when_all_gradients_are_there(sound):

@@ -5,6 +5,7 @@ import logging
 import shutil
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tunebook.config.choices import PeftMethod, Weights
 from tunebook.config.frozen import config_to_yaml, load_config
-from tunebook.config.schema import ModelConfig
+from tunebook.config.schema import ModelConfig, RunConfig
 from tunebook.errors import DataError, RequestError
+from tunebook.evaluate.bound_model import load_trained
+from tunebook.evaluate.chat import loading
 from tunebook.evaluate.chat.answering import ChatModel, Sampling
 from tunebook.evaluate.chat.loading import load, quiet_libraries
 from tunebook.evaluate.chat.session import Session
@@ -141,6 +144,26 @@ def test_a_runs_adapter_is_not_loaded_on_other_weights_than_it_was_trained_on(
     change(run / "manifest.json", model={"weights_fingerprint": "1" * 64})
     with pytest.raises(DataError, match=rf"the weights of {base} have the fingerprint .* started from 111111111111"):
         load(Target(run=run, folder=adapter))
+
+
+def test_a_base_that_is_named_on_the_hub_by_now_is_not_compared_and_that_is_noted(
+    run: Path, scripted: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = Path(shutil.move(run / "model", tmp_path / "base"))
+    adapter = adapter_of(scripted("apple bird"), run / "model")
+    config = load_config(run / "run.yaml")
+    config.model.path, config.model.name, config.model.tokenizer = None, "org/base", str(base)
+    config.model.weights, config.model.facts = Weights.pretrained, None
+    config.peft.method, config.peft.target_modules = PeftMethod.lora, ["o_proj"]
+    (run / "run.yaml").write_text(config_to_yaml(config))
+    change(run / "manifest.json", model={"weights_fingerprint": "1" * 64})
+
+    def from_hub(config: RunConfig, folder: Path | None) -> Any:
+        return load_trained(replace(config, model=ModelConfig(path=str(base))), folder)
+
+    monkeypatch.setattr(loading, "load_trained", from_hub)
+    notes = load(Target(run=run, folder=adapter)).notes
+    assert any(note.startswith("the base model org/base is named on the hub and") for note in notes)
 
 
 def test_an_exported_adapter_is_not_loaded_on_other_weights_either(

@@ -130,6 +130,16 @@ def test_a_job_that_slurm_has_forgotten(says):
         job_state("12")
 
 
+def test_a_hint_is_left_out_where_the_controller_falls_silent(monkeypatch):
+    def silent(*_words):
+        raise TunebookError("no answer", problem_id="slurm-out-of-reach")
+
+    monkeypatch.setattr(client, "slurm", silent)
+    error = refusal("sbatch: error: invalid partition specified: gpus", config_of("launcher.partition=gpus"))
+    assert (error.exit_code, error.problem_id) == (2, "slurm-refused")
+    assert error.message.endswith("launcher.partition=gpus: sinfo lists them")
+
+
 INACTIVE = "sbatch: error: Batch job submission failed: Required partition not available (inactive or drain)"
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tunebook.config.book import BOOK_PREFIX
+from tunebook.config.book import BOOK_PREFIX, is_relative, resolve_path
 from tunebook.config.choices import PeftMethod, ScheduleName, Source, TrainOn, Weights
 from tunebook.config.schema import RunConfig
 from tunebook.parallel.deepspeed import zero_stage
@@ -63,7 +63,8 @@ def card(origin: ExportOrigin, config: RunConfig, record: RunRecord) -> str:
 def _header(origin: ExportOrigin, config: RunConfig) -> str:
     import yaml
 
-    names = [part.name for part in (config.dataset, *config.dataset.parts.values()) if part.name and "/" in part.name]
+    parts = (config.dataset, *config.dataset.parts.values())
+    names = [str(part.name) for part in parts if part.name and _is_on_hub(part.name)]
     header: dict[str, Any] = {"library_name": "peft" if origin.is_adapter else "transformers"}
     header |= {"pipeline_tag": "text-generation", "tags": ["tunebook", "sft"]}
     if config.model.name is not None:
@@ -73,6 +74,11 @@ def _header(origin: ExportOrigin, config: RunConfig) -> str:
         header["datasets"] = names
     text: str = yaml.safe_dump(header, sort_keys=False, allow_unicode=True)
     return f"---\n{text}---"
+
+
+def _is_on_hub(name: str) -> bool:
+    """Whether a data set's name is `owner/name` on the hub, and not a folder of this machine."""
+    return "/" in name and is_relative(name) and not resolve_path(name).exists()
 
 
 def _what(origin: ExportOrigin, config: RunConfig) -> str:
@@ -261,6 +267,10 @@ def _provenance(origin: ExportOrigin, record: RunRecord) -> str:
 
 def _checked(origin: ExportOrigin) -> str:
     check = origin.check
+    if check["logits"] is None:
+        return (
+            f"read again, its numbers equal the checkpoint's{_rounded(origin)}; its base was not there to answer with"
+        )
     if check["is_exact"]:
         return f"loaded again, the logits of {check['logits']} equal the checkpoint's bit for bit"
     return (
@@ -268,6 +278,10 @@ def _checked(origin: ExportOrigin) -> str:
         f"(root of the mean square, relative); rounding to {origin.dtype or 'this format'} explains "
         f"{check['allowed']:.2g}"
     )
+
+
+def _rounded(origin: ExportOrigin) -> str:
+    return "" if origin.check["is_exact"] else f" rounded to {origin.dtype}"
 
 
 def _table(rows: list[tuple[str, str]]) -> str:

@@ -7,6 +7,7 @@ be those of the checkpoint itself up to that format's rounding, by the root of t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,12 +28,15 @@ _LEAST_ALLOWED = 1e-4  # fp32: sums in another order
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What was compared, for the record: relative differences of the logits, by the root of the mean square."""
+    """What was compared, for the record: relative differences of the logits, by the root of the mean square.
+
+    Of an adapter whose base is not there the numbers themselves were.
+    """
 
     is_exact: bool  # with the checkpoint itself
     difference: float
     allowed: float
-    logits: str
+    logits: str | None  # which; None: not logits
 
     def to_json(self) -> dict[str, Any]:
         """As it is written."""
@@ -91,6 +95,26 @@ def compare(written: torch.Tensor, own: torch.Tensor, dtype: torch.dtype) -> Com
         )
     where = f"{_ROWS} rows of {_TOKENS} fixed token ids, on a CPU"
     return Comparison(is_exact=torch.equal(written, own), difference=difference, allowed=allowed, logits=where)
+
+
+def compare_numbers(
+    written: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], dtype: torch.dtype | None
+) -> Comparison:
+    """The tensors of a written file against the checkpoint's, cast to `dtype` if one is given: bit for bit.
+
+    Raises: DifferenceError where they are not.
+    """
+    import torch
+
+    expected = {name: tensor if dtype is None else tensor.to(dtype) for name, tensor in own.items()}
+    others = sorted(expected.keys() ^ written.keys())
+    others += [
+        name for name in sorted(expected.keys() & written.keys()) if not torch.equal(written[name], expected[name])
+    ]
+    if others:
+        raise _differs(f"{len(others)} of its tensors are others: {', '.join(others[:5])}")
+    is_exact = all(torch.equal(tensor.float(), own[name].float()) for name, tensor in written.items())
+    return Comparison(is_exact=is_exact, difference=0.0, allowed=0.0, logits=None)
 
 
 def _differs(what: str) -> DifferenceError:

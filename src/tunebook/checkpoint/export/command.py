@@ -40,6 +40,11 @@ def export_command(
     kind = "adapter" if origin.is_adapter else "merged model" if origin.is_merged else "model"
     say(f"written: {exported.folder}")
     say(f"  {kind} of {origin.num_parameters:,} numbers in {origin.dtype or ', '.join(origin.stored_dtypes)}")
-    say(f"  loaded again: the logits of {check['logits']} {same}")
+    if check["logits"] is None:
+        rounded = "" if check["is_exact"] else f" rounded to {origin.dtype}"
+        say(f"  read again: the adapter's numbers equal the checkpoint's{rounded}; the base that it was trained on is")
+        say("  not there to answer with")
+    else:
+        say(f"  loaded again: the logits of {check['logits']} {same}")
     if exported.address is not None:
         say(f"uploaded: {exported.address}")

@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunebook.checkpoint.export.adapter import with_trained
-from tunebook.checkpoint.export.check import Comparison, compare, load_written, logits_of, require_same
+from tunebook.checkpoint.export.check import (
+    Comparison,
+    compare,
+    compare_numbers,
+    load_written,
+    logits_of,
+    require_same,
+)
 from tunebook.checkpoint.export.formats import Form, Stored
 from tunebook.checkpoint.export.model import (
     Blueprint,
@@ -51,6 +58,7 @@ class Work:
     weights: Weights
     dtype: torch.dtype | None  # of what is written; None: as it is stored
     is_merged: bool
+    has_base: bool = True  # else the weights below an adapter are not there, or others than it was trained on
 
     @property
     def is_adapter(self) -> bool:
@@ -103,8 +111,12 @@ def write_whole(work: Work, folder: Path) -> Written:
 
 
 def write_adapter(work: Work, folder: Path) -> Written:
-    """An adapter as PEFT loads it, compared over its base in the base's own format. Raises: as `write_whole`."""
+    """An adapter as PEFT loads it, compared over its base in the base's own format. Raises: as `write_whole`.
+
+    Without its base the tensors themselves are compared.
+    """
     import torch
+    from safetensors.torch import load_file
 
     settings = work.blueprint.adapter
     assert settings is not None
@@ -113,6 +125,16 @@ def write_adapter(work: Work, folder: Path) -> Written:
     settings.base_model_name_or_path = work.config.model.name or settings.base_model_name_or_path
     settings.save_pretrained(str(folder))
     work.blueprint.tokenizer.save_pretrained(str(folder))
+    count = _count(work.weights, names)
+    if not work.has_base:
+        stored: dict[str, torch.Tensor] = {}
+        for file in folder.glob("adapter_model*.safetensors"):
+            stored |= load_file(file)
+        return Written(
+            hashes=hashes,
+            num_parameters=count,
+            check=compare_numbers(stored, dict(work.weights.read(names)), work.dtype),
+        )
     dtype = base_dtype(work.config) or torch.float32
     adapted = with_trained(load_base(work.config, dtype), settings, work.weights)
     own = logits_of(adapted)
@@ -123,7 +145,7 @@ def write_adapter(work: Work, folder: Path) -> Written:
     if work.dtype is None:
         require_same(found, own)
     check = compare(found, own, _narrowest([work.dtype or dtype, dtype]))
-    return Written(hashes=hashes, num_parameters=_count(work.weights, names), check=check)
+    return Written(hashes=hashes, num_parameters=count, check=check)
 
 
 def write_merged(work: Work, folder: Path) -> Written:

@@ -21,7 +21,7 @@ from tunebook.config.schema import AttentionConfig, ModelConfig, PeftSettings, R
 from tunebook.errors import RequestError
 from tunebook.model.adapters import ADAPTER_FILE, adapter_config
 from tunebook.model.hub import hub_problem
-from tunebook.model.load import load_architecture, load_model, model_location
+from tunebook.model.load import architecture_from_facts, check_model, load_architecture, load_model, model_location
 from tunebook.model.token_ids import agree_on_tokens, trainer_tokenizer
 from tunebook.model.tokenizer import load_tokenizer
 from tunebook.model.tokenizer_files import VOCABULARY_FILES
@@ -41,12 +41,19 @@ class Blueprint:
     adapter: PeftConfig | None  # None: the model was trained whole
 
 
-def blueprint_of(config: RunConfig, folder: Path) -> Blueprint:
-    """What the weights of a checkpoint's folder belong to. Raises: RequestError for a base model out of reach."""
+def blueprint_of(config: RunConfig, folder: Path, *, has_base: bool = True) -> Blueprint:
+    """What the weights of a checkpoint's folder belong to; without its base an adapter's is that of what was planned.
+
+    Raises: RequestError for a base model out of reach.
+    """
     tokenizer = _tokenizer(config, folder)
     peft = _adapter(config, folder)
     has_config = (folder / "config.json").is_file() and peft is None
-    model = room_for(_read_architecture(folder, config) if has_config else load_architecture(config.model), config)
+    if has_config:
+        architecture = _read_architecture(folder, config)
+    else:
+        architecture = load_architecture(config.model) if has_base else _planned_architecture(config)
+    model = room_for(architecture, config)
     if has_config and (folder / "generation_config.json").is_file():
         model.generation_config = _generation(str(folder), None)
     else:
@@ -201,6 +208,16 @@ def _read_architecture(folder: Path, config: RunConfig) -> PretrainedConfig:
     except (OSError, ValueError) as error:
         raise hub_problem(error, "model", str(folder)) from error
     return architecture
+
+
+def _planned_architecture(config: RunConfig) -> PretrainedConfig:
+    """Of a base that is gone or another one by now. Raises: RequestError where nothing is known of it."""
+    if config.model.facts is not None:
+        return architecture_from_facts(config.model.facts)
+    folder = Path(model_location(config.model))
+    if not (folder / "config.json").is_file():
+        check_model(config.model)
+    return _read_architecture(folder, config)
 
 
 def _generation(location: str, revision: str | None) -> Any:

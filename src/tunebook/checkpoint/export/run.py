@@ -22,12 +22,14 @@ from tunebook.checkpoint.export.push import check_push, push
 from tunebook.checkpoint.export.source import Source, choose_source
 from tunebook.checkpoint.export.stored_weights import open_weights
 from tunebook.checkpoint.export.write import compare_with_model, flush, num_bytes, short_name
-from tunebook.config.choices import Weights
+from tunebook.config.choices import PeftMethod, Weights
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
+from tunebook.model.adapters import is_adapter
+from tunebook.model.load import check_model
 from tunebook.record.atomic_files import atomic_write_text
-from tunebook.record.binding import check_base, check_bound, recorded_by_run
+from tunebook.record.binding import BASE, Trained, check_base, check_bound, recorded_by_run
 from tunebook.record.files import RUN_FILE
 from tunebook.record.manifest import describe_model
 from tunebook.record.origin import origin_of, write_origin
@@ -90,12 +92,12 @@ def _look(run: RunRecord, config: RunConfig, source: Source, *, merge: bool, dty
     import torch
 
     stored = find_stored(source.folder)
-    blueprint = blueprint_of(config, source.folder)
     trained = recorded_by_run(run.folder)
+    has_base = _has_base(trained, config, source, merge=merge)
+    blueprint = blueprint_of(config, source.folder, has_base=has_base)
     check_bound(trained, blueprint.tokenizer, config.dataset.system_prompt)
     weights, place = open_weights(stored), str(source.folder)
     if blueprint.adapter is not None:
-        check_base(trained, config.model)  # also of one that stays an adapter: it is compared over its base
         weights = adapter_weights(weights)
         blueprint = replace(blueprint, adapter=require_whole(blueprint, weights, place))
     elif merge:
@@ -117,7 +119,28 @@ def _look(run: RunRecord, config: RunConfig, source: Source, *, merge: bool, dty
         weights=weights,
         dtype=asked if asked is not None or stays_adapter else base_dtype(config),
         is_merged=merge,
+        has_base=has_base,
     )
+
+
+def _has_base(trained: Trained | None, config: RunConfig, source: Source, *, merge: bool) -> bool:
+    """Whether what an adapter was trained on is there to be compared over, if that is known.
+
+    Raises: DataError where it is another one and is to be merged into, RequestError where it is not there.
+    """
+    if not is_adapter(source.folder) and config.peft.method is PeftMethod.full:
+        return True
+    if merge:
+        without = "leave --merge out to export the adapter alone, which needs no base"
+        check_base(trained, config.model, way_out=without)
+        return True
+    if config.model.path is None:
+        return True  # fetched again where it is not there
+    try:
+        check_model(config.model)
+        return not check_base(trained, config.model, [BASE])
+    except RequestError:
+        return False
 
 
 def _check_push(name: str | None, work: Work) -> None:

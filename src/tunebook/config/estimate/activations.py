@@ -212,7 +212,7 @@ def _attention_bytes(config: RunConfig, facts: ModelFacts, element: int) -> floa
     row, heads = _row_length(config), facts.num_attention_heads
     kernel = config.attention.implementation
     repeated = heads if kernel in _REPEATING else facts.num_key_value_heads
-    key_width = facts.hidden_size * repeated / heads
+    key_width = facts.hidden_size * repeated / max(1, heads)
     kept = element * (2 * facts.hidden_size + 2 * key_width)
     if kernel is Attention.eager:
         # The softmax in fp32, and again in the number format of the product where that is another.

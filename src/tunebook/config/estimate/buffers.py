@@ -1,4 +1,4 @@
-"""What a rank holds whole, or in another number format, while the backward pass begins."""
+"""What a rank holds whole, in another number format, or on its way, at each of the moments in `moments`."""
 
 from __future__ import annotations
 

@@ -74,18 +74,19 @@ def _moments(config: RunConfig, facts: ModelFacts, *, accumulates: bool) -> Iter
     buffers = cleared_buffer_bytes(config, facts, is_recomputed=is_recomputed)
     room = reduced_gradient_bytes(config, facts)
     is_stage_1 = config.parallelism.strategy is Strategy.zero1
+    besides = 0.0  # of that room, from here on, what is not gradients that will be there
     if room > 0 and not is_stage_1:
-        passes, buffers = passes + states.gradients, buffers + room - states.gradients
-        yield moment(buffers, after)
+        passes, besides = passes + states.gradients, room - states.gradients
+        yield moment(buffers + besides, after)
     if scattering := scattering_bytes(config, facts):
         yield moment(buffers + scattering, after)
     layer = recomputed_bytes(config, facts) if is_recomputed else 0.0
     if is_recomputed or isinstance(config.parallelism, FsdpConfig):
-        yield moment(backward_buffer_bytes(config, facts, is_recomputed=is_recomputed), after + layer)
+        yield moment(backward_buffer_bytes(config, facts, is_recomputed=is_recomputed) + besides, after + layer)
     yield Moment(
         states=states,
         gradients=max(passes, states.gradients),
-        buffers=bucket_bytes(config, facts) + (room if is_stage_1 else 0.0),
+        buffers=bucket_bytes(config, facts) + (room if is_stage_1 else besides),
         activations=_last_layer_bytes(config, facts, states, is_recomputed=is_recomputed),
     )
 

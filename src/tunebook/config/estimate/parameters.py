@@ -84,12 +84,18 @@ def _in_linear_layers(facts: ModelFacts) -> int:
 
 
 def parameter_sizes(facts: ModelFacts) -> list[int]:
-    """Of each large parameter in the model's own order: embeddings, seven matrices of each layer, and the head."""
+    """Of each large parameter in the model's own order: embeddings, seven matrices of each layer, and the head.
+
+    Layers of another kind are divided as Llama's are, into as much as was counted of them.
+    """
     hidden, inner = facts.hidden_size, facts.intermediate_size
     keys = hidden * facts.num_key_value_heads // max(1, facts.num_attention_heads)
     layer = [hidden * out for out in (hidden, keys, keys, hidden, inner, inner, inner)]
-    embeddings = facts.vocab_size * hidden
-    return [embeddings, *layer * facts.num_layers, *([] if facts.tie_word_embeddings else [embeddings])]
+    embeddings, scale = facts.vocab_size * hidden, 1.0
+    if facts.measured is not None and sum(layer) > 0:
+        scale = _in_layers(facts) / max(1, facts.num_layers) / sum(layer)
+    sizes = [round(scale * size) for size in layer] * facts.num_layers
+    return [embeddings, *sizes, *([] if facts.tie_word_embeddings else [embeddings])]
 
 
 def linear_layers(facts: ModelFacts) -> dict[str, int]:

@@ -25,7 +25,14 @@ from tunebook.model.adapters import is_adapter
 from tunebook.model.hub import fetch_config
 from tunebook.model.placement import place_on_gpus
 from tunebook.model.tokenizer import load_tokenizer
-from tunebook.record.binding import check_base, check_bound, recorded_by_origin, recorded_by_run
+from tunebook.record.binding import (
+    Trained,
+    check_base,
+    check_bound,
+    recorded_by_origin,
+    recorded_by_run,
+    uncompared_base,
+)
 from tunebook.record.files import RUN_FILE
 
 if TYPE_CHECKING:
@@ -78,12 +85,13 @@ def _load_run(run: Path, target: Target) -> Loaded:
     tokenizer = load_tokenizer(tokenizer_of_run(config.model, target.folder), is_padded=False)
     trained = recorded_by_run(run)
     check_bound(trained, tokenizer, config.dataset.system_prompt)
+    said: list[str] = []
     if is_adapter(target.folder):
-        check_base(trained, config.model)
+        said = _check_base(trained, config.model)
     _require_template(tokenizer, target)
     bound = "template and tokenizer are those of the run" if trained else "without a manifest nothing can be compared"
     chat_model, notes = _place(config, target.folder, tokenizer, None)
-    return Loaded(model=chat_model, system_prompt=config.dataset.system_prompt, notes=[*notes, bound])
+    return Loaded(model=chat_model, system_prompt=config.dataset.system_prompt, notes=[*notes, *said, bound])
 
 
 def _load_bare(target: Target) -> Loaded:
@@ -91,6 +99,7 @@ def _load_bare(target: Target) -> Loaded:
 
     origin = target.origin
     model = model_config(target)
+    said: list[str] = []
     try:
         if model.name is not None:
             fetch_config(model)
@@ -99,7 +108,7 @@ def _load_bare(target: Target) -> Loaded:
             trained = recorded_by_origin(origin)
             check_bound(trained, tokenizer, origin.system_prompt)
             if target.folder is not None and is_adapter(target.folder):
-                check_base(trained, model)
+                said = _check_base(trained, model)
         _require_template(tokenizer, target)
         dtype = _published_dtype(model)
         config = config_of(model, is_bf16=dtype is torch.bfloat16)
@@ -107,7 +116,15 @@ def _load_bare(target: Target) -> Loaded:
     except RequestError as error:
         raise without_overrides(error, target, "tunebook chat ") from error
     bound = f"template and tokenizer are those of the run {origin.run}" if origin else _UNBOUND
-    return Loaded(model=chat_model, system_prompt=origin.system_prompt if origin else None, notes=[*notes, bound])
+    prompt = origin.system_prompt if origin else None
+    return Loaded(model=chat_model, system_prompt=prompt, notes=[*notes, *said, bound])
+
+
+def _check_base(trained: Trained | None, model: ModelConfig) -> list[str]:
+    """What there is to say of an adapter's base. Raises: DataError for another one, RequestError."""
+    check_base(trained, model)
+    note = uncompared_base(trained, model)
+    return [] if note is None else [note]
 
 
 def _published_dtype(model: ModelConfig) -> torch.dtype | None:

@@ -146,8 +146,13 @@ def _other_partition(name: str | None, *, is_known: bool) -> str:
 
 
 def _listed(what: str, *options: str) -> list[str]:
-    """One column of sinfo, in order and each once."""
-    answer = slurm("sinfo", "--noheader", *options, f"--format={what}")
+    """One column of sinfo, in order and each once; none where the controller is silent: it only adds to a message."""
+    try:
+        answer = slurm("sinfo", "--noheader", *options, f"--format={what}")
+    except TunebookError as error:
+        if error.problem_id != "slurm-out-of-reach":
+            raise
+        return []
     return sorted(set(answer.stdout.split())) if answer.returncode == 0 else []
 
 
