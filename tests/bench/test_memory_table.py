@@ -59,7 +59,7 @@ def test_what_chance_drew_is_planned_within_the_same_bounds(tmp_path: Path) -> N
 
 
 def test_the_allocator_never_held_more_than_the_plan_leaves() -> None:
-    """What decides is reserved memory: a fifth of the GPU is left for it, which is a quarter of what tensors may take.
+    """What decides is reserved memory: a quarter more than the plan has tensors take, but in these runs.
 
     It is more where the optimizer and the parameters are on the host, of little memory, and by up to 6% in two other
     runs. In compiled blocks with rows of many lengths it is more, too: the allocator gives back what it caches only

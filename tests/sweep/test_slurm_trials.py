@@ -63,19 +63,24 @@ class Slurm:
         self.cancelled.append(" ".join(words))
 
 
+def in_slurm(folder: SweepFolder) -> RunInSlurm:
+    """Runs trials of a sweep that are told one word."""
+    return RunInSlurm(
+        folder=folder,
+        command_of=lambda _trial, _folder: ["train"],
+        config_of=lambda _trial: config(),
+        stopping=Stopping(),
+        num_trials=4,
+    )
+
+
 @pytest.fixture
 def following(monkeypatch: pytest.MonkeyPatch, folder: SweepFolder) -> Callable[..., tuple[RunInSlurm, Slurm]]:
     def begin(*states: str | Callable[[], str]) -> tuple[RunInSlurm, Slurm]:
         answers = Slurm(iter(states))
         monkeypatch.setattr(client, "job_state", answers.job_state)
         monkeypatch.setattr(module, "slurm", answers.slurm)
-        run = RunInSlurm(
-            folder=folder,
-            command_of=lambda _trial, _folder: ["train"],
-            config_of=lambda _trial: config(),
-            stopping=Stopping(),
-            num_trials=4,
-        )
+        run = in_slurm(folder)
 
         def submit(_trial: Trial, _config: RunConfig) -> str:
             answers.submitted += 1
@@ -138,13 +143,7 @@ def test_a_trial_that_slurm_does_not_take_now_and_no_other_is_taken_up_by_the_sa
 
     monkeypatch.setattr(_Executor, "submit", refuse)
     monkeypatch.setattr(client, "slurm", lambda *words: subprocess.CompletedProcess(words, 1, stdout="", stderr=""))
-    run = RunInSlurm(
-        folder=folder,
-        command_of=lambda _trial, _folder: ["train"],
-        config_of=lambda _trial: config(),
-        stopping=Stopping(),
-        num_trials=4,
-    )
+    run = in_slurm(folder)
     run(TRIAL, None)
     end = folder.end_of(TRIAL)
     assert end is not None

@@ -14,13 +14,12 @@ from tunebook.config.choices import (
     Checkpointing,
     Compute,
     MixedPrecision,
-    Offload,
     PackingMode,
     PeftMethod,
     Strategy,
 )
 from tunebook.config.estimate.parameters import count_parameters, last_name, of_layers
-from tunebook.config.estimate.states import num_ranks, weight_element
+from tunebook.config.estimate.states import has_parameters_away, num_ranks, product_element, weight_element
 from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig
 
 # TRL's output head works on tiles of this many tokens and words (trl 1.16, kernels/chunked_logprob.py); ours, which
@@ -61,7 +60,7 @@ def kept_bytes(config: RunConfig, facts: ModelFacts, *, is_recomputed: bool) -> 
         kept = activation_bytes(config, facts, is_recomputed=False)
     if not config.activation.offload:
         return kept
-    element = 4 if config.precision.compute is Compute.fp32 else 2
+    element = product_element(config)
     stashed = float(_STASHED * tokens_per_pass(config) * element * facts.intermediate_size)
     norms = 4 if facts.measured else 2  # of architectures that are not Llama's: as many as OLMo 2 has
     return min(kept, stashed + (0.0 if is_recomputed else norms * _inputs_of_layers(config, facts)))
@@ -72,7 +71,7 @@ def recomputed_bytes(config: RunConfig, facts: ModelFacts) -> float:
 
     One of them, and with bf16 between the layers two, by the peaks of five runs on H200s (h200x2_held_out).
     """
-    element = 4 if config.precision.compute is Compute.fp32 else 2
+    element = product_element(config)
     gradients = (2 if _stream_element(config) == 2 else 1) * element * facts.intermediate_size
     return one_layer_bytes(config, facts) + tokens_per_pass(config) * gradients
 
@@ -172,7 +171,7 @@ def largest_micro_batch(samples_per_rank: int, max_length: int) -> int:
 
 def layer_bytes_per_token(config: RunConfig, facts: ModelFacts) -> float:
     """What one layer keeps of one token."""
-    element = 4 if config.precision.compute is Compute.fp32 else 2
+    element = product_element(config)
     norms = _norm_bytes(config) * facts.hidden_size
     inner = 4.0 * element * facts.intermediate_size  # gate, its activation, up, their product
     if config.activation.checkpointing is Checkpointing.selective:
@@ -190,11 +189,11 @@ def _norm_bytes(config: RunConfig) -> float:
     is_adapter = config.peft.method is not PeftMethod.full
     if config.activation.checkpointing is Checkpointing.selective:
         # The block's input, and what its attention adds to that; both norms are computed again.
-        return _stream_element(config) + (4 if config.precision.compute is Compute.fp32 else 2)
+        return _stream_element(config) + product_element(config)
     if config.model.compile_layers:
         # Of both norms the input and the output; where the input is fp32, one of the outputs is cast from it again.
         # Not in fp8 nor with ZeRO-3, whose hooks cut blocks into pieces, as the peaks that were measured say.
-        element = 4 if config.precision.compute is Compute.fp32 else 2
+        element = product_element(config)
         is_whole = config.precision.compute is Compute.bf16 and config.parallelism.strategy is not Strategy.zero3
         is_cast = is_whole and _stream_element(config) == 4
         outputs = 1 if is_cast and not is_adapter else 2
@@ -292,15 +291,15 @@ def _has_dropout(config: RunConfig) -> bool:
 
 def head_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """The last norm, the output head's tiles and, where it is trained, its gradient in fp32."""
-    element = 4 if config.precision.compute is Compute.fp32 else 2
+    element = product_element(config)
     tokens = tokens_per_pass(config)
     words = facts.vocab_size if config.model.one_pass_head else min(facts.vocab_size, _HEAD_WORDS)
     tile = min(tokens, _HEAD_TOKENS) * words * element
     # TRL's part of it is counted where it needs no cast, too, as the peaks that were measured are met so.
     is_cast = _stream_element(config) != element or not config.model.one_pass_head
     if config.model.one_pass_head and isinstance(config.parallelism, FsdpConfig):
-        is_away = config.parallelism.offload_parameters is not Offload.none
-        is_cast = is_cast and config.peft.method is not PeftMethod.full and not is_away  # else gathered in bf16
+        is_adapter = config.peft.method is not PeftMethod.full
+        is_cast = is_cast and is_adapter and not has_parameters_away(config)  # else gathered in bf16
     weight = words * facts.hidden_size * element if is_cast else 0
     return tile + weight + after_head_bytes(config, facts)
 

@@ -8,7 +8,9 @@ from tunebook.config.estimate.parameters import count_parameters
 from tunebook.config.estimate.states import (
     FOUR_BIT_BYTES,
     divided_among,
+    has_parameters_away,
     num_ranks,
+    product_element,
     state_bytes,
     weight_element,
 )
@@ -82,7 +84,7 @@ def _gathered(config: RunConfig, facts: ModelFacts) -> float:
 
     FSDP gathers the embeddings and the output head once for a pass. Where ZeRO-3 keeps the shares on the GPU, it held
     as much as they take once more (measured on H200s: 22.8 GiB with them and 11.3 with parameters on the host, of 12
-    layers of Qwen2.5-3B; as much again with LoRA).
+    layers of Qwen2.5-3B).
     """
     settings = config.parallelism
     if not _is_gathered(config):
@@ -90,11 +92,10 @@ def _gathered(config: RunConfig, facts: ModelFacts) -> float:
     if divided_among(config).weights == 1 and isinstance(settings, ZeroConfig):
         return _on_one_rank(config, facts)
     if settings.strategy is Strategy.zero3:
-        is_away = isinstance(settings, ZeroConfig) and settings.offload_parameters is not Offload.none
-        is_again = config.peft.method is PeftMethod.full and not is_away
+        is_again = config.peft.method is PeftMethod.full and not has_parameters_away(config)
         return (state_bytes(config, facts).weights if is_again else 0.0) + kept_for_backward(config, facts)
     embeddings = count_parameters(config, facts).embeddings * (1 if facts.tie_word_embeddings else 2)
-    return float(_product_element(config) * embeddings)
+    return float(product_element(config) * embeddings)
 
 
 def _gathered_ahead(config: RunConfig, facts: ModelFacts) -> float:
@@ -113,7 +114,7 @@ def _gathered_layers(config: RunConfig, facts: ModelFacts) -> float:
     """
     if not _is_gathered(config) or config.parallelism.strategy is Strategy.zero3:
         return 0.0
-    parameters, element = count_parameters(config, facts), _product_element(config)
+    parameters, element = count_parameters(config, facts), product_element(config)
     layer = parameters.layers / max(1, facts.num_layers)
     gradients = element * layer if config.peft.method is PeftMethod.full else 0
     if config.parallelism.strategy is not Strategy.fsdp_grad_op:
@@ -122,26 +123,20 @@ def _gathered_layers(config: RunConfig, facts: ModelFacts) -> float:
     return in_four_bits * FOUR_BIT_BYTES + (parameters.layers - in_four_bits) * element + gradients
 
 
-def _product_element(config: RunConfig) -> int:
-    return 4 if config.precision.compute is Compute.fp32 else 2
-
-
 def _is_gathered(config: RunConfig) -> bool:
     """Whether the model is sharded or offloaded, so that its parts are whole for a time only."""
-    settings = config.parallelism
-    is_away = isinstance(settings, ZeroConfig | FsdpConfig) and settings.offload_parameters is not Offload.none
-    return divided_among(config).weights > 1 or is_away
+    return divided_among(config).weights > 1 or has_parameters_away(config)
 
 
 def kept_for_backward(config: RunConfig, facts: ModelFacts) -> float:
-    """What ZeRO-3 has whole: the parameters that are needed again within a billion others, its default.
+    """What ZeRO-3 has whole: parameters that are needed again within a billion others, its default, and the head.
 
-    Half of these, of the last layers, as the backward pass begins: with LoRA 1.8 GiB of 12 layers of Qwen2.5-3B; and
-    the output head in any case. With LoRA and parameters on the host it kept as many as it may: 3.6 GiB of the whole
-    model on two and on four H200.
+    A billion in all where the shares are on the GPU (traced on two H200: nine layers of Qwen2.5-3B and its head), and
+    with LoRA where they are on the host (3.6 GiB of Qwen2.5-3B on two and on four). Half of that in the other two cases
+    (12 layers of Qwen2.5-3B: 1.8 GiB with LoRA, and so offloaded), but a billion beside a head of its own where a
+    model is offloaded that is trained whole (4 layers of Qwen2.5-7B).
     """
-    settings, head = config.parallelism, count_parameters(config, facts).embeddings
-    is_away = isinstance(settings, ZeroConfig) and settings.offload_parameters is not Offload.none
+    head, is_away = count_parameters(config, facts).embeddings, has_parameters_away(config)
     is_full = config.peft.method is PeftMethod.full
     live = _LIVE_PARAMETERS if is_away != is_full else _LIVE_PARAMETERS // 2
     if is_away and is_full and not facts.tie_word_embeddings:
@@ -159,7 +154,7 @@ def gathering_bytes(config: RunConfig, facts: ModelFacts) -> float:
     if not _is_gathered(config):
         return 0.0
     if isinstance(config.parallelism, FsdpConfig):
-        return float(_product_element(config) * embeddings)
+        return float(product_element(config) * embeddings)
     return (1 + 1 / num_ranks(config)) * weight_element(config) * embeddings if num_ranks(config) > 1 else 0.0
 
 
@@ -200,7 +195,7 @@ def root_gradient_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """
     if not isinstance(config.parallelism, FsdpConfig) or config.peft.method is not PeftMethod.full:
         return 0.0
-    return float(count_parameters(config, facts).trained_embeddings * (4 + _product_element(config)))
+    return float(count_parameters(config, facts).trained_embeddings * (4 + product_element(config)))
 
 
 def bucket_bytes(config: RunConfig, facts: ModelFacts) -> float:

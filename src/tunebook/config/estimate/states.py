@@ -131,6 +131,17 @@ def weight_element(config: RunConfig) -> int:
     return 2 if is_half or config.precision.master_weights is MasterWeights.bf16 else 4
 
 
+def product_element(config: RunConfig) -> int:
+    """Bytes of a number that goes into a product."""
+    return 4 if config.precision.compute is Compute.fp32 else 2
+
+
+def has_parameters_away(config: RunConfig) -> bool:
+    """Whether the model's parameters are kept on the host or on its disks."""
+    settings = config.parallelism
+    return isinstance(settings, ZeroConfig | FsdpConfig) and settings.offload_parameters is not Offload.none
+
+
 def _moments_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """Of Adam's two moments, before they are divided. Measured in 8 bits: Phi-4's 4 layers on two H200 with DDP."""
     parameters, element = count_parameters(config, facts), _moments_element(config)
