@@ -1,11 +1,12 @@
 """Hold the memory plan against configurations that chance drew: plan them here, then measure them on a GPU machine.
 
-    python tests/bench/gpu_held_out.py draw --seed 1 --count 40 --cases CASES.jsonl
+    python tests/bench/gpu_held_out.py draw --seed 1 --count 40 --cases CASES.jsonl [--architectures]
     python tests/bench/gpu_held_out.py run --cases CASES.jsonl --output DIR [--gpus 2] [--deadline-s 500] [--list]
 
 `draw` takes a model, a strategy, lengths, passes, an adapter, a precision, an optimizer and what is kept of the forward
 pass by chance, asks today's plan, and writes those that it allows with what it says: nobody chose them for being easy.
-Models are those of the book cut to whole layers, and the config.json of published ones that no formula was fitted to.
+Models are those of the book cut to whole layers, and the config.json of published ones that no formula was fitted to;
+with --architectures those of `gpu_architectures.py`, of seventeen other kinds.
 `run` trains each for a few steps with random weights on documents of 256 tokens, so that every row is exactly full.
 """
 
@@ -17,7 +18,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from gpu_architectures import APART, TIED, sizes
+from gpu_architectures import APART, MODELS, TIED, sizes
 from gpu_memory import DOCUMENT_TOKENS, STEPS, ZERO3_STEPS
 from gpu_queue import Job, add_arguments, run_jobs
 from gpu_recipes import facts_of, slice_words
@@ -50,6 +51,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Phi-4, 4 layers": ("phi3", sizes(5120, 17920, 4, 40, 10, 100352, sliding_window=None, **APART)),
 }  # fmt: skip
+OTHER_KINDS = {f"{model} ({kind})": (kind, config) for kind, (model, config) in MODELS.items()}
 OF_THE_BOOK = {"qwen25_05b": (24,), "qwen25_3b": (9, 15, 21, 36), "qwen25_7b": (3, 5, 8), "llama3_8b": (2, 5, 9)}
 SPREAD = ("ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp_grad_op", "zero2_offload", "zero3_offload", "fsdp_offload")
 LENGTHS = (1024, 1536, 2560, 3072, 5120, 7168, 9216, 12288, 15360, 20480)
@@ -71,6 +73,7 @@ PRECISIONS = [
 OPTIMIZERS = [[], [], [], ["optimizer=adamw_8bit"]]
 _VARLEN = "attention=varlen_attention"
 BLOCKS = [[_VARLEN], [_VARLEN], [_VARLEN, "model.compile_layers=false"], ["attention=sdpa"]]
+OTHER_BLOCKS = [*BLOCKS, ["attention=flex_attention"]]  # what caps its logits or keeps a sink has no other
 
 
 def write_config(name: str, folder: Path) -> Path:
@@ -78,29 +81,29 @@ def write_config(name: str, folder: Path) -> Path:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    kind, published = PUBLISHED[name]
+    kind, published = (PUBLISHED | OTHER_KINDS)[name]
     config = AutoConfig.for_model(kind, **published)
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
     config.dtype = "bfloat16"
-    model = folder / name.replace(", ", "-").replace(" ", "-")
+    model = folder / "-".join(name.translate(str.maketrans("", "", ",()")).split())
     model.mkdir(parents=True, exist_ok=True)
     (model / "config.json").write_text(json.dumps(config.to_dict()))
     return model
 
 
-def drawn(chance: random.Random) -> dict[str, Any]:
-    """One configuration as chance has it, whether or not it can be run."""
+def drawn(chance: random.Random, names: list[str], blocks: list[list[str]]) -> dict[str, Any]:
+    """One configuration as chance has it, of one of the named models, whether or not it can be run."""
     gpus = chance.choice((1, 2, 2))
     strategy = chance.choice(SPREAD) if gpus == 2 else chance.choice(("single", "single", "single", "fsdp_offload"))
     length, micro, accumulation = chance.choice(LENGTHS), chance.choice((1, 1, 1, 2, 3)), chance.choice((1, 1, 2, 3))
-    name = chance.choice([*PUBLISHED, *OF_THE_BOOK])
+    name = chance.choice(names)
     layers = chance.choice(OF_THE_BOOK[name]) if name in OF_THE_BOOK else None
     samples = gpus * micro * accumulation * length // DOCUMENT_TOKENS
     words = [
         *BASE, f"training.max_steps={ZERO3_STEPS if 'zero3' in strategy else STEPS}", f"parallelism={strategy}",
         f"hardware.gpus_per_node={gpus}", f"training.max_length={length}", f"packing.row_length={length}",
         f"training.global_samples={samples}", f"training.micro_batch_size={micro}",
-        *KEEPS[chance.choice(list(KEEPS))], *chance.choice(BLOCKS), *chance.choice(ADAPTERS),
+        *KEEPS[chance.choice(list(KEEPS))], *chance.choice(blocks), *chance.choice(ADAPTERS),
         *chance.choice(PRECISIONS), *chance.choice(OPTIMIZERS),
     ]  # fmt: skip
     return {"model": name, "layers": layers, "gpus": gpus, "accumulation": accumulation, "overrides": words}
@@ -109,7 +112,7 @@ def drawn(chance: random.Random) -> dict[str, Any]:
 def words_of(case: dict[str, Any], folder: Path) -> list[str]:
     """What a case is trained by; the config.json of a published model is written below `folder`."""
     name, layers = case["model"], case["layers"]
-    if name in PUBLISHED:
+    if name in PUBLISHED or name in OTHER_KINDS:
         return ["model=hub", f"model.path={write_config(name, folder)}", *case["overrides"]]
     sliced = slice_words(name, layers)[0] if layers != facts_of(name)["num_layers"] else []
     return [f"model={name}", "model.facts.dtype=bfloat16", *sliced, *case["overrides"]]
@@ -118,11 +121,13 @@ def words_of(case: dict[str, Any], folder: Path) -> list[str]:
 def draw(arguments: argparse.Namespace) -> None:
     """Write as many cases as were asked for, with what the plan says of each before anyone has measured it."""
     chance = random.Random(arguments.seed)
+    names, blocks = ([*OTHER_KINDS], OTHER_BLOCKS) if arguments.architectures else ([*PUBLISHED, *OF_THE_BOOK], BLOCKS)
+    mark = "other" if arguments.architectures else "drawn"
     seen: set[str] = set()
     tried = 0
     with arguments.cases.open("w") as file:
         while len(seen) < arguments.count:
-            case = drawn(chance)
+            case = drawn(chance, names, blocks)
             tried += 1
             draft = draft_run(None, words_of(case, arguments.configs), [])
             is_refused = draft.error is not None or any(problem.is_error for problem in draft.problems)
@@ -136,7 +141,7 @@ def draw(arguments: argparse.Namespace) -> None:
             if planned_gib > LARGEST_GIB:
                 continue
             seen.add(said)
-            case |= {"name": f"drawn_{arguments.seed}_{len(seen)}", "planned_gib": round(planned_gib, 3)}
+            case |= {"name": f"{mark}_{arguments.seed}_{len(seen)}", "planned_gib": round(planned_gib, 3)}
             case |= {"num_parameters": facts.num_parameters}
             file.write(json.dumps(case) + "\n")
             file.flush()
@@ -174,6 +179,7 @@ def main() -> None:
     drawing = ways.add_parser("draw")
     drawing.add_argument("--seed", type=int, required=True)
     drawing.add_argument("--count", type=int, required=True)
+    drawing.add_argument("--architectures", action="store_true", help="models of other kinds than the book's")
     running = ways.add_parser("run")
     add_arguments(running, deadline_s=500)
     running.add_argument("--gpus", type=int, default=2, help="of the machine")
