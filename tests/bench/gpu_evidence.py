@@ -112,10 +112,13 @@ CLAIMS: dict[str, Claim] = {
         )
         for gpus, layers in ((4, 8), (2, 4))
     },
-    "qwen3b_zero2_exact_4": Claim(
-        recipe="qwen3b_zero2_exact", model="qwen25_3b", gpus=4, steps=10,
-        words=[*_3B, "hardware=auto", "precision.tf32=disabled", "training.global_samples=44"],
-    ),
+    **{
+        f"qwen3b_zero2_exact_{gpus}": Claim(
+            recipe="qwen3b_zero2_exact", model="qwen25_3b", gpus=gpus, steps=10,
+            words=[*_3B, "hardware=auto", "precision.tf32=disabled", "training.global_samples=44"],
+        )
+        for gpus in (4, 2)
+    },
 }  # fmt: skip
 
 
