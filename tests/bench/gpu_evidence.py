@@ -115,7 +115,7 @@ CLAIMS: dict[str, Claim] = {
     **{
         f"qwen3b_zero2_exact_{gpus}": Claim(
             recipe="qwen3b_zero2_exact", model="qwen25_3b", gpus=gpus, steps=10,
-            words=[*_3B, "hardware=auto", "precision.tf32=disabled", "training.global_samples=44"],
+            words=[*_3B, "hardware=auto", "precision.tf32=disabled", f"training.global_samples={11 * gpus}"],
         )
         for gpus in (4, 2)
     },
