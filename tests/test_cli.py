@@ -18,6 +18,15 @@ from tunebook.errors import DataError, RequestError
 from tunebook.evaluate.command import EvaluationReport, EvaluationRequest
 
 
+@pytest.fixture(autouse=True)
+def own_signals():
+    """The command takes over signals of its process, which is this one."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture
 def ended_with(monkeypatch, capsys):
     """The exit code and the messages of `tunebook report` when it ends with an error."""
@@ -28,12 +37,8 @@ def ended_with(monkeypatch, capsys):
 
         monkeypatch.setattr("tunebook.record.run_folder.resolve_run", fail)
         monkeypatch.setattr(sys, "argv", ["tunebook", "report", "latest"])
-        before = signal.getsignal(signal.SIGTERM)
-        try:
-            with pytest.raises(SystemExit) as caught:
-                cli.main()
-        finally:
-            signal.signal(signal.SIGTERM, before)
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
         return caught.value.code, capsys.readouterr().err
 
     return end
@@ -64,7 +69,6 @@ def test_what_nobody_expected_keeps_its_traceback(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["tunebook", "report", "latest"])
     with pytest.raises(ZeroDivisionError, match="a bug"):
         cli.main()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @pytest.fixture
@@ -73,12 +77,8 @@ def run(monkeypatch, capsys):
 
     def command(*words):
         monkeypatch.setattr(sys, "argv", ["tunebook", *words])
-        before = signal.getsignal(signal.SIGTERM)
-        try:
-            with pytest.raises(SystemExit) as caught:
-                cli.main()
-        finally:
-            signal.signal(signal.SIGTERM, before)
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
         printed = capsys.readouterr()
         return caught.value.code, printed.out, printed.err
 
@@ -232,26 +232,42 @@ def test_chat_hands_its_options_on_and_ends_with_its_code(run, monkeypatch, tmp_
 
 PROGRAM = """
 import os, signal, sys, time
-from tunebook.cli import _interrupt_on_sigterm
-_interrupt_on_sigterm()
+from tunebook.cli import _interrupt_on_request
+number = signal.Signals[sys.argv[1]]
+if "ignored" in sys.argv:
+    signal.signal(number, signal.SIG_IGN)
+_interrupt_on_request()
 if "fork" in sys.argv:
     worker = os.fork()
     if worker == 0:
         time.sleep(20)
     time.sleep(0.2)
-    os.kill(worker, signal.SIGTERM)
+    os.kill(worker, number)
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) + 100)
 try:
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(20)
+    os.kill(os.getpid(), number)
+    time.sleep(0.1 if "ignored" in sys.argv else 20)
 except KeyboardInterrupt:
+    if "again" in sys.argv:
+        os.kill(os.getpid(), number)
     sys.exit(6)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("words", "code"), [([], 6), (["fork"], 100 - signal.SIGTERM)])
-def test_sigterm_interrupts_the_command_and_ends_its_workers_in_silence(words, code):
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["SIGTERM"], 6),
+        (["SIGTERM", "fork"], 100 - signal.SIGTERM),
+        (["SIGHUP"], 6),
+        (["SIGHUP", "fork"], 100 - signal.SIGHUP),
+        (["SIGHUP", "again"], 6),  # the shell tells of a closed terminal, and so does the kernel
+        (["SIGHUP", "ignored"], 0),  # by nohup
+    ],
+    ids=["term", "term-fork", "hup", "hup-fork", "hup-again", "hup-ignored"],
+)
+def test_a_signal_interrupts_the_command_and_ends_its_workers_in_silence(words, code):
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *words], capture_output=True, text=True, timeout=30, env=dict(os.environ)
     )

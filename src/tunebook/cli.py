@@ -356,23 +356,30 @@ def explain(
     make_console().print(Text("\n".join(all_ids()) if id == "all" else text_of(id)), soft_wrap=True)
 
 
-def _interrupt_on_sigterm() -> None:
-    """Let SIGTERM end this process as Ctrl-C does, but not the workers it forks: those are ended by it in silence."""
+def _interrupt_on_request() -> None:
+    """Let SIGTERM and the end of the terminal end this process as Ctrl-C does.
+
+    But not the workers it forks: those are ended by them in silence.
+    """
     process = os.getpid()
 
     def interrupt(number: int, _frame: FrameType | None) -> None:
         if os.getpid() == process:
+            if number == signal.SIGHUP:  # the shell and the kernel both tell of it: not again, while this one ends
+                signal.signal(number, signal.SIG_IGN)
             raise KeyboardInterrupt
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
     signal.signal(signal.SIGTERM, interrupt)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup leaves it
+        signal.signal(signal.SIGHUP, interrupt)
 
 
 def main() -> None:
     """Run the command line and end with the exit code of what happened."""
     errors = Console(stderr=True, soft_wrap=True, highlight=False)
-    _interrupt_on_sigterm()
+    _interrupt_on_request()
     try:
         code = app(standalone_mode=False)
     except TunebookError as error:

@@ -12,7 +12,16 @@ from tunebook.config.compose import compose
 from tunebook.errors import RequestError, StoppedError, TunebookError
 from tunebook.hardware.detect import Gpu, Machine
 from tunebook.launch import calling
-from tunebook.launch.calling import call_launcher, folder_problem, free_port, node_problems, socket_interface
+from tunebook.launch.calling import (
+    call_launcher,
+    code_hash,
+    folder_problem,
+    free_port,
+    hello,
+    node_problems,
+    socket_interface,
+)
+from tunebook.launch.line import Line
 
 
 def machine_of(name, capability, generation):
@@ -83,6 +92,36 @@ def test_a_folder_that_is_not_shared_is_named(tmp_path):
     assert f"the prepared data {tmp_path / 'gone'} is not there; set TUNEBOOK_CACHE" in folder_problem(tmp_path)
     (tmp_path / "gone").mkdir()
     assert folder_problem(tmp_path) is None
+
+
+def test_the_code_is_told_apart_by_its_content_and_by_nothing_else(tmp_path, monkeypatch):
+    found = []
+    for name, line in (("here", "SEED = 0"), ("elsewhere", "SEED = 0"), ("changed", "SEED = 1")):
+        package = tmp_path / name / "tunebook"
+        (package / "data" / "__pycache__").mkdir(parents=True)
+        (package / "__init__.py").touch()
+        (package / "data" / "sampler.py").write_text(line)
+        (package / "data" / "__pycache__" / "sampler.pyc").write_text(name)
+        (package / "data" / ".#sampler.py").symlink_to("somebody@somewhere")  # as editors leave them
+        monkeypatch.setattr(calling.tunebook, "__file__", str(package / "__init__.py"))
+        found.append(code_hash())
+    here, elsewhere, changed = found
+    assert here == elsewhere != changed
+    (package / "data" / "sampler.py").rename(package / "data" / "other.py")
+    assert code_hash() != changed
+
+
+def test_a_node_says_what_code_it_has():
+    """Else two checkouts of one version could train together on different data."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        line, reached_at = call_launcher(f"127.0.0.1:{listener.getsockname()[1]}", 5, lambda text: None)
+        other = Line(listener.accept()[0])
+    hello(line, reached_at, node=1, ranks=[1], port=4000, problems=[])
+    (said,) = other.receive(20)
+    assert said["code"] == code_hash()
+    assert len(said["code"]) == 64
+    line.close()
+    other.close()
 
 
 def test_loopback_is_no_interface_between_nodes():

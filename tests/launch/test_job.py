@@ -8,9 +8,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from rich.console import Console
 
 from tunebook.data.prepared import Prepared
-from tunebook.launch.job import plan_job, set_up_folder
+from tunebook.launch.job import plan_job, set_up_folder, show_job
 from tunebook.record.manifest import read_manifest, recorded_fingerprint, update_manifest
 
 PREPARED = cast(
@@ -58,3 +59,33 @@ def test_of_a_run_that_is_trained_already_the_manifest_keeps_what_it_started_fro
     monkeypatch.setattr("tunebook.launch.job.is_trained", lambda folder, config: True)
     set_up_folder(job, job.plan, PREPARED, tmp_path)
     assert recorded_fingerprint(read_manifest(tmp_path)) == "1" * 64
+
+
+def shown(words: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What a dry run says that the job starts, word by word of each command as one line."""
+    show_job(plan_job("quickstart", ["launcher=slurm", *words], []), Console(width=200), Path("/runs/1"))
+    lines = capsys.readouterr().out.splitlines()
+    return [line.removeprefix("in the job: ") for line in lines if line.startswith("in the job: ")]
+
+
+def test_a_dry_run_shows_what_a_job_starts_in_containers(capsys: pytest.CaptureFixture[str]) -> None:
+    image = ["launcher.container_image=registry/x:1", "launcher.container_runtime=docker"]
+    (ranks, after) = shown([*image, "evaluation.before=false"], capsys)
+    for command in (ranks, after):
+        assert command.startswith("srun --nodes 1 --ntasks 1 ")
+        assert " docker run --rm " in command
+        assert " registry/x:1 -m tunebook.launch.node /runs/1 --meet '<address>:<port>'" in command
+    assert not ranks.endswith("--evaluate after")
+    assert after.endswith("--evaluate after")
+    before, ranks = shown([*image, "evaluation.before=true", "evaluation.after=false"], capsys)
+    assert before.endswith("--evaluate before")
+    assert "--evaluate" not in ranks
+    assert len(shown([*image, "evaluation=none"], capsys)) == 1
+
+
+def test_a_dry_run_shows_what_a_job_starts_on_several_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["hardware=cpu", "hardware.num_nodes=2", "hardware.gpus_per_node=1", "parallelism=ddp"]
+    (ranks,) = shown(words, capsys)
+    assert ranks.startswith("srun --nodes 2 --ntasks 2 --ntasks-per-node 1 --kill-on-bad-exit=0 ")
+    assert ranks.endswith("-m tunebook.launch.node /runs/1 --meet '<address>:<port>'")
+    assert shown([], capsys) == []  # one node: the script says it all

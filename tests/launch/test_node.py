@@ -57,3 +57,24 @@ def test_another_program_on_the_port_is_not_called_a_launcher(lines, said):
     assert error.problem_id == "launcher-out-of-reach"
     assert "what listens at head:29400 hung up without an answer" in error.message
     assert "is launcher.master_port the one that node 0 printed" in error.message
+
+
+def test_what_takes_the_call_and_stays_silent_is_no_launcher(lines):
+    own, _silent = lines
+    agent = Agent(line=own, stop_timeout_s=20, meet="head:29400", answer_within_s=0.05)
+    with pytest.raises(TunebookError, match=r"what listens at head:29400 took the call and said nothing for 0.05 s,"):
+        agent.wait_for_go()
+
+
+def test_a_launcher_that_has_answered_may_prepare_for_longer(lines):
+    own, launcher = lines
+    said = []
+
+    def say(text):
+        said.append(text)
+        launcher.send("go", folder="/runs/1")
+
+    launcher.send("welcome")
+    agent = Agent(line=own, stop_timeout_s=20, meet="head:29400", answer_within_s=0.0, say=say)
+    assert agent.wait_for_go() == {"kind": "go", "folder": "/runs/1"}
+    assert said == ["head:29400 has answered; waiting for node 0 to prepare, and for the other nodes"]

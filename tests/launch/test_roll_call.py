@@ -38,12 +38,17 @@ class Caller:
         self.line = Line(socket.create_connection(("127.0.0.1", roll.port)))
         usual = {
             "token": "word", "node": node, "ranks": [node], "host": f"host{node}", "address": "127.0.0.1",
-            "reached_at": "127.0.0.1", "port": 4000 + node, "versions": "torch 1", "problems": [], "place": None,
+            "reached_at": "127.0.0.1", "port": 4000 + node, "versions": "torch 1", "code": "c0de", "problems": [],
+            "place": None,
         }  # fmt: skip
         self.line.send("hello", **(usual | said))
         settle(roll)
 
     def heard(self):
+        """What it is told, but for the answer that every caller gets at once."""
+        return [message for message in self.answered() if message["kind"] != "welcome"]
+
+    def answered(self):
         settle(self.roll)
         return self.line.receive(0.05)
 
@@ -99,10 +104,19 @@ def test_who_calls_before_the_launcher_has_prepared_waits_in_line(opened, call):
             r"node 1 \(host1\) has other software than node 0 \(host0\): torch 2, and there",
         ),
         (
+            {"code": "0ther" * 4},
+            r"node 1 \(host1\) has other code of Tunebook than node 0 \(host0\), .* hash 0ther0ther0t, and there c0de; "
+            r"bring every node to the same commit",
+        ),
+        (
             {"problems": ["hardware.generation: hopper"]},
             r"node 1 \(host1\) cannot take part: hardware.generation",
         ),
         ({"config_sha256": "b"}, r"node 1 \(host1\) was asked for another run: type the same words on every node"),
+        (
+            {"config_sha256": "b", "node": 7, "problems": ["other hardware"]},
+            r"node 7 \(host1\) was asked for another run: type the same words on every node",
+        ),
     ],
 )
 def test_a_node_that_does_not_fit_sends_all_home(opened, said, message, call):
@@ -114,6 +128,70 @@ def test_a_node_that_does_not_fit_sends_all_home(opened, said, message, call):
     assert [each["kind"] for each in first.heard()] == ["refuse"]
     assert [each["kind"] for each in second.heard()] == ["refuse"]
     assert roll.is_over
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"config_sha256": "b"}, "node 1 (host9) was asked for another run: type the same words on every node"),
+        ({"config_sha256": "a"}, "node 1 (host9) called in, and the run is at work already, with all its nodes"),
+        ({"node": 5}, "node 5 (host9) called in, and the run has 3"),
+        ({"versions": "torch 2"}, "node 1 (host9) called in, and the run is at work already"),
+    ],
+    ids=["other-words", "same-words", "other-number", "other-software"],
+)
+@pytest.mark.parametrize("is_first_lost", [False, True])
+def test_who_comes_while_the_run_is_at_work_is_refused_and_ends_nothing(opened, call, said, message, is_first_lost):
+    roll = opened(3, config_sha256="a")
+    first, second, third = (call(roll, node) for node in range(3))
+    assert [each["kind"] for each in first.heard() + third.heard()] == ["go", "go"]
+    if is_first_lost:  # while the others save, its place is not taken by another
+        second.line.close()
+        assert [each["kind"] for each in first.heard() + third.heard()] == ["stop", "stop"]
+    failure = roll.failure
+    (answer,) = call(roll, **({"node": 1, "host": "host9"} | said)).heard()
+    assert answer["kind"] == "refuse"
+    assert answer["message"].startswith(message)
+    assert first.heard() == third.heard() == []
+    assert roll.failure is failure
+    assert (failure is not None, roll.is_over, roll.stopped_by) == (is_first_lost, False, None)
+
+
+def test_a_node_of_another_run_ends_no_run_that_waits_for_others(opened, call):
+    roll = opened(3, config_sha256="a")
+    first = call(roll, 0)
+    second = call(roll, 1, config_sha256="a")
+    (answer,) = call(roll, 1, host="host9", config_sha256="b").heard()
+    assert answer["message"].startswith("node 1 (host9) was asked for another run")
+    assert (roll.failure, roll.is_over) == (None, False)
+    third = call(roll, 2)
+    assert [each["kind"] for caller in (first, second, third) for each in caller.heard()] == ["go", "go", "go"]
+
+
+def test_who_comes_after_the_run_was_given_up_hears_why(opened, call):
+    roll = opened()
+    call(roll, 0, problems=["no GPU"])
+    (answer,) = call(roll, 1).heard()
+    assert answer == {"kind": "refuse", "message": "node 0 (host0) cannot take part: no GPU"}
+    assert roll.is_over
+
+
+def test_a_caller_is_answered_at_once_and_also_while_the_launcher_prepares(opened, call):
+    roll = opened(num_members=2, begins=False)
+    roll.answer_early()
+    line = Line(socket.create_connection(("127.0.0.1", roll.port)))
+    hello = {
+        "token": "word", "node": 1, "ranks": [1], "host": "host1", "address": "127.0.0.1", "reached_at": "127.0.0.1",
+        "port": 4001, "versions": "torch 1", "code": "c0de", "problems": [], "place": None,
+    }  # fmt: skip
+    line.send("hello", **hello)
+    assert line.receive(20) == [{"kind": "welcome"}]  # nobody else polls
+    roll.begin(FOLDER, start_timeout_s=60, stop_timeout_s=60)
+    assert roll.missing() == "node 0 of 2 nodes has not called in"
+    first = call(roll, 0)
+    assert [each["kind"] for each in first.answered()] == ["welcome", "go"]
+    assert [each["kind"] for each in line.receive(20)] == ["go"]
+    line.close()
 
 
 def test_a_stranger_is_turned_away_and_changes_nothing(opened, call):

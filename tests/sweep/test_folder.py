@@ -73,8 +73,9 @@ def test_what_would_end_the_same_way_again_is_done(tmp_path: Path, end: tuple[in
     record = TrialEnd(exit_code=end[0], seconds=1.0, was_interrupted=False, was_pruned=end[1])
     write_trial_end(record, folder.end_file(TRIAL))
     assert folder.is_done(TRIAL) is is_done
-    folder.begin(TRIAL)
+    assert folder.begin(TRIAL) == 1.0
     assert folder.end_of(TRIAL) is None
+    assert folder.begin(TRIAL) == 0.0
 
 
 def test_a_trial_that_outlived_its_sweep_is_read_from_its_run(tmp_path: Path) -> None:
@@ -92,6 +93,13 @@ def test_a_trial_that_outlived_its_sweep_is_read_from_its_run(tmp_path: Path) ->
     manifest.write_text(json.dumps({"format": 1, "status": {"state": "stopped", "exit_code": 6, "seconds": 8.0}}))
     assert folder.end_of(TRIAL) == TrialEnd(exit_code=6, seconds=8.0, was_interrupted=True)
     assert not folder.is_done(TRIAL)
+    folder.begin(TRIAL)
+    turns = {
+        "status": {"state": "finished", "exit_code": 0, "seconds": 8.0},
+        "earlier_attempts": [{"seconds": 30.0}, {"seconds": None}],  # the second was killed
+    }
+    manifest.write_text(json.dumps({"format": 1} | turns))
+    assert folder.end_of(TRIAL) == TrialEnd(exit_code=0, seconds=38.0, was_interrupted=False)
 
 
 @pytest.fixture

@@ -100,6 +100,16 @@ def test_a_trial_side_by_side_prints_to_its_file_and_sees_its_share(
     assert "trial 1 of 6: a=0" in capsys.readouterr().out
 
 
+def test_the_seconds_of_a_trial_that_went_on_are_those_of_all_its_turns(folder: SweepFolder) -> None:
+    earlier = TrialEnd(exit_code=6, seconds=1000.0, was_interrupted=True)
+    write_trial_end(earlier, folder.end_file(TRIALS[0]))
+    runner(folder, "pass")(TRIALS[0], None)
+    end = folder.end_of(TRIALS[0])
+    assert end is not None
+    assert (end.exit_code, end.was_interrupted, end.seconds // 100) == (0, False, 10)
+    assert earlier.after(0.26).seconds == 1000.3
+
+
 # Says what it sees, and stays until as many trials as run at a time are there.
 SEES = """
 import os, pathlib, sys, time

@@ -8,12 +8,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import submitit
 
+from tunebook.sweep import slurm_job
 from tunebook.sweep.slurm_job import TrialJob
-from tunebook.sweep.trial_process import read_trial_end
+from tunebook.sweep.trial_process import TrialEnd, read_trial_end, write_trial_end
 
 # Holds its folder as a run does, saves when asked, and ends with 6; survives the signal that submitit is sent.
 TRAINS = """
@@ -111,3 +113,35 @@ def test_submitits_signal_ends_no_process_of_the_trial(tmp_path: Path) -> None:
     program = "import os, signal; os.kill(os.getpid(), signal.SIGUSR2)"
     assert job(tmp_path, program)() == 0
     assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+
+
+def test_a_turn_takes_away_the_end_of_the_one_before_and_counts_its_seconds(tmp_path: Path) -> None:
+    """Slurm requeued the job by SIGTERM, so that its trial had saved and written down that it was stopped."""
+    end_file = tmp_path / "trial-000.json"
+    write_trial_end(TrialEnd(exit_code=6, seconds=1000.0, was_interrupted=False), end_file)
+    program = f"import os; raise SystemExit(int(os.path.exists({str(end_file)!r})))"
+    trial = job(tmp_path, program)
+    trial.earlier_s = 400.0  # which are among the 1000
+    assert trial() == 0
+    end = read_trial_end(end_file)
+    assert end is not None
+    assert (end.exit_code, end.seconds // 100) == (0, 10)
+
+
+def test_a_turn_that_slurm_ends_counts_in_the_next(
+    tmp_path: Path, make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path / "trial-000", 4)
+    times = iter([100.0, 130.0])
+    trial = job(tmp_path, "pass")
+    trial.earlier_s = 7.0
+    monkeypatch.setattr(
+        slurm_job, "run_trial", lambda *_, **__: TrialEnd(exit_code=6, seconds=0, was_interrupted=False)
+    )
+    monkeypatch.setattr(slurm_job, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    trial()
+    (tmp_path / "trial-000.json").unlink()
+    trial._before = None
+    again = trial.checkpoint()
+    assert isinstance(again, submitit.helpers.DelayedSubmission)
+    assert again.function.earlier_s == 37.0

@@ -6,6 +6,7 @@ import shlex
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import submitit
@@ -19,6 +20,7 @@ from tunebook.launch.slurm import client
 from tunebook.launch.slurm.client import JobState
 from tunebook.sweep import slurm_trials as module
 from tunebook.sweep.folder import SweepFolder
+from tunebook.sweep.slurm_job import TrialJob
 from tunebook.sweep.slurm_trials import RunInSlurm, _Executor, _minutes
 from tunebook.sweep.stopping import Stopping
 from tunebook.sweep.trial_process import TrialEnd, write_trial_end
@@ -320,3 +322,76 @@ def test_a_job_that_was_asked_to_stop_is_waited_for_before_it_is_submitted_again
     run, answers = following("RUNNING", "RUNNING", "COMPLETING", "CANCELLED", end)
     run(TRIAL, None)
     assert answers.submitted == 1
+
+
+def stopped(folder: SweepFolder, exit_code: int = 6) -> None:
+    write_trial_end(TrialEnd(exit_code=exit_code, seconds=9.0, was_interrupted=False), folder.end_file(TRIAL))
+
+
+@pytest.mark.parametrize("exit_code", [6, 1])  # it saved, or was killed while it started
+def test_a_trial_that_slurm_requeues_is_followed_to_the_end_of_its_last_turn(
+    following: Callable[..., tuple[RunInSlurm, Slurm]], folder: SweepFolder, exit_code: int
+) -> None:
+    def save() -> str:
+        stopped(folder, exit_code)
+        return "COMPLETING"
+
+    def begin() -> str:
+        folder.begin(TRIAL)  # as the job itself does
+        return "RUNNING"
+
+    def end() -> str:
+        write_trial_end(TrialEnd(exit_code=0, seconds=20.0, was_interrupted=False), folder.end_file(TRIAL))
+        return "COMPLETED"
+
+    run, answers = following("RUNNING", save, "PENDING", "RUNNING", begin, end)
+    run(TRIAL, None)
+    assert folder.end_of(TRIAL) == TrialEnd(exit_code=0, seconds=20.0, was_interrupted=False)
+    assert answers.cancelled == []
+
+
+def test_a_requeued_job_is_found_again_and_its_earlier_end_is_not_its_own(
+    following: Callable[..., tuple[RunInSlurm, Slurm]], folder: SweepFolder
+) -> None:
+    (folder.path / "trial-002.slurm.json").write_text('{"job_id": "12"}')
+    stopped(folder)
+
+    def end() -> str:
+        write_trial_end(TrialEnd(exit_code=0, seconds=20.0, was_interrupted=False), folder.end_file(TRIAL))
+        return "COMPLETED"
+
+    run, answers = following("PENDING", "PENDING", "RUNNING", end)
+    run(TRIAL, None)
+    assert folder.is_done(TRIAL)
+    assert answers.submitted == 0
+
+
+def test_a_trial_that_was_asked_to_stop_has_ended_while_slurm_still_cleans_up(
+    following: Callable[..., tuple[RunInSlurm, Slurm]], folder: SweepFolder
+) -> None:
+    def save() -> str:
+        stopped(folder)
+        return "COMPLETING"
+
+    run, _ = following("RUNNING", save)
+    run.stopping.request()
+    run(TRIAL, None)
+    end = folder.end_of(TRIAL)
+    assert end is not None
+    assert end.exit_code == 6
+
+
+def test_what_a_stopped_trial_took_counts_when_it_is_submitted_again(
+    folder: SweepFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs: list[TrialJob] = []
+
+    def submit(_self: _Executor, job: TrialJob) -> SimpleNamespace:
+        jobs.append(job)
+        return SimpleNamespace(job_id=17)
+
+    monkeypatch.setattr(_Executor, "submit", submit)
+    stopped(folder)
+    in_slurm(folder)._submit(TRIAL, config())
+    assert [job.earlier_s for job in jobs] == [9.0]
+    assert folder.end_of(TRIAL) is None

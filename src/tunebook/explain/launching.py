@@ -26,7 +26,8 @@ LAUNCHING: dict[str, Explanation] = {
         summary="A node cannot take part in the run.",
         why="All nodes need the same software, GPUs of the generation the run is set up for, and numbers of their own; "
         "one that differs would fail or slow the others in every step.",
-        advice="Correct on the named node what the message says, then start again on all.",
+        advice="Correct on the named node what the message says, then start again on all: unless the run is at work "
+        "without it, which goes on.",
     ),
     "node-missing": Explanation(
         summary="A node did not come up, or was lost.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import signal
 import socket
@@ -13,6 +14,7 @@ from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
+import tunebook
 from tunebook.config.choices import LauncherName
 from tunebook.config.override_text import typed_list
 from tunebook.config.rules import check_environment
@@ -92,6 +94,7 @@ def hello(
         reached_at=reached_at,
         port=port,
         versions=software(),
+        code=code_hash(),
         problems=problems,
         config_sha256=config_sha256,
         place=place,
@@ -101,6 +104,19 @@ def hello(
 def software() -> str:
     """The versions that all ranks of a run must have in common."""
     return ", ".join(f"{name} {version}" for name in _SAME_EVERYWHERE if (version := _version(name)) is not None)
+
+
+def code_hash() -> str:
+    """The hash of Tunebook's own Python files, wherever they lie.
+
+    A version does not tell two commits apart, and ranks of different code may train without a word on different data.
+    """
+    package = Path(tunebook.__file__).parent
+    files = {file.relative_to(package).as_posix(): file for file in package.rglob("*.py") if file.is_file()}
+    whole = hashlib.sha256()
+    for name in sorted(files):
+        whole.update(f"{name}\0{hashlib.sha256(files[name].read_bytes()).hexdigest()}\n".encode())
+    return whole.hexdigest()
 
 
 def _version(name: str) -> str | None:

@@ -90,6 +90,20 @@ def evaluation_command(
     return [*step_command(config, 1), *in_container(config, folder, inside)]
 
 
+def job_commands(config: RunConfig, folder: Path, python: str = sys.executable) -> list[list[str]]:
+    """What a Slurm job starts on its nodes in turn, where that is more than the training in the job's own process."""
+    if not has_callers(config):
+        return []
+    evaluation = config.evaluation
+    is_evaluated_inside = bool(evaluation.tasks) and is_contained(config)
+    commands = [ranks_command(config, folder, python=python)]
+    if is_evaluated_inside and evaluation.before:
+        commands.insert(0, evaluation_command(config, folder, CALLED_LATER, "before", python))
+    if is_evaluated_inside and evaluation.after:
+        commands.append(evaluation_command(config, folder, CALLED_LATER, "after", python))
+    return commands
+
+
 def submit_command(folder: Path) -> list[str]:
     """Hand the job script to Slurm; it answers with the job's number alone."""
     return ["sbatch", "--parsable", str(folder / JOB_SCRIPT)]

@@ -23,7 +23,7 @@ from tunebook.evaluate.code.checks import check_code
 from tunebook.evaluate.needs.check import require_needs
 from tunebook.evaluate.task_files import check_tasks
 from tunebook.launch.attempt import Attempt
-from tunebook.launch.commands import JOB_SCRIPT, launch_command
+from tunebook.launch.commands import JOB_SCRIPT, job_commands, launch_command
 from tunebook.launch.draft import Draft, draft_json, draft_run, estimate_time, refuse_too_large
 from tunebook.launch.lock import working_in
 from tunebook.launch.resume import check_run_folder, is_trained, unfinished_run
@@ -76,12 +76,14 @@ def plan_job(recipe: str | None, overrides: list[str], recipes_dirs: list[Path])
 
 
 def show_job(job: Job, console: Console, folder: Path) -> None:
-    """Print the resolved choices, the batch arithmetic and the launch command."""
+    """Print the resolved choices, the batch arithmetic and the launch command; of a Slurm job also what it starts."""
     show_choices(job.resolution.choices, job.problems, console)
     show_batch(job.plan, console)
     show_command(launch_command(job.config, folder), console)
     if isinstance(job.config.launcher, SlurmConfig):
         console.print(Text(f"{folder / JOB_SCRIPT}:\n{job_script(job.config, folder)}".rstrip()), soft_wrap=True)
+        for command in job_commands(job.config, folder):
+            show_command(command, console, "in the job")
 
 
 def run_job(job: Job, console: Console, *, folder: Path | None = None, clock: StartClock | None = None) -> int:

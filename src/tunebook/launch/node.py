@@ -33,6 +33,8 @@ from tunebook.record.files import RUN_FILE
 from tunebook.record.run_folder import read_outcomes
 from tunebook.train.death import ask_to_stop_when_parent_dies
 
+_ANSWER_WITHIN_S = 30.0  # a launcher answers at once, also while it prepares
+
 
 @dataclass(frozen=True, kw_only=True)
 class Notice:
@@ -49,6 +51,8 @@ class Agent:
     line: Line
     stop_timeout_s: float
     meet: str = "node 0"  # where it was called, for people
+    answer_within_s: float = _ANSWER_WITHIN_S  # what takes the call and says nothing is no launcher
+    say: Callable[[str], None] = lambda text: None
     asked: list[signal.Signals] = field(default_factory=list)  # requests to stop that this process got itself
     notices: list[Notice] = field(default_factory=list)  # may be added to by a thread
 
@@ -57,9 +61,12 @@ class Agent:
 
     def wait_for_go(self) -> Message:
         """What to start. Raises: RequestError when refused, TunebookError when the launcher is gone, or was none."""
+        answer_by = time.monotonic() + self.answer_within_s
         while True:
             for message in self.line.receive(POLL_S):
                 self._is_answered = True
+                if message["kind"] == "welcome":
+                    self.say(f"{self.meet} has answered; waiting for node 0 to prepare, and for the other nodes")
                 if message["kind"] == "go":
                     return message
                 if message["kind"] == "refuse":
@@ -68,6 +75,8 @@ class Agent:
                 raise StoppedError(f"stopped by {self.asked[0].name} before the start", problem_id="stopped")
             if self.line.is_closed:
                 raise self._hung_up()
+            if not self._is_answered and time.monotonic() > answer_by:
+                raise self._no_launcher(f"took the call and said nothing for {self.answer_within_s:g} s")
 
     def _hung_up(self) -> TunebookError:
         """The error for a line that was closed before the start: by a launcher, which says so, or by anybody else."""
@@ -75,8 +84,11 @@ class Agent:
             return TunebookError(
                 "the launcher on node 0 ended before the start; it says why", problem_id="launcher-lost"
             )
+        return self._no_launcher("hung up without an answer")
+
+    def _no_launcher(self, what: str) -> TunebookError:
         return TunebookError(
-            f"what listens at {self.meet} hung up without an answer, so it is no launcher, or one that was killed; is "
+            f"what listens at {self.meet} {what}, so it is no launcher, or one that was killed; is "
             "launcher.master_port the one that node 0 printed or was given, and does node 0 still run?",
             problem_id="launcher-out-of-reach",
         )
@@ -145,7 +157,15 @@ def take_part(
     asked: list[signal.Signals] = []
     with StopRequests(asked.append).listening(), adopting_orphans():
         line, reached_at = call_launcher(meet, launcher.start_timeout_s, say, asked)
-        agent = Agent(line=line, stop_timeout_s=launcher.stop_timeout_s, meet=meet, asked=asked)
+        agent = Agent(
+            line=line,
+            stop_timeout_s=launcher.stop_timeout_s,
+            meet=meet,
+            answer_within_s=min(_ANSWER_WITHIN_S, launcher.start_timeout_s),
+            asked=asked,
+        )
+        if config_sha256 is not None:  # somebody typed this here, and looks on
+            agent.say = say
         hello(
             line,
             reached_at,

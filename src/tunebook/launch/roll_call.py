@@ -1,7 +1,8 @@
 """The launcher's side of a run on several nodes: every node calls in, hears where to meet, and stays on the line.
 
 So a node that never comes, comes with other hardware, or is lost, is known by name, and the others are told at once:
-ranks that talk over NCCL would wait for it until `launcher.timeout_s`. One thread, which calls `poll` in its loop.
+ranks that talk over NCCL would wait for it until `launcher.timeout_s`. One thread, which calls `poll` in its loop;
+while the launcher prepares that is one of its own, so that who calls is answered (`answer_early`).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import select
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -24,9 +26,11 @@ KILL_AFTER_S = 30
 _HELLO_WITHIN_S = 30
 _HELLO: dict[str, type] = {
     "node": int, "ranks": list, "host": str, "address": str, "reached_at": str, "port": int, "versions": str,
-    "problems": list,
+    "code": str, "problems": list,
 }  # fmt: skip
 _NUM_STRANGERS = 64  # connections that have not said hello yet
+_POLL_EARLY_S = 0.2
+_SHOWN_OF_HASH = 12
 
 
 @dataclass(kw_only=True)
@@ -86,11 +90,32 @@ class RollCall:
         self._start_by: float | None = None
         self._kill_at: float | None = None
         self._stops: list[tuple[signal.Signals, float | None]] = []  # and in how many seconds ranks are killed
+        self._early: threading.Thread | None = None
+        self._has_begun = threading.Event()
         self._listener = _listen(self.port, self.num_members)
         self.port = self._listener.getsockname()[1]
 
+    def answer_early(self) -> None:
+        """Hear who calls from now on until `begin`, in a thread: what is done meanwhile may take hours.
+
+        A caller without an answer could not tell a launcher that prepares from a wrong port.
+        """
+        self._early = threading.Thread(target=self._poll_early, daemon=True, name="roll-call")
+        self._early.start()
+
+    def _poll_early(self) -> None:
+        while not self._has_begun.is_set():
+            self.poll(_POLL_EARLY_S)
+
+    def _take_over(self) -> None:
+        """From now on this thread is the one that polls."""
+        self._has_begun.set()
+        if self._early is not None:
+            self._early.join()
+
     def begin(self, folder: Path, *, start_timeout_s: float, stop_timeout_s: float) -> None:
-        """From now on nodes are let in, and those that are missing `start_timeout_s` later end the run."""
+        """From now on nodes are started, and those that are missing `start_timeout_s` later end the run."""
+        self._take_over()
         self._folder = folder
         self._start_timeout_s, self._stop_timeout_s = start_timeout_s, stop_timeout_s
         self._start_by = time.monotonic() + start_timeout_s
@@ -147,6 +172,7 @@ class RollCall:
 
     def close(self, exit_code: int) -> None:
         """Tell the nodes how the run ended, and hang up."""
+        self._take_over()
         self._tell_all("end", exit_code=exit_code)
         for member in self._members.values():
             member.line.close()
@@ -196,8 +222,11 @@ class RollCall:
         if problem is not None:
             member.line.send("refuse", message=problem)
             member.line.close()
-            self.give_up(RequestError(problem, problem_id="node-refused"))
+            # Somebody else's command, or the same typed twice, must not end what trains already.
+            if not self.is_running and not self._is_stray(node, member):
+                self.give_up(RequestError(problem, problem_id="node-refused"))
             return
+        member.line.send("welcome")
         self._members[node] = member
         if len(self._members) == self.num_members and self._folder is not None:
             self._go()
@@ -205,25 +234,53 @@ class RollCall:
     def _problem_with(self, node: int, member: Member) -> str | None:
         """Why a node cannot take part."""
         who = f"{self.unit} {node} ({member.host})"
-        before = self._members.get(node)
+        if self._is_of_other_words(member):
+            return (
+                f"{who} was asked for another run: type the same words on every node, but for launcher.node_rank; "
+                "a run of its own needs another launcher.master_port"
+            )
+        if not self.is_running and self.failure is not None:
+            return self.failure.message  # given up, and soon said on node 0
         if not 0 <= node < self.num_members:
             return (
                 f"{who} called in, and the run has {self.num_members}: numbers go from 0 to {self.num_members - 1}; "
                 "set launcher.node_rank and hardware.num_nodes"
             )
-        if before is not None and not before.line.is_closed:
-            return f"{who} called in, and so did {before.host} by that number: each node needs a launcher.node_rank"
+        if self.is_running and not self.reassembles:
+            return f"{who} called in, and the run is at work already, with all its {self.unit}s; wait for it to end"
+        if self._is_in(node):
+            by_that = f"{self._members[node].host} by that number"
+            return f"{who} called in, and so did {by_that}: each node needs a launcher.node_rank"
         for other, first in self._members.items():
             if member.hello["versions"] != first.hello["versions"]:
                 return (
                     f"{who} has other software than {self.unit} {other} ({first.host}): {member.hello['versions']}, "
                     f"and there {first.hello['versions']}"
                 )
-        asked_for = member.hello.get("config_sha256")
-        if asked_for is not None and asked_for != self.config_sha256:
-            return f"{who} was asked for another run: type the same words on every node, but for launcher.node_rank"
+            if member.hello["code"] != first.hello["code"]:
+                return (
+                    f"{who} has other code of Tunebook than {self.unit} {other} ({first.host}), of the same version: "
+                    f"its files have the hash {member.hello['code'][:_SHOWN_OF_HASH]}, and there "
+                    f"{first.hello['code'][:_SHOWN_OF_HASH]}; bring every node to the same commit without changes of "
+                    "its own (git rev-parse HEAD; git status --short), or use one checkout that all nodes share"
+                )
         problems = member.hello["problems"]
         return f"{who} cannot take part: {'; '.join(problems)}" if problems else None
+
+    def _is_in(self, node: int) -> bool:
+        """Whether a node by that number is on the line."""
+        return node in self._members and not self._members[node].line.is_closed
+
+    def _is_of_other_words(self, member: Member) -> bool:
+        asked_for = member.hello.get("config_sha256")
+        return asked_for is not None and asked_for != self.config_sha256
+
+    def _is_stray(self, node: int, member: Member) -> bool:
+        """Whether a node of other words belongs to another run: here that number is not waited for.
+
+        One that is waited for was most likely typed with a mistake: it is no use to wait for the right one.
+        """
+        return self._is_of_other_words(member) and self._is_in(node)
 
     def _go(self) -> None:
         places = {member.hello["place"] for member in self._members.values()}

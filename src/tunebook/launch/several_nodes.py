@@ -31,13 +31,14 @@ def is_later_node(config: RunConfig) -> bool:
 
 @contextmanager
 def open_to_nodes(config: RunConfig, console: Console) -> Iterator[RollCall]:
-    """The roll call, on the port that the other nodes know. Raises: RequestError when it is in use."""
+    """The roll call, on the port that the other nodes know, which answers from now on. Raises: RequestError."""
     launcher, num_nodes = config.launcher, config.hardware.num_nodes
     roll = RollCall(num_members=num_nodes, token="", port=launcher.master_port, config_sha256=config_hash(config))
     name = launcher.master_address or socket.gethostname()
     others, number = ("1", "1") if num_nodes == 2 else (f"N of 1 to {num_nodes - 1}", "N")
     text = f"on node {others}, type the same with: launcher.node_rank={number} launcher.master_address={name}"
     console.print(Text(text), soft_wrap=True)
+    roll.answer_early()
     try:
         yield roll
     finally:

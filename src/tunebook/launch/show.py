@@ -173,9 +173,9 @@ def _gib(value: float) -> str:
     return f"{value:,.1f}" if value >= 1 or value == 0 else f"{value:.2g}"
 
 
-def show_command(command: list[str], console: Console) -> None:
+def show_command(command: list[str], console: Console, what: str = "launch") -> None:
     """The launch command as one line that a shell takes."""
-    console.print(Text(f"launch: {shlex.join(command)}"), soft_wrap=True)
+    console.print(Text(f"{what}: {shlex.join(command)}"), soft_wrap=True)
 
 
 def show_end(outcome: Outcome, folder: Path, report: Path | None, console: Console) -> None:

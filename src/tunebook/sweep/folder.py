@@ -69,11 +69,13 @@ class SweepFolder:
         end = read_trial_end(self.end_file(trial))
         if end is not None or not (self.run_folder(trial) / MANIFEST_FILE).is_file():
             return end
-        status = read_manifest(self.run_folder(trial))["status"]
+        manifest = read_manifest(self.run_folder(trial))
+        status = manifest["status"]
         if status["state"] == RunState.running.name:
             return None
-        seconds, code = float(status["seconds"] or 0.0), int(status["exit_code"])
-        end = TrialEnd(exit_code=code, seconds=seconds, was_interrupted=code == 6)
+        turns = [*manifest.get("earlier_attempts", []), status]
+        seconds, code = sum(float(turn["seconds"] or 0.0) for turn in turns), int(status["exit_code"])
+        end = TrialEnd(exit_code=code, seconds=round(seconds, 1), was_interrupted=code == 6)
         write_trial_end(end, self.end_file(trial))
         return end
 
@@ -81,9 +83,11 @@ class SweepFolder:
         """Whether a trial need not run (again)."""
         return is_done(self.end_of(trial))
 
-    def begin(self, trial: Trial) -> None:
-        """Take away how an earlier attempt ended."""
+    def begin(self, trial: Trial) -> float:
+        """Take away how an earlier attempt ended; the seconds that it, and those before it, took."""
+        end = read_trial_end(self.end_file(trial))
         self.end_file(trial).unlink(missing_ok=True)
+        return 0.0 if end is None else end.seconds
 
 
 def is_done(end: TrialEnd | None) -> bool:

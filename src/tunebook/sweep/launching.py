@@ -108,7 +108,7 @@ class RunHere:
                 return
             self._say(trial, trial.title)
             run_folder = self.folder.run_folder(trial)
-            self.folder.begin(trial)
+            earlier_s = self.folder.begin(trial)
             end = run_trial(
                 self.command_of(trial, run_folder),
                 self.stopping,
@@ -119,7 +119,7 @@ class RunHere:
             )
             # What a killed trial leaves behind saves first; until then its share is not free.
             wait_until_free(run_folder)
-            write_trial_end(end, self.folder.end_file(trial))
+            write_trial_end(end.after(earlier_s), self.folder.end_file(trial))
         if self.prints_to_files:
             self._say(trial, f"ended with exit code {end.exit_code} after {end.seconds:.0f} s")
 

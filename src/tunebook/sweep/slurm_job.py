@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from submitit.helpers import DelayedSubmission
 
 from tunebook.checkpoint.newest import newest_checkpoint
 from tunebook.sweep.stopping import Stopping
-from tunebook.sweep.trial_process import TrialEnd, run_trial, wait_until_free, write_trial_end
+from tunebook.sweep.trial_process import TrialEnd, read_trial_end, run_trial, wait_until_free, write_trial_end
 
 
 @dataclass(kw_only=True)
@@ -24,19 +25,29 @@ class TrialJob:
     stop_file: Path  # holds how often the trial was asked to stop
     num_ranks: int
     is_requeued: bool
+    earlier_s: float = 0.0  # of the turns before this one
     _stopping: Stopping = field(default_factory=Stopping, repr=False)
     _before: Path | None = None  # the newest checkpoint when this turn began
+    _begun: float | None = None
 
     def __call__(self) -> int:
         """Train; the exit code, which is also in the end file."""
         self._stopping = Stopping()
         self._before = newest_checkpoint(self.run_folder)
+        self._begun = time.monotonic()
+        self._forget_end()
         wait_until_free(self.run_folder)
         end = run_trial(
             self.command, self._stopping, output=self.output, environment=self._environment(), watch=self._listen
         )
-        write_trial_end(end, self.end_file)
+        write_trial_end(end.after(self.earlier_s), self.end_file)
         return end.exit_code
+
+    def _forget_end(self) -> None:
+        """Take away the end of a turn after which Slurm gave the job another: of one that it requeued by SIGTERM."""
+        if (end := read_trial_end(self.end_file)) is not None:
+            self.earlier_s = max(self.earlier_s, end.seconds)
+            self.end_file.unlink(missing_ok=True)
 
     def checkpoint(self) -> DelayedSubmission | None:
         """Let the trial save before Slurm takes the job away; None, so no other turn, where it came no further.
@@ -46,13 +57,14 @@ class TrialJob:
         self._stopping.request()
         wait_until_free(self.run_folder)
         has_progress = newest_checkpoint(self.run_folder) not in (None, self._before)
+        seconds = round(self.earlier_s + (time.monotonic() - self._begun if self._begun is not None else 0.0), 1)
         if not self.is_requeued or not has_progress:
             why = "launcher.requeue=false" if has_progress else "it saved nothing in this turn"
             reason = f"Slurm took the job away, and {why}, so it was not requeued; launcher.time_limit says how long"
-            end = TrialEnd(exit_code=6, seconds=0.0, was_interrupted=False, reason=reason)
+            end = TrialEnd(exit_code=6, seconds=seconds, was_interrupted=False, reason=reason)
             write_trial_end(end, self.end_file)
             return None
-        return DelayedSubmission(replace(self, _stopping=Stopping(), _before=None))
+        return DelayedSubmission(replace(self, earlier_s=seconds, _stopping=Stopping(), _before=None, _begun=None))
 
     def _listen(self) -> None:
         asked = int(self.stop_file.read_text() or 0) if self.stop_file.is_file() else 0

@@ -19,10 +19,10 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.errors import RequestError, TunebookError
-from tunebook.launch.slurm.client import patient_job_state, refusal, slurm
+from tunebook.launch.slurm.client import JobState, patient_job_state, refusal, slurm
 from tunebook.launch.slurm.script import option_lines, option_words, output_pattern
 from tunebook.record.atomic_files import atomic_write_json, atomic_write_text, read_json
-from tunebook.sweep.folder import SweepFolder
+from tunebook.sweep.folder import SweepFolder, is_done
 from tunebook.sweep.launching import CommandOf
 from tunebook.sweep.slurm_job import TrialJob
 from tunebook.sweep.stopping import Stopping
@@ -117,7 +117,7 @@ class RunInSlurm:
 
     def _submit(self, trial: Trial, config: RunConfig) -> str:
         assert isinstance(config.launcher, SlurmConfig)
-        self.folder.begin(trial)
+        earlier_s = self.folder.begin(trial)
         self._stop_file(trial).unlink(missing_ok=True)
         run_folder = self.folder.run_folder(trial)
         job = TrialJob(
@@ -128,6 +128,7 @@ class RunInSlurm:
             stop_file=self._stop_file(trial),
             num_ranks=config.hardware.gpus_per_node or 1,
             is_requeued=config.launcher.requeue,
+            earlier_s=earlier_s,
         )
         with self._submitting:
             executor = _Executor(self.folder.path / "submitit", option_words(config), config.launcher)
@@ -148,7 +149,7 @@ class RunInSlurm:
         while True:
             state = patient_job_state(job_id)
             is_over = state is None or state.has_ended
-            end = self.folder.end_of(trial) if is_over or self.folder.end_file(trial).is_file() else None
+            end = self._end(trial, state, was_asked=asked > 0 or pruned is not None)
             if end is not None:
                 return end if pruned is None else replace(end, was_pruned=end.exit_code == 6, reason=pruned)
             if is_over:
@@ -163,6 +164,19 @@ class RunInSlurm:
             elif watch is not None and pruned is None and (pruned := watch()) is not None:
                 self._ask_to_stop(trial, job_id, 1, is_running=True)
             time.sleep(_POLL_S)
+
+    def _end(self, trial: Trial, state: JobState | None, *, was_asked: bool) -> TrialEnd | None:
+        """How a trial has ended for good; None while its job may go on.
+
+        A job that Slurm requeues (`scontrol requeue`, a node taken back) is sent SIGTERM first: its trial saves, writes
+        that it was stopped, and goes on in the next turn.
+        """
+        if state is None or state.has_ended:
+            return self.folder.end_of(trial)
+        if state.name != "COMPLETING" or not self.folder.end_file(trial).is_file():
+            return None
+        end = self.folder.end_of(trial)
+        return end if was_asked or is_done(end) else None
 
     def _ask_to_stop(self, trial: Trial, job_id: str, num_requests: int, *, is_running: bool) -> None:
         """Let a running trial save; take back a job that waits, or that was asked often enough."""

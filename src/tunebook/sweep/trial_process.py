@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tunebook.launch.lock import LOCK_FILE, is_worked_in
@@ -35,10 +35,14 @@ class TrialEnd:
     """How the process of a trial ended."""
 
     exit_code: int
-    seconds: float
+    seconds: float  # of all its turns, where it was stopped and went on
     was_interrupted: bool  # the sweep was stopped while it ran
     was_pruned: bool = False  # the search ended it early
     reason: str | None = None  # where the sweep knows it: the run's own records may not
+
+    def after(self, earlier_s: float) -> TrialEnd:
+        """The same of a trial that went on, where the turns before took so long."""
+        return replace(self, seconds=round(earlier_s + self.seconds, 1))
 
 
 def train_command(recipe: str | None, overrides: Collection[str], run_folder: Path, dirs: list[Path]) -> list[str]:

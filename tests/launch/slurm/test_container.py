@@ -3,13 +3,22 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from tunebook.config.auto import resolve_auto
 from tunebook.config.compose import compose
 from tunebook.hardware.detect import Machine
 from tunebook.launch.slurm.container import in_container
 
+FOLDERS = ("HF_HOME", "TUNEBOOK_HOME", "TUNEBOOK_CACHE")
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
 COMMAND = ["/venv/bin/python", "-m", "tunebook.launch.node", "/runs/1"]
+
+
+@pytest.fixture(autouse=True)
+def no_folders(monkeypatch):
+    for name in FOLDERS:
+        monkeypatch.delenv(name, raising=False)
 
 
 def config_of(*words):
@@ -49,3 +58,28 @@ def test_docker_gets_gpus_the_hosts_network_and_no_more_of_the_environment(monke
     assert text.endswith("--entrypoint python x -m tunebook.launch.node /runs/1")
     on_cpu = in_container(config_of("quickstart", *image), tmp_path / "run", COMMAND)
     assert "--gpus" not in on_cpu
+
+
+def test_folders_that_variables_name_are_there_inside(monkeypatch, tmp_path):
+    """Else every rank would end for want of its book, or load the model from the network again."""
+    monkeypatch.chdir(tmp_path)
+    for name in FOLDERS:
+        (tmp_path / name).mkdir()
+        monkeypatch.setenv(name, str(tmp_path / name) if name != "HF_HOME" else "HF_HOME")  # from the working folder
+    config = config_of("quickstart", "launcher.container_image=x")
+    mounts = in_container(config, tmp_path / "run", COMMAND)[1]
+    assert mounts.endswith("," + ",".join(f"{tmp_path / name}:{tmp_path / name}" for name in FOLDERS))
+    docker = config_of("quickstart", "launcher.container_image=x", "launcher.container_runtime=docker")
+    text = " ".join(in_container(docker, tmp_path / "run", COMMAND))
+    for name in FOLDERS:
+        assert f"--volume {tmp_path / name}:{tmp_path / name}" in text
+        assert f"--env {name} " in text
+
+
+def test_folders_that_are_not_there_are_not_named_inside(monkeypatch, tmp_path):
+    for name in FOLDERS:
+        monkeypatch.setenv(name, str(tmp_path / "nowhere" / name))
+    docker = config_of("quickstart", "launcher.container_image=x", "launcher.container_runtime=docker")
+    text = " ".join(in_container(docker, tmp_path / "run", COMMAND))
+    assert "nowhere" not in text
+    assert [name for name in FOLDERS if f"--env {name}" in text] == []

@@ -97,6 +97,64 @@ def test_a_job_that_was_taken_is_submitted_although_nobody_says_how_it_stands(fo
     assert "submitted as job 12\n" in capsys.readouterr().out
 
 
+def test_what_is_printed_of_a_job_stops_one_that_runs_and_one_that_waits(folder, config, answering, capsys):
+    """scancel sends no signal to a job that has not begun."""
+    answering(running)
+    submit(config, folder, Console(width=200))
+    printed = capsys.readouterr().out
+    assert "stop and save:   scancel --batch --signal=TERM 12\n" in printed
+    assert "take it back while it waits: scancel 12\n" in printed
+
+
+def waiting(reason):
+    return lambda: JobState(name="PENDING", reason=reason, nodes="", exit_code=0, signal=0)
+
+
+@pytest.mark.parametrize(
+    ("reason", "advice"),
+    [
+        ("DependencyNeverSatisfied", "has it wait for (--dependency) has failed or is not there; name another job"),
+        ("BadConstraints", "no nodes are as launcher.extra_args, launcher.partition and hardware ask for"),
+        ("launch_failed_requeued_held", "its node could not start it, and Slurm holds it"),
+        ("launch failed requeued held", "its node could not start it, and Slurm holds it"),
+    ],
+)
+def test_a_job_that_can_never_run_is_taken_back(folder, answering, monkeypatch, reason, advice):
+    monkeypatch.setattr(module, "_HOPELESS_FOR_S", 0.0)
+    words = answering(waiting("Priority"), waiting(reason))
+    with pytest.raises(RequestError) as caught:
+        follow("12", folder, Console())
+    assert caught.value.message.startswith(f"Slurm's job 12 can never run ({reason}), and was taken back: ")
+    assert advice in caught.value.message
+    assert words == ["scancel 12"]
+    status = read_manifest(folder)["status"]
+    assert (status["state"], status["exit_code"], status["reason"]) == ("failed", 2, caught.value.message)
+
+
+def test_a_reason_that_passes_takes_no_job_back(folder, answering, monkeypatch):
+    def end():
+        finish_manifest(folder, RunState.finished, 0, None)
+        return JobState(name="COMPLETED", reason="None", nodes="node1", exit_code=0, signal=0)
+
+    monkeypatch.setattr(module, "_HOPELESS_FOR_S", 60.0)
+    words = answering(*[waiting("BadConstraints")] * 3, running, end)
+    assert follow("12", folder, Console()) == 0
+    assert words == []
+
+
+def test_a_job_that_its_user_holds_is_waited_for_with_a_word(folder, answering, monkeypatch, capsys):
+    def end():
+        finish_manifest(folder, RunState.finished, 0, None)
+        return JobState(name="COMPLETED", reason="None", nodes="node1", exit_code=0, signal=0)
+
+    monkeypatch.setattr(module, "_HOPELESS_FOR_S", 0.0)
+    words = answering(*[waiting("JobHeldUser")] * 3, end)
+    assert follow("12", folder, Console(width=200)) == 0
+    assert words == []
+    printed = capsys.readouterr().out
+    assert printed.count("job 12: PENDING (JobHeldUser); let it go with: scontrol release 12\n") == 1
+
+
 def test_a_folder_that_slurm_cannot_print_to_is_refused(config, tmp_path, answering):
     folder = tmp_path / "a\\b"
     folder.mkdir()

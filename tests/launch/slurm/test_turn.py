@@ -12,8 +12,9 @@ from rich.console import Console
 from tunebook.config.auto import resolve_auto
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml
+from tunebook.errors import TunebookError
 from tunebook.hardware.detect import Machine
-from tunebook.launch.slurm import turn
+from tunebook.launch.slurm import client, turn
 from tunebook.launch.slurm.client import JobState
 from tunebook.launch.slurm.turn import carry_out_turn
 from tunebook.record.manifest import read_manifest, start_manifest
@@ -44,7 +45,8 @@ def asked_of_slurm(monkeypatch):
         calls.append(words)
         return subprocess.CompletedProcess(words, 0, stdout="", stderr="")
 
-    monkeypatch.setattr(turn, "slurm", answer)
+    monkeypatch.setattr(client, "slurm", answer)
+    monkeypatch.setattr(client, "SILENT_POLL_S", 0.001)
     return calls
 
 
@@ -64,7 +66,7 @@ def state(run_s, limit_s):
     ],
 )
 def test_a_request_before_the_first_step_starts_nothing(folder, asked_of_slurm, monkeypatch, job, is_requeued):
-    monkeypatch.setattr(turn, "job_state", lambda job_id: job)
+    monkeypatch.setattr(client, "job_state", lambda job_id: job)
     monkeypatch.setattr("tunebook.launch.attempt.run_and_wait", None)  # nothing may be started
     assert carry_out_turn(folder, [signal.SIGUSR1]) == 6
     status = read_manifest(folder)["status"]
@@ -81,6 +83,65 @@ def test_what_was_saved_is_gone_on_with_whatever_the_limit(folder, asked_of_slur
     settings = resolve_auto(compose("quickstart", ["launcher=slurm"]).config, NO_GPU).config.launcher
     turn._requeue(settings, Console(), has_progress=True)
     assert asked_of_slurm == [("scontrol", "requeue", "7")]
+
+
+@pytest.mark.parametrize(
+    "silence",
+    [
+        "Unexpected message received for job 7",
+        "Unable to contact slurm controller (connect failure)",
+        "Socket timed out on send/recv operation",
+        None,  # the command itself was given up
+    ],
+)
+def test_a_controller_that_is_silent_at_the_end_of_a_turn_is_waited_for(folder, monkeypatch, capsys, silence):
+    """As while it is restarted: the job would end for good."""
+    asked = []
+
+    def answer(*words):
+        asked.append(words)
+        if len(asked) > 3:
+            return subprocess.CompletedProcess(words, 0, stdout="", stderr="")
+        if silence is None:
+            raise TunebookError("scontrol did not answer within 60 s", problem_id="slurm-out-of-reach")
+        return subprocess.CompletedProcess(words, 1, stdout="", stderr=f"{silence}\n")
+
+    answers = [out_of_reach, lambda: state(5, 3600)]
+    monkeypatch.setattr(client, "slurm", answer)
+    monkeypatch.setattr(client, "SILENT_POLL_S", 0.001)
+    monkeypatch.setattr(client, "job_state", lambda job_id: answers.pop(0)())
+    assert carry_out_turn(folder, [signal.SIGUSR1]) == 6
+    assert asked == [("scontrol", "requeue", "7")] * 4
+    printed = capsys.readouterr().out
+    assert printed.count("job 7: Slurm's controller does not answer; waiting for it for up to 600 s") == 2
+    assert "job 7 requeued: it goes on in this folder" in printed
+
+
+def out_of_reach():
+    raise TunebookError("no answer", problem_id="slurm-out-of-reach")
+
+
+def test_what_slurm_refuses_is_said_and_asked_once(folder, monkeypatch, capsys):
+    asked = []
+
+    def refuse(*words):
+        asked.append(words)
+        return subprocess.CompletedProcess(words, 1, stdout="", stderr="Requested operation is presently disabled\n")
+
+    monkeypatch.setattr(client, "slurm", refuse)
+    monkeypatch.setattr(client, "job_state", lambda job_id: state(5, None))
+    assert carry_out_turn(folder, [signal.SIGUSR1]) == 6
+    assert len(asked) == 1
+    assert "job 7 not requeued: Requested operation is presently disabled" in capsys.readouterr().out
+
+
+def test_a_controller_that_stays_silent_is_given_up_with_a_word(folder, monkeypatch, capsys):
+    monkeypatch.setattr(client, "SILENT_WITHIN_S", 0.0)
+    monkeypatch.setattr(client, "SILENT_POLL_S", 0.001)
+    monkeypatch.setattr(client, "job_state", lambda job_id: state(5, None))
+    monkeypatch.setattr(client, "slurm", lambda *words: out_of_reach())
+    assert carry_out_turn(folder, [signal.SIGUSR1]) == 6
+    assert "job 7 not requeued: no answer" in capsys.readouterr().out
 
 
 def test_a_signal_while_python_imports_is_not_lost(folder):

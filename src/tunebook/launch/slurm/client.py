@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from tunebook.config.override_text import as_typed
 from tunebook.config.rules.launching import slurm_seconds
@@ -17,12 +18,17 @@ from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.errors import RequestError, TunebookError, did_you_mean
 from tunebook.launch.slurm.script import option_words, unusable_sign
 
+_Answer = TypeVar("_Answer")
+
 # A controller that does not answer: Slurm's commands themselves try for minutes.
 CLIENT_TIMEOUT_S = 60.0
 SILENT_WITHIN_S = 600.0  # one that is restarted, or busy; jobs go on without it
 SILENT_POLL_S = 2.0
 _FIELD = re.compile(r"(?:^| )(\w+)=(.*?)(?= [A-Za-z/:]+=|\s*$)")  # a reason has blanks
-_OUT_OF_REACH = ("unable to contact slurm controller", "socket timed out", "establish a configuration source")
+_OUT_OF_REACH = (  # "unexpected message" is what scontrol makes of no answer when it asks for a job to be changed
+    *("unable to contact slurm controller", "socket timed out", "establish a configuration source"),
+    "unexpected message received",
+)
 _TOO_MUCH = ("node configuration", "node count", "generic resource", "processors requested", "required node")
 _ENDED = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT",
@@ -167,11 +173,31 @@ def patient_job_state(job_id: str, say: Callable[[str], None] = lambda text: Non
 
     `say` hears of that once. Raises: TunebookError when the controller is silent for `SILENT_WITHIN_S`.
     """
+    return _patiently(lambda: job_state(job_id), say)
+
+
+def patient_requeue(job_id: str, say: Callable[[str], None] = lambda text: None) -> str | None:
+    """Ask for another turn of a job, waiting for a silent controller as `patient_job_state`; what Slurm refuses it for.
+
+    Raises: TunebookError when the controller is silent for `SILENT_WITHIN_S`.
+    """
+    return _patiently(lambda: _requeue(job_id), say)
+
+
+def _requeue(job_id: str) -> str | None:
+    answer = slurm("scontrol", "requeue", job_id)
+    said = answer.stderr.strip()
+    if answer.returncode != 0 and any(words in said.lower() for words in _OUT_OF_REACH):
+        raise TunebookError(f"scontrol requeue {job_id}: {said}", problem_id="slurm-out-of-reach")
+    return said if answer.returncode != 0 else None
+
+
+def _patiently(ask: Callable[[], _Answer], say: Callable[[str], None]) -> _Answer:
     begun = time.monotonic()
     has_said = False
     while True:
         try:
-            return job_state(job_id)
+            return ask()
         except TunebookError as error:
             if error.problem_id != "slurm-out-of-reach" or time.monotonic() - begun > SILENT_WITHIN_S:
                 raise

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from tunebook.config.book import resolve_path
+from tunebook.config.cache import CACHE_VARIABLE
 from tunebook.config.choices import ContainerRuntime, Generation
 from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.launch.calling import TOKEN_VARIABLE
@@ -15,6 +16,7 @@ from tunebook.record.files import PREPARED_FILE
 
 # What a container of Docker's gets of the task's environment; pyxis passes all of it.
 _OF_THE_TASK = (TOKEN_VARIABLE, "SLURM_NODEID", "SLURM_JOB_ID")
+_FOLDERS = ("HF_HOME", "TUNEBOOK_HOME", CACHE_VARIABLE)  # variables that name a folder which a rank reads
 
 
 def is_contained(config: RunConfig) -> bool:
@@ -34,7 +36,9 @@ def in_container(config: RunConfig, folder: Path, command: list[str]) -> list[st
         options = {"image": settings.container_image, "mounts": places, "workdir": Path.cwd()}
         return [*(f"--container-{name}={value}" for name, value in options.items()), *inside]
     volumes = [word for place in mounts for word in ("--volume", f"{place}:{place}")]
-    passed = [word for name in (*sorted(handed_on(os.environ)), *_OF_THE_TASK) for word in ("--env", name)]
+    not_there = set(_FOLDERS) - set(_named_folders())
+    named = sorted(name for name in handed_on(os.environ) if name not in not_there)
+    passed = [word for name in (*named, *_OF_THE_TASK) for word in ("--env", name)]
     is_on_gpu = config.hardware.generation is not Generation.cpu
     gpus = ["--gpus", "all", "--ulimit", "memlock=-1"] if is_on_gpu else []  # page-locked memory, for the network
     # The host's network and shared memory: NCCL and gloo find each other as they would without a container.
@@ -46,7 +50,10 @@ def in_container(config: RunConfig, folder: Path, command: list[str]) -> list[st
 
 
 def container_mounts(config: RunConfig, folder: Path) -> list[str]:
-    """The folders that a run needs, at the same paths inside: its own, its data, its model's, and the user's choice."""
+    """The folders that a run needs, at the same paths inside: its own, its data, its model's, and the user's choice.
+
+    And those that variables name, which reach the container too: it would look for them in vain.
+    """
     settings = config.launcher
     assert isinstance(settings, SlurmConfig)
     places = [str(Path.cwd()), str(folder), *settings.container_mounts]
@@ -55,4 +62,11 @@ def container_mounts(config: RunConfig, folder: Path) -> list[str]:
         places.append(json.loads(prepared.read_text())["folder"])
     if config.model.path is not None:
         places.append(str(resolve_path(config.model.path)))
-    return list(dict.fromkeys(places))
+    return list(dict.fromkeys([*places, *_named_folders().values()]))
+
+
+def _named_folders() -> dict[str, str]:
+    """The folders, by the variable that names them, which are there; Docker would make the others, as root."""
+    set_here = {name: os.environ[name] for name in _FOLDERS if os.environ.get(name)}
+    folders = {name: Path(value).expanduser().absolute() for name, value in set_here.items()}
+    return {name: str(folder) for name, folder in folders.items() if folder.is_dir()}

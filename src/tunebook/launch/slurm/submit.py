@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from rich.console import Console
 from rich.text import Text
@@ -23,6 +24,17 @@ from tunebook.record.manifest import RunState, finish_manifest, read_manifest, u
 from tunebook.train.signals import RequestCount
 
 _POLL_S = 2.0
+_HOPELESS_FOR_S = 30.0  # a reason may pass: nodes that come back, a limit that somebody lifts
+_HELD = "JobHeldUser"
+# Why a job waits, as `scontrol show job` says it, where no waiting ends that, and what to change.
+_HOPELESS = {
+    "DependencyNeverSatisfied": "what launcher.extra_args has it wait for (--dependency) has failed or is not there; "
+    "name another job, or leave it out",
+    "BadConstraints": "no nodes are as launcher.extra_args, launcher.partition and hardware ask for; look with: sinfo "
+    "-N -o '%N %P %c %G %f %T'",
+    "launch_failed_requeued_held": "its node could not start it, and Slurm holds it; look at that node with: sinfo -N "
+    "-l, and name others in launcher.extra_args (--exclude=NODE)",
+}
 _OWN_RECORDS_WITHIN_S = 20.0  # for a network file system to show what the job has written
 
 
@@ -48,6 +60,7 @@ def submit(config: RunConfig, folder: Path, console: Console) -> str:
         f"  what it prints:  tail -F {output}",
         f"  how it stands:   squeue --job {job_id}",
         f"  stop and save:   scancel --batch --signal=TERM {job_id}",
+        f"  take it back while it waits: scancel {job_id}",
     ]
     console.print(Text("\n".join(lines)), soft_wrap=True)
     return job_id
@@ -89,20 +102,49 @@ def follow(job_id: str, folder: Path, console: Console) -> int:
     printed = _Tail(output_file(folder, job_id))
     last: str | None = None
     state: JobState | None = None
+    hopeless_at: float | None = None
     with _stopping(job_id, console):
         while True:
             state = patient_job_state(job_id, lambda text: console.print(Text(f"job {job_id}: {text}"), soft_wrap=True))
             printed.show(console)
             text = state.text() if state is not None else None
             if text is not None and text != last:
-                console.print(Text(f"job {job_id}: {text}"), soft_wrap=True)
+                console.print(Text(f"job {job_id}: {text}{_advice(job_id, state)}"), soft_wrap=True)
             last = text
+            hopeless_at = (hopeless_at or time.monotonic()) if _why_hopeless(state) is not None else None
+            if hopeless_at is not None and time.monotonic() - hopeless_at >= _HOPELESS_FOR_S:
+                _give_up(job_id, folder, state)
             if state is None or state.has_ended or (state.name == "COMPLETING" and _is_recorded(folder)):
                 break
             time.sleep(_POLL_S)
     time.sleep(_POLL_S)  # the last lines may still be on their way through a network file system
     printed.show(console)
     return _exit_code(job_id, folder, state)
+
+
+def _advice(job_id: str, state: JobState | None) -> str:
+    """What to type about a job that waits for its user."""
+    is_held = state is not None and state.name == "PENDING" and state.reason == _HELD
+    return f"; let it go with: scontrol release {job_id}" if is_held else ""
+
+
+def _why_hopeless(state: JobState | None) -> str | None:
+    """What to change where a job can never run."""
+    if state is None or state.name != "PENDING":
+        return None
+    return _HOPELESS.get(state.reason.replace(" ", "_"))
+
+
+def _give_up(job_id: str, folder: Path, state: JobState | None) -> NoReturn:
+    """Take back a job that can never run. Raises: RequestError with what to change."""
+    assert state is not None
+    slurm("scancel", job_id)
+    error = RequestError(
+        f"Slurm's job {job_id} can never run ({state.reason}), and was taken back: {_why_hopeless(state)}",
+        problem_id="slurm-refused",
+    )
+    finish_manifest(folder, RunState.failed, error.exit_code, error.message)
+    raise error
 
 
 def _is_recorded(folder: Path) -> bool:

@@ -21,7 +21,7 @@ from tunebook.launch.attempt import Attempt
 from tunebook.launch.calling import folder_problem
 from tunebook.launch.lock import working_in
 from tunebook.launch.resume import is_trained
-from tunebook.launch.slurm.client import JobState, job_state, slurm
+from tunebook.launch.slurm.client import JobState, patient_job_state, patient_requeue
 from tunebook.record.files import RUN_FILE
 from tunebook.record.manifest import RunState, read_manifest, update_manifest
 from tunebook.record.provenance import describe_hardware
@@ -101,15 +101,23 @@ def _begin(folder: Path, *, is_done: bool) -> None:
 def _requeue(settings: SlurmConfig, console: Console, *, has_progress: bool) -> None:
     """Ask for another turn, unless this one was used up and brought the run no further: then the next would not either.
 
-    One that was preempted early is asked for again: the next may be longer.
+    One that was preempted early is asked for again: the next may be longer. A controller that is silent is waited for:
+    a job that ended now would have ended for good.
     """
     job_id = os.environ["SLURM_JOB_ID"]
-    if not has_progress and _is_used_up(settings, job_state(job_id)):
+
+    def say(text: str) -> None:
+        console.print(f"job {job_id}: {text}", markup=False, highlight=False, soft_wrap=True)
+
+    if not has_progress and _is_used_up(settings, patient_job_state(job_id, say)):
         console.print("not requeued: this turn saved nothing; a longer launcher.time_limit is needed")
         return
-    answer = slurm("scontrol", "requeue", job_id)
-    said = "requeued: it goes on in this folder" if answer.returncode == 0 else f"not requeued: {answer.stderr.strip()}"
-    console.print(f"job {job_id} {said}", markup=False, highlight=False)
+    try:
+        refused = patient_requeue(job_id, say)
+    except TunebookError as error:
+        refused = error.message
+    said = "requeued: it goes on in this folder" if refused is None else f"not requeued: {refused}"
+    console.print(f"job {job_id} {said}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _is_used_up(settings: SlurmConfig, state: JobState | None) -> bool:
