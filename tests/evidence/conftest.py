@@ -71,7 +71,7 @@ def make_run(whole_run: Path, tmp_path: Path) -> MakeRun:
             text = (folder / RUN_FILE).read_text()
             assert old in text
             (folder / RUN_FILE).write_text(text.replace(old, new))
-        _change_manifest(folder, manifest or {}, gpus)
+        _change_manifest(folder, {"status": {"started": started(number)}} | (manifest or {}), gpus)
         lines = [
             {
                 "step": step,
@@ -90,6 +90,11 @@ def make_run(whole_run: Path, tmp_path: Path) -> MakeRun:
         return folder
 
     return make
+
+
+def started(number: int) -> str:
+    """When the run of this number was: each at a second of its own."""
+    return f"2026-11-21T10:{number // 60:02d}:{number % 60:02d}+00:00"
 
 
 def _change_manifest(folder: Path, changes: dict[str, dict[str, Any]], gpus: int) -> None:

@@ -10,8 +10,10 @@ import pytest
 from tunebook.config.choices import Weights
 from tunebook.config.schema import ModelConfig, RunConfig
 from tunebook.errors import DataError
+from tunebook.record.atomic_files import sha256_file
 from tunebook.record.manifest import (
     RunState,
+    changed_files,
     finish_manifest,
     read_manifest,
     recorded_fingerprint,
@@ -20,6 +22,7 @@ from tunebook.record.manifest import (
     system_prompt_hash,
     update_manifest,
 )
+from tunebook.record.run_folder import write_outcome
 
 KEYS = {
     "format", "recipe", "title", "status", "earlier_attempts", "code", "environment", "config_sha256", "model",
@@ -71,6 +74,36 @@ def test_an_end_is_added_with_its_reason_and_duration(tmp_path: Path, run_config
     assert status["last_checkpoint"] == "checkpoints/step-50"
     assert status["started"] <= status["ended"]
     assert 0 <= status["seconds"] < 60
+
+
+def test_the_end_takes_from_the_ranks_what_the_model_is_and_why_it_stopped_early(
+    tmp_path: Path, run_config: RunConfig
+) -> None:
+    start(tmp_path, run_config)
+    told = "stopped early after step 6: no better validation loss in 1 evaluation; model/ is checkpoint-3 (10.1723)"
+    write_outcome(tmp_path, rank=0, exit_code=0, reason=told, step=6, best_step=3)
+    status = finish_manifest(tmp_path, RunState.finished, 0, step=6)["status"]
+    assert (status["reason"], status["step"], status["best_step"]) == (told, 6, 3)
+    stopped = finish_manifest(tmp_path, RunState.stopped, 6, "stopped before the evaluation", step=6)["status"]
+    assert (stopped["reason"], stopped["best_step"]) == ("stopped before the evaluation", 3)
+    write_outcome(tmp_path, rank=0, exit_code=0, reason="finished", step=54)
+    status = finish_manifest(tmp_path, RunState.finished, 0, step=54)["status"]
+    assert (status["reason"], status["best_step"]) == (None, None)
+
+
+def test_what_was_measured_is_noted_once_the_run_has_ended(tmp_path: Path, run_config: RunConfig) -> None:
+    start(tmp_path, run_config)
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("{}\n")
+    manifest = finish_manifest(tmp_path, RunState.stopped, 6, "asked to stop")
+    assert manifest["files_sha256"] == {"metrics.jsonl": sha256_file(file)}
+    assert changed_files(tmp_path, manifest) == []
+    file.write_text("{ }\n")
+    assert changed_files(tmp_path, manifest) == ["metrics.jsonl"]
+    running = manifest | {"status": manifest["status"] | {"state": "running"}}
+    assert changed_files(tmp_path, running) == []  # it has been taken up again and writes on
+    assert changed_files(tmp_path, {"status": manifest["status"]}) == []  # of an older Tunebook
+    assert "files_sha256" not in start(tmp_path, run_config)
 
 
 def test_a_manifest_tells_a_system_prompt_from_none(tmp_path: Path, run_config: RunConfig) -> None:

@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from tunebook.config.choices import Compute
-from tunebook.train.isolation import FIRST_LENGTH, SECOND_LENGTH, Isolation, leaks, measure_isolation, tolerance
+from tunebook.train.isolation import (
+    LENGTHS,
+    LENGTHS_FOR_FLEX,
+    Isolation,
+    leaks,
+    measure_isolation,
+    tolerance,
+)
+
+FIRST_LENGTH, SECOND_LENGTH = LENGTHS
 
 VOCAB = 101
 
@@ -89,8 +98,10 @@ def test_a_probe_that_could_not_see_a_leak_says_so():
     assert tolerance(Compute.fp16, uses_tf32=False).sees_leaks(found)
 
 
-def test_documents_differ_in_every_token_and_keep_their_lengths():
-    model = Embedding()
-    measure_isolation(model, VOCAB)
-    pair, joined = [FIRST_LENGTH, SECOND_LENGTH], [FIRST_LENGTH + SECOND_LENGTH]
-    assert model.rows == [pair, pair, [SECOND_LENGTH], joined, pair, [FIRST_LENGTH], [SECOND_LENGTH]]
+@pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS_FOR_FLEX])
+def test_documents_differ_in_every_token_and_keep_their_lengths(lengths):
+    model, (first, second) = Embedding(), lengths
+    measure_isolation(model, VOCAB, lengths)
+    pair, joined = [first, second], [first + second]
+    assert model.rows == [pair, pair, [second], joined, pair, [first], [second]]
+    assert min(LENGTHS_FOR_FLEX) >= 128  # below which flex_attention takes the kernel of decoding

@@ -36,7 +36,7 @@ def outcome(folder):
 def test_upstream_still_has_the_methods_we_override():
     checkpoints = ("_save_checkpoint", "_get_output_dir", "_push_from_checkpoint", "_load_best_model")
     losses = ("compute_loss", "log", "compute_loss_context_manager")
-    for name in ("get_train_dataloader", "evaluate", *losses, *checkpoints):
+    for name in ("get_train_dataloader", "evaluate", "create_model_card", *losses, *checkpoints):
         ours, theirs = (inspect.signature(getattr(kind, name)) for kind in (RecipeTrainer, SFTTrainer))
         assert list(ours.parameters) == list(theirs.parameters), name
 
@@ -101,7 +101,7 @@ def test_validation_loss_is_weighted_by_tokens(config, run, changed):
     assert line["validation_tokens"] == count
 
 
-def test_the_best_model_is_kept_and_a_worsening_run_stops_early(config, run, changed):
+def test_the_best_model_is_kept_and_a_worsening_run_stops_early(config, run, changed, capsys):
     worsening = changed(
         config,
         dataset={"validation_share": 0.3},
@@ -123,6 +123,47 @@ def test_the_best_model_is_kept_and_a_worsening_run_stops_early(config, run, cha
     kept = changed(worsening, model={"path": str(folder / "model"), "weights": Weights.pretrained})
     loss, _ = nll_per_token(load_model(kept).eval(), prepared_of(folder).validation.load()[:])
     assert loss == pytest.approx(validation[best], rel=1e-5)
+    ending = outcome(folder)
+    assert (ending["step"], ending["best_step"]) == (best + 4, best)
+    assert ending["reason"] == (
+        f"stopped early after step {best + 4}: no better validation loss in 2 evaluations; model/ is "
+        f"checkpoint-{best} ({validation[best]:.4f})"
+    )
+    assert ending["reason"] in capsys.readouterr().out
+    assert not (folder / "checkpoints" / "README.md").exists()  # upstream's card knows nothing of the run
+
+
+def test_a_run_that_stops_early_and_keeps_its_last_weights_says_so(config, run, changed):
+    worsening = changed(
+        config,
+        dataset={"validation_share": 0.3},
+        optimizer={"learning_rate": 0.3},
+        training={"global_samples": 4, "num_epochs": 20, "evaluate_every_steps": 1, "early_stopping_patience": 1,
+                  "log_every_steps": 7},
+    )  # fmt: skip
+    folder, code, lines = run(worsening)
+    assert code == 0
+    validation = [line["validation_loss"] for line in lines if "validation_loss" in line]
+    ending, last = outcome(folder), len(validation)
+    assert (ending["step"], ending["best_step"]) == (last, None)
+    assert ending["reason"] == (
+        f"stopped early after step {last}: no better validation loss in 1 evaluation; the best was "
+        f"{min(validation):.4f}, and model/ is that of the last step"
+    )
+    logged = [(line["step"], line["num_steps"]) for line in lines if "loss" in line]
+    assert logged[-1][0] == last  # though no multiple of log_every_steps, and decided after the step's line was due
+    assert sum(num_steps for _, num_steps in logged) == last
+
+
+@pytest.mark.parametrize(("every", "expected"), [(4, [(4, 4), (6, 2)]), (10, [(6, 6)]), (3, [(3, 3), (6, 3)])])
+def test_the_last_steps_are_logged_whatever_the_schedule(config, run, changed, every, expected):
+    whole = losses(run(config, "whole")[2])
+    folder, code, lines = run(changed(config, training={"log_every_steps": every}))
+    assert (code, outcome(folder)["step"], outcome(folder)["reason"]) == (0, 6, "finished")
+    assert [(line["step"], line["num_steps"]) for line in lines] == expected
+    for line in lines:
+        of_its_steps = whole[line["step"] - line["num_steps"] : line["step"]]
+        assert line["loss"] == pytest.approx(sum(of_its_steps) / line["num_steps"], rel=1e-5)
 
 
 def test_a_loss_that_is_not_finite_ends_with_7_and_names_the_checkpoint(config, run, changed):

@@ -88,6 +88,10 @@ def diff_command(runs: tuple[str, str], outputs: Path, console: Console, *, as_j
         json.dump(content, sys.stdout, indent=2, ensure_ascii=False, allow_nan=False)
         print()
         return 0
+    for record in (one, other):
+        for name in record.changed_files:
+            changed = f"{record.name}: {name} was changed after the run, by the hash in its manifest"
+            console.print(Text(changed, style="yellow"), soft_wrap=True)
     without = [record.name for record in (one, other) if record.config is None]
     if any(found.values()):
         console.print(difference_table(found, (one.name, other.name)))

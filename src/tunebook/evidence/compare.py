@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 from typing import Any
 
 from tunebook.config.choices import Weights
 from tunebook.evidence.schema import Hardware, Inputs, Results, Tolerance
-from tunebook.evidence.tolerances import LOSS, MEMORY, SPEED, loss_difference, relative, score_key
+from tunebook.evidence.tolerances import LOSS, MEMORY, SPEED, at_steps, loss_difference, relative, score_key
 
 # How a step is split over GPUs and memory, and by which kernels it is computed. The loss is the same whatever they are:
 # tests and `tunebook parity` show it.
@@ -19,6 +20,8 @@ SPLITS = (
     "model.compile_layers", "model.one_pass_head", "evaluation.batch_size",
 )  # fmt: skip
 
+
+_NUM_GROUPS = 4  # of steps that a reason names
 
 # Where something lies, by the hash of what lies there: two runs that know both hashes are held together by those.
 # A model's hash is that of its config.json, which says everything of random weights alone.
@@ -136,27 +139,18 @@ class Claim:
     results: Results
     hardware: Hardware
     tolerances: dict[str, Tolerance]
+    num_resumed: int = 0  # how often the run was taken up again, if it was one
 
 
-def compare(claim: Claim, results: Results, hardware: Hardware, *, is_split_alike: bool) -> list[Row]:
-    """Every number of the claim against the run's."""
+def compare(
+    claim: Claim, results: Results, hardware: Hardware, *, is_split_alike: bool, num_resumed: int = 0
+) -> list[Row]:
+    """Every number of the claim against those of a run that was taken up again `num_resumed` times."""
     why_shown = same_machine(claim.hardware, hardware)
     if why_shown is None and not is_split_alike:
         why_shown = "the step is split in another way"
     expected = claim.results
-    loss = claim.tolerances[LOSS]
-    difference = loss_difference(results, expected)
-    rows = [
-        Row(
-            name="loss",
-            expected=expected.losses[-1],
-            found=results.losses[-1],
-            difference=difference,
-            tolerance=loss.value,
-            verdict=Verdict.same if difference <= loss.value else Verdict.different,
-            why=loss.how,
-        )
-    ]
+    rows = [_loss_row(claim, results, num_resumed)]
     speeds = (expected.tokens_per_second_per_gpu, results.tokens_per_second_per_gpu)
     rows.append(_row("tokens/s/GPU", *speeds, claim.tolerances.get(SPEED), why_shown))
     rows.append(_row("memory GiB", expected.memory_gib, results.memory_gib, claim.tolerances.get(MEMORY), why_shown))
@@ -167,6 +161,48 @@ def compare(claim: Claim, results: Results, hardware: Hardware, *, is_split_alik
             _row(task, score.value, found.value if found else None, claim.tolerances.get(score_key(task)), None)
         )
     return [row for row in rows if row.expected is not None or row.found is not None]
+
+
+def _loss_row(claim: Claim, results: Results, num_resumed: int) -> Row:
+    """The loss at the steps that both logged, where the others were lost as a run was killed and taken up again.
+
+    That loses one logged step at most: the one whose steps were trained before and after the checkpoint.
+    """
+    expected, loss = claim.results, claim.tolerances[LOSS]
+    recorded, logged = set(expected.steps), set(results.steps)
+    both, lost = recorded & logged, sorted(recorded ^ logged)
+    is_comparable = both and len(recorded - logged) <= num_resumed and len(logged - recorded) <= claim.num_resumed
+    if not is_comparable:
+        return Row(
+            name="loss", expected=expected.losses[-1], found=results.losses[-1], difference=None, tolerance=loss.value,
+            verdict=Verdict.different,
+            why=f"recorded at steps {told_steps(expected.steps)}, this run logged {told_steps(results.steps)}",
+        )  # fmt: skip
+    if lost:
+        expected, results = at_steps(expected, both), at_steps(results, both)
+    difference = loss_difference(results, expected)
+    left_out = f"; {len(lost)} of {len(recorded | logged)} left out ({told_steps(lost)}): killed and resumed around it"
+    return Row(
+        name="loss", expected=expected.losses[-1], found=results.losses[-1], difference=difference,
+        tolerance=loss.value, verdict=Verdict.same if difference <= loss.value else Verdict.different,
+        why=loss.how + (left_out if lost else ""),
+    )  # fmt: skip
+
+
+def told_steps(steps: Sequence[int]) -> str:
+    """Logged steps in few words: `5-8`, or `10-40 and 60-90, every 10`."""
+    apart = min((two - one for one, two in pairwise(steps)), default=1)
+    groups: list[list[int]] = []
+    for step in steps:
+        if groups and step - groups[-1][-1] == apart:
+            groups[-1].append(step)
+        else:
+            groups.append([step])
+    told = [f"{group[0]}-{group[-1]}" if len(group) > 1 else str(group[0]) for group in groups]
+    if len(told) > _NUM_GROUPS:
+        told = [*told[: _NUM_GROUPS - 1], f"{len(told) - _NUM_GROUPS + 1} more"]
+    named = " and ".join([", ".join(told[:-1]), told[-1]]) if len(told) > 1 else "".join(told)
+    return f"{named}, every {apart}" if apart > 1 and len(groups) < len(steps) else named
 
 
 def _row(

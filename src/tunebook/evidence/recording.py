@@ -22,10 +22,12 @@ from tunebook.evidence.gather import (
 )
 from tunebook.evidence.schema import FORMAT, Repeat
 from tunebook.evidence.tolerances import work_out
+from tunebook.evidence.whole import require_every_loss, require_whole
 from tunebook.record.atomic_files import sha256_file
 from tunebook.record.metrics import METRICS_FILE
 from tunebook.record.provenance import why_not_committed
 from tunebook.record.run_record import RunRecord
+from tunebook.record.start_up import START_UP_KEY
 
 MIN_RUNS = 2
 
@@ -33,19 +35,23 @@ MIN_RUNS = 2
 def record_evidence(records: Sequence[RunRecord], label: str, recipes_dirs: list[Path]) -> Path:
     """Write the evidence of repeated runs; the first one's numbers are what is claimed.
 
-    Raises: RequestError for fewer than two runs, runs of different things or by different software, a run's copy, code
-    or a recipe that is in no commit, a loss or score that is not finite, a file that is there already.
+    Raises: RequestError for fewer than two runs, runs of different things or by different software, a run's copy, one
+    that goes on from another or has lost a loss, code or a recipe that is in no commit, a loss or score that is not
+    finite, a file that is there already.
     """
     check_label(label)
     refuse_too_few(records)
     for record in records:
         _require_committed(record)
+        require_whole(record, config_of(record.folder))
     _require_same(records)
     _refuse_copies(records)
     first = records[0]
     config = config_of(first.folder)
     _require_committed_recipe(config.recipe, recipes_dirs)
     results = [gather_results(record) for record in records]
+    for record, found in zip(records, results, strict=True):
+        require_every_loss(record, found)
     content: dict[str, Any] = {
         "format": FORMAT,
         "ran": gather_ran(first, config, recipes_dirs).model_dump(mode="json"),
@@ -91,16 +97,25 @@ def refuse_too_few(records: Sequence[RunRecord]) -> None:
 
 
 def _refuse_copies(records: Sequence[RunRecord]) -> None:
-    """Times and speeds are logged with each loss, so that no two trainings write the same metrics."""
+    """Times and speeds are logged with each loss, so that no two trainings write the same metrics.
+
+    A copy whose metrics were edited still has the start of the other: the second, and the milliseconds of its phases.
+    """
     folders: dict[str, Path] = {}
     for record in records:
-        first = folders.setdefault(sha256_file(record.folder / METRICS_FILE), record.folder)
-        if first != record.folder:
-            raise RequestError(
-                f"{record.folder} is a copy of {first}: every line of their {METRICS_FILE} is the same. Train it again "
-                "(training.resume=never) and name both runs",
-                problem_id="evidence-not-repeated",
-            )
+        manifest = record.manifest or {}
+        start = (manifest["hardware"]["host"], record.status["started"], manifest.get(START_UP_KEY))
+        for kept, same in (
+            (sha256_file(record.folder / METRICS_FILE), f"every line of their {METRICS_FILE} is the same"),
+            (repr(start), f"both were started on the same machine at {record.status['started']}"),
+        ):
+            first = folders.setdefault(kept, record.folder)
+            if first != record.folder:
+                raise RequestError(
+                    f"{record.folder} is a copy of {first}: {same}. Train it again (training.resume=never) and name "
+                    "both runs",
+                    problem_id="evidence-not-repeated",
+                )
 
 
 def _require_committed(record: RunRecord) -> None:

@@ -31,6 +31,7 @@ from tunebook.evidence.machines import machine_of_manifest
 from tunebook.evidence.show import show_verification
 from tunebook.evidence.unchanged import require_unchanged
 from tunebook.evidence.verifying import Recorded, hold_against, named_differences, recorded_evidence, recorded_run
+from tunebook.evidence.whole import require_whole, require_whole_words
 from tunebook.launch.draft import draft_run
 from tunebook.launch.job import Job, plan_job, prepare_data, run_job
 from tunebook.model.load import model_location
@@ -95,6 +96,7 @@ def reproduce_command(
     is not what was, or where there is nothing to compare it with.
     """
     original = find_original(target, outputs)
+    _require_whole(original)
     outputs = outputs.expanduser().absolute()
     recipes_dirs = [folder.expanduser().absolute() for folder in recipes_dirs]
     with _where_it_was_typed(original, console):
@@ -115,6 +117,14 @@ def _where_it_was_typed(original: Original, console: Console) -> Iterator[None]:
         told = f"WARNING: {there}, where the run was started, is not here: relative paths start at {Path.cwd()}"
         console.print(Text(f"{told}; change into the folder that holds what they name", style="yellow"), soft_wrap=True)
         yield
+
+
+def _require_whole(original: Original) -> None:
+    """Whether it was trained from the first step. Raises: RequestError."""
+    if original.run is None or not (original.run / RUN_FILE).is_file():
+        require_whole_words(original.manifest, "its manifest says that")
+    else:
+        require_whole(read_run(original.run), config_of(original.run))
 
 
 def _reproduce(original: Original, outputs: Path, recipes_dirs: list[Path], console: Console, *, dry_run: bool) -> int:

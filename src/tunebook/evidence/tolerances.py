@@ -6,7 +6,7 @@ and never less than a floor that two runs can show by chance to be far too narro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import combinations, pairwise
 from statistics import fmean
 
@@ -54,6 +54,12 @@ def loss_differences(found: Results, expected: Results) -> list[float]:
 def loss_difference(found: Results, expected: Results) -> float:
     """The largest of them; infinite where other steps were logged."""
     return max(loss_differences(found, expected)) if found.steps == expected.steps else float("inf")
+
+
+def at_steps(results: Results, steps: Collection[int]) -> Results:
+    """The losses of these steps alone."""
+    kept = [(step, loss) for step, loss in zip(results.steps, results.losses, strict=True) if step in steps]
+    return results.model_copy(update={"steps": [step for step, _ in kept], "losses": [loss for _, loss in kept]})
 
 
 def relative(found: float, expected: float) -> float:

@@ -1,4 +1,4 @@
-"""Whether a run's folder still says what the run was: `run.yaml` and `manifest.json` vouch for each other."""
+"""Whether a run's folder still says what the run was: `run.yaml`, `manifest.json` and results vouch for each other."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from tunebook.errors import RequestError
 from tunebook.evidence.compare import flat
 from tunebook.record.config_hash import ADDED_LATER, NOT_HASHED, SAME_LOSS, has_hash
 from tunebook.record.files import RUN_FILE
+from tunebook.record.manifest import changed_files
 
 _ANY_VALUE_HASHES_ALIKE = (*NOT_HASHED, *SAME_LOSS, *ADDED_LATER)
 
@@ -18,7 +19,7 @@ _ANY_VALUE_HASHES_ALIKE = (*NOT_HASHED, *SAME_LOSS, *ADDED_LATER)
 def require_unchanged(folder: Path, frozen: dict[str, Any], config: RunConfig, manifest: dict[str, Any]) -> None:
     """`frozen` is the content of run.yaml, `config` what it is read as.
 
-    Raises: RequestError where one of the two files was changed since.
+    Raises: RequestError where one of the two files, or what was measured, was changed since.
     """
     said = (("recipe", manifest["recipe"], config.recipe), ("seed", manifest["seed"], config.training.seed))
     for name, noted, frozen_value in said:
@@ -26,6 +27,12 @@ def require_unchanged(folder: Path, frozen: dict[str, Any], config: RunConfig, m
             raise _changed(folder, f"its manifest says {name} {noted}, and {RUN_FILE} {frozen_value}")
     if has_every_key(frozen, config) and not has_hash(config, manifest["config_sha256"]):
         raise _changed(folder, f"{RUN_FILE} has not the hash that its manifest noted at the start")
+    if changed := changed_files(folder, manifest):
+        raise RequestError(
+            f"{folder}: {' and '.join(changed)} was changed after the run, by the hash that its manifest noted at the "
+            "end, so nobody knows what was measured; take the file back from a copy, or train again",
+            problem_id="run-changed",
+        )
 
 
 def has_every_key(frozen: dict[str, Any], config: RunConfig) -> bool:

@@ -27,6 +27,7 @@ from tunebook.evidence.gather import config_of, gather_hardware, gather_inputs, 
 from tunebook.evidence.machines import machine_of_evidence
 from tunebook.evidence.schema import Evidence, Hardware, Inputs, Ran, Results
 from tunebook.evidence.tolerances import judged_by, work_out
+from tunebook.evidence.whole import num_resumed
 from tunebook.launch.draft import draft_run
 from tunebook.record.config_hash import comparable_config
 from tunebook.record.run_record import RunRecord
@@ -110,7 +111,7 @@ def recorded_run(original: RunRecord, recipes_dirs: list[Path]) -> Recorded:
     return Recorded(
         name=original.name,
         what=describe(gather_ran(original, config, recipes_dirs)),
-        claim=Claim(results=results, hardware=hardware, tolerances=tolerances),
+        claim=Claim(results=results, hardware=hardware, tolerances=tolerances, num_resumed=num_resumed(original)),
         inputs=gather_inputs(original, config),
     )
 
@@ -131,7 +132,7 @@ def hold_against(recorded: Recorded, record: RunRecord) -> Verification:
         claim=recorded.claim,
         results=results,
         hardware=hardware,
-        rows=compare(recorded.claim, results, hardware, is_split_alike=is_split_alike),
+        rows=compare(recorded.claim, results, hardware, is_split_alike=is_split_alike, num_resumed=num_resumed(record)),
     )
 
 

@@ -51,8 +51,8 @@ EVIDENCE: dict[str, Explanation] = {
     "evidence-not-repeated": Explanation(
         summary="Evidence needs at least two runs of the same thing, by the same software on the same machines.",
         why="How far another run's numbers may lie from these is worked out from how far apart equal runs were. A copy "
-        "of a run's folder repeats nothing; runs that split their steps otherwise, or ran in other packages, are apart "
-        "for another reason.",
+        "of a run's folder repeats nothing; runs that split their steps otherwise, ran in other packages or go on from "
+        "another run are apart for another reason.",
         advice="Train it again in the same environment with training.resume=never, and name both runs.",
     ),
     "evidence-of-changed-code": Explanation(
@@ -74,9 +74,9 @@ EVIDENCE: dict[str, Explanation] = {
         advice="Check out the commit that the manifest names, take the files back, or type the recorded values.",
     ),
     "run-changed": Explanation(
-        summary="A run's run.yaml or manifest.json was changed after the run.",
-        why="The manifest notes the recipe, the seed and the hash of run.yaml at the start. Where they no longer go "
-        "together, one of the files tells of another training than the one that was done.",
+        summary="A run's run.yaml, manifest.json, metrics.jsonl or evaluation/after.json was changed after the run.",
+        why="The manifest notes the recipe, the seed and the hash of run.yaml at the start, and those of the numbers at "
+        "the end. Where they no longer go together, one of the files tells of another training than was done.",
         advice="Take the files back from a copy, or train again. A run that differs is asked for by words on the "
         "command line, not by an edited run.yaml.",
     ),

@@ -16,6 +16,7 @@ from tunebook.errors import DataError
 from tunebook.model.weights_fingerprint import recorded_in, weights_fingerprint
 from tunebook.record.atomic_files import atomic_write_json, read_json, sha256_file, sha256_text
 from tunebook.record.config_hash import config_hash
+from tunebook.record.metrics import METRICS_FILE
 from tunebook.record.provenance import (
     describe_code,
     describe_command,
@@ -23,9 +24,12 @@ from tunebook.record.provenance import (
     describe_hardware,
     shorten_paths,
 )
+from tunebook.record.run_folder import FINISHED, trained_outcome
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = 1  # raised when a key changes its meaning or goes away
+# What the run measured, noted by hash when it ends. Later evaluations (`tunebook eval`) write files of other names.
+RESULT_FILES = (METRICS_FILE, "evaluation/after.json")
 
 
 class RunState(Enum):
@@ -117,8 +121,13 @@ def finish_manifest(
     step: int | None = None,
     last_checkpoint: str | None = None,
 ) -> dict[str, Any]:
-    """Record how the run ended; `reason` is one sentence for people, needed for every state but finished."""
-    ended = _now()
+    """Record how the run ended; `reason` is one sentence for people, needed for every state but finished.
+
+    Whether training stopped early, and of which step its model is, is taken from what the ranks said.
+    """
+    ended, trained = _now(), trained_outcome(folder)
+    if reason is None and trained is not None and trained.reason != FINISHED:
+        reason = trained.reason
     started = datetime.fromisoformat(read_manifest(folder)["status"]["started"])
     status = {
         "state": state.name,
@@ -127,9 +136,23 @@ def finish_manifest(
         "ended": ended.isoformat(timespec="seconds"),
         "seconds": round((ended - started).total_seconds(), 1),
         "step": step,
+        "best_step": trained.best_step if trained is not None else None,
         "last_checkpoint": last_checkpoint,
     }
-    return update_manifest(folder, {"status": status})
+    files = [name for name in RESULT_FILES if (folder / name).is_file()]
+    return update_manifest(
+        folder, {"status": status, "files_sha256": {name: sha256_file(folder / name) for name in files}}
+    )
+
+
+def changed_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
+    """What is not as it was when the run ended, by name; older manifests note nothing to compare with."""
+    if manifest["status"]["state"] == RunState.running.name:  # taken up again, and what was noted is of before
+        return []
+    noted: dict[str, str] = manifest.get("files_sha256") or {}
+    return [
+        name for name, sha256 in noted.items() if not (folder / name).is_file() or sha256_file(folder / name) != sha256
+    ]
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -27,11 +27,14 @@ class Status(Section):
 
     state: Literal["running", "finished", "stopped", "failed", "invalid"]
     exit_code: int | None
-    reason: str | None = Field(description="one sentence; for every state but running and finished")
+    reason: str | None = Field(description="one sentence; for every state but running, and finished at the last step")
     started: str = Field(description="ISO 8601, UTC")
     ended: str | None
     seconds: float | None
     step: int | None = Field(default=None, description="optimizer steps that were done")
+    best_step: int | None = Field(
+        default=None, description="that the weights in model/ are of, where the best were loaded; older runs lack it"
+    )
     last_checkpoint: str | None = None
 
 
@@ -129,6 +132,9 @@ class Manifest(BaseModel):
     command: list[str] = Field(description="that trains the same again; in older manifests what was typed")
     typed: list[str] | None = Field(default=None, description="the command line that led to it")
     start_up: StartUp | None = None
+    files_sha256: dict[str, str] | None = Field(
+        default=None, description="of what the run measured, by name, when it ended; older runs lack it"
+    )
 
 
 def check_manifest(manifest: dict[str, Any]) -> None:

@@ -1,8 +1,9 @@
 """`metrics.jsonl`: one JSON object per logged step, appended and flushed at once.
 
 A training line has `step, num_steps, loss, ...`, where the loss is the mean of the last `num_steps` steps, and a
-validation line `step, validation_loss, validation_tokens`. A run that is asked to stop between two logged steps logs
-those since the first of them, and goes on with fewer up to the second; `by_schedule` puts both together. The first
+validation line `step, validation_loss, validation_tokens`. The last step is logged whatever the schedule, and so is
+each step with a validation where training may stop early. A run that ends between two logged steps logs those since the
+first of them, and one that goes on logs fewer up to the second; `by_schedule` puts both together. The first
 training line after a save has `save_seconds`, for which training stood still; of the last save its record has it, with
 what was waited for at the end. A run that is killed loses at most the line it was writing; a run that goes on from a
 checkpoint appends to the same file.

@@ -26,7 +26,7 @@ from tunebook.record.page.curves import dash_of_run, loss_chart, other_charts, o
 from tunebook.record.page.details import batch_facts, choices, data_counts, data_sources, flatten, memory_bars
 from tunebook.record.page.evaluation import baseline_text, pair_samples, score_rows
 from tunebook.record.page.evaluations import compare_scores, failed_tasks, later_evaluations
-from tunebook.record.page.overview import build_overview, format_time
+from tunebook.record.page.overview import NO_RECIPE, build_overview, format_time, recipe_of
 from tunebook.record.page.predicted import build_prediction, draw_stack
 from tunebook.record.page.programs import program_lines
 from tunebook.record.page.start import start_bars
@@ -107,7 +107,7 @@ def render_comparison(records: Sequence[RunRecord]) -> str:
         "comparison.html.jinja",
         comparison=compare(records, names),
         scores=compare_scores(records),
-        recipes=sorted({record.folder.parent.name for record in records}),
+        recipes=sorted({recipe_of(record) or NO_RECIPE for record in records}),
         charts=overlaid_charts(records, names),
         dashes=[dash_of_run(index) for index in range(len(records))],
     )

@@ -20,6 +20,7 @@ from tunebook.errors import DoesNotFitError, RequestError, TunebookError, did_yo
 from tunebook.record.atomic_files import atomic_write_json, read_json
 
 LATEST = "latest"
+FINISHED = "finished"  # the reason of a rank that trained to the last step
 MINIMUM_FREE_GIB = 0.1  # room for metrics, manifest and report; checkpoints are planned for by the caller
 _RUN_NAME = re.compile(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\dZ(-\d{3,})?")
 _NUM_RUNS_LISTED = 8
@@ -128,11 +129,18 @@ class Outcome:
     reason: str
     step: int | None  # the last finished optimizer step
     last_checkpoint: str | None  # the last good one, relative to the run folder where it lies in it
+    best_step: int | None = None  # that the weights in `model/` are of, where the best were loaded
     time: float | None = None  # seconds since 1970; the rank that fails first says why, the others that it is gone
 
 
 def write_outcome(
-    folder: Path, rank: int, exit_code: int, reason: str, step: int | None = None, last_checkpoint: Path | None = None
+    folder: Path,
+    rank: int,
+    exit_code: int,
+    reason: str,
+    step: int | None = None,
+    last_checkpoint: Path | None = None,
+    best_step: int | None = None,
 ) -> None:
     """Record how this rank ended as `outcome-<rank>.json`."""
     checkpoint = None
@@ -140,8 +148,9 @@ def write_outcome(
         inside = last_checkpoint.is_relative_to(folder)
         checkpoint = str(last_checkpoint.relative_to(folder) if inside else last_checkpoint)
     outcome = Outcome(
-        rank=rank, exit_code=exit_code, reason=reason, step=step, last_checkpoint=checkpoint, time=time.time()
-    )
+        rank=rank, exit_code=exit_code, reason=reason, step=step, last_checkpoint=checkpoint, best_step=best_step,
+        time=time.time(),
+    )  # fmt: skip
     atomic_write_json(_outcome_file(folder, rank), asdict(outcome))
 
 
@@ -156,6 +165,12 @@ def read_outcomes(folder: Path, world_size: int) -> Outcome:
     if told.exit_code != 1 or told.time is None or not silent:
         return told
     return replace(told, reason=f"{silent[0].reason}. Rank {told.rank} says: {told.reason}")
+
+
+def trained_outcome(folder: Path) -> Outcome | None:
+    """What the first rank said of a training that came to its end; None where it has not."""
+    outcome = _read_outcome(folder, 0)
+    return outcome if outcome.exit_code == 0 else None
 
 
 def has_outcome(folder: Path) -> bool:

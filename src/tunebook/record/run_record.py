@@ -13,7 +13,7 @@ from yaml import YAMLError
 
 from tunebook.errors import DataError, RequestError
 from tunebook.record.atomic_files import read_json
-from tunebook.record.manifest import MANIFEST_FILE, read_manifest
+from tunebook.record.manifest import MANIFEST_FILE, changed_files, read_manifest
 from tunebook.record.metrics import METRICS_FILE, NOT_FINITE, by_schedule, is_training_line, read_metrics
 from tunebook.record.run_folder import is_run
 
@@ -43,6 +43,23 @@ class RunRecord:
         """How the run stands, from its manifest; empty without one."""
         status: dict[str, Any] = self.manifest["status"] if self.manifest else {}
         return status
+
+    @property
+    def model_step(self) -> int | None:
+        """Optimizer steps that the weights in `model/` have seen: fewer than were done where the best were loaded.
+
+        None where nobody noted it: earlier versions did not say which were the best.
+        """
+        loads_best = ((self.config or {}).get("training") or {}).get("load_best_at_end")
+        if loads_best and "best_step" not in self.status:
+            return None
+        best: int | None = self.status.get("best_step")
+        return best if best is not None else self.status.get("step")
+
+    @property
+    def changed_files(self) -> list[str]:
+        """What was measured and is not as it was when the run ended, by name."""
+        return changed_files(self.folder, self.manifest) if self.manifest is not None else []
 
     @property
     def first_invalid_step(self) -> int | None:

@@ -75,6 +75,22 @@ class StopOnRequest(TrainerCallback):
         self.saver.settle()
 
 
+class LogToTheEnd(TrainerCallback):
+    """Has the steps since the last logged one in a line too, wherever training ends: each step is in some line.
+
+    Early stopping is decided by a validation, after the step's own line would be written: so each of them has one.
+    """
+
+    def __init__(self, *, may_stop_early: bool) -> None:
+        self.may_stop_early = may_stop_early
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """After upstream's own callback, which decides what the step is followed by."""
+        is_last = control.should_training_stop or state.global_step >= state.max_steps
+        if is_last or (self.may_stop_early and control.should_evaluate):
+            control.should_log = True
+
+
 class Records(TrainerCallback):
     """Writes `metrics.jsonl` and drives the progress display on rank 0. Speeds leave out validation and saving."""
 

@@ -20,13 +20,22 @@ import torch
 from accelerate.utils import gather_object
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from tunebook.config.choices import PackingMode, Switch
+from tunebook.config.choices import Attention, PackingMode, Switch
 from tunebook.config.schema import RunConfig
 from tunebook.errors import InvalidTrainingError
 from tunebook.model.fp8_layers import plain_products
 from tunebook.parallel.trace import forget_parameter_order
 from tunebook.record.manifest import MANIFEST_FILE, update_manifest
-from tunebook.train.isolation import Isolation, Tolerance, compile_kernels, leaks, measure_isolation, tolerance
+from tunebook.train.isolation import (
+    LENGTHS,
+    LENGTHS_FOR_FLEX,
+    Isolation,
+    Tolerance,
+    compile_kernels,
+    leaks,
+    measure_isolation,
+    tolerance,
+)
 
 LEAK_PROBE_KEY = "leak_probe"  # in the manifest
 
@@ -67,11 +76,13 @@ class LeakProbe(TrainerCallback):
         vocab_size = self.trainer.model.config.get_text_config().vocab_size
         forward = TrainingForward(self.trainer)
         model = self.trainer.model_wrapped
+        is_flex = self.config.attention.implementation is Attention.flex_attention
+        lengths = LENGTHS_FOR_FLEX if is_flex else LENGTHS
         with torch.no_grad(), _in_evaluation_mode(model), _generators_kept(), plain_products(model):
             start = time.monotonic()
-            compile_kernels(forward)
+            compile_kernels(forward, lengths)
             middle = time.monotonic()
-            found = measure_isolation(forward, vocab_size)
+            found = measure_isolation(forward, vocab_size, lengths)
             forget_parameter_order(model)  # training has a backward pass too
         return found, middle - start, time.monotonic() - middle
 

@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,10 @@ from tunebook.record.disk import disk_full, is_disk_full
 from tunebook.record.files import PREPARED_FILE
 from tunebook.record.manifest import MANIFEST_FILE, update_manifest
 from tunebook.record.metrics import MetricsWriter, read_metrics
-from tunebook.record.run_folder import write_outcome
+from tunebook.record.run_folder import FINISHED, write_outcome
 from tunebook.record.start_up import StartClock
 from tunebook.train.arguments import row_multiple, tracker_environment, trainer_arguments
-from tunebook.train.callbacks import FiniteLoss, Records, StopOnRequest
+from tunebook.train.callbacks import FiniteLoss, LogToTheEnd, Records, StopOnRequest
 from tunebook.train.death import AGREED_ENDINGS
 from tunebook.train.leak_probe import LeakProbe
 from tunebook.train.progress import TrainingProgress
@@ -63,33 +64,43 @@ from tunebook.train.start_record import StartRecord
 from tunebook.train.trainer import RecipeTrainer
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How a training came to its end."""
+
+    reason: str = FINISHED
+    step: int | None = None  # optimizer steps done; None: as many as were logged
+    best_step: int | None = None  # that the weights in `model/` are of, where the best were loaded
+
+
 def run_rank(folder: Path, request: StopRequest, clock: StartClock | None = None) -> int:
     """Train in this process and write how it ended. `request` is listening already. Returns the exit code.
 
     `clock` has the phases of this process so far, where somebody has counted them.
     """
-    exit_code, reason = 0, "finished"
+    exit_code, ending = 0, Ending()
     try:
         with quiet_libraries(folder / "log.txt"):
-            train(folder, request, clock or StartClock())
+            ending = train(folder, request, clock or StartClock())
     except TunebookError as error:
-        exit_code, reason = error.exit_code, error.message
+        exit_code, ending = error.exit_code, Ending(reason=error.message)
     except KeyboardInterrupt:
-        exit_code, reason = StoppedError.exit_code, "interrupted twice: stopped without saving"
+        exit_code, ending = StoppedError.exit_code, Ending(reason="interrupted twice: stopped without saving")
     except BaseException as error:
         if is_disk_full(error):
-            exit_code, reason = DoesNotFitError.exit_code, f"{disk_full(folder).message}. {_last_good(folder)}"
+            exit_code = DoesNotFitError.exit_code
+            ending = Ending(reason=f"{disk_full(folder).message}. {_last_good(folder)}")
         else:
             traceback.print_exc()
-            exit_code, reason = 1, f"{type(error).__name__}: {error}"
-    _write_ending(folder, exit_code, reason)
+            exit_code, ending = 1, Ending(reason=f"{type(error).__name__}: {error}")
+    _write_ending(folder, exit_code, ending)
     if exit_code in AGREED_ENDINGS and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()  # waits for all ranks; one that failed alone just ends
     return exit_code
 
 
-def train(folder: Path, request: StopRequest, clock: StartClock) -> None:
-    """Compose nothing, decide nothing: run what `run.yaml` says.
+def train(folder: Path, request: StopRequest, clock: StartClock) -> Ending:
+    """Compose nothing, decide nothing: run what `run.yaml` says. Returns how that came to its end.
 
     Raises: StoppedError after a clean save on request; InvalidTrainingError for a loss that is not finite.
     """
@@ -102,6 +113,7 @@ def train(folder: Path, request: StopRequest, clock: StartClock) -> None:
     trainer = _build_trainer(config, plan, prepared, schedule, folder, clock)
     stopping = StopOnRequest(request, trainer.saver)
     trainer.add_callback(stopping)
+    trainer.add_callback(LogToTheEnd(may_stop_early=config.training.early_stopping_patience is not None))
     with MetricsWriter(folder) if trainer.args.process_index == 0 else nullcontext() as writer:
         trainer.add_callback(_records(config, trainer, writer))
         trainer.add_callback(FiniteLoss())  # after the records, so that the bad step is among them
@@ -119,6 +131,26 @@ def train(folder: Path, request: StopRequest, clock: StartClock) -> None:
             problem_id="stopped",
         )
     trainer.save_final_model(folder / "model")
+    return _told_ending(config, trainer)
+
+
+def _told_ending(config: RunConfig, trainer: RecipeTrainer) -> Ending:
+    """How a training ended that nobody stopped, told by the first rank where there is more to it than the last step."""
+    state, best = trainer.state, trainer.best_step
+    score = f"{state.best_metric:.4f}" if state.best_metric is not None else "not recorded"
+    model = f"model/ is checkpoint-{best} ({score})" if best is not None else None
+    reason = FINISHED
+    if state.global_step < state.max_steps:
+        patience = config.training.early_stopping_patience or 0
+        evaluations = "1 evaluation" if patience == 1 else f"{patience} evaluations"
+        reason = (
+            f"stopped early after step {state.global_step}: no better validation loss in {evaluations}; "
+            f"{model or f'the best was {score}, and model/ is that of the last step'}"
+        )
+    text = reason if reason != FINISHED else model and f"{model}, the best by validation loss"
+    if text is not None and trainer.args.process_index == 0:
+        print(text, flush=True)
+    return Ending(reason=reason, step=state.global_step, best_step=best)
 
 
 def _resumed(config: RunConfig, trainer: RecipeTrainer, folder: Path) -> Path | None:
@@ -276,7 +308,7 @@ def nccl_version() -> str | None:
     return ".".join(map(str, version))
 
 
-def _write_ending(folder: Path, exit_code: int, reason: str) -> None:
+def _write_ending(folder: Path, exit_code: int, ending: Ending) -> None:
     rank = int(os.environ.get("RANK", "0"))
     try:
         steps = [line["step"] for line in read_metrics(folder)]
@@ -284,9 +316,10 @@ def _write_ending(folder: Path, exit_code: int, reason: str) -> None:
             folder,
             rank=rank,
             exit_code=exit_code,
-            reason=reason,
-            step=max(steps, default=None),
+            reason=ending.reason,
+            step=ending.step if ending.step is not None else max(steps, default=None),
+            best_step=ending.best_step,
             last_checkpoint=newest_checkpoint(folder),
         )
     except OSError as error:  # a full disk, or a folder that was removed: the exit code still tells the launcher
-        print(f"rank {rank} cannot write down how it ended ({error}): {reason}", file=sys.stderr)
+        print(f"rank {rank} cannot write down how it ended ({error}): {ending.reason}", file=sys.stderr)

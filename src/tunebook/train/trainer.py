@@ -4,7 +4,8 @@ Overridden (a test pins the signatures): `get_train_dataloader` (our sampler dec
 `evaluate` (validation loss weighted by tokens; upstream averages over batches of different size),
 `compute_loss` and `log` (upstream waits for every GPU after each forward pass, for three numbers that are logged),
 `compute_loss_context_manager` (accelerate runs FSDP2 without autocast), `_save_checkpoint`, `_get_output_dir`,
-`_push_from_checkpoint` and `_load_best_model` (checkpoints are complete or not there, and verified before a load).
+`_push_from_checkpoint` and `_load_best_model` (checkpoints are complete or not there, and verified before a load),
+`create_model_card` (upstream's knows nothing of the run, and takes the folder of the checkpoints for a model).
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class RecipeTrainer(SFTTrainer):
         self.row_multiple = row_multiple  # in tokens
         self.has_one_pass_head = has_one_pass_head  # see `one_pass_head`
         self.saver = saver
+        self.best_step: int | None = None  # of the checkpoint that was loaded at the end, where the best one was
         self._totals = TokenTotals()
         self._is_saving = False
         self._is_universal = False  # whether what is loaded was made for another number of ranks
@@ -192,6 +194,11 @@ class RecipeTrainer(SFTTrainer):
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Not while it is being written: see `_upload`."""
 
+    def create_model_card(  # type: ignore[override]  # as TRL's
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        """Not upstream's: `tunebook export` writes one of what the run has recorded."""
+
     def _upload(self, checkpoint: Path) -> None:
         """Upload a checkpoint that is complete. Upstream tells the hub the step that training is at."""
         now = self.state.global_step
@@ -240,6 +247,7 @@ class RecipeTrainer(SFTTrainer):
         self.state.best_model_checkpoint = str(self.loadable(best))
         super()._load_best_model()
         self.state.best_model_checkpoint = str(best)
+        self.best_step = step_of(best)
 
     def save_final_model(self, folder: Path) -> None:
         """Write the trained model as one Hugging Face folder, gathered from all ranks: all of it, or nothing.

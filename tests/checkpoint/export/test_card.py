@@ -55,6 +55,38 @@ def test_header_and_table_of_the_run(card: Any, run: Path) -> None:
     assert "None was made of these weights." in text
 
 
+def test_the_best_model_is_of_its_own_step_and_loss(layouts: Any, run: Path, export: Any) -> None:
+    lines: list[dict[str, Any]] = []
+    for step, validation in ((1, 9.0), (2, 7.0), (3, 8.0)):
+        lines += [{"step": step, "loss": 4.0 - step}, {"step": step, "validation_loss": validation}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    manifest = json.loads((run / "manifest.json").read_text())
+    manifest["status"]["best_step"] = 2
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    write_evaluation(run, "before", "base", 0.1)
+    write_evaluation(run, "after", "model", 0.9)
+    last = layouts.write_checkpoint(run, "whole", step=3)
+    layouts.write_checkpoint(run, "whole", step=2).rename(run / "model")
+    exported = export(run).folder
+    text = (exported / "README.md").read_text()
+    assert "| steps | 2, the best by validation loss of the 3 that were trained |" in text
+    assert "| validation loss | 7.0000 at step 2 |" in text
+    assert "| loss | 3.0000 at step 1, 2.0000 at step 2 |" in text
+    assert "| exported from | model (whole safetensors), step 2 |" in text
+    assert json.loads((exported / "tunebook.json").read_text())["step"] == 2
+    assert "0.9000" in text
+    of_the_last = (export(run, checkpoint=str(last)).folder / "README.md").read_text()
+    assert "None was made of these weights." in of_the_last  # what was evaluated is the best
+
+
+def test_a_run_without_a_recipe_is_called_by_its_model(card: Any, run: Path) -> None:
+    manifest = json.loads((run / "manifest.json").read_text()) | {"recipe": None, "title": ""}
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    text = (run / "run.yaml").read_text()
+    (run / "run.yaml").write_text(text.replace("recipe: tiny", "recipe: null"))
+    assert "\n# tiny, fine-tuned\n" in card(3)  # the folder of the base model
+
+
 def test_evaluations_of_these_weights_only(card: Any, run: Path) -> None:
     write_evaluation(run, "before", "base", 0.1)
     write_evaluation(run, "after", "model", 0.9)

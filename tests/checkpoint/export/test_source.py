@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,25 @@ def test_the_newest_complete_checkpoint_is_taken_where_there_is_no_model(layouts
     assert source.record is not None and source.record.identity.config_sha256 == layouts.CONFIG_SHA256
     (run / "checkpoints" / "checkpoint-10" / "complete.json").unlink()
     assert choose_source(read_run(run), None).step == 9
+
+
+@pytest.mark.parametrize(
+    ("loads_best", "status", "step"),
+    [(False, {}, 3), (True, {}, None), (True, {"best_step": None}, 3), (True, {"best_step": 2}, 2)],
+    ids=["last", "older", "none_better", "best"],
+)
+def test_the_model_is_of_the_step_that_was_loaded_at_the_end(
+    layouts: Any, run: Path, loads_best: bool, status: dict[str, Any], step: int | None
+) -> None:
+    file = run / "run.yaml"
+    file.write_text(file.read_text().replace("load_best_at_end: false", f"load_best_at_end: {loads_best}".lower()))
+    manifest = json.loads((run / "manifest.json").read_text())
+    manifest["status"] |= status
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    layouts.write_checkpoint(run, "whole", step=2).rename(run / "model")
+    for named in (None, str(run / "model")):
+        source = choose_source(read_run(run), named)
+        assert (source.name_in(run), source.step) == ("model", step)
 
 
 def test_a_step_a_name_and_a_path_mean_the_same(layouts: Any, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from tunebook.record.page.overview import build_overview, describe_machine, format_time, speed_unit, state_of
+from tunebook.record.page.overview import (
+    NO_RECIPE,
+    build_overview,
+    describe_machine,
+    format_time,
+    speed_unit,
+    state_of,
+)
 from tunebook.record.page.summary import summarise
+from tunebook.record.report import render_comparison
 from tunebook.record.run_record import RunRecord, read_run
 
 
@@ -81,6 +89,38 @@ def test_a_run_took_as_long_as_all_of_its_attempts(make_run, earlier: list[float
     facts = dict(build_overview(record, summarise(record)).facts)
     assert facts["Took"] == took
     assert facts["Started"] == ("20 November 2026, 07:00 UTC" if earlier else "21 November 2026, 07:18 UTC")
+
+
+def test_an_early_stop_and_the_best_model_are_among_the_facts(make_run) -> None:
+    record = read_run(make_run(num_steps=6))
+    assert record.manifest is not None
+    told = "stopped early after step 6: no better validation loss in 1 evaluation; model/ is checkpoint-3 (10.1723)"
+    record.manifest["status"] |= {"reason": told, "step": 6, "best_step": 3}
+    facts = dict(build_overview(record, summarise(record)).facts)
+    assert facts["Optimizer steps"] == f"6 of 240; {told}"
+    record.manifest["status"]["reason"] = None
+    facts = dict(build_overview(record, summarise(record)).facts)
+    assert facts["Optimizer steps"] == "6 of 240; model/ is checkpoint-3, the best by validation loss"
+
+
+def test_no_recipe_is_made_up_of_a_folders_name(make_run) -> None:
+    record = read_run(make_run())
+    assert record.manifest is not None and record.config is not None
+    record.manifest["recipe"], record.config["title"] = None, ""
+    overview = build_overview(record, summarise(record))
+    assert dict(overview.facts)["Recipe"] == NO_RECIPE == "none (own model and data)"
+    assert overview.title == "book:recipes/example/model on train.jsonl"
+    record.manifest["model"]["name"] = "~/models/mine"
+    assert build_overview(record, summarise(record)).title == "mine on train.jsonl"
+    page = render_comparison([record, read_run(make_run("2026-11-21T07-18-06Z"))])
+    assert "<h1>2 runs of example, none (own model and data)</h1>" in page
+
+
+def test_a_run_that_was_edited_says_so_above_everything(make_run) -> None:
+    record = read_run(make_run())
+    assert record.manifest is not None
+    record.manifest["files_sha256"] = {"metrics.jsonl": "0" * 64}
+    assert banner(record).startswith("metrics.jsonl was changed after the run: it has not the hash")
 
 
 def test_a_run_on_a_cpu_has_ranks_whatever_gpus_are_beside_it(make_run) -> None:

@@ -49,7 +49,7 @@ def card(origin: ExportOrigin, config: RunConfig, record: RunRecord) -> str:
     """The model card as Markdown with the hub's header."""
     parts = [
         _header(origin, config),
-        f"# {record.manifest['title'] if record.manifest and record.manifest.get('title') else origin.recipe}",
+        f"# {(record.manifest or {}).get('title') or origin.recipe or _untitled(config)}",
         _what(origin, config),
         "## Use\n\n" + _use(origin, config),
         "## Data\n\n" + _table(_data(config, record)),
@@ -58,6 +58,11 @@ def card(origin: ExportOrigin, config: RunConfig, record: RunRecord) -> str:
         "## Where it comes from\n\n" + _provenance(origin, record),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _untitled(config: RunConfig) -> str:
+    """What a run without a recipe is called."""
+    return f"{_name(config)}, fine-tuned"
 
 
 def _header(origin: ExportOrigin, config: RunConfig) -> str:
@@ -101,9 +106,14 @@ def _what(origin: ExportOrigin, config: RunConfig) -> str:
     return " ".join(lines)
 
 
-def _base(config: RunConfig) -> str:
+def _name(config: RunConfig) -> str:
+    """The base model's name, or that of its folder."""
     path = config.model.path or ""
-    name = config.model.name or (path.removeprefix(BOOK_PREFIX) if path.startswith(BOOK_PREFIX) else Path(path).name)
+    return config.model.name or (path.removeprefix(BOOK_PREFIX) if path.startswith(BOOK_PREFIX) else Path(path).name)
+
+
+def _base(config: RunConfig) -> str:
+    name = _name(config)
     revision = f" at {config.model.revision}" if config.model.revision else ""
     if config.model.weights is Weights.random:
         return f"the architecture of {name} with random weights"
@@ -172,7 +182,8 @@ def _training(origin: ExportOrigin, config: RunConfig, record: RunRecord) -> lis
         tokens = f", {batch['tokens_per_step']:,.0f} tokens on average" if batch.get("tokens_per_step") else ""
         rows.append(("batch", f"{batch['documents_per_step']:g} documents an optimizer step{tokens}"))
     total = batch.get("total_steps")
-    rows.append(("steps", f"{_step(origin)} of {total}" if total else _step(origin)))
+    steps = f"{_step(origin)} of {total}" if total else _step(origin)
+    rows.append(("steps", steps + _of_the_best(origin, record)))
     rows.append(("longest document", f"{config.training.max_length} tokens, packing {config.packing.mode.name}"))
     rows.append(("optimizer", f"{config.optimizer.name.name}, learning rate {config.optimizer.learning_rate:g}"))
     rows.append(("schedule", _schedule(config)))
@@ -193,12 +204,20 @@ def _training(origin: ExportOrigin, config: RunConfig, record: RunRecord) -> lis
     return rows
 
 
+def _of_the_best(origin: ExportOrigin, record: RunRecord) -> str:
+    """Why the model at the end is not that of the last step, where it is not."""
+    done = record.status.get("step")
+    if origin.source != _FINAL or origin.step is None or record.status.get("best_step") is None:
+        return ""
+    return f", the best by validation loss of the {done} that were trained"
+
+
 def _step(origin: ExportOrigin) -> str:
     return str(origin.step) if origin.step is not None else "not recorded"
 
 
 def _is_seen(line: dict[str, Any], origin: ExportOrigin) -> bool:
-    return origin.step is None or int(line["step"]) <= origin.step
+    return origin.step is not None and int(line["step"]) <= origin.step
 
 
 def _hardware(record: RunRecord) -> str:
@@ -235,7 +254,7 @@ def _evaluation(origin: ExportOrigin, record: RunRecord) -> str:
 
 def evaluations(origin: ExportOrigin, record: RunRecord) -> list[dict[str, Any]]:
     """The evaluations of the very weights that are exported, and of the base model before training."""
-    last = record.status.get("step") if record.status.get("state") == "finished" else None
+    last = record.model_step if record.status.get("state") == "finished" else None
     is_final = origin.source == _FINAL or (last is not None and origin.step == last)
     theirs = (origin.source, _FINAL) if is_final else (origin.source,)
     found = [item for item in record.evaluations if item.get("model") in theirs]

@@ -29,7 +29,7 @@ class Source:
     """A folder of a run with weights."""
 
     folder: Path
-    step: int | None  # optimizer steps done
+    step: int | None  # optimizer steps that the weights have seen
     record: CheckpointRecord | None  # of a checkpoint
 
     def name_in(self, run: Path) -> str:
@@ -42,14 +42,14 @@ def choose_source(run: RunRecord, checkpoint: str | None) -> Source:
     if checkpoint is None:
         model = run.folder / MODEL_FOLDER
         if holds_model(model):
-            return Source(folder=model, step=run.status.get("step"), record=None)
+            return Source(folder=model, step=run.model_step, record=None)
         newest = newest_checkpoint(run.folder)
         if newest is None:
             raise _nothing_in(run.folder)
         return _checkpoint(newest)
     folder = _named(run.folder, checkpoint)
     if folder == run.folder / MODEL_FOLDER:
-        return Source(folder=folder, step=run.status.get("step"), record=None)
+        return Source(folder=folder, step=run.model_step, record=None)
     return _checkpoint(folder)
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from tunebook.config.choices import Generation
@@ -21,6 +22,9 @@ _STATE_WORDS = {
     "running": "not ended",
     "unknown": "no manifest",
 }
+
+
+NO_RECIPE = "none (own model and data)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +52,8 @@ class Overview:
 def build_overview(record: RunRecord, summary: Summary) -> Overview:
     """Put the head of the report together from whatever was recorded."""
     state = state_of(record)
-    title = (record.config or {}).get("title") or record.folder.parent.name
     return Overview(
-        title=title,
+        title=(record.config or {}).get("title") or recipe_of(record) or _untitled(record.manifest),
         name=record.name,
         state=state,
         state_word=_STATE_WORDS[state],
@@ -73,6 +76,12 @@ def state_word(record: RunRecord) -> str:
 
 def explain_state(record: RunRecord, summary: Summary) -> list[str]:
     """What a reader must know before using the numbers of a run that did not simply finish."""
+    changed = [f"{name} was changed after the run: it has not the hash that the manifest notes, so its numbers may "
+               "not be those that were measured." for name in record.changed_files]  # fmt: skip
+    return [*changed, *_explain_end(record, summary)]
+
+
+def _explain_end(record: RunRecord, summary: Summary) -> list[str]:
     state, status = state_of(record), record.status
     if state == "finished":
         return []
@@ -146,11 +155,8 @@ def describe_machine(record: RunRecord) -> str:
 def _facts(record: RunRecord, summary: Summary) -> list[tuple[str, str]]:
     status, manifest, plan = record.status, record.manifest or {}, record.plan or {}
     first_attempt = [*(manifest.get("earlier_attempts") or []), status][0]
-    steps = "none logged" if summary.num_steps is None else str(summary.num_steps)
-    if summary.num_steps is not None and summary.num_planned_steps:
-        steps = f"{summary.num_steps:,} of {summary.num_planned_steps:,}"
     facts = [
-        ("Recipe", str(manifest.get("recipe") or record.folder.parent.name)),
+        ("Recipe", recipe_of(record) or NO_RECIPE),
         ("Model", _describe_model(manifest)),
         ("Hardware", describe_machine(record)),
         ("Strategy", _strategy(record.config)),
@@ -158,13 +164,44 @@ def _facts(record: RunRecord, summary: Summary) -> list[tuple[str, str]]:
             "Precision, attention, packing",
             ", ".join(str(plan[key]) for key in ("precision", "attention", "packing") if plan.get(key)),
         ),
-        ("Optimizer steps", steps),
+        ("Optimizer steps", _steps(record, summary)),
         ("Tokens trained on", format_count(summary.num_tokens) if summary.num_tokens else "not recorded"),
         ("Started", format_time(first_attempt.get("started"))),
         ("Took", describe_duration(summary)),
         ("Exit code", _exit_code(status)),
     ]
     return [(name, value or "not recorded") for name, value in facts]
+
+
+def recipe_of(record: RunRecord) -> str | None:
+    """A run's recipe: of one without a manifest the folder that recipes' runs are in; None for one without a recipe."""
+    if record.manifest is None or "recipe" not in record.manifest:
+        return record.folder.parent.name
+    recipe: str | None = record.manifest["recipe"]
+    return recipe
+
+
+def _untitled(manifest: dict[str, Any] | None) -> str:
+    """A run without a recipe by its model and its data; the paths' last names say enough."""
+    found = manifest or {}
+    model = str((found.get("model") or {}).get("name") or "a model")
+    sources = (found.get("dataset") or {}).get("records") or []
+    names = [str(source.get("location") or source.get("name") or "") for source in sources]
+    data = ", ".join(Path(name).name for name in names if name)
+    model = Path(model).name if model.startswith(("/", "~")) else model
+    return f"{model} on {data}" if data else model
+
+
+def _steps(record: RunRecord, summary: Summary) -> str:
+    if summary.num_steps is None:
+        return "none logged"
+    planned, status = summary.num_planned_steps, record.status
+    steps = f"{summary.num_steps:,} of {planned:,}" if planned else str(summary.num_steps)
+    if status.get("state") == "finished" and status.get("reason"):
+        return f"{steps}; {status['reason']}"
+    if (best := status.get("best_step")) is not None:
+        return f"{steps}; model/ is checkpoint-{best}, the best by validation loss"
+    return steps
 
 
 def describe_duration(summary: Summary) -> str:
