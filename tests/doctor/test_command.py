@@ -13,6 +13,7 @@ from rich.console import Console
 
 from tunebook.doctor import command, storage
 from tunebook.doctor.command import doctor_command
+from tunebook.doctor.pci import PciGpu
 from tunebook.doctor.probes import Probe
 from tunebook.explain import all_ids
 from tunebook.hardware.detect import Machine
@@ -31,6 +32,11 @@ TOKENIZER = {
                  "leading_bos": 0, "leading_bos_if_added": 0},
 }  # fmt: skip
 
+NOT_LOADED = (
+    "it ended with exit code 9: NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. Make "
+    "sure that the latest NVIDIA driver is installed and running."
+)
+
 
 class Host:
     """What the parts of a machine answer; four H200 without fault."""
@@ -42,6 +48,7 @@ class Host:
         self.topology = SmiAnswer(text=(TOPOLOGIES / "h100x8.txt").read_text(), problem=None)
         self.bandwidth = measured(360.0)
         self.listing = SmiAnswer(text=None, problem="there is no nvidia-smi", is_absent=True)
+        self.on_bus: list[PciGpu] = []
         self.asked: list[str] = []
 
     def probe(self, name: str, **_: Any) -> Probe:
@@ -64,6 +71,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     monkeypatch.setattr(command, "run_probe", host.probe)
     monkeypatch.setattr(command, "detect_machine", host.detect)
     monkeypatch.setattr(command, "ask_nvidia_smi", lambda *_: host.listing)
+    monkeypatch.setattr(command, "gpus_on_bus", lambda: host.on_bus)
     monkeypatch.setattr(command, "ask_topology", lambda: host.topology)
     monkeypatch.setattr(command, "measure_bandwidth", host.measure)
     monkeypatch.setattr(command, "ask_tokenizer", lambda config: Probe(facts=TOKENIZER, problem=None))
@@ -175,6 +183,18 @@ def test_an_nvidia_smi_without_an_nvml_is_listened_to(host: Host, as_json: Any) 
     host.listing = SmiAnswer(text="GPU 0: NVIDIA H200 (UUID: GPU-1)", problem=None)
     code, said = as_json()
     assert (code, levels(said)["nvidia-smi"]) == (2, "error")
+
+
+def test_a_gpu_on_the_bus_whose_driver_does_not_answer(host: Host, as_json: Any) -> None:
+    host.machine = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0, notes=["no NVIDIA driver answers"])
+    host.torch = Probe(facts=CPU_TORCH, problem=None)
+    host.listing = SmiAnswer(text=None, problem=NOT_LOADED)
+    code, said = as_json()
+    assert (code, levels(said)["gpus-found"]) == (0, "ok")
+    host.on_bus = [PciGpu(address="0000:3b:00.0", driver=None)]
+    code, said = as_json()
+    assert (code, levels(said)["driver-silent"]) == (2, "error")
+    assert "gpus-found" not in levels(said)
 
 
 def test_what_does_not_compose_is_a_finding_beside_those_of_the_machine(host: Host, as_json: Any) -> None:

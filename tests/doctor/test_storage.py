@@ -85,6 +85,45 @@ def test_free_space_at_its_thresholds(needed: int, free: int, level: Level) -> N
     assert disk([space(needed)], free).level is level
 
 
+def spaces_of(*words: str) -> list[Space]:
+    config = resolved("qwen3b_zero2", "parallelism=ddp", *words)
+    return [checkpoint_space(config, Path("/a")), hub_space(config, Path("/b"))]
+
+
+@pytest.mark.parametrize(
+    ("words", "free", "offered"),
+    [
+        # Bytes a parameter: 4 of the model at the end, 12 of a checkpoint, 2 of the download
+        ((), 30 * P, "training.keep_checkpoints=1, with which 86.22 GiB are needed; or another disk: "),
+        ((), 30 * P - 1, "training.save_every_steps=null (nothing to resume from), with which 17.24 GiB are needed; "),
+        ((), 6 * P - 1, "another disk: outputs=FOLDER (115 GiB), HF_HOME=FOLDER in front of the command (5.748 GiB); "
+         "training.save_every_steps=null (nothing to resume from) still needs 17.24 GiB"),
+        (("training.save_every_steps=null",), 6 * P - 1, "another disk: outputs=FOLDER (11.5 GiB), HF_HOME=FOLDER "),
+        (("training.keep_checkpoints=1",), 30 * P - 1, "training.save_every_steps=null (nothing to resume from), "),
+        (("training.load_best_at_end=true",), 30 * P - 1, "another disk: outputs=FOLDER (115 GiB), HF_HOME=FOLDER in "
+         "front of the command (5.748 GiB); training.keep_checkpoints=1 still needs 86.22 GiB"),
+    ],
+    ids=["one", "none", "too_small", "already_none", "already_one", "best"],
+)  # fmt: skip
+def test_less_is_offered_only_where_all_of_it_fits_then(words: tuple[str, ...], free: int, offered: str) -> None:
+    found = disk(spaces_of(*words), free)
+    assert found.level is Level.error
+    assert found.fix is not None and found.fix.startswith(offered)
+
+
+def test_what_is_offered_then_fits() -> None:
+    assert disk(spaces_of("training.keep_checkpoints=1"), 30 * P).level is not Level.error
+    assert disk(spaces_of("training.save_every_steps=null"), 6 * P).level is not Level.error
+
+
+def test_what_takes_the_space_is_looked_for_on_the_disk_of_the_folder() -> None:
+    """`du -x` stays on the disk of the folder that it is given, so `/` shows nothing of another one."""
+    other = Space(purpose="run folders", folder=Path("/proc/self"), needed=0)
+    assert disk([other], 0).fix == "free some space: du -xhd1 /proc | sort -h"
+    on_root = [Space(purpose="run folders", folder=Path("/"), needed=0), hub_space(None, Path("/"))]
+    assert disk(on_root, 0).fix == "free some space: du -xhd1 / | sort -h, docker system df, hf cache ls"
+
+
 def test_what_goes_to_the_same_disk_is_added_up(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     spaces = [

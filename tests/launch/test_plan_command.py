@@ -88,7 +88,7 @@ def test_every_recipe_has_a_whole_plan(as_json: Any, recipe: str) -> None:
     time = plan["time"]
     assert set(time) == {
         "tokens_per_second_per_gpu", "tokens_per_second", "tokens", "hours", "gpu_hours", "efficiency", "peak_tflops",
-        "assumption",
+        "assumption", "least_hours", "most_tokens_per_second",
     }  # fmt: skip
     assert (time["tokens_per_second"] is None) == time["assumption"].startswith("not estimated: ")
     assert all(set(choice) == {"key", "value", "why"} for choice in plan["choices"])

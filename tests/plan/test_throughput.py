@@ -313,6 +313,29 @@ def test_where_nothing_comparable_was_measured_it_says_why(key: str, value: Any,
     assert time.tokens is not None  # which has nothing to do with the speed
 
 
+@pytest.mark.parametrize("strategy", [Strategy.fsdp, Strategy.hsdp], ids=["fsdp", "hsdp"])
+def test_several_nodes_are_bound_by_one_node_with_all_of_their_gpus(strategy: Strategy) -> None:
+    several = qwen_3b(parallelism=FsdpConfig(strategy=strategy), hardware__num_nodes=2, gpus=4, strategy=strategy)
+    batch = batch_of(several)
+    time = plan_time(several, batch)
+    one = plan_time(qwen_3b(strategy=Strategy.fsdp, gpus=8), batch)
+    assert one.hours is not None
+    assert (time.least_hours, time.most_tokens_per_second) == (one.hours, one.tokens_per_second)
+    assert (time.hours, time.gpu_hours, time.tokens_per_second, time.efficiency) == (None, None, None, None)
+    assert "at most 140,624 tokens/s in all, as if the 8 GPUs were in one node: what the links" in time.assumption
+    assert f"at least {one.hours:.3g} hours" in time.assumption
+    endless = plan_time(several, batch_of(several, total_steps=None))
+    assert (endless.least_hours, "at least" in endless.assumption) == (None, False)
+    assert "at most 140,624 tokens/s in all" in endless.assumption
+
+
+def test_several_nodes_have_no_bound_where_one_has_no_estimate() -> None:
+    two_nodes = {"hardware__num_nodes": 2, "peft__method": PeftMethod.qlora}
+    time = timed(qwen_3b(strategy=Strategy.zero2, gpus=8, **two_nodes))
+    assert (time.least_hours, time.most_tokens_per_second) == (None, None)
+    assert time.assumption == "not estimated: no speed was measured with a quantised base (peft=qlora)"
+
+
 def test_fp32_without_tf32_is_measured() -> None:
     small = resolved("qwen05b_single", *H200, "precision=fp32", "precision.tf32=disabled")
     time = timed(small, attended_length=640.0)
@@ -340,9 +363,23 @@ def test_tokens_of_a_run() -> None:
     assert tokens_of_the_run(config, budget) == 500 * 32_768
 
 
+def test_generated_documents_have_steps_tokens_and_hours() -> None:
+    config = resolved("qwen05b_single", *H200, "dataset=synthetic", "dataset.max_documents=10560")
+    batch = solve_batch(config, None)
+    # 10,560 documents in steps of 528, three times
+    assert (batch.num_documents, batch.steps_per_epoch, batch.total_steps) == (10_560, 20, 60)
+    time = plan_time(config, batch)
+    assert time.tokens == pytest.approx(60 * 223_636, rel=1e-5)
+    assert time.tokens_per_second is not None
+    assert time.hours == pytest.approx(60 * 223_636 / time.tokens_per_second / 3600, rel=1e-5)
+
+
 def test_json_is_rounded_and_keeps_what_is_not_known() -> None:
     time = TimePlan(tokens_per_second=1234.5678, hours=0.123456, tokens=1e6, efficiency=0.33333, assumption="a")
     assert time.to_json() == {
         "tokens_per_second_per_gpu": None, "tokens_per_second": 1234.6, "tokens": 1_000_000, "hours": 0.123,
-        "gpu_hours": None, "efficiency": 0.3333, "peak_tflops": None, "assumption": "a",
+        "gpu_hours": None, "efficiency": 0.3333, "peak_tflops": None, "least_hours": None,
+        "most_tokens_per_second": None, "assumption": "a",
     }  # fmt: skip
+    bound = TimePlan(least_hours=0.86123, most_tokens_per_second=5285.67, assumption="a").to_json()
+    assert (bound["least_hours"], bound["most_tokens_per_second"], bound["hours"]) == (0.861, 5285.7, None)

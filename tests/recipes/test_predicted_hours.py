@@ -66,8 +66,12 @@ def test_the_same_run_packed_on_v100_and_on_h200() -> None:
 
 
 def test_13_5_hours_on_2_nodes_of_8_a100() -> None:
-    assert planned("llama2_70b_fsdp").assumption == (
-        "not estimated: no speed was measured on several nodes, and their links decide it"
+    asked = planned("llama2_70b_fsdp")
+    assert (asked.hours, asked.tokens_per_second, asked.tokens_per_second_per_gpu) == (None, None, None)
+    assert asked.assumption.startswith(
+        "not estimated: no speed was measured on several nodes, and their links decide it; at least 0.861 hours, at "
+        "most 5,285 tokens/s in all, as if the 16 GPUs were in one node: what the links between nodes cost is not "
+        "counted; assumed: the share of its peak that one H200 with 12 layers of Llama 3 8B"
     )
     flops = 8 * 68_976_648_192 + 8 * 80 * 8192 * 2048
     computing = 2048 * flops / (312e12 * WIDE_SHARE * RECOMPUTED)
@@ -76,6 +80,8 @@ def test_13_5_hours_on_2_nodes_of_8_a100() -> None:
     together = planned("llama2_70b_fsdp", "hardware.num_nodes=1", "hardware.gpus_per_node=16", "launcher=local")
     assert together.tokens == 500 * 32_768
     assert together.hours == pytest.approx(500 * (computing + lost) / 3600, rel=2e-3) == pytest.approx(0.861, abs=0.001)
+    assert asked.least_hours == together.hours  # the bound is the speed of one node with all GPUs
+    assert asked.most_tokens_per_second == pytest.approx(16 * 2048 / (computing + lost), rel=2e-3)
     text = card("llama2_70b_fsdp")
     assert "it would be 0.86 hours: 6.2 s for each of the 500 steps, where the source took 97 s" in text
     assert round(13.5 * 3600 / 500) == 97

@@ -91,8 +91,10 @@ class Costs:
         """The arithmetic in words, for strategies of these names."""
         kinds = 3 if self.trains_all else 2
         operations = self.operations_per_token * self.num_parameters * self.tokens_per_pass / _TERA
-        ratio = kinds * self.passes_per_step / (self.passes_per_step + 1)
-        times = f"{ratio:.3g} times what {kept} moves a step" if self.trains_all else f"{kept} moves an adapter only"
+        times = f"{kept} moves an adapter only"
+        if self.trains_all:
+            ratio = self.passes_per_step * self.gathered_bytes_per_pass / self.kept_bytes_per_step
+            times = f"{ratio:.3g} times what {kept} moves a step"
         return (
             f"{gathered} moves {kinds} x {self.num_parameters / 1e9:.3g}e9 parameters x {self.element_bytes} bytes x "
             f"{self.num_gpus - 1}/{self.num_gpus} = {self.gathered_bytes_per_pass / _GB:.3g} GB through each GPU in a "

@@ -23,6 +23,7 @@ from tunebook.doctor.collectives.run import Bandwidth, measure_bandwidth
 from tunebook.doctor.findings import Finding, Kind, exit_code_of, finding_of, finding_of_error
 from tunebook.doctor.gpus import look_at_gpus
 from tunebook.doctor.links import look_at_bandwidth, look_at_topology, not_measured, why_not_measured
+from tunebook.doctor.pci import gpus_on_bus
 from tunebook.doctor.probes import Probe, run_probe
 from tunebook.doctor.remembered import remember
 from tunebook.doctor.show import show_findings
@@ -113,7 +114,8 @@ def diagnose(
     found = Diagnosis()
     # Where NVML did not answer nvidia-smi, which asks it, would not either.
     listing = ask_nvidia_smi("-L") if health.problem is None and machine.driver is None else None
-    found.findings += look_at_gpus(machine, (health.facts or {"gpus": []})["gpus"], health.problem, listing)
+    gpus = (health.facts or {"gpus": []})["gpus"]
+    found.findings += look_at_gpus(machine, gpus, health.problem, listing, gpus_on_bus())
     found.findings += look_at_software(machine, config, torch)
     _look_at_links(found, machine, request, torch, say, is_measured=is_measured, cpu_ranks=cpu_ranks)
     is_one_node = config is not None and config.hardware.num_nodes == 1  # which communicates without cards

@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tunebook.doctor.findings import Finding, Kind, Level, listed
+from tunebook.doctor.pci import PciGpu, without_answer
 from tunebook.hardware.detect import VISIBLE_VARIABLE, Machine
 from tunebook.hardware.generations import OLDEST_SUPPORTED, capability_text
 from tunebook.hardware.nvidia_smi import SmiAnswer, listed_gpus
 
 Health = list[dict[str, Any]]  # of `probes.nvml`, one per GPU of the machine
 
-# What it says on machines without a GPU whose users share a driver package with those that have one.
+# What it says on machines without a GPU whose users share a driver package with those that have one, and where the
+# driver of a GPU is not loaded: the bus tells which it is.
 _WITHOUT_GPU = ("No devices", "couldn't communicate with the NVIDIA driver")
 _FREE_GIB = 1.0  # what a driver, a display or a monitor takes of an idle GPU is less
 
 
-def look_at_gpus(machine: Machine, health: Health, problem: str | None, listing: SmiAnswer | None) -> list[Finding]:
+def look_at_gpus(
+    machine: Machine,
+    health: Health,
+    problem: str | None,
+    listing: SmiAnswer | None,
+    on_bus: Sequence[PciGpu] = (),
+) -> list[Finding]:
     """The findings; `problem` is why NVML could not be asked. GPUs that are hidden from this process are left out.
 
-    `listing` is what `nvidia-smi -L` said where NVML found no driver.
+    `listing` is what `nvidia-smi -L` said where NVML found no driver, `on_bus` the GPUs that the kernel lists.
     """
     if problem is not None:
         return [_silent(problem)]
     if not machine.gpus:
-        return [_none(machine), *_listed_elsewhere(machine, listing)]
+        elsewhere = list(_listed_elsewhere(machine, listing))
+        if on_bus and machine.driver is None and not elsewhere:
+            return [without_answer(on_bus, machine.notes, listing)]
+        return [_none(machine), *elsewhere]
     visible = {gpu.index for gpu in machine.gpus}
     seen = [gpu for gpu in health if gpu["index"] in visible and gpu["problem"] is None]
     return [

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tunebook.config.choices import MasterWeights, OptimizerName, PeftMethod, Weights
 from tunebook.config.schema import RunConfig, ZeroConfig
-from tunebook.data.file_hashes import cache_root
+from tunebook.data.file_hashes import CACHE_VARIABLE, cache_root
 from tunebook.doctor.findings import Finding, Kind, Level, size_text
 
 GIB = 2**30
@@ -29,6 +30,8 @@ class Space:
     folder: Path
     needed: int
     why: str = ""
+    elsewhere: str = ""  # what to type to have it on another disk
+    with_less: tuple[tuple[str, int], ...] = ()  # what to type to need less, the least change first; the bytes then
 
 
 def look_at_storage(config: RunConfig | None, outputs: Path) -> list[Finding]:
@@ -38,25 +41,33 @@ def look_at_storage(config: RunConfig | None, outputs: Path) -> list[Finding]:
     spaces = [
         checkpoint_space(config, outputs),
         hub_space(config, Path(constants.HF_HUB_CACHE)),
-        Space(purpose="prepared data and compiled operators", folder=cache_root(), needed=0),
+        Space(
+            purpose="prepared data and compiled operators",
+            folder=cache_root(),
+            needed=0,
+            elsewhere=f"{CACHE_VARIABLE}=FOLDER",
+        ),
     ]
     return [*disks(spaces), *_hub_model(config), _token(config)]
 
 
 def checkpoint_space(config: RunConfig | None, outputs: Path) -> Space:
     """What the run folder takes: the model at the end, and the checkpoints kept with the one being written."""
-    purpose = "run folders"
+    space = Space(purpose="run folders", folder=outputs, needed=0, elsewhere="outputs=FOLDER")
     facts = config.model.facts if config is not None else None
     if config is None or facts is None or config.peft.method is not PeftMethod.full:
-        return Space(purpose=purpose, folder=outputs, needed=0)
+        return space
     weight, optimizer = checkpoint_bytes(config)
-    count = config.training.keep_checkpoints + 1 if config.training.save_every_steps else 0
-    needed = facts.num_parameters * (weight + count * (weight + optimizer))
-    why = f"the model at the end ({size_text(facts.num_parameters * weight)})"
-    if count:
-        one = size_text(facts.num_parameters * (weight + optimizer))
-        why += f" and {count} checkpoints of {one} (training.keep_checkpoints={count - 1} and the one in writing)"
-    return Space(purpose=purpose, folder=outputs, needed=needed, why=why)
+    kept = config.training.keep_checkpoints if config.training.save_every_steps else 0
+    model, one = facts.num_parameters * weight, facts.num_parameters * (weight + optimizer)
+    why = f"the model at the end ({size_text(model)})"
+    if not kept:
+        return replace(space, needed=model, why=why)
+    why += f" and {kept + 1} checkpoints of {size_text(one)} (training.keep_checkpoints={kept} and the one in writing)"
+    with_less = [("training.keep_checkpoints=1", model + 2 * one)] if kept > 1 else []
+    if not config.training.load_best_at_end:  # which is loaded from a checkpoint
+        with_less.append(("training.save_every_steps=null (nothing to resume from)", model))
+    return replace(space, needed=model + (kept + 1) * one, why=why, with_less=tuple(with_less))
 
 
 def checkpoint_bytes(config: RunConfig) -> tuple[int, int]:
@@ -72,12 +83,17 @@ def checkpoint_bytes(config: RunConfig) -> tuple[int, int]:
 
 def hub_space(config: RunConfig | None, cache: Path) -> Space:
     """What the hub's cache takes: the published weights, unless they are there or not asked for."""
-    purpose = "downloaded models and data sets"
+    space = Space(
+        purpose="downloaded models and data sets",
+        folder=cache,
+        needed=0,
+        elsewhere="HF_HOME=FOLDER in front of the command",
+    )
     facts = config.model.facts if config is not None else None
     if config is None or facts is None or not _downloads(config):
-        return Space(purpose=purpose, folder=cache, needed=0)
+        return space
     needed = facts.num_parameters * _PUBLISHED_BYTES.get(facts.dtype, 4)
-    return Space(purpose=purpose, folder=cache, needed=needed, why=f"{config.model.name} ({size_text(needed)})")
+    return replace(space, needed=needed, why=f"{config.model.name} ({size_text(needed)})")
 
 
 def _downloads(config: RunConfig) -> bool:
@@ -134,7 +150,7 @@ def disk(spaces: list[Space], free: int) -> Finding:
             kind=Kind.storage,
             level=Level.error,
             what=what,
-            fix="training.keep_checkpoints=1, or another disk: outputs=FOLDER, HF_HOME=FOLDER in front of the command",
+            fix=_with_room(spaces, free),
             data=data,
         )
     if free - needed < _MIN_FREE_GIB * GIB:
@@ -143,10 +159,40 @@ def disk(spaces: list[Space], free: int) -> Finding:
             kind=Kind.storage,
             level=Level.warning,
             what=f"{what}; that leaves less than {_MIN_FREE_GIB:g} GiB",
-            fix="free some space: du -xhd1 / | sort -h, docker system df, hf cache ls",
+            fix=f"free some space: {_what_takes_it(spaces)}",
             data=data,
         )
     return Finding(id="disk-space", kind=Kind.storage, what=what, data=data)
+
+
+def _with_room(spaces: list[Space], free: int) -> str:
+    """What to type where a disk is too small: the least change with which all of it fits there, and another disk."""
+    needed = sum(space.needed for space in spaces)
+    less = [(words, needed - space.needed + then) for space in spaces for words, then in space.with_less]
+    moved = [f"{space.elsewhere} ({size_text(space.needed)})" for space in spaces if space.needed]
+    other_disk = f"another disk: {', '.join(moved)}"
+    fitting = [f"{words}, with which {size_text(then)} are needed" for words, then in less if then <= free]
+    if fitting:
+        return f"{fitting[0]}; or {other_disk}"
+    tried = [f"{words} still needs {size_text(then)}" for words, then in less]
+    return "; ".join([other_disk, *tried[-1:]])
+
+
+def _what_takes_it(spaces: list[Space]) -> str:
+    """The commands that show what is on a disk: `du -x` stays on that of the folder it is given."""
+    root = _mount_point(existing(spaces[0].folder))
+    commands = [f"du -xhd1 {shlex.quote(str(root))} | sort -h"]
+    if root == Path("/"):
+        commands.append("docker system df")
+    if any("HF_HOME" in space.elsewhere for space in spaces):
+        commands.append("hf cache ls")
+    return ", ".join(commands)
+
+
+def _mount_point(folder: Path) -> Path:
+    """Where the disk of a folder begins."""
+    real = folder.resolve()
+    return next(path for path in (real, *real.parents) if path.is_mount())
 
 
 def existing(folder: Path) -> Path:

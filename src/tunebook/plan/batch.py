@@ -20,7 +20,7 @@ from tunebook.data.packing import Lengths, at_most_in_a_row, longest_row, rows_n
 from tunebook.data.sampler import Schedule, StepSize, cut_into_steps, documents_in_steps, epoch_order
 from tunebook.errors import RequestError
 from tunebook.plan.flops import attended_length_tokens
-from tunebook.plan.mean_length import mean_tokens
+from tunebook.plan.mean_length import count_documents, mean_tokens
 
 # Documents that are packed once more to find a run's longest row; the rest of a longer run is bounded. It takes about
 # 0.3 s for each million of documents in all epochs.
@@ -260,7 +260,7 @@ def _plan(
 ) -> BatchPlan:
     training = config.training
     ranks = world_size(config)
-    num_documents = len(lengths) if lengths is not None else config.dataset.num_documents
+    num_documents = len(lengths) if lengths is not None else count_documents(config)
     mean = float(np.mean(lengths)) if lengths is not None else mean_tokens(config)
     if num_steps is None and num_documents is not None and documents:
         num_steps = math.ceil(num_documents / documents)

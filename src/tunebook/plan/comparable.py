@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from tunebook.config.choices import (
     Attention,
@@ -20,6 +21,7 @@ from tunebook.config.sharing import is_offloaded
 from tunebook.plan.batch import world_size
 from tunebook.plan.measured_speed import ADAPTERS, ALONE, SPREAD, Adapter, Alone, Spread
 
+SEVERAL_NODES = "no speed was measured on several nodes, and their links decide it"
 _PAGED = (OptimizerName.paged_adamw_32bit, OptimizerName.paged_adamw_8bit)
 
 
@@ -29,7 +31,6 @@ def why_not_estimated(config: RunConfig) -> str | None:
     is_padded = config.packing.mode is PackingMode.padded
     reasons = (
         (hardware.generation is Generation.cpu, "a CPU has no peak to take a share of: they differ too much"),
-        (hardware.num_nodes > 1, "no speed was measured on several nodes, and their links decide it"),
         (_needs_host(config), "no speed was measured that would carry over to another host's memory, cores and disks"),
         (config.peft.method is PeftMethod.qlora, "no speed was measured with a quantised base (peft=qlora)"),
         (
@@ -51,8 +52,21 @@ def why_not_estimated(config: RunConfig) -> str | None:
             world_size(config) > 1 and not _spreads(config),
             f"no speed was measured with parallelism={config.parallelism.strategy.name}",
         ),
+        (hardware.num_nodes > 1, SEVERAL_NODES),
     )
     return next((reason for applies, reason in reasons if applies), None)
+
+
+def as_on_one_node(config: RunConfig) -> RunConfig:
+    """The same with every GPU in one node, which is never slower: what is measured, and bounds a run on several.
+
+    HSDP, which divides among the GPUs of a node and copies over the nodes, is FSDP there.
+    """
+    parallelism = config.parallelism
+    if parallelism.strategy is Strategy.hsdp:
+        parallelism = replace(parallelism, strategy=Strategy.fsdp)
+    hardware = replace(config.hardware, num_nodes=1, gpus_per_node=world_size(config))
+    return replace(config, hardware=hardware, parallelism=parallelism)
 
 
 def _needs_host(config: RunConfig) -> bool:

@@ -1,7 +1,8 @@
-"""How long a document is on average, as far as that is known before the data is prepared.
+"""How many documents there are and how long they are on average, as far as that is known before the data is prepared.
 
-By the data set's facts (`dataset.mean_tokens`), or by the settings of generated documents: their lengths are drawn from
-a log-normal distribution, rounded and held within two bounds (`data.synthetic`), so that their mean follows.
+By the data set's facts (`dataset.num_documents`, `.mean_tokens`), or by the settings of generated documents: so many
+are made, and their lengths are drawn from a log-normal distribution, rounded and held within two bounds
+(`data.synthetic`), so that their mean follows.
 """
 
 from __future__ import annotations
@@ -21,6 +22,32 @@ def mean_tokens(config: RunConfig) -> float | None:
     return _of_generated(dataset, longest) if dataset.source is Source.synthetic else None
 
 
+def count_documents(config: RunConfig) -> int | None:
+    """Documents that an epoch trains on, without those held out; None where nothing is known of their number."""
+    dataset = config.dataset
+    is_generated = dataset.num_documents is None and dataset.source is Source.synthetic
+    there_are = dataset.synthetic.num_documents if is_generated else dataset.num_documents
+    if there_are is None:
+        return None
+    read = min(there_are, dataset.max_documents or there_are)
+    kept = _kept_of_generated(dataset, config.training.max_length) if is_generated else 1.0
+    return max(1, round(read * (1 - dataset.validation_share) * kept)) if kept else None
+
+
+def _kept_of_generated(dataset: DatasetConfig, longest: int) -> float:
+    """Documents that become of one on average: more than one where it is split, less where it may be dropped."""
+    drawn = dataset.synthetic
+    if drawn.max_tokens <= longest or dataset.overlong is Overlong.cut:
+        return 1.0
+    if dataset.overlong is Overlong.split:
+        return _pieces(drawn, longest)
+    return 1 - _share_above(drawn, longest)
+
+
+def _pieces(drawn: SyntheticConfig, longest: int) -> float:
+    return sum(_share_above(drawn, length) for length in range(0, drawn.max_tokens, longest))
+
+
 def _of_generated(dataset: DatasetConfig, longest: int) -> float | None:
     drawn = dataset.synthetic
     if drawn.max_tokens <= longest:
@@ -28,8 +55,7 @@ def _of_generated(dataset: DatasetConfig, longest: int) -> float | None:
     if dataset.overlong is Overlong.cut:
         return _mean_up_to(drawn, longest)
     if dataset.overlong is Overlong.split:
-        pieces = sum(_share_above(drawn, length) for length in range(0, drawn.max_tokens, longest))
-        return _mean_up_to(drawn, drawn.max_tokens) / pieces
+        return _mean_up_to(drawn, drawn.max_tokens) / _pieces(drawn, longest)
     dropped = _share_above(drawn, longest)
     return (_mean_up_to(drawn, longest) - longest * dropped) / (1 - dropped) if dropped < 1 else None
 

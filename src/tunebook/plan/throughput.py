@@ -4,7 +4,8 @@
 
 Work is what is computed, padding and recomputed layers included. The shares and the losses are those of
 `measured_speed`, of whatever was measured nearest, and the answer says what was assumed by that. Where nothing
-comparable was measured there is no estimate but the reason. Loading, validation, saving and evaluation come on top.
+comparable was measured there is no estimate but the reason; several nodes have a bound, the speed of one with all of
+their GPUs. Loading, validation, saving and evaluation come on top.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ from tunebook.config.estimate.parameters import active_parameters, count_paramet
 from tunebook.config.schema import ModelFacts, RunConfig
 from tunebook.hardware.peaks import Peak, peak_of
 from tunebook.plan.batch import BatchPlan, world_size
-from tunebook.plan.comparable import adapter_like, alike, measured_as, spread_like, why_not_estimated
+from tunebook.plan.comparable import (
+    SEVERAL_NODES,
+    adapter_like,
+    alike,
+    as_on_one_node,
+    measured_as,
+    spread_like,
+    why_not_estimated,
+)
 from tunebook.plan.flops import flops_per_token, recomputed_flops_per_token
 from tunebook.plan.measured_speed import (
     DETERMINISTIC,
@@ -36,7 +45,9 @@ from tunebook.plan.measured_speed import (
     Spread,
 )
 
-_DIGITS = {"tokens_per_second_per_gpu": 1, "tokens_per_second": 1, "tokens": 0, "efficiency": 4}  # others: 3
+_DIGITS = {
+    "tokens_per_second_per_gpu": 1, "tokens_per_second": 1, "most_tokens_per_second": 1, "tokens": 0, "efficiency": 4,
+}  # others: 3  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +61,10 @@ class TimePlan:
     gpu_hours: float | None = None
     efficiency: float | None = None  # share of the peak, 0 to 1, with which all that is computed is computed
     peak_tflops: float | None = None  # of one GPU, dense
+    # Bounds, where there is no estimate: what the links between the nodes cost is not known and comes on top. They are
+    # keys of their own, so that nothing takes them for a prediction and the difference for its error.
+    least_hours: float | None = None
+    most_tokens_per_second: float | None = None  # of all GPUs
     assumption: str
 
     def to_json(self) -> dict[str, Any]:
@@ -62,6 +77,8 @@ class TimePlan:
 
 def plan_time(config: RunConfig, batch: BatchPlan, *, gpu_name: str | None = None) -> TimePlan:
     """Estimate the speed of a resolved configuration. `gpu_name` is NVML's, None for the generation's usual GPU."""
+    if config.hardware.num_nodes > 1:
+        return _bounded(config, plan_time(as_on_one_node(config), batch, gpu_name=gpu_name))
     tokens, facts, generation = tokens_of_the_run(config, batch), config.model.facts, config.hardware.generation
     uses_tf32 = config.precision.tf32 is Switch.enabled
     peak = peak_of(generation, config.precision.compute, gpu_name=gpu_name, uses_tf32=uses_tf32)
@@ -74,6 +91,22 @@ def plan_time(config: RunConfig, batch: BatchPlan, *, gpu_name: str | None = Non
         known = peak.tflops if peak is not None else None
         return TimePlan(tokens=tokens, peak_tflops=known, assumption=f"not estimated: {reason}")
     return _estimate(config, batch, facts, peak, tokens)
+
+
+def _bounded(config: RunConfig, one_node: TimePlan) -> TimePlan:
+    """What several nodes do at best. Where one would have no estimate either, that is the reason."""
+    speed, hours, ranks = one_node.tokens_per_second, one_node.hours, world_size(config)
+    if speed is None:
+        return one_node
+    at_least = "" if hours is None else f"at least {hours:.3g} hours, "
+    return TimePlan(
+        tokens=one_node.tokens,
+        peak_tflops=one_node.peak_tflops,
+        least_hours=hours,
+        most_tokens_per_second=speed,
+        assumption=f"not estimated: {SEVERAL_NODES}; {at_least}at most {speed:,.0f} tokens/s in all, as if the "
+        f"{ranks} GPUs were in one node: what the links between nodes cost is not counted; {one_node.assumption}",
+    )
 
 
 def tokens_of_the_run(config: RunConfig, batch: BatchPlan) -> float | None:
