@@ -434,7 +434,7 @@ def test_parameters_are_counted_in_the_safetensors_header(undecided, machine, tm
 
 
 def test_unknown_sizes_are_no_error(undecided, machine, tmp_path):
-    write_config(tmp_path, vocab_size=None)
+    write_config(tmp_path, quantization_config={"quant_method": "gptq"})  # a rule refuses it, whatever its sizes
     undecided.model = ModelConfig(path=str(tmp_path))
     resolution = resolve_auto(undecided, machine(V100))
     assert resolution.config.model.facts is None

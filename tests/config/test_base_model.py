@@ -8,7 +8,14 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tunebook.config import base_model
-from tunebook.config.base_model import ENCODERS, read_dtype, read_facts, read_quantiser, why_not_causal
+from tunebook.config.base_model import (
+    ENCODER_DECODERS,
+    ENCODERS,
+    read_dtype,
+    read_facts,
+    read_quantiser,
+    why_not_causal,
+)
 from tunebook.config.choices import Weights
 from tunebook.config.model_facts import MeasuredLayers
 from tunebook.config.schema import ModelConfig, ModelFacts
@@ -19,6 +26,10 @@ LLAMA = {
     "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 32,
     "max_position_embeddings": 64, "tie_word_embeddings": False,
 }  # fmt: skip
+
+
+BY_BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+BY_GPTQ = {"quant_method": "gptq", "bits": 4}
 
 
 @pytest.fixture
@@ -67,13 +78,11 @@ def test_the_formula_counts_every_parameter_of_a_llama_like_model(model, built, 
     [
         {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]},
         {"head_dim": 8},
-        {"architectures": None},
-        {"architectures": []},
-        {"architectures": ["LlamaForSequenceClassification"]},
-        {"quantization_config": {"bits": 4}},
+        {"architectures": ["LlamaModel"]},
         {"model_type": "mistral", "num_key_value_heads": None},  # its default is a number, not that of the heads
         {"intermediate_size": [16, 32], "model_type": "decilm"},  # one for each layer
         {"max_position_embeddings": None},
+        {"quantization_config": BY_BITSANDBYTES, "model_type": "qwen3"},
     ],
     ids=str,
 )
@@ -94,10 +103,79 @@ def test_facts_of_a_group_file_are_believed(built):
     assert built == []
 
 
-@pytest.mark.parametrize("missing", ["num_hidden_layers", "vocab_size"])
-def test_a_file_without_sizes_is_not_known(model, built, missing):
-    assert read_facts(model(**{missing: None})) is None
+@pytest.mark.parametrize("named", [None, []], ids=str)
+def test_a_file_that_names_no_class_is_known_by_its_kind(model, built, named):
+    assert read_facts(model(architectures=named)) == read_facts(model())
     assert built == []
+
+
+@pytest.mark.parametrize("weights", list(Weights), ids=lambda weights: weights.name)
+def test_the_formula_is_for_quantised_layers_too(model, built, weights):
+    named = model(quantization_config=BY_BITSANDBYTES)
+    named.weights = weights
+    assert read_facts(named) == read_facts(model())
+    assert built == []
+
+
+def test_packed_weights_are_not_counted(model, tmp_path):
+    header = json.dumps({"weight": {"dtype": "U8", "shape": [7, 1], "data_offsets": [0, 7]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"0" * 7)
+    plain, packed = read_facts(model()), read_facts(model(quantization_config=BY_BITSANDBYTES))
+    assert plain is not None and packed is not None
+    assert (plain.num_parameters, packed.num_parameters) == (7, 4944)
+
+
+def test_quantised_layers_of_a_hub_model_are_built_or_the_cache_would_not_be_asked_of_them(model, built, monkeypatch):
+    file = base_model._config_file(model(quantization_config=BY_BITSANDBYTES))
+    monkeypatch.setattr(base_model, "_config_file", lambda _: file)
+    assert read_facts(ModelConfig(name="organisation/model")) is None
+    assert built == [file]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"quantization_config": BY_GPTQ},
+        {"quantization_config": BY_GPTQ, "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]},
+        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},
+        {"architectures": ["LlamaForSequenceClassification"]},
+        {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"},
+    ],
+    ids=str,
+)
+def test_nothing_is_built_of_what_a_rule_refuses(model, built, changes):
+    named = model(**changes)
+    named.weights = Weights.pretrained
+    assert read_facts(named) is None
+    assert built == []
+
+
+FOUND = ModelFacts(architecture="XForCausalLM", num_parameters=1)
+UNSTATED = (
+    {"num_hidden_layers": None}, {"vocab_size": None}, {"vocab_size": None, "num_hidden_layers": None},
+    {"model_type": "chatglm", "vocab_size": None, "padded_vocab_size": 65_024},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", UNSTATED, ids=str)
+def test_sizes_that_are_left_to_transformers_are_asked_of_it(model, monkeypatch, changes):
+    monkeypatch.setattr(base_model, "measured_facts", lambda file, trust_remote_code: FOUND)
+    assert read_facts(model(**changes)) is FOUND
+
+
+@pytest.mark.parametrize("changes", UNSTATED, ids=str)
+def test_sizes_that_nobody_can_be_asked_for_are_named(model, built, changes):
+    unstated = " and no ".join(sorted({"num_hidden_layers", "vocab_size"} & changes.keys()))
+    said = rf"config\.json states no {unstated}, and transformers, .* or type: pip install"
+    with pytest.raises(RequestError, match=said) as caught:
+        read_facts(model(**changes))
+    assert (caught.value.problem_id, caught.value.exit_code) == ("model-config", 2)
+
+
+def test_an_architecture_that_transformers_has_not_is_refused_however_few_sizes_it_states(model, monkeypatch, tmp_path):
+    monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path))
+    with pytest.raises(RequestError, match="has no causal language model of this architecture: model_type=chatglm9"):
+        read_facts(model(model_type="chatglm9", architectures=["ChatGLMModel"], vocab_size=None))
 
 
 @pytest.mark.parametrize(
@@ -146,6 +224,14 @@ def test_a_file_that_is_no_text(model, tmp_path):
         ({"num_hidden_layers": True}, "says num_layers=true, which is no whole number"),
         ({"intermediate_size": float("nan")}, "says intermediate_size=NaN, which is no whole number"),
         ({"num_attention_heads": 3}, "hidden_size=16 and num_attention_heads=3, which does not divide it, and no head"),
+        (
+            {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 20},
+            "says num_experts_per_tok=20 and num_local_experts=8: a token cannot be sent to more experts than there",
+        ),
+        (
+            {"text_config": LLAMA | {"n_routed_experts": 4, "num_experts_per_tok": 5}},
+            "says num_experts_per_tok=5 and n_routed_experts=4",
+        ),
         ({"num_key_value_heads": 3}, "num_attention_heads=4 and num_key_value_heads=3, which does not divide them"),
     ],
     ids=lambda case: "-".join(case) if isinstance(case, dict) else "",
@@ -154,6 +240,12 @@ def test_sizes_that_no_model_has(model, built, changes, said):
     with pytest.raises(RequestError, match=said) as caught:
         read_facts(model(**changes))
     assert (caught.value.problem_id, built) == ("model-config", [])
+
+
+@pytest.mark.parametrize("experts", [0, 1, 2, None, [2, 4]], ids=str)
+def test_a_dense_model_may_name_experts_too(model, built, experts):
+    assert read_facts(model(num_experts=experts, num_experts_per_tok=2)) is not None
+    assert built == []
 
 
 def test_heads_of_a_stated_size_need_not_divide(model, built):
@@ -178,8 +270,9 @@ def test_weights_of_an_unknown_format_are_refused(model, built, dtype):
 
 def test_the_format_may_be_stated_with_the_language_part(model, built):
     assert read_dtype(model(dtype=None, text_config={"dtype": "bfloat16"})) == "bfloat16"
-    assert read_facts(model(dtype="float8_e4m3fn", quantization_config={"quant_method": "fp8"})) is None
-    assert len(built) == 1  # quantised: a rule says more
+    quantised = model(dtype="float8_e4m3fn", quantization_config={"quant_method": "fp8"})
+    quantised.weights = Weights.pretrained
+    assert read_facts(quantised) is None and built == []  # a rule says more
 
 
 @pytest.mark.parametrize(
@@ -224,6 +317,8 @@ def test_the_cache_is_asked_where_the_layers_were_measured(model, monkeypatch, t
         ({"architectures": ["BertModel"], "model_type": "bert"}, "BertModel is an encoder: its attention looks both"),
         ({"architectures": ["BertLMHeadModel"], "model_type": "bert"}, "BertLMHeadModel is an encoder"),
         ({"architectures": None, "model_type": "roberta"}, "roberta is an encoder"),
+        ({"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}, "T5ForConditionalGeneration is an enc"),
+        ({"architectures": None, "model_type": "mt5"}, "mt5 is an encoder-decoder: it reads all of a text before"),
         ({"architectures": ["BertLMHeadModel"], "model_type": "bert", "is_decoder": True}, None),
         ({}, None),
         ({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}, None),
@@ -256,3 +351,13 @@ def test_no_encoder_that_transformers_has_a_causal_head_for_is_forgotten():
     both = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() & MODEL_FOR_MASKED_LM_MAPPING_NAMES.keys()
     assert both - MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.keys() == ENCODERS - {"bert-generation", "xlnet"}
     assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() >= ENCODERS
+
+
+def test_an_encoder_decoder_is_one_that_transformers_has_no_causal_head_for():
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    )
+
+    assert MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.keys() >= ENCODER_DECODERS
+    assert not MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() & ENCODER_DECODERS

@@ -110,7 +110,6 @@ PADDED_DDP = {**DDP, **PADDED}
 IN_TOKENS = {"training.global_tokens": 65_536, "training.global_samples": None}
 LORA = {"peft.method": PeftMethod.lora}
 QLORA = {"peft.method": PeftMethod.qlora}
-LORA_OVER_GPTQ = LORA | {"model.name": None, "model.path": "gptq"}
 PLAIN_TEXT = {"dataset.format": Format.text}
 SDPA = {"attention.implementation": Attention.sdpa}
 SLURM = {"launcher": SlurmConfig(name=LauncherName.slurm)}
@@ -331,7 +330,7 @@ CASES = [
         "parallelism-setting-ignored",
         "is not used",
         {"parallelism.wrap_classes": ["Block"]},
-        fsdp(Strategy.fsdp, wrap_policy=WrapPolicy.size),
+        fsdp(Strategy.fsdp, wrap_policy=WrapPolicy.size, wrap_min_num_parameters=1_000_000),
     ),
     case(
         "parallelism-setting-ignored",
@@ -355,6 +354,12 @@ CASES = [
     case("offload-not-possible", "fsdp cannot", {"parallelism.offload_parameters": Offload.nvme}, fsdp(Strategy.fsdp)),
     case("nvme-path-missing", "local NVMe", {"parallelism.offload_optimizer": Offload.nvme}, zero(Strategy.zero3)),
     case(
+        "wrap-size-too-large",
+        "no part of Qwen2ForCausalLM has 14,912,385 parameters; its largest kind, a layer, has 14,912,384",
+        {"parallelism.wrap_min_num_parameters": 14_912_385},
+        fsdp(Strategy.fsdp, wrap_policy=WrapPolicy.size, wrap_min_num_parameters=14_912_384),
+    ),
+    case(
         "wrap-class-unknown",
         "no LlamaDecoderLayer; its blocks are Qwen2DecoderLayer",
         {"parallelism.wrap_classes": ["LlamaDecoderLayer"]},
@@ -376,6 +381,7 @@ CASES = [
         {"peft.target_modules": ["q_proj", "lm_head"]},
         {"peft.method": PeftMethod.lora},
     ),
+    case("adapter-without-targets", "self_attn, mlp leave no", {"peft.modules_to_save": ["self_attn", "mlp"]}, LORA),
     case(
         "adapter-module-unknown",
         "has no q_poj; it has down_proj, embed_tokens, gate_proj",
@@ -421,12 +427,15 @@ CASES = [
     case("warm-up-longer-than-run", "100 .*=20", {"schedule.warmup_steps": 100}, {"training.max_steps": 20}),
     case("warm-up-ignored", "no warm-up", {"schedule.warmup_share": 0.1}, {"schedule.name": ScheduleName.constant}),
     # quantised
-    case("quantised-base-in-full", "gptq, and only an adapter", {"model.name": None, "model.path": "gptq"}),
+    case("quantised-base-in-full", "gptq; name the model without", {"model.name": None, "model.path": "gptq"}),
     case("quantised-base-in-full", "_4bit, and only an adapter", {"model.name": None, "model.path": "four_bit"}),
     case("quantised-base-in-full", "mxfp4; name the model without", {"model.name": None, "model.path": "mxfp4"}),
     case("quantised-base-in-full", "gptq", {"model.name": None, "model.path": "gptq"}, {**FP8, **COMPILED}),
+    case("quantised-base-in-full", "_4bit, and only", {"model.name": None, "model.path": "four_bit"}, FP8 | COMPILED),
     case("quantised-base-not-trainable", "over mxfp4", {"model.name": None, "model.path": "mxfp4"}, LORA),
-    case("quantised-twice", "by bitsandbytes_4bit, .*by gptq", {"peft.method": PeftMethod.qlora}, LORA_OVER_GPTQ),
+    case("quantised-base-not-trainable", "over gptq", {"model.name": None, "model.path": "gptq"}, LORA),
+    case("quantised-base-not-trainable", "what peft=qlora", {"model.name": None, "model.path": "four_bit"}, LORA),
+    case("quantised-twice", "by bitsandbytes_4bit, .*by gptq", {"model.name": None, "model.path": "gptq"}, QLORA),
     case("quantised-twice", "is quantised by mxfp4", {"model.name": None, "model.path": "mxfp4"}, QLORA),
     # running
     case("validation-missing", "none are held out", {"training.evaluate_every_steps": 10}),

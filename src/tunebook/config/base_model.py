@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tunebook.config.book import resolve_path
+from tunebook.config.choices import Weights
 from tunebook.config.meta_device import measured_facts
 from tunebook.config.schema import ModelConfig, ModelFacts
 from tunebook.errors import RequestError
@@ -31,8 +32,15 @@ _LEAST = {"vocab_size": 2, "max_position_embeddings": 2}  # a word to predict fr
 _MOST = 10**8  # of anything; Llama 4 has 10 million positions
 _MOST_PARAMETERS = 10**15  # as far as the rules let numbers go
 _CORRECT = "correct the file or download or copy the model again"
-# Whose layers the formulas of `config.estimate` are for; all others are built on the meta device.
-_LLAMA_LIKE = ("llama", "mistral", "qwen2")
+# Whose layers the formulas of `config.estimate` are for, and their classes; all others are built on the meta device.
+_LLAMA_LIKE = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+# How many experts a token is sent to, and how many there are, in the words of different architectures.
+CHOSEN_EXPERTS = (
+    "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts", "moe_k"
+)  # fmt: skip
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+# What peft=qlora makes of a base while it is read, and takes as it is; over nothing else quantised is trained here.
+OWN_QUANTISER = "bitsandbytes_4bit"
 _DTYPES = ("float32", "float16", "bfloat16")
 # Whose attention looks both ways unless their config.json calls them decoders: a word would be predicted from itself.
 # transformers has a causal head for each. XLM says it by `causal`, XLNet not at all.
@@ -40,6 +48,11 @@ ENCODERS = frozenset({
     "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert",
     "reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm", "xlm-roberta",
     "xlm-roberta-xl", "xlnet", "xmod",
+})  # fmt: skip
+# Those of text that read all of it before they write, none of which transformers has a causal head for.
+ENCODER_DECODERS = frozenset({
+    "encoder-decoder", "fsmt", "led", "longt5", "m2m_100", "mt5", "nllb-moe", "pegasus_x", "switch_transformers", "t5",
+    "t5gemma", "t5gemma2", "umt5",
 })  # fmt: skip
 # What a class is made for, where its name says so: LlamaForSequenceClassification has another head than words.
 _PURPOSE = re.compile(r"\w+?For([A-Z]\w+)")
@@ -89,9 +102,10 @@ def _broken(message: str) -> RequestError:
 
 
 def read_facts(model: ModelConfig) -> ModelFacts | None:
-    """The facts of a model: its group file's, else read from its config.json; None where a size is not stated there.
+    """The facts of a model: its group file's, else read from its config.json; None where there is none at hand.
 
-    Models of kinds that no formula knows are built on the meta device, which takes seconds, once.
+    Models of kinds that no formula knows are built on the meta device, which takes seconds, once; and so are those that
+    leave sizes to transformers' defaults. Nothing is said of a model that a rule refuses whatever its sizes are.
     Raises: RequestError when the file cannot be read, states sizes that no model has, or an unknown architecture.
     """
     if model.facts is not None:
@@ -103,17 +117,16 @@ def read_facts(model: ModelConfig) -> ModelFacts | None:
     sizes = {name: _first_stated(text, keys) for name, keys in _NAMES.items()}
     _refuse_impossible(file, text, sizes)
     _refuse_unknown_dtype(file, config)
-    if sizes["num_layers"] is None or sizes["vocab_size"] is None:
-        return None  # a file that leaves everything to transformers' defaults describes no published model
-    if (model.trust_remote_code and config.get("auto_map")) or not _is_llama_like(config, sizes):
-        measured = measured_facts(file, trust_remote_code=model.trust_remote_code)
-        _refuse_too_large(file, measured.num_parameters if measured is not None else 0)
-        return measured
+    if _is_refused_anyway(model, config):
+        return None
+    if _brings_code(model, config) or not _is_llama_like(model, config, sizes):
+        return _measured(model, file, sizes)
     is_tied = bool(config.get("tie_word_embeddings", False))
-    computed, counted = _num_parameters(config, sizes, is_tied), _count_in_headers(model)
+    computed = _num_parameters(config, sizes, is_tied)
+    counted = _count_in_headers(model) if _quantiser_of(config) is None else None  # packed, numbers are fewer
     _refuse_too_large(file, computed)
     return ModelFacts(
-        architecture=_architecture_of(config),
+        architecture=_architecture_of(config) or _LLAMA_LIKE[config["model_type"]],
         num_parameters=counted if counted is not None else computed,
         tie_word_embeddings=is_tied,
         dtype=_dtype_of(config) or "float32",
@@ -121,14 +134,47 @@ def read_facts(model: ModelConfig) -> ModelFacts | None:
     )
 
 
-def _is_llama_like(config: dict[str, Any], sizes: dict[str, Any]) -> bool:
-    """Whether the formulas for parameters and activations are for this very model."""
+def _is_refused_anyway(model: ModelConfig, config: dict[str, Any]) -> bool:
+    """Whether a rule says so, which needs no facts: it would be late after minutes of looking at the layers."""
+    quantiser = None if model.weights is Weights.random else _quantiser_of(config)
+    return quantiser not in (None, OWN_QUANTISER) or _why_not_causal(model, config) is not None
+
+
+def _brings_code(model: ModelConfig, config: dict[str, Any]) -> bool:
+    return model.trust_remote_code and bool(config.get("auto_map"))
+
+
+def _measured(model: ModelConfig, file: Path, sizes: dict[str, Any]) -> ModelFacts | None:
+    """The facts as the meta device has them; None where it is not here.
+
+    Raises: RequestError where it is not here, and the file leaves to transformers what it alone would know.
+    """
+    measured = measured_facts(file, trust_remote_code=model.trust_remote_code)
+    if measured is not None:
+        _refuse_too_large(file, measured.num_parameters)
+        return measured
+    unstated = [_NAMES[name][0] for name in ("num_layers", "vocab_size") if sizes[name] is None]
+    if unstated:
+        raise _broken(
+            f"{file} states no {' and no '.join(unstated)}, and transformers, whose defaults stand for them, is not "
+            "installed here with torch; state them in the file, or type: pip install torch transformers"
+        )
+    return None
+
+
+def _is_llama_like(model: ModelConfig, config: dict[str, Any], sizes: dict[str, Any]) -> bool:
+    """Whether the formulas for parameters and activations are for this very model.
+
+    Quantised weights change neither; see `_config_at_hand` for why those of a hub model are built all the same.
+    """
     kind = config.get("model_type")
     if kind not in _LLAMA_LIKE or not all(isinstance(size, int) for size in sizes.values()):
         return False
-    if not _architecture_of(config).endswith("ForCausalLM"):
+    if not (_architecture_of(config) or _LLAMA_LIKE[kind]).endswith("ForCausalLM"):
         return False
-    if config.get("text_config") or config.get("quantization_config") or config.get("attention_dropout"):
+    if config.get("text_config") or config.get("attention_dropout"):
+        return False
+    if model.path is None and _quantiser_of(config) is not None:
         return False
     says_keys = kind == "llama" or config.get("num_key_value_heads") is not None  # the others' defaults are numbers
     return says_keys and config.get("head_dim") in (None, sizes["hidden_size"] // sizes["num_attention_heads"])
@@ -146,7 +192,8 @@ def _first_stated(config: dict[str, Any], keys: tuple[str, ...]) -> Any:
 
 
 def _refuse_impossible(file: Path, text: dict[str, Any], sizes: dict[str, Any]) -> None:
-    """Raises: RequestError for a size that is no whole number or below one, and for heads that do not divide."""
+    """Raises: RequestError for a size that is no whole number or below one, for heads that do not divide, and for more
+    experts chosen than there are."""
     for name, size in sizes.items():
         is_number = isinstance(size, int | float) and not isinstance(size, bool)
         least = _LEAST.get(name, 1)
@@ -159,6 +206,7 @@ def _refuse_impossible(file: Path, text: dict[str, Any], sizes: dict[str, Any]) 
                 continue
             raise _broken(f"{file} says {name}={json.dumps(size)}, which is no whole number; {_CORRECT}")
     _refuse_too_large(file, _least_parameters(sizes))
+    _refuse_absent_experts(file, text)
     hidden, heads, keys = (sizes[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
     if not all(isinstance(size, int) for size in (hidden, heads, keys)):
         return
@@ -172,6 +220,23 @@ def _refuse_impossible(file: Path, text: dict[str, Any], sizes: dict[str, Any]) 
             f"{file} says num_attention_heads={heads} and num_key_value_heads={keys}, which does not divide them: "
             f"each key serves the same number of queries; {_CORRECT}"
         )
+
+
+def _refuse_absent_experts(file: Path, text: dict[str, Any]) -> None:
+    """Raises: RequestError where a token is sent to more experts than there are: a router can choose each once.
+
+    Some dense models name one expert or none, which is no router's number.
+    """
+    stated = (
+        next((key for key in keys if isinstance(text.get(key), int)), None) for keys in (CHOSEN_EXPERTS, _EXPERTS)
+    )
+    chosen, experts = stated
+    if chosen is None or experts is None or not 1 < text[experts] < text[chosen]:
+        return
+    raise _broken(
+        f"{file} says {chosen}={text[chosen]} and {experts}={text[experts]}: a token cannot be sent to more experts "
+        f"than there are; {_CORRECT}"
+    )
 
 
 def _least_parameters(sizes: dict[str, Any]) -> int:
@@ -240,7 +305,11 @@ def _quantiser_of(config: dict[str, Any]) -> str | None:
 def why_not_causal(model: ModelConfig) -> str | None:
     """Why a model's config.json describes none that continues a text, in words; None where it may."""
     config = _config_at_hand(model)
-    if config is None or (model.trust_remote_code and config.get("auto_map")):  # its own code decides
+    return _why_not_causal(model, config) if config is not None else None
+
+
+def _why_not_causal(model: ModelConfig, config: dict[str, Any]) -> str | None:
+    if _brings_code(model, config):  # it decides
         return None
     architecture = _architecture_of(config)
     purpose = _PURPOSE.fullmatch(architecture)
@@ -248,6 +317,8 @@ def why_not_causal(model: ModelConfig) -> str | None:
         return f"{architecture} is made for {_in_words(purpose[1])}, not to continue a text"
     if config.get("model_type") in ENCODERS and not (config.get("is_decoder") or config.get("causal")):
         return f"{architecture or config['model_type']} is an encoder: its attention looks both ways"
+    if config.get("model_type") in ENCODER_DECODERS:
+        return f"{architecture or config['model_type']} is an encoder-decoder: it reads all of a text before it writes"
     return None
 
 

@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tunebook.config.choices import Attention
@@ -16,10 +17,13 @@ from tunebook.config.meta_device import measure, saved
 KINDS = ("llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "gemma2", "mixtral", "phi3")
 
 
+SAVED = {"fp32/full/sdpa": [0, 1, 0, 0, 1, 0]}
+
+
 @pytest.fixture(autouse=True)
 def without_activations(monkeypatch):
     """Those are looked at in test_saved.py."""
-    monkeypatch.setattr(measure, "measure_saved", lambda *_: {})
+    monkeypatch.setattr(measure, "measure_saved", lambda *_: SAVED)
 
 
 def described(folder):
@@ -93,7 +97,7 @@ def test_no_weight_takes_memory(folder_of, monkeypatch):
 
     def look(config, layers, options, on_found):
         seen.extend(parameter.device for parameter in layers.parameters())
-        return {}
+        return SAVED
 
     monkeypatch.setattr(measure, "measure_saved", look)
     described(folder_of("llama"))
@@ -167,6 +171,30 @@ def test_a_model_of_another_kind_is_called_what_it_is(tmp_path, kind, words):
     assert (found["error"], found["kind"]) == ("not-causal", words)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_that_no_pass_goes_through_is_refused_with_its_error(folder_of, monkeypatch):
+    monkeypatch.setattr(measure, "measure_saved", lambda *_: {})
+    file = folder_of("mixtral") / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_experts_per_tok": 20}))
+    found = measure.describe(file, trust_remote_code=False)
+    assert found["error"] == "cannot-build"
+    assert re.search(r"^no pass through its layers can be computed: \w+: .*k not in range", found["reason"])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("error", [DataDependentOutputException("item"), None], ids=["no values", "none"])
+def test_a_model_whose_pass_is_only_not_seen_is_not_refused(folder_of, monkeypatch, error):
+    def pass_through(*_, **__):
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(measure, "measure_saved", lambda *_: {})
+    monkeypatch.setattr("transformers.LlamaForCausalLM.forward", pass_through)
+    found = described(folder_of("llama"))
+    assert found["architecture"] == "LlamaForCausalLM"
+    assert found["measured"]["saved"] == {}
+
+
 STATES = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 50}
 
 
@@ -178,7 +206,8 @@ STATES = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 50}
         ("rwkv", {"attention_hidden_size": 32}),
     ],
 )
-def test_models_without_attention_have_facts_too(tmp_path, kind, sizes):
+def test_models_without_attention_have_facts_too(tmp_path, kind, sizes, monkeypatch):
+    monkeypatch.setattr(measure, "measure_saved", lambda *_: {})  # they need not have been seen passing
     config = AutoConfig.for_model(kind, **STATES, **sizes)
     config.save_pretrained(tmp_path)
     found = measure.describe(tmp_path / "config.json", trust_remote_code=False)

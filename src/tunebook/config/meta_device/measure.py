@@ -16,6 +16,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -24,9 +31,10 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
+from tunebook.config.base_model import CHOSEN_EXPERTS
 from tunebook.config.choices import Attention
 from tunebook.config.meta_device import progress_file
-from tunebook.config.meta_device.saved import adapted, attends_by_lengths, decoder_layers, measure_saved
+from tunebook.config.meta_device.saved import LENGTHS, adapted, attends_by_lengths, decoder_layers, measure_saved
 from tunebook.errors import did_you_mean
 
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -34,8 +42,11 @@ _LONGEST = 2**20  # tokens, where an architecture has no highest position
 _FLASH_ATTN = (Attention.flash_attention_2, Attention.flash_attention_3, Attention.flash_attention_4)
 _OURS = (Attention.varlen_attention, Attention.varlen_attention_4, Attention.sdpa_by_document)
 _UNKNOWN = ("unrecognized", "does not recognize", "should have a `model_type`", "trust_remote_code", "no file named")
-# How many experts a token is sent to, in the words of different architectures.
-_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts", "moe_k")
+# What tensors without memory cannot do, and those with it can.
+_OF_FAKE_TENSORS = (
+    DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)  # fmt: skip
 # What transformers has for a model_type instead of a causal language model, the most telling first.
 _OTHER_KINDS: tuple[tuple[Any, str], ...] = (
     (MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, "a model of images or sound and text"),
@@ -85,6 +96,8 @@ def _facts(config: Any, model: Any, options: dict[str, Any], on_found: Callable[
     words = model.get_input_embeddings().weight
     linear: list[Any] = [module for layer in layers for module in layer.modules() if _is_linear(module)]
     saved = measure_saved(config, layers, options, on_found)
+    if not saved and (reason := _why_no_pass(config, options)) is not None:
+        return {"error": "cannot-build", "reason": reason}
     num_parameters = sum(parameter.numel() for parameter in model.parameters())  # tied ones are there once
     in_layers = sum(parameter.numel() for parameter in layers.parameters())
     num_inputs, in_linear = sum(map(_num_inputs, linear)), sum(module.weight.numel() for module in linear)
@@ -119,12 +132,27 @@ def _facts(config: Any, model: Any, options: dict[str, Any], on_found: Callable[
     }
 
 
+def _why_no_pass(config: Any, options: dict[str, Any]) -> str | None:
+    """What a pass through the whole model fails with; None where it does not, or asks for a number of a tensor that has
+    none, as Gemma 3 does to see whether there are images."""
+    loader: Any = AutoModelForCausalLM
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model = loader.from_config(copy.deepcopy(config), attn_implementation="eager", **options)
+            model(input_ids=torch.zeros(1, LENGTHS[0], dtype=torch.long), use_cache=False)
+    except _OF_FAKE_TENSORS:
+        return None
+    except Exception as error:  # of any kind, as in `describe`
+        return f"no pass through its layers can be computed: {_said(error)}"
+    return None
+
+
 def _not_chosen(layers: nn.ModuleList, text: Any) -> int:
     """Parameters of the experts that a token is not sent to. transformers 5 keeps all experts of a layer in one tensor.
 
     0 where the config does not say how many are chosen.
     """
-    chosen = _whole(text, *_CHOSEN)
+    chosen = _whole(text, *CHOSEN_EXPERTS)
     stacked = [parameter for parameter in layers.parameters() if parameter.dim() == 3]
     if chosen is None:
         return 0

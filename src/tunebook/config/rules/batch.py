@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
-from tunebook.config.choices import Attention, Generation, PackingMode
+from tunebook.config.choices import Attention, Generation, PackingMode, Source
 from tunebook.config.rules.frame import Finding, Level, Rule, rule, world_size
 from tunebook.config.schema import RunConfig
+
+_LOG_OF_ALL = 30.0  # the logarithm of a length that no document has
 
 
 @rule(
@@ -120,8 +123,21 @@ def in_padded_documents(config: RunConfig) -> str:
         if samples is None or samples % unit == 0:
             return ""
         return f"training.global_samples={max(1, round(samples / unit)) * unit}"
-    mean = int(max(1, config.dataset.mean_tokens or config.training.max_length))
+    mean = int(max(1, _mean_tokens(config)))
     return f"training.global_tokens=null training.global_samples={max(1, tokens // mean // unit) * unit}"
+
+
+def _mean_tokens(config: RunConfig) -> float:
+    """About as many as a document has: as stated, or of generated ones the mean of what their lengths are drawn from.
+
+    Whatever is between their bounds is left as drawn; the plan, which cuts it there, comes some percent lower.
+    """
+    data, longest = config.dataset, config.training.max_length
+    if data.mean_tokens is not None or data.source is not Source.synthetic:
+        return min(longest, data.mean_tokens or longest)
+    drawn = data.synthetic
+    mean = math.exp(min(_LOG_OF_ALL, drawn.log_mean_tokens + drawn.log_sigma_tokens**2 / 2))
+    return min(longest, drawn.max_tokens, max(drawn.min_tokens, mean))
 
 
 @rule(

@@ -22,6 +22,7 @@ from tunebook.errors import nearest
 BITSANDBYTES = (OptimizerName.adamw_8bit, OptimizerName.paged_adamw_32bit, OptimizerName.paged_adamw_8bit)
 # Of a model whose layers are as Llama's, beside its linear layers.
 _MODULES = ("embed_tokens", "lm_head", "norm", "self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
+_MOST_LAYERS = 1000  # whose names are looked at
 
 
 @rule(
@@ -64,6 +65,46 @@ def adapter_module_unknown(config: RunConfig) -> Iterator[Finding]:
             sound = [*dict.fromkeys(name for name in meant if name)]
             all_linear = "; an empty list means every linear layer" if field == "target_modules" and not sound else ""
             yield Finding(key=f"peft.{field}", message=message + all_linear, fix=typed_list(f"peft.{field}", sound))
+
+
+@rule(
+    "adapter-without-targets",
+    summary="peft.modules_to_save names everything that an adapter would be put on.",
+    why="What peft.modules_to_save names is trained whole, with all that is in it, and gets no adapter. Where nothing "
+    "is left PEFT refuses to make one, after the model was read.",
+    advice="Remove modules from peft.modules_to_save, or train the whole model with peft=full.",
+)
+def adapter_without_targets(config: RunConfig) -> Finding | None:
+    """Of models whose layers are as Llama's all places are known; of others those that are named twice."""
+    peft = config.peft
+    if peft.method is PeftMethod.full or not peft.modules_to_save:
+        return None
+    targets = _targets(config)
+    if not targets or not all(any(_is_within(target, saved) for saved in peft.modules_to_save) for target in targets):
+        return None
+    rest = [saved for saved in peft.modules_to_save if not any(_is_within(target, saved) for target in targets)]
+    message = f"{', '.join(peft.modules_to_save)} leave no module for an adapter: what they hold is trained whole"
+    fix = typed_list("peft.modules_to_save", rest) + " or peft=full"
+    return Finding(key="peft.modules_to_save", message=message, fix=fix)
+
+
+def _targets(config: RunConfig) -> list[str]:
+    """Modules that would get an adapter, by their dotted names; as they were asked for, where those are not known."""
+    facts, asked = config.model.facts, config.peft.target_modules
+    if facts is None or facts.measured is not None:
+        return list(asked)
+    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
+    in_layer = [f"{'self_attn' if name in attention else 'mlp'}.{name}" for name in linear_layers(facts)]
+    layers = range(min(facts.num_layers, _MOST_LAYERS))
+    linear = [f"model.layers.{number}.{name}" for number in layers for name in in_layer]
+    if not asked:
+        return linear
+    return [name for name in (*linear, "model.embed_tokens") if any(f".{name}".endswith(f".{end}") for end in asked)]
+
+
+def _is_within(module: str, saved: str) -> bool:
+    """Whether a module is one that is trained whole, or in one: by the parts of its dotted name."""
+    return f".{saved}." in f".{module}."
 
 
 @rule(
@@ -266,6 +307,7 @@ def warm_up_ignored(config: RunConfig) -> Iterator[Finding]:
 RULES: tuple[Rule, ...] = (
     adapter_on_output_head,
     adapter_module_unknown,
+    adapter_without_targets,
     adapter_settings_ignored,
     qlora_random_weights,
     bitsandbytes_optimizer_without_gpu,

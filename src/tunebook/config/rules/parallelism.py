@@ -15,7 +15,9 @@ from tunebook.config.choices import (
     Strategy,
     WrapPolicy,
 )
-from tunebook.config.rules.frame import Finding, Level, Rule, rule, world_size
+from tunebook.config.fsdp_units import layer_parameters, units_by_size
+from tunebook.config.rules.frame import Finding, Level, Rule, another_model, rule, world_size
+from tunebook.config.rules.quantised import quantiser_of
 from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
 
 ZERO = (Strategy.zero1, Strategy.zero2, Strategy.zero3)
@@ -204,7 +206,9 @@ def qlora_without_gpu(config: RunConfig) -> Finding | None:
     # in-place operation".
     if config.peft.method is not PeftMethod.qlora or config.hardware.generation is not Generation.cpu:
         return None
-    return Finding(key="peft.method", message="4-bit layers are trained on GPUs", fix="peft.method=lora")
+    # Over a base that is stored in 4 bits nothing else is trained.
+    other = "" if quantiser_of(config) is None else f" {another_model(config)}"
+    return Finding(key="peft.method", message="4-bit layers are trained on GPUs", fix=f"peft.method=lora{other}")
 
 
 @rule(
@@ -290,6 +294,30 @@ def wrap_class_unknown(config: RunConfig) -> Finding | None:
     return Finding(key="parallelism.wrap_classes", message=message, fix=f"parallelism.wrap_classes=[{own}]")
 
 
+@rule(
+    "wrap-size-too-large",
+    summary="FSDP's units by size would be larger than any part of the model.",
+    why="Without units FSDP gathers the whole model at once, which saves nothing.",
+    advice="Lower parallelism.wrap_min_num_parameters to what the message names, or make a unit of each block with "
+    "parallelism.wrap_policy=transformer.",
+)
+def wrap_size_too_large(config: RunConfig) -> Finding | None:
+    """Checked for models whose layers are as Llama's; others when the model is built (`units-too-large`)."""
+    settings, facts = config.parallelism, config.model.facts
+    if not isinstance(settings, FsdpConfig) or facts is None or facts.measured is not None:
+        return None
+    minimum = settings.wrap_min_num_parameters
+    if settings.wrap_policy is not WrapPolicy.size or units_by_size(facts, minimum):
+        return None
+    largest = layer_parameters(facts)
+    message = f"no part of {facts.architecture} has {minimum:,} parameters; its largest kind, a layer, has {largest:,}"
+    # 4 bits are stored several to a number, so that fewer are counted.
+    smaller = f"parallelism.wrap_min_num_parameters={largest}"
+    is_known = largest > 0 and config.peft.method is not PeftMethod.qlora
+    fix = (f"{smaller} or " if is_known else "") + "parallelism.wrap_policy=transformer"
+    return Finding(key="parallelism.wrap_min_num_parameters", message=message, fix=fix)
+
+
 RULES: tuple[Rule, ...] = (
     strategy_settings_mismatch,
     single_needs_one_gpu,
@@ -303,4 +331,5 @@ RULES: tuple[Rule, ...] = (
     offload_not_possible,
     nvme_path_missing,
     wrap_class_unknown,
+    wrap_size_too_large,
 )

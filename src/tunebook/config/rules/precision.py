@@ -13,7 +13,7 @@ from tunebook.config.choices import (
     Switch,
     Weights,
 )
-from tunebook.config.rules.attention import compiles, without_flash_attn
+from tunebook.config.rules.attention import FLASH, compiles, nearest_attention, without_flash_attn
 from tunebook.config.rules.frame import Finding, Level, Rule, rule
 from tunebook.config.schema import RunConfig, ZeroConfig
 from tunebook.hardware.generations import GENERATIONS, GenerationFacts, capability_text
@@ -27,6 +27,16 @@ def _hardware_text(config: RunConfig, facts: GenerationFacts) -> str:
     oldest = facts.min_compute_capability
     name = config.hardware.generation.name
     return f"{name} (compute capability {capability_text(oldest)})" if oldest else "a CPU"
+
+
+def _in_fp32(config: RunConfig) -> str:
+    """What to type to compute in fp32, with what goes with it: flash attention and bf16 weights do not."""
+    fix = "precision.compute=fp32"
+    if config.attention.implementation in FLASH:
+        fix += f" attention.implementation={nearest_attention(config).name}"
+    if config.precision.master_weights is MasterWeights.bf16:
+        fix += " precision.master_weights=fp32"
+    return fix
 
 
 @rule(
@@ -44,7 +54,7 @@ def bf16_on_volta(config: RunConfig) -> Finding | None:
     if config.hardware.generation is Generation.cpu:
         return None
     message = f"bf16 cannot run on {_hardware_text(config, facts)}; bf16 starts at 8.0"
-    return Finding(key="precision.compute", message=message, fix="precision.compute=fp32")
+    return Finding(key="precision.compute", message=message, fix=_in_fp32(config))
 
 
 @rule(
@@ -61,9 +71,10 @@ def fp16_with_bf16_base(config: RunConfig) -> Finding | None:
         return None
     if model.facts.dtype != "bfloat16":
         return None
-    better = "bf16" if facts is not None and facts.has_bf16 else "fp32"
+    has_bf16 = facts is not None and facts.has_bf16
     message = f"fp16 overflows on {model.facts.architecture}, whose weights are bfloat16"
-    return Finding(key="precision.compute", message=message, fix=f"precision.compute={better}")
+    fix = "precision.compute=bf16" if has_bf16 else _in_fp32(config)
+    return Finding(key="precision.compute", message=message, fix=fix)
 
 
 @rule(
@@ -76,7 +87,7 @@ def fp16_on_cpu(config: RunConfig) -> Finding | None:
     """fp16 or fp8 never on a CPU; fp8 is `fp8-without-hardware`."""
     if config.precision.compute is not Compute.fp16 or config.hardware.generation is not Generation.cpu:
         return None
-    return Finding(key="precision.compute", message="fp16 needs a GPU", fix="precision.compute=fp32")
+    return Finding(key="precision.compute", message="fp16 needs a GPU", fix=_in_fp32(config))
 
 
 @rule(
@@ -90,9 +101,9 @@ def fp8_without_hardware(config: RunConfig) -> Finding | None:
     facts = _facts(config)
     if config.precision.compute is not Compute.fp8 or facts is None or facts.has_fp8:
         return None
-    better = "bf16" if facts.has_bf16 else "fp32"
     message = f"fp8 cannot run on {_hardware_text(config, facts)}; fp8 starts at 8.9"
-    return Finding(key="precision.compute", message=message, fix=f"precision.compute={better}")
+    fix = "precision.compute=bf16" if facts.has_bf16 else _in_fp32(config)
+    return Finding(key="precision.compute", message=message, fix=fix)
 
 
 @rule(
@@ -142,8 +153,10 @@ def fp8_with_deepspeed(config: RunConfig) -> Finding | None:
     "compiled; or ask for it: model.compile_layers=true with attention=varlen_attention and without Liger's kernels.",
 )
 def fp8_not_compiled(config: RunConfig) -> Finding | None:
-    """fp8 in blocks that are not compiled."""
+    """fp8 in blocks that are not compiled, where fp8 is not refused altogether."""
     if config.precision.compute is not Compute.fp8 or config.model.compile_layers:
+        return None
+    if any(refusing.find(config) for refusing in (fp8_without_hardware, fp8_with_adapters, fp8_with_deepspeed)):
         return None
     message = "fp8's casts are passes over memory of their own where the blocks are not compiled"
     fix = "model.compile_layers=true"
