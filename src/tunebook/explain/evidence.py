@@ -75,7 +75,7 @@ EVIDENCE: dict[str, Explanation] = {
     ),
     "run-changed": Explanation(
         summary="A run's run.yaml, manifest.json, metrics.jsonl or evaluation/after.json was changed after the run.",
-        why="The manifest notes the recipe, the seed and the hash of run.yaml at the start, and those of the numbers at "
+        why="The manifest notes the recipe, the seed and the hash of run.yaml at the start, those of the numbers at "
         "the end. Where they no longer go together, one of the files tells of another training than was done.",
         advice="Take the files back from a copy, or train again. A run that differs is asked for by words on the "
         "command line, not by an edited run.yaml.",
