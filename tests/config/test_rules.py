@@ -104,6 +104,10 @@ DDP = {"parallelism": ParallelismConfig(strategy=Strategy.ddp), **ON_8}
 MEASURED = MeasuredLayers(
     num_layers=2, parameters=1, linear_inputs=1, adapter_parameters=1, attention=["eager", "flash_attention_2"]
 )
+EXPERTS = MeasuredLayers(
+    num_layers=2, parameters=900, active_parameters=300, linear_inputs=10, adapter_parameters=90,
+    attention=["eager", "sdpa", "flash_attention_2"],
+)  # fmt: skip
 PADDED = {"packing.mode": PackingMode.padded, "training.micro_batch_size": None}
 BIG = {"training.global_samples": 2000}
 PADDED_DDP = {**DDP, **PADDED}
@@ -380,6 +384,18 @@ CASES = [
         "lm_head would never be trained",
         {"peft.target_modules": ["q_proj", "lm_head"]},
         {"peft.method": PeftMethod.lora},
+    ),
+    case(
+        "adapter-dropout-on-experts",
+        "adapters on the experts of .* have no dropout, and peft.dropout is 0.05",
+        {"peft.dropout": 0.05},
+        LORA | {"model.facts.measured": EXPERTS, "peft.dropout": 0.0},
+    ),
+    case(
+        "activation-offload-with-flex",
+        "does not take what was offloaded",
+        {"activation.offload": True},
+        {"attention.implementation": Attention.flex_attention},
     ),
     case("adapter-without-targets", "self_attn, mlp leave no", {"peft.modules_to_save": ["self_attn", "mlp"]}, LORA),
     case(

@@ -16,6 +16,7 @@ from tunebook.plan.batch import BatchPlan
 _NOT_KNOWN = "whether it fits is not known"
 # Rows may be shorter than planned and the estimate too high: only what is this much more than the memory is refused.
 SURELY_TOO_LARGE = 1.15
+_ROUNDING = 1e-9  # of an overhead that is all that is left
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,7 @@ def plan_memory(config: RunConfig, batch: BatchPlan | None = None) -> MemoryPlan
         return MemoryPlan(memory=Memory(capacity=capacity), fits=None, verdict=f"{_NOT_KNOWN}: nor is the model's size")
     accumulates = None if batch is None or batch.accumulation is None else batch.accumulation > 1
     estimate = estimate_memory(_with_rows_of(config, batch), facts, accumulates=accumulates)
-    overhead = overhead_bytes(config, estimate.total_gib * GIB) / GIB
+    overhead = overhead_bytes(config, estimate.total_gib * GIB, None if capacity is None else capacity * GIB) / GIB
     parts = Memory(
         weights=estimate.weights_gib,
         gradients=estimate.gradients_gib,
@@ -110,6 +111,6 @@ def _judge(estimate: Estimate, overhead: float, capacity: float | None) -> tuple
         return None, f"{_NOT_KNOWN}: {why}"
     if tensors > capacity * USABLE_SHARE:
         return None, f"{_NOT_KNOWN}: more than {USABLE_SHARE:.0%} of {capacity:g} GiB leaves little for the overhead"
-    if tensors + overhead > capacity:
+    if tensors + overhead > capacity * (1 + _ROUNDING):
         return None, f"{_NOT_KNOWN}: with an overhead of about {overhead:.1f} GiB it is more than {capacity:g} GiB"
     return True, f"fits into {USABLE_SHARE:.0%} of {capacity:g} GiB"

@@ -46,7 +46,7 @@ def test_each_mode_has_its_numbers(unusual):
     unusual.attention.implementation = Attention.sdpa
     assert kept(unusual) == (30 + 4 * ROW) * ROW
     unusual.training.micro_batch_size = 3
-    assert kept(unusual) == 3 * (30 + 4 * ROW) * ROW
+    assert kept(unusual) == 3 * (30 + 4 * 3 * ROW) * ROW  # put one behind the other, as one row
 
 
 def test_a_recomputed_layer_is_the_largest_and_every_layer_keeps_its_input(unusual):

@@ -10,7 +10,7 @@ from tunebook.config.choices import Checkpointing, Offload, PeftMethod, Strategy
 from tunebook.config.estimate import GIB, estimate_memory
 from tunebook.config.estimate.activations import after_head_bytes, head_bytes
 from tunebook.config.estimate.buffers import gathering_bytes, root_gradient_bytes, scattering_bytes
-from tunebook.config.estimate.moments import fullest_moment
+from tunebook.config.estimate.moments import _moments, fullest_moment
 from tunebook.config.estimate.parameters import parameter_sizes
 from tunebook.config.estimate.states import reduced_gradient_bytes
 from tunebook.config.model_facts import MeasuredLayers
@@ -113,6 +113,17 @@ def test_fsdp_reduces_the_embeddings_last(sound):
     assert (ends.gradients, ends.activations) == (4 * facts.num_parameters / 8, 6 * EMBEDDINGS)
     sound.peft.method = PeftMethod.lora
     assert root_gradient_bytes(sound, facts) == 0
+
+
+def test_the_buckets_of_zero_2_are_made_when_the_backward_pass_begins(sound):
+    """Not while the last layer's forward pass and the head are computed; until the end from there on."""
+    sound.hardware.gpus_per_node, buffers = 2, []
+    for bucket in (0, 10_000_000):
+        sound.parallelism = ZeroConfig(strategy=Strategy.zero2, overlap_comm=True, reduce_bucket_size=bucket + 1)
+        moments = _moments(sound, sound.model.facts, accumulates=False)
+        buffers.append([moment.buffers for moment in moments])
+    of_buckets = 2 * 4 * 10_000_000
+    assert [more - less for less, more in zip(*buffers, strict=True)] == [0, 0, of_buckets, of_buckets, of_buckets]
 
 
 def test_an_estimate_is_its_fullest_moment(sound):

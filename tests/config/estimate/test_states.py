@@ -8,7 +8,7 @@ import pytest
 
 from tunebook.config.choices import MixedPrecision, Offload, OptimizerName, PeftMethod, Strategy
 from tunebook.config.estimate import GIB, estimate_memory
-from tunebook.config.estimate.buffers import backward_buffer_bytes, buffer_bytes
+from tunebook.config.estimate.buffers import backward_buffer_bytes, buffer_bytes, reducing_bytes
 from tunebook.config.estimate.states import state_bytes
 from tunebook.config.schema import FsdpConfig, ParallelismConfig, ZeroConfig
 
@@ -159,3 +159,35 @@ def test_zero_3_on_one_gpu_keeps_offloaded_parameters_that_come_again_soon(sound
     sound.hardware.gpus_per_node = 2  # which keep no copies; with a head of its own as much again as may be kept
     whole = min(size, 500_000_000 if is_tied else 1_000_000_000 + embeddings)
     assert buffer_bytes(sound, facts, is_recomputed=False) == 4 * whole
+
+
+@pytest.mark.parametrize("strategy", [Strategy.zero1, Strategy.zero2])
+def test_zero_1_and_2_reduce_gradients_through_buckets_of_their_own(sound, strategy):
+    facts = sound.model.facts
+    sound.parallelism = ZeroConfig(strategy=strategy)
+    assert reducing_bytes(sound, facts) == 4 * 896**2  # of the Trainer's size
+    sound.parallelism.overlap_comm = True
+    assert reducing_bytes(sound, facts) == 2 * 4 * 896**2
+    sound.parallelism.reduce_bucket_size = 500_000_000
+    assert reducing_bytes(sound, facts) == 2 * 4 * 5e8
+    sound.parallelism.overlap_comm = False
+    assert reducing_bytes(sound, facts) == 4 * 5e8
+    sound.parallelism.mixed_precision = CAST
+    assert reducing_bytes(sound, facts) == 2 * 5e8
+    sound.peft.method = PeftMethod.lora  # made whole, however few gradients there are
+    assert reducing_bytes(sound, facts) == 2 * 5e8
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ZeroConfig(strategy=Strategy.zero1, offload_optimizer=Offload.cpu),  # whose buckets are counted elsewhere
+        ZeroConfig(strategy=Strategy.zero2, offload_optimizer=Offload.cpu, reduce_bucket_size=500_000_000),
+        ZeroConfig(strategy=Strategy.zero3, reduce_bucket_size=500_000_000),
+        ParallelismConfig(strategy=Strategy.ddp),
+        FsdpConfig(strategy=Strategy.fsdp),
+    ],
+)
+def test_no_other_strategy_has_those_buckets(sound, settings):
+    sound.parallelism = settings
+    assert reducing_bytes(sound, sound.model.facts) == 0

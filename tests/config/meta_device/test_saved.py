@@ -20,6 +20,11 @@ FORMATS = {"fp32": (torch.float32, False), "autocast": (torch.float32, True), "b
 
 
 def measured(config, mode):
+    """What is kept, whether or not it is offloaded."""
+    return numbers_of(config, mode)[()]
+
+
+def numbers_of(config, mode):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     kinds = saved._kinds(config, saved.decoder_layers(model.base_model, config.num_hidden_layers))
@@ -128,6 +133,25 @@ def test_the_formulas_for_llamas_layers_say_the_same(config_of, sound, mode):
         assert formula < each + pair * 500 <= formula + 4 * 4 + 2 * 4 + 7 * 4
 
 
+@pytest.mark.parametrize(
+    ("mode", "each", "pair"),
+    [  # per hidden number what goes into norms and comes out of them; in fp32 each head's scores, too
+        (("autocast", "full", "flash"), 10, 0),
+        (("fp32", "full", "flash"), 20, 0),
+        (("bf16", "full", "flash"), 14, 0),
+        (("bf16", "adapter", "flash"), 8, 0),
+        (("fp32", "full", "eager"), 16, 4),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else str(value),
+)
+def test_beside_what_is_kept_stands_what_offloading_leaves_of_it(config_of, mode, each, pair):
+    config = config_of("llama")
+    numbers = numbers_of(config, mode)
+    assert {*numbers} == {(), (saved.OFFLOADED,)}
+    left = [0, each * config.hidden_size, pair * config.num_attention_heads]
+    assert numbers[(saved.OFFLOADED,)] == [*(3 * number for number in left), *left]
+
+
 COMPILED = [
     (number_format, method, kernels)
     for number_format in ("autocast", "bf16")
@@ -150,7 +174,9 @@ def test_the_formulas_for_compiled_layers_say_what_torchs_partitioner_keeps(conf
     sound.peft.dropout = 0.05 if method == "dropout" else 0.0
     if kernels == "selective":
         sound.activation.checkpointing = Checkpointing.selective
-    fixed, each, pair = measured(config, mode)[3:]
+    ((way, numbers),) = numbers_of(config, mode).items()  # nothing is said of what offloading leaves
+    fixed, each, pair = numbers[3:]
+    assert way == ()
     assert (fixed, pair) == (16, 0)  # the documents' ends, of two documents
     more = each - layer_bytes_per_token(sound, facts) - 4 * 4 - 2 * 4
     allowed = 0 if method == "full" else 2 * config.hidden_size

@@ -74,7 +74,7 @@ def estimate_memory(
 
 
 def fits_into(config: RunConfig, tensors_gib: float, memory_gib: float) -> bool:
-    """Whether a peak of tensors leaves room on a GPU for what is there besides them."""
+    """Whether a peak of tensors leaves room for what is there besides them, also where nothing has to be given back."""
     besides = overhead_bytes(config, tensors_gib * GIB) / GIB
     return tensors_gib <= memory_gib * USABLE_SHARE and tensors_gib + besides <= memory_gib
 

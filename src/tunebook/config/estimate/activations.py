@@ -20,16 +20,13 @@ from tunebook.config.choices import (
 )
 from tunebook.config.estimate.parameters import count_parameters, last_name, of_layers
 from tunebook.config.estimate.states import has_parameters_away, num_ranks, product_element, weight_element
-from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig
+from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig, ZeroConfig
 
 # TRL's output head works on tiles of this many tokens and words (trl 1.16, kernels/chunked_logprob.py); ours, which
 # makes the gradients in the forward pass, on tiles of as many tokens and all words.
 _HEAD_TOKENS, _HEAD_WORDS = 4096, 32768
 # Padded rows per pass where nobody says: as many as stay within this many tokens, when all are of the full length.
 _PADDED_TOKENS_PER_PASS = 8192
-# Tensors that TRL's offloading lets go only when as many more are on their way, and the one that is (trl 1.16,
-# activation_offloading.py).
-_STASHED = 6
 # The products of a layer by what they read: the outputs of its two norms and of the attention, or the inner product.
 _READERS = (frozenset({"q_proj", "k_proj", "v_proj"}), frozenset({"gate_proj", "up_proj"}))
 _OF_HIDDEN, _OF_INNER = frozenset({"o_proj"}).union(*_READERS), frozenset({"down_proj"})
@@ -43,41 +40,15 @@ def activation_bytes(config: RunConfig, facts: ModelFacts, *, is_recomputed: boo
     With activation checkpointing each layer keeps its input, and one layer at a time everything.
     """
     if is_recomputed:
-        return _inputs_of_layers(config, facts) + one_layer_bytes(config, facts)
+        return inputs_of_layers(config, facts) + one_layer_bytes(config, facts)
     if measured := measured_bytes(config, facts):
         return measured[0]
     return facts.num_layers * one_layer_bytes(config, facts)
 
 
-def kept_bytes(config: RunConfig, facts: ModelFacts, *, is_recomputed: bool) -> float:
-    """Bytes that all layers keep on the device of one pass while the output head is computed.
-
-    Of what is offloaded the last tensors are still there, and what is saved a second time before the first is gone:
-    what goes into each norm. So it was on H200s, with LoRA and without (h200x2_held_out).
-    """
-    kept = _inputs_of_layers(config, facts)
-    if not is_recomputed:
-        kept = activation_bytes(config, facts, is_recomputed=False)
-    if not config.activation.offload:
-        return kept
-    element = product_element(config)
-    stashed = float(_STASHED * tokens_per_pass(config) * element * facts.intermediate_size)
-    norms = 4 if facts.measured else 2  # of architectures that are not Llama's: as many as OLMo 2 has
-    return min(kept, stashed + (0.0 if is_recomputed else norms * _inputs_of_layers(config, facts)))
-
-
-def recomputed_bytes(config: RunConfig, facts: ModelFacts) -> float:
-    """Bytes of a layer that is computed again, with gradients of its inner numbers as its backward pass begins.
-
-    One of them, and with bf16 between the layers two, by the peaks of five runs on H200s (h200x2_held_out).
-    """
-    element = product_element(config)
-    gradients = (2 if _stream_element(config) == 2 else 1) * element * facts.intermediate_size
-    return one_layer_bytes(config, facts) + tokens_per_pass(config) * gradients
-
-
-def _inputs_of_layers(config: RunConfig, facts: ModelFacts) -> float:
-    return float(tokens_per_pass(config) * facts.num_layers * _stream_element(config) * facts.hidden_size)
+def inputs_of_layers(config: RunConfig, facts: ModelFacts) -> float:
+    """Bytes of what goes into each layer, of one pass."""
+    return float(tokens_per_pass(config) * facts.num_layers * stream_element(config) * facts.hidden_size)
 
 
 def one_layer_bytes(config: RunConfig, facts: ModelFacts) -> float:
@@ -92,10 +63,10 @@ def measured_bytes(config: RunConfig, facts: ModelFacts) -> tuple[float, float] 
     if facts.measured is None:
         return None
     compiled = facts.measured.saved.get(_compiled_mode(config) or "")
-    numbers = compiled or facts.measured.saved.get(_mode(config))
+    numbers = compiled or facts.measured.saved.get(mode_of(config))
     if numbers is None:
         return None
-    tokens, row = tokens_per_pass(config), _row_length(config)
+    tokens, row = tokens_per_pass(config), attended_length(config)
     whole, largest = (fixed + tokens * (each + pair * row) for fixed, each, pair in (numbers[:3], numbers[3:]))
     besides = tokens * _besides_measured(config, facts, is_compiled=compiled is not None)
     return of_layers(facts, whole) + facts.num_layers * besides, largest + besides
@@ -109,9 +80,9 @@ def _besides_measured(config: RunConfig, facts: ModelFacts, *, is_compiled: bool
     assert facts.measured is not None
     less = _dropout_bytes(config, facts, of_all=True) - _dropout_bytes(config, facts)
     if is_compiled:
-        return -less
+        return -less - _unadapted_bytes(config, facts)
     all_dropout = of_layers(facts, facts.measured.linear_inputs) / max(1, facts.num_layers)
-    dropout = max(0.0, all_dropout - less) if _has_dropout(config) else 0.0
+    dropout = max(0.0, all_dropout - less) if has_dropout(config) else 0.0
     return dropout + _inputs_under_zero3(config, facts) - _unadapted_bytes(config, facts)
 
 
@@ -124,7 +95,7 @@ def _compiled_mode(config: RunConfig) -> str | None:
     is_whole = config.parallelism.strategy is not Strategy.zero3
     if not (config.model.compile_layers and is_by_lengths and is_whole):
         return None
-    method = "dropout" if _has_dropout(config) else _method(config)
+    method = "dropout" if has_dropout(config) else _method(config)
     is_selective = config.activation.checkpointing is Checkpointing.selective
     return f"{_number_format(config)}/{method}/{'selective' if is_selective else 'compiled'}"
 
@@ -132,14 +103,14 @@ def _compiled_mode(config: RunConfig) -> str | None:
 def _number_format(config: RunConfig) -> str:
     if config.precision.compute is Compute.fp32:
         return "fp32"
-    return "bf16" if _stream_element(config) == 2 else "autocast"
+    return "bf16" if stream_element(config) == 2 else "autocast"
 
 
 def _method(config: RunConfig) -> str:
     return "full" if config.peft.method is PeftMethod.full else "adapter"
 
 
-def _mode(config: RunConfig) -> str:
+def mode_of(config: RunConfig) -> str:
     """The key of `MeasuredLayers.saved` for layers that are not compiled."""
     kernel = config.attention.implementation
     if kernel is Attention.sdpa_by_document:
@@ -189,18 +160,18 @@ def _norm_bytes(config: RunConfig) -> float:
     is_adapter = config.peft.method is not PeftMethod.full
     if config.activation.checkpointing is Checkpointing.selective:
         # The block's input, and what its attention adds to that; both norms are computed again.
-        return _stream_element(config) + product_element(config)
+        return stream_element(config) + product_element(config)
     if config.model.compile_layers:
         # Of both norms the input and the output; where the input is fp32, one of the outputs is cast from it again.
         # Not in fp8 nor with ZeRO-3, whose hooks cut blocks into pieces, as the peaks that were measured say.
         element = product_element(config)
         is_whole = config.precision.compute is Compute.bf16 and config.parallelism.strategy is not Strategy.zero3
-        is_cast = is_whole and _stream_element(config) == 4
+        is_cast = is_whole and stream_element(config) == 4
         outputs = 1 if is_cast and not is_adapter else 2
-        return 2 * _stream_element(config) + outputs * element
+        return 2 * stream_element(config) + outputs * element
     if config.precision.compute is Compute.fp32:
         return 16 if is_adapter else 24  # input, normalised input (for the norm's own weight), output
-    if _stream_element(config) == 2:
+    if stream_element(config) == 2:
         return 20 if is_adapter else 16  # the input in fp32; normalised and output in bf16
     inputs = 8 if is_adapter or config.model.liger_kernel else 16  # the input and, normalised, once more
     return inputs + (12 if is_adapter else 10)  # autocast casts the output anew for each product
@@ -208,7 +179,7 @@ def _norm_bytes(config: RunConfig) -> float:
 
 def _attention_bytes(config: RunConfig, facts: ModelFacts, element: int) -> float:
     """Query, key, value, output, and what the kernel keeps of the mask."""
-    row, heads = _row_length(config), facts.num_attention_heads
+    row, heads = attended_length(config), facts.num_attention_heads
     kernel = config.attention.implementation
     repeated = heads if kernel in _REPEATING else facts.num_key_value_heads
     key_width = facts.hidden_size * repeated / max(1, heads)
@@ -226,21 +197,32 @@ def _attention_bytes(config: RunConfig, facts: ModelFacts, element: int) -> floa
 def _inputs_under_zero3(config: RunConfig, facts: ModelFacts) -> float:
     """What the inputs of products take more than elsewhere: ZeRO-3 has a product of its own, which keeps them as given.
 
-    That is uncast, and also where the weight is frozen (deepspeed 0.19, runtime/zero/linear.py). Counted are the inputs
-    of an adapter's seven products; a test runs DeepSpeed's product.
+    That is uncast, and also where the weight is frozen (deepspeed 0.19, runtime/zero/linear.py). Where DeepSpeed casts
+    the whole model, adapters are in bf16 as well, and nothing needs a cast. A test runs DeepSpeed's product.
     """
     settings, method = config.parallelism, config.peft.method
     if settings.strategy is not Strategy.zero3 or config.model.compile_layers or method is PeftMethod.qlora:
         return 0.0
     hidden, inner = facts.hidden_size, facts.intermediate_size
-    is_fp32 = config.precision.compute is Compute.fp32
+    is_fp32, has_drop = config.precision.compute is Compute.fp32, has_dropout(config)
     if method is PeftMethod.full:  # one norm's output for several products, where autocast casts it for each
-        return 0.0 if is_fp32 or _stream_element(config) == 2 else -2.0 * hidden
+        return 0.0 if is_fp32 or stream_element(config) == 2 else -2.0 * hidden
     if is_fp32:
-        return 8.0 * hidden + 4.0 * inner if _has_dropout(config) else 0.0
-    if _stream_element(config) == 2:
-        return 16.0 * hidden + 4.0 * inner
-    return (20.0 * hidden if _has_dropout(config) else 0.0) + 4.0 * inner
+        return 8.0 * hidden + 4.0 * inner if has_drop else 0.0
+    if isinstance(settings, ZeroConfig) and settings.mixed_precision is MixedPrecision.cast:
+        return 4.0 * hidden + 2.0 * inner if has_drop else -8.0 * hidden
+    products = _products_of_hidden(facts) * hidden
+    if stream_element(config) == 2:
+        return 4.0 * hidden + 2.0 * products + 4.0 * inner
+    return (8.0 * hidden + 2.0 * products if has_drop else 12.0 * hidden - 2.0 * products) + 4.0 * inner
+
+
+def _products_of_hidden(facts: ModelFacts) -> float:
+    """How many products of a layer read hidden numbers: six of Llama's, of those that are fused fewer."""
+    if facts.measured is None:
+        return 6.0
+    inputs = of_layers(facts, facts.measured.linear_inputs) / max(1, facts.num_layers) - facts.intermediate_size
+    return min(6.0, max(0.0, inputs / max(1, facts.hidden_size)))
 
 
 def _dropout_bytes(config: RunConfig, facts: ModelFacts, *, of_all: bool = False) -> float:
@@ -249,11 +231,11 @@ def _dropout_bytes(config: RunConfig, facts: ModelFacts, *, of_all: bool = False
     Compiled blocks keep another for what six of them read; not so those that compute some of it again. With bf16
     weights they kept two more of one of these (Llama 3 8B, H200). `of_all`: as if it were put on all seven.
     """
-    if not _has_dropout(config):
+    if not has_dropout(config):
         return 0.0
     kept = 1.0
     if config.model.compile_layers and config.activation.checkpointing is not Checkpointing.selective:
-        kept = 14 / 6 if _stream_element(config) == 2 else 2.0
+        kept = 14 / 6 if stream_element(config) == 2 else 2.0
     missing = frozenset() if of_all else _unadapted(config)
     of_hidden = kept * facts.hidden_size * (6 - len(missing & _OF_HIDDEN))
     return of_hidden + (0.0 if missing & _OF_INNER else facts.intermediate_size)
@@ -262,18 +244,20 @@ def _dropout_bytes(config: RunConfig, facts: ModelFacts, *, of_all: bool = False
 def _unadapted_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """Of products that an adapter is not put on: their inputs, which only the gradient of a weight needs.
 
-    In bf16 each product has a copy of its own. In fp32 those that read one norm's output share it, and the output of
-    the attention is kept by its kernel. Compiled blocks were not seen to keep less, and ZeRO-3's product keeps the
-    inputs of frozen weights, too. A test counts what autograd saves.
+    In 16 bits each product has a copy of its own, but in compiled blocks. In those and in fp32 what read one norm's
+    output share it; the output of the attention is in fp32 the one that its kernel keeps. Blocks that compute some of
+    it again keep none of them anyway, and ZeRO-3's product those of frozen weights, too. Tests count what autograd
+    saves and what torch's partitioner keeps.
     """
-    missing = _unadapted(config)
-    if not missing or config.model.compile_layers or config.parallelism.strategy is Strategy.zero3:
+    missing, is_selective = _unadapted(config), config.activation.checkpointing is Checkpointing.selective
+    if not missing or is_selective or config.parallelism.strategy is Strategy.zero3:
         return 0.0
+    is_fp32, is_compiled = config.precision.compute is Compute.fp32, config.model.compile_layers
     inner = facts.intermediate_size if missing & _OF_INNER else 0
-    if config.precision.compute is not Compute.fp32:
+    if not is_fp32 and not is_compiled:
         return 2.0 * (facts.hidden_size * len(missing & _OF_HIDDEN) + inner)
-    norms = sum(readers <= missing for readers in _READERS)
-    return 4.0 * (facts.hidden_size * norms + inner)
+    shared = sum(readers <= missing for readers in _READERS) + (not is_fp32 and "o_proj" in missing)
+    return product_element(config) * float(facts.hidden_size * shared + inner)
 
 
 def _unadapted(config: RunConfig) -> frozenset[str]:
@@ -285,7 +269,13 @@ def _unadapted(config: RunConfig) -> frozenset[str]:
     return every - named
 
 
-def _has_dropout(config: RunConfig) -> bool:
+def is_on_inner(config: RunConfig) -> bool:
+    """Whether an adapter is put on the product that reads the inner numbers."""
+    return not _unadapted(config) & _OF_INNER
+
+
+def has_dropout(config: RunConfig) -> bool:
+    """Whether an adapter drops some of its inputs."""
     return config.peft.method is not PeftMethod.full and config.peft.dropout > 0
 
 
@@ -296,7 +286,7 @@ def head_bytes(config: RunConfig, facts: ModelFacts) -> float:
     words = facts.vocab_size if config.model.one_pass_head else min(facts.vocab_size, _HEAD_WORDS)
     tile = min(tokens, _HEAD_TOKENS) * words * element
     # TRL's part of it is counted where it needs no cast, too, as the peaks that were measured are met so.
-    is_cast = _stream_element(config) != element or not config.model.one_pass_head
+    is_cast = stream_element(config) != element or not config.model.one_pass_head
     if config.model.one_pass_head and isinstance(config.parallelism, FsdpConfig):
         is_adapter = config.peft.method is not PeftMethod.full
         is_cast = is_cast and is_adapter and not has_parameters_away(config)  # else gathered in bf16
@@ -314,11 +304,22 @@ def head_gradient_bytes(config: RunConfig, facts: ModelFacts) -> float:
     return 4.0 * count_parameters(config, facts).trained_head
 
 
-def _stream_element(config: RunConfig) -> int:
+def stream_element(config: RunConfig) -> int:
     """Bytes of a number between the layers: what the weights are in when a layer sees them."""
     settings = config.parallelism
     is_cast = isinstance(settings, FsdpConfig) and settings.mixed_precision is MixedPrecision.cast
     return 2 if is_cast and config.precision.compute is not Compute.fp32 else weight_element(config)
+
+
+def mask_bytes(config: RunConfig) -> float:
+    """The mask that all layers are handed: of each token a number for every other, where a kernel is given one."""
+    element = {Attention.sdpa: 1, Attention.eager: product_element(config)}.get(config.attention.implementation, 0)
+    return float(element * tokens_per_pass(config) * attended_length(config))
+
+
+def attended_length(config: RunConfig) -> int:
+    """Tokens that a mask or a softmax holds for each: packed rows of a pass are put one behind the other as one."""
+    return _row_length(config) if config.packing.mode is PackingMode.padded else tokens_per_pass(config)
 
 
 def _row_length(config: RunConfig) -> int:

@@ -41,7 +41,7 @@ def backward_buffer_bytes(config: RunConfig, facts: ModelFacts, *, is_recomputed
     """The same in the last layer's backward pass, for which FSDP has two layers whole and the gradient of one."""
     cast = _cast_layer(config, facts) if is_recomputed else _cast(config, facts, is_recomputed)
     whole = _gathered(config, facts) + _gathered_layers(config, facts)
-    return cast + whole + bucket_bytes(config, facts)
+    return cast + whole + bucket_bytes(config, facts, is_backward=True)
 
 
 def _cast(config: RunConfig, facts: ModelFacts, is_recomputed: bool) -> float:
@@ -117,6 +117,8 @@ def _gathered_layers(config: RunConfig, facts: ModelFacts) -> float:
     parameters, element = count_parameters(config, facts), product_element(config)
     layer = parameters.layers / max(1, facts.num_layers)
     gradients = element * layer if config.peft.method is PeftMethod.full else 0
+    if num_ranks(config) == 1 and config.peft.method is not PeftMethod.full:
+        gradients = element * layer  # none, but the whole of what is gathered next (4 layers of Qwen2.5-14B, H200)
     if config.parallelism.strategy is not Strategy.fsdp_grad_op:
         return element * 2 * layer + gradients
     in_four_bits = parameters.linear if config.peft.method is PeftMethod.qlora else 0  # and stays so when gathered
@@ -131,31 +133,46 @@ def _is_gathered(config: RunConfig) -> bool:
 def kept_for_backward(config: RunConfig, facts: ModelFacts) -> float:
     """What ZeRO-3 has whole: parameters that are needed again within a billion others, its default, and the head.
 
-    A billion in all where the shares are on the GPU (traced on two H200: nine layers of Qwen2.5-3B and its head), and
-    with LoRA where they are on the host (3.6 GiB of Qwen2.5-3B on two and on four). Half of that in the other two cases
-    (12 layers of Qwen2.5-3B: 1.8 GiB with LoRA, and so offloaded), but a billion beside a head of its own where a
-    model is offloaded that is trained whole (4 layers of Qwen2.5-7B).
+    Not more than the layers and the head. Untied embeddings are not needed again.
     """
-    head, is_away = count_parameters(config, facts).embeddings, has_parameters_away(config)
-    is_full = config.peft.method is PeftMethod.full
-    live = _LIVE_PARAMETERS if is_away != is_full else _LIVE_PARAMETERS // 2
-    if is_away and is_full and not facts.tie_word_embeddings:
-        live = _LIVE_PARAMETERS + head
-    return float(weight_element(config) * max(min(facts.num_parameters, live), head))
+    head = count_parameters(config, facts).embeddings
+    again = count_parameters(config, facts).layers + head
+    return float(weight_element(config) * max(min(again, _live_parameters(config, facts)), head))
+
+
+def _live_parameters(config: RunConfig, facts: ModelFacts) -> float:
+    """How many ZeRO-3 keeps whole at most, by what was traced and measured on H200s.
+
+    Trained whole: a billion in all where the shares are on the GPU (nine layers of Qwen2.5-3B and its head); where they
+    are on the host half of that (12 layers of Qwen2.5-3B), or a billion beside a head of its own (4 layers of
+    Qwen2.5-7B). With LoRA: a billion in bf16 (two layers of Phi-4 and its head) and where they are on the host (3.6 GiB
+    of Qwen2.5-3B on two and on four); else what is passed twice within a billion (1.8 GiB of 12 layers of Qwen2.5-3B),
+    of which a head of its own is passed once (3.5 GiB of 9 layers of Llama 3 8B).
+    """
+    parameters, is_away, half = count_parameters(config, facts), has_parameters_away(config), _LIVE_PARAMETERS / 2
+    if config.peft.method is PeftMethod.full:
+        beside = half + parameters.embeddings if is_away and not facts.tie_word_embeddings else 0.0
+        return (half if is_away else _LIVE_PARAMETERS) + beside
+    if is_away or weight_element(config) == 2:
+        return _LIVE_PARAMETERS
+    layer = parameters.layers / max(1, facts.num_layers)
+    return half + (0.0 if facts.tie_word_embeddings else parameters.embeddings / 2 + layer)
 
 
 def gathering_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """What it takes on top to gather the output head: what arrives, and with ZeRO-3 a copy on its way to the parameter.
 
     Measured on two H200: 5.8 GiB for Qwen3-8B's 2.3 of embeddings under ZeRO-3, with which the peak was reached, and
-    twice 0.58 for Qwen2.5-3B's under FSDP.
+    twice 0.58 for Qwen2.5-3B's under FSDP. With LoRA no layers were whole then.
     """
     embeddings = count_parameters(config, facts).embeddings
-    if not _is_gathered(config):
-        return 0.0
+    if not _is_gathered(config) or num_ranks(config) == 1:
+        return 0.0  # nobody sends anything
     if isinstance(config.parallelism, FsdpConfig):
         return float(product_element(config) * embeddings)
-    return (1 + 1 / num_ranks(config)) * weight_element(config) * embeddings if num_ranks(config) > 1 else 0.0
+    head, is_full = weight_element(config) * embeddings, config.peft.method is PeftMethod.full
+    is_kept = is_full or has_parameters_away(config)
+    return (1 + 1 / num_ranks(config)) * head - (0.0 if is_kept else kept_for_backward(config, facts) - head)
 
 
 def scattering_bytes(config: RunConfig, facts: ModelFacts) -> float:
@@ -198,8 +215,25 @@ def root_gradient_bytes(config: RunConfig, facts: ModelFacts) -> float:
     return float(count_parameters(config, facts).trained_embeddings * (4 + product_element(config)))
 
 
-def bucket_bytes(config: RunConfig, facts: ModelFacts) -> float:
-    """What is on its way: DDP's buckets, those by which DeepSpeed moves gradients to the host, and ZeRO-3's."""
+def reducing_bytes(config: RunConfig, facts: ModelFacts) -> float:
+    """The buckets by which DeepSpeed's stages 1 and 2 reduce gradients, two of them where that overlaps.
+
+    Made whole when a backward pass begins (0.19.8, stage_1_and_2.py, setup_buckets), however few gradients there are.
+    """
+    settings = config.parallelism
+    is_stage_1_or_2 = settings.strategy in (Strategy.zero1, Strategy.zero2)
+    if not isinstance(settings, ZeroConfig) or not is_stage_1_or_2 or settings.offload_optimizer is not Offload.none:
+        return 0.0
+    bucket = settings.reduce_bucket_size or facts.hidden_size**2  # the Trainer's choice where nobody says
+    return float(weight_element(config) * bucket * (2 if settings.overlap_comm else 1))
+
+
+def bucket_bytes(config: RunConfig, facts: ModelFacts, *, is_backward: bool = False) -> float:
+    """What is on its way: DDP's buckets, those by which DeepSpeed moves gradients to the host, and ZeRO-3's.
+
+    `is_backward`: while a backward pass is at work, for which DeepSpeed makes two whole ones, however few gradients
+    there are (0.19.8, stage_1_and_2.py, setup_buckets).
+    """
     settings, trained = config.parallelism, count_parameters(config, facts).trained
     if settings.strategy is Strategy.ddp and num_ranks(config) > 1:
         return float(trained * weight_element(config))  # together they are as large as all gradients
@@ -210,7 +244,8 @@ def bucket_bytes(config: RunConfig, facts: ModelFacts) -> float:
     if settings.offload_optimizer is Offload.none:
         return 0.0
     bucket = settings.reduce_bucket_size or facts.hidden_size**2  # the Trainer's choice where nobody says
-    overlapping = _OVERLAPPING_BUCKETS if config.peft.method is PeftMethod.full else _OVERLAPPING_BUCKETS_OF_ADAPTERS
+    of_adapters = 2.0 if is_backward else _OVERLAPPING_BUCKETS_OF_ADAPTERS
+    overlapping = _OVERLAPPING_BUCKETS if config.peft.method is PeftMethod.full else of_adapters
     return weight_element(config) * bucket * (overlapping if settings.overlap_comm else 1.0)
 
 

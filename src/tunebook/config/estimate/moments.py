@@ -1,5 +1,6 @@
 """The moments of a step in which the memory of a rank may be at its peak, part by part.
 
+    forward    of the last layer, where it has more at work than it keeps
     head       the output head is computed: all that is kept of the layers is there, and its tiles
     gather     ZeRO-3 and FSDP make the output head whole just before
     reduce     ZeRO-2 makes room for a pass's gradients just after
@@ -16,24 +17,33 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tunebook.config.choices import Checkpointing, Strategy
-from tunebook.config.estimate.activations import (
-    after_head_bytes,
-    head_bytes,
-    kept_bytes,
-    one_layer_bytes,
-    recomputed_bytes,
-)
+from tunebook.config.estimate.activations import after_head_bytes, head_bytes, head_gradient_bytes, one_layer_bytes
 from tunebook.config.estimate.buffers import (
     backward_buffer_bytes,
     bucket_bytes,
     buffer_bytes,
     cleared_buffer_bytes,
     gathering_bytes,
+    reducing_bytes,
     root_gradient_bytes,
     scattering_bytes,
 )
 from tunebook.config.estimate.parameters import count_parameters
-from tunebook.config.estimate.states import States, earlier_gradient_bytes, reduced_gradient_bytes, state_bytes
+from tunebook.config.estimate.states import (
+    States,
+    earlier_gradient_bytes,
+    product_element,
+    reduced_gradient_bytes,
+    state_bytes,
+    weight_element,
+)
+from tunebook.config.estimate.working import (
+    backward_bytes,
+    forward_bytes,
+    kept_bytes,
+    last_offloaded_bytes,
+    recomputed_bytes,
+)
 from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig
 
 
@@ -68,10 +78,13 @@ def _moments(config: RunConfig, facts: ModelFacts, *, accumulates: bool) -> Iter
         return Moment(states=states, gradients=passes, buffers=buffers, activations=activations)
 
     buffers = buffer_bytes(config, facts, is_recomputed=is_recomputed)
+    at_work = 0.0 if is_recomputed else forward_bytes(config, facts)
+    yield moment(buffers, kept + at_work)
     yield moment(buffers, kept + head_bytes(config, facts))
     if gathering := gathering_bytes(config, facts):
-        yield moment(buffers + gathering, kept)
-    buffers = cleared_buffer_bytes(config, facts, is_recomputed=is_recomputed)
+        yield moment(buffers + gathering, kept + (at_work if config.activation.offload else 0.0))
+    reducing = reducing_bytes(config, facts)
+    buffers = cleared_buffer_bytes(config, facts, is_recomputed=is_recomputed) + reducing
     room = reduced_gradient_bytes(config, facts)
     is_stage_1 = config.parallelism.strategy is Strategy.zero1
     besides = 0.0  # of that room, from here on, what is not gradients that will be there
@@ -80,15 +93,23 @@ def _moments(config: RunConfig, facts: ModelFacts, *, accumulates: bool) -> Iter
         yield moment(buffers + besides, after)
     if scattering := scattering_bytes(config, facts):
         yield moment(buffers + scattering, after)
-    layer = recomputed_bytes(config, facts) if is_recomputed else 0.0
-    if is_recomputed or isinstance(config.parallelism, FsdpConfig):
-        yield moment(backward_buffer_bytes(config, facts, is_recomputed=is_recomputed) + besides, after + layer)
+    layer = recomputed_bytes(config, facts) if is_recomputed else backward_bytes(config, facts)
+    if layer or isinstance(config.parallelism, FsdpConfig):
+        whole = backward_buffer_bytes(config, facts, is_recomputed=is_recomputed)
+        yield moment(whole + reducing + besides, after - _handed_over(config, facts) + layer)
     yield Moment(
         states=states,
         gradients=max(passes, states.gradients),
-        buffers=bucket_bytes(config, facts) + (room if is_stage_1 else besides),
+        buffers=bucket_bytes(config, facts) + reducing + (room if is_stage_1 else besides),
         activations=_last_layer_bytes(config, facts, states, is_recomputed=is_recomputed),
     )
+
+
+def _handed_over(config: RunConfig, facts: ModelFacts) -> float:
+    """Of the head's gradient in fp32 what is gone when FSDP has it in the format of the weights that it gathers."""
+    if not isinstance(config.parallelism, FsdpConfig) or weight_element(config) != 4:
+        return 0.0
+    return head_gradient_bytes(config, facts) * (1 - product_element(config) / 4)
 
 
 def _last_layer_bytes(config: RunConfig, facts: ModelFacts, states: States, *, is_recomputed: bool) -> float:
@@ -97,7 +118,7 @@ def _last_layer_bytes(config: RunConfig, facts: ModelFacts, states: States, *, i
     Embeddings that are the output head too have a gradient already, to which theirs is added whole; others have none
     yet while the first layer is computed.
     """
-    layer = one_layer_bytes(config, facts) if is_recomputed else 0.0
+    layer = one_layer_bytes(config, facts) if is_recomputed else last_offloaded_bytes(config, facts)
     if root := root_gradient_bytes(config, facts):
         return max(layer, root)
     embeddings = count_parameters(config, facts).trained_embeddings * states.gradient_element

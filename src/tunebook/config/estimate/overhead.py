@@ -23,19 +23,27 @@ NCCL_OF_TWO, NCCL_OF_MORE = 544 * MIB, 688 * MIB
 # states or move them to the host, and so allocate at other sizes every time: 2% to 51%, median 20%. 21 with FSDP: 5% to
 # 50%, median 18%, and 5% to 7% where the GPU was nearly full, since it then gives back what it does not use.
 ALLOCATOR_SHARE, ALLOCATOR_SHARE_DIVIDED, ALLOCATOR_SHARE_FSDP = 0.10, 0.22, 0.18
+ALLOCATOR_SHARE_OF_A_FULL_GPU = 0.07
 # Measured: the resident memory of a rank that has imported everything and joined the others, before it loads a model
 # (tests/bench/results/loading_memory.jsonl, a CPU build of torch 2.13: 417.7 to 418.4 MiB).
 PROCESS = 418 * MIB
 
 
-def overhead_bytes(config: RunConfig, tensors: float) -> float:
-    """What comes on top of a peak of so many bytes of tensors on one GPU, or in one process on a CPU."""
+def overhead_bytes(config: RunConfig, tensors: float, capacity: float | None = None) -> float:
+    """What comes on top of a peak of so many bytes of tensors on one GPU, or in one process on a CPU.
+
+    On a GPU of `capacity` bytes the allocator holds what is left at most, where that is enough for a full one.
+    """
     if config.hardware.generation is Generation.cpu:
         return float(PROCESS)
     is_divided = config.parallelism.strategy not in (Strategy.single, Strategy.ddp)
     share = ALLOCATOR_SHARE_DIVIDED if is_divided else ALLOCATOR_SHARE
     share = ALLOCATOR_SHARE_FSDP if config.parallelism.strategy is Strategy.fsdp else share
-    return CUDA_CONTEXT + sum(map(_communicator, _groups(config))) + share * tensors
+    contexts = float(CUDA_CONTEXT + sum(map(_communicator, _groups(config))))
+    if capacity is None:
+        return contexts + share * tensors
+    left = capacity - contexts - tensors
+    return contexts + min(share * tensors, max(ALLOCATOR_SHARE_OF_A_FULL_GPU * tensors, left))
 
 
 def _groups(config: RunConfig) -> list[int]:

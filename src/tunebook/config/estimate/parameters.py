@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 
 from tunebook.config.choices import PeftMethod
@@ -24,6 +25,12 @@ class Parameters:
 # What the embeddings and the output head are called in transformers' models.
 EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
 HEADS = ("lm_head", "embed_out")
+# The products of a layer of Llama's by the part that holds them: PEFT trains a copy of a whole part, and puts no
+# adapter inside.
+PRODUCTS_OF = {
+    "self_attn": frozenset({"q_proj", "k_proj", "v_proj", "o_proj"}),
+    "mlp": frozenset({"gate_proj", "up_proj", "down_proj"}),
+}
 
 
 def count_parameters(config: RunConfig, facts: ModelFacts) -> Parameters:
@@ -41,9 +48,12 @@ def count_parameters(config: RunConfig, facts: ModelFacts) -> Parameters:
         )
     saved = {last_name(module) for module in config.peft.modules_to_save}  # PEFT trains a copy of each
     saved_embeddings, saved_head = (embeddings * bool(saved & {*names}) for names in (EMBEDDINGS, HEADS))
-    adapter = config.peft.rank * _adapter_of_rank_one(facts, config.peft.target_modules)
+    products = saved.union(*(PRODUCTS_OF.get(module, ()) for module in saved))
+    adapter = config.peft.rank * _adapter_of_rank_one(facts, config.peft.target_modules, without=products)
+    sizes = product_sizes(facts)
+    saved_layers = facts.num_layers * sum(sizes[product] for product in products if product in sizes)
     return Parameters(
-        trained=adapter + saved_embeddings + saved_head,
+        trained=adapter + saved_layers + saved_embeddings + saved_head,
         frozen=facts.num_parameters,
         layers=_in_layers(facts),
         linear=_in_linear_layers(facts),
@@ -84,18 +94,26 @@ def _in_linear_layers(facts: ModelFacts) -> int:
 
 
 def parameter_sizes(facts: ModelFacts) -> list[int]:
-    """Of each large parameter in the model's own order: embeddings, seven matrices of each layer, and the head.
+    """Of each large parameter in the model's own order: embeddings, seven matrices of each layer, and the head."""
+    embeddings = facts.vocab_size * facts.hidden_size
+    sizes = [*product_sizes(facts).values()] * facts.num_layers
+    return [embeddings, *sizes, *([] if facts.tie_word_embeddings else [embeddings])]
+
+
+def product_sizes(facts: ModelFacts) -> dict[str, int]:
+    """Of the seven matrices of one layer, in the model's own order.
 
     Layers of another kind are divided as Llama's are, into as much as was counted of them.
     """
     hidden, inner = facts.hidden_size, facts.intermediate_size
     keys = hidden * facts.num_key_value_heads // max(1, facts.num_attention_heads)
-    layer = [hidden * out for out in (hidden, keys, keys, hidden, inner, inner, inner)]
-    embeddings, scale = facts.vocab_size * hidden, 1.0
-    if facts.measured is not None and sum(layer) > 0:
-        scale = _in_layers(facts) / max(1, facts.num_layers) / sum(layer)
-    sizes = [round(scale * size) for size in layer] * facts.num_layers
-    return [embeddings, *sizes, *([] if facts.tie_word_embeddings else [embeddings])]
+    sizes = {"q_proj": hidden**2, "k_proj": hidden * keys, "v_proj": hidden * keys, "o_proj": hidden**2}
+    sizes |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), hidden * inner)
+    whole = sum(sizes.values())
+    if facts.measured is None or not whole:
+        return sizes
+    scale = _in_layers(facts) / max(1, facts.num_layers) / whole
+    return {name: round(scale * size) for name, size in sizes.items()}
 
 
 def linear_layers(facts: ModelFacts) -> dict[str, int]:
@@ -106,12 +124,12 @@ def linear_layers(facts: ModelFacts) -> dict[str, int]:
     return attention | dict.fromkeys(("gate_proj", "up_proj", "down_proj"), hidden + inner)
 
 
-def _adapter_of_rank_one(facts: ModelFacts, target_modules: list[str]) -> int:
+def _adapter_of_rank_one(facts: ModelFacts, target_modules: list[str], *, without: Set[str]) -> int:
     """Inputs and outputs of the layers that an adapter is put on: of all linear ones where a name is not known."""
-    if facts.measured is not None:
-        return round(of_layers(facts, facts.measured.adapter_parameters))
     layers, named = linear_layers(facts), {last_name(module) for module in target_modules}
-    chosen = [layers[name] for name in named if name in layers]
-    if not named or named - {*layers}:
-        chosen = list(layers.values())
-    return sum(chosen) * facts.num_layers
+    chosen = named if named and named <= {*layers} else {*layers}
+    adapted = sum(layers[name] for name in chosen - without)
+    if facts.measured is None:
+        return adapted * facts.num_layers
+    share = sum(layers[name] for name in {*layers} - without) / max(1, sum(layers.values()))
+    return round(share * of_layers(facts, facts.measured.adapter_parameters))

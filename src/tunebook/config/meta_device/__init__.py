@@ -2,6 +2,7 @@
 
     measure    runs in a process of its own, since it imports torch: counts the parameters, says what it found as JSON
     saved      what autograd keeps of a pass, seen on tensors that have a shape and no memory
+    offloading what of that TRL's activation offloading leaves on the device
     (here)     starts that process and remembers its answer under the config.json's hash
 
 Takes 5 to 180 seconds the first time, by architecture and cores, and no weights, no GPU and no network.
@@ -29,7 +30,7 @@ from tunebook.config.model_facts import MeasuredLayers, ModelFacts
 from tunebook.errors import RequestError
 
 # Raised when the answer to the same config.json changes: what was remembered is then measured again.
-_FORM = 3
+_FORM = 4
 _COUNTED = (
     "num_layers", "parameters", "linear_inputs", "adapter_parameters", "linear_parameters", "active_parameters"
 )  # fmt: skip

@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM
 from tunebook.config.compiling import set_up_compiler
 from tunebook.config.meta_device.cuda_autocast import CudaAutocast
 from tunebook.config.meta_device.kernels import BY_LENGTHS, MASKED, UNMASKED, register_kernels
+from tunebook.config.meta_device.offloading import Offloading
 
 LENGTHS = (62, 124, 186)  # tokens; like no size of a real model, by which copies of weights are told apart
 LORA_RANK = 1
@@ -44,6 +45,7 @@ _MODES = (
     *itertools.product(FORMATS, _METHODS, ATTENTION),
     *itertools.product(("autocast", "bf16"), (*_METHODS, "dropout"), COMPILED),
 )
+OFFLOADED = "offloaded"
 _MOST_LAYERS = 12  # of a prefix
 _WORKERS = 4  # processes; compiling takes some seconds a mode
 _MACHINES = (MemoryError, ImportError, OSError)  # faults that say nothing of a model, and must not be remembered of it
@@ -54,6 +56,8 @@ def measure_saved(
     config: Any, layers: nn.ModuleList, options: dict[str, Any], on_found: Callable[[], None] = lambda: None
 ) -> dict[str, list[int]]:
     """By "format/method/kernels" six numbers, as `MeasuredLayers` has them. A mode that cannot be run is left out.
+
+    Of layers that are not compiled there are as many for what offloading leaves, by the same words and "offloaded".
 
     `on_found` is called whenever a mode has been looked at.
 
@@ -69,7 +73,11 @@ def measure_saved(
         for _ in as_completed(asked):
             on_found()
         found = [one.result() for one in asked]
-        return {"/".join(mode): numbers for mode, numbers in zip(modes, found, strict=True) if numbers is not None}
+        return {
+            "/".join((*mode, *way)): numbers
+            for mode, by_way in zip(modes, found, strict=True)
+            for way, numbers in by_way.items()
+        }
 
 
 def _know(*known: Any) -> None:
@@ -77,7 +85,7 @@ def _know(*known: Any) -> None:
     _known.extend(known)
 
 
-def _measure_known(mode: tuple[str, str, str]) -> list[int] | None:
+def _measure_known(mode: tuple[str, str, str]) -> dict[tuple[str, ...], list[int]]:
     config, kinds, options = _known
     return _measure(config, kinds, mode, options)
 
@@ -125,7 +133,8 @@ def _prefix(kinds: list[tuple[Any, ...]]) -> int:
 
 def _measure(
     config: Any, kinds: list[tuple[Any, ...]], mode: tuple[str, str, str], options: dict[str, Any]
-) -> list[int] | None:
+) -> dict[tuple[str, ...], list[int]]:
+    """Six numbers of what is kept, and of what offloading leaves of it; nothing where the mode cannot be run."""
     prefix = _prefix(kinds)
     try:
         with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
@@ -134,7 +143,15 @@ def _measure(
     except _MACHINES:
         raise
     except Exception:  # an attention that it does not have, an operation without a fake kernel
-        return None
+        return {}
+    ways: dict[tuple[str, ...], list[list[float]]] = {(): [kept for kept, _ in found]}
+    if mode[2] not in COMPILED:
+        ways[(OFFLOADED,)] = [left for _, left in found]
+    return {way: _six_numbers(kinds, prefix, by_length) for way, by_length in ways.items()}
+
+
+def _six_numbers(kinds: list[tuple[Any, ...]], prefix: int, found: list[list[float]]) -> list[int]:
+    """Of all layers, and of the largest, from the bytes of each layer of a prefix at the three lengths."""
     by_kind = {kind: [bytes_[place] for bytes_ in found] for place, kind in enumerate(kinds[:prefix])}
     mean = [sum(bytes_) / prefix for bytes_ in found]
     curves = [_curve(by_kind.get(kind, mean)) for kind in kinds]
@@ -230,20 +247,24 @@ def adapted(model: Any, *, rank: int, dropout: float = 0.0) -> Any:
     return wrapped
 
 
-def _saved_by_layer(model: Any, prefix: int, length: int, mode: tuple[str, str, str]) -> list[float]:
-    """Bytes by layer. A storage belongs to the layer that saves it first; those of weights are left out, and so are
-    copies of weights, which are known by their shape."""
+def _saved_by_layer(
+    model: Any, prefix: int, length: int, mode: tuple[str, str, str]
+) -> tuple[list[float], list[float]]:
+    """Bytes by layer, and those of them that offloading leaves on the device. A storage belongs to the layer that saves
+    it first; those of weights are left out, and so are copies of weights, which are known by their shape."""
     decoder = _decoder(model)
     of_weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     sides = {tuple(parameter.shape) for parameter in model.parameters()}
     sides |= {tuple(reversed(shape)) for shape in sides}
     now: list[int | None] = [None]
     saved: dict[int, tuple[int | None, int]] = {}
+    offloading = Offloading(of_weights)
     kept_alive = []  # or another tensor's storage would be given the same place
 
     def keep(tensor: Any) -> Any:
         storage = tensor.untyped_storage()
         kept_alive.append(storage)
+        offloading.save(tensor)
         if storage._cdata not in of_weights and tuple(tensor.shape) not in sides:
             saved.setdefault(storage._cdata, (now[0], storage.nbytes()))
         return tensor
@@ -253,7 +274,12 @@ def _saved_by_layer(model: Any, prefix: int, length: int, mode: tuple[str, str, 
         layer.register_forward_hook(lambda *_: now.__setitem__(0, None))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), _autocast(mode):
         decoder(**_row(length, has_lengths=mode[2] in COMPILED), use_cache=False)
-    return [float(sum(size for where, size in saved.values() if where == place)) for place in range(prefix)]
+    left = {storage: found for storage, found in saved.items() if storage in offloading.left}
+    return _by_layer(saved, prefix), _by_layer(left, prefix)
+
+
+def _by_layer(found: dict[int, tuple[int | None, int]], prefix: int) -> list[float]:
+    return [float(sum(size for where, size in found.values() if where == place)) for place in range(prefix)]
 
 
 @contextlib.contextmanager

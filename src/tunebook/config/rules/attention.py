@@ -363,6 +363,22 @@ def activation_offload_without_gpu(config: RunConfig) -> Finding | None:
 
 
 @rule(
+    "activation-offload-with-flex",
+    summary="activation.offload with attention=flex_attention.",
+    why="What comes back from the host is laid out in one piece, and the backward pass of flex_attention was compiled "
+    "for queries, keys and values as the forward pass had them: it stops at the first step.",
+    advice="Let another kernel attend, or compute activations again: activation=checkpointing.",
+)
+def activation_offload_with_flex(config: RunConfig) -> Finding | None:
+    """Met on an H200 with torch 2.11 (gemma-2b)."""
+    if not config.activation.offload or config.attention.implementation is not Attention.flex_attention:
+        return None
+    message = "flex_attention's backward pass does not take what was offloaded"
+    fix = "activation.offload=false activation.checkpointing=enabled"
+    return Finding(key="activation.offload", message=message, fix=fix)
+
+
+@rule(
     "compiled-layers-by-document",
     summary="model.compile_layers with attention=sdpa_by_document.",
     why="It reads on the host how long the documents of a row are, so a block cannot be compiled as one.",
@@ -394,4 +410,5 @@ RULES: tuple[Rule, ...] = (
     compiled_layers_with_flash_attn,
     selective_without_compiled_blocks,
     activation_offload_without_gpu,
+    activation_offload_with_flex,
 )

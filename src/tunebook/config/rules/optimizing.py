@@ -23,6 +23,10 @@ BITSANDBYTES = (OptimizerName.adamw_8bit, OptimizerName.paged_adamw_32bit, Optim
 # Of a model whose layers are as Llama's, beside its linear layers.
 _MODULES = ("embed_tokens", "lm_head", "norm", "self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
 _MOST_LAYERS = 1000  # whose names are looked at
+# Names by which PEFT 0.21 finds stacked experts (transformers_weight_conversion.py), and how many times the inputs of
+# all linear layers an adapter of rank 1 is at least that is put on them: 25 of Mixtral's, under 6 without experts.
+_OF_EXPERTS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+_EXPERTS_SHARE = 8
 
 
 @rule(
@@ -86,6 +90,29 @@ def adapter_without_targets(config: RunConfig) -> Finding | None:
     message = f"{', '.join(peft.modules_to_save)} leave no module for an adapter: what they hold is trained whole"
     fix = typed_list("peft.modules_to_save", rest) + " or peft=full"
     return Finding(key="peft.modules_to_save", message=message, fix=fix)
+
+
+@rule(
+    "adapter-dropout-on-experts",
+    summary="LoRA with dropout on a mixture of experts.",
+    why="PEFT puts an adapter on stacked experts as on one parameter, of which there is no input to drop, and refuses "
+    "when the model is built.",
+    advice="Train without it: peft.dropout=0. Or name the linear layers that are to have an adapter, such as those of "
+    "the attention, in peft.target_modules.",
+)
+def adapter_dropout_on_experts(config: RunConfig) -> Finding | None:
+    """Known by how large an adapter on every linear layer is: one on experts has inputs and outputs for each."""
+    peft, facts = config.peft, config.model.facts
+    if peft.method is PeftMethod.full or not peft.dropout or facts is None or facts.measured is None:
+        return None
+    layers = facts.measured
+    has_experts = layers.active_parameters is not None and layers.active_parameters < layers.parameters
+    if not has_experts or layers.adapter_parameters <= _EXPERTS_SHARE * layers.linear_inputs:
+        return None
+    if peft.target_modules and not {last_name(name) for name in peft.target_modules} & _OF_EXPERTS:
+        return None
+    message = f"adapters on the experts of {facts.architecture} have no dropout, and peft.dropout is {peft.dropout:g}"
+    return Finding(key="peft.dropout", message=message, fix="peft.dropout=0")
 
 
 def _targets(config: RunConfig) -> list[str]:
@@ -308,6 +335,7 @@ RULES: tuple[Rule, ...] = (
     adapter_on_output_head,
     adapter_module_unknown,
     adapter_without_targets,
+    adapter_dropout_on_experts,
     adapter_settings_ignored,
     qlora_random_weights,
     bitsandbytes_optimizer_without_gpu,

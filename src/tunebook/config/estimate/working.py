@@ -1,0 +1,138 @@
+"""What is there of the layers' activations at one time: kept until the backward pass, and at work in one layer.
+
+Counted for a decoder layer of Llama's that is not compiled, per token, by following which tensors are alive while
+transformers 5.23 and PEFT 0.21 compute it without memory, in every number format (tests/config/estimate/live_tensors.py
+does so again); compiled layers are met without. `hidden`, `inner` and `element` are as in `activations`.
+"""
+
+from __future__ import annotations
+
+from tunebook.config.choices import Compute, MixedPrecision, PeftMethod, Strategy
+from tunebook.config.estimate.activations import (
+    activation_bytes,
+    attended_length,
+    has_dropout,
+    inputs_of_layers,
+    is_on_inner,
+    mask_bytes,
+    mode_of,
+    one_layer_bytes,
+    stream_element,
+    tokens_per_pass,
+)
+from tunebook.config.estimate.parameters import of_layers
+from tunebook.config.estimate.states import product_element
+from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig, ZeroConfig
+
+# Tensors that TRL's offloading lets go only when as many more are on their way, and the one that is (trl 1.16,
+# activation_offloading.py); of these, what the last norm and product leave, in bytes of each hidden number.
+_STASHED, _ON_THEIR_WAY = 6, 8
+
+
+def kept_bytes(config: RunConfig, facts: ModelFacts, *, is_recomputed: bool) -> float:
+    """Bytes that all layers keep on the device of one pass while the output head is computed.
+
+    TRL's offloading leaves what is saved a second time while it is on its way, such as what goes into a norm.
+    """
+    inputs, mask = inputs_of_layers(config, facts), mask_bytes(config)
+    if is_recomputed:
+        stays = _STASHED / max(1, facts.num_layers) if config.activation.offload else 1.0
+        return mask + inputs * min(1.0, stays)
+    kept = activation_bytes(config, facts, is_recomputed=False)
+    if not config.activation.offload:
+        return mask + kept
+    on_their_way = float(_ON_THEIR_WAY * tokens_per_pass(config) * facts.hidden_size)
+    return mask + min(kept, _left_bytes(config, facts) + on_their_way)
+
+
+def _left_bytes(config: RunConfig, facts: ModelFacts) -> float:
+    """What offloading leaves of all layers, as runs on H200s had it, too (h200x2_held_out)."""
+    tokens = tokens_per_pass(config)
+    if facts.measured is not None and (found := facts.measured.saved.get(f"{mode_of(config)}/offloaded")):
+        fixed, each, pair = found[:3]
+        under_zero3 = float(_left_under_zero3(config) * tokens * facts.num_layers * facts.hidden_size)
+        return of_layers(facts, fixed + tokens * (each + pair * attended_length(config))) + under_zero3
+    is_adapter = config.peft.method is not PeftMethod.full
+    if config.precision.compute is Compute.fp32:
+        left = 8 if has_dropout(config) else 20
+    elif is_adapter:
+        left = 8
+    else:
+        left = 14 if stream_element(config) == 2 else 10
+    left += _left_under_zero3(config)
+    return float(left * tokens * facts.num_layers * facts.hidden_size)
+
+
+def _left_under_zero3(config: RunConfig) -> int:
+    """What each norm gives to several products, which ZeRO-3's own keep uncast (traced on two H200, Qwen2.5-0.5B)."""
+    is_full, is_bf16 = config.peft.method is PeftMethod.full, stream_element(config) == 2
+    is_fp32 = config.precision.compute is Compute.fp32
+    if config.parallelism.strategy is not Strategy.zero3 or is_fp32 or (is_full and is_bf16):
+        return 0
+    return 2 * stream_element(config)
+
+
+def forward_bytes(config: RunConfig, facts: ModelFacts) -> float:
+    """What the last layer has at work in its forward pass besides what all keep.
+
+    An adapter in fp32 on the inner product takes that so, and its dropout's output. What is offloaded is there as well
+    until it has left: gate, up, their product and what comes of it.
+    """
+    is_fp32, tokens = config.precision.compute is Compute.fp32, tokens_per_pass(config)
+    if config.activation.offload:
+        inner = 20 if is_fp32 else (17 if has_dropout(config) else 12) if _is_widened(config) else 10
+        at_work = tokens * (8.0 * facts.hidden_size + inner * facts.intermediate_size)
+        return min(at_work, 2 * one_layer_bytes(config, facts))
+    if config.model.compile_layers or config.peft.method is PeftMethod.full or not is_on_inner(config):
+        return 0.0
+    inner = 4 if is_fp32 else (10 if has_dropout(config) else 6) if _is_widened(config) else 2
+    return float(tokens * inner * facts.intermediate_size)
+
+
+def backward_bytes(config: RunConfig, facts: ModelFacts) -> float:
+    """What the last layer has at work in its backward pass besides what all keep: gradients of its inner numbers."""
+    if config.model.compile_layers or config.activation.offload:
+        return 0.0
+    tokens = tokens_per_pass(config)
+    if _is_widened(config):
+        return float(tokens * (6 * facts.hidden_size + 4 * facts.intermediate_size))
+    return float(tokens * product_element(config) * facts.intermediate_size)
+
+
+def recomputed_bytes(config: RunConfig, facts: ModelFacts) -> float:
+    """Bytes of a layer that is computed again, with gradients of its inner numbers as its backward pass begins.
+
+    One of them, and with bf16 between the layers two, by the peaks of five runs on H200s (h200x2_held_out). Of an
+    adapter that is not compiled what its dropout is put through, and on the inner product in fp32 (8 layers of
+    Qwen2.5-7B at 7,168 tokens: 1.0 GiB more, H200).
+    """
+    element, tokens = product_element(config), tokens_per_pass(config)
+    hidden, inner = 0, (2 if stream_element(config) == 2 else 1) * element
+    is_adapter = config.peft.method is not PeftMethod.full and element == 2
+    if is_adapter and config.model.compile_layers:
+        inner = 4 if is_on_inner(config) and has_dropout(config) else inner  # by 5 layers of Qwen2.5-7B on two H200
+    elif is_adapter and _is_widened(config):
+        hidden, inner = 10, 8 if has_dropout(config) else 4
+    elif is_adapter and is_on_inner(config):
+        hidden, inner = (10, 0) if has_dropout(config) else (0, 2)
+    elif is_adapter:
+        inner = 4
+    return one_layer_bytes(config, facts) + tokens * (hidden * facts.hidden_size + inner * facts.intermediate_size)
+
+
+def _is_widened(config: RunConfig) -> bool:
+    """Whether an adapter takes the inner numbers in fp32, as PEFT keeps it; FSDP and DeepSpeed may cast it to bf16."""
+    settings, is_adapter = config.parallelism, config.peft.method is not PeftMethod.full
+    is_cast = isinstance(settings, FsdpConfig) or (
+        isinstance(settings, ZeroConfig) and settings.mixed_precision is MixedPrecision.cast
+    )
+    is_16_bit = config.precision.compute is not Compute.fp32
+    return is_adapter and is_16_bit and not is_cast and is_on_inner(config)
+
+
+def last_offloaded_bytes(config: RunConfig, facts: ModelFacts) -> float:
+    """What the first layer has brought back when the backward pass ends, and the gradients of its input.
+
+    By two runs on H200s (h200x2_held_out): 0.30 GiB of 5 layers of Llama 3 8B, 0.48 of Qwen2.5-7B.
+    """
+    return 16.0 * tokens_per_pass(config) * facts.hidden_size if config.activation.offload else 0.0
