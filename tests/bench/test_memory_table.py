@@ -48,10 +48,9 @@ def test_the_plan_is_within_its_bounds_of_every_peak() -> None:
 def test_what_chance_drew_is_planned_within_the_same_bounds(tmp_path: Path) -> None:
     """Those of the book's models; `memory_table.py --held-out` plans all, which takes minutes for the others."""
     lines = [json.loads(line) for line in HELD_OUT.read_text().splitlines()]
-    assert sum(line["series"].startswith("drawn") for line in lines) >= 110
-    assert all(
-        max(line["memory_gib"]) > 0 and "planned_then_gib" in line for line in lines if line["series"].startswith("drawn")
-    )
+    drawn = [line for line in lines if line["series"].startswith("drawn")]
+    assert len(drawn) >= 110
+    assert all(max(line["memory_gib"]) > 0 and "planned_then_gib" in line for line in drawn)
     runs = read_held_out(tmp_path, of_the_book=True)
     assert len(runs) == sum("sizes" not in line for line in lines) >= 15
     assert statistics.median(abs(run.error) for run in runs) <= 0.05

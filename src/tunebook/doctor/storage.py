@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tunebook.config.choices import MasterWeights, OptimizerName, PeftMethod, Weights
 from tunebook.config.schema import RunConfig, ZeroConfig
-from tunebook.data.file_hashes import CACHE_VARIABLE, cache_root
+from tunebook.data.file_hashes import cache_root
 from tunebook.doctor.findings import Finding, Kind, Level, size_text
 
 GIB = 2**30
@@ -41,12 +41,7 @@ def look_at_storage(config: RunConfig | None, outputs: Path) -> list[Finding]:
     spaces = [
         checkpoint_space(config, outputs),
         hub_space(config, Path(constants.HF_HUB_CACHE)),
-        Space(
-            purpose="prepared data and compiled operators",
-            folder=cache_root(),
-            needed=0,
-            elsewhere=f"{CACHE_VARIABLE}=FOLDER",
-        ),
+        Space(purpose="prepared data and compiled operators", folder=cache_root(), needed=0),
     ]
     return [*disks(spaces), *_hub_model(config), _token(config)]
 

@@ -25,8 +25,10 @@ _GPUS: dict[str, Explanation] = {
     "driver-silent": Explanation(
         summary="The NVIDIA driver was asked and did not answer properly.",
         why="A GPU that fell off the bus blocks everything that asks for it, often in a state that no kill ends. So "
-        "the question is put in a process of its own, with a time limit.",
-        advice="Look for Xid and `fallen off the bus` in sudo dmesg, and restart the machine.",
+        "the question is put in a process of its own, with a time limit. Or the driver's kernel module is not loaded, "
+        "such as after an update of the kernel for which it was not built.",
+        advice="Try sudo modprobe nvidia; install the driver again where there is no such module. Else look for Xid "
+        "and `fallen off the bus` in sudo dmesg, and restart the machine.",
     ),
     "gpu-in-use": Explanation(
         summary="Whether something else takes memory of the GPUs.",

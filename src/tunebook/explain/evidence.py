@@ -53,7 +53,8 @@ EVIDENCE: dict[str, Explanation] = {
         why="How far another run's numbers may lie from these is worked out from how far apart equal runs were. A copy "
         "of a run's folder repeats nothing; runs that split their steps otherwise, ran in other packages or go on from "
         "another run are apart for another reason.",
-        advice="Train it again in the same environment with training.resume=never, and name both runs.",
+        advice="Train it again in the same environment with training.resume=never, and name both runs. `tunebook "
+        "reproduce` needs a run that was trained from its first step, too.",
     ),
     "evidence-of-changed-code": Explanation(
         summary="The run was made by code, or of a recipe, that is in no commit.",

@@ -224,8 +224,7 @@ def reducing_bytes(config: RunConfig, facts: ModelFacts) -> float:
     is_stage_1_or_2 = settings.strategy in (Strategy.zero1, Strategy.zero2)
     if not isinstance(settings, ZeroConfig) or not is_stage_1_or_2 or settings.offload_optimizer is not Offload.none:
         return 0.0
-    bucket = settings.reduce_bucket_size or facts.hidden_size**2  # the Trainer's choice where nobody says
-    return float(weight_element(config) * bucket * (2 if settings.overlap_comm else 1))
+    return float(weight_element(config) * _reduce_bucket(settings, facts) * (2 if settings.overlap_comm else 1))
 
 
 def bucket_bytes(config: RunConfig, facts: ModelFacts, *, is_backward: bool = False) -> float:
@@ -243,10 +242,15 @@ def bucket_bytes(config: RunConfig, facts: ModelFacts, *, is_backward: bool = Fa
         return weight_element(config) * _ahead(settings, facts)
     if settings.offload_optimizer is Offload.none:
         return 0.0
-    bucket = settings.reduce_bucket_size or facts.hidden_size**2  # the Trainer's choice where nobody says
     of_adapters = 2.0 if is_backward else _OVERLAPPING_BUCKETS_OF_ADAPTERS
     overlapping = _OVERLAPPING_BUCKETS if config.peft.method is PeftMethod.full else of_adapters
-    return weight_element(config) * bucket * (overlapping if settings.overlap_comm else 1.0)
+    bucket = weight_element(config) * _reduce_bucket(settings, facts)
+    return bucket * (overlapping if settings.overlap_comm else 1.0)
+
+
+def _reduce_bucket(settings: ZeroConfig, facts: ModelFacts) -> int:
+    """Elements of it; the Trainer's choice where nobody says."""
+    return settings.reduce_bucket_size or facts.hidden_size**2
 
 
 def _ahead(zero: ZeroConfig, facts: ModelFacts) -> float:
