@@ -18,6 +18,7 @@ from tunebook.launch.calling import (
     folder_problem,
     free_port,
     hello,
+    node_facts,
     node_problems,
     socket_interface,
 )
@@ -116,10 +117,14 @@ def test_a_node_says_what_code_it_has():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         line, reached_at = call_launcher(f"127.0.0.1:{listener.getsockname()[1]}", 5, lambda text: None)
         other = Line(listener.accept()[0])
-    hello(line, reached_at, node=1, ranks=[1], port=4000, problems=[])
+    config = resolve_auto(compose("quickstart", []).config, H100S).config
+    facts = node_facts(config, is_judged=False)
+    hello(line, reached_at, node=1, ranks=[1], port=4000, facts=facts)
     (said,) = other.receive(20)
     assert said["code"] == code_hash()
     assert len(said["code"]) == 64
+    assert said["versions"].startswith("tunebook ")
+    assert said["problems"] == []
     line.close()
     other.close()
 

@@ -83,6 +83,22 @@ def test_a_dry_run_shows_what_a_job_starts_in_containers(capsys: pytest.CaptureF
     assert len(shown([*image, "evaluation=none"], capsys)) == 1
 
 
+def test_a_dry_run_says_which_folder_its_containers_will_have_besides(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = "  with the folder of the prepared data, known once that is prepared"
+    contained = ["launcher=slurm", "launcher.container_image=registry/x:1"]
+    show_job(plan_job("quickstart", contained, []), Console(width=200), tmp_path)
+    assert capsys.readouterr().out.splitlines()[-1] == line
+    (tmp_path / "prepared.json").write_text('{"folder": "/cache/prepared/1"}')
+    show_job(plan_job("quickstart", contained, []), Console(width=200), tmp_path)
+    printed = capsys.readouterr().out
+    assert line not in printed
+    assert "/cache/prepared/1:/cache/prepared/1" in printed
+    show_job(plan_job("quickstart", ["launcher=slurm"], []), Console(width=200), Path("/runs/1"))
+    assert line not in capsys.readouterr().out
+
+
 def test_a_dry_run_shows_what_a_job_starts_on_several_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["hardware=cpu", "hardware.num_nodes=2", "hardware.gpus_per_node=1", "parallelism=ddp"]
     (ranks,) = shown(words, capsys)

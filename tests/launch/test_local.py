@@ -11,7 +11,7 @@ import pytest
 from tunebook.config.auto import resolve_auto
 from tunebook.config.compose import compose
 from tunebook.hardware.detect import Machine
-from tunebook.launch.local import TORCHRUN, StopRequests, rank_environment, run_and_wait
+from tunebook.launch.local import TORCHRUN, StopRequests, handed_on, rank_environment, run_and_wait
 
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
 
@@ -138,3 +138,8 @@ def test_deepspeed_is_told_of_a_cpu_and_ninja_is_found_beside_python():
     assert environment["DS_ACCELERATOR"] == "cpu"
     assert environment["PATH"] == f"{Path(sys.executable).parent}{os.pathsep}/usr/bin"
     assert "DS_ACCELERATOR" not in rank_environment(config_of("qwen3b_zero2"), {})
+
+
+def test_ranks_elsewhere_hear_where_models_are_and_nothing_of_other_programs():
+    ours = {"HF_HOME": "/h", "HF_HUB_CACHE": "/hub", "TUNEBOOK_CACHE": "/c", "NCCL_DEBUG": "INFO"}
+    assert handed_on(ours | {"AWS_SECRET": "x", "HOME": "/root"}) == ours

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from tunebook.errors import TunebookError
+from tunebook.launch import node
 from tunebook.launch.line import Line
-from tunebook.launch.node import Agent, Notice
+from tunebook.launch.node import Agent, Notice, take_part
 
 
 @pytest.fixture
@@ -78,3 +79,19 @@ def test_a_launcher_that_has_answered_may_prepare_for_longer(lines):
     agent = Agent(line=own, stop_timeout_s=20, meet="head:29400", answer_within_s=0.0, say=say)
     assert agent.wait_for_go() == {"kind": "go", "folder": "/runs/1"}
     assert said == ["head:29400 has answered; waiting for node 0 to prepare, and for the other nodes"]
+
+
+def test_a_node_looks_at_its_machine_before_it_calls(monkeypatch):
+    """Drivers that wake up take longer than a launcher waits for the words of who has called."""
+    order = []
+
+    def call(*_words):
+        order.append("call")
+        raise TunebookError("no answer", problem_id="launcher-out-of-reach")
+
+    monkeypatch.setattr(node, "node_facts", lambda config: order.append("look"))
+    monkeypatch.setattr(node, "call_launcher", call)
+    launcher = SimpleNamespace(start_timeout_s=1, stop_timeout_s=1)
+    with pytest.raises(TunebookError, match="no answer"):
+        take_part(SimpleNamespace(launcher=launcher), "head:29400", 1, lambda text: None)
+    assert order == ["look", "call"]

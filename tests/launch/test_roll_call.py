@@ -194,6 +194,35 @@ def test_a_caller_is_answered_at_once_and_also_while_the_launcher_prepares(opene
     line.close()
 
 
+def test_who_is_refused_while_the_launcher_prepares_may_correct_it_and_call_again(opened, call):
+    roll = opened(config_sha256="a", begins=False)
+    answers = []
+    for wrong in ({"config_sha256": "b"}, {"problems": ["no GPU"]}):
+        (answer,) = call(roll, 1, **wrong).heard()
+        answers.append(answer["message"])
+    assert answers[0].startswith("node 1 (host1) was asked for another run: type the same words on every node")
+    assert answers[1] == "node 1 (host1) cannot take part: no GPU"
+    assert (roll.failure, roll.is_over) == (None, False)
+    second = call(roll, 1, config_sha256="a")
+    assert [each["kind"] for each in second.answered()] == ["welcome"]
+    roll.begin(FOLDER, start_timeout_s=60, stop_timeout_s=60)
+    first = call(roll, 0)
+    assert [each["kind"] for each in first.heard() + second.heard()] == ["go", "go"]
+
+
+def test_who_was_refused_early_and_did_not_come_again_is_named_with_the_reason(opened, call):
+    roll = opened(3, begins=False)
+    call(roll, 1, problems=["no GPU"])
+    call(roll, 2, problems=["no disk"])
+    call(roll, 2)
+    roll.begin(FOLDER, start_timeout_s=0, stop_timeout_s=60)
+    settle(roll)
+    assert roll.failure.message == (
+        "node 0, node 1 of 3 nodes have not called in within 0 s (launcher.start_timeout_s); refused while node 0 "
+        "prepared: node 1 (host1) cannot take part: no GPU"
+    )
+
+
 def test_a_stranger_is_turned_away_and_changes_nothing(opened, call):
     roll = opened()
     for said in ({"token": "guess"}, {"ranks": None}):

@@ -58,11 +58,12 @@ class Slurm:
 
     def job_state(self, job_id: str) -> JobState:
         state = next(self.states)
-        name = state if isinstance(state, str) else state()
-        return JobState(name=name, reason="None", nodes="node1", exit_code=0, signal=0)
+        name, _, reason = (state if isinstance(state, str) else state()).partition(": ")
+        return JobState(name=name, reason=reason or "None", nodes="node1", exit_code=0, signal=0)
 
-    def slurm(self, *words: str) -> None:
+    def slurm(self, *words: str) -> subprocess.CompletedProcess[str]:
         self.cancelled.append(" ".join(words))
+        return subprocess.CompletedProcess(words, 0, stdout="", stderr="")
 
 
 def in_slurm(folder: SweepFolder) -> RunInSlurm:
@@ -82,6 +83,7 @@ def following(monkeypatch: pytest.MonkeyPatch, folder: SweepFolder) -> Callable[
         answers = Slurm(iter(states))
         monkeypatch.setattr(client, "job_state", answers.job_state)
         monkeypatch.setattr(module, "slurm", answers.slurm)
+        monkeypatch.setattr(client, "slurm", answers.slurm)
         run = in_slurm(folder)
 
         def submit(_trial: Trial, _config: RunConfig) -> str:
@@ -245,6 +247,61 @@ def test_a_job_that_is_lost_is_a_failed_trial(
     assert (end.exit_code, end.was_interrupted) == (1, False)
     assert end.reason is not None
     assert "Slurm's job 17 ended without a word: NODE_FAIL on node1" in end.reason
+
+
+@pytest.mark.parametrize(
+    ("reason", "advice"),
+    [
+        ("BadConstraints", "no nodes are as launcher.extra_args"),
+        ("DependencyNeverSatisfied", "name another job, or leave it out"),
+        ("launch failed requeued held", "its node could not start it, and Slurm holds it"),
+    ],
+)
+def test_a_job_that_can_never_run_is_a_failed_trial_and_taken_back(
+    following: Callable[..., tuple[RunInSlurm, Slurm]],
+    folder: SweepFolder,
+    monkeypatch: pytest.MonkeyPatch,
+    reason: str,
+    advice: str,
+) -> None:
+    monkeypatch.setattr(client, "HOPELESS_FOR_S", 0.0)
+    run, answers = following("PENDING: Priority", f"PENDING: {reason}")
+    run(TRIAL, None)
+    end = folder.end_of(TRIAL)
+    assert end is not None
+    assert (end.exit_code, end.seconds, end.was_interrupted) == (2, 0.0, False)
+    assert end.reason is not None
+    assert end.reason.startswith(f"Slurm's job 17 can never run ({reason}), and was taken back: ")
+    assert advice in end.reason
+    assert answers.cancelled == ["scancel 17"]
+
+
+def test_what_the_turns_took_before_slurm_held_the_job_still_counts(
+    following: Callable[..., tuple[RunInSlurm, Slurm]], folder: SweepFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save() -> str:
+        stopped(folder)
+        return "COMPLETING"
+
+    monkeypatch.setattr(client, "HOPELESS_FOR_S", 0.0)
+    run, _ = following("RUNNING", save, "PENDING: launch failed requeued held")
+    run(TRIAL, None)
+    end = folder.end_of(TRIAL)
+    assert end is not None
+    assert (end.exit_code, end.seconds) == (2, 9.0)
+
+
+def test_a_reason_that_passes_takes_no_trial_back(
+    following: Callable[..., tuple[RunInSlurm, Slurm]], folder: SweepFolder
+) -> None:
+    def end() -> str:
+        write_trial_end(TrialEnd(exit_code=0, seconds=1.0, was_interrupted=False), folder.end_file(TRIAL))
+        return "COMPLETED"
+
+    run, answers = following("PENDING: BadConstraints", "RUNNING", end)
+    run(TRIAL, None)
+    assert answers.cancelled == []
+    assert folder.is_done(TRIAL)
 
 
 def test_a_waiting_job_is_taken_back_and_counts_as_not_started(

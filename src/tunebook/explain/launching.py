@@ -13,8 +13,10 @@ LAUNCHING: dict[str, Explanation] = {
     "launcher-out-of-reach": Explanation(
         summary="A node cannot reach the launcher on node 0.",
         why="Nothing answers at launcher.master_address and launcher.master_port: the command for node 0 does not run, "
-        "the name is wrong, or a firewall is between.",
-        advice="Start node 0, try the address from this node (ping, nc -z HOST PORT), and open the port.",
+        "the name is wrong, or a firewall is between. Or what answers there is no launcher: another program, or one "
+        "that was killed.",
+        advice="Start node 0, try the address from this node (ping, nc -z HOST PORT), and open the port. Where "
+        "something answers, look on node 0 for the port that its launcher was given.",
     ),
     "launcher-lost": Explanation(
         summary="The launcher on node 0 is gone.",
@@ -26,8 +28,8 @@ LAUNCHING: dict[str, Explanation] = {
         summary="A node cannot take part in the run.",
         why="All nodes need the same software, GPUs of the generation the run is set up for, and numbers of their own; "
         "one that differs would fail or slow the others in every step.",
-        advice="Correct on the named node what the message says, then start again on all: unless the run is at work "
-        "without it, which goes on.",
+        advice="Correct on the named node what the message says, then start again on all. While node 0 still prepares "
+        "start that node alone again; a run that is at work without it goes on.",
     ),
     "node-missing": Explanation(
         summary="A node did not come up, or was lost.",
@@ -62,7 +64,9 @@ LAUNCHING: dict[str, Explanation] = {
     "slurm-refused": Explanation(
         summary="Slurm refuses the job.",
         why="The partition or account does not exist, may not be used or takes no jobs now, no such nodes exist, or "
-        "Slurm cannot write to such a path. It is asked before anything is prepared.",
+        "Slurm cannot write to such a path: that is asked before anything is prepared. Or the job was taken and can "
+        "never run (BadConstraints, DependencyNeverSatisfied, a node that could not start it); where its end is waited "
+        "for, it is taken back after half a minute of that.",
         advice="Change the key that the message names; `sinfo` lists partitions, `sacctmgr show assoc user=$USER` "
         "accounts.",
     ),

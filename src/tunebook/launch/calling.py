@@ -10,7 +10,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -31,6 +31,15 @@ _CALL_TIMEOUT_S = 5.0
 _CALL_EVERY_S = 1.0
 _NAME_WITHIN_S = 30.0  # for a name that is not known: a scheduler may make it known only when the node is up
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeFacts:
+    """What takes a node a while to find out of itself: before it calls, for a launcher does not wait long for words."""
+
+    versions: str
+    code: str
+    problems: list[str]
 
 
 def call_launcher(
@@ -79,11 +88,11 @@ def hello(
     node: int,
     ranks: list[int],
     port: int,
-    problems: list[str],
+    facts: NodeFacts,
     config_sha256: str | None = None,
     place: str | None = None,
 ) -> None:
-    """Say who calls: the node, its ranks, a port on which they can meet, and what speaks against it."""
+    """Say who calls: the node, its ranks, a port on which they can meet, and what it has found of itself."""
     line.send(
         "hello",
         token=os.environ.get(TOKEN_VARIABLE, ""),
@@ -93,12 +102,17 @@ def hello(
         address=line.own_address,
         reached_at=reached_at,
         port=port,
-        versions=software(),
-        code=code_hash(),
-        problems=problems,
+        versions=facts.versions,
+        code=facts.code,
+        problems=facts.problems,
         config_sha256=config_sha256,
         place=place,
     )
+
+
+def node_facts(config: RunConfig, *, is_judged: bool = True) -> NodeFacts:
+    """Look at this machine; `is_judged`: also for what it lacks, which one of its ranks may do for all."""
+    return NodeFacts(versions=software(), code=code_hash(), problems=node_problems(config) if is_judged else [])
 
 
 def software() -> str:

@@ -29,6 +29,7 @@ from tunebook.launch.lock import working_in
 from tunebook.launch.resume import check_run_folder, is_trained, unfinished_run
 from tunebook.launch.several_nodes import has_later_nodes, is_later_node, join_run, open_to_nodes
 from tunebook.launch.show import show_batch, show_choices, show_command
+from tunebook.launch.slurm.container import is_contained
 from tunebook.launch.slurm.script import job_script
 from tunebook.launch.slurm.submit import follow, refuse_if_queued, submit
 from tunebook.launch.starting import check_launcher
@@ -84,6 +85,8 @@ def show_job(job: Job, console: Console, folder: Path) -> None:
         console.print(Text(f"{folder / JOB_SCRIPT}:\n{job_script(job.config, folder)}".rstrip()), soft_wrap=True)
         for command in job_commands(job.config, folder):
             show_command(command, console, "in the job")
+        if is_contained(job.config) and not (folder / PREPARED_FILE).is_file():
+            console.print(Text("  with the folder of the prepared data, known once that is prepared"), soft_wrap=True)
 
 
 def run_job(job: Job, console: Console, *, folder: Path | None = None, clock: StartClock | None = None) -> int:
@@ -102,7 +105,7 @@ def run_job(job: Job, console: Console, *, folder: Path | None = None, clock: St
     check_outputs(folder or Path(config.outputs))
     clock.passed("checks")
     with ExitStack() as stack:
-        # Before anything is prepared: a port that is in use is said at once, and nodes that come early wait in line.
+        # Before anything is prepared: a port that is in use is said at once, and nodes that come early are answered.
         roll = stack.enter_context(open_to_nodes(config, console)) if has_later_nodes(config) else None
         prepared = prepare_data(config, console)
         clock.passed("data")

@@ -29,7 +29,10 @@ TORCHRUN = "torch.distributed.run"
 # What is sent on for a request: 1 finish the step and save, 2 end without saving (a rank takes a second request by
 # SIGINT as that), 3 and later kill. Those after the first come by Ctrl-C alone.
 _FIRST = {signal.SIGTERM: signal.SIGTERM, signal.SIGUSR1: signal.SIGUSR1, signal.SIGHUP: signal.SIGTERM}
-_HANDED_ON = ("HF_HOME", "HF_TOKEN", "HF_HUB_OFFLINE", "WANDB_API_KEY", "OMP_NUM_THREADS", "PYTHONPATH")
+_HANDED_ON = (
+    *("HF_HOME", "HF_HUB_CACHE", "HF_TOKEN", "HF_HUB_OFFLINE"),
+    *("WANDB_API_KEY", "OMP_NUM_THREADS", "PYTHONPATH"),
+)
 _HANDED_ON_AS = ("NCCL_", "GLOO_", "TORCH_", "TUNEBOOK_")
 POLL_S = 0.2
 

@@ -22,7 +22,7 @@ from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError, StoppedError, TunebookError
 from tunebook.evaluate.command import worker_command
 from tunebook.evaluate.spread import evaluation_environment
-from tunebook.launch.calling import call_launcher, folder_problem, free_port, hello, node_problems, socket_interface
+from tunebook.launch.calling import call_launcher, folder_problem, free_port, hello, node_facts, socket_interface
 from tunebook.launch.commands import torchrun_command
 from tunebook.launch.descendants import adopting_orphans, children_of, end_children
 from tunebook.launch.line import Line, Message
@@ -156,6 +156,7 @@ def take_part(
     launcher = config.launcher
     asked: list[signal.Signals] = []
     with StopRequests(asked.append).listening(), adopting_orphans():
+        facts = node_facts(config)  # NVML may take longer than the launcher waits for a hello
         line, reached_at = call_launcher(meet, launcher.start_timeout_s, say, asked)
         agent = Agent(
             line=line,
@@ -172,7 +173,7 @@ def take_part(
             node=node,
             ranks=_ranks_of(node, config, evaluation),
             port=free_port(),
-            problems=node_problems(config),
+            facts=facts,
             config_sha256=config_sha256,
         )
         go = agent.wait_for_go()

@@ -81,6 +81,7 @@ class RollCall:
     def __post_init__(self) -> None:
         self._members: dict[int, Member] = {}
         self._strangers: list[_Call] = []
+        self._refused_early: dict[int, str] = {}  # why, of those that have not called again rightly
         self._folder: Path | None = None
         self._attempt = 0
         self._after_what = ""  # how the attempt before ended
@@ -223,10 +224,15 @@ class RollCall:
             member.line.send("refuse", message=problem)
             member.line.close()
             # Somebody else's command, or the same typed twice, must not end what trains already.
-            if not self.is_running and not self._is_stray(node, member):
+            if self.is_running or self._is_stray(node, member):
+                return
+            if self._folder is None:  # nothing is lost yet: it may be corrected and call again
+                self._refused_early[node] = problem
+            else:
                 self.give_up(RequestError(problem, problem_id="node-refused"))
             return
         member.line.send("welcome")
+        self._refused_early.pop(node, None)
         self._members[node] = member
         if len(self._members) == self.num_members and self._folder is not None:
             self._go()
@@ -345,7 +351,8 @@ class RollCall:
                 self._members.pop(node).line.close()  # gone before the start: it, or its successor, may call again
         if self._start_by is not None and now > self._start_by and self.failure is None:
             late = f"{self.missing()} within {self._start_timeout_s:g} s (launcher.start_timeout_s){self._after_what}"
-            self.give_up(node_missing(late))
+            early = "; ".join(self._refused_early.values())
+            self.give_up(node_missing(f"{late}; refused while node 0 prepared: {early}" if early else late))
         if self._kill_at is not None and now > self._kill_at:
             self._kill_at = now + DEAD_AFTER_S
             self._tell_all("stop", signal=signal.SIGKILL.name, kill_after_s=None)

@@ -19,7 +19,14 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.errors import RequestError, TunebookError
-from tunebook.launch.slurm.client import JobState, patient_job_state, refusal, slurm
+from tunebook.launch.slurm.client import (
+    HopelessWait,
+    JobState,
+    patient_job_state,
+    refusal,
+    slurm,
+    take_back_hopeless,
+)
 from tunebook.launch.slurm.script import option_lines, option_words, output_pattern
 from tunebook.record.atomic_files import atomic_write_json, atomic_write_text, read_json
 from tunebook.sweep.folder import SweepFolder, is_done
@@ -145,9 +152,11 @@ class RunInSlurm:
 
     def _follow(self, trial: Trial, job_id: str, watch: Watch | None) -> TrialEnd | None:
         """Wait for a job's end; None where it was taken back before it began."""
-        asked, pruned, lost_at = 0, None, None
+        asked, pruned, lost_at, hopeless = 0, None, None, HopelessWait()
         while True:
             state = patient_job_state(job_id)
+            if state is not None and hopeless.is_long(state):
+                return self._give_up(trial, job_id, state)
             is_over = state is None or state.has_ended
             end = self._end(trial, state, was_asked=asked > 0 or pruned is not None)
             if end is not None:
@@ -183,6 +192,13 @@ class RunInSlurm:
         atomic_write_text(self._stop_file(trial), str(num_requests))
         if not is_running or num_requests > 2:
             slurm("scancel", job_id)
+
+    def _give_up(self, trial: Trial, job_id: str, state: JobState) -> TrialEnd:
+        """Take back a job that can never run: others would wait for its place."""
+        before = self.folder.end_of(trial)  # of a turn that Slurm requeued
+        error = take_back_hopeless(job_id, state)
+        seconds = before.seconds if before is not None else 0.0
+        return TrialEnd(exit_code=error.exit_code, seconds=seconds, was_interrupted=False, reason=error.message)
 
     def _lost(self, trial: Trial, job_id: str, how: str) -> TrialEnd:
         logs = self.folder.path / "submitit"

@@ -10,7 +10,7 @@ from tunebook.config.compose import compose
 from tunebook.hardware.detect import Machine
 from tunebook.launch.slurm.container import in_container
 
-FOLDERS = ("HF_HOME", "TUNEBOOK_HOME", "TUNEBOOK_CACHE")
+FOLDERS = ("HF_HOME", "HF_HUB_CACHE", "TUNEBOOK_HOME", "TUNEBOOK_CACHE")
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
 COMMAND = ["/venv/bin/python", "-m", "tunebook.launch.node", "/runs/1"]
 
@@ -73,7 +73,20 @@ def test_folders_that_variables_name_are_there_inside(monkeypatch, tmp_path):
     text = " ".join(in_container(docker, tmp_path / "run", COMMAND))
     for name in FOLDERS:
         assert f"--volume {tmp_path / name}:{tmp_path / name}" in text
-        assert f"--env {name} " in text
+        assert f"--env {name}={tmp_path / name} " in text
+
+
+def test_a_home_that_is_written_as_a_tilde_is_the_same_inside(monkeypatch, tmp_path):
+    """Inside, ~ is the home of another user, where nothing is mounted."""
+    home = tmp_path / "home"
+    (home / "hub").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("HF_HUB_CACHE", "~/hub")
+    docker = config_of("quickstart", "launcher.container_image=x", "launcher.container_runtime=docker")
+    text = " ".join(in_container(docker, tmp_path / "run", COMMAND))
+    assert f"--volume {home / 'hub'}:{home / 'hub'} " in text
+    assert f"--env HF_HUB_CACHE={home / 'hub'} " in text
+    assert "~" not in text
 
 
 def test_folders_that_are_not_there_are_not_named_inside(monkeypatch, tmp_path):

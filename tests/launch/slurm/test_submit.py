@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -49,6 +50,7 @@ def answering(monkeypatch):
         monkeypatch.setattr(client, "job_state", lambda job_id: next(left)())
         monkeypatch.setattr(module, "job_state", lambda job_id: next(left)())
         monkeypatch.setattr(module, "slurm", run)
+        monkeypatch.setattr(client, "slurm", run)
         return words
 
     return begin
@@ -120,7 +122,7 @@ def waiting(reason):
     ],
 )
 def test_a_job_that_can_never_run_is_taken_back(folder, answering, monkeypatch, reason, advice):
-    monkeypatch.setattr(module, "_HOPELESS_FOR_S", 0.0)
+    monkeypatch.setattr(client, "HOPELESS_FOR_S", 0.0)
     words = answering(waiting("Priority"), waiting(reason))
     with pytest.raises(RequestError) as caught:
         follow("12", folder, Console())
@@ -131,15 +133,58 @@ def test_a_job_that_can_never_run_is_taken_back(folder, answering, monkeypatch, 
     assert (status["state"], status["exit_code"], status["reason"]) == ("failed", 2, caught.value.message)
 
 
-def test_a_reason_that_passes_takes_no_job_back(folder, answering, monkeypatch):
+def test_a_job_that_cannot_be_taken_back_is_said_to_be_there_still(folder, answering, monkeypatch):
+    monkeypatch.setattr(client, "HOPELESS_FOR_S", 0.0)
+    answering(waiting("BadConstraints"), told=1)
+    with pytest.raises(RequestError) as caught:
+        follow("12", folder, Console())
+    assert caught.value.message.startswith(
+        "Slurm's job 12 can never run (BadConstraints), and could not be taken back: Unable to contact; type: scancel "
+        "12. Why: no nodes are as "
+    )
+    assert read_manifest(folder)["status"]["reason"] == caught.value.message
+    answering(waiting("BadConstraints"))
+    monkeypatch.setattr(client, "slurm", lambda *words: silent())
+    with pytest.raises(RequestError, match="could not be taken back: no answer; type: scancel 12"):
+        follow("12", folder, Console())
+
+
+def test_what_an_earlier_turn_saved_stays_on_record(folder, answering, monkeypatch):
+    monkeypatch.setattr(client, "HOPELESS_FOR_S", 0.0)
+    finish_manifest(folder, RunState.stopped, 6, "stopped", step=40, last_checkpoint="checkpoint-40")
+    answering(waiting("launch failed requeued held"))
+    with pytest.raises(RequestError):
+        follow("12", folder, Console())
+    status = read_manifest(folder)["status"]
+    assert (status["state"], status["step"], status["last_checkpoint"]) == ("failed", 40, "checkpoint-40")
+
+
+@pytest.mark.parametrize(("gap_s", "is_taken_back"), [(14.0, False), (15.0, True)])
+def test_a_reason_that_passes_takes_no_job_back(folder, answering, monkeypatch, gap_s, is_taken_back):
+    """Three looks in a row are two gaps; two such stretches together are longer than a hopeless one may be."""
+
     def end():
         finish_manifest(folder, RunState.finished, 0, None)
         return JobState(name="COMPLETED", reason="None", nodes="node1", exit_code=0, signal=0)
 
-    monkeypatch.setattr(module, "_HOPELESS_FOR_S", 60.0)
-    words = answering(*[waiting("BadConstraints")] * 3, running, end)
-    assert follow("12", folder, Console()) == 0
-    assert words == []
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    def later(reason):
+        def look():
+            clock.now += gap_s
+            return waiting(reason)()
+
+        return look
+
+    stretch = [later("BadConstraints")] * 3
+    words = answering(*stretch, later("Priority"), *stretch, running, end)
+    if is_taken_back:
+        with pytest.raises(RequestError, match="can never run"):
+            follow("12", folder, Console())
+    else:
+        assert follow("12", folder, Console()) == 0
+    assert words == (["scancel 12"] if is_taken_back else [])
 
 
 def test_a_job_that_its_user_holds_is_waited_for_with_a_word(folder, answering, monkeypatch, capsys):
@@ -147,7 +192,7 @@ def test_a_job_that_its_user_holds_is_waited_for_with_a_word(folder, answering, 
         finish_manifest(folder, RunState.finished, 0, None)
         return JobState(name="COMPLETED", reason="None", nodes="node1", exit_code=0, signal=0)
 
-    monkeypatch.setattr(module, "_HOPELESS_FOR_S", 0.0)
+    monkeypatch.setattr(client, "HOPELESS_FOR_S", 0.0)
     words = answering(*[waiting("JobHeldUser")] * 3, end)
     assert follow("12", folder, Console(width=200)) == 0
     assert words == []

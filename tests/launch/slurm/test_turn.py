@@ -144,6 +144,16 @@ def test_a_controller_that_stays_silent_is_given_up_with_a_word(folder, monkeypa
     assert "job 7 not requeued: no answer" in capsys.readouterr().out
 
 
+def test_a_controller_that_does_not_say_how_the_job_stands_leaves_the_run_stopped(folder, monkeypatch, capsys):
+    monkeypatch.setattr(client, "SILENT_WITHIN_S", 0.0)
+    monkeypatch.setattr(client, "SILENT_POLL_S", 0.001)
+    monkeypatch.setattr(client, "job_state", lambda job_id: out_of_reach())
+    assert carry_out_turn(folder, [signal.SIGUSR1]) == 6
+    printed = capsys.readouterr().out
+    assert "job 7 not requeued: no answer" in printed
+    assert "error:" not in printed.split("between two steps", 1)[1]
+
+
 def test_a_signal_while_python_imports_is_not_lost(folder):
     """The kernel would end the process, and Slurm call the job failed."""
     program = (

@@ -19,7 +19,7 @@ from tunebook.launch.calling import (
     call_launcher,
     folder_problem,
     hello,
-    node_problems,
+    node_facts,
     socket_interface,
 )
 from tunebook.launch.commands import rank_command
@@ -44,12 +44,12 @@ def work(settings: dict[str, str]) -> None:
         raise RequestError(problem, problem_id="folder-not-shared")
     config = load_config(folder / RUN_FILE)
     store = _open_store() if rank == 0 else None
+    facts = node_facts(config, is_judged=context.get_local_rank() == 0)
     line, reached_at = call_launcher(settings["meet"], config.launcher.start_timeout_s, print)
     try:
-        problems = node_problems(config) if context.get_local_rank() == 0 else []
         port = store.port if store is not None else 0
         place = import_module("ray").get_runtime_context().get_node_id()
-        hello(line, reached_at, node=rank, ranks=[rank], port=port, problems=problems, place=place)
+        hello(line, reached_at, node=rank, ranks=[rank], port=port, facts=facts, place=place)
         agent = Agent(line=line, stop_timeout_s=config.launcher.stop_timeout_s)
         # Every worker asks, since Ray has them agree; one of them tells.
         watch = NoticeWatch(train.get_preemption_info, agent.notices.append if rank == 0 else lambda notice: None)

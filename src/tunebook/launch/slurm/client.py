@@ -24,6 +24,16 @@ _Answer = TypeVar("_Answer")
 CLIENT_TIMEOUT_S = 60.0
 SILENT_WITHIN_S = 600.0  # one that is restarted, or busy; jobs go on without it
 SILENT_POLL_S = 2.0
+HOPELESS_FOR_S = 30.0  # a reason may pass: nodes that come back, a limit that somebody lifts
+# Why a job waits, as `scontrol show job` says it, where no waiting ends that, and what to change.
+_HOPELESS = {
+    "DependencyNeverSatisfied": "what launcher.extra_args has it wait for (--dependency) has failed or is not there; "
+    "name another job, or leave it out",
+    "BadConstraints": "no nodes are as launcher.extra_args, launcher.partition and hardware ask for; look with: sinfo "
+    "-N -o '%N %P %c %G %f %T'",
+    "launch_failed_requeued_held": "its node could not start it, and Slurm holds it; look at that node with: sinfo -N "
+    "-l, and name others in launcher.extra_args (--exclude=NODE)",
+}
 _FIELD = re.compile(r"(?:^| )(\w+)=(.*?)(?= [A-Za-z/:]+=|\s*$)")  # a reason has blanks
 _OUT_OF_REACH = (  # "unexpected message" is what scontrol makes of no answer when it asks for a job to be changed
     *("unable to contact slurm controller", "socket timed out", "establish a configuration source"),
@@ -226,3 +236,38 @@ def job_state(job_id: str) -> JobState | None:
         run_s=slurm_seconds(values.get("RunTime", "")) or 0,
         limit_s=slurm_seconds(values.get("TimeLimit", "")),  # UNLIMITED is no number
     )
+
+
+class HopelessWait:
+    """Tells when a job has waited without a break for what no waiting brings."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def is_long(self, state: JobState) -> bool:
+        """Whether that is so by its newest state, and has been for `HOPELESS_FOR_S`; to be asked at every look."""
+        if _why_hopeless(state) is None:
+            self._since = None
+            return False
+        now = time.monotonic()
+        self._since = now if self._since is None else self._since
+        return now - self._since >= HOPELESS_FOR_S
+
+
+def take_back_hopeless(job_id: str, state: JobState) -> RequestError:
+    """Take back a job that can never run; the error that says so, and what to change."""
+    try:
+        answer = slurm("scancel", job_id)
+        said = answer.stderr.strip() if answer.returncode != 0 else None
+    except TunebookError as error:
+        said = error.message
+    end = "was taken back" if said is None else f"could not be taken back: {said}; type: scancel {job_id}"
+    why = _why_hopeless(state)
+    message = f"Slurm's job {job_id} can never run ({state.reason}), and {end}"
+    # The command stands at the end of its sentence, where it can be copied.
+    return RequestError(f"{message}: {why}" if said is None else f"{message}. Why: {why}", problem_id="slurm-refused")
+
+
+def _why_hopeless(state: JobState) -> str | None:
+    """What to change where a job can never run."""
+    return _HOPELESS.get(state.reason.replace(" ", "_")) if state.name == "PENDING" else None

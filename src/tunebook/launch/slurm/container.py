@@ -16,7 +16,8 @@ from tunebook.record.files import PREPARED_FILE
 
 # What a container of Docker's gets of the task's environment; pyxis passes all of it.
 _OF_THE_TASK = (TOKEN_VARIABLE, "SLURM_NODEID", "SLURM_JOB_ID")
-_FOLDERS = ("HF_HOME", "TUNEBOOK_HOME", CACHE_VARIABLE)  # variables that name a folder which a rank reads
+# Variables that name a folder which a rank reads.
+_FOLDERS = ("HF_HOME", "HF_HUB_CACHE", "TUNEBOOK_HOME", CACHE_VARIABLE)
 
 
 def is_contained(config: RunConfig) -> bool:
@@ -36,9 +37,10 @@ def in_container(config: RunConfig, folder: Path, command: list[str]) -> list[st
         options = {"image": settings.container_image, "mounts": places, "workdir": Path.cwd()}
         return [*(f"--container-{name}={value}" for name, value in options.items()), *inside]
     volumes = [word for place in mounts for word in ("--volume", f"{place}:{place}")]
-    not_there = set(_FOLDERS) - set(_named_folders())
-    named = sorted(name for name in handed_on(os.environ) if name not in not_there)
-    passed = [word for name in (*named, *_OF_THE_TASK) for word in ("--env", name)]
+    # A ~ would be another home inside, and a relative folder one of another place.
+    folders = [f"{name}={place}" for name, place in _named_folders().items()]
+    named = sorted(name for name in handed_on(os.environ) if name not in _FOLDERS)
+    passed = [word for name in (*named, *folders, *_OF_THE_TASK) for word in ("--env", name)]
     is_on_gpu = config.hardware.generation is not Generation.cpu
     gpus = ["--gpus", "all", "--ulimit", "memlock=-1"] if is_on_gpu else []  # page-locked memory, for the network
     # The host's network and shared memory: NCCL and gloo find each other as they would without a container.

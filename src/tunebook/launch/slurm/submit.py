@@ -17,24 +17,23 @@ from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError, StoppedError, TunebookError
 from tunebook.launch.commands import JOB_SCRIPT, submit_command
 from tunebook.launch.show import show_command
-from tunebook.launch.slurm.client import JobState, check_path, job_state, patient_job_state, refusal, slurm
+from tunebook.launch.slurm.client import (
+    HopelessWait,
+    JobState,
+    check_path,
+    job_state,
+    patient_job_state,
+    refusal,
+    slurm,
+    take_back_hopeless,
+)
 from tunebook.launch.slurm.script import job_script, output_file
 from tunebook.record.atomic_files import atomic_write_text
 from tunebook.record.manifest import RunState, finish_manifest, read_manifest, update_manifest
 from tunebook.train.signals import RequestCount
 
 _POLL_S = 2.0
-_HOPELESS_FOR_S = 30.0  # a reason may pass: nodes that come back, a limit that somebody lifts
 _HELD = "JobHeldUser"
-# Why a job waits, as `scontrol show job` says it, where no waiting ends that, and what to change.
-_HOPELESS = {
-    "DependencyNeverSatisfied": "what launcher.extra_args has it wait for (--dependency) has failed or is not there; "
-    "name another job, or leave it out",
-    "BadConstraints": "no nodes are as launcher.extra_args, launcher.partition and hardware ask for; look with: sinfo "
-    "-N -o '%N %P %c %G %f %T'",
-    "launch_failed_requeued_held": "its node could not start it, and Slurm holds it; look at that node with: sinfo -N "
-    "-l, and name others in launcher.extra_args (--exclude=NODE)",
-}
 _OWN_RECORDS_WITHIN_S = 20.0  # for a network file system to show what the job has written
 
 
@@ -102,7 +101,7 @@ def follow(job_id: str, folder: Path, console: Console) -> int:
     printed = _Tail(output_file(folder, job_id))
     last: str | None = None
     state: JobState | None = None
-    hopeless_at: float | None = None
+    hopeless = HopelessWait()
     with _stopping(job_id, console):
         while True:
             state = patient_job_state(job_id, lambda text: console.print(Text(f"job {job_id}: {text}"), soft_wrap=True))
@@ -111,8 +110,7 @@ def follow(job_id: str, folder: Path, console: Console) -> int:
             if text is not None and text != last:
                 console.print(Text(f"job {job_id}: {text}{_advice(job_id, state)}"), soft_wrap=True)
             last = text
-            hopeless_at = (hopeless_at or time.monotonic()) if _why_hopeless(state) is not None else None
-            if hopeless_at is not None and time.monotonic() - hopeless_at >= _HOPELESS_FOR_S:
+            if state is not None and hopeless.is_long(state):
                 _give_up(job_id, folder, state)
             if state is None or state.has_ended or (state.name == "COMPLETING" and _is_recorded(folder)):
                 break
@@ -128,22 +126,12 @@ def _advice(job_id: str, state: JobState | None) -> str:
     return f"; let it go with: scontrol release {job_id}" if is_held else ""
 
 
-def _why_hopeless(state: JobState | None) -> str | None:
-    """What to change where a job can never run."""
-    if state is None or state.name != "PENDING":
-        return None
-    return _HOPELESS.get(state.reason.replace(" ", "_"))
-
-
-def _give_up(job_id: str, folder: Path, state: JobState | None) -> NoReturn:
+def _give_up(job_id: str, folder: Path, state: JobState) -> NoReturn:
     """Take back a job that can never run. Raises: RequestError with what to change."""
-    assert state is not None
-    slurm("scancel", job_id)
-    error = RequestError(
-        f"Slurm's job {job_id} can never run ({state.reason}), and was taken back: {_why_hopeless(state)}",
-        problem_id="slurm-refused",
-    )
-    finish_manifest(folder, RunState.failed, error.exit_code, error.message)
+    error = take_back_hopeless(job_id, state)
+    before = read_manifest(folder)["status"]  # of a turn that saved, where it was this one's requeue that failed
+    step, checkpoint = before.get("step"), before.get("last_checkpoint")
+    finish_manifest(folder, RunState.failed, error.exit_code, error.message, step=step, last_checkpoint=checkpoint)
     raise error
 
 

@@ -109,10 +109,10 @@ def _requeue(settings: SlurmConfig, console: Console, *, has_progress: bool) -> 
     def say(text: str) -> None:
         console.print(f"job {job_id}: {text}", markup=False, highlight=False, soft_wrap=True)
 
-    if not has_progress and _is_used_up(settings, patient_job_state(job_id, say)):
-        console.print("not requeued: this turn saved nothing; a longer launcher.time_limit is needed")
-        return
     try:
+        if not has_progress and _is_used_up(settings, patient_job_state(job_id, say)):
+            console.print("not requeued: this turn saved nothing; a longer launcher.time_limit is needed")
+            return
         refused = patient_requeue(job_id, say)
     except TunebookError as error:
         refused = error.message
