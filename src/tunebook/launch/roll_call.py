@@ -115,11 +115,16 @@ class RollCall:
             self._early.join()
 
     def begin(self, folder: Path, *, start_timeout_s: float, stop_timeout_s: float) -> None:
-        """From now on nodes are started, and those that are missing `start_timeout_s` later end the run."""
+        """From now on nodes are started, and those that are missing `start_timeout_s` later end the run.
+
+        One that was refused before, and has not called again rightly, ends it now: its command has ended.
+        """
         self._take_over()
         self._folder = folder
         self._start_timeout_s, self._stop_timeout_s = start_timeout_s, stop_timeout_s
         self._start_by = time.monotonic() + start_timeout_s
+        if self._refused_early:
+            self.give_up(RequestError("; ".join(self._refused_early.values()), problem_id="node-refused"))
 
     def conclude(self) -> None:
         """Nobody will call any more; what ended the last attempt has ended the run."""
@@ -351,8 +356,7 @@ class RollCall:
                 self._members.pop(node).line.close()  # gone before the start: it, or its successor, may call again
         if self._start_by is not None and now > self._start_by and self.failure is None:
             late = f"{self.missing()} within {self._start_timeout_s:g} s (launcher.start_timeout_s){self._after_what}"
-            early = "; ".join(self._refused_early.values())
-            self.give_up(node_missing(f"{late}; refused while node 0 prepared: {early}" if early else late))
+            self.give_up(node_missing(late))
         if self._kill_at is not None and now > self._kill_at:
             self._kill_at = now + DEAD_AFTER_S
             self._tell_all("stop", signal=signal.SIGKILL.name, kill_after_s=None)
