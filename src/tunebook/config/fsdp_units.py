@@ -6,6 +6,7 @@ parts and their sizes are known; before adapters are put on them, and before 4 b
 
 from __future__ import annotations
 
+from tunebook.config.estimate.parameters import product_sizes
 from tunebook.config.model_facts import ModelFacts
 
 
@@ -31,19 +32,19 @@ def layer_parameters(facts: ModelFacts) -> int:
 
 def _smallest(facts: ModelFacts) -> dict[str, int]:
     """Parameters of the smallest part of each kind, from the outermost to the innermost."""
-    hidden, inner = facts.hidden_size, facts.intermediate_size
-    keys = hidden * facts.num_key_value_heads // max(1, facts.num_attention_heads)
-    layer, mlp = layer_parameters(facts), 3 * hidden * inner
+    hidden, sizes = facts.hidden_size, product_sizes(facts)
+    keys, inner = sizes["k_proj"], sizes["gate_proj"]
+    layer, mlp = layer_parameters(facts), 3 * inner
     attention = max(0, layer - mlp - 2 * hidden)
-    bias = keys if attention > 2 * hidden * (hidden + keys) else 0
+    bias = keys // max(1, hidden) if attention > 2 * (sizes["q_proj"] + keys) else 0
     return {
         "layer": layer,
         "attention": attention,
         "mlp": mlp,
-        "linear": min(hidden * keys + bias, hidden * inner),
+        "linear": min(keys + bias, inner),
         "norm": hidden,
     }
 
 
 def _largest_linear(facts: ModelFacts) -> int:
-    return facts.hidden_size * max(facts.hidden_size, facts.intermediate_size)
+    return max(product_sizes(facts).values())

@@ -19,8 +19,14 @@ from tunebook.config.choices import (
     Strategy,
 )
 from tunebook.config.estimate.parameters import count_parameters, last_name, of_layers
-from tunebook.config.estimate.states import has_parameters_away, num_ranks, product_element, weight_element
-from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig, ZeroConfig
+from tunebook.config.estimate.states import (
+    has_parameters_away,
+    is_cast_by_deepspeed,
+    num_ranks,
+    product_element,
+    weight_element,
+)
+from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig
 
 # TRL's output head works on tiles of this many tokens and words (trl 1.16, kernels/chunked_logprob.py); ours, which
 # makes the gradients in the forward pass, on tiles of as many tokens and all words.
@@ -209,7 +215,7 @@ def _inputs_under_zero3(config: RunConfig, facts: ModelFacts) -> float:
         return 0.0 if is_fp32 or stream_element(config) == 2 else -2.0 * hidden
     if is_fp32:
         return 8.0 * hidden + 4.0 * inner if has_drop else 0.0
-    if isinstance(settings, ZeroConfig) and settings.mixed_precision is MixedPrecision.cast:
+    if is_cast_by_deepspeed(config):
         return 4.0 * hidden + 2.0 * inner if has_drop else -8.0 * hidden
     products = _products_of_hidden(facts) * hidden
     if stream_element(config) == 2:

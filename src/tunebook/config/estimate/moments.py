@@ -5,7 +5,7 @@
     gather     ZeRO-3 and FSDP make the output head whole just before
     reduce     ZeRO-2 makes room for a pass's gradients just after
     scatter    ZeRO-3 divides the head's gradient among the ranks just after
-    backward   of the last layer, for which FSDP gathers, and which is computed again with activation checkpointing
+    backward   of the last layer, for which FSDP gathers, and which activation checkpointing computes again
     end        the backward pass ends: all gradients are there, and at most one layer's activations
 
 Between them the one grows as the other shrinks.

@@ -126,9 +126,13 @@ def _frozen_bytes(config: RunConfig, facts: ModelFacts) -> float:
 
 def weight_element(config: RunConfig) -> int:
     """Bytes of a weight as the model holds it: DeepSpeed's own mixed precision casts it to bf16."""
-    is_cast = isinstance(config.parallelism, ZeroConfig) and config.parallelism.mixed_precision is MixedPrecision.cast
-    is_half = config.precision.compute is not Compute.fp32 and is_cast
+    is_half = config.precision.compute is not Compute.fp32 and is_cast_by_deepspeed(config)
     return 2 if is_half or config.precision.master_weights is MasterWeights.bf16 else 4
+
+
+def is_cast_by_deepspeed(config: RunConfig) -> bool:
+    """Whether all of a model, adapters too, is cast for 16 bits, in place of each product under torch's autocast."""
+    return isinstance(config.parallelism, ZeroConfig) and config.parallelism.mixed_precision is MixedPrecision.cast
 
 
 def product_element(config: RunConfig) -> int:

@@ -7,7 +7,7 @@ does so again); compiled layers are met without. `hidden`, `inner` and `element`
 
 from __future__ import annotations
 
-from tunebook.config.choices import Compute, MixedPrecision, PeftMethod, Strategy
+from tunebook.config.choices import Compute, PeftMethod, Strategy
 from tunebook.config.estimate.activations import (
     activation_bytes,
     attended_length,
@@ -21,8 +21,8 @@ from tunebook.config.estimate.activations import (
     tokens_per_pass,
 )
 from tunebook.config.estimate.parameters import of_layers
-from tunebook.config.estimate.states import product_element
-from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig, ZeroConfig
+from tunebook.config.estimate.states import is_cast_by_deepspeed, product_element
+from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig
 
 # Tensors that TRL's offloading lets go only when as many more are on their way, and the one that is (trl 1.16,
 # activation_offloading.py); of these, what the last norm and product leave, in bytes of each hidden number.
@@ -122,11 +122,8 @@ def recomputed_bytes(config: RunConfig, facts: ModelFacts) -> float:
 
 def _is_widened(config: RunConfig) -> bool:
     """Whether an adapter takes the inner numbers in fp32, as PEFT keeps it; FSDP and DeepSpeed may cast it to bf16."""
-    settings, is_adapter = config.parallelism, config.peft.method is not PeftMethod.full
-    is_cast = isinstance(settings, FsdpConfig) or (
-        isinstance(settings, ZeroConfig) and settings.mixed_precision is MixedPrecision.cast
-    )
-    is_16_bit = config.precision.compute is not Compute.fp32
+    is_adapter, is_16_bit = config.peft.method is not PeftMethod.full, config.precision.compute is not Compute.fp32
+    is_cast = isinstance(config.parallelism, FsdpConfig) or is_cast_by_deepspeed(config)
     return is_adapter and is_16_bit and not is_cast and is_on_inner(config)
 
 

@@ -13,7 +13,7 @@ from tunebook.config.choices import (
     Strategy,
     Weights,
 )
-from tunebook.config.estimate.parameters import HEADS, last_name, linear_layers
+from tunebook.config.estimate.parameters import HEADS, PRODUCTS_OF, last_name, linear_layers
 from tunebook.config.override_text import typed_list
 from tunebook.config.rules.frame import Finding, Level, Rule, rule
 from tunebook.config.schema import RunConfig, ZeroConfig
@@ -120,8 +120,9 @@ def _targets(config: RunConfig) -> list[str]:
     facts, asked = config.model.facts, config.peft.target_modules
     if facts is None or facts.measured is not None:
         return list(asked)
-    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
-    in_layer = [f"{'self_attn' if name in attention else 'mlp'}.{name}" for name in linear_layers(facts)]
+    in_layer = [
+        f"{part}.{name}" for part, names in PRODUCTS_OF.items() for name in linear_layers(facts) if name in names
+    ]
     layers = range(min(facts.num_layers, _MOST_LAYERS))
     linear = [f"model.layers.{number}.{name}" for number in layers for name in in_layer]
     if not asked:
