@@ -70,16 +70,16 @@ start_sandbox() { # one command is to be enough; where this fails, the evaluatio
   "${compose[@]}" up --detach --build sandbox >&2 || say "the sandbox could not be started; why is above"
 }
 
-hand_on() { # hand_on SIGNAL
-  if setsid docker kill --signal "$1" "$container" > /dev/null 2>&1; then return 0; fi
-  # It does not run yet, so there is nothing to save, or it has ended by itself.
-  while kill -0 "$stoppable_pid" 2> /dev/null; do
-    if docker container inspect "$container" > /dev/null 2>&1; then
+hand_on() { # hand_on SIGNAL; asked again where a signal to this script's whole group ended the asking itself
+  until setsid docker kill --signal "$1" "$container" > /dev/null 2>&1; do
+    # It has ended by itself, or it does not run yet: then there is nothing to save.
+    if ! kill -0 "$stoppable_pid" 2> /dev/null; then return 0; fi
+    if [ "$(setsid docker container inspect --format '{{.State.Status}}' "$container" 2> /dev/null)" = created ]; then
       setsid docker rm --force "$container" > /dev/null 2>&1 || true
       was_removed=true
       return 0
     fi
-    sleep 0.2
+    sleep 0.2 || true
   done
 }
 

@@ -6,8 +6,8 @@
 # request is handed on once.
 
 stop_requests=0 stopped_by="" stoppable_pid="" early_request=""
-last_request_ms=0
-same_request_ms=1000 # what arrives within this is the same request, come another way
+last_request_s=0
+same_request_s=1 # what arrives within this is the same request, come another way
 
 run_stoppable() { # run_stoppable STOP COMMAND [ARGUMENT...]; STOP is called with a signal's name
   local stop=$1 code=0 seen again name
@@ -30,13 +30,14 @@ run_stoppable() { # run_stoppable STOP COMMAND [ARGUMENT...]; STOP is called wit
   return "$code"
 }
 
-# In what a trap runs a bare `return` gives the status from before the trap, which `set -e` takes for a failure.
+# In what a trap runs a bare `return` gives the status from before the trap, which `set -e` takes for a failure. And no
+# program but in a condition: a signal to the whole group ends that program, which `set -e` takes for a failure, too.
 request_stop() { # request_stop STOP SIGNAL
   local now
-  now=$(date +%s%3N)
+  printf -v now '%(%s)T' -1
   stop_requests=$((stop_requests + 1))
-  if ((now - last_request_ms < same_request_ms)); then return 0; fi
-  last_request_ms=$now
+  if ((now - last_request_s <= same_request_s)); then return 0; fi
+  last_request_s=$now
   stopped_by=${stopped_by:-$2}
   if [ -n "$stoppable_pid" ]; then "$1" "$2"; else early_request=$2; fi
 }

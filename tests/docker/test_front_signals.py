@@ -58,6 +58,21 @@ def test_a_request_to_stop_reaches_the_container_once_and_its_exit_code_comes_ba
     assert re.fullmatch(rf"kill --signal {number.name[3:]} tunebook-train-[\d-]+", kill)
 
 
+def test_signals_that_end_what_hands_them_on_lose_no_request(machine):
+    machine.images("tunebook:cpu")
+    machine.act("docker-compose-run", WAITING)
+    machine.act("docker-kill", 'touch "$FAKE/killed"; exit 0')
+    machine.act("docker-container", 'if [ -f "$FAKE/killed" ]; then exit 1; fi; echo running; exit 0')
+    front = start_front(machine, *TRAIN, GPU="cpu")
+    wait_for(machine.fake / "running")
+    for _ in range(100):  # each to whatever the script has just started, too, before that is in a session of its own
+        os.killpg(front.pid, signal.SIGTERM)
+        time.sleep(0.003)
+    front.communicate(timeout=30)
+    assert (front.returncode, len(machine.calls("kill"))) == (6, 1)
+    assert machine.calls("rm") == []
+
+
 def test_a_second_request_is_handed_on_too(machine):
     machine.images("tunebook:cpu")
     machine.act("docker-compose-run", WAITING)
@@ -66,7 +81,7 @@ def test_a_second_request_is_handed_on_too(machine):
     wait_for(machine.fake / "running")
     os.killpg(front.pid, signal.SIGINT)
     wait_until(lambda: len(machine.calls("kill")) == 1)
-    time.sleep(1.2)  # what comes within a second is the same request
+    time.sleep(2.1)  # what comes within a second of the clock, so up to two, is the same request
     (machine.fake / "again").touch()
     os.killpg(front.pid, signal.SIGINT)
     front.communicate(timeout=30)
@@ -89,7 +104,7 @@ def test_before_the_container_runs_there_is_nothing_to_save(machine):
     machine.images("tunebook:cpu")
     machine.act("docker-compose-run", WAITING)
     machine.tell("docker-kill", err="Error response from daemon: container is not running\n", code=1)
-    machine.tell("docker-container", "[{}]")
+    machine.tell("docker-container", "created\n")
     machine.act("docker-rm", 'touch "$FAKE/killed"; exit 0')
     front = start_front(machine, *TRAIN, GPU="cpu")
     wait_for(machine.fake / "running")
