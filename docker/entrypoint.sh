@@ -5,9 +5,9 @@
 # What needs Python, such as the GPU against the image's generation, is checked by tunebook itself.
 set -euo pipefail
 
-# Until tini takes over this is process 1, to which the kernel hands no signal that it has not asked for.
-trap 'exit 143' TERM
-trap 'exit 130' INT
+# To process 1 the kernel hands no signal that it has not asked for, so tini is that and hands them on. A trap here would
+# not do: bash 5.2 that gets a signal while it reads a $() mistakes the trap for a part of it, and ends with 2.
+if [ $$ = 1 ] && [ -n "$(type -P tini)" ]; then exec tini -- "$0" "$@"; fi
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 site_ca=${TUNEBOOK_SITE_CA:-/run/secrets/ca}
@@ -111,11 +111,11 @@ check_compiled() { # torch waits, without a word and for ever, for a lock that a
 
 require_env_file
 trust_site_ca
-if [ -n "${1:-}" ] && [ -n "$(type -P -- "$1")" ]; then exec tini -- "$@"; fi
+if [ -n "${1:-}" ] && [ -n "$(type -P -- "$1")" ]; then exec "$@"; fi
 if ! asks_for_help "$@"; then
   check_sources
   check_caches
   if writes_outputs "$@"; then check_outputs; fi
   check_compiled "$@"
 fi
-exec tini -- tunebook "$@"
+exec tunebook "$@"
