@@ -254,7 +254,7 @@ def test_peft_says_the_same(targets, saved, is_refused, sound, changed):
     assert ("adapter-without-targets" in errors(config)) is is_refused
     if is_refused:
         with pytest.raises(ValueError, match="No modules were targeted for adaptation"):
-            get_peft_model(model, adapter_config(config.peft))
+            get_peft_model(model, adapter_config(config))
         return
-    adapted = get_peft_model(model, adapter_config(config.peft))
+    adapted = get_peft_model(model, adapter_config(config))
     assert any("lora_A" in name for name, _ in adapted.named_parameters())

@@ -15,8 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tunebook.config.choices import Compute, PeftMethod
 from tunebook.config.compose import compose
+from tunebook.config.model_facts import MeasuredLayers, ModelFacts
 from tunebook.errors import RequestError
-from tunebook.model.adapters import four_bit, keep_format, with_adapter
+from tunebook.model.adapters import adapter_config, four_bit, freeze_unreached, keep_format, with_adapter
 
 # peft asks transformers by a name that has a newer one
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
@@ -112,3 +113,41 @@ def test_what_is_trained_goes_back_to_the_runs_format() -> None:
     model[0].requires_grad_(False)
     keep_format(model, torch.float32)
     assert [parameter.dtype for parameter in model.parameters()] == [torch.bfloat16] * 2 + [torch.float32] * 2
+
+
+@pytest.fixture
+def with_tower() -> Any:
+    """A model of images and text, and a run of it whose plan found what text does not reach."""
+    text = {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 64, "pad_token_id": 0,
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "image_size": 28,
+        "patch_size": 14,
+    }  # fmt: skip
+    architecture = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    config = compose("quickstart", []).config
+    measured = MeasuredLayers(
+        num_layers=2, parameters=1, linear_inputs=1, adapter_parameters=1,
+        unreached=["model.vision_tower", "model.multi_modal_projector"],
+    )  # fmt: skip
+    config.model.facts = ModelFacts(measured=measured)
+    return AutoModelForCausalLM.from_config(architecture), config
+
+
+def test_what_text_does_not_reach_is_left_as_it_is(with_tower: Any) -> None:
+    model, config = with_tower
+    freeze_unreached(config, model)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {name for name, _ in model.named_parameters() if name.startswith("model.language_model.")}
+
+
+@pytest.mark.parametrize("targets", [[], ["q_proj", "fc1"]])
+def test_what_text_does_not_reach_gets_no_adapter(with_tower: Any, targets: list[str]) -> None:
+    model, config = with_tower
+    config.peft.method, config.peft.target_modules = PeftMethod.lora, targets
+    adapted = get_peft_model(model, adapter_config(config))
+    trained = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
+    layers, pairs = 2, 1 if targets else 7
+    assert len(trained) == layers * pairs * 2 and all("language_model.layers" in name for name in trained)

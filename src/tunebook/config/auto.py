@@ -28,11 +28,14 @@ from tunebook.config.rules.attention import WITHOUT_MASK, leaks
 from tunebook.config.rules.environment import hardware_problem, starts_elsewhere
 from tunebook.config.rules.numbers import refuse_absurd
 from tunebook.config.schema import RunConfig
+from tunebook.config.unreached import unreached_of
 from tunebook.errors import Problem
 from tunebook.hardware.detect import Machine
 from tunebook.hardware.generations import GENERATIONS
 
 __all__ = ["Choice", "Resolution", "resolve_auto"]
+
+_MOST_PARTS = 3  # that are named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +67,7 @@ def resolve_auto(config: RunConfig, machine: Machine) -> Resolution:
     resolved = decisions.config
     decide_hardware(decisions, machine)
     resolved.model.facts = read_facts(resolved.model)
+    _tell_unreached(decisions)
     problem = hardware_problem(resolved, machine)
     decisions.decide("precision.compute", lambda: _compute(resolved))
     decisions.decide("precision.tf32", lambda: _tf32(resolved))
@@ -83,6 +87,17 @@ def resolve_auto(config: RunConfig, machine: Machine) -> Resolution:
         problem=problem,
         host_memory_gib=_host_memory_gib(resolved, machine, problem),
     )
+
+
+def _tell_unreached(decisions: Decisions) -> None:
+    """What of the model is left as it is, decided for whoever trains on text alone; nothing to be typed."""
+    facts, parts = decisions.config.model.facts, unreached_of(decisions.config.model.facts)
+    if facts is None or facts.measured is None or not parts:
+        return
+    named = ", ".join(parts[:_MOST_PARTS]) + (" and others" if len(parts) > _MOST_PARTS else "")
+    number = facts.measured.unreached_parameters
+    why = f"text reaches none of these {number:,} of {facts.num_parameters:,} parameters: they are not trained"
+    decisions.choices.append(Choice(key="model.facts.measured.unreached", value=named, why=why))
 
 
 def _host_memory_gib(config: RunConfig, machine: Machine, problem: Problem | None) -> float | None:

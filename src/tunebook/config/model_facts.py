@@ -19,6 +19,10 @@ class MeasuredLayers:
     # all where a router chooses among experts. Null where nobody has looked: all of them
     linear_parameters: int | None = None
     active_parameters: int | None = None
+    # What no text reaches, such as a tower for images, by names as `config.unreached` writes them; and how many numbers
+    # that is. It is not trained
+    unreached: list[str] = field(default_factory=list)
+    unreached_parameters: int = 0
     # What transformers lets the architecture attend with, by the names of `Attention`; empty where nobody has looked
     attention: list[str] = field(default_factory=list)
     # By "format/method/kernels" (fp32, autocast, bf16; full, adapter, dropout; sdpa, flash, eager, compiled,

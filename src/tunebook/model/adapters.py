@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunebook.config.choices import Compute, PeftMethod, Strategy
-from tunebook.config.schema import PeftSettings, RunConfig
+from tunebook.config.schema import RunConfig
+from tunebook.config.unreached import expression, stand_for, unreached_of
 from tunebook.errors import RequestError
 from tunebook.model.completeness import require_complete
 from tunebook.model.weight_files import Shapes, read_shapes
@@ -22,8 +23,12 @@ _SHARDS_PARAMETERS = (Strategy.zero3, Strategy.fsdp, Strategy.fsdp_grad_op, Stra
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
-def adapter_config(settings: PeftSettings) -> LoraConfig | None:
-    """PEFT's configuration, None for full fine-tuning. No named modules means every linear layer but the head."""
+def adapter_config(config: RunConfig) -> LoraConfig | None:
+    """PEFT's configuration, None for full fine-tuning. No named modules means every linear layer but the head.
+
+    Parts that no text reaches get no adapter, which would have no gradient.
+    """
+    settings, unreached = config.peft, unreached_of(config.model.facts)
     if settings.method is PeftMethod.full:
         return None
     from peft import LoraConfig
@@ -34,6 +39,7 @@ def adapter_config(settings: PeftSettings) -> LoraConfig | None:
         lora_alpha=settings.alpha,  # type: ignore[arg-type]  # peft divides it by the rank; a fraction is fine
         lora_dropout=settings.dropout,
         target_modules=list(settings.target_modules) or "all-linear",
+        exclude_modules=expression(unreached) if unreached else None,
         modules_to_save=list(settings.modules_to_save) or None,
         use_rslora=settings.use_rslora,
     )
@@ -58,6 +64,17 @@ def four_bit(config: RunConfig) -> Any:
         bnb_4bit_compute_dtype=computed,
         bnb_4bit_quant_storage=computed if config.parallelism.strategy in _SHARDS_PARAMETERS else torch.uint8,
     )
+
+
+def freeze_unreached(config: RunConfig, model: Any) -> None:
+    """Leave parts that no text reaches as they are.
+
+    They have no gradient, for which DDP would wait in vain, and which DeepSpeed takes for zero: it would decay them.
+    """
+    unreached = unreached_of(config.model.facts)
+    for name, parameter in model.named_parameters():
+        if stand_for(unreached, name):
+            parameter.requires_grad_(False)
 
 
 def keep_format(model: Any, dtype: torch.dtype) -> None:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tunebook.config.choices import Checkpointing, Compute, Generation, PackingMode, PeftMethod, Switch
-from tunebook.config.estimate.parameters import active_parameters, count_parameters, of_layers
+from tunebook.config.estimate.parameters import count_parameters, has_experts, of_layers
 from tunebook.config.schema import ModelFacts, RunConfig
 from tunebook.hardware.peaks import Peak, peak_of
 from tunebook.plan.batch import BatchPlan, world_size
@@ -162,8 +162,9 @@ def _estimate(config: RunConfig, batch: BatchPlan, facts: ModelFacts, peak: Peak
 
 def _as_if_computed_by_experts(facts: ModelFacts, trained: int | None) -> float:
     """Operations per token that would take as long as layers with experts take more than others do."""
-    if facts.measured is None or active_parameters(facts) == facts.num_parameters:
+    if not has_experts(facts):
         return 0.0
+    assert facts.measured is not None
     per_parameter = 6 if trained is None else 4
     in_layers = of_layers(facts, facts.measured.active_parameters or 0)
     return per_parameter * in_layers * (1 / EXPERTS - 1)
@@ -223,7 +224,7 @@ def _assumption(
     if adapter is not None:
         parts.append(f"LoRA computes at {adapter.gain:.0%} of a full fine-tune's share ({adapter.text})")
     facts = config.model.facts
-    if facts is not None and active_parameters(facts) < facts.num_parameters:
+    if facts is not None and has_experts(facts):
         parts.append(f"layers with experts reach {EXPERTS:.0%} of that share (2 of Qwen3-30B-A3B on one {MEASURED_ON})")
     if row.is_packed != batch.is_packed:
         parts.append("padded rows reach the same share as packed ones")

@@ -25,6 +25,7 @@ NOT_HASHED = (
     "dataset.num_workers",
     "model.facts.measured.linear_parameters",  # both counted of an architecture that is hashed
     "model.facts.measured.active_parameters",
+    "model.facts.measured.unreached_parameters",
 )
 
 # Nor what changes how a loss is computed and not which: a run goes on where an update, or another GPU, has decided it
@@ -33,7 +34,12 @@ SAME_LOSS = ("model.one_pass_head",)
 
 # Settings that came after evidence and checkpoints had been recorded, with what was the only way before: left out at
 # that value, so that what was recorded without them still holds.
-ADDED_LATER = {"model.compile_layers": False, "model.one_pass_head": False, "precision.fp8_scaling": "tensorwise"}
+ADDED_LATER = {
+    "model.compile_layers": False,
+    "model.one_pass_head": False,
+    "precision.fp8_scaling": "tensorwise",
+    "model.facts.measured.unreached": [],
+}
 
 
 def config_hash(config: RunConfig) -> str:

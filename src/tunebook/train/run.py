@@ -35,7 +35,7 @@ from tunebook.data.prepared import Prepared, PreparedPart, load_prepared
 from tunebook.data.sampler import RankBatches, Schedule, StepSize
 from tunebook.errors import DoesNotFitError, InvalidTrainingError, StoppedError, TunebookError
 from tunebook.hardware.peaks import peak_of
-from tunebook.model.adapters import adapter_config, keep_format
+from tunebook.model.adapters import adapter_config, freeze_unreached, keep_format
 from tunebook.model.compiled_layers import compile_layers
 from tunebook.model.fp8_layers import convert_to_fp8
 from tunebook.model.load import begin_loading, finish_loading, master_dtype
@@ -200,6 +200,8 @@ def _build_trainer(
     tokenizer = trainer_tokenizer(config)
     model = finish_loading(config, begun, rank, arguments.device)
     del begun
+    if config.peft.method is PeftMethod.full:
+        freeze_unreached(config, model)
     clock.passed("weights")
     units = unit_classes(config, model) if is_fsdp(config.parallelism.strategy) else []
     if units:  # the arguments have no name for these two
@@ -218,7 +220,7 @@ def _build_trainer(
         processing_class=tokenizer,
         train_dataset=prepared.train.load(),
         eval_dataset=validation.load() if validation is not None else None,
-        peft_config=adapter_config(config.peft),
+        peft_config=adapter_config(config),
         filler_token_id=tokenizer.eos_token_id,
         callbacks=[EarlyStoppingCallback(patience)] if patience is not None else None,
         train_batches=batches,

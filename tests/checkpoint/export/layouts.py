@@ -136,7 +136,7 @@ def drawn_adapter(run: Path, seed: int) -> tuple[Tensors, Any]:
 
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base_of(run)))
-        settings = adapter_config(load_config(run / "run.yaml").peft)
+        settings = adapter_config(load_config(run / "run.yaml"))
         assert settings is not None
         settings.base_model_name_or_path = str(base_of(run))
         with warnings.catch_warnings():  # as in `tunebook.checkpoint.export.model.quiet_peft`

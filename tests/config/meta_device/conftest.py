@@ -22,6 +22,16 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gemma2": {**SIZES, **GROUPED, "num_hidden_layers": 4, "head_dim": 32},
     "mixtral": {**SIZES, **GROUPED, "num_hidden_layers": 3, "num_local_experts": 4},
     "phi3": {**SIZES, **GROUPED, "num_hidden_layers": 3},
+    "gemma3_text": {**SIZES, **GROUPED, "num_hidden_layers": 4, "head_dim": 32},
+}
+# As many layers as the text has: a tower must not be taken for it.
+ARCHITECTURES["gemma3"] = {
+    "text_config": ARCHITECTURES["gemma3_text"] | QUIET,
+    "vision_config": {
+        "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 4, "image_size": 28,
+        "patch_size": 14,
+    },
+    "image_token_index": 5, "boi_token_index": 6, "eoi_token_index": 7, "mm_tokens_per_image": 4,
 }  # fmt: skip
 
 

@@ -60,6 +60,27 @@ def test_what_4_bits_are_made_of_and_what_a_token_meets(folder_of, config_of):
     assert dense["active_parameters"] == dense["parameters"] > dense["linear_parameters"]
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_tower_for_images_is_not_trained_on_text(folder_of, config_of):
+    found, text = described(folder_of("gemma3")), described(folder_of("gemma3_text"))
+    model = AutoModelForCausalLM.from_config(config_of("gemma3"))
+    tower = [parameter.numel() for name, parameter in model.named_parameters() if "language_model" not in name]
+    assert found["measured"]["unreached"] == ["model.multi_modal_projector", "model.vision_tower"]
+    assert found["measured"]["unreached_parameters"] == sum(tower) == found["num_parameters"] - text["num_parameters"]
+    same = ("num_layers", "parameters", "linear_inputs", "adapter_parameters", "linear_parameters", "attention")
+    assert {key: found["measured"][key] for key in same} == {key: text["measured"][key] for key in same}
+    assert (text["measured"]["unreached"], text["measured"]["unreached_parameters"]) == ([], 0)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_not_reached_has_no_gradient(config_of):
+    """Of a real pass."""
+    model = AutoModelForCausalLM.from_config(config_of("gemma3"), dtype=torch.float32)
+    model(input_ids=torch.arange(10, 40)[None]).logits.sum().backward()
+    without = {name for name, parameter in model.named_parameters() if parameter.grad is None}
+    assert without == measure._unreached(config_of("gemma3"), {})
+
+
 def layer_of(name):
     """The number of the layer that a parameter is in, as text; empty for those of both ends and the last norm."""
     return next((part for part in name.split(".") if part.isdecimal()), "")

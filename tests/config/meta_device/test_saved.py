@@ -27,7 +27,8 @@ def measured(config, mode):
 def numbers_of(config, mode):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    kinds = saved._kinds(config, saved.decoder_layers(model.base_model, config.num_hidden_layers))
+    number = config.get_text_config(decoder=True).num_hidden_layers
+    kinds = saved._kinds(config, saved.decoder_layers(saved.text_decoder(model), number))
     return saved._measure(config, kinds, mode, {})
 
 
@@ -208,3 +209,9 @@ def test_a_mode_that_cannot_be_run_is_left_out(config_of, monkeypatch):
     layers, looked_at = torch.nn.ModuleList([torch.nn.Linear(1, 1)]), []
     assert saved.measure_saved(config, layers, {}, lambda: looked_at.append(None)) == {}
     assert len(looked_at) == len(saved._MODES), "and is said to be done, like every other"
+
+
+@pytest.mark.parametrize("mode", [("autocast", "full", "sdpa"), ("bf16", "adapter", "flash")])
+def test_a_tower_for_images_changes_nothing_about_the_layers_of_text(config_of, mode):
+    assert numbers_of(config_of("gemma3"), mode) == numbers_of(config_of("gemma3_text"), mode)
+    assert min(measured(config_of("gemma3"), mode)[:2]) >= 0 < measured(config_of("gemma3"), mode)[1]

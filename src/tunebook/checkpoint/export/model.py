@@ -195,7 +195,7 @@ def _adapter(config: RunConfig, folder: Path) -> PeftConfig | None:
                 problem_id="weights-file-damaged",
             ) from error
         return found
-    return adapter_config(config.peft) if config.peft.method is not PeftMethod.full else None
+    return adapter_config(config) if config.peft.method is not PeftMethod.full else None
 
 
 def _read_architecture(folder: Path, config: RunConfig) -> PretrainedConfig:

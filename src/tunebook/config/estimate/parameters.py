@@ -37,9 +37,10 @@ def count_parameters(config: RunConfig, facts: ModelFacts) -> Parameters:
     """Count a configuration's parameters."""
     embeddings = facts.vocab_size * facts.hidden_size
     if config.peft.method is PeftMethod.full:
+        unreached = _unreached(facts)
         return Parameters(
-            trained=facts.num_parameters,
-            frozen=0,
+            trained=facts.num_parameters - unreached,
+            frozen=unreached,
             layers=_in_layers(facts),
             linear=_in_linear_layers(facts),
             embeddings=embeddings,
@@ -64,10 +65,21 @@ def count_parameters(config: RunConfig, facts: ModelFacts) -> Parameters:
 
 
 def active_parameters(facts: ModelFacts) -> int:
-    """Those that a token is computed with: not those of experts that it is not sent to."""
+    """Those that a token is computed with: not those of experts that it is not sent to, or of a tower for images."""
+    reached = facts.num_parameters - _unreached(facts)
     if facts.measured is None or facts.measured.active_parameters is None:
-        return facts.num_parameters
-    return facts.num_parameters - round(of_layers(facts, facts.measured.parameters - facts.measured.active_parameters))
+        return reached
+    return reached - round(of_layers(facts, facts.measured.parameters - facts.measured.active_parameters))
+
+
+def has_experts(facts: ModelFacts) -> bool:
+    """Whether a router sends each token to some of several experts."""
+    layers = facts.measured
+    return layers is not None and layers.active_parameters is not None and layers.active_parameters < layers.parameters
+
+
+def _unreached(facts: ModelFacts) -> int:
+    return facts.measured.unreached_parameters if facts.measured is not None else 0
 
 
 def last_name(module: str) -> str:

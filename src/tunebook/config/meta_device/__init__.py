@@ -30,9 +30,10 @@ from tunebook.config.model_facts import MeasuredLayers, ModelFacts
 from tunebook.errors import RequestError
 
 # Raised when the answer to the same config.json changes: what was remembered is then measured again.
-_FORM = 4
+_FORM = 5
 _COUNTED = (
-    "num_layers", "parameters", "linear_inputs", "adapter_parameters", "linear_parameters", "active_parameters"
+    "num_layers", "parameters", "linear_inputs", "adapter_parameters", "linear_parameters", "active_parameters",
+    "unreached_parameters",
 )  # fmt: skip
 # Without anything new: on a slow or busy machine it takes as long as it takes. All that is asked for is found, or
 # nothing, since the hash of a run holds it, and two machines must find the same.
@@ -92,6 +93,7 @@ def _facts(answer: dict[str, Any]) -> ModelFacts:
     layers = MeasuredLayers(
         **{name: int(measured[name]) for name in _COUNTED},
         attention=[str(name) for name in measured["attention"]],
+        unreached=[str(name) for name in measured["unreached"]],
         saved=saved,
     )
     kinds = {"architecture": str, "dtype": str, "tie_word_embeddings": bool}

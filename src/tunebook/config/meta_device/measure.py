@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -34,7 +35,15 @@ from transformers.models.auto.modeling_auto import (
 from tunebook.config.base_model import CHOSEN_EXPERTS
 from tunebook.config.choices import Attention
 from tunebook.config.meta_device import progress_file
-from tunebook.config.meta_device.saved import LENGTHS, adapted, attends_by_lengths, decoder_layers, measure_saved
+from tunebook.config.meta_device.saved import (
+    LENGTHS,
+    adapted,
+    attends_by_lengths,
+    decoder_layers,
+    measure_saved,
+    text_decoder,
+)
+from tunebook.config.unreached import as_patterns
 from tunebook.errors import did_you_mean
 
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -91,13 +100,18 @@ def _said(error: Exception) -> str:
 
 
 def _facts(config: Any, model: Any, options: dict[str, Any], on_found: Callable[[], None]) -> dict[str, Any]:
-    text, decoder = config.get_text_config(decoder=True), model.base_model
-    layers = decoder_layers(decoder, text.num_hidden_layers)
+    text = config.get_text_config(decoder=True)
+    layers = decoder_layers(text_decoder(model), text.num_hidden_layers)
     words = model.get_input_embeddings().weight
     linear: list[Any] = [module for layer in layers for module in layer.modules() if _is_linear(module)]
     saved = measure_saved(config, layers, options, on_found)
-    if not saved and (reason := _why_no_pass(config, options)) is not None:
-        return {"error": "cannot-build", "reason": reason}
+    try:
+        unreached = _unreached(config, options)
+    except RuntimeError as error:
+        if not saved:
+            return {"error": "cannot-build", "reason": str(error)}
+        unreached = set()
+    patterns = as_patterns(unreached, [name for name, _ in model.named_parameters()])
     num_parameters = sum(parameter.numel() for parameter in model.parameters())  # tied ones are there once
     in_layers = sum(parameter.numel() for parameter in layers.parameters())
     num_inputs, in_linear = sum(map(_num_inputs, linear)), sum(module.weight.numel() for module in linear)
@@ -120,9 +134,11 @@ def _facts(config: Any, model: Any, options: dict[str, Any], on_found: Callable[
             "num_layers": len(layers),
             "parameters": in_layers,
             "linear_inputs": num_inputs,
-            "adapter_parameters": _adapter_parameters(model, linear),
+            "adapter_parameters": _adapter_parameters(model, linear, patterns),
             "linear_parameters": in_linear,
             "active_parameters": in_layers - _not_chosen(layers, text),
+            "unreached": patterns,
+            "unreached_parameters": sum(p.numel() for name, p in model.named_parameters() if name in unreached),
             "attention": [
                 *(kernel.name for kernel in attention_of(model)),
                 *(kernel.name for kernel in (_OURS if attends_by_lengths(config, layers, options) else ())),
@@ -132,19 +148,39 @@ def _facts(config: Any, model: Any, options: dict[str, Any], on_found: Callable[
     }
 
 
-def _why_no_pass(config: Any, options: dict[str, Any]) -> str | None:
-    """What a pass through the whole model fails with; None where it does not, or asks for a number of a tensor that has
-    none, as Gemma 3 does to see whether there are images."""
+def _unreached(config: Any, options: dict[str, Any]) -> set[str]:
+    """The names of the parameters that no gradient comes to from a row of words.
+
+    Empty where a pass asks for a number of a tensor that has none, so that nobody knows.
+    Raises: RuntimeError where no pass through the model can be computed.
+    """
     loader: Any = AutoModelForCausalLM
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
-            model = loader.from_config(copy.deepcopy(config), attn_implementation="eager", **options)
-            model(input_ids=torch.zeros(1, LENGTHS[0], dtype=torch.long), use_cache=False)
+            with no_init_weights():
+                model = loader.from_config(copy.deepcopy(config), attn_implementation="eager", **options)
+                model.tie_weights()
+            output = model.train()(input_ids=torch.zeros(1, LENGTHS[0], dtype=torch.long), use_cache=False)
+            reached = _leaves(output.logits.grad_fn)
+            return {name for name, parameter in model.named_parameters() if id(parameter) not in reached}
     except _OF_FAKE_TENSORS:
-        return None
+        return set()
     except Exception as error:  # of any kind, as in `describe`
-        return f"no pass through its layers can be computed: {_said(error)}"
-    return None
+        raise RuntimeError(f"no pass through its layers can be computed: {_said(error)}") from error
+
+
+def _leaves(last: Any) -> set[int]:
+    """The ids of the parameters that autograd goes back to from an operation."""
+    seen, found, open_ = {None}, set(), [last]
+    while open_:
+        node = open_.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        open_.extend(before for before, _ in node.next_functions)
+    return found
 
 
 def _not_chosen(layers: nn.ModuleList, text: Any) -> int:
@@ -195,17 +231,18 @@ def _num_inputs(module: Any) -> int:
     return int(columns if isinstance(module, nn.Linear) else rows)
 
 
-def _adapter_parameters(model: Any, linear: list[Any]) -> int:
+def _adapter_parameters(model: Any, linear: list[Any], unreached: list[str]) -> int:
     """As PEFT makes them; where it takes not every linear layer, as of Mamba, those that it would make of all."""
     try:
-        return adapter_parameters(model)
+        return adapter_parameters(model, unreached)
     except ValueError:
         return sum(sum(module.weight.shape) for module in linear)
 
 
-def adapter_parameters(model: Any) -> int:
-    """Of an adapter of rank 1, as PEFT makes it. It changes the model."""
-    return sum(parameter.numel() for parameter in adapted(model, rank=1).parameters() if parameter.requires_grad)
+def adapter_parameters(model: Any, unreached: Collection[str] = ()) -> int:
+    """Of an adapter of rank 1, as PEFT makes it of all that a text reaches. It changes the model."""
+    with_adapter = adapted(model, rank=1, unreached=unreached)
+    return sum(parameter.numel() for parameter in with_adapter.parameters() if parameter.requires_grad)
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ import copy
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from typing import Any
@@ -25,11 +25,13 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
+from transformers.initialization import no_init_weights
 
 from tunebook.config.compiling import set_up_compiler
 from tunebook.config.meta_device.cuda_autocast import CudaAutocast
 from tunebook.config.meta_device.kernels import BY_LENGTHS, MASKED, UNMASKED, register_kernels
 from tunebook.config.meta_device.offloading import Offloading
+from tunebook.config.unreached import expression
 
 LENGTHS = (62, 124, 186)  # tokens; like no size of a real model, by which copies of weights are told apart
 LORA_RANK = 1
@@ -100,7 +102,7 @@ def attends_by_lengths(config: Any, layers: nn.ModuleList, options: dict[str, An
     try:
         with _quiet(on_call=lambda: asked.append(None)), FakeTensorMode(allow_non_fake_inputs=True), _autocast(mode):
             model = _build(config, _prefix(_kinds(config, layers)), mode, options)
-            _decoder(model)(**_row(LENGTHS[0], has_lengths=True), use_cache=False)
+            model.base_model(**_row(LENGTHS[0], has_lengths=True), use_cache=False)
     except _MACHINES:
         raise
     except Exception:  # it asks for more, or does not take the places of documents
@@ -195,16 +197,23 @@ def _build(config: Any, prefix: int, mode: tuple[str, str, str], options: dict[s
         text.layer_types = list(text.layer_types)[:prefix]
     loader: Any = AutoModelForCausalLM
     attention = ATTENTION.get(kernels, BY_LENGTHS)
-    model = loader.from_config(shorter, dtype=FORMATS[number_format][0], attn_implementation=attention, **options)
+    with no_init_weights():  # some draw their numbers in ways that a tensor without memory does not know
+        model = loader.from_config(shorter, dtype=FORMATS[number_format][0], attn_implementation=attention, **options)
     if method != "full":
         model = adapted(model, rank=LORA_RANK, dropout=_DROPOUT if method == "dropout" else 0.0)
     if kernels in COMPILED:
-        _compile(decoder_layers(_decoder(model), prefix), recomputes=COMPILED[kernels])
+        _compile(decoder_layers(text_decoder(_causal(model)), prefix), recomputes=COMPILED[kernels])
     return model.train()
 
 
-def _decoder(model: Any) -> Any:
-    return (model.get_base_model() if hasattr(model, "get_base_model") else model).base_model
+def text_decoder(model: Any) -> Any:
+    """What of a causal language model goes through a row of words: not a tower for images beside it."""
+    has_towers = model.config.get_text_config(decoder=True) is not model.config
+    return model.get_decoder() if has_towers else model.base_model
+
+
+def _causal(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _compile(layers: nn.ModuleList, *, recomputes: bool) -> None:
@@ -229,11 +238,20 @@ def _compile(layers: nn.ModuleList, *, recomputes: bool) -> None:
         layer.forward = torch.compile(layer.forward, backend=backend, fullgraph=True)
 
 
-def adapted(model: Any, *, rank: int, dropout: float = 0.0) -> Any:
-    """With LoRA. Modules are not moved, which would fail: a tensor without memory cannot be swapped."""
+def adapted(model: Any, *, rank: int, dropout: float = 0.0, unreached: Collection[str] = ()) -> Any:
+    """With LoRA on every linear layer but those that no text reaches.
+
+    Modules are not moved, which would fail: a tensor without memory cannot be swapped.
+    """
     from peft import LoraConfig, get_peft_model
 
-    lora = LoraConfig(r=rank, target_modules="all-linear", lora_dropout=dropout, task_type="CAUSAL_LM")
+    lora = LoraConfig(
+        r=rank,
+        target_modules="all-linear",
+        exclude_modules=expression(unreached) if unreached else None,
+        lora_dropout=dropout,
+        task_type="CAUSAL_LM",
+    )
     module: Any = nn.Module
     moving = module.to
     module.to = lambda self, *_, **__: self
@@ -252,7 +270,7 @@ def _saved_by_layer(
 ) -> tuple[list[float], list[float]]:
     """Bytes by layer, and those of them that offloading leaves on the device. A storage belongs to the layer that saves
     it first; those of weights are left out, and so are copies of weights, which are known by their shape."""
-    decoder = _decoder(model)
+    decoder = text_decoder(_causal(model))
     of_weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     sides = {tuple(parameter.shape) for parameter in model.parameters()}
     sides |= {tuple(reversed(shape)) for shape in sides}

@@ -13,7 +13,7 @@ from tunebook.config.choices import (
     Strategy,
     Weights,
 )
-from tunebook.config.estimate.parameters import HEADS, PRODUCTS_OF, last_name, linear_layers
+from tunebook.config.estimate.parameters import HEADS, PRODUCTS_OF, has_experts, last_name, linear_layers
 from tunebook.config.override_text import typed_list
 from tunebook.config.rules.frame import Finding, Level, Rule, rule
 from tunebook.config.schema import RunConfig, ZeroConfig
@@ -106,8 +106,7 @@ def adapter_dropout_on_experts(config: RunConfig) -> Finding | None:
     if peft.method is PeftMethod.full or not peft.dropout or facts is None or facts.measured is None:
         return None
     layers = facts.measured
-    has_experts = layers.active_parameters is not None and layers.active_parameters < layers.parameters
-    if not has_experts or layers.adapter_parameters <= _EXPERTS_SHARE * layers.linear_inputs:
+    if not has_experts(facts) or layers.adapter_parameters <= _EXPERTS_SHARE * layers.linear_inputs:
         return None
     if peft.target_modules and not {last_name(name) for name in peft.target_modules} & _OF_EXPERTS:
         return None
