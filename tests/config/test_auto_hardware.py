@@ -14,8 +14,8 @@ from tunebook.config.choices import Generation, Strategy
         (None, "no GPU is found here", "one process uses every CPU core"),
         (
             "quickstart",
-            "no GPU is found here, and a CPU is what the recipe was published on",
-            "ranks of the machine that the recipe was published on",
+            "no GPU is found here, and a CPU is what the recipe is planned for",
+            "ranks of the machine that the recipe is planned for",
         ),
     ],
 )

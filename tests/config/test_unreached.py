@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import re
 
+from tunebook.config.auto import resolve_auto
+from tunebook.config.choices import PeftMethod
+from tunebook.config.estimate.parameters import count_parameters
+from tunebook.config.model_facts import MeasuredLayers
 from tunebook.config.unreached import as_patterns, expression, stand_for
 
 LAYERS = [f"model.layers.{number}.{part}" for number in range(12) for part in ("gate.weight", "gate.bias", "up.weight")]
 TOWER = [f"model.tower.layers.{number}.fc.weight" for number in range(3)] + ["model.tower.norm.weight"]
+WITH_TOWER = MeasuredLayers(
+    num_layers=24, parameters=300_000_000, linear_inputs=1, adapter_parameters=1000,
+    unreached=["model.projector", "model.tower"], unreached_parameters=1_234_567,
+)  # fmt: skip
 EVERYTHING = ["model.embed.weight", *LAYERS, *TOWER, "head.weight"]
 
 
@@ -36,3 +44,22 @@ def test_a_part_of_a_name_is_not_that_part():
     assert not stand_for(["model.layers.*.gate"], "model.layers.1.gated.weight")
     assert not stand_for(["model.layers.*.gate"], "modelXlayers.1.gate.weight")
     assert re.fullmatch(expression(["model.tower"]), "model.tower")  # the module itself, as PEFT asks for it
+
+
+def test_it_is_told_with_how_much_it_is(undecided, machine):
+    h200 = machine(("NVIDIA H200", (9, 0)))
+    assert "model.facts.measured.unreached" not in {choice.key for choice in resolve_auto(undecided, h200).choices}
+    undecided.model.facts.measured = WITH_TOWER
+    (choice,) = [one for one in resolve_auto(undecided, h200).choices if one.key == "model.facts.measured.unreached"]
+    assert choice.value == "model.projector, model.tower"
+    assert choice.why == "text reaches none of these 1,234,567 of 494,032,768 parameters: they are not trained"
+
+
+def test_it_is_counted_among_what_is_frozen(undecided):
+    facts = undecided.model.facts
+    facts.measured = WITH_TOWER
+    found = count_parameters(undecided, facts)
+    assert (found.trained, found.frozen) == (494_032_768 - 1_234_567, 1_234_567)
+    undecided.peft.method, undecided.peft.rank = PeftMethod.lora, 8
+    adapted = count_parameters(undecided, facts)
+    assert (adapted.trained, adapted.frozen) == (8 * 1000, 494_032_768)

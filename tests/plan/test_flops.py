@@ -69,3 +69,12 @@ def test_of_a_mixture_of_experts_only_those_count_that_a_token_is_sent_to() -> N
     assert recomputed_flops_per_token(facts, attended_length=0) == 2 * active
     facts.num_layers = 18  # half of what was measured
     assert flops_per_token(facts, attended_length=0) == 6 * (3_085_938_688 - 750_000_000)
+
+
+def test_a_tower_that_no_text_reaches_is_not_computed() -> None:
+    facts = qwen_3b()
+    facts.measured = MeasuredLayers(
+        num_layers=36, parameters=2_000_000_000, linear_inputs=1, adapter_parameters=1,
+        unreached=["model.tower"], unreached_parameters=400_000_000,
+    )  # fmt: skip
+    assert flops_per_token(facts, attended_length=0) == 6 * (3_085_938_688 - 400_000_000)

@@ -11,7 +11,7 @@ from tunebook.config.choices import LauncherName, ResumeAnyway, Strategy, Tracke
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml, load_config
 from tunebook.config.schema import LauncherConfig, RunConfig, TrackingConfig, ZeroConfig
-from tunebook.record.config_hash import comparable_config, config_hash, has_hash
+from tunebook.record.config_hash import comparable_config, config_hash, has_hash, hashed_settings
 
 
 @pytest.mark.parametrize(
@@ -98,6 +98,16 @@ def test_what_is_counted_of_an_architecture_later_does_not_change_its_hash() -> 
     assert config.model.facts is not None and config.model.facts.measured is not None
     config.model.facts.measured.linear_parameters = 1
     config.model.facts.measured.active_parameters = 2
+    config.model.facts.measured.unreached_parameters = 3
     assert config_hash(config) == before
     config.model.facts.measured.parameters += 1
+    assert config_hash(config) != before
+
+
+def test_what_is_not_trained_changes_the_hash_and_nothing_of_models_without_such_parts() -> None:
+    config = compose("dolly3b_ray_zero3_offload", []).config
+    assert config.model.facts is not None and config.model.facts.measured is not None
+    before = config_hash(config)
+    assert "unreached" not in hashed_settings(config)["model"]["facts"]["measured"]  # as before there was such a key
+    config.model.facts.measured.unreached = ["model.tower"]
     assert config_hash(config) != before

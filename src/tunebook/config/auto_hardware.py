@@ -1,4 +1,4 @@
-"""Which machine `auto` means: the GPUs found here, else the machine that the recipe was published on."""
+"""Which machine `auto` means: the GPUs found here, else the machine that the recipe is planned for."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def _generation(config: RunConfig, machine: Machine) -> tuple[Generation, str]:
     if reference is Generation.cpu and config.recipe is None:
         return reference, "no GPU is found here"
     if reference is Generation.cpu:
-        return reference, "no GPU is found here, and a CPU is what the recipe was published on"
+        return reference, "no GPU is found here, and a CPU is what the recipe is planned for"
     return reference, f"no GPU is found here; planned for {_reference(config)}"
 
 
 def _reference(config: RunConfig) -> str:
     """What to call the machine that is planned for where none is found."""
     return (
-        "the machine of hardware.reference" if config.recipe is None else "the machine that the recipe was published on"
+        "the machine of hardware.reference" if config.recipe is None else "the machine that the recipe is planned for"
     )
 
 

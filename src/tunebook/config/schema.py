@@ -162,7 +162,7 @@ class FsdpConfig(ParallelismConfig):
 
 @dataclass(kw_only=True)
 class ReferenceHardware:
-    """The machine a recipe was published on: what is planned for where no GPU is found."""
+    """The machine a recipe was published on, or one it fits: what is planned for where no GPU is found."""
 
     generation: Generation = Generation.cpu
     gpus_per_node: int = 1

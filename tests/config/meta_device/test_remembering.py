@@ -20,6 +20,7 @@ ANSWER = {
     "measured": {
         "num_layers": 2, "parameters": 400, "linear_inputs": 50, "adapter_parameters": 90,
         "linear_parameters": 300, "active_parameters": 350,
+        "unreached": ["model.tower"], "unreached_parameters": 70,
         "attention": ["eager", "sdpa"],
         "saved": {"fp32/full/sdpa": [0, 100, 4, 0, 50, 2]},
     },
@@ -56,6 +57,7 @@ def test_it_is_asked_once_for_the_same_file_in_the_same_environment(file, asked,
     assert facts.measured.saved == {"fp32/full/sdpa": [0, 100, 4, 0, 50, 2]}
     assert (facts.measured.parameters, facts.measured.adapter_parameters) == (400, 90)
     assert (facts.measured.linear_parameters, facts.measured.active_parameters) == (300, 350)
+    assert (facts.measured.unreached, facts.measured.unreached_parameters) == (["model.tower"], 70)
     assert meta_device.measured_facts(file) == facts
     assert asked == [(file, False)]
     file.write_text('{"model_type": "x", "vocab_size": 33}')

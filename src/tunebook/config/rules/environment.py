@@ -41,7 +41,7 @@ GIB = 2**30
 EXPLANATIONS: dict[str, Explanation] = {
     "no-gpu-here": Explanation(
         summary="The run needs GPUs, and none is found here.",
-        why="Where no GPU is found, `auto` plans for the machine that the recipe was published on; that plan cannot "
+        why="Where no GPU is found, `auto` plans for the machine that the recipe is planned for; that plan cannot "
         "start here. The GPU may also be hidden: no driver, CUDA_VISIBLE_DEVICES, a container without --gpus.",
         advice="Start it where the GPUs are, look with `tunebook doctor`, or take a model that a CPU can train with "
         "hardware.generation=cpu.",
