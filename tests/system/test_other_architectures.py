@@ -1,4 +1,4 @@
-"""A model that Tunebook has no formula for is planned from its config.json: built without memory, once."""
+"""A model that Tunebook has no formula for is planned from its config.json, built without memory, once; and trained."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 # Without what is transformers' default for this kind: positions of 512 tokens, and a smaller one than GPT-2.
 GPT2 = {
@@ -59,3 +62,46 @@ def test_an_architecture_that_nobody_knows_is_an_error_in_words(run: Any, folder
     (problem,) = json.loads(ended.output)["problems"]
     assert problem["id"] == "unknown-architecture"
     assert "model_type=gpt22" in problem["message"] and "Did you mean 'gpt2'?" in problem["message"]
+
+
+@pytest.fixture(scope="module")
+def with_tower(tmp_path_factory: pytest.TempPathFactory, project_root: Path) -> Path:
+    """A small model of images and text, as transformers stores one."""
+    folder = tmp_path_factory.mktemp("with_tower")
+    tokenizer = AutoTokenizer.from_pretrained(str(project_root / "recipes" / "quickstart" / "model"))
+    text = {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 16, "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "sliding_window": 64,
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
+        "patch_size": 14,
+    }  # fmt: skip
+    torch.manual_seed(7)
+    config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_a_tower_for_images_stays_as_it_is_while_text_is_learned(
+    run: Any, read_run: Any, with_tower: Path, tmp_path: Path, strategy: str
+) -> None:
+    """DDP waited for its gradients in vain; under ZeRO-3 the model was saved under names that no file has."""
+    ended = run([
+        *["tunebook", "train", "quickstart", f"outputs={tmp_path}", "model=hub", f"model.path={with_tower}"],
+        *[f"parallelism={strategy}", "hardware=cpu", "hardware.gpus_per_node=2", "evaluation=none"],
+        *["training.max_steps=3", "training.log_every_steps=1", "schedule.warmup_steps=0"],
+        "optimizer.weight_decay=0.1",
+    ])  # fmt: skip
+    assert ended.exit_code == 0, ended.output
+    assert "model.facts.measured.unreached" in ended.output
+    folder = tmp_path / "quickstart" / "latest"
+    losses = read_run(folder).losses
+    assert len(losses) == 3 and losses[-1] < losses[0]
+    before, after = (load_file(place / "model.safetensors") for place in (with_tower, folder / "model"))
+    assert {*before} == {*after} - {"lm_head.weight"}  # which is tied
+    untouched = {name for name, weight in before.items() if torch.equal(weight, after[name])}
+    assert untouched == {name for name in before if not name.startswith("language_model.")}

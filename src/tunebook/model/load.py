@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tunebook.config.base_model import model_folder_problem
 from tunebook.config.book import resolve_path
@@ -252,7 +252,20 @@ def _scatter_drawn(config: RunConfig, begun: PreTrainedModel, rank: int) -> PreT
     model: PreTrainedModel = loader.from_pretrained(
         None, config=begun.config, state_dict=drawn, dtype=master_dtype(config), **_options(config)
     )
+    cast("Any", model)._weight_conversions = None  # nothing was stored: it is saved as a new model is
     return model
+
+
+def _forget_unused_conversions(model: Any) -> None:
+    """Let a model be saved under the names that its weights were stored under.
+
+    transformers saves with the renamings that it loaded with, the other way round. Under ZeRO-3 it notes all that the
+    architecture has, and not only those that some name called for (5.23, integrations/deepspeed.py): Gemma 3's layers
+    would be saved under names with a prefix that no file has.
+    """
+    noted = getattr(model, "_weight_conversions", None)
+    if noted is not None:
+        model._weight_conversions = [conversion for conversion in noted if conversion.was_used()]
 
 
 def _read(
@@ -280,5 +293,6 @@ def _read(
     # Again, by the library: it knows what became of weights that are converted while they are read.
     kinds = {kind: sorted(map(str, info.get(f"{kind}_keys") or ())) for kind in ("missing", "unexpected", "mismatched")}
     require_complete(**kinds, place=location)
+    _forget_unused_conversions(model)
     loaded: PreTrainedModel = model
     return loaded
