@@ -81,6 +81,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma-2b", sizes(2048, 16384, 6, 8, 1, 256000, head_dim=256, **TIED)),
     "gemma2": ("gemma-2-2b", sizes(2304, 9216, 8, 8, 4, 256000, head_dim=256, sliding_window=4096, **TIED)),
     "gemma3_text": ("gemma-3-1b", sizes(1152, 6912, 12, 4, 1, 262144, head_dim=256, sliding_window=512, **TIED)),
+    "gemma3": (  # with a tower for images, which text does not reach
+        "gemma-3-4b",
+        {"text_config": sizes(2560, 10240, 8, 8, 4, 262208, head_dim=256, sliding_window=1024, **TIED),
+         "vision_config": {"hidden_size": 1152, "intermediate_size": 4304, "num_attention_heads": 16,
+                           "num_hidden_layers": 27, "image_size": 896, "patch_size": 14, "vision_use_head": False},
+         "mm_tokens_per_image": 256, "image_token_index": 262144},
+    ),
     "granite": (
         "granite-3.1-2b",
         sizes(2048, 8192, 12, 32, 8, 49155, attention_multiplier=0.015625, embedding_multiplier=12.0,
@@ -121,6 +128,7 @@ WAYS: dict[str, tuple[str, ...]] = {
     "gpt_neox": ("plain", "compiled", "selective", "bf16_weights", "compiled_bf16_weights", "sdpa", "checkpointing"),
     "qwen3": ("plain", "compiled", "selective", "lora", "compiled_lora", "selective_lora", *SPREAD),
     "gemma3_text": ("plain", "compiled", "selective", "sdpa"),
+    "gemma3": ("plain", "sdpa", "lora", "fsdp_plain", "zero2"),
 }
 
 

@@ -6,7 +6,7 @@
 `draw` takes a model, a strategy, lengths, passes, an adapter, a precision, an optimizer and what is kept of the forward
 pass by chance, asks today's plan, and writes those that it allows with what it says: nobody chose them for being easy.
 Models are those of the book cut to whole layers, and the config.json of published ones that no formula was fitted to;
-with --architectures those of `gpu_architectures.py`, of seventeen other kinds.
+with --architectures those of `gpu_architectures.py`, of eighteen other kinds.
 `run` trains each for a few steps with random weights on documents of 256 tokens, so that every row is exactly full.
 """
 
