@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ADAPTER_FILE = "adapter_config.json"
+# What PEFT 0.21 says of ranks for parameters, such as stacked experts, which it seeks among modules. It does use them.
+IGNORED_PATTERNS = "The following (rank|alpha)_pattern keys did not match any targeted module"
 _SHARDS_PARAMETERS = (Strategy.zero3, Strategy.fsdp, Strategy.fsdp_grad_op, Strategy.hsdp)
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
@@ -109,6 +111,7 @@ def with_adapter(base: PreTrainedModel, folder: Path, method: PeftMethod) -> Pre
     with warnings.catch_warnings():  # peft asks transformers by a name that has a newer one
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
         warnings.filterwarnings("ignore", message="Found missing adapter keys", category=UserWarning)
+        warnings.filterwarnings("ignore", message=IGNORED_PATTERNS, category=RuntimeWarning)
         warnings.filterwarnings("ignore", message="Some weights of .* were not initialized", category=UserWarning)
         adapted: Any = PeftModel.from_pretrained(base, str(folder), ignore_mismatched_sizes=True)
     _require_whole_adapter(adapted, stored, folder)

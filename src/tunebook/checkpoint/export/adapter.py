@@ -19,12 +19,18 @@ if TYPE_CHECKING:
 
 _NAME = "default"  # that PEFT gives the one adapter of a model
 _OF_THE_BASE = (".base_layer.", ".original_module.")
+_ADAPTER = ".lora_"
 
 
 def adapter_weights(weights: Weights) -> RenamedWeights:
     """An adapter's tensors by their names in its file: shards carry the adapter's own name in theirs."""
-    names = {_plain(name): name for name in weights.shapes if not any(part in name for part in _OF_THE_BASE)}
+    names = {_plain(name): name for name in weights.shapes if not _is_of_the_base(name)}
     return RenamedWeights(weights, names)
+
+
+def _is_of_the_base(name: str) -> bool:
+    """Of two adapters on one module, such as those on both parameters of stacked experts, one is the other's base."""
+    return any(part in name for part in _OF_THE_BASE) and _ADAPTER not in name
 
 
 def _plain(name: str) -> str:

@@ -33,6 +33,7 @@ from tunebook.checkpoint.export.model import (
     room_for,
 )
 from tunebook.checkpoint.export.source import Source
+from tunebook.checkpoint.export.stored_names import as_stored
 from tunebook.checkpoint.export.stored_weights import HeldWeights, Weights
 from tunebook.checkpoint.export.write import compare_with_model, without_tied, write_weights
 from tunebook.config.base_model import read_dtype
@@ -93,7 +94,8 @@ def base_dtype(config: RunConfig) -> torch.dtype | None:
 def write_whole(work: Work, folder: Path) -> Written:
     """A model that was trained whole. Raises: RequestError for its weights, DifferenceError for what was written."""
     names = without_tied(work.blueprint.model, work.weights, work.place)
-    hashes = write_weights(work.weights, names, folder, dtype=work.dtype, place=work.place)
+    convert = as_stored(work.blueprint.model, names)
+    hashes = write_weights(work.weights, names, folder, dtype=work.dtype, place=work.place, convert=convert)
     dtype = work.dtype or _most(list(work.weights.dtypes.values()))
     _write_settings(work, work.blueprint.model, folder, dtype)
     written = load_written(folder, work.config)
@@ -165,7 +167,8 @@ def write_merged(work: Work, folder: Path) -> Written:
     weights = HeldWeights(dict(model.state_dict()))
     compare_with_model(work.blueprint.model, weights.shapes).refuse(work.place)
     names = without_tied(model, weights, work.place)
-    hashes = write_weights(weights, names, folder, dtype=dtype, place=work.place)
+    convert = as_stored(model, names)
+    hashes = write_weights(weights, names, folder, dtype=dtype, place=work.place, convert=convert)
     count = _count(weights, names)
     _write_settings(work, model, folder, dtype)
     del model, weights

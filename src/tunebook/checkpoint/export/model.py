@@ -19,7 +19,7 @@ from tunebook.config.choices import Attention, MasterWeights, PeftMethod
 from tunebook.config.choices import Weights as Origin
 from tunebook.config.schema import AttentionConfig, ModelConfig, PeftSettings, RunConfig
 from tunebook.errors import RequestError
-from tunebook.model.adapters import ADAPTER_FILE, adapter_config
+from tunebook.model.adapters import ADAPTER_FILE, IGNORED_PATTERNS, adapter_config
 from tunebook.model.hub import hub_problem
 from tunebook.model.load import architecture_from_facts, check_model, load_architecture, load_model, model_location
 from tunebook.model.token_ids import agree_on_tokens, trainer_tokenizer
@@ -122,7 +122,9 @@ def load_dequantised_base(config: RunConfig, dtype: torch.dtype) -> PreTrainedMo
             problem_id="export-merge",
         ) from error
     quantised: Any = load_model(_on_cpu(config))
-    return answering(in_format(quantised.dequantize(), dtype))
+    plain = quantised.dequantize()
+    plain._weight_conversions = None  # how it was read and quantised cannot be reversed; it is saved as a new model is
+    return answering(in_format(plain, dtype))
 
 
 def answering(model: Any) -> PreTrainedModel:
@@ -156,12 +158,13 @@ def filled(model: PreTrainedModel, weights: Weights) -> PreTrainedModel:
 
 @contextmanager
 def quiet_peft() -> Iterator[None]:
-    """Without what peft warns of while it asks transformers by a name that has a newer one."""
+    """Without what peft warns of: asking transformers by a name that has a newer one, and what it does not do."""
     import warnings
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
         warnings.filterwarnings("ignore", message="The PEFT config's `base_model_name_or_path`", category=UserWarning)
+        warnings.filterwarnings("ignore", message=IGNORED_PATTERNS, category=RuntimeWarning)
         yield
 
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tunebook.checkpoint.export.stored_names import Tensors, layer_of
 from tunebook.checkpoint.export.stored_weights import Weights, read_in_batches
 from tunebook.errors import RequestError
 from tunebook.model.weight_files import Shapes
@@ -118,15 +120,17 @@ def write_weights(
     dtype: torch.dtype | None,
     place: str,
     shard_bytes: int = SHARD_BYTES,
+    convert: Callable[[Tensors], Tensors] | None = None,
 ) -> dict[str, str]:
     """Write the named tensors as `<stem>.safetensors`, or in several files with an index; the SHA-256 of each file.
 
+    `convert` turns the tensors of whole layers into those that are written, see `stored_names`.
     Raises: RequestError naming every tensor that is not finite, before or after the cast. Files written so far stay:
     the caller removes the folder.
     """
     from safetensors.torch import save_file
 
-    shards = _shards(weights, names, dtype, shard_bytes)
+    shards = _shards(weights, names, dtype, shard_bytes, by_layer=convert is not None)
     hashes: dict[str, str] = {}
     places: dict[str, str] = {}
     problems = Problems()
@@ -134,14 +138,16 @@ def write_weights(
         tensors = _kept(weights, shard, dtype, problems)
         if problems.not_finite or problems.too_large:
             continue  # look at the rest, write no more
+        if convert is not None:
+            tensors = convert(tensors)
         part = "" if len(shards) == 1 else f"-{number:05}-of-{len(shards):05}"
         file = folder / f"{stem}{part}.safetensors"
         save_file(tensors, file, metadata={"format": "pt"})
+        places |= dict.fromkeys(tensors, file.name)
         del tensors
         share(file)
         flush(file)
         hashes[file.name] = sha256_file(file)
-        places |= dict.fromkeys(shard, file.name)
     problems.refuse(place)
     if len(shards) > 1:
         total = num_bytes(weights, names, dtype)
@@ -191,16 +197,21 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     return bool(low.isfinite() and high.isfinite())
 
 
-def _shards(weights: Weights, names: list[str], dtype: torch.dtype | None, limit: int) -> list[list[str]]:
-    """The names in their order, cut where a shard would grow beyond the limit."""
+def _shards(
+    weights: Weights, names: list[str], dtype: torch.dtype | None, limit: int, *, by_layer: bool
+) -> list[list[str]]:
+    """The names in their order, cut where a shard would grow beyond the limit; no layer is cut where `by_layer`."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(layer_of(name) if by_layer else name, []).append(name)
     shards: list[list[str]] = []
     held = 0
-    for name in names:
-        size = _size(weights, name, dtype)
+    for group in groups.values():
+        size = sum(_size(weights, name, dtype) for name in group)
         if not shards or held + size > limit:
             shards.append([])
             held = 0
-        shards[-1].append(name)
+        shards[-1].extend(group)
         held += size
     return shards
 

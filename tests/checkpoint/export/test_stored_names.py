@@ -1,0 +1,94 @@
+"""Models whose files have other names than their modules: exports have those of the files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tunebook.checkpoint.export.stored_names import as_stored, layer_of
+from tunebook.checkpoint.export.stored_weights import HeldWeights
+from tunebook.checkpoint.export.write import write_weights
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16, "head_dim": 16,
+}  # fmt: skip
+
+
+@pytest.fixture
+def base(layouts: Any, tmp_path: Path) -> Path:
+    """Two layers of four experts, each with three matrices of its own in the file, and with two for all in memory."""
+    folder: Path = layouts.write_base(tmp_path / "base", layouts.TINY | EXPERTS, "float32")
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+    assert len([name for name in load_file(folder / "model.safetensors") if ".experts." in name]) == 2 * 4 * 3
+    return folder
+
+
+@pytest.mark.parametrize("form", ["zero2", "zero3", "fsdp"])
+def test_shards_of_experts_are_exported_as_published(
+    layouts: Any, base: Path, tmp_path: Path, export: Any, form: str
+) -> None:
+    run = layouts.write_run(tmp_path / "outputs" / "tiny" / "run", base)
+    layouts.write_checkpoint(run, form)
+    folder = export(run).folder
+    published, found = (load_file(place / "model.safetensors") for place in (base, folder))
+    assert {name: value.shape for name, value in found.items()} == {
+        name: value.shape for name, value in published.items()
+    }
+    loaded = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    expected = layouts.trained(run, form)
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("form", ["adapter", "zero3_adapter"])
+def test_adapters_on_both_parameters_of_experts_are_exported_and_merged(
+    layouts: Any, base: Path, tmp_path: Path, export: Any, form: str
+) -> None:
+    run = layouts.write_run(tmp_path / "outputs" / "tiny" / "lora", base, peft="lora", target_modules=[], dropout=0.0)
+    layouts.write_checkpoint(run, form)
+    expected = layouts.trained(run, form)
+    assert any(".experts.base_layer.lora_A." in name for name in expected)  # the adapter that another one is put on
+    adapter = load_file(export(run).folder / "adapter_model.safetensors")
+    assert set(adapter) == set(expected) and all(torch.equal(adapter[name], expected[name]) for name in expected)
+    merged = load_file(export(run, merge=True, dtype="fp32").folder / "model.safetensors")
+    published = load_file(base / "model.safetensors")
+    assert set(merged) == set(published)
+    changed = {name for name in merged if not torch.equal(merged[name], published[name])}
+    assert changed == {name for name in published if ".experts." in name or "_proj" in name or ".gate." in name}
+
+
+def test_what_is_named_as_in_a_file_stays_so(base: Path) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base))
+    assert as_stored(model, list(load_file(base / "model.safetensors"))) is None
+    assert as_stored(model, list(model.state_dict())) is not None
+
+
+def test_no_layer_is_cut_where_tensors_are_put_together(base: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(base)
+    weights = HeldWeights(dict(model.state_dict()))
+    convert = as_stored(model, weights.shapes)
+    names = [name for name in weights.shapes if name != "lm_head.weight"]  # which is tied
+    (tmp_path / "out").mkdir()
+    hashes = write_weights(
+        weights, names, tmp_path / "out", dtype=None, place="here", shard_bytes=1000, convert=convert
+    )
+    assert len(hashes) > 2
+    by_file = [set(load_file(tmp_path / "out" / file)) for file in hashes]
+    for number in range(2):
+        assert sum(any(layer_of(name) == f"model.layers.{number}" for name in names) for names in by_file) == 1
+    assert set().union(*by_file) == set(load_file(base / "model.safetensors"))
+    reloaded = {name: value for file in hashes for name, value in load_file(tmp_path / "out" / file).items()}
+    published = load_file(base / "model.safetensors")
+    assert all(torch.equal(reloaded[name], published[name]) for name in published)
+
+
+def test_a_layers_tensors_have_its_name_in_common() -> None:
+    assert layer_of("model.layers.3.mlp.experts.7.up_proj.weight") == "model.layers.3"
+    assert layer_of("lm_head.weight") == "lm_head.weight"
