@@ -68,6 +68,12 @@ def test_a_name_with_an_organisation_may_be_on_the_hub(outputs: Path) -> None:
     assert find_target("someone/model", outputs).name == "someone/model"
 
 
+def test_a_name_on_the_hub_is_no_run_of_a_recipe_called_the_same(run: Path, outputs: Path) -> None:
+    model_folder(run / "model")
+    assert find_target("some-org/tiny", outputs) == Target(hub_name="some-org/tiny")
+    assert find_named_model("some-org/tiny", outputs) == Target(hub_name="some-org/tiny")
+
+
 @pytest.mark.parametrize("text", ["tinny", "./someone/model", "/someone/model", "one/two/three", "someone/"])
 def test_what_cannot_be_on_the_hub_is_an_unknown_run(run: Path, outputs: Path, text: str) -> None:
     with pytest.raises(RequestError, match="there is no run") as raised:

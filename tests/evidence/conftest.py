@@ -71,7 +71,9 @@ def make_run(whole_run: Path, tmp_path: Path) -> MakeRun:
             text = (folder / RUN_FILE).read_text()
             assert old in text
             (folder / RUN_FILE).write_text(text.replace(old, new))
-        _change_manifest(folder, {"status": {"started": started(number)}} | (manifest or {}), gpus)
+        typed = [*words, "hardware=cpu"] if gpus else list(words)  # trained by a CPU, whatever the machine has
+        command = {"command": ["tunebook", "train", "quickstart", *typed, "outputs=/somewhere"]} if typed else {}
+        _change_manifest(folder, {"status": {"started": started(number)}} | (manifest or {}), gpus, command)
         lines = [
             {
                 "step": step,
@@ -97,8 +99,8 @@ def started(number: int) -> str:
     return f"2026-11-21T10:{number // 60:02d}:{number % 60:02d}+00:00"
 
 
-def _change_manifest(folder: Path, changes: dict[str, dict[str, Any]], gpus: int) -> None:
-    manifest = read_manifest(folder)
+def _change_manifest(folder: Path, changes: dict[str, dict[str, Any]], gpus: int, command: dict[str, Any]) -> None:
+    manifest = read_manifest(folder) | command
     manifest["code"] = {"git_commit": "a" * 40, "git_diff_sha256": None, "is_clean": True, "reason": None}
     config = load_config(folder / RUN_FILE)
     manifest |= {"config_sha256": config_hash(config), "seed": config.training.seed}

@@ -61,3 +61,20 @@ def test_claims_in_one_number_format_are_told_apart_by_what_else_they_ran_with(p
     links = cell("qwen05b_single", files, [read_evidence(file) for file in files]).split("), [")
     names = [link.partition("]")[0].removeprefix("[") for link in links]
     assert names == ["1 x H200, bf16, varlen_attention", "1 x H200, bf16, deterministic", "1 x H200, bf16, sdpa"]
+
+
+def test_claims_that_differ_in_nothing_else_are_told_apart_by_their_labels_or_steps(
+    make_run: MakeRun, recipes_dir: Path
+) -> None:
+    def names(*words: str, label: str) -> list[str]:
+        record_evidence([read_finished(make_run(*words)), read_finished(make_run(*words))], label, [])
+        files = sorted((recipes_dir / "quickstart" / "evidence").glob("*.json"))
+        found = [read_evidence(file) for file in files]
+        if label == "shorter":  # which the made-up runs of one length are not
+            found[1] = found[1].model_copy(update={"ran": found[1].ran.model_copy(update={"steps": 6})})
+        links = cell("quickstart", files, found).split("), [")
+        return [link.partition("]")[0].removeprefix("[") for link in links]
+
+    assert names(label="any") == ["1 x CPU"]
+    assert names(label="shorter") == ["1 x CPU, 60 steps", "1 x CPU, 6 steps"]
+    assert names("training.seed=1", label="t1") == ["1 x CPU, any", "1 x CPU, shorter", "1 x CPU, t1"]

@@ -47,6 +47,11 @@ def test_the_words_that_were_typed_are_taken_again_but_for_where_results_go(make
     assert original.run == run
 
 
+def test_the_launcher_that_was_typed_is_taken_again(make_run: MakeRun) -> None:
+    run = make_run("launcher=local", "launcher.timeout_s=60")
+    assert find_original(str(run), Path("outputs")).words == ["launcher=local", "launcher.timeout_s=60"]
+
+
 def test_a_manifest_alone_will_do_and_one_beside_its_run_brings_the_run(make_run: MakeRun, tmp_path: Path) -> None:
     run = make_run()
     alone = tmp_path / "sent.json"
@@ -238,6 +243,32 @@ def test_what_is_stopped_is_told_the_words_that_go_on(make_run: MakeRun, untrain
     assert parse_overrides([outputs_word])[0].value() == str(outputs)
     assert diff == ["tunebook", "diff", str(original), str(folder)]
     assert untrained[0].config.outputs == str(outputs)
+
+
+def test_what_cannot_be_started_leaves_no_empty_folder(
+    make_run: MakeRun, untrained: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(job: Any, console: Console, *, folder: Path) -> int:
+        raise RequestError("sbatch is not here")
+
+    monkeypatch.setattr(reproducing, "run_job", refuse)
+    original = make_run()
+    recipe = original.parent
+    (recipe / "latest").symlink_to(original.name)
+    with pytest.raises(RequestError, match="sbatch is not here"):
+        reproduce_command(str(original), recipe.parent, [], Console(file=StringIO()))
+    assert sorted(path.name for path in recipe.iterdir()) == [original.name, "latest"]
+    assert (recipe / "latest").resolve() == original
+
+
+def test_a_job_that_is_not_waited_for_is_told_how_to_compare(
+    make_run: MakeRun, untrained: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reproducing, "run_job", lambda *_, folder: 0)
+    original, out = make_run("launcher=slurm"), StringIO()
+    assert reproduce_command(str(original), tmp_path / "new", [], Console(file=out, width=200)) == 0
+    (folder,) = [path for path in (tmp_path / "new" / "quickstart").iterdir() if not path.is_symlink()]
+    assert f"to compare it when the job has ended: tunebook diff {original} {folder}" in out.getvalue()
 
 
 def test_what_it_will_be_held_against_is_chosen_before_anything_is_trained(

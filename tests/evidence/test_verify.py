@@ -15,24 +15,15 @@ import pytest
 from rich.console import Console
 
 import tunebook.evidence.recording as recording
-from tunebook.config.compose import compose
 from tunebook.errors import DataError, RequestError
 from tunebook.evidence.command import verify_command
 from tunebook.evidence.compare import input_differences
 from tunebook.evidence.files import content_hash, read_evidence
-from tunebook.evidence.gather import (
-    config_of,
-    gather_inputs,
-    gather_ran,
-    gather_results,
-    read_finished,
-    typed_overrides,
-)
+from tunebook.evidence.gather import config_of, gather_inputs, gather_results, read_finished
 from tunebook.evidence.recording import record_evidence
 from tunebook.evidence.schema import Inputs
 from tunebook.evidence.show import PAGE_FILE
 from tunebook.evidence.verifying import hold_against, recorded_run, verify
-from tunebook.record.run_record import RunRecord
 
 from .conftest import NUM_STEPS, MakeRun, curve
 
@@ -147,32 +138,6 @@ def test_another_configuration_is_named_by_its_keys_and_the_words_that_would_do(
         verify(read_finished(other), [])
     assert error.value.problem_id == "evidence-of-other-config"
     assert "tunebook train quickstart" in error.value.message
-
-
-def test_a_slice_of_a_model_is_called_one() -> None:
-    words = ["model.facts.num_layers=4", "model.facts.num_parameters=200000000", "outputs=/x", "training.max_steps=3"]
-    config = compose("qwen05b_single", words).config
-    command = ["tunebook", "train", "qwen05b_single", *words]
-    ran = gather_ran(RunRecord(folder=Path("/x"), manifest={"command": command}, training=[{"step": 3}]), config, [])
-    assert (ran.layers, ran.weights, ran.data) == ("4 of 24", "pretrained", "real")
-    assert ran.overrides == [*words[:2], "training.max_steps=3"]
-
-
-def test_a_slice_that_a_recipe_of_ones_own_takes_is_called_one_too(tmp_path: Path) -> None:
-    (tmp_path / "thin.yaml").write_text(
-        "# @package _global_\ndefaults: [qwen05b_single, _self_]\ntitle: thin\nmodel: {facts: {num_layers: 6}}\n"
-    )
-    config = compose("thin", [], [tmp_path]).config
-    manifest = {"command": ["tunebook", "train", "thin", "--recipes-dir", str(tmp_path)]}
-    ran = gather_ran(RunRecord(folder=Path("/x"), manifest=manifest, training=[{"step": 3}]), config, [tmp_path])
-    assert (ran.recipe, ran.layers, ran.overrides) == ("thin", "6 of 24", [])
-
-
-def test_a_folder_with_a_word_like_an_override_in_its_name_is_none() -> None:
-    command = ["tunebook", "train", "quickstart", "--run-folder", "rf=1,x", "--recipes-dir=a=b", "training.seed=1"]
-    assert typed_overrides({"command": command}) == ["training.seed=1"]
-    with pytest.raises(RequestError, match="says `tunebook reproduce run`, and not what was trained"):
-        typed_overrides({"command": ["tunebook", "reproduce", "run"]})
 
 
 def test_other_data_is_another_thing(evidence: Path, make_run: MakeRun) -> None:
@@ -370,6 +335,12 @@ def test_a_run_of_before_a_setting_is_judged_only_where_that_cannot_change_its_h
         ('{"step": 61, "loss": "x"}', "line 61: loss is 'x' and no number"),
         ('{"step": 61, "loss": NaN}', "line 61 is not JSON"),
         ('{"step": 61, "loss": 1.0, "memory_gib": 3}', "memory_gib is 3 and no list"),
+        ('{"step": 61, "loss": 1e999}', "line 61: loss is inf and no number"),
+        ('{"step": 61, "grad_norm": {}}', "line 61: grad_norm is {} and no number"),
+        ('{"step": 61, "learning_rate": "x"}', "line 61: learning_rate is 'x' and no number"),
+        ('{"step": 61, "memory_device_gib": ["x"]}', r"memory_device_gib is \['x'\] and no list"),
+        ('{"step": 61, "not_finite": 1}', "not_finite is 1 and no list of names"),
+        ('{"step": 0, "loss": 1.0}', "line 61: step is 0, before the first"),
     ],
 )
 def test_a_line_that_no_run_writes_is_named(make_run: MakeRun, line: str, said: str) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from tunebook.errors import RequestError
+from tunebook.errors import DataError, RequestError
+from tunebook.evidence.command import verify_command
 from tunebook.evidence.gather import config_of, gather_hardware, gather_inputs, read_finished
 from tunebook.evidence.recording import record_evidence
 from tunebook.evidence.verifying import recorded_evidence, verify
@@ -39,3 +44,32 @@ def test_a_run_without_a_recipe_is_not_sent_to_record_what_would_be_refused(make
         recorded_evidence(config, inputs, gather_hardware(record, config), [])
     assert error.value.problem_id == "evidence-without-recipe"
     assert "--record" not in error.value.message
+
+
+def test_of_one_machine_the_file_with_the_same_split_is_taken(make_run: MakeRun, recipes_dir: Path) -> None:
+    other_split = {"row_length: 1024": "row_length: 512"}
+    for label, replaced in (("a", other_split), ("b", {})):
+        runs = [make_run(gpus=1, replaced=replaced) for _ in range(2)]
+        record_evidence([read_finished(run) for run in runs], label, [])
+    found = verify(read_finished(make_run(gpus=1)), [])
+    assert found.name == "cpu-1-b.json"  # the first by name would leave speed and memory unjudged
+    assert {row.name: row.verdict.value for row in found.rows}["tokens/s/GPU"] == "within tolerance"
+    assert verify(read_finished(make_run(gpus=1, replaced=other_split)), []).name == "cpu-1-a.json"
+    assert verify(read_finished(make_run(replaced=other_split)), []).name == "cpu-1-a.json"
+
+
+def test_numbers_that_are_none_end_as_a_broken_record(evidence: Path, make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run()
+    file = run / "evaluation" / "after.json"
+    file.write_text(json.dumps({"tasks": {"words": {"value": 0.5, "stderr": None, "num_items": 3}}}))
+    with pytest.raises(DataError, match=rf"{run}: .* or evaluation/ holds .*KeyError: 'metric'") as raised:
+        verify_command([str(run)], tmp_path, [], Console(file=StringIO()))
+    assert raised.value.problem_id == "broken-record"
+
+
+def test_a_reason_with_brackets_is_printed_as_it_is(evidence: Path, make_run: MakeRun) -> None:
+    found = verify(read_finished(make_run()), [])
+    rows = [replace(row, why="of [bold] means", name="words [x]") for row in found.rows]
+    out = StringIO()
+    Console(file=out, width=400).print(replace(found, rows=rows).table())
+    assert out.getvalue().count("of [bold] means") == len(rows)

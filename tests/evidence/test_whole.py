@@ -28,8 +28,9 @@ EARLIER = [{"state": "running", "exit_code": None, "reason": None, "started": "x
 
 def relog(run: Path, steps: list[int], first: int = 0) -> Path:
     """Log losses at these steps alone, each over those since the one before; the first over those since `first`."""
+    seconds = int(run.name[-3:-1])  # no two runs take the same time
     lines = [
-        {"step": step, "num_steps": step - before, "loss": curve()[step - 1], "seconds": run.name}
+        {"step": step, "num_steps": step - before, "loss": curve()[step - 1], "seconds": seconds}
         for before, step in zip([first, *steps], steps, strict=False)
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

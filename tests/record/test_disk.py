@@ -4,7 +4,7 @@ import errno
 
 import pytest
 
-from tunebook.record.disk import disk_full, is_disk_full
+from tunebook.record.disk import disk_full, is_disk_full, no_space
 
 
 def raised_from(cause):
@@ -37,3 +37,12 @@ def test_anything_else(error):
 def test_the_error_says_what_to_do(tmp_path):
     assert disk_full(tmp_path).exit_code == 3
     assert "training.keep_checkpoints=1" in disk_full(tmp_path).message
+
+
+def test_what_there_is_no_room_for_is_named(tmp_path):
+    error = no_space("the report", tmp_path, "write elsewhere: x")
+    assert (error.exit_code, error.problem_id) == (3, "disk-full")
+    assert error.message.startswith(
+        f"no space is left for the report: the disk of {tmp_path}, or a quota on it, is full"
+    )
+    assert error.message.endswith(" is full; write elsewhere: x")

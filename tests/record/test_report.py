@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import re
 from html.parser import HTMLParser
@@ -8,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tunebook.errors import RequestError
+from tunebook.errors import DoesNotFitError, RequestError
+from tunebook.record import report
 from tunebook.record.report import write_report
 from tunebook.record.run_folder import create_run_folder
 
@@ -129,6 +131,20 @@ def test_what_is_no_run_and_where_nothing_can_be_written_is_refused(make_run, tm
         write_report([make_run()], tmp_path / "no" / "such" / "folder" / "report.html")
     with pytest.raises(RequestError, match="tunebook report latest"):
         write_report([], tmp_path / "report.html")
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_no_folder_that_cannot_be_written_to(
+    make_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def fill(*_: object) -> None:
+        raise OSError(code, "words of the system")
+
+    run = make_run()
+    monkeypatch.setattr(report, "atomic_write_text", fill)
+    with pytest.raises(DoesNotFitError, match=r"for the report: .* is full; .* --output FILE") as raised:
+        write_report([run], tmp_path / "report.html")
+    assert raised.value.problem_id == "disk-full"
 
 
 @pytest.mark.browser

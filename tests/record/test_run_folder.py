@@ -19,6 +19,7 @@ from tunebook.record.run_folder import (
     latest_run,
     make_run_folder,
     read_outcomes,
+    remove_if_empty,
     resolve_run,
     write_outcome,
 )
@@ -127,9 +128,37 @@ def test_a_run_is_named_by_folder_latest_recipe_or_recipe_and_time(
     (tmp_path / "a").mkdir()  # a folder of the same name that is no run does not hide the recipe
     for text, expected in {
         str(old): old, "outputs/a/latest": new, "a/latest": new, "latest": other, "a": new, "b": other,
-        f"a/{old.name}": old, "outputs/a": new,
+        f"a/{old.name}": old, "outputs/a": new, "outputs/a/": new, "a/": new,
     }.items():  # fmt: skip
         assert resolve_run(text, Path("outputs")) == expected, text
+
+
+def test_an_empty_folder_is_taken_away_again_and_latest_is_the_newest_of_the_others(tmp_path: Path) -> None:
+    kept = make_run(tmp_path, "a", 1)
+    remove_if_empty(create_run_folder(tmp_path, "a", NOON.replace(second=2)))
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [kept.name, "latest"]
+    assert (tmp_path / "a" / "latest").resolve() == kept
+    remove_if_empty(kept)
+    assert kept.is_dir(), "it holds something"
+    remove_if_empty(create_run_folder(tmp_path, "b", NOON))
+    assert list((tmp_path / "b").iterdir()) == []
+
+
+def test_a_path_never_means_the_recipe_of_its_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere, _ = make_run(tmp_path / "other", "a", 1), make_run(tmp_path / "outputs", "a", 2)
+    monkeypatch.chdir(tmp_path)
+    for text in ("other/a", "other/a/", "./other/a", str(tmp_path / "other" / "a")):
+        assert resolve_run(text, Path("outputs")) == elsewhere, text
+    for text in ("nowhere/a", "/nowhere/a", "some-org/a", "./a"):
+        with pytest.raises(RequestError, match=f"there is no run '{text}'"):
+            resolve_run(text, Path("outputs"))
+
+
+def test_a_recipes_name_is_no_pattern(tmp_path: Path) -> None:
+    make_run(tmp_path, "a1")
+    with pytest.raises(RequestError, match=r"there is no run 'a\*'"):
+        resolve_run("a*", tmp_path)
+    assert find_runs(tmp_path, "[a]1") == []
 
 
 def test_an_unknown_run_lists_those_there_are(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ def make_result(tmp_path: Path) -> MakeResult:
         pruned: str | None = None,
         killed: str | None = None,
         recorded_exit_code: int | None = None,
+        best_step: int | None = None,
     ) -> TrialResult:
         overrides = ("optimizer=adamw", f"training.seed={number}")
         trial = Trial(number=number, overrides=overrides, swept={"training.seed": str(number)})
@@ -47,7 +48,7 @@ def make_result(tmp_path: Path) -> MakeResult:
             steps += [{"step": 1, "validation_loss": 9.0}, {"step": len(losses), "validation_loss": validation_loss}]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
         recorded = exit_code if recorded_exit_code is None else recorded_exit_code
-        status = {"state": state, "exit_code": recorded, "reason": reason}
+        status = {"state": state, "exit_code": recorded, "reason": reason, "best_step": best_step}
         (folder / "manifest.json").write_text(json.dumps({"format": 1, "status": status}))
         if score is not None:
             task = {"value": score, "higher_is_better": is_higher_better, "subtasks": []}

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tunebook.record.page.summary import summarise
+from tunebook.record.run_record import read_run
 from tunebook.sweep.options import Direction
 from tunebook.sweep.results import Goal, Measure, TrialResult, _evaluation_score, rank, sweep_exit_code
 
@@ -21,8 +23,22 @@ def order(results: list[TrialResult], goal: Goal | None = None) -> tuple[str | N
 def test_a_finished_trial_is_read_from_its_folder(make_result: MakeResult) -> None:
     found = make_result(0, losses=(3.0, 2.0, 1.0), speeds=(10.0, 400.0, 300.0), validation_loss=1.25, score=0.75)
     assert (found.final_loss, found.validation_loss, found.evaluation_score) == (1.0, 1.25, 0.75)
-    assert found.tokens_per_second_per_gpu == 300.0  # the median: the slow first step does not count
+    assert found.tokens_per_second_per_gpu == 350.0  # the median of the others: the slow first step does not count
     assert (found.exit_code, found.how_it_ended, found.seconds) == (0, "finished", 1.5)
+
+
+def test_the_validation_loss_is_that_of_the_model_which_was_kept(make_result: MakeResult) -> None:
+    kept_best = make_result(0, losses=(3.0, 2.0), validation_loss=33.5, best_step=1)
+    kept_last = make_result(1, losses=(3.0, 2.0), validation_loss=12.0)
+    assert (kept_best.validation_loss, kept_last.validation_loss) == (9.0, 12.0)  # 9.0 was measured at step 1
+    assert order([kept_last, kept_best]) == (Measure.validation_loss.value, [0, 1], [])
+
+
+def test_the_speed_is_the_one_that_a_report_tells(make_result: MakeResult) -> None:
+    speeds = (10.0, 400.0, 300.0, 200.0)
+    found = make_result(0, losses=(4.0, 3.0, 2.0, 1.0), speeds=speeds)
+    assert found.tokens_per_second_per_gpu == 300.0  # of the last three; 250 with the first, which is warming up
+    assert found.tokens_per_second_per_gpu == summarise(read_run(found.run_folder)).tokens_per_second_per_gpu
 
 
 def test_a_failed_trial_says_why(make_result: MakeResult) -> None:

@@ -18,6 +18,7 @@ from tunebook.evidence.overview import update_overview
 from tunebook.evidence.recording import record_evidence
 from tunebook.evidence.show import draw_page, show_verification
 from tunebook.evidence.verifying import verify
+from tunebook.record.intact import naming
 from tunebook.record.run_folder import resolve_run
 from tunebook.record.run_record import RunRecord, read_run
 
@@ -37,21 +38,25 @@ def verify_command(
 
     Raises: RequestError for a run that has not finished, or that nothing is recorded for; DataError for a broken file.
     """
-    records = [read_finished(resolve_run(run, outputs)) for run in runs]
+    folders = [resolve_run(run, outputs) for run in runs]
+    with naming(*folders):
+        records = [read_finished(folder) for folder in folders]
     if record:
         if label is None or against is not None:
             raise RequestError(
                 "--record writes a new file and needs --label NAME, which stands in its name, and no --against",
                 problem_id="evidence-label",
             )
-        return _record(records, label, recipes_dirs, console)
+        with naming(*folders):
+            return _record(records, label, recipes_dirs, console)
     if len(records) != 1 or label is not None:
         raise RequestError(
             "one run is compared at a time; several, and --label, are for --record: "
             "tunebook verify RUN RUN --record --label NAME",
             problem_id="evidence-label",
         )
-    found = verify(records[0], recipes_dirs, against)
+    with naming(*folders):
+        found = verify(records[0], recipes_dirs, against)
     if not as_json:
         return show_verification(found, records[0], console)
     page = draw_page(found, records[0], Console(stderr=True))
@@ -79,7 +84,8 @@ def _record(records: list[RunRecord], label: str, recipes_dirs: list[Path], cons
 def diff_command(runs: tuple[str, str], outputs: Path, console: Console, *, as_json: bool = False) -> int:
     """Print what is not the same in two runs. Raises: RequestError for a folder that is no run's."""
     one, other = (read_run(resolve_run(run, outputs)) for run in runs)
-    found = differences(one, other)
+    with naming(one.folder, other.folder):
+        found = differences(one, other)
     if as_json:
         content = {
             section: [{"key": key, "values": [first, second]} for key, first, second in rows]

@@ -22,6 +22,7 @@ SPLITS = (
 
 
 _NUM_GROUPS = 4  # of steps that a reason names
+_NUM_NAMED = 4  # differing keys that a message names
 
 # Where something lies, by the hash of what lies there: two runs that know both hashes are held together by those.
 # A model's hash is that of its config.json, which says everything of random weights alone.
@@ -81,6 +82,13 @@ def flat_differences(one: Any, other: Any, path: str = "", missing: Any = None) 
     first, second = dict(flat(one, path)), dict(flat(other, path))
     pairs = ((key, first.get(key, missing), second.get(key, missing)) for key in sorted(first.keys() | second.keys()))
     return [(key, mine, yours) for key, mine, yours in pairs if mine != yours]
+
+
+def named_differences(differing: list[tuple[str, Any, Any]]) -> str:
+    """The first few keys that are not the same, with both values, and how many more."""
+    named = [f"{key} is {two}, recorded with {one}" for key, one, two in differing[:_NUM_NAMED]]
+    more = f", and {len(differing) - _NUM_NAMED} more" if len(differing) > _NUM_NAMED else ""
+    return f"{'; '.join(named)}{more}"
 
 
 def config_differences(one: dict[str, Any], other: dict[str, Any]) -> list[tuple[str, Any, Any]]:

@@ -29,8 +29,9 @@ from tunebook.record.run_record import RunRecord, read_run
 
 # Options of `tunebook train` that take the next word, which may hold a `=` itself.
 _WITH_VALUE = ("--run-folder", "--recipes-dir")
-# Typed with a run, but no part of the claim: where results go, and whether an earlier run is taken up.
-_NO_CLAIM = ("outputs=", "training.resume=", "launcher", "tracking", "training.push_to_hub=", "dataset.num_workers=")
+# Typed with a run, but no part of what it trains: where results go, and whether an earlier run is taken up.
+_RESULTS_WORDS = ("outputs=", "training.resume=", "tracking", "training.push_to_hub=", "dataset.num_workers=")
+_CLUSTER_WORDS = "launcher."  # a partition or an account: somebody's own, where which launcher it was is everybody's
 
 
 def read_finished(folder: Path) -> RunRecord:
@@ -72,7 +73,15 @@ def gather_ran(record: RunRecord, config: RunConfig, recipes_dirs: list[Path]) -
 
 
 def typed_overrides(manifest: dict[str, Any]) -> list[str]:
-    """What was typed after the recipe and belongs to the claim.
+    """What was typed after the recipe and belongs to the claim: also by which launcher, as the recipe may have another.
+
+    Raises: as `typed_words`.
+    """
+    return [word for word in typed_words(manifest) if not word.startswith(_CLUSTER_WORDS)]
+
+
+def typed_words(manifest: dict[str, Any]) -> list[str]:
+    """What was typed after the recipe, but for where results go: what starts the same training again.
 
     Raises: RequestError for a run that `tunebook reproduce` made before it noted the words that it trained with.
     """
@@ -85,7 +94,7 @@ def typed_overrides(manifest: dict[str, Any]) -> list[str]:
         )
     pairs = pairwise(command[1:])  # each word with the one before it
     words = [word for before, word in pairs if before not in _WITH_VALUE and not word.startswith("-")]
-    return [word for word in words if "=" in word and not word.startswith(_NO_CLAIM)]
+    return [word for word in words if "=" in word and not word.startswith(_RESULTS_WORDS)]
 
 
 def _layers(config: RunConfig, overrides: list[str], recipes_dirs: list[Path]) -> str:

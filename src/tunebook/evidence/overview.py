@@ -33,15 +33,27 @@ def row_start(recipe: str) -> str:
 
 def cell(recipe: str, files: Sequence[Path], evidence: Sequence[Evidence]) -> str:
     """A link per file, named by its hardware and what GPUs computed in, and what it was run with."""
-    names = [_name(found) for found in evidence]
     told = []
-    for file, found, name in zip(files, evidence, names, strict=True):
+    for file, found, name in zip(files, evidence, _names(evidence), strict=True):
         ran = found.ran
-        if names.count(name) > 1:  # what else tells them apart
-            name += f", {found.inputs.config['attention']['implementation']}"
         layers = "" if ran.layers.startswith("all") else f", {ran.layers} layers"
         told.append(f"[{name}](recipes/{recipe}/evidence/{file.name}) ({ran.weights} weights{layers})")
     return ", ".join(told)
+
+
+def _names(evidence: Sequence[Evidence]) -> list[str]:
+    """Of each file one, with what else tells those apart that are called the same: their labels always do."""
+    names = [_name(found) for found in evidence]
+    for more in (
+        [found.inputs.config["attention"]["implementation"] for found in evidence],
+        [f"{found.ran.steps} steps" for found in evidence],
+        [found.label for found in evidence],
+    ):
+        told: dict[str, set[str]] = {}
+        for name, word in zip(names, more, strict=True):
+            told.setdefault(name, set()).add(word)
+        names = [f"{name}, {word}" if len(told[name]) > 1 else name for name, word in zip(names, more, strict=True)]
+    return names
 
 
 def _name(found: Evidence) -> str:

@@ -20,6 +20,8 @@ from tunebook.evidence.gather import (
     gather_results,
     gather_software,
 )
+from tunebook.evidence.machines import machine_of_manifest
+from tunebook.evidence.meaning import require_meant
 from tunebook.evidence.schema import FORMAT, Repeat
 from tunebook.evidence.tolerances import work_out
 from tunebook.evidence.whole import require_every_loss, require_whole
@@ -36,8 +38,8 @@ def record_evidence(records: Sequence[RunRecord], label: str, recipes_dirs: list
     """Write the evidence of repeated runs; the first one's numbers are what is claimed.
 
     Raises: RequestError for fewer than two runs, runs of different things or by different software, a run's copy, one
-    that goes on from another or has lost a loss, code or a recipe that is in no commit, a loss or score that is not
-    finite, a file that is there already.
+    that goes on from another or has lost a loss, code or a recipe that is in no commit or was changed since, a loss or
+    score that is not finite, a file that is there already.
     """
     check_label(label)
     refuse_too_few(records)
@@ -52,9 +54,11 @@ def record_evidence(records: Sequence[RunRecord], label: str, recipes_dirs: list
     results = [gather_results(record) for record in records]
     for record, found in zip(records, results, strict=True):
         require_every_loss(record, found)
+    ran, inputs = gather_ran(first, config, recipes_dirs), gather_inputs(first, config)
+    require_meant(first.folder, ran, inputs, machine_of_manifest((first.manifest or {})["hardware"]), recipes_dirs)
     content: dict[str, Any] = {
         "format": FORMAT,
-        "ran": gather_ran(first, config, recipes_dirs).model_dump(mode="json"),
+        "ran": ran.model_dump(mode="json"),
         "hardware": gather_hardware(first, config).model_dump(mode="json"),
         "label": label,
         "recorded": f"{datetime.now(UTC):%Y-%m-%d}",
@@ -69,7 +73,7 @@ def record_evidence(records: Sequence[RunRecord], label: str, recipes_dirs: list
         ],
         "results": results[0].model_dump(mode="json"),
         "tolerances": {key: found.model_dump(mode="json") for key, found in work_out(results, config).items()},
-        "inputs": gather_inputs(first, config).model_dump(mode="json"),
+        "inputs": inputs.model_dump(mode="json"),
         "software": gather_software(first).model_dump(mode="json"),
     }
     if config.recipe is None:

@@ -21,16 +21,16 @@ from tunebook.config.choices import Source
 from tunebook.config.frozen import typed_in_of
 from tunebook.config.override_text import quoted
 from tunebook.config.placing import typed_in
-from tunebook.config.schema import RunConfig
+from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.data.file_hashes import remembered_hash
 from tunebook.data.files import SUFFIXES, find_files
 from tunebook.errors import RequestError, StoppedError
-from tunebook.evidence.compare import config_differences, flat_differences
-from tunebook.evidence.gather import config_of, gather_hardware, gather_inputs, read_finished, typed_overrides
+from tunebook.evidence.compare import config_differences, flat_differences, named_differences
+from tunebook.evidence.gather import config_of, gather_hardware, gather_inputs, read_finished, typed_words
 from tunebook.evidence.machines import machine_of_manifest
 from tunebook.evidence.show import show_verification
 from tunebook.evidence.unchanged import require_unchanged
-from tunebook.evidence.verifying import Recorded, hold_against, named_differences, recorded_evidence, recorded_run
+from tunebook.evidence.verifying import Recorded, hold_against, recorded_evidence, recorded_run
 from tunebook.evidence.whole import require_whole, require_whole_words
 from tunebook.launch.draft import draft_run
 from tunebook.launch.job import Job, plan_job, prepare_data, run_job
@@ -38,6 +38,7 @@ from tunebook.model.load import model_location
 from tunebook.model.weights_fingerprint import told, weights_fingerprint
 from tunebook.record.config_hash import comparable_config, config_hash, has_hash, hashed_settings
 from tunebook.record.files import RUN_FILE
+from tunebook.record.intact import naming
 from tunebook.record.manifest import (
     MANIFEST_FILE,
     RunState,
@@ -47,7 +48,7 @@ from tunebook.record.manifest import (
 )
 from tunebook.record.manifest_schema import check_read_manifest
 from tunebook.record.provenance import describe_code, describe_environment, describe_hardware
-from tunebook.record.run_folder import create_run_folder, resolve_run
+from tunebook.record.run_folder import create_run_folder, remove_if_empty, resolve_run
 from tunebook.record.run_record import RunRecord, read_run
 
 # Of what is compared before the run: what can change a loss or a speed, less what is always another.
@@ -60,12 +61,13 @@ class Original:
     """What is to be reproduced: a run, or no more than its manifest."""
 
     manifest: dict[str, Any]
+    file: Path  # that the manifest was read from
     run: Path | None
 
     @property
     def words(self) -> list[str]:
-        """What was typed after the recipe."""
-        return typed_overrides(self.manifest)
+        """What was typed after the recipe, but for where results go."""
+        return typed_words(self.manifest)
 
     @property
     def has_curve(self) -> bool:
@@ -84,7 +86,7 @@ def find_original(target: str, outputs: Path) -> Original:
         file, is_in_run = run / MANIFEST_FILE, True
     manifest = read_manifest_file(file) if named.is_file() else read_manifest(run)
     check_read_manifest(manifest, file)
-    return Original(manifest=manifest, run=run if is_in_run else None)
+    return Original(manifest=manifest, file=file, run=run if is_in_run else None)
 
 
 def reproduce_command(
@@ -96,7 +98,8 @@ def reproduce_command(
     is not what was, or where there is nothing to compare it with.
     """
     original = find_original(target, outputs)
-    _require_whole(original)
+    with naming(original.run or original.file):
+        _require_whole(original)
     outputs = outputs.expanduser().absolute()
     recipes_dirs = [folder.expanduser().absolute() for folder in recipes_dirs]
     with _where_it_was_typed(original, console):
@@ -131,46 +134,68 @@ def _reproduce(original: Original, outputs: Path, recipes_dirs: list[Path], cons
     recipe = original.manifest["recipe"]
     words = [*original.words, "training.resume=never", f"outputs={quoted(str(outputs))}"]
     job = plan_job(recipe, words, recipes_dirs)
-    for line in require_same_config(original, job.config, recipes_dirs):
-        console.print(Text(line, style="yellow"), soft_wrap=True)
-    require_same_files(original.manifest, job.config)
-    require_same_weights(original.manifest, job.config)
-    for line in told_differences(original.manifest, job.config):
-        console.print(Text(line), soft_wrap=True)
-    recorded = choose_recorded(original, job.config, recipes_dirs)
+    with naming(original.run or original.file):
+        for line in require_same_config(original, job.config, recipes_dirs):
+            console.print(Text(line, style="yellow"), soft_wrap=True)
+        require_same_files(original.manifest, job.config)
+        require_same_weights(original.manifest, job.config)
+        for line in told_differences(original.manifest, job.config):
+            console.print(Text(line), soft_wrap=True)
+        recorded = choose_recorded(original, job.config, recipes_dirs)
     console.print(Text(f"to be compared with {recorded.name}"), soft_wrap=True)
     if dry_run:
         return 0
     require_same_data(original, job, console)
     folder = create_run_folder(outputs, recipe or "custom")
+    if (code := _train(original, job, folder, recipes_dirs, console)) != 0:
+        return code
+    if isinstance(job.config.launcher, SlurmConfig) and not job.config.launcher.wait:
+        compare = shlex.join(["tunebook", *_comparing(original, folder, recipes_dirs)])
+        console.print(Text(f"to compare it when the job has ended: {compare}"), soft_wrap=True)
+        return 0
+    record = read_finished(folder)
+    return show_verification(hold_against(recorded, record), record, console)
+
+
+def _train(original: Original, job: Job, folder: Path, recipes_dirs: list[Path], console: Console) -> int:
+    """Run it in its new folder, and tell how to go on where that was stopped; a refusal leaves no empty folder."""
     try:
         code = run_job(job, console, folder=folder)
     except (StoppedError, KeyboardInterrupt):
         console.print(Text(how_to_go_on(original, job, folder, recipes_dirs)), soft_wrap=True)
         raise
+    except Exception:
+        remove_if_empty(folder)
+        raise
     if code == StoppedError.exit_code:
         console.print(Text(how_to_go_on(original, job, folder, recipes_dirs)), soft_wrap=True)
-    if code != 0:
-        return code
-    record = read_finished(folder)
-    return show_verification(hold_against(recorded, record), record, console)
+    return code
 
 
 def how_to_go_on(original: Original, job: Job, folder: Path, recipes_dirs: list[Path]) -> str:
     """The lines that go on with a reproduction that was stopped, since the same command would begin another run."""
     words = [word for word in job.words if not word.startswith("training.resume=")]
     recipe = [job.config.recipe] if job.config.recipe is not None else []
-    options = [part for named in recipes_dirs for part in ("--recipes-dir", str(named))]
-    train = shlex.join(["tunebook", "train", *recipe, *words, *options, "--run-folder", str(folder)])
+    train = shlex.join(["tunebook", "train", *recipe, *words, *_options(recipes_dirs), "--run-folder", str(folder)])
     if typed_in(job.config) is not None:
         train = f"cd {shlex.quote(str(Path.cwd()))} && {train}"
-    compare = ["diff", str(original.run), str(folder)] if original.has_curve else ["verify", str(folder), *options]
     lines = (
         "the same `tunebook reproduce` would begin again; to go on with this run, and to compare it:",
         train,
-        shlex.join(["tunebook", *compare]),
+        shlex.join(["tunebook", *_comparing(original, folder, recipes_dirs)]),
     )
     return "\n  ".join(lines)
+
+
+def _comparing(original: Original, folder: Path, recipes_dirs: list[Path]) -> list[str]:
+    """The command that holds a finished reproduction against what is to be reproduced."""
+    if original.has_curve:
+        return ["diff", str(original.run), str(folder)]
+    return ["verify", str(folder), *_options(recipes_dirs)]
+
+
+def _options(recipes_dirs: list[Path]) -> list[str]:
+    return [part for named in recipes_dirs for part in ("--recipes-dir", str(named))]
 
 
 def require_same_config(original: Original, config: RunConfig, recipes_dirs: list[Path]) -> list[str]:

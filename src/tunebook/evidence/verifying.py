@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,21 +18,17 @@ from tunebook.evidence.compare import (
     compare,
     config_differences,
     input_differences,
+    named_differences,
     same_machine,
     split_differences,
 )
 from tunebook.evidence.files import evidence_files, read_evidence
 from tunebook.evidence.gather import config_of, gather_hardware, gather_inputs, gather_ran, gather_results
-from tunebook.evidence.machines import machine_of_evidence
+from tunebook.evidence.meaning import NO_RECIPE, command_of
 from tunebook.evidence.schema import Evidence, Hardware, Inputs, Ran, Results
 from tunebook.evidence.tolerances import judged_by, work_out
 from tunebook.evidence.whole import num_resumed
-from tunebook.launch.draft import draft_run
-from tunebook.record.config_hash import comparable_config
 from tunebook.record.run_record import RunRecord
-
-_NO_RECIPE = "custom"
-_NUM_NAMED = 4  # differing keys that a message names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +62,7 @@ class Verification:
         for row in self.rows:
             style = "red" if row.verdict is Verdict.different else None
             numbers = (_number(row.expected), _number(row.found), _small(row.difference), _small(row.tolerance))
-            table.add_row(Text(row.name), *numbers, row.verdict.value, row.why, style=style)
+            table.add_row(Text(row.name), *numbers, row.verdict.value, Text(row.why), style=style)
         return table
 
 
@@ -142,18 +137,11 @@ def describe(ran: Ran) -> str:
     return f"{ran.recipe}, {ran.weights} weights, {ran.data} data, layers: {ran.layers}, {ran.steps} steps{words}"
 
 
-def named_differences(differing: list[tuple[str, Any, Any]]) -> str:
-    """The first few keys that are not the same, with both values, and how many more."""
-    named = [f"{key} is {two}, recorded with {one}" for key, one, two in differing[:_NUM_NAMED]]
-    more = f", and {len(differing) - _NUM_NAMED} more" if len(differing) > _NUM_NAMED else ""
-    return f"{'; '.join(named)}{more}"
-
-
 def _choose(
     config: RunConfig, inputs: Inputs, hardware: Hardware, recipes_dirs: list[Path], against: Path | None
 ) -> tuple[Path, Evidence]:
-    """The evidence of the same thing, rather on the same machine."""
-    recipe = config.recipe or _NO_RECIPE
+    """The evidence of the same thing, rather on the same machine, and rather of a step that is split as this one."""
+    recipe = config.recipe or NO_RECIPE
     if against is not None and not against.is_file():
         raise RequestError(
             f"--against {against} is no file; name one of recipes/NAME/evidence, or leave --against out to compare "
@@ -177,16 +165,22 @@ def _choose(
     fitting = [(file, found) for file, found in known if not input_differences(found.inputs, inputs)]
     if not fitting:
         raise _of_other_things(recipe, known, inputs, recipes_dirs)
-    return min(fitting, key=lambda one: (same_machine(one[1].hardware, hardware) is not None, one[0].name))
+
+    def nearness(one: tuple[Path, Evidence]) -> tuple[bool, bool, str]:
+        file, found = one
+        is_elsewhere = same_machine(found.hardware, hardware) is not None
+        return is_elsewhere, bool(split_differences(found.inputs, inputs)), file.name
+
+    return min(fitting, key=nearness)
 
 
 def _of_other_things(recipe: str, known: list[tuple[Path, Evidence]], inputs: Inputs, dirs: list[Path]) -> RequestError:
     """The error that names the evidence that comes nearest, what is not the same, and how that claim is checked."""
     file, nearest = min(known, key=lambda one: len(input_differences(one[1].inputs, inputs)))
     differing = named_differences(input_differences(nearest.inputs, inputs))
-    if _still_means(nearest, dirs) and config_differences(nearest.inputs.config, inputs.config):
-        words = shlex.join(["tunebook", "train", nearest.ran.recipe, *nearest.ran.overrides])
-        advice = f"To check that claim: {words}"
+    command = command_of(nearest, dirs)
+    if command is not None and config_differences(nearest.inputs.config, inputs.config):
+        advice = f"To check that claim: {command}"
     else:
         advice = (
             f"The book, or what it reads, was changed since commit {nearest.software.git_commit[:12]}: check that "
@@ -194,7 +188,7 @@ def _of_other_things(recipe: str, known: list[tuple[Path, Evidence]], inputs: In
             f"--label {nearest.label})"
         )
     if nearest.ran.recipe != recipe:  # a file that was named
-        own = "no recipe" if recipe == _NO_RECIPE else recipe
+        own = "no recipe" if recipe == NO_RECIPE else recipe
         return RequestError(
             f"{file.name} is evidence of {nearest.ran.recipe}, and the run is of {own}: {differing}. A run is compared "
             f"with what is recorded of its own recipe, for which --against is not needed. {advice}",
@@ -204,16 +198,6 @@ def _of_other_things(recipe: str, known: list[tuple[Path, Evidence]], inputs: In
         f"the evidence of {recipe} is of something else. Nearest is {file.name}: {differing}. {advice}",
         problem_id="evidence-of-other-config",
     )
-
-
-def _still_means(evidence: Evidence, recipes_dirs: list[Path]) -> bool:
-    """Whether the words of evidence come to what they came to, on a machine like its own."""
-    ran = evidence.ran
-    machine = machine_of_evidence(evidence.hardware)
-    draft = draft_run(None if ran.recipe == _NO_RECIPE else ran.recipe, ran.overrides, recipes_dirs, machine)
-    if draft.resolution is None:
-        return False
-    return not config_differences(evidence.inputs.config, comparable_config(draft.resolution.config))
 
 
 def _number(value: float | None) -> str:

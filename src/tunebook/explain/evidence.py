@@ -57,9 +57,10 @@ EVIDENCE: dict[str, Explanation] = {
         "reproduce` needs a run that was trained from its first step, too.",
     ),
     "evidence-of-changed-code": Explanation(
-        summary="The run was made by code, or of a recipe, that is in no commit.",
+        summary="The run was made by code, or of a recipe, that is in no commit or was changed since.",
         why="Evidence names the commit with which anyone can run the same again; changes beside it are lost. A recipe "
-        "of your own, from --recipes-dir, counts where its repository has it as it is.",
+        "of your own, from --recipes-dir, counts where its repository has it as it is, and where it still comes to "
+        "what the run was.",
         advice="Commit, and train again.",
     ),
     "evidence-without-recipe": Explanation(

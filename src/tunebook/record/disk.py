@@ -29,6 +29,14 @@ def is_disk_full(error: BaseException) -> bool:
     return False
 
 
+def no_space(what: str, folder: Path, advice: str) -> DoesNotFitError:
+    """The error for `what` that its folder's disk has no room for; `advice` is what to do."""
+    return DoesNotFitError(
+        f"no space is left for {what}: the disk of {folder}, or a quota on it, is full; {advice}",
+        problem_id="disk-full",
+    )
+
+
 def disk_full(folder: Path) -> DoesNotFitError:
     """The error for a disk that filled up while a run wrote to it."""
     return DoesNotFitError(

@@ -94,7 +94,7 @@ class Hardware(Section):
     driver: str | None
     nccl: str | None
     topology: str | None = Field(description="what nvidia-smi topo -m said")
-    cpus: int
+    cpus: int = Field(ge=1)
     memory_gib: float
     host: str = Field(description="tells machines apart without naming them")
 
@@ -147,13 +147,14 @@ def check_manifest(manifest: dict[str, Any]) -> None:
         )
 
 
-def check_read_manifest(manifest: dict[str, Any], file: Path) -> None:
-    """Raises: DataError naming the file and the first key that is missing or wrong.
+def check_read_manifest(manifest: dict[str, Any], file: Path, *, may_lack: bool = False) -> None:
+    """Raises: DataError naming the file and the first key that is missing (unless it `may_lack` some) or wrong.
 
     A section's unknown keys are let be: a later version of the same format may have written them.
     """
+    let_be = ("extra_forbidden", "missing") if may_lack else ("extra_forbidden",)
     for where, what, kind in _faults(manifest):
-        if kind != "extra_forbidden":
+        if kind not in let_be:
             raise DataError(
                 f"{file} is no whole manifest: {where}: {what}; Tunebook checks what it writes, so something else "
                 "changed it: restore it from a copy, or name another run",

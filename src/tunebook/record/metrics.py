@@ -19,11 +19,16 @@ from types import TracebackType
 from typing import Any
 
 from tunebook.errors import DataError
+from tunebook.record.intact import is_number
 
 METRICS_FILE = "metrics.jsonl"
 NOT_FINITE = "not_finite"  # the names of the numbers of a line that were NaN or infinite, and are null in it
-# What is worked with later, if a line has it; each may be null.
-_NUMBERS = ("loss", "validation_loss", "tokens_per_second_per_gpu", "mfu", "padding_share")
+# What is worked with later, if a line has it; each may be null, and so may each number of a list.
+_NUMBERS = (
+    "loss", "validation_loss", "grad_norm", "learning_rate", "tokens_seen", "tokens_per_second_per_gpu", "mfu",
+    "peak_tflops", "padding_share", "seconds",
+)  # fmt: skip
+_LISTS = ("memory_gib", "memory_reserved_gib", "memory_device_gib")
 
 
 class MetricsWriter:
@@ -166,19 +171,20 @@ def _why_no_line(read: Any) -> str | None:
         return f"{read!r} is no object"
     if not isinstance(read.get("step"), int):
         return "it has no step"
+    if read["step"] < (1 if is_training_line(read) else 0):
+        return f"step is {read['step']}, before the first"
     if not isinstance(read.get("num_steps", 1), int) or read.get("num_steps", 1) < 1:
         return f"num_steps is {read['num_steps']!r} and no number of steps"
     for name in _NUMBERS:
-        if not _is_number(read.get(name)):
+        if not is_number(read.get(name)):
             return f"{name} is {read[name]!r} and no number"
-    memory = read.get("memory_gib") or []
-    if not isinstance(memory, list) or not all(map(_is_number, memory)):
-        return f"memory_gib is {memory!r} and no list of numbers"
+    for name in _LISTS:
+        numbers = read.get(name) or []
+        if not isinstance(numbers, list) or not all(map(is_number, numbers)):
+            return f"{name} is {numbers!r} and no list of numbers"
+    if not isinstance(read.get(NOT_FINITE, []), list):
+        return f"{NOT_FINITE} is {read[NOT_FINITE]!r} and no list of names"
     return None
-
-
-def _is_number(value: Any) -> bool:
-    return value is None or isinstance(value, int | float)
 
 
 def _remove_unfinished_line(path: Path) -> None:

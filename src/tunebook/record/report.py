@@ -21,9 +21,19 @@ from tunebook import __version__
 from tunebook.errors import RequestError
 from tunebook.record.atomic_files import atomic_write_text
 from tunebook.record.differences import answers_of
+from tunebook.record.disk import is_disk_full, no_space
+from tunebook.record.intact import naming
 from tunebook.record.page.comparison import compare, short_names
 from tunebook.record.page.curves import dash_of_run, loss_chart, other_charts, overlaid_charts
-from tunebook.record.page.details import batch_facts, choices, data_counts, data_sources, flatten, memory_bars
+from tunebook.record.page.details import (
+    batch_facts,
+    choices,
+    data_counts,
+    data_sources,
+    flatten,
+    memory_bars,
+    problems,
+)
 from tunebook.record.page.evaluation import baseline_text, pair_samples, score_rows
 from tunebook.record.page.evaluations import compare_scores, failed_tasks, later_evaluations
 from tunebook.record.page.overview import NO_RECIPE, build_overview, format_time, recipe_of
@@ -39,17 +49,22 @@ TEMPLATES = Path(__file__).parent / "page"
 def write_report(folders: Sequence[Path], output: Path, *, makes_folder: bool = False) -> None:
     """Write the report of one run, or the comparison of several, to `output`; `makes_folder` if nobody named that.
 
-    Raises: RequestError for a folder that is no run's, or an output that cannot be written.
+    Raises: RequestError for a folder that is no run's, or an output that cannot be written; DoesNotFitError where the
+    disk is full.
     """
     if not folders:
         raise RequestError("no run was named to report on; try: tunebook report latest", problem_id="unknown-run")
     records = [read_run(folder) for folder in folders]
-    page = render_run(records[0]) if len(records) == 1 else render_comparison(records)
+    with naming(*folders):
+        page = render_run(records[0]) if len(records) == 1 else render_comparison(records)
     try:
         if makes_folder:
             output.parent.mkdir(parents=True, exist_ok=True)
         atomic_write_text(output, page)
     except OSError as error:
+        if is_disk_full(error):
+            advice = "free some space, or name a file on another disk: --output FILE"
+            raise no_space("the report", output.absolute().parent, advice) from error
         raise RequestError(
             f"the report cannot be written to {output.absolute()}: {error.strerror}; name a file in a folder that "
             "exists and can be written to",
@@ -91,7 +106,7 @@ def render_run(record: RunRecord) -> str:
         start_note=start_note,
         batch=batch_facts(record.plan),
         choices=choices(record.plan),
-        problems=(record.plan or {}).get("problems") or [],
+        problems=problems(record.plan),
         has_plan=record.plan is not None,
         data_sources=data_sources(record.manifest),
         data_counts=data_counts(record.manifest),

@@ -57,6 +57,19 @@ def make_run_folder(folder: Path) -> Path:
     return folder
 
 
+def remove_if_empty(folder: Path) -> None:
+    """Take a run folder away again in which nothing was begun; `latest` points at the newest of the others then."""
+    try:
+        folder.rmdir()
+    except OSError:  # it holds something, which is kept
+        return
+    latest = folder.with_name(LATEST)
+    if latest.is_symlink() and latest.readlink() == Path(folder.name):
+        latest.unlink()
+        if (before := latest_run(folder.parent.parent, folder.parent.name)) is not None:
+            _point_latest_at(before)
+
+
 def check_outputs(folder: Path) -> None:
     """Refuse a folder that cannot be written to or whose disk is full, before work is done that would be lost.
 
@@ -91,7 +104,8 @@ def is_run(folder: Path) -> bool:
 
 def find_runs(outputs: Path, recipe: str | None = None) -> list[Path]:
     """Every run under `outputs`, of one recipe or of all, oldest first."""
-    folders = outputs.expanduser().absolute().glob(f"{recipe or '*'}/*")
+    outputs = outputs.expanduser().absolute()
+    folders = outputs.glob("*/*") if recipe is None else (outputs / recipe).glob("*")  # a name is no pattern
     return sorted((f for f in folders if _RUN_NAME.fullmatch(f.name) and is_run(f)), key=_age)
 
 
@@ -103,8 +117,9 @@ def latest_run(outputs: Path, recipe: str | None = None) -> Path | None:
 
 
 def resolve_run(text: str, outputs: Path) -> Path:
-    """The folder of a run named as a folder, as `latest`, as a recipe (its newest) or as `<recipe>/<time>`.
+    """The folder of a run named as a folder (of a recipe: its newest), as `latest`, a recipe or `<recipe>/<time>`.
 
+    A path never means the recipe of its last word: it would be another run, or a model of the hub, than was named.
     Raises: RequestError listing the newest runs there are.
     """
     outputs = outputs.expanduser().absolute()
@@ -112,9 +127,12 @@ def resolve_run(text: str, outputs: Path) -> Path:
     for folder in (named, outputs / text):
         if is_run(folder):
             return folder.resolve()
-    found = latest_run(outputs) if text == LATEST else latest_run(outputs, recipe=Path(text).name)
+    found = latest_run(outputs) if text == LATEST else None
     if found is None and named.is_dir():
         found = latest_run(named.parent, recipe=named.name)
+    recipe = text.rstrip("/")  # which a shell's completion adds
+    if found is None and recipe and "/" not in recipe:
+        found = latest_run(outputs, recipe)
     if found is None:
         raise RequestError(_unknown_run(text, outputs), problem_id="unknown-run")
     return found

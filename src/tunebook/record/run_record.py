@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,9 +14,13 @@ from yaml import YAMLError
 
 from tunebook.errors import DataError, RequestError
 from tunebook.record.atomic_files import read_json
+from tunebook.record.intact import check_evaluation, check_plan
 from tunebook.record.manifest import MANIFEST_FILE, changed_files, read_manifest
+from tunebook.record.manifest_schema import check_read_manifest
 from tunebook.record.metrics import METRICS_FILE, NOT_FINITE, by_schedule, is_training_line, read_metrics
 from tunebook.record.run_folder import is_run
+
+_SECTIONS = ("hardware", "model", "dataset", "parallelism", "peft", "training")  # of run.yaml that are drawn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,19 +107,25 @@ def read_run(folder: Path) -> RunRecord:
     return RunRecord(
         folder=folder,
         config=_read_config(folder / "run.yaml"),
-        plan=_read_optional(folder / "plan.json"),
+        plan=_read_optional(folder / "plan.json", check_plan),
         manifest=_read_manifest(folder) if (folder / MANIFEST_FILE).is_file() else None,
         training=[line for line in lines if is_training_line(line)],
         validation=[line for line in lines if not is_training_line(line)],
-        before=_read_optional(folder / "evaluation" / "before.json"),
-        after=_read_optional(folder / "evaluation" / "after.json"),
-        evaluations=[read_json(file) for file in sorted((folder / "evaluation").glob("eval-*.json"))],
+        before=_read_optional(folder / "evaluation" / "before.json", check_evaluation),
+        after=_read_optional(folder / "evaluation" / "after.json", check_evaluation),
+        evaluations=[_read(file, check_evaluation) for file in sorted((folder / "evaluation").glob("eval-*.json"))],
         last_logged=datetime.fromtimestamp(metrics_file.stat().st_mtime, UTC) if lines else None,
     )
 
 
-def _read_optional(path: Path) -> dict[str, Any] | None:
-    return read_json(path) if path.is_file() else None
+def _read_optional(path: Path, check: Callable[[Any, Path], None]) -> dict[str, Any] | None:
+    return _read(path, check) if path.is_file() else None
+
+
+def _read(path: Path, check: Callable[[Any, Path], None]) -> dict[str, Any]:
+    content: dict[str, Any] = read_json(path)
+    check(content, path)
+    return content
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -126,6 +137,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             "it to go on without it",
             problem_id="broken-record",
         )
+    check_read_manifest(manifest, folder / MANIFEST_FILE, may_lack=True)  # an older version noted less
     return manifest
 
 
@@ -138,6 +150,9 @@ def _read_config(path: Path) -> dict[str, Any] | None:
         raise _broken_config(path, str(error).splitlines()[0]) from error
     if not isinstance(config, dict) or not config:
         raise _broken_config(path, "it is empty" if not config else "it is no mapping of keys to values")
+    for section in _SECTIONS:
+        if not isinstance(config.get(section) or {}, dict):
+            raise _broken_config(path, f"{section} is {config[section]!r} and no section")
     return config
 
 

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from tunebook.errors import DataError
@@ -14,6 +13,7 @@ from tunebook.evaluate.results import mean_score
 from tunebook.record.atomic_files import read_json
 from tunebook.record.manifest import MANIFEST_FILE, read_manifest
 from tunebook.record.metrics import is_training_line, read_metrics
+from tunebook.record.page.summary import median_after_warm_up
 from tunebook.sweep.options import Direction
 from tunebook.sweep.trial_process import EXIT_STOPPED, TrialEnd
 from tunebook.sweep.trials import Trial
@@ -38,10 +38,10 @@ class TrialResult:
     exit_code: int | None  # None: never started
     how_it_ended: str  # a run's state, with the reason when it is not `finished`
     final_loss: float | None  # of the last logged step
-    validation_loss: float | None  # the last one
+    validation_loss: float | None  # of the model that it left: of the best checkpoint where that was loaded
     evaluation_score: float | None  # after the training, the mean over the tasks
     is_higher_better: bool  # of the evaluation score
-    tokens_per_second_per_gpu: float | None  # the median over the logged steps
+    tokens_per_second_per_gpu: float | None  # the median over the logged steps after warming up
     seconds: float | None
     was_pruned: bool = False
 
@@ -81,17 +81,16 @@ def read_result(trial: Trial, run_folder: Path, end: TrialEnd | None) -> TrialRe
     validation = [line for line in metrics if not is_training_line(line)]
     score, is_higher_better = _evaluation_score(run_folder)
     speeds = [_number(line, "tokens_per_second_per_gpu") for line in training]
-    known_speeds = [speed for speed in speeds if speed is not None]
     return TrialResult(
         trial=trial,
         run_folder=run_folder,
         exit_code=exit_code,
         how_it_ended=how_it_ended,
         final_loss=_number(training[-1], "loss") if training else None,
-        validation_loss=_number(validation[-1], "validation_loss") if validation else None,
+        validation_loss=_validation_loss(validation, run_folder),
         evaluation_score=score,
         is_higher_better=is_higher_better,
-        tokens_per_second_per_gpu=median(known_speeds) if known_speeds else None,
+        tokens_per_second_per_gpu=median_after_warm_up([speed for speed in speeds if speed is not None]),
         seconds=None if end is None else end.seconds,
         was_pruned=end is not None and end.was_pruned,
     )
@@ -167,6 +166,13 @@ def _status(run_folder: Path) -> dict[str, Any] | None:
         return None
     status: dict[str, Any] = read_manifest(run_folder)["status"]
     return status
+
+
+def _validation_loss(lines: list[dict[str, Any]], run_folder: Path) -> float | None:
+    """That of the model that the trial left: after its last step, or of the best checkpoint where that was loaded."""
+    best = (_status(run_folder) or {}).get("best_step")
+    of_model = [line for line in lines if best is None or line["step"] == best]
+    return _number(of_model[-1], "validation_loss") if of_model else None
 
 
 def _evaluation_score(run_folder: Path) -> tuple[float | None, bool]:

@@ -105,7 +105,7 @@ def test_memory_of_several_ranks_is_a_band_under_the_highest(make_run) -> None:
 def test_runs_are_overlaid_over_steps_and_over_tokens() -> None:
     charts = overlaid_charts([record_of(3, 2), record_of(4, 3, 2)], ["a", "b"])
     assert [(chart.title, chart.x_label) for chart in charts] == [
-        ("Loss over steps", "optimizer step"), ("Loss over tokens", "tokens trained on"),
+        ("Loss over steps", "optimizer step"), ("Loss over tokens", "tokens seen"),
     ]  # fmt: skip
     assert charts[1].lines[1].points == [(100, 4), (200, 3), (300, 2)]
 

@@ -38,7 +38,7 @@ def test_a_finished_run_has_no_banner_and_its_numbers(make_run) -> None:
     assert dict(overview.facts) == {
         "Recipe": "example", "Model": "book:recipes/example/model from random weights", "Hardware": "CPU, 2 cores",
         "Strategy": "ddp, full fine-tune", "Precision, attention, packing": "fp32, sdpa, isolated",
-        "Optimizer steps": "240 of 240", "Tokens trained on": "818,880", "Started": "21 November 2026, 07:18 UTC",
+        "Optimizer steps": "240 of 240", "Tokens seen": "818,880", "Started": "21 November 2026, 07:18 UTC",
         "Took": "1 min 42 s", "Exit code": "0",
     }  # fmt: skip
 

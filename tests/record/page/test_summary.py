@@ -32,6 +32,17 @@ def test_a_run_in_numbers_by_hand() -> None:
     assert summary.peak_memory_gib == [40, 1]
 
 
+def test_the_padding_share_is_of_all_computed_tokens() -> None:
+    counted = ((100, 900), (300, 100), (0, 10))  # tokens and padding of three logged steps
+    training, seen = [], 0
+    for step, (tokens, padding) in enumerate(counted, 1):
+        seen += tokens
+        share = padding / (tokens + padding)
+        training.append({"step": step, "loss": 1.0, "tokens_seen": seen, "padding_share": share})
+    summary = summarise(RunRecord(folder=Path("a/b"), training=training))
+    assert summary.padding_share == pytest.approx(1000 / 1400)  # not (0.9 + 0.25 + 1) / 3
+
+
 def test_the_seconds_of_all_attempts_count_and_those_of_a_killed_one_are_not_known() -> None:
     manifest = {"status": {"seconds": 27.9}, "earlier_attempts": [{"seconds": 48.6}, {"seconds": None}]}
     summary = summarise(RunRecord(folder=Path("a/b"), manifest=manifest))

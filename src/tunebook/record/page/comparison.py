@@ -60,7 +60,7 @@ def compare(records: Sequence[RunRecord], names: Sequence[str]) -> Comparison:
     numbers = [
         ("Hardware", [describe_machine(record) for record in records]),
         ("Steps", [format_value(summary.num_steps, Unit.whole) for summary in summaries]),
-        ("Tokens trained on", [format_value(summary.num_tokens, Unit.whole) for summary in summaries]),
+        ("Tokens seen", [format_value(summary.num_tokens, Unit.whole) for summary in summaries]),
         ("Final training loss", [format_value(summary.final_loss) for summary in summaries]),
         ("Best validation loss", [format_value(summary.best_validation_loss) for summary in summaries]),
         (

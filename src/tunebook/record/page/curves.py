@@ -91,7 +91,7 @@ def other_charts(record: RunRecord) -> tuple[list[Chart], list[str]]:
 def overlaid_charts(records: Sequence[RunRecord], names: Sequence[str]) -> list[Chart]:
     """The curves of several runs in shared axes: the loss over steps and over tokens, then the others that any has."""
     charts = []
-    for over, label in (("step", "optimizer step"), ("tokens_seen", "tokens trained on")):
+    for over, label in (("step", "optimizer step"), ("tokens_seen", "tokens seen")):
         title = "Loss over steps" if over == "step" else "Loss over tokens"
         lines = _overlay(records, names, "loss", over, smoothed=True)
         charts.append(Chart(title=title, y_label="loss per trained token", lines=lines, x_label=label))

@@ -54,6 +54,12 @@ def choices(plan: dict[str, Any] | None) -> list[tuple[str, str, str]]:
     return [(choice["key"], as_typed(choice["value"]), choice["why"]) for choice in (plan or {}).get("choices") or []]
 
 
+def problems(plan: dict[str, Any] | None) -> list[dict[str, str]]:
+    """What the plan warned of: key, message and fix."""
+    named = ("key", "message", "fix")
+    return [{name: str(problem[name]) for name in named} for problem in (plan or {}).get("problems") or []]
+
+
 def data_counts(manifest: dict[str, Any] | None) -> list[DataCount]:
     """Documents, tokens and what was cut or dropped, for each part of the prepared data."""
     counts = ((manifest or {}).get("dataset") or {}).get("counts") or {}
@@ -161,4 +167,8 @@ def _count_lines(counts: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _histogram(counts: dict[str, Any]) -> Markup | None:
     lengths = counts.get("lengths")
-    return draw_histogram(lengths["edges"], lengths["counts"]) if lengths and lengths["counts"] else None
+    if not lengths or not lengths["counts"]:
+        return None
+    if len(lengths["edges"]) != len(lengths["counts"]) + 1:
+        raise ValueError("dataset.counts: lengths.edges has not one more than lengths.counts")
+    return draw_histogram(lengths["edges"], lengths["counts"])

@@ -165,7 +165,7 @@ def _facts(record: RunRecord, summary: Summary) -> list[tuple[str, str]]:
             ", ".join(str(plan[key]) for key in ("precision", "attention", "packing") if plan.get(key)),
         ),
         ("Optimizer steps", _steps(record, summary)),
-        ("Tokens trained on", format_count(summary.num_tokens) if summary.num_tokens else "not recorded"),
+        ("Tokens seen", format_count(summary.num_tokens) if summary.num_tokens else "not recorded"),
         ("Started", format_time(first_attempt.get("started"))),
         ("Took", describe_duration(summary)),
         ("Exit code", _exit_code(status)),
@@ -261,10 +261,9 @@ def _describe_model(manifest: dict[str, Any]) -> str:
 
 
 def _strategy(config: dict[str, Any] | None) -> str:
-    if config is None:
-        return ""
-    peft = config["peft"]["method"]
-    return f"{config['parallelism']['strategy']}, {'full fine-tune' if peft == 'full' else peft}"
+    strategy = ((config or {}).get("parallelism") or {}).get("strategy")
+    peft = ((config or {}).get("peft") or {}).get("method")
+    return ", ".join(str(part) for part in (strategy, "full fine-tune" if peft == "full" else peft) if part)
 
 
 def _sentence(text: str | None) -> str:

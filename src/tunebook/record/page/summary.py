@@ -46,9 +46,9 @@ def summarise(record: RunRecord) -> Summary:
         final_loss=fmean(losses[-num_final:]) if losses else None,
         num_final_steps=num_final,
         best_validation_loss=min(validation, default=None),
-        tokens_per_second_per_gpu=_median_after_warm_up(record.values("tokens_per_second_per_gpu")),
-        mfu=_median_after_warm_up(record.values("mfu")),
-        padding_share=_mean(record.values("padding_share")),
+        tokens_per_second_per_gpu=median_after_warm_up(record.values("tokens_per_second_per_gpu")),
+        mfu=median_after_warm_up(record.values("mfu")),
+        padding_share=_padding_share(record.training),
         peak_memory_gib=_peaks([line["memory_gib"] for line in record.training if line.get("memory_gib")]),
         seconds=_sum_of_attempts(record.status.get("seconds"), earlier),
         num_attempts=1 + len(earlier),
@@ -69,15 +69,26 @@ def main_score(evaluation: dict[str, Any] | None) -> tuple[str, str, float] | No
     return name, task["metric"], task["value"]
 
 
-def _median_after_warm_up(values: list[float]) -> float | None:
+def median_after_warm_up(values: list[float]) -> float | None:
+    """The usual one of what was logged step by step, such as a speed; the slow first steps are left out."""
     if not values:
         return None
     num_warm_up = round(_WARM_UP_SHARE * len(values)) if len(values) >= 10 else int(len(values) > 1)
     return median(values[num_warm_up:])
 
 
-def _mean(values: list[float]) -> float | None:
-    return fmean(values) if values else None
+def _padding_share(lines: list[dict[str, Any]]) -> float | None:
+    """Of all tokens that were computed: each line's share counts for those computed since the line before."""
+    shares: list[float] = []
+    computed: list[float] = []
+    before = 0
+    for line in lines:
+        share, seen = line.get("padding_share"), line.get("tokens_seen") or before
+        if share is not None and share < 1 and seen > before:
+            shares.append(share)
+            computed.append((seen - before) / (1 - share))
+        before = seen
+    return fmean(shares, computed) if shares else None
 
 
 def _peaks(lines: list[list[float | None]]) -> list[float]:

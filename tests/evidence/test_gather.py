@@ -1,0 +1,45 @@
+"""What of a run's words belongs to its claim, and what a slice of a model is called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tunebook.config.compose import compose
+from tunebook.errors import RequestError
+from tunebook.evidence.gather import gather_ran, typed_overrides, typed_words
+from tunebook.record.run_record import RunRecord
+
+
+def test_a_slice_of_a_model_is_called_one() -> None:
+    words = ["model.facts.num_layers=4", "model.facts.num_parameters=200000000", "outputs=/x", "training.max_steps=3"]
+    config = compose("qwen05b_single", words).config
+    command = ["tunebook", "train", "qwen05b_single", *words]
+    ran = gather_ran(RunRecord(folder=Path("/x"), manifest={"command": command}, training=[{"step": 3}]), config, [])
+    assert (ran.layers, ran.weights, ran.data) == ("4 of 24", "pretrained", "real")
+    assert ran.overrides == [*words[:2], "training.max_steps=3"]
+
+
+def test_a_slice_that_a_recipe_of_ones_own_takes_is_called_one_too(tmp_path: Path) -> None:
+    (tmp_path / "thin.yaml").write_text(
+        "# @package _global_\ndefaults: [qwen05b_single, _self_]\ntitle: thin\nmodel: {facts: {num_layers: 6}}\n"
+    )
+    config = compose("thin", [], [tmp_path]).config
+    manifest = {"command": ["tunebook", "train", "thin", "--recipes-dir", str(tmp_path)]}
+    ran = gather_ran(RunRecord(folder=Path("/x"), manifest=manifest, training=[{"step": 3}]), config, [tmp_path])
+    assert (ran.recipe, ran.layers, ran.overrides) == ("thin", "6 of 24", [])
+
+
+def test_a_folder_with_a_word_like_an_override_in_its_name_is_none() -> None:
+    command = ["tunebook", "train", "quickstart", "--run-folder", "rf=1,x", "--recipes-dir=a=b", "training.seed=1"]
+    assert typed_overrides({"command": command}) == ["training.seed=1"]
+    with pytest.raises(RequestError, match="says `tunebook reproduce run`, and not what was trained"):
+        typed_overrides({"command": ["tunebook", "reproduce", "run"]})
+
+
+def test_a_claim_says_by_which_launcher_and_keeps_whose_cluster_it_was_to_itself() -> None:
+    words = ["launcher=slurm", "launcher.partition=of_mine", "training.seed=1"]
+    manifest = {"command": ["tunebook", "train", "quickstart", *words, "outputs=/x", "tracking=none"]}
+    assert typed_overrides(manifest) == ["launcher=slurm", "training.seed=1"]
+    assert typed_words(manifest) == words, "to start the same again"
