@@ -79,6 +79,7 @@ usage() {
   end_with 2 "usage: front.sh env | image | run COMMAND [ARGUMENT...] | push | pull" "People type make: make help"
 }
 
+end_when_interrupted
 load_generations
 case ${1:-} in
   env) write_env ;;

@@ -16,6 +16,10 @@ fail() {
 
 say() { printf 'tunebook set-up: %s\n' "$*"; }
 
+# Bash itself ends of Ctrl-C only where what it waits for dies of it; pip catches it and ends with 1, like any failure.
+# Called once all is read: bash 5.2 that gets a signal while it reads a $() mistakes the trap for a part of it.
+end_when_interrupted() { trap 'exit 130' INT; }
+
 generations() { # the folders that have a lock, on one line
   (cd "$locks" && printf '%s\n' */requirements.lock) | sed 's|/.*||' | paste -sd ' '
 }
@@ -41,10 +45,12 @@ install_hashed() { # install_hashed VENV LOCK
 
 prefer_cpu_torch() { # prefer_cpu_torch VENV
   # With hashes, pip would rather take the registry's build than a wheel from a plain folder; so this one is asked for
-  # by name, and that it is not on offer is no error.
-  local log=$1/torch-cpu.log
-  install_hashed "$1" cpu/requirements-torch-cpu.lock > "$log" 2>&1 && return
-  grep -q 'No matching distribution' "$log" || cat "$log" >&2
+  # by name, and that it is not on offer, or another build of it is, is no error.
+  local log=$1/torch-cpu.log code=0
+  install_hashed "$1" cpu/requirements-torch-cpu.lock > "$log" 2>&1 || code=$?
+  if [ "$code" = 0 ] || grep -q 'No matching distribution' "$log"; then return 0; fi
+  cat "$log" >&2
+  if grep -q 'Operation cancelled by user' "$log"; then return "$code"; fi
 }
 
 torch_is_cuda_build() { # torch_is_cuda_build VENV
@@ -74,6 +80,7 @@ check_packages() { # check_packages VENV HINT
 }
 
 main() {
+  end_when_interrupted
   [ $# -eq 2 ] || fail "usage: install_lock.sh GENERATION VENV; GENERATION is one of: $(generations)"
   require_generation "$1"
   "$2/bin/python" -m pip --version > /dev/null 2>&1 || fail \

@@ -51,6 +51,7 @@ say_what_is_left_out() {
   fi
 }
 
+end_when_interrupted
 [ "$purpose" = run ] || [ "$purpose" = dev ] || fail "usage: setup_venv.sh run|dev [GENERATION]"
 require_generation "$generation"
 require_python

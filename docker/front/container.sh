@@ -22,10 +22,7 @@ run_in_container() { # run_in_container COMMAND [ARGUMENT...]
   else
     run_stoppable hand_on "${words[@]}" || code=$?
     if [ "$code" != 0 ]; then await_container; fi
-    if $was_removed; then
-      say "stopped before the container ran"
-      exit $((128 + $(kill -l "$stopped_by")))
-    fi
+    if $was_removed; then exit_if_stopped "stopped before the container ran"; fi
   fi
   if [ "$code" = 1 ]; then explain_failed_start; fi
   exit "$code"
@@ -67,7 +64,10 @@ asks_for_programs() { # asks_for_programs COMMAND [ARGUMENT...]; whether a model
 
 start_sandbox() { # one command is to be enough; where this fails, the evaluation says what it lacks and what helps
   say "the sandbox executes what the model writes; it stays up until: docker compose stop sandbox"
-  "${compose[@]}" up --detach --build sandbox >&2 || say "the sandbox could not be started; why is above"
+  local code=0
+  run_stoppable end_command "${compose[@]}" up --detach --build sandbox >&2 || code=$?
+  exit_if_stopped "stopped before the container ran"
+  if [ "$code" != 0 ]; then say "the sandbox could not be started; why is above"; fi
 }
 
 hand_on() { # hand_on SIGNAL; asked again where a signal to this script's whole group ended the asking itself

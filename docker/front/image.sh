@@ -76,19 +76,17 @@ build_image() {
   local log=.cache/build-$generation.log code=0 start=$SECONDS follower before
   before=$(docker image inspect --format '{{.Id}}' "$image" 2> /dev/null) || true
   : > "$log"
+  rm -f "$log.end" # of a build that was killed: to who follows, this one would have ended before it began
   own "$log"
   say "building $image$(build_choices); all of the output is in $log"
   follow_build "$log" &
   follower=$!
   # To a file compose writes BuildKit's output as plain lines.
-  run_stoppable stop_build docker compose build train > "$log" 2>&1 || code=$?
+  run_stoppable end_command docker compose build train > "$log" 2>&1 || code=$?
   touch "$log.end"
   wait "$follower" || true
   rm -f "$log.end"
-  if [ -n "$stopped_by" ]; then
-    say "building was stopped; what is finished is kept, and the same command goes on from there"
-    exit $((128 + $(kill -l "$stopped_by")))
-  fi
+  exit_if_stopped "building was stopped; what is finished is kept, and the same command goes on from there"
   if [ "$code" != 0 ]; then explain_failed_build "$log"; fi
   remove_nameless "$before"
   say "$image is ready after $((SECONDS - start)) s"
@@ -110,10 +108,6 @@ build_choices() { # what of .env shapes the build
   done
   if [ "${settings[TUNEBOOK_WHEELS]}" != "$root/.cache/wheels" ]; then text+=", WHEELS=${settings[TUNEBOOK_WHEELS]}"; fi
   if [ -n "$text" ]; then printf ' (%s)' "${text#, }"; fi
-}
-
-stop_build() { # stop_build SIGNAL
-  kill -TERM "$stoppable_pid" 2> /dev/null || true
 }
 
 explain_failed_build() { # explain_failed_build LOG

@@ -103,9 +103,15 @@ explain_registry() { # explain_registry PUSH_OR_PULL NAME WHAT_DOCKER_SAID
 
 pull_current() { # pull_current NAME; fetches it if it is of this checkout, else not_pulled says why not
   hash_checkout
-  local config lock="" sources=""
+  local answer code=0 config lock="" sources=""
+  answer=$(mktemp)
   # Its labels first: nobody wants to fetch gigabytes to learn that they do not fit.
-  if ! config=$(timeout 30 docker buildx imagetools inspect --format '{{json .Image}}' "$1" 2>&1); then
+  run_stoppable end_command timeout 30 docker buildx imagetools inspect --format '{{json .Image}}' "$1" \
+    > "$answer" 2>&1 || code=$?
+  config=$(cat "$answer")
+  rm -f "$answer"
+  exit_if_stopped "stopped before $1 was pulled"
+  if [ "$code" != 0 ]; then
     not_pulled="the registry does not show $1 (${config##*$'\n'})"
     return 1
   fi

@@ -9,6 +9,11 @@ stop_requests=0 stopped_by="" stoppable_pid="" early_request=""
 last_request_s=0
 same_request_s=1 # what arrives within this is the same request, come another way
 
+# Bash itself ends of Ctrl-C only where what it waits for dies of it. Docker and nvidia-smi may catch it and end with a
+# code, like any failure, and what stands after `||` or an `if !` would follow. Called once all scripts are read: bash
+# 5.2 that gets a signal while it reads a $() mistakes the trap for a part of it.
+end_when_interrupted() { trap 'exit 130' INT; }
+
 run_stoppable() { # run_stoppable STOP COMMAND [ARGUMENT...]; STOP is called with a signal's name
   local stop=$1 code=0 seen again name
   shift
@@ -26,8 +31,19 @@ run_stoppable() { # run_stoppable STOP COMMAND [ARGUMENT...]; STOP is called wit
     if [ "$again" != 127 ]; then code=$again; fi # 127: it was waited for already
     if [ "$stop_requests" = "$seen" ] && ! kill -0 "$stoppable_pid" 2> /dev/null; then break; fi
   done
-  trap - INT TERM HUP
+  trap - TERM HUP
+  end_when_interrupted
   return "$code"
+}
+
+end_command() { # end_command SIGNAL; a STOP for what has nothing to save
+  kill -TERM "$stoppable_pid" 2> /dev/null || true
+}
+
+exit_if_stopped() { # exit_if_stopped MESSAGE; after what run_stoppable ran
+  if [ -z "$stopped_by" ]; then return; fi
+  say "$1"
+  exit $((128 + $(kill -l "$stopped_by")))
 }
 
 # In what a trap runs a bare `return` gives the status from before the trap, which `set -e` takes for a failure. And no

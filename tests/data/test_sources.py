@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -16,7 +17,7 @@ from tunebook.config.choices import Format, Source
 from tunebook.config.schema import DatasetConfig
 from tunebook.data.corpus import CorpusKind
 from tunebook.data.sources import Corpus, corpus_identity, load_corpus
-from tunebook.errors import DataError, RequestError
+from tunebook.errors import DataError, DoesNotFitError, RequestError
 
 
 def conversation(number: int) -> dict[str, Any]:
@@ -348,6 +349,31 @@ def test_an_unknown_name_is_not_taken_for_a_lost_connection(tmp_path: Path, monk
         load(tmp_path, DatasetConfig(source=Source.hub))
     with pytest.raises(RequestError, match=r"dataset.name=a b is no name on the hub"):
         load(tmp_path, DatasetConfig(source=Source.hub, name="a b"))
+
+
+def test_a_token_that_cannot_be_read_is_named_and_not_the_data_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path))
+    with pytest.raises(RequestError, match=rf"for the data set some/chats: {tmp_path}, .* is a folder; type: rm -r"):
+        load(tmp_path, DatasetConfig(source=Source.hub, name="some/chats"))
+
+
+@pytest.mark.parametrize("is_on_the_hub", [True, False])
+def test_a_disk_that_fills_up_while_the_files_are_read_is_not_their_fault(
+    tmp_path: Path, hub_folder: Path, monkeypatch: pytest.MonkeyPatch, is_on_the_hub: bool
+) -> None:
+    def fill(*_: Any, **__: Any) -> Any:
+        full = OSError(errno.ENOSPC, "No space left on device")
+        raise datasets.exceptions.DatasetGenerationError("An error occurred while generating") from full
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", fill)
+    config = DatasetConfig(source=Source.hub, name=str(hub_folder))
+    advice = "TUNEBOOK_CACHE=DIR"
+    if is_on_the_hub:
+        config, advice = DatasetConfig(source=Source.hub, name="some/chats", revision="a" * 40), "HF_HOME=FOLDER"
+    with pytest.raises(DoesNotFitError, match=rf"no space is left for the data set .*{config.name}: .*{advice}"):
+        load(tmp_path, config)
 
 
 def test_memory_does_not_hold_the_documents(tmp_path: Path) -> None:

@@ -134,3 +134,13 @@ def test_a_digest_that_cannot_be_fetched_is_said_and_the_image_built(machine):
     assert done.returncode == 0
     assert f"image.digest is not used: the registry does not show {name} (ERROR: failed to do request" in done.stderr
     assert len(machine.calls("compose build")) == 1
+
+
+def test_the_steps_are_shown_although_a_build_before_was_killed(machine):
+    (machine.checkout / ".cache").mkdir(exist_ok=True)
+    (machine.checkout / ".cache" / "build-cpu.log.end").touch()
+    machine.act("docker-compose-build", "sleep 1")  # a follower that takes the old build's end for this one's is gone
+    done = machine.front("image", GPU="cpu")
+    assert done.returncode == 0
+    assert " [train venv 1/1] RUN install\n" in done.stderr
+    assert not (machine.checkout / ".cache" / "build-cpu.log.end").exists()

@@ -60,7 +60,7 @@ def test_a_request_to_stop_reaches_the_container_once_and_its_exit_code_comes_ba
 
 def test_signals_that_end_what_hands_them_on_lose_no_request(machine):
     machine.images("tunebook:cpu")
-    machine.act("docker-compose-run", WAITING)
+    machine.act("docker-compose-run", WAITING.replace("sleep 0.3", "sleep 2"))  # it ends after the last signal
     machine.act("docker-kill", 'touch "$FAKE/killed"; exit 0')
     machine.act("docker-container", 'if [ -f "$FAKE/killed" ]; then exit 1; fi; echo running; exit 0')
     front = start_front(machine, *TRAIN, GPU="cpu")
@@ -123,3 +123,61 @@ def test_a_build_can_be_stopped(machine):
     _, errors = front.communicate(timeout=30)
     assert front.returncode == 128 + signal.SIGINT
     assert "building was stopped; what is finished is kept" in errors
+
+
+# What catches the signal and ends with a code, as docker does; the loop ends it where nothing does.
+CAUGHT = """
+trap "exit 1" INT TERM
+touch "$FAKE/running"
+for wait in $(seq 200); do sleep 0.05; done
+"""
+
+
+def test_ctrl_c_while_the_sandbox_starts_does_not_start_the_training(machine):
+    machine.images("tunebook:cpu")
+    machine.act("docker-compose-up", CAUGHT)
+    front = start_front(machine, *TRAIN, "evaluation=code", GPU="cpu")
+    wait_for(machine.fake / "running")
+    os.killpg(front.pid, signal.SIGINT)
+    _, errors = front.communicate(timeout=30)
+    assert front.returncode == 128 + signal.SIGINT
+    assert "stopped before the container ran" in errors
+    assert "the sandbox could not be started" not in errors
+    assert machine.calls("compose run") == []
+
+
+def test_ctrl_c_while_a_registry_is_asked_does_not_start_a_build(machine):
+    (machine.checkout / "docker" / "cpu" / "image.digest").write_text(f"registry:5000/tunebook@sha256:{'a' * 64}\n")
+    machine.act("docker-buildx-imagetools", CAUGHT)
+    front = start_front(machine, *TRAIN, GPU="cpu")
+    wait_for(machine.fake / "running")
+    os.killpg(front.pid, signal.SIGINT)  # which `timeout`, in a group of its own, hears only from the script
+    _, errors = front.communicate(timeout=30)
+    assert front.returncode == 128 + signal.SIGINT
+    assert "Building instead" not in errors
+    assert (machine.calls("compose build"), machine.calls("compose run")) == ([], [])
+    assert list((machine.folder / "tmp").iterdir()) == []
+
+
+def test_ctrl_c_is_not_taken_for_a_failure_of_what_caught_it(machine):
+    machine.images("tunebook:cpu")
+    machine.act("docker-compose-version", CAUGHT)
+    front = start_front(machine, *TRAIN, GPU="cpu")
+    wait_for(machine.fake / "running")
+    os.killpg(front.pid, signal.SIGINT)
+    _, errors = front.communicate(timeout=30)
+    assert front.returncode == 128 + signal.SIGINT
+    assert "Compose v2, its plugin, is not" not in errors
+
+
+def test_ctrl_c_after_something_that_could_be_stopped_is_heard_too(machine):
+    """Building has traps of its own, which must leave the script's in place."""
+    machine.act("docker-image", 'if [ -f "$FAKE/built" ]; then . "$FAKE/caught"; fi')
+    (machine.fake / "caught").write_text(CAUGHT.replace("exit 1", "exit 0"))
+    machine.act("docker-compose-build", 'touch "$FAKE/built"')
+    front = start_front(machine, "image", GPU="cpu")
+    wait_for(machine.fake / "running")
+    os.killpg(front.pid, signal.SIGINT)
+    _, errors = front.communicate(timeout=30)
+    assert front.returncode == 128 + signal.SIGINT
+    assert "is ready after" not in errors

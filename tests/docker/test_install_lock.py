@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -97,6 +99,57 @@ def test_on_a_cpu_torchs_cpu_build_comes_first(copied: Path) -> None:
 def test_a_cuda_build_of_torch_on_a_cpu_gets_its_libraries_too(copied: Path) -> None:
     asked = [line for line in install(copied, "cpu", TORCH_IS_CPU_BUILD="0") if line.startswith("install ")]
     assert asked[-2:] == ["install cpu/requirements.lock", "install cpu/requirements-cuda.lock"]
+
+
+# Stands in for pip where torch's CPU build is asked for; the file $TORCH decides what comes of that.
+PIP_OF_TORCH = """#!/bin/sh
+printf '%s DS_BUILD_OPS=%s\\n' "$*" "$DS_BUILD_OPS" >> "$LOG"
+case "$*" in
+  -c*) exit 1 ;;
+  *requirements-torch-cpu*) trap 'echo "ERROR: Operation cancelled by user"; exit 1' INT; . "$TORCH" ;;
+esac
+"""
+
+
+def start_on_cpu(copied: Path, torch: str) -> subprocess.Popen[str]:
+    """Start install_lock.sh as a terminal would, with what pip does where torch's CPU build is asked for."""
+    (copied / "venv" / "bin" / "python").write_text(PIP_OF_TORCH)
+    (copied / "torch").write_text(torch)
+    return subprocess.Popen(
+        [copied / "docker" / "install_lock.sh", "cpu", "venv"], cwd=copied, text=True, start_new_session=True,
+        env={**os.environ, "LOG": str(copied / "log"), "TORCH": str(copied / "torch")}, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def test_that_torchs_cpu_build_is_not_on_offer_is_no_error(copied: Path) -> None:
+    done = start_on_cpu(copied, "echo 'ERROR: No matching distribution found for torch==2.13.0+cpu'; exit 1")
+    assert (done.communicate(timeout=60)[1], done.returncode) == ("", 0)
+    assert "cpu/requirements.lock" in (copied / "log").read_text()
+
+
+def test_another_build_of_that_version_is_told_and_no_error(copied: Path) -> None:
+    done = start_on_cpu(copied, "echo 'ERROR: THESE PACKAGES DO NOT MATCH THE HASHES'; exit 1")
+    assert (done.communicate(timeout=60)[1], done.returncode) == ("ERROR: THESE PACKAGES DO NOT MATCH THE HASHES\n", 0)
+    assert "cpu/requirements.lock" in (copied / "log").read_text()
+
+
+def test_a_pip_that_was_interrupted_ends_the_set_up_before_the_large_build_is_fetched(copied: Path) -> None:
+    done = start_on_cpu(copied, "echo 'ERROR: Operation cancelled by user'; exit 7")
+    assert (done.communicate(timeout=60)[1], done.returncode) == ("ERROR: Operation cancelled by user\n", 7)
+    assert "cpu/requirements.lock" not in (copied / "log").read_text()
+
+
+def test_ctrl_c_ends_the_set_up_although_pip_catches_it(copied: Path) -> None:
+    running = copied / "running"
+    done = start_on_cpu(copied, f"touch {running}; for wait in $(seq 200); do sleep 0.05; done")
+    end = time.monotonic() + 30
+    while not running.exists():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    os.killpg(done.pid, signal.SIGINT)
+    done.communicate(timeout=60)
+    assert done.returncode == 128 + signal.SIGINT
+    assert "cpu/requirements.lock" not in (copied / "log").read_text()
 
 
 def test_an_unknown_generation_is_answered_with_those_there_are(tmp_path: Path) -> None:

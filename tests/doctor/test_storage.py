@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,25 @@ def test_a_folder_that_cannot_be_written_to(monkeypatch: pytest.MonkeyPatch, tmp
     assert str(tmp_path) in found.what
 
 
+def test_what_is_no_folder_has_no_room_either() -> None:
+    (found,) = disks([Space(purpose="prepared data", folder=Path("/dev/null/prepared"), needed=0)])
+    assert (found.id, found.level) == ("folder-not-writable", Level.error)
+    assert found.what == "/dev/null is no folder, and prepared data go to /dev/null/prepared"
+
+
+def test_a_folder_that_cannot_be_entered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(storage.os, "access", lambda path, mode: not mode & os.X_OK)
+    assert "folder-not-writable" in {found.id for found in disks([Space(purpose="a", folder=tmp_path, needed=0)])}
+
+
+def test_what_lies_in_a_closed_folder_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(_: Path) -> bool:
+        raise PermissionError("closed")
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    assert existing(tmp_path / "a" / "b") == tmp_path
+
+
 def test_the_nearest_folder_that_is_there(tmp_path: Path) -> None:
     assert existing(tmp_path / "a" / "b") == tmp_path
     assert existing(tmp_path) == tmp_path
@@ -199,3 +219,25 @@ def test_a_model_to_download_and_a_machine_told_to_stay_offline(monkeypatch: pyt
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     assert only(look(), "hub-model").level is Level.ok
     assert "hub-model" not in {found.id for found in look("model.weights=random")}
+
+
+def test_a_token_that_cannot_be_read_is_a_finding_among_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path))
+    findings = look()
+    found = only(findings, "hub-token")
+    assert (found.level, found.data["is_there"]) == (Level.error, False)
+    assert found.fix is not None and found.fix.startswith(f"rm -r {tmp_path}, then hf auth login")
+    assert "disk-space" in {other.id for other in findings}
+
+
+def test_a_token_in_a_folder_that_is_closed_is_not_looked_at_where_another_is_used(
+    token, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError("closed")
+
+    monkeypatch.setenv("HF_TOKEN", "hf_secretsecretsecret")
+    monkeypatch.setattr(Path, "stat", refuse)
+    assert storage._token(None).what == "a token for the hub is in HF_TOKEN"

@@ -345,3 +345,9 @@ def test_the_table_of_two_evaluations_shows_their_difference_with_its_error() ->
 
 def test_a_perplexity_is_no_percentage() -> None:
     assert "12.35" in shown(record("after", 12.3456, higher_is_better=False, groups={}))
+
+
+def test_names_with_brackets_are_shown_as_they_are() -> None:
+    groups = {"[a/b] sums": {"value": 0.5, "num_items": 4}, "[/x]": {"value": 0.5, "num_items": 4}}
+    text = shown(record("after [bold]", 0.5, groups=groups))
+    assert "[a/b] sums" in text and "[/x]" in text and "after [bold]" in text

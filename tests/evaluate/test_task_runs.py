@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tunebook.evaluate import harness, task_runs, worker
+from tunebook.evaluate import evaluation, harness, parts, task_runs, worker
 
 pytestmark = pytest.mark.usefixtures("quiet_harness")
 
@@ -217,6 +218,32 @@ def test_a_single_task_that_fails_ends_with_its_own_error(
     assert "evaluation: the word_perplexity of whole_text is nan: most likely" in capfd.readouterr().err
     assert not (run / "evaluation" / "before.json").exists()
     assert not (run / "evaluation" / "parts").exists()
+
+
+@pytest.mark.parametrize("place", ["task", "part", "record"])
+def test_a_full_disk_ends_it_at_once_and_is_no_tasks_fault(
+    task_file: TaskFile,
+    known_run: KnownRun,
+    ran: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    place: str,
+) -> None:
+    def fill(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run = known_run([task_file("next_word"), task_file("choice")])
+    module, name = {
+        "task": (harness, "_task_spec"),
+        "part": (parts, "atomic_write_text"),
+        "record": (evaluation, "atomic_write_json"),
+    }[place]
+    monkeypatch.setattr(module, name, fill)
+    assert evaluate(run) == 3
+    said = capfd.readouterr().err
+    assert "evaluation: no space is left for the evaluation: the disk of " in said
+    assert "refuses task" not in said
+    assert ran == {"task": [], "part": ["next_word"], "record": ["next_word", "choice"]}[place]
 
 
 def change_to_nan(run: Path) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
+from huggingface_hub import constants
 
 from tunebook.config.choices import Weights
 from tunebook.config.schema import ModelConfig
-from tunebook.errors import RequestError
-from tunebook.model.hub import check_hub_model, fetch_config
+from tunebook.errors import DoesNotFitError, RequestError
+from tunebook.model.hub import check_hub_model, fetch_config, fetch_weights
 from tunebook.model.load import check_model
 
 MODEL = ModelConfig(name="organisation/name", revision="abc")
@@ -53,4 +55,24 @@ def test_a_cache_without_the_weights_is_not_enough(cached: Path) -> None:
 def test_a_repository_without_config_is_no_model(cached: Path) -> None:
     (cached / "config.json").unlink()
     with pytest.raises(RequestError, match=r"'organisation/name' cannot be loaded: it has no config\.json"):
+        fetch_config(MODEL)
+
+
+def test_a_disk_that_fills_up_while_a_model_is_fetched_is_no_wrong_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(*_: Any, **__: Any) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fill)
+    for fetch in (fetch_config, fetch_weights):
+        with pytest.raises(
+            DoesNotFitError, match=r"no space is left for the model 'organisation/name'.*HF_HOME=FOLDER"
+        ):
+            fetch(MODEL)
+
+
+def test_a_token_that_cannot_be_read_is_named_and_not_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path))
+    with pytest.raises(RequestError, match=rf"{tmp_path}, where .* is a folder; type: rm -r {tmp_path}, then hf auth"):
         fetch_config(MODEL)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +16,11 @@ from typing import TYPE_CHECKING, Any
 from tunebook.config.book import resolve_path
 from tunebook.config.schema import DatasetSource
 from tunebook.data.corpus import ROWS_PER_BATCH
+from tunebook.data.file_hashes import CACHE_VARIABLE
 from tunebook.data.files import hash_folder
 from tunebook.errors import DataError, RequestError, did_you_mean
+from tunebook.model.hub import local_problem
+from tunebook.record.disk import is_disk_full, no_space
 
 if TYPE_CHECKING:
     import datasets
@@ -120,12 +124,13 @@ def _prepare_builder(
     from datasets.exceptions import DatasetGenerationError
 
     try:
-        if repository.folder is not None:
-            # What is made from a folder belongs to this run; what is made from the hub is shared by all.
-            builder = datasets.load_dataset_builder(str(repository.folder), source.subset, cache_dir=str(cache_dir))
-        else:
-            builder = datasets.load_dataset_builder(repository.name, source.subset, revision=repository.revision)
-        builder.download_and_prepare()
+        with _local_problems(repository.name, cache_dir if repository.folder is not None else None):
+            if repository.folder is not None:
+                # What is made from a folder belongs to this run; what is made from the hub is shared by all.
+                builder = datasets.load_dataset_builder(str(repository.folder), source.subset, cache_dir=str(cache_dir))
+            else:
+                builder = datasets.load_dataset_builder(repository.name, source.subset, revision=repository.revision)
+            builder.download_and_prepare()
     except _unreachable_errors():
         raise
     except FileNotFoundError as error:
@@ -144,6 +149,20 @@ def _prepare_builder(
             f"{key}.subset={source.subset or 'null'} of {source.name}: {error}", problem_id="hub-unknown-split"
         ) from error
     return builder
+
+
+@contextmanager
+def _local_problems(name: str, folder: Path | None) -> Iterator[None]:
+    """Turn what this machine is to blame for into what to do about it; `folder`, unless the hub's cache, is filled."""
+    try:
+        yield
+    except Exception as error:  # the library wraps them in errors of its own
+        if folder is not None and is_disk_full(error):
+            advice = f"free some space, or name a folder on another disk: {CACHE_VARIABLE}=DIR"
+            raise no_space(f"the data set {name}", folder, advice) from error
+        if problem := local_problem(error, f"the data set {name}"):
+            raise problem from error
+        raise
 
 
 def _unreachable_errors() -> tuple[type[Exception], ...]:
@@ -166,7 +185,8 @@ def _ask_revision(source: DatasetSource, key: str) -> str:
     )
 
     try:
-        return str(HfApi().dataset_info(source.name or "", revision=source.revision).sha)
+        with _local_problems(source.name or "", None):
+            return str(HfApi().dataset_info(source.name or "", revision=source.revision).sha)
     except HFValidationError as error:
         raise RequestError(
             f"{key}.name={source.name} is no name on the hub (organisation/name), and there is no folder "

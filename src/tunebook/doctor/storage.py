@@ -14,6 +14,7 @@ from tunebook.config.choices import MasterWeights, OptimizerName, PeftMethod, We
 from tunebook.config.schema import RunConfig, ZeroConfig
 from tunebook.data.file_hashes import cache_root
 from tunebook.doctor.findings import Finding, Kind, Level, size_text
+from tunebook.model.hub_token import unreadable_token
 
 GIB = 2**30
 _MIN_FREE_GIB = 5.0  # records, prepared data, compiled operators
@@ -110,11 +111,21 @@ def is_cached(name: str, revision: str | None) -> bool:
 
 
 def disks(spaces: list[Space]) -> Iterator[Finding]:
-    """One finding per disk, and one per folder that cannot be written to."""
+    """One finding per disk, and one per folder that cannot be written to or made."""
     by_disk: dict[int, list[Space]] = {}
     for space in spaces:
         there = existing(space.folder)
-        if not os.access(there, os.W_OK):
+        if not there.is_dir():
+            yield Finding(
+                id="folder-not-writable",
+                kind=Kind.storage,
+                level=Level.error,
+                what=f"{there} is no folder, and {space.purpose} go to {space.folder}",
+                fix="another folder: outputs=FOLDER, TUNEBOOK_CACHE, HF_HOME",
+                data={"folder": str(space.folder)},
+            )
+            continue  # nothing can be put there, however much room its disk has
+        if not os.access(there, os.W_OK | os.X_OK):
             yield Finding(
                 id="folder-not-writable",
                 kind=Kind.storage,
@@ -192,7 +203,8 @@ def _mount_point(folder: Path) -> Path:
 
 def existing(folder: Path) -> Path:
     """The folder, or the nearest one above that is there."""
-    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    # os.path, to which what lies in a closed folder is not there: Path raises PermissionError.
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))  # noqa: PTH110
 
 
 def _hub_model(config: RunConfig | None) -> Iterator[Finding]:
@@ -219,6 +231,15 @@ def _token(config: RunConfig | None) -> Finding:
     from huggingface_hub import constants, get_token
 
     file = Path(constants.HF_TOKEN_PATH)
+    if problem := unreadable_token():
+        return Finding(
+            id="hub-token",
+            kind=Kind.storage,
+            level=Level.error,
+            what=problem.what,
+            fix=problem.fix,
+            data={"is_there": False, "source": None},
+        )
     is_there = get_token() is not None
     source = "HF_TOKEN" if os.environ.get("HF_TOKEN") else str(file)
     target = config.training.push_to_hub if config is not None else None
@@ -235,7 +256,7 @@ def _token(config: RunConfig | None) -> Finding:
     if not is_there:
         what = "no token for the hub: gated models cannot be downloaded (hf auth login, or HF_TOKEN)"
         return Finding(id="hub-token", kind=Kind.storage, what=what, data=data)
-    if file.is_file() and stat.S_IMODE(file.stat().st_mode) & 0o044:
+    if _is_open_to_others(file):
         return Finding(
             id="hub-token",
             kind=Kind.storage,
@@ -245,3 +266,11 @@ def _token(config: RunConfig | None) -> Finding:
             data=data,
         )
     return Finding(id="hub-token", kind=Kind.storage, what=f"a token for the hub is in {source}", data=data)
+
+
+def _is_open_to_others(file: Path) -> bool:
+    try:
+        mode = file.stat().st_mode
+    except OSError:  # none there, or in a closed folder
+        return False
+    return stat.S_ISREG(mode) and bool(stat.S_IMODE(mode) & 0o044)

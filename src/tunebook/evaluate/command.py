@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from tunebook.config.book import as_word
 from tunebook.config.frozen import config_to_yaml, load_config
@@ -246,20 +247,20 @@ def score_table(records: list[dict[str, Any]], run: Path | None = None) -> Table
     table.add_column("task")
     table.add_column("items", justify="right")
     for record in records:
-        table.add_column(record["when"], justify="right")
+        table.add_column(Text(record["when"]), justify="right")
     if len(records) == 2:
         table.add_column("change", justify="right")
     answers = [answers_of(run, record) if run and len(records) == 2 else {} for record in records]
     last = records[-1]
     for name, task in last["tasks"].items():
         cells = [*(_score(r, name) for r in records), *_change(records, answers, name)]
-        table.add_row(f"{name} ({task['metric']})", str(task["num_items"]), *cells)
+        table.add_row(Text(f"{name} ({task['metric']})"), str(task["num_items"]), *cells)  # brackets are no markup
         for group, score in task["groups"].items():
             cells = [_percent(r["tasks"].get(name, {}).get("groups", {}).get(group)) for r in records]
-            table.add_row(f"  {group}", str(score["num_items"]), *cells, *_change(records, answers, name, group))
+            table.add_row(Text(f"  {group}"), str(score["num_items"]), *cells, *_change(records, answers, name, group))
     if last["baseline"] is not None:
         cells = ["" for _ in records[:-1]] + [_percent(last["baseline"])]
-        table.add_row(f"baseline: {last['baseline']['name']}", "", *cells)
+        table.add_row(Text(f"baseline: {last['baseline']['name']}"), "", *cells)
     return table
 
 

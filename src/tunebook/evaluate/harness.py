@@ -22,6 +22,7 @@ from tunebook.evaluate.conversations import check_prompt_lengths, read_conversat
 from tunebook.evaluate.needs.nltk_data import search_path
 from tunebook.evaluate.task_files import TaskFile
 from tunebook.record.atomic_files import sha256_file, sha256_text
+from tunebook.record.disk import is_disk_full
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -93,7 +94,7 @@ def load_tasks(tasks: Sequence[TaskFile | str], prompting: Prompting, settings: 
     """The harness' own objects, each with its data; those without are named under `missing`.
 
     Raises: RequestError for a task that the harness refuses, and where the data of no task is here; DataError for
-    held-out conversations that cannot be used.
+    held-out conversations that cannot be used; whatever a full disk raises.
     """
     from lm_eval.tasks import TaskManager
 
@@ -231,6 +232,8 @@ def _load(manager: Any, task: TaskFile | str, prompting: Prompting, settings: Ha
     except (ConnectionError, FileNotFoundError) as error:
         raise _missing(name, error) from error
     except Exception as error:  # a task's own functions and templates may raise anything
+        if is_disk_full(error):
+            raise
         if str(error).startswith(_NO_CACHE):
             raise _missing(name, error) from error
         raise RequestError(

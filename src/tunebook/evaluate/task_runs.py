@@ -28,6 +28,7 @@ from tunebook.evaluate.harness import (
 from tunebook.evaluate.parts import Part, Parts, key_of, requests_hash
 from tunebook.evaluate.progress import AnswerProgress
 from tunebook.evaluate.results import as_stored, settings_hash, task_answers, task_scores
+from tunebook.record.disk import is_disk_full
 
 if TYPE_CHECKING:
     from tunebook.evaluate.request_model import RequestModel
@@ -60,7 +61,7 @@ class TaskRuns:
     failed: dict[str, Exception] = field(default_factory=dict)
 
     def run(self) -> None:
-        """All of it. Raises: what loading the model raises; a failing task is noted under `failed`."""
+        """All of it. Raises: what loading the model or a full disk raises; a failing task is noted under `failed`."""
         self.failed |= self.loaded.missing
         for error in self.loaded.missing.values():
             self.progress.say(f"left out: {error.message}")
@@ -75,6 +76,8 @@ class TaskRuns:
             try:
                 self._run_one(task, model)
             except Exception as error:
+                if is_disk_full(error):  # what the next ones answer could not be kept either
+                    raise
                 self.failed[task.name] = error
                 if not isinstance(error, TunebookError):
                     traceback.print_exc(file=sys.stderr)

@@ -21,6 +21,7 @@ from tunebook.evaluate.batch_size import read_batch_size
 from tunebook.evaluate.code.checks import with_samples
 from tunebook.evaluate.code.choice import take_words
 from tunebook.evaluate.evaluation import Evaluation, evaluate, help_evaluate
+from tunebook.evaluate.full_disk import full_disk
 from tunebook.evaluate.helping import leave_signals_to_the_first
 from tunebook.evaluate.spread import choose_spread, is_for_gpus, loaded_gib
 from tunebook.evaluate.suites import suite_settings
@@ -28,6 +29,7 @@ from tunebook.evaluate.task_files import resolve_task
 from tunebook.hardware.detect import detect_machine
 from tunebook.model.adapters import holds_model
 from tunebook.record.binding import MISMATCHES, recorded_beside, recorded_by_run
+from tunebook.record.disk import is_disk_full
 from tunebook.record.files import RUN_FILE
 
 AFTER = "after"
@@ -37,8 +39,8 @@ def main(words: list[str] | None = None) -> int:
     """Run one evaluation from the command line; the exit code is the error's."""
     started = time.monotonic()
     words = sys.argv[1:] if words is None else words
+    request = _parse(words)
     try:
-        request = _parse(words)
         evaluation = _evaluation_of(request)
         if request.helper is not None:
             leave_signals_to_the_first()
@@ -48,6 +50,12 @@ def main(words: list[str] | None = None) -> int:
     except TunebookError as error:
         print(f"evaluation: {error.message}", file=sys.stderr)
         return error.exit_code
+    except Exception as error:
+        if not is_disk_full(error):
+            raise
+        problem = full_disk(request.run.absolute() / "evaluation")
+        print(f"evaluation: {problem.message}", file=sys.stderr)
+        return problem.exit_code
     return 0
 
 

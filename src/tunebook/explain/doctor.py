@@ -200,7 +200,8 @@ _STORAGE: dict[str, Explanation] = {
     ),
     "hub-token": Explanation(
         summary="Whether there is a token for the hub, which is never printed.",
-        why="Gated models and private data sets are only given to an account that may read them.",
+        why="Gated models and private data sets are only given to an account that may read them. A file for the token "
+        "that is there and cannot be read fails every request, also for what is public.",
         advice="hf auth login, or HF_TOKEN in the environment.",
     ),
 }

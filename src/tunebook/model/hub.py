@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from tunebook.config.schema import ModelConfig
-from tunebook.errors import RequestError
+from tunebook.errors import RequestError, TunebookError
+from tunebook.model.hub_token import token_problem
 from tunebook.model.weight_files import STORED_PATTERNS, find_weight_files
+from tunebook.record.disk import is_disk_full, no_space
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
@@ -54,7 +56,8 @@ def why_no_upload() -> str | None:
 def fetch_config(model: ModelConfig) -> Path:
     """The folder with a hub model's config.json, fetched or from the cache.
 
-    Not left to transformers, which tries for half a minute where there is no network. Raises: RequestError.
+    Not left to transformers, which tries for half a minute where there is no network. Raises: RequestError, and
+    DoesNotFitError where the disk is full.
     """
     from huggingface_hub import snapshot_download
 
@@ -72,7 +75,7 @@ def fetch_config(model: ModelConfig) -> Path:
 def fetch_weights(model: ModelConfig) -> Path:
     """The folder with a hub model's weight files, fetched or from the cache: those that transformers would read.
 
-    Raises: RequestError.
+    Raises: RequestError, and DoesNotFitError where the disk is full.
     """
     from huggingface_hub import snapshot_download
 
@@ -101,11 +104,29 @@ def check_hub_model(model: ModelConfig) -> None:
         raise hub_problem(error, "model", model.name) from error
 
 
-def hub_problem(error: BaseException, kind: str, name: str, *, key: str = "model.name=null model.path") -> RequestError:
+def local_problem(error: BaseException, what: str) -> TunebookError | None:
+    """The error for what could not be had of the hub because of this machine; None where it is not to blame."""
+    from huggingface_hub import constants
+
+    if is_disk_full(error):
+        advice = "free some space, or use another disk: HF_HOME=FOLDER in front of the command"
+        return no_space(what, Path(constants.HF_HOME), advice)
+    if token := token_problem(error):
+        return RequestError(
+            f"the hub cannot be asked for {what}: {token.what}; type: {token.fix}", problem_id="hub-token"
+        )
+    return None
+
+
+def hub_problem(
+    error: BaseException, kind: str, name: str, *, key: str = "model.name=null model.path"
+) -> TunebookError:
     """The error to raise when a `kind` (model, tokenizer) called `name` could not be loaded.
 
     `key` is what names a folder instead.
     """
+    if problem := local_problem(error, f"the {kind} '{name}'"):
+        return problem
     if is_out_of_reach(error):
         return RequestError(
             f"the hub is out of reach and the {kind} '{name}' is not in its cache. Work offline: on a machine with "

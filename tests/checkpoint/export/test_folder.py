@@ -38,6 +38,9 @@ def test_room_is_asked_for_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     check_room(tmp_path / "a" / "b", 2**30 - 50_000_000)
     with pytest.raises(DoesNotFitError, match=r"has 1\.00 GiB free and the export takes 3\.00 GiB; .*--to"):
         check_room(tmp_path / "a" / "b", 3 * 2**30)
+    disk.free = 40 * 2**20  # enough for the weights of this one, and not for what comes with them
+    with pytest.raises(DoesNotFitError, match=r"has 40 MiB free and the export takes 4 MiB; 48 MiB are to be free bes"):
+        check_room(tmp_path, 4 * 2**20)
     disk.total = 0  # a file system that does not count
     check_room(tmp_path, 3 * 2**30)
 

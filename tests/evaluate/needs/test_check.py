@@ -7,6 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from tunebook.errors import RequestError
 from tunebook.evaluate.needs import check, nltk_data
@@ -121,6 +122,16 @@ def test_the_hub_is_not_asked_where_it_must_not_be(
     (lack,) = find_lacks([task("zoo/open")])
     assert "the hub is out of reach" in lack.lacks
     assert hub == []
+
+
+def test_a_token_that_cannot_be_read_is_not_taken_for_a_lost_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path))
+    hub = Hub()
+    refusal = hub.refusal("zoo/a")
+    assert refusal is not None and refusal.startswith(f"{tmp_path}, where the hub's token is looked for, is a folder; ")
+    assert hub.is_reached
 
 
 @pytest.mark.usefixtures("no_network")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import io
 from collections.abc import Callable
 from pathlib import Path
@@ -7,9 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 from rich.console import Console
 
-from tunebook.errors import RequestError
+from tunebook.errors import DoesNotFitError, RequestError
 from tunebook.evaluate.needs import fetch, nltk_data
 from tunebook.evaluate.needs.check import find_lacks
 from tunebook.evaluate.needs.command import fetch_command
@@ -135,3 +137,25 @@ def test_what_cannot_be_fetched_is_said(asked: dict[str, Any], problem_id: str) 
     with pytest.raises(RequestError) as raised:
         fetch_command(None, [], [], Console(), **asked)
     assert raised.value.problem_id == problem_id
+
+
+def test_a_disk_that_is_full_ends_it(
+    hub: Hub, task: Callable[[str, str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(hub, "download_and_prepare", fill)
+    with pytest.raises(DoesNotFitError, match=r"for the data set zoo/open \(cats\): .*HF_HOME=FOLDER"):
+        fetch_tasks([task("zoo/open", "cats"), task("zoo/open", "dogs")], lambda _: None)
+    assert len(hub.asked) == 1
+
+
+def test_a_token_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path))
+    overrides = ["model=hub", "model.name=some/model", "dataset=hub", "dataset.name=some/data"]
+    with pytest.raises(RequestError) as raised:
+        fetch_command("quickstart", overrides, [], Console(file=io.StringIO()), suite=None, tasks=None)
+    for what in ("model 'some/model'", "data set some/data"):
+        assert f"the hub cannot be asked for the {what}: {tmp_path}, where the hub's token" in raised.value.message
+    assert raised.value.message.count(f"type: rm -r {tmp_path}, then hf auth login") == 2

@@ -48,10 +48,16 @@ def check_room(folder: Path, num_bytes: int) -> None:
     disk = shutil.disk_usage(there)
     if disk.total and disk.free < num_bytes + _ROOM_BESIDES:  # a total of 0: a file system that does not count
         raise DoesNotFitError(
-            f"the disk of {folder} has {disk.free / 2**30:.2f} GiB free and the export takes {num_bytes / 2**30:.2f} "
-            "GiB; free some space, or write elsewhere: --to /a/folder/on/another/disk",
+            f"the disk of {folder} has {_size_text(disk.free)} free and the export takes {_size_text(num_bytes)}; "
+            f"{_size_text(_ROOM_BESIDES)} are to be free besides. Free some space, or write elsewhere: "
+            "--to /a/folder/on/another/disk",
             problem_id="disk-full",
         )
+
+
+def _size_text(num_bytes: int) -> str:
+    """Bytes for people: 12 MiB, 1.50 GiB."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
 
 
 @contextmanager

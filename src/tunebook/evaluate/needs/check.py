@@ -18,6 +18,7 @@ from tunebook.evaluate.needs.modules import missing_packages
 from tunebook.evaluate.needs.nltk_data import NltkData, nltk_data_of
 from tunebook.evaluate.task_files import TaskFile, resolve_task
 from tunebook.model.hub import is_out_of_reach
+from tunebook.model.hub_token import token_problem
 
 _OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 _OUT_OF_REACH = "the hub is out of reach"
@@ -66,6 +67,8 @@ class Hub:
         except RepositoryNotFoundError:
             return "the hub has no such data set, or it is private (`hf auth login`)"
         except (OSError, ValueError, HTTPError) as error:
+            if token := token_problem(error):
+                return f"{token.what}; type: {token.fix}"
             is_an_answer = isinstance(error, HfHubHTTPError) and not is_out_of_reach(error)
             self.is_reached = is_an_answer
             return str(error).splitlines()[0] if is_an_answer else _OUT_OF_REACH

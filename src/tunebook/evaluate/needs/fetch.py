@@ -11,13 +11,13 @@ from functools import partial
 
 from tunebook.config.choices import Source
 from tunebook.config.schema import DatasetSource, RunConfig
-from tunebook.errors import RequestError, TunebookError
+from tunebook.errors import DoesNotFitError, RequestError, TunebookError
 from tunebook.evaluate.needs import nltk_data
 from tunebook.evaluate.needs.check import Hub, leaves_of, listed, missing_data, missing_nltk
 from tunebook.evaluate.needs.data_sets import DataSet
 from tunebook.evaluate.needs.modules import missing_packages
 from tunebook.evaluate.task_files import check_tasks, resolve_task
-from tunebook.model.hub import is_out_of_reach
+from tunebook.model.hub import is_out_of_reach, local_problem
 
 Say = Callable[[str], None]
 
@@ -72,6 +72,8 @@ def _done(label: str, fetch: Callable[[], object], say: Say) -> list[str]:
     say(f"fetching {label}")
     try:
         fetch()
+    except DoesNotFitError:  # there is no room for what comes after it either
+        raise
     except TunebookError as error:
         return [error.message if error.message.startswith(label) else f"{label}: {error.message}"]
     return []
@@ -85,7 +87,7 @@ def _load(data: DataSet) -> None:
         builder = datasets.load_dataset_builder(data.path, data.subset, **data.options)
         builder.download_and_prepare()
     except Exception as error:  # the library's own, the hub's, and whatever reading a broken file raises
-        raise _problem(error) from error
+        raise _problem(error, data.label) from error
 
 
 def _fetch_model(config: RunConfig) -> None:
@@ -104,11 +106,13 @@ def _fetch_data_set(source: DatasetSource) -> None:
     try:
         snapshot_download(source.name, repo_type="dataset", revision=source.revision)
     except (OSError, ValueError) as error:  # the hub's own errors are kinds of these
-        raise _problem(error) from error
+        raise _problem(error, source.name) from error
 
 
-def _problem(error: BaseException) -> RequestError:
+def _problem(error: BaseException, name: str) -> TunebookError:
     """Why a data set could not be had."""
+    if problem := local_problem(error, f"the data set {name}"):
+        return problem
     if is_out_of_reach(error):
         return RequestError(
             "the hub is out of reach; type the same where there is a network, and bring HF_HOME from there",

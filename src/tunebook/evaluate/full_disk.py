@@ -1,0 +1,30 @@
+"""What to say where a disk fills up during an evaluation, which writes to several."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from tunebook.errors import DoesNotFitError
+from tunebook.record.disk import no_space
+
+
+def full_disk(results: Path) -> DoesNotFitError:
+    """The error for the one that has the least room left; libraries seldom say which file they were writing."""
+    from huggingface_hub import constants
+
+    temporary, hub = Path(tempfile.gettempdir()), Path(constants.HF_HOME)
+    again = "then type the same again, which takes the tasks that are finished"
+    advice = {
+        results: f"free some space, {again}",
+        temporary: f"free some space or use another disk, TMPDIR=FOLDER in front of the command; {again}",
+        hub: f"free some space or use another disk, HF_HOME=FOLDER in front of the command; {again}",
+    }
+    fullest = min(advice, key=_free)  # the first of those that share a disk
+    return no_space("the evaluation", fullest, advice[fullest])
+
+
+def _free(folder: Path) -> int:
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    return shutil.disk_usage(there).free
