@@ -125,6 +125,49 @@ def test_packed_weights_are_not_counted(model, tmp_path):
     assert (plain.num_parameters, packed.num_parameters) == (7, 4944)
 
 
+@pytest.fixture
+def stored(tmp_path):
+    """`stored("model.safetensors", 7)`: a file whose header tells of that many parameters."""
+
+    def write(name, num_parameters):
+        header = json.dumps({name: {"dtype": "U8", "shape": [num_parameters, 1], "data_offsets": [0, 0]}}).encode()
+        (tmp_path / name).write_bytes(len(header).to_bytes(8, "little") + header)
+
+    return write
+
+
+SHARDS = {"model-00001-of-00002.safetensors": 500, "model-00002-of-00002.safetensors": 30}
+
+
+@pytest.mark.parametrize(
+    ("files", "indexed", "expected"),
+    [
+        ({"model.safetensors": 7, "consolidated.safetensors": 7}, [], 7),
+        (SHARDS | {"consolidated.safetensors": 530}, SHARDS, 530),
+        (SHARDS | {"model.safetensors": 7}, SHARDS, 7),
+        ({"model-00001-of-00002.safetensors": 500}, SHARDS, 4944),
+        ({"consolidated.safetensors": 7}, [], 4944),
+    ],
+    ids=["beside one file", "beside shards", "one file before shards", "a shard is absent", "only another library's"],
+)
+def test_only_files_that_transformers_reads_are_counted(model, stored, tmp_path, files, indexed, expected):
+    """A folder as Mistral publishes it holds every weight twice; a download that broke off holds too few."""
+    for name, num_parameters in files.items():
+        stored(name, num_parameters)
+    if indexed:
+        index = {"weight_map": {f"{name}.{part}": name for name in indexed for part in "ab"}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    facts = read_facts(model())
+    assert facts is not None and facts.num_parameters == expected
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": ["a"]}', '{"weight_map": {"a": 1}}', "{}"])
+def test_an_index_that_is_none_leaves_the_number_to_the_formula(model, tmp_path, text):
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    facts = read_facts(model())
+    assert facts is not None and facts.num_parameters == 4944
+
+
 def test_quantised_layers_of_a_hub_model_are_built_or_the_cache_would_not_be_asked_of_them(model, built, monkeypatch):
     file = base_model._config_file(model(quantization_config=BY_BITSANDBYTES))
     monkeypatch.setattr(base_model, "_config_file", lambda _: file)

@@ -9,6 +9,8 @@ from tunebook.launch import changes, draft
 from tunebook.launch.changes import Change, Fitting, changes_that_fit
 from tunebook.launch.draft import draft_run
 
+HOPPER = ("hardware=hopper", "hardware.gpus_per_node=8", "hardware.host_memory_gib=64")
+
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch):
@@ -133,7 +135,7 @@ def test_as_json():
     fitting = Fitting(change=change, total_gib=12.34567, tokens_per_second_per_gpu=1234.56, speed=0.45678)
     assert fitting.to_json() == {
         "overrides": ["parallelism=zero3"], "total_gib": 12.346, "tokens_per_second_per_gpu": 1234.6, "speed": 0.457,
-        "cost": "estimated 1,235 tokens/s per GPU, 46% of the run as asked",
+        "leave_out": [], "cost": "estimated 1,235 tokens/s per GPU, 46% of the run as asked",
     }  # fmt: skip
 
 
@@ -144,3 +146,111 @@ def test_as_json():
 def test_what_has_no_estimate_says_so(speed, cost):
     change = Change(words=("parallelism=zero3_offload",), speed=None, note="on the host")
     assert Fitting(change=change, total_gib=1.0, tokens_per_second_per_gpu=speed).cost == cost
+
+
+def test_activations_that_fill_the_host_are_left_on_the_gpu(monkeypatch):
+    candidates = changes._candidates
+
+    def only(draft_to_mend):
+        return [one for one in candidates(draft_to_mend) if "activation.offload=false" in one.words]
+
+    monkeypatch.setattr(changes, "_candidates", only)
+    long_rows = ("packing.row_length=32768", "activation=stored", "activation.offload=true")
+    fitting = offered("qwen3b_zero2", *HOPPER, "parallelism=fsdp", *long_rows)
+    assert words_of(fitting)[0] == "activation.offload=false activation=checkpointing"
+    assert (round(fitting[0].total_gib, 1), fitting[0].change.changes_learning) == (26.1, False)
+    assert fitting[0].cost.startswith("activations stay on the GPU; estimated ")
+
+
+def test_a_paged_optimizer_that_fills_the_host_has_a_twin_that_does_not():
+    fitting = offered("qwen3b_zero2", *HOPPER, "parallelism=ddp", "optimizer=paged_adamw_32bit")
+    assert words_of(fitting)[0] == "optimizer=adamw"
+    assert (round(fitting[0].total_gib, 1), fitting[0].change.changes_learning) == (72.4, False)
+
+
+@pytest.mark.parametrize(("host_gib", "is_tried"), [(20, True), (4000, False)])
+def test_what_spares_the_host_is_tried_only_where_the_host_is_too_small(host_gib, is_tried):
+    words = ["hardware=hopper", "hardware.gpus_per_node=8", "parallelism=ddp", "activation.offload=true",
+             "optimizer=paged_adamw_32bit", f"hardware.host_memory_gib={host_gib}"]  # fmt: skip
+    candidates = changes._candidates(draft_run("qwen3b_zero2", words, []))
+    tried = {" ".join(change.words) for change in candidates}
+    sparing = {"activation.offload=false", "activation.offload=false activation=checkpointing", "optimizer=adamw"}
+    assert sparing & tried == (sparing if is_tried else set())
+
+
+def test_a_typed_key_that_a_change_has_no_use_for_is_said_to_be_left_out():
+    words = ("hardware=ada", "parallelism=zero2", "hardware.gpus_per_node=4")
+    plain, fitting = offered("qwen3b_zero2", *words), offered("qwen3b_zero2", *words, "parallelism.overlap_comm=true")
+    expected = ["parallelism=fsdp", "parallelism=fsdp_offload", "parallelism=zero3_offload"]
+    assert words_of(plain) == words_of(fitting) == expected
+    assert [one.left_out for one in plain] == [(), (), ()]
+    left_out = ("parallelism.overlap_comm=true",)
+    assert [one.left_out for one in fitting] == [left_out, left_out, ()]  # zero3_offload knows it
+    assert fitting[0].cost.startswith("leave out parallelism.overlap_comm=true; estimated ")
+    assert fitting[0].to_json()["leave_out"] == ["parallelism.overlap_comm=true"]
+    assert [one.total_gib for one in fitting[:2]] == [one.total_gib for one in plain[:2]]
+
+
+def test_a_typed_key_that_would_bring_a_warning_is_left_out_too():
+    words = (*HOPPER, "parallelism=zero3_nvme", "parallelism.nvme_path=/tmp")
+    with_it = draft_run("qwen3b_zero2", [*words, "parallelism=zero3"], [])
+    assert [problem.id for problem in with_it.problems] == ["parallelism-setting-ignored"]
+    asked, zero3 = draft_run("qwen3b_zero2", [*words], []), Change(words=("parallelism=zero3",), speed=1.0)
+    tried, left_out = changes._try(zero3, "qwen3b_zero2", [*words], [], asked)
+    assert (tried.problems, left_out) == ([], ("parallelism.nvme_path=/tmp",))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "expected"),
+    [
+        (
+            "dolly3b_zero3_nvme",
+            ("parallelism=fsdp_grad_op", "hardware=turing", "hardware.gpus_per_node=2", "packing.row_length=32768"),
+            "parallelism=fsdp_offload packing.row_length=512",
+        ),
+        (
+            "qwen05b_single",
+            ("hardware=turing", "hardware.gpus_per_node=1", "training.max_length=4096", "packing.row_length=65536"),
+            "packing.row_length=4096",
+        ),
+    ],
+)
+def test_rows_that_are_too_long_are_made_shorter(recipe, words, expected, monkeypatch):
+    monkeypatch.setattr(changes, "HOW_MANY", 1)
+    fitting = offered(recipe, *words)
+    assert words_of(fitting)[0] == expected
+    assert "shorter rows, as many documents in each step" in fitting[0].change.note
+    tried = draft_run(recipe, [*words, *fitting[0].change.words], [])
+    assert (tried.exit_code, tried.memory.fits) == (0, True)
+
+
+def test_rows_that_nobody_asked_for_are_not_made_shorter():
+    asked = draft_run("llama3_8b_ddp", ["activation=stored", "hardware=hopper"], [])
+    assert not any("row_length" in word for change in changes._candidates(asked) for word in change.words)
+
+
+def test_one_gpu_is_offered_what_it_has_alone_and_nothing_that_a_rule_calls_useless():
+    alone = ("hardware=hopper", "hardware.gpus_per_node=1", "hardware.host_memory_gib=4")
+    words = (*alone, "parallelism=fsdp_offload")
+    fitting = offered("qwen05b_single", *words)
+    assert words_of(fitting)[0] == "parallelism=single"
+    for one in fitting:
+        assert draft_run("qwen05b_single", [*words, *one.change.words], []).problems == []
+    several = changes._candidates(draft_run("qwen3b_zero2", list(HOPPER), []))
+    assert several[0].words == ("parallelism=ddp",)
+    assert not any("parallelism=single" in change.words for change in several)
+
+
+def test_a_change_that_brings_a_warning_is_not_offered(monkeypatch):
+    words = ("hardware=hopper", "hardware.gpus_per_node=1", "hardware.host_memory_gib=4", "parallelism=fsdp_offload")
+    useless = Change(words=("parallelism=zero2",), speed=1.0)
+    tried = draft_run("qwen05b_single", [*words, *useless.words], [])
+    assert (tried.fits, [problem.id for problem in tried.problems]) == (True, ["sharding-on-one-rank"])
+    monkeypatch.setattr(changes, "_candidates", lambda _: [useless])
+    assert offered("qwen05b_single", *words) == []
+
+
+def test_the_strategy_without_the_offload_that_was_asked_for_is_another():
+    candidates = changes._candidates(draft_run("qwen3b_zero2", [*HOPPER, "parallelism=fsdp_offload"], []))
+    words = [change.words for change in candidates]
+    assert ("parallelism=fsdp",) in words and ("parallelism=fsdp_offload",) not in words

@@ -16,6 +16,7 @@ from tunebook.config.book import find_recipes
 from tunebook.errors import DoesNotFitError, RequestError, RulesError
 from tunebook.hardware.detect import Machine
 from tunebook.launch import draft
+from tunebook.launch import plan_command as plan_command_module
 from tunebook.launch.plan_command import plan_command
 
 TOO_LARGE = ("hardware=cpu", "parallelism=single", "model.liger_kernel=false")  # 46 GiB of states on 8 GiB
@@ -152,7 +153,8 @@ def test_a_plan_that_cannot_fit_ends_with_3(as_json: Any, capsys: pytest.Capture
         plan_command("qwen3b_zero2", [*TOO_LARGE], [], Console())
     out = capsys.readouterr().out
     assert "GiB are more than 8 GiB\n" in out  # below the plan itself
-    assert "None of the changes that were tried makes it fit" in out
+    assert "None of the changes that were tried makes it fit: take more or larger GPUs, a smaller model or, " in out
+    assert "a smaller training.max_length\n" in out
 
 
 def test_a_plan_whose_host_is_too_small_ends_with_3(as_json: Any) -> None:
@@ -164,6 +166,16 @@ def test_a_plan_whose_host_is_too_small_ends_with_3(as_json: Any) -> None:
     assert plan["would_fit"]  # and what would
     with pytest.raises(DoesNotFitError, match=r"1,027\.8 GiB are offloaded to a host of 931 GiB"):
         plan_command("llama2_70b_fsdp_1node", [*words], [], Console(file=io.StringIO()))
+
+
+def test_where_only_the_host_is_too_small_no_larger_gpu_is_asked_for(monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(plan_command_module, "changes_that_fit", lambda *_: [])  # as it is, after many tries
+    words = ["hardware=hopper", "hardware.gpus_per_node=8", "hardware.host_memory_gib=16", "parallelism=fsdp"]
+    with pytest.raises(DoesNotFitError, match=r"16\.0 GiB, is the processes.*hardware\.gpus_per_node=2 \(15\.5 GiB\)"):
+        plan_command("qwen3b_zero2", words, [], Console(width=200))
+    out = capsys.readouterr().out
+    assert "makes it fit, and what is too small is the host's memory: take nodes with more of it, or fewer GPUs" in out
+    assert "larger GPUs" not in out
 
 
 def test_for_people_errors_are_raised() -> None:

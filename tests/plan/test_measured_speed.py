@@ -36,6 +36,7 @@ from tunebook.plan.measured_speed import (
     Alone,
     Spread,
     rate_on_8,
+    share_beside,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,6 +120,12 @@ def test_a_loss_by_hand() -> None:
     assert rate_on_8(Strategy.zero3) == 7_969
     assert rate_on_8(Strategy.zero2) == 17_289  # and not the padded 1,863
     assert rate_on_8(Strategy.ddp) is None
+
+
+def test_two_strategies_are_compared_only_where_both_were_measured_alike() -> None:
+    assert share_beside(Strategy.ddp, Strategy.fsdp) == pytest.approx(26_205.55 / 25_393.55)
+    assert share_beside(Strategy.ddp, Strategy.zero2) == pytest.approx(23_025.4 / 17_422.1)  # of the small model
+    assert share_beside(Strategy.ddp, Strategy.hsdp) is None
 
 
 @pytest.mark.parametrize(("facts", "file"), [(QWEN_3B, "qwen25_3b"), (QWEN_05B, "qwen25_05b")])

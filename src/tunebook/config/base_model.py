@@ -371,14 +371,26 @@ def _num_parameters(config: dict[str, Any], sizes: dict[str, Any], is_tied: bool
 
 
 def _count_in_headers(model: ModelConfig) -> int | None:
-    """The parameters stored in a folder's safetensors files; tied embeddings are stored once. None without files."""
+    """The parameters in the files that transformers reads a folder's weights from; tied embeddings are stored once.
+
+    None without such files, and where one of them is absent: what is left would be taken for a smaller model.
+    """
     if model.path is None:
         return None
-    files = sorted(resolve_path(model.path).glob("*.safetensors"))
     try:
-        return sum(_count_in_header(file) for file in files) or None
-    except (OSError, ValueError, KeyError, TypeError):
+        return sum(_count_in_header(file) for file in _safetensors_of(resolve_path(model.path))) or None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # a damaged file is reported by whoever loads the weights
+
+
+def _safetensors_of(folder: Path) -> list[Path]:
+    """As `model.weight_files` finds them: beside them may lie copies for other libraries (consolidated.safetensors)."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        return []
+    return [folder / name for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))]
 
 
 def _count_in_header(file: Path) -> int:

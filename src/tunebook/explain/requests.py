@@ -33,6 +33,12 @@ COMPOSING: dict[str, Explanation] = {
         why="One would hide the other, and which one is used would depend on the order of the folders.",
         advice="Rename one of the two files.",
     ),
+    "recipe-name-form": Explanation(
+        summary="The name of a recipe's file is none that Hydra reads as a name.",
+        why="A recipe is chosen by its name in Hydra's words, where =, brackets, quotes and letters beyond a-z have "
+        "other meanings or none, and a number, true, false and null are no text.",
+        advice="Rename the file: letters a-z, digits, _ - and dots.",
+    ),
     "recipe-circle": Explanation(
         summary="A recipe builds on itself, directly or through others.",
         why="The settings of a recipe are those of its parents and its own on top; in a circle there is no beginning.",
@@ -97,11 +103,14 @@ COMPOSING: dict[str, Explanation] = {
     ),
     "host-memory-too-small": Explanation(
         summary="The plan needs more host memory than a node has.",
-        why="Offloaded weights, gradients and optimizer states, a model that is being loaded and one that is gathered "
-        "to be written are in the host's memory. Where it is full the system ends the ranks without a word of theirs. "
-        "It is refused only where what is offloaded is more than there is, or the peak is by more than 15%.",
-        advice="Use more nodes (hardware.num_nodes), offload less or to a disk (parallelism=zero3_nvme), or train an "
-        "adapter (peft=lora). hardware.host_memory_gib says what a node has, where it is not this machine.",
+        why="The processes of a node, offloaded weights, gradients, optimizer states and activations, a model that is "
+        "being loaded and one that is gathered to be written are in the host's memory. Where it is full the system "
+        "ends the ranks without a word of theirs. It is refused only where what is offloaded is more than there is, "
+        "or the peak is by more than 15%.",
+        advice="The message names the largest part and what is estimated to need less, which depends on that part: "
+        "fewer GPUs of each node spare processes, more nodes share what is offloaded, and a disk "
+        "(parallelism=zero3_nvme) needs buffers that can be more than what it takes. hardware.host_memory_gib says "
+        "what a node has, where it is not this machine.",
     ),
     "image-file-broken": Explanation(
         summary="The file that says what this container image is made of cannot be used.",

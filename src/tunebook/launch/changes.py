@@ -1,21 +1,25 @@
 """What would make a run fit that is too large: up to three changes, the cheapest in speed first, ready to paste.
 
-Each is tried as if it had been typed, so whatever breaks a rule is left out, and its cost is its own estimate beside
-that of the run as asked. In which order they are tried follows from the speeds that were measured; what was not comes
-after what was, and what changes what is learned comes last.
+Each is tried as if it had been typed, so whatever breaks a rule or brings a new warning is left out, and its cost is
+its own estimate beside that of the run as asked. In which order they are tried follows from the speeds that were
+measured; what was not comes after what was, and what changes what is learned comes last. A key that was typed for the
+answer that a change replaces, and that its own answer has no use for, is named as a word to leave out.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from tunebook.config.choices import Checkpointing, Strategy
-from tunebook.config.schema import RunConfig
+from tunebook.config.schema import CHOICE_SCHEMAS, RunConfig
+from tunebook.errors import Problem
 from tunebook.launch.draft import Draft, draft_run
-from tunebook.plan.measured_speed import RECOMPUTED, SELECTIVE, STORED, rate_on_8
+from tunebook.plan.batch import world_size
+from tunebook.plan.host_advice import UNPAGED
+from tunebook.plan.measured_speed import RECOMPUTED, SELECTIVE, STORED, rate_on_8, share_beside
 
 HOW_MANY = 3
 
@@ -38,6 +42,7 @@ class Fitting:
     total_gib: float
     tokens_per_second_per_gpu: float | None = None  # estimated
     speed: float | None = None  # of the run as asked, by estimate, as if that fitted
+    left_out: tuple[str, ...] = ()  # words that were typed and that do not go with it
 
     @property
     def cost(self) -> str:
@@ -49,13 +54,15 @@ class Fitting:
         else:
             speed = f"{self.tokens_per_second_per_gpu:,.0f} tokens/s per GPU"
             words = f"estimated {speed}, {self.speed:.0%} of the run as asked"
-        return "; ".join(part for part in (self.change.note, words) if part)
+        without = f"leave out {' '.join(self.left_out)}" if self.left_out else ""
+        return "; ".join(part for part in (without, self.change.note, words) if part)
 
     def to_json(self) -> dict[str, Any]:
         """As `plan --json` lists it."""
         speed = self.tokens_per_second_per_gpu
         return {
             "overrides": list(self.change.words),
+            "leave_out": list(self.left_out),
             "total_gib": round(self.total_gib, 3),
             "tokens_per_second_per_gpu": None if speed is None else round(speed, 1),
             "speed": None if self.speed is None else round(self.speed, 3),
@@ -81,11 +88,15 @@ def _sharded() -> tuple[Change, ...]:
 _SELECTIVE = Change(words=("activation=selective",), speed=SELECTIVE.gain)
 _CHECKPOINTING = Change(words=("activation=checkpointing",), speed=RECOMPUTED / STORED)
 _SHARDED = _sharded()
+_ALONE = Change(words=("parallelism=single",), speed=1.0)  # nothing waits for anything
+_COPIES = Change(words=("parallelism=ddp",), speed=share_beside(Strategy.ddp, Strategy.fsdp))
 _OFFLOADED = (
     Change(words=("parallelism=zero2_offload",), speed=None, note="optimizer state in host memory"),
     Change(words=("parallelism=fsdp_offload",), speed=None, note="weights and optimizer state in host memory"),
     Change(words=("parallelism=zero3_offload",), speed=None, note="weights and optimizer state in host memory"),
 )
+# What was asked for on top. Its speed was not measured; without it a run is no slower.
+_KEPT_ON_GPU = Change(words=("activation.offload=false",), speed=1.0, note="activations stay on the GPU")
 _SMALLER_PASSES = Change(words=("training.micro_batch_size=1",), speed=None, note="more and smaller passes")
 _OTHER_LEARNING = (
     Change(
@@ -105,6 +116,7 @@ _OTHER_LEARNING = (
 _ADAPTERS = _OTHER_LEARNING[1:]
 # What divides the frozen weights, the fastest way and with the host's memory. Each try takes a tenth of a second.
 _WITH_ADAPTERS = (("parallelism=fsdp",), ("parallelism=fsdp_offload",))
+_WITH_OWN_KEYS = {place.partition("/")[0] for place in CHOICE_SCHEMAS}  # groups of which one answer has keys of its own
 
 
 def changes_that_fit(recipe: str | None, overrides: list[str], recipes_dirs: list[Path], draft: Draft) -> list[Fitting]:
@@ -113,13 +125,46 @@ def changes_that_fit(recipe: str | None, overrides: list[str], recipes_dirs: lis
     for change in _candidates(draft):
         if any(set(fitting.change.words) <= _with_less(change) for fitting in found):
             continue  # it fits with less
-        tried = draft_run(recipe, [*overrides, *change.words], recipes_dirs)
+        tried, left_out = _try(change, recipe, overrides, recipes_dirs, draft)
         memory = tried.memory
-        if tried.exit_code == 0 and memory is not None and memory.fits and memory.memory.total is not None:
-            found.append(_fitting(change, memory.memory.total, tried, draft))
+        fits = tried.fits and tried.exit_code == 0 and not _new_problems(tried, draft)
+        if fits and memory is not None and memory.memory.total is not None:
+            found.append(_fitting(change, memory.memory.total, tried, draft, left_out))
         if len(found) == HOW_MANY:
             break
-    return sorted(found, key=lambda fitting: (fitting.change.changes_learning, -(fitting.speed or 0)))
+    return sorted(found, key=lambda one: (one.change.changes_learning, -(one.tokens_per_second_per_gpu or 0)))
+
+
+def _try(
+    change: Change, recipe: str | None, overrides: list[str], recipes_dirs: list[Path], asked: Draft
+) -> tuple[Draft, tuple[str, ...]]:
+    """The run with a change, and the typed words that it was tried without because they do not go with it."""
+    groups = {word.partition("=")[0] for word in change.words} & _WITH_OWN_KEYS
+    below = [word for word in overrides if word.partition(".")[0] in groups]
+    tried = draft_run(recipe, [*overrides, *change.words], recipes_dirs)
+    if not below or not (tried.error or _new_problems(tried, asked)):
+        return tried, ()
+    bare = draft_run(recipe, [*(word for word in overrides if word not in below), *change.words], recipes_dirs)
+    named = {problem.key for problem in _new_problems(tried, asked)}
+    unwanted = tuple(word for word in below if word.partition("=")[0] in named or not _is_known(word, bare))
+    if not unwanted:
+        return tried, ()
+    kept = [word for word in overrides if word not in unwanted]
+    return draft_run(recipe, [*kept, *change.words], recipes_dirs), unwanted
+
+
+def _is_known(word: str, bare: Draft) -> bool:
+    """Whether the key of a typed word is one of its group's answer in a run without it."""
+    if bare.composition is None:
+        return True  # something else is wrong
+    group, _, name = word.partition("=")[0].partition(".")
+    return name.partition(".")[0] in {field.name for field in fields(getattr(bare.composition.config, group))}
+
+
+def _new_problems(tried: Draft, asked: Draft) -> list[Problem]:
+    """What a change makes unwise or wrong that was neither before."""
+    before = {problem.id for problem in asked.problems}
+    return [problem for problem in tried.problems if problem.id not in before]
 
 
 def _with_less(change: Change) -> set[str]:
@@ -128,7 +173,7 @@ def _with_less(change: Change) -> set[str]:
     return words | set(_SELECTIVE.words) if words & set(_CHECKPOINTING.words) else words
 
 
-def _fitting(change: Change, total_gib: float, tried: Draft, asked: Draft) -> Fitting:
+def _fitting(change: Change, total_gib: float, tried: Draft, asked: Draft, left_out: tuple[str, ...]) -> Fitting:
     speed = tried.time.tokens_per_second_per_gpu if tried.time else None
     before = asked.time.tokens_per_second_per_gpu if asked.time else None
     return Fitting(
@@ -136,6 +181,7 @@ def _fitting(change: Change, total_gib: float, tried: Draft, asked: Draft) -> Fi
         total_gib=total_gib,
         tokens_per_second_per_gpu=speed,
         speed=speed / before if speed and before else None,
+        left_out=left_out,
     )
 
 
@@ -143,16 +189,45 @@ def _candidates(draft: Draft) -> list[Change]:
     """Every change and every pair with one that keeps less, in the order in which they are offered."""
     assert draft.resolution is not None
     config = draft.resolution.config
-    strategies = chain(_SHARDED, _OFFLOADED)
-    single = [change for change in strategies if change.words != (f"parallelism={config.parallelism.strategy.name}",)]
+    single = _strategies(draft, config)
     if (config.training.micro_batch_size or 1) > 1:
         single.append(_SMALLER_PASSES)
     strategies_of_adapters = [change for change in single if change.words in _WITH_ADAPTERS]
     single += _OTHER_LEARNING
     single += [_both(strategy, adapter) for adapter in _ADAPTERS for strategy in strategies_of_adapters]
-    less = _keeping_less(config)
-    pairs = [_both(change, other) for change in single for other in less]
-    return sorted([*single, *less, *pairs], key=_rank)
+    sparing = _sparing_the_host(config) if draft.host is not None and draft.host.fits is False else []
+    shorter, less = _shorter_rows(draft), _keeping_less(config)
+    pairs = [_both(change, other) for change in (*sparing, *single) for other in (*shorter, *less)]
+    pairs += [_both(change, other) for change in shorter for other in less]
+    # Alone they come first, since a faster strategy beside them is not offered where they are enough.
+    return [*sparing, *shorter, *sorted([*single, *less, *pairs], key=_rank)]
+
+
+def _strategies(draft: Draft, config: RunConfig) -> list[Change]:
+    """Those that this many GPUs gain from, but for the one that is asked for or that auto took."""
+    asked = draft.composition.groups["parallelism"] if draft.composition is not None else Strategy.auto.name
+    taken = config.parallelism.strategy.name if asked == Strategy.auto.name else asked
+    strategies = chain((_COPIES,), _SHARDED, _OFFLOADED) if world_size(config) > 1 else (_ALONE, *_OFFLOADED)
+    return [change for change in strategies if change.words != (f"parallelism={taken}",)]
+
+
+def _sparing_the_host(config: RunConfig) -> list[Change]:
+    """Without what was asked for that takes host memory and changes nothing that is learned."""
+    changes = [_KEPT_ON_GPU] if config.activation.offload else []
+    if (name := UNPAGED.get(config.optimizer.name)) is not None:
+        note = "the same steps, with the optimizer's state on the GPU"
+        changes.append(Change(words=(f"optimizer={name.name}",), speed=1.0, note=note))
+    return changes
+
+
+def _shorter_rows(draft: Draft) -> list[Change]:
+    """Rows as short as the longest document, where longer ones were asked for: a step has the same in more of them."""
+    asked = draft.composition.config if draft.composition is not None else None
+    if asked is None or (asked.packing.row_length or 0) <= asked.training.max_length:
+        return []
+    counted = "tokens" if asked.training.global_samples is None else "documents"
+    note = f"shorter rows, as many {counted} in each step"
+    return [Change(words=(f"packing.row_length={asked.training.max_length}",), speed=1.0, note=note)]
 
 
 def _keeping_less(config: RunConfig) -> list[Change]:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tunebook.launch.changes import Fitting, changes_that_fit
-from tunebook.launch.draft import draft_json, draft_run
+from tunebook.launch.draft import Draft, draft_json, draft_run
 from tunebook.launch.job import Job, show_job
 from tunebook.launch.show import show_host_memory, show_memory, show_time
 
@@ -46,16 +46,31 @@ def plan_command(
     show_host_memory(draft.host, console)
     show_time(draft.time, console)
     if is_in_doubt:
-        _show_changes(fitting, console, is_too_large=draft.fits is False)
+        _show_changes(fitting, console, draft)
     draft.raise_if_too_large()
     return 0
 
 
-def _show_changes(fitting: list[Fitting], console: Console, *, is_too_large: bool) -> None:
+def _show_changes(fitting: list[Fitting], console: Console, draft: Draft) -> None:
     lines = [f"  {change.line()}" for change in fitting]
+    is_too_large = draft.fits is False
     if lines:
         would = "What would fit" if is_too_large else "What would fit for certain"
         lines.insert(0, f"{would}, by estimate, to be typed after the recipe:")
     elif is_too_large:
-        lines = ["None of the changes that were tried makes it fit: take more or larger GPUs, or a smaller model"]
+        lines = [_nothing_fits(draft)]
     console.print(Text("\n".join(lines)), highlight=False, soft_wrap=True)
+
+
+def _nothing_fits(draft: Draft) -> str:
+    """What no change of the plan can mend, by what is too small for it."""
+    nothing = "None of the changes that were tried makes it fit"
+    if draft.memory is not None and draft.memory.fits is not False:
+        return (
+            f"{nothing}, and what is too small is the host's memory: take nodes with more of it, or fewer GPUs of each "
+            "(hardware.gpus_per_node)"
+        )
+    return (
+        f"{nothing}: take more or larger GPUs, a smaller model or, where long documents are what is too much, a "
+        "smaller training.max_length"
+    )

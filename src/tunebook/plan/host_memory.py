@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tunebook.config.choices import Checkpointing, Generation
-from tunebook.config.estimate import GIB, estimate_memory
-from tunebook.config.estimate.host import HostBytes, host_bytes
+from tunebook.config.choices import Generation
+from tunebook.config.estimate import GIB
+from tunebook.config.estimate.host import HostBytes
 from tunebook.config.schema import RunConfig
 from tunebook.errors import DoesNotFitError
+from tunebook.plan.host_advice import estimate_host, host_advice
 
 _NOT_KNOWN = "whether the host's memory is enough is not known"
 # The system, page cache and data need some of it: what is below this share is said to fit.
@@ -43,6 +44,7 @@ class HostMemory:
 class HostPlan:
     """The parts, and whether they fit."""
 
+    config: RunConfig  # what was planned
     memory: HostMemory
     nvme_gib: float | None  # on the node's disk; 0 where nothing is offloaded to one
     fits: bool | None  # None: not known
@@ -50,11 +52,10 @@ class HostPlan:
 
     def raise_if_too_large(self) -> None:
         """Raises: DoesNotFitError where the host's memory is surely too small."""
-        if self.fits is False:
+        facts, capacity = self.config.model.facts, self.memory.capacity
+        if self.fits is False and facts is not None and capacity is not None:
             raise DoesNotFitError(
-                f"by estimate this plan {self.verdict}; spread it over more nodes (hardware.num_nodes), offload less "
-                "(such as parallelism=fsdp), offload to a disk (parallelism=zero3_nvme parallelism.nvme_path=FOLDER), "
-                "train an adapter (peft=lora), or say what the nodes really have: hardware.host_memory_gib=GIB",
+                f"by estimate this plan {self.verdict}; {host_advice(self.config, facts, capacity)}",
                 problem_id="host-memory-too-small",
             )
 
@@ -64,10 +65,9 @@ def plan_host_memory(config: RunConfig, capacity: float | None) -> HostPlan:
     facts = config.model.facts
     if facts is None:
         verdict = f"{_NOT_KNOWN}: nor is the model's size"
-        return HostPlan(memory=HostMemory(capacity=capacity), nvme_gib=None, fits=None, verdict=verdict)
-    is_recomputed = config.activation.checkpointing is Checkpointing.enabled
-    tensors = estimate_memory(config, facts).total_gib * GIB
-    found = host_bytes(config, facts, tensors=tensors, is_recomputed=is_recomputed)
+        memory = HostMemory(capacity=capacity)
+        return HostPlan(config=config, memory=memory, nvme_gib=None, fits=None, verdict=verdict)
+    found = estimate_host(config, facts)
     fits, verdict = _judge(config, found, capacity)
     memory = HostMemory(
         processes=found.processes / GIB,
@@ -78,7 +78,7 @@ def plan_host_memory(config: RunConfig, capacity: float | None) -> HostPlan:
         total=found.peak / GIB,
         capacity=capacity,
     )
-    return HostPlan(memory=memory, nvme_gib=found.nvme / GIB, fits=fits, verdict=verdict)
+    return HostPlan(config=config, memory=memory, nvme_gib=found.nvme / GIB, fits=fits, verdict=verdict)
 
 
 def _judge(config: RunConfig, found: HostBytes, capacity: float | None) -> tuple[bool | None, str]:

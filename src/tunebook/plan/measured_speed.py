@@ -393,3 +393,14 @@ def rate_on_8(strategy: Strategy) -> float | None:
     """Tokens per second of each of 8 H200 with the 3B model in packed rows; None where that was not measured."""
     found = [row for row in SPREAD if row.strategy is strategy and row.num_gpus == 8 and row.is_packed]
     return found[0].together if found else None
+
+
+def share_beside(strategy: Strategy, other: Strategy) -> float | None:
+    """The speed of a strategy for that of another, where both were measured alike; None where they were not."""
+    mine = {_passes(row): row.together for row in SPREAD if row.strategy is strategy}
+    theirs = {_passes(row): row.together for row in SPREAD if row.strategy is other}
+    return next((rate / theirs[passes] for passes, rate in mine.items() if passes in theirs), None)
+
+
+def _passes(row: Spread) -> tuple[int, int, int]:
+    return row.num_gpus, row.model.num_parameters, row.tokens_per_pass
