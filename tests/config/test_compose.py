@@ -23,6 +23,39 @@ def test_a_value_on_the_command_line_beats_the_recipe():
     assert composed("optimizer.learning_rate=3e-4").optimizer.learning_rate == 3e-4
 
 
+@pytest.fixture
+def recipe_called(tmp_path):
+    def write(name):
+        (tmp_path / f"{name}.yaml").write_text("# @package _global_\ndefaults: [quickstart, _self_]\ntitle: mine\n")
+        return [tmp_path]
+
+    return write
+
+
+@pytest.mark.parametrize("name", ["a b", "a-b.2", "a:b", "_1", "a$b", "01"])
+def test_a_recipe_goes_by_any_name_that_hydra_reads_as_text(name, recipe_called):
+    assert composed(recipe=name, recipes_dirs=recipe_called(name)).title == "mine"
+
+
+@pytest.mark.parametrize(
+    "name", ["größe_1", "a=b", "a(b)", "it's", "a,b", "[a]", "a#b", "~a", "${a}", "a ", "1", "1e3", "null", "true"]
+)
+def test_another_name_is_to_be_changed(name, recipe_called):
+    folders = recipe_called(name)
+    with pytest.raises(RequestError) as caught:
+        composed(recipe=name, recipes_dirs=folders)
+    assert caught.value.problem_id == "recipe-name-form"
+    assert caught.value.message.startswith(f"{folders[0] / name}.yaml: Hydra")
+    assert f"does not read '{name}' as a name; rename it: letters a-z, digits, _ - ." in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["a=b", "training.seed=3=4"])
+def test_a_recipe_whose_name_is_taken_for_an_override_is_known(name, recipe_called):
+    with pytest.raises(RequestError, match="rename it") as caught:
+        composed(name, recipe=None, recipes_dirs=recipe_called(name))
+    assert caught.value.problem_id == "recipe-name-form"
+
+
 def test_a_choice_brings_its_own_keys():
     assert isinstance(composed("parallelism=fsdp").parallelism, FsdpConfig)
     launcher = composed("launcher=slurm", "launcher.partition=long").launcher

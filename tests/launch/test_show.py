@@ -1,10 +1,27 @@
-"""The memory as a bar: to scale, in order, with a key, and longer than the memory where it does not fit."""
+"""What is printed: text as it is, and the memory as a bar to scale, longer than the memory where it does not fit."""
 
 from __future__ import annotations
 
-from tunebook.launch.show import memory_bar, time_lines
+import pytest
+from rich.console import Console
+
+from tunebook.config.auto import Choice
+from tunebook.launch.show import memory_bar, preparing, show_choices, time_lines
 from tunebook.plan.memory import Memory
 from tunebook.plan.throughput import TimePlan
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_what_looks_like_markup_is_shown_as_it_is(is_terminal):
+    console = Console(width=160, force_terminal=is_terminal, color_system=None)
+    choice = Choice(key="model.facts", value="[a]", why="read from /tmp/a[/b]/config.json")
+    with console.capture() as capture:
+        show_choices([choice], [], console)
+        with preparing(console) as say:
+            say(1, 2, "reading c[/d].jsonl")
+    shown = capture.get()
+    assert "[a]" in shown and choice.why in shown
+    assert "preparing: reading c[/d].jsonl" in shown
 
 
 def bar_of(width=42, **parts):

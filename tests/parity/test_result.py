@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from rich.console import Console
 
 from tunebook.parity.cases import Case
 from tunebook.parity.page import write_page
@@ -63,10 +64,20 @@ def test_a_run_that_failed_gives_its_code_and_one_that_cannot_run_none(results):
 
 def test_the_table_has_a_row_for_each(results):
     table = parity_table(results({"single": [2.0], "ddp": [2.1]}, refused=["zero3"]), TOLERANCE)
-    columns = [list(column.cells) for column in table.columns]
+    columns = [[str(cell) for cell in column.cells] for column in table.columns]
     assert columns[0] == ["single", "ddp", "zero3"]
     assert columns[5] == ["reference", "5.0e-02 at 1", "-"]
     assert columns[6] == ["", "DIFFERENT", "not possible: no"]
+
+
+def test_what_looks_like_markup_is_shown_as_it_is(results):
+    read = results({"peft.target_modules=[q_proj]": [2.0], "dataset.path=[": [2.1]})
+    console = Console(width=240)
+    with console.capture() as capture:
+        console.print(parity_table(read, TOLERANCE))
+    shown = capture.get()
+    assert "compared with peft.target_modules=[q_proj]; tolerance" in shown
+    assert shown.count("peft.target_modules=[q_proj]") == 2 and "dataset.path=[ " in shown
 
 
 def test_the_page_shows_curves_and_differences(results, tmp_path):

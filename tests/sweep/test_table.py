@@ -2,9 +2,13 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+from optuna.distributions import CategoricalDistribution
 from rich.console import Console
+from rich.table import Table
 
 from tunebook.sweep.results import TrialResult, rank
 from tunebook.sweep.table import best_line, sweep_table, trial_table, write_csv
@@ -32,11 +36,15 @@ def test_the_csv_has_every_override_and_every_measurement_best_first(make_result
     ]
 
 
-def shown(results: list[TrialResult]) -> str:
+def printed(table: Table) -> str:
     console = Console(width=140)
     with console.capture() as capture:
-        console.print(sweep_table(rank(results)))
+        console.print(table)
     return capture.get()
+
+
+def shown(results: list[TrialResult]) -> str:
+    return printed(sweep_table(rank(results)))
 
 
 def test_the_table_says_what_it_is_ranked_by_and_hides_what_nobody_has(make_result: MakeResult) -> None:
@@ -53,13 +61,23 @@ def test_the_table_of_failures_gives_the_reasons(make_result: MakeResult) -> Non
     assert "failed: line 17 is broken" in text
 
 
+@pytest.mark.parametrize("value", ["[q_proj]", "[k_proj,v_proj]", "/tmp/a[/b].jsonl", ":smile:"])
+def test_a_value_that_looks_like_markup_is_shown_as_it_is(value: str, make_result: MakeResult) -> None:
+    result = make_result(0, losses=(0.5,))
+    trial = replace(result.trial, swept={"dataset.path": value})
+    assert value in printed(sweep_table(rank([replace(result, trial=trial)])))
+    assert value in printed(trial_table([trial], None))
+
+
+def test_what_a_search_chooses_from_is_shown_as_it_is() -> None:
+    space = {"dataset.path": CategoricalDistribution(["a[/b].jsonl", "[bold]"])}
+    assert "a[/b].jsonl, [bold]" in printed(trial_table([], space))
+
+
 def test_trials_are_called_what_their_folders_are(make_result: MakeResult) -> None:
     best = make_result(2, losses=(0.5,))
     assert best_line("quickstart", best) == (
         "best: trial-002, again: tunebook train quickstart optimizer=adamw training.seed=2"
     )
     assert best.run_folder.name == "trial-002"
-    console = Console(width=140)
-    with console.capture() as capture:
-        console.print(trial_table([best.trial], None))
-    assert "trial-002" in capture.get()
+    assert "trial-002" in printed(trial_table([best.trial], None))

@@ -13,6 +13,7 @@ from pathlib import Path
 from tunebook.errors import RequestError, did_you_mean
 
 BOOK_PREFIX = "book:"
+INSTALLED_BOOK = "_book"  # beside the code of an installed package
 RECIPES_VARIABLE = "TUNEBOOK_RECIPES"
 
 
@@ -34,7 +35,7 @@ def book_root() -> Path:
                 problem_id="book-not-found",
             )
         return folder
-    for folder in (package.parent.parent, package / "_book"):
+    for folder in (package.parent.parent, package / INSTALLED_BOOK):
         if _is_book(folder):
             return folder
     raise RequestError(

@@ -34,7 +34,13 @@ from tunebook.config.messages import (
     unreadable_override,
 )
 from tunebook.config.origins import Origins
-from tunebook.config.recipe_files import RecipeFile, group_choices, load_recipes, store_recipes
+from tunebook.config.recipe_files import (
+    RecipeFile,
+    group_choices,
+    load_recipes,
+    refuse_recipes_as_overrides,
+    store_recipes,
+)
 from tunebook.config.schema import CHOICE_SCHEMAS, GROUPS, RunConfig
 from tunebook.config.walk import unknown_keys
 from tunebook.errors import RequestError
@@ -75,6 +81,8 @@ def compose(recipe: str | None, overrides: list[str], recipes_dirs: list[Path] |
             if not errors:
                 return composition
             break
+    if recipe is None:
+        refuse_recipes_as_overrides(overrides, recipes_dirs or [])
     raise all_of(errors)
 
 

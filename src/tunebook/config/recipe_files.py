@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -48,12 +50,25 @@ def choice_schema(group: str, choice: str) -> str | None:
     return None
 
 
+def choice_values(group: str, choice: str) -> dict[str, Any]:
+    """What a choice of a group states: its file, and under that what the files state that it builds on."""
+    body: Any = OmegaConf.to_container(OmegaConf.load(book_root() / "hydra_configs" / group / f"{choice}.yaml"))
+    stated: dict[str, Any] = {}
+    for entry in body.pop("defaults", []):
+        if entry != "_self_" and not str(entry).startswith("/"):
+            stated |= choice_values(group, str(entry))
+    return {**stated, **body}
+
+
 def load_recipes(name: str, recipes_dirs: list[Path]) -> list[RecipeFile]:
     """The recipe and those it builds on, the recipe itself first.
 
-    Raises: RequestError for an unknown recipe, broken YAML, a circle of parents, an unknown group or choice.
+    Raises: RequestError for an unknown recipe, a name that cannot be composed, broken YAML, a circle of parents, an
+    unknown group or choice.
     """
     known = find_recipes(recipes_dirs)
+    if name in known:
+        _refuse_unreadable_name(name, known[name])
     chain: list[RecipeFile] = []
     waiting = [(name, recipe_file(name, recipes_dirs))]
     while waiting:
@@ -68,6 +83,28 @@ def load_recipes(name: str, recipes_dirs: list[Path]) -> list[RecipeFile]:
         chain.append(recipe)
         waiting += [(parent, known[parent]) for parent in recipe.parents]
     return chain
+
+
+def refuse_recipes_as_overrides(words: list[str], recipes_dirs: list[Path]) -> None:
+    """Raises: RequestError where a word that was taken for an override is the name of a recipe, with '=' in it."""
+    known = find_recipes(recipes_dirs)
+    for word in words:
+        if word in known:
+            _refuse_unreadable_name(word, known[word])
+
+
+def _refuse_unreadable_name(name: str, file: Path) -> None:
+    """Raises: RequestError for a name that does not come out of Hydra's grammar as the text that went in."""
+    try:
+        read: Any = OverridesParser.create().parse_override(f"recipes={name}").value()
+    except HydraException:
+        read = None
+    if read != name or "${" in name:  # 1 and true are read as values of other types, [a] as a list
+        raise RequestError(
+            f"{file}: Hydra, which composes a run, does not read '{name}' as a name; rename it: letters a-z, digits, "
+            "_ - . (and not a number, true, false or null alone)",
+            problem_id="recipe-name-form",
+        )
 
 
 def store_recipes(chain: list[RecipeFile]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rich.table import Table
+from rich.text import Text
 
 from tunebook.config.book import find_recipes
 from tunebook.config.compose import compose
@@ -21,10 +22,11 @@ def recipes_table(recipes_dirs: list[Path]) -> Table:
         try:
             config = compose(name, [], recipes_dirs).config
         except RequestError as error:
-            table.add_row(name, f"does not compose: {error.message.splitlines()[0]}", "", "", "")
+            table.add_row(*map(Text, (name, f"does not compose: {error.message.splitlines()[0]}", "", "", "")))
             continue
         strategy = config.parallelism.strategy.name
-        table.add_row(name, config.title, strategy, reference_hardware(config), evidence(file))
+        cells = (name, config.title, strategy, reference_hardware(config), evidence(file))
+        table.add_row(*map(Text, cells))  # a title may hold brackets
     return table
 
 

@@ -29,7 +29,7 @@ def show_choices(choices: list[Choice], warnings: list[Problem], console: Consol
     for column in ("key", "value", "why"):
         table.add_column(column, overflow="fold")
     for choice in choices:
-        table.add_row(choice.key, as_typed(choice.value), choice.why)
+        table.add_row(*map(Text, (choice.key, as_typed(choice.value), choice.why)))  # a path may hold brackets
     console.print(table)
     for warning in warnings:
         console.print(Text(f"warning: {warning.text()}", style="yellow"))
@@ -196,11 +196,12 @@ def preparing(console: Console) -> Iterator[Callable[[int, int | None, str], Non
         def line(done: int, total: int | None, what: str) -> None:
             if what not in seen:
                 seen.add(what)
-                console.print(f"preparing: {what}", highlight=False)
+                console.print(Text(f"preparing: {what}"))
 
         yield line
         return
-    columns = (TextColumn("preparing: {task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    what_column = TextColumn("preparing: {task.description}", markup=False)
+    columns = (what_column, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as bar:
         tasks: dict[str, TaskID] = {}
 

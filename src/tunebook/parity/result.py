@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from tunebook.errors import DifferenceError
 from tunebook.parity.cases import Case
@@ -64,13 +65,14 @@ def exit_code_of(results: list[CaseResult], tolerance: float) -> int:
 
 def parity_table(results: list[CaseResult], tolerance: float) -> Table:
     """One row per configuration, in the order they ran."""
-    table = Table(title=f"Loss per step, compared with {results[0].case.name}; tolerance {tolerance:g}, relative")
+    title = f"Loss per step, compared with {results[0].case.name}; tolerance {tolerance:g}, relative"
+    table = Table(title=Text(title, style="table.title"))
     for heading in ("configuration", "wrapped in", "steps", "first loss", "last loss", "largest difference", ""):
         table.add_column(heading, justify="left" if heading in ("configuration", "wrapped in", "") else "right")
     table.add_column("tokens/s/GPU", justify="right")
     table.add_column("GiB", justify="right")
     for index, result in enumerate(results):
-        table.add_row(*_row(result, tolerance, is_reference=index == 0))
+        table.add_row(*map(Text, _row(result, tolerance, is_reference=index == 0)))  # a list's brackets are not markup
     return table
 
 

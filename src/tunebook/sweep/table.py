@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.table import Table
+from rich.text import Text
 
 from tunebook.record.atomic_files import atomic_write_text
 from tunebook.sweep.results import Ranking, TrialResult
@@ -53,13 +54,9 @@ def sweep_table(ranking: Ranking) -> Table:
     table.add_column("folder", overflow="fold")
     for rank, result in _lines(ranking):
         cells = [_cell(getattr(result, column), _COLUMNS[column][1]) for column in shown]
-        table.add_row(
-            rank,
-            *(_shortened(result.trial.swept[key]) for key in swept),
-            *cells,
-            result.how_it_ended,
-            result.run_folder.name,
-        )
+        values = [_shortened(result.trial.swept[key]) for key in swept]
+        row = (rank, *values, *cells, result.how_it_ended, result.run_folder.name)
+        table.add_row(*map(Text, row))  # a list's brackets are not markup
     return table
 
 
@@ -70,14 +67,14 @@ def trial_table(trials: list[Trial], space: Space | None) -> Table:
 
         table = Table("key", "chosen from", title="search")
         for key, distribution in space.items():
-            table.add_row(key, chosen_from(distribution))
+            table.add_row(Text(key), Text(chosen_from(distribution)))
         return table
     table = Table(title=f"{len(trials)} trials")
     table.add_column("trial", justify="right")
     for key in trials[0].swept:
         table.add_column(key, justify="right", overflow="fold")
     for trial in trials:
-        table.add_row(trial.name, *trial.swept.values())
+        table.add_row(*map(Text, (trial.name, *trial.swept.values())))
     return table
 
 

@@ -79,7 +79,7 @@ def saved_by_a_layer(way: Way, *, kind: str = "llama", compiled: str | None = No
     with _without_memory():
         model = _build(way, *SMALL, kind=kind, attention=BY_LENGTHS if compiled else UNMASKED)
         if compiled:
-            layers = saved.decoder_layers(saved._decoder(model), NUM_LAYERS)
+            layers = saved.decoder_layers(saved.text_decoder(saved._causal(model)), NUM_LAYERS)
             saved._compile(layers, recomputes=saved.COMPILED[compiled])
         kept, left = saved._saved_by_layer(model, NUM_LAYERS, TOKENS, mode)
     return kept[MIDDLE] / TOKENS, left[MIDDLE] / TOKENS
@@ -130,7 +130,7 @@ class _Living(TorchDispatchMode):
 def _live_bytes(way: Way, hidden: int, inner: int) -> dict[str, int]:
     with _without_memory():
         model = _build(way, hidden, inner)
-        decoder, living = saved._decoder(model), _Living(model)
+        decoder, living = saved.text_decoder(saved._causal(model)), _Living(model)
         for place, layer in enumerate(saved.decoder_layers(decoder, NUM_LAYERS)):
             if way.is_recomputed:
                 layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)

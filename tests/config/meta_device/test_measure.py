@@ -113,6 +113,32 @@ def test_what_cannot_be_built(folder_of, changes, error, said):
     assert re.search(said, found["reason"])
 
 
+CODE = {"AutoConfig": "configuration_own.Config", "AutoModelForCausalLM": "modeling_own.Model"}
+
+
+@pytest.mark.parametrize(("kind", "is_known"), [("phi3", True), ("own", False)])
+def test_code_of_the_models_own_that_is_not_there(folder_of, kind, is_known):
+    file = folder_of("phi3") / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": kind, "auto_map": CODE}))
+    found = measure.describe(file, trust_remote_code=True)
+    absent = "configuration_own.py, modeling_own.py"
+    assert found == {"error": "code-absent", "reason": absent, "is_known": is_known}
+    assert ("error" in measure.describe(file, trust_remote_code=False)) is not is_known
+    (file.parent / "configuration_own.py").touch()
+    assert measure._absent_code(file) == {"error": "code-absent", "reason": "modeling_own.py", "is_known": is_known}
+    (file.parent / "modeling_own.py").touch()
+    assert measure._absent_code(file) is None
+
+
+@pytest.mark.parametrize(
+    "auto_map", [None, [], {"AutoConfig": None}, {"AutoConfig": "org/other--config.Config"}], ids=str
+)
+def test_code_that_is_somewhere_else_or_nowhere_is_not_looked_for_in_the_folder(folder_of, auto_map):
+    file = folder_of("phi3") / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_map": auto_map, "vocab_size": -1}))
+    assert measure.describe(file, trust_remote_code=True).get("error") != "code-absent"
+
+
 def test_no_weight_takes_memory(folder_of, monkeypatch):
     seen = []
 

@@ -139,6 +139,16 @@ def test_nothing_is_asked_without_torch(file, asked, monkeypatch):
         ),
         ({"error": "cannot-build"}, "model-config", "no reason is given"),
         (
+            {"error": "code-absent", "reason": "configuration_phi3.py", "is_known": True},
+            "model-config",
+            r"auto_map names .* not in this folder: configuration_phi3.py; copy it .* model.trust_remote_code=false: ",
+        ),
+        (
+            {"error": "code-absent", "reason": "modeling_x.py", "is_known": False},
+            "model-config",
+            "modeling_x.py; copy it there, or download the whole model$",
+        ),
+        (
             {"error": "not-causal", "reason": "model_type=t5", "kind": "an encoder-decoder"},
             "model-not-causal",
             "model_type=t5 is an encoder-decoder, which is not trained here; name a causal language model",

@@ -175,6 +175,13 @@ def _refusal(config_file: Path, answer: dict[str, Any], trust_remote_code: bool)
             "name a causal language model, one that only continues a text",
             problem_id="model-not-causal",
         )
+    if answer["error"] == "code-absent":
+        own = ", or set model.trust_remote_code=false: transformers has a model of this kind itself"
+        return RequestError(
+            f"{config_file}: auto_map names code of the model's own that is not in this folder: {reason[0]}; copy it "
+            f"there, or download the whole model{own if answer.get('is_known') else ''}",
+            problem_id="model-config",
+        )
     if answer["error"] == "cut-off":
         return RequestError(
             f"{config_file}: its layers could not be looked at ({reason[0]}); try again with 2 GiB of memory free, or "

@@ -75,6 +75,8 @@ def describe(
         with torch.device("meta"):
             model = loader.from_config(copy.deepcopy(config), **options)
     except Exception as error:  # of any kind: architectures check their sizes in their own ways, or not at all
+        if trust_remote_code and (absent := _absent_code(config_file)):
+            return absent
         if any(word in str(error).lower() for word in _UNKNOWN):
             return _unknown(config_file)
         return {"error": "cannot-build", "reason": _said(error)}
@@ -92,6 +94,25 @@ def _unknown(config_file: Path) -> dict[str, str]:
         return {"error": "not-causal", "reason": named, "kind": other}
     meant = did_you_mean(kind, set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - {kind}) if kind else ""
     return {"error": "unknown-architecture", "reason": named + meant}
+
+
+def _absent_code(config_file: Path) -> dict[str, Any] | None:
+    """The files that the model's own code should be in and that are not beside its config.json; None where all are.
+
+    `is_known` says whether transformers has a model of this kind itself.
+    """
+    config = json.loads(config_file.read_text(encoding="utf-8"))
+    auto_map = config.get("auto_map")
+    named = (
+        [auto_map.get(each) for each in ("AutoConfig", "AutoModelForCausalLM")] if isinstance(auto_map, dict) else []
+    )
+    places = [place for place in named if isinstance(place, str) and "--" not in place]  # REPOSITORY--... is elsewhere
+    files = dict.fromkeys(f"{place.rpartition('.')[0]}.py" for place in places)
+    absent = [file for file in files if not (config_file.parent / file).is_file()]
+    if not absent:
+        return None
+    is_known = config.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return {"error": "code-absent", "reason": ", ".join(absent), "is_known": is_known}
 
 
 def _said(error: Exception) -> str:
@@ -161,7 +182,10 @@ def _unreached(config: Any, options: dict[str, Any]) -> set[str]:
                 model = loader.from_config(copy.deepcopy(config), attn_implementation="eager", **options)
                 model.tie_weights()
             output = model.train()(input_ids=torch.zeros(1, LENGTHS[0], dtype=torch.long), use_cache=False)
-            reached = _leaves(output.logits.grad_fn)
+            logits = getattr(output, "logits", None)
+            if logits is None:  # of an architecture with code of its own
+                return set()
+            reached = _leaves(logits.grad_fn)
             return {name for name, parameter in model.named_parameters() if id(parameter) not in reached}
     except _OF_FAKE_TENSORS:
         return set()

@@ -2,12 +2,11 @@
 
 A rule looks at the resolved configuration only (see `config.auto`); what this machine must have for it stands in
 `rules.environment`. Adding a rule: write it in the module of its topic, list it in that module's `RULES`, and add its
-case to `tests/config/test_rules.py`.
+case to `tests/config/rule_cases.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from tunebook.config.rules import (
@@ -24,6 +23,7 @@ from tunebook.config.rules import (
 )
 from tunebook.config.rules.environment import check_environment
 from tunebook.config.rules.frame import Rule
+from tunebook.config.rules.other_groups import PlaceOf, with_what_to_leave_out
 from tunebook.config.schema import RunConfig
 from tunebook.errors import Problem
 
@@ -43,12 +43,16 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def check(config: RunConfig, place_of: Callable[[str], str | None] | None = None) -> list[Problem]:
+def check(config: RunConfig, place_of: PlaceOf | None = None) -> list[Problem]:
     """Everything to say against a resolved configuration: what stops it (`is_error`), then what is only unwise.
 
-    `place_of` says which override or file set a key. Empty when the configuration is sound.
+    `place_of` says which override or file set a key; with it a fix that chooses another group also says which typed
+    settings do not go with that. Empty when the configuration is sound.
     """
     problems = [problem for rule in RULES for problem in rule.problems(config)]
     if place_of is not None:
-        problems = [replace(problem, place=place_of(problem.key)) for problem in problems]
+        problems = [
+            replace(problem, place=place_of(problem.key), fix=with_what_to_leave_out(problem.fix, config, place_of))
+            for problem in problems
+        ]
     return sorted(problems, key=lambda problem: not problem.is_error)

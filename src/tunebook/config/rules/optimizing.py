@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from tunebook.config.choices import (
+    Compute,
     Generation,
     Offload,
     OptimizerName,
@@ -16,6 +18,7 @@ from tunebook.config.choices import (
 from tunebook.config.estimate.parameters import HEADS, PRODUCTS_OF, has_experts, last_name, linear_layers
 from tunebook.config.override_text import typed_list
 from tunebook.config.rules.frame import Finding, Level, Rule, rule
+from tunebook.config.rules.quantised import quantiser_of
 from tunebook.config.schema import RunConfig, ZeroConfig
 from tunebook.errors import nearest
 
@@ -88,7 +91,7 @@ def adapter_without_targets(config: RunConfig) -> Finding | None:
         return None
     rest = [saved for saved in peft.modules_to_save if not any(_is_within(target, saved) for target in targets)]
     message = f"{', '.join(peft.modules_to_save)} leave no module for an adapter: what they hold is trained whole"
-    fix = typed_list("peft.modules_to_save", rest) + " or peft=full"
+    fix = typed_list("peft.modules_to_save", rest) + ("" if quantiser_of(config) else " or peft=full")
     return Finding(key="peft.modules_to_save", message=message, fix=fix)
 
 
@@ -145,10 +148,20 @@ def adapter_settings_ignored(config: RunConfig) -> Iterator[Finding]:
     """Module lists that nobody reads."""
     if config.peft.method is not PeftMethod.full:
         return
+    other = " or peft=lora" if _lora_goes(config) else ""
     for field in ("target_modules", "modules_to_save"):
         if getattr(config.peft, field):
             key = f"peft.{field}"
-            yield Finding(key=key, message="it is not used by peft.method=full", fix=f"{key}=[] or peft=lora")
+            yield Finding(key=key, message="it is not used by peft.method=full", fix=f"{key}=[]{other}")
+
+
+def _lora_goes(config: RunConfig) -> bool:
+    """Whether no rule would refuse the run with an adapter as its settings say, in place of a full fine-tune."""
+    with_adapter = replace(config, peft=replace(config.peft, method=PeftMethod.lora))
+    refusing = (adapter_on_output_head, adapter_without_targets, adapter_dropout_on_experts)
+    if any(rule.find(with_adapter) for rule in refusing) or adapter_module_unknown.problems(with_adapter):
+        return False
+    return config.precision.compute is not Compute.fp8 and quantiser_of(config) is None
 
 
 @rule(
@@ -194,7 +207,8 @@ def bitsandbytes_optimizer_with_fsdp(config: RunConfig) -> Finding | None:
     if name not in BITSANDBYTES or strategy not in (Strategy.fsdp, Strategy.fsdp_grad_op, Strategy.hsdp):
         return None
     message = f"{name.name} does not work on the sharded tensors of {strategy.name}"
-    return Finding(key="optimizer.name", message=message, fix="optimizer.name=adamw or parallelism=zero3")
+    other = "" if config.precision.compute is Compute.fp8 else " or parallelism=zero3"  # see fp8-with-deepspeed
+    return Finding(key="optimizer.name", message=message, fix=f"optimizer.name=adamw{other}")
 
 
 @rule(

@@ -17,6 +17,7 @@ from tunebook.config.choices import (
 )
 from tunebook.config.fsdp_units import layer_parameters, units_by_size
 from tunebook.config.rules.frame import Finding, Level, Rule, another_model, rule, world_size
+from tunebook.config.rules.optimizing import BITSANDBYTES
 from tunebook.config.rules.quantised import quantiser_of
 from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
 
@@ -116,7 +117,8 @@ def fsdp_on_cpu(config: RunConfig) -> Finding | None:
     if strategy not in FSDP or config.hardware.generation is not Generation.cpu:
         return None
     message = f"{strategy.name} would silently become ddp on a CPU"
-    return Finding(key="parallelism.strategy", message=message, fix="parallelism=ddp")
+    other = "ddp" if world_size(config) > 1 else "single"
+    return Finding(key="parallelism.strategy", message=message, fix=f"parallelism={other}")
 
 
 @rule(
@@ -136,7 +138,9 @@ def hsdp_group(config: RunConfig) -> Finding | None:
         return None
     message = f"groups of {group} do not split {world} GPUs into equal groups of several"
     largest = _largest_proper_divisor(world)
-    fix = f"parallelism.shard_group_size={largest}" if largest > 1 else "parallelism=fsdp"
+    fix = f"parallelism.shard_group_size={largest}"
+    if largest == 1:
+        fix = "parallelism=fsdp" + (" parallelism.shard_group_size=null" if settings.shard_group_size else "")
     return Finding(key="parallelism.shard_group_size", message=message, fix=fix)
 
 
@@ -245,16 +249,31 @@ def offload_not_possible(config: RunConfig) -> Iterator[Finding]:
     if isinstance(settings, FsdpConfig) and settings.offload_parameters is Offload.nvme:
         message, key = f"{strategy.name} cannot offload to nvme", "parallelism.offload_parameters"
         has_own = settings != FsdpConfig(strategy=strategy, offload_parameters=Offload.nvme)  # which ZeRO does not know
-        fix = f"{key}=cpu" + ("" if has_own else " or parallelism=zero3_nvme")
+        fix = f"{key}=cpu" + ("" if has_own else _or_to_nvme(config))
         yield Finding(key=key, message=message, fix=fix)
     if not isinstance(settings, ZeroConfig) or strategy not in (Strategy.zero1, Strategy.zero2):
         return
     if settings.offload_parameters is not Offload.none:
         message, key = f"{strategy.name} keeps whole parameters on every GPU", "parallelism.offload_parameters"
-        yield Finding(key=key, message=message, fix=f"{key}=none or parallelism=zero3_offload")
+        to_host = " or parallelism=zero3_offload" if _zero3_can_offload(config) else ""
+        other = _or_to_nvme(config) if settings.offload_parameters is Offload.nvme else to_host
+        yield Finding(key=key, message=message, fix=f"{key}=none{other}")
     if settings.offload_optimizer is Offload.nvme:
         message, key = f"{strategy.name} cannot offload to nvme", "parallelism.offload_optimizer"
-        yield Finding(key=key, message=message, fix=f"{key}=cpu or parallelism=zero3_nvme")
+        yield Finding(key=key, message=message, fix=f"{key}=cpu{_or_to_nvme(config)}")
+
+
+def _zero3_can_offload(config: RunConfig) -> bool:
+    """Whether ZeRO-3 with all states offloaded goes with the rest: see fp8-with-deepspeed, bitsandbytes-optimizer-*."""
+    return config.precision.compute is not Compute.fp8 and config.optimizer.name not in BITSANDBYTES
+
+
+def _or_to_nvme(config: RunConfig) -> str:
+    """What to type, as another way out, for the strategy that offloads to NVMe; nothing where a rule refuses it."""
+    if not _zero3_can_offload(config) or config.peft.method is PeftMethod.qlora:
+        return ""
+    names_folder = isinstance(config.parallelism, ZeroConfig) and config.parallelism.nvme_path
+    return " or parallelism=zero3_nvme" + ("" if names_folder else " parallelism.nvme_path=FOLDER")
 
 
 @rule(

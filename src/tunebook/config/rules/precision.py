@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tunebook.config.choices import (
     Compute,
     Fp8Scaling,
@@ -15,6 +17,7 @@ from tunebook.config.choices import (
 )
 from tunebook.config.rules.attention import FLASH, compiles, nearest_attention, without_flash_attn
 from tunebook.config.rules.frame import Finding, Level, Rule, rule
+from tunebook.config.rules.optimizing import BITSANDBYTES
 from tunebook.config.schema import RunConfig, ZeroConfig
 from tunebook.hardware.generations import GENERATIONS, GenerationFacts, capability_text
 
@@ -27,6 +30,12 @@ def _hardware_text(config: RunConfig, facts: GenerationFacts) -> str:
     oldest = facts.min_compute_capability
     name = config.hardware.generation.name
     return f"{name} (compute capability {capability_text(oldest)})" if oldest else "a CPU"
+
+
+def _instead_of_fp8(config: RunConfig) -> str:
+    """What to type for the number format nearest to fp8 that the hardware has."""
+    facts = _facts(config)
+    return "precision.compute=bf16" if facts is None or facts.has_bf16 else _in_fp32(config)
 
 
 def _in_fp32(config: RunConfig) -> str:
@@ -102,8 +111,7 @@ def fp8_without_hardware(config: RunConfig) -> Finding | None:
     if config.precision.compute is not Compute.fp8 or facts is None or facts.has_fp8:
         return None
     message = f"fp8 cannot run on {_hardware_text(config, facts)}; fp8 starts at 8.9"
-    fix = "precision.compute=bf16" if facts.has_bf16 else _in_fp32(config)
-    return Finding(key="precision.compute", message=message, fix=fix)
+    return Finding(key="precision.compute", message=message, fix=_instead_of_fp8(config))
 
 
 @rule(
@@ -119,7 +127,7 @@ def fp8_with_adapters(config: RunConfig) -> Finding | None:
     if config.precision.compute is not Compute.fp8 or config.peft.method is PeftMethod.full:
         return None
     message = f"fp8 saves nothing where the linear layers are frozen (peft.method={config.peft.method.name})"
-    return Finding(key="precision.compute", message=message, fix="precision.compute=bf16")
+    return Finding(key="precision.compute", message=message, fix=_instead_of_fp8(config))
 
 
 @rule(
@@ -138,8 +146,17 @@ def fp8_with_deepspeed(config: RunConfig) -> Finding | None:
     offloads = settings.offload_parameters is not Offload.none or settings.offload_optimizer is not Offload.none
     is_whole = settings.strategy is not Strategy.zero3
     better = "fsdp_offload" if offloads else "fsdp_grad_op" if is_whole else "fsdp"
-    message = f"fp8 does not run under {settings.strategy.name}"
-    return Finding(key="precision.compute", message=message, fix=f"parallelism={better}")
+    fix = f"parallelism={better}" + (" optimizer.name=adamw" if config.optimizer.name in BITSANDBYTES else "")
+    if any(refusing.find(config) for refusing in (fp8_without_hardware, fp8_with_adapters)):  # under FSDP as well
+        fix = _instead_of_fp8(config)
+    return Finding(key="precision.compute", message=f"fp8 does not run under {settings.strategy.name}", fix=fix)
+
+
+def fp8_runs(config: RunConfig) -> bool:
+    """Whether the run as it is could compute in fp8, whatever it computes in."""
+    in_fp8 = replace(config, precision=replace(config.precision, compute=Compute.fp8))
+    refusing = (fp8_without_hardware, fp8_with_adapters, fp8_with_deepspeed)
+    return _facts(config) is not None and not any(rule.find(in_fp8) for rule in refusing)
 
 
 @rule(
@@ -156,7 +173,7 @@ def fp8_not_compiled(config: RunConfig) -> Finding | None:
     """fp8 in blocks that are not compiled, where fp8 is not refused altogether."""
     if config.precision.compute is not Compute.fp8 or config.model.compile_layers:
         return None
-    if any(refusing.find(config) for refusing in (fp8_without_hardware, fp8_with_adapters, fp8_with_deepspeed)):
+    if _facts(config) is not None and not fp8_runs(config):
         return None
     message = "fp8's casts are passes over memory of their own where the blocks are not compiled"
     fix = "model.compile_layers=true"
@@ -180,7 +197,8 @@ def fp8_scaling_ignored(config: RunConfig) -> Finding | None:
     if precision.compute is Compute.fp8 or precision.fp8_scaling is Fp8Scaling.tensorwise:
         return None
     message = f"fp8_scaling={precision.fp8_scaling.name} changes nothing with compute={precision.compute.name}"
-    return Finding(key="precision.fp8_scaling", message=message, fix="precision.compute=fp8")
+    fix = "precision.fp8_scaling=tensorwise" + (" or precision.compute=fp8" if fp8_runs(config) else "")
+    return Finding(key="precision.fp8_scaling", message=message, fix=fix)
 
 
 @rule(

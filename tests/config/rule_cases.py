@@ -1,0 +1,495 @@
+"""A case for every rule: the smallest change to a sound configuration that breaks it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from tunebook.config.choices import (
+    Attention,
+    Checkpointing,
+    Compute,
+    ContainerRuntime,
+    Format,
+    Fp8Scaling,
+    Generation,
+    LauncherName,
+    MasterWeights,
+    MixedPrecision,
+    Offload,
+    OptimizerName,
+    PackingMode,
+    PeftMethod,
+    ScheduleName,
+    Source,
+    Strategy,
+    Switch,
+    TrainOn,
+    Weights,
+    WrapPolicy,
+)
+from tunebook.config.model_facts import MeasuredLayers
+from tunebook.config.schema import FsdpConfig, MixturePart, ParallelismConfig, RayConfig, SlurmConfig, ZeroConfig
+
+ON_CPU = {
+    "hardware.generation": Generation.cpu,
+    "precision.compute": Compute.fp32,
+    "precision.tf32": Switch.disabled,
+    "attention.implementation": Attention.sdpa,
+}
+ON_VOLTA = {**ON_CPU, "hardware.generation": Generation.volta}
+ON_1 = {"hardware.gpus_per_node": 1}
+ON_8 = {"hardware.gpus_per_node": 8}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Changes to a sound configuration that break one rule, and what its message must hold."""
+
+    id: str
+    match: str
+    values: dict[str, Any]
+    background: dict[str, Any] = field(default_factory=dict)  # by itself sound
+
+
+def case(id: str, match: str, values: dict[str, Any], background: dict[str, Any] | None = None) -> Case:
+    return Case(id=id, match=match, values=values, background=background or {})
+
+
+def zero(strategy: Strategy, **settings: Any) -> dict[str, Any]:
+    return {"parallelism": ZeroConfig(strategy=strategy, **settings), **ON_8}
+
+
+def fsdp(strategy: Strategy, **settings: Any) -> dict[str, Any]:
+    return {"parallelism": FsdpConfig(strategy=strategy, **settings), **ON_8}
+
+
+FP8 = {"precision.compute": Compute.fp8}
+COMPILED = {"model.compile_layers": True, "attention.implementation": Attention.varlen_attention}
+DDP = {"parallelism": ParallelismConfig(strategy=Strategy.ddp), **ON_8}
+MEASURED = MeasuredLayers(
+    num_layers=2, parameters=1, linear_inputs=1, adapter_parameters=1, attention=["eager", "flash_attention_2"]
+)
+EXPERTS = MeasuredLayers(
+    num_layers=2, parameters=900, active_parameters=300, linear_inputs=10, adapter_parameters=90,
+    attention=["eager", "sdpa", "flash_attention_2"],
+)  # fmt: skip
+PADDED = {"packing.mode": PackingMode.padded, "training.micro_batch_size": None}
+BIG = {"training.global_samples": 2000}
+PADDED_DDP = {**DDP, **PADDED}
+IN_TOKENS = {"training.global_tokens": 65_536, "training.global_samples": None}
+LORA = {"peft.method": PeftMethod.lora}
+QLORA = {"peft.method": PeftMethod.qlora}
+PLAIN_TEXT = {"dataset.format": Format.text}
+SDPA = {"attention.implementation": Attention.sdpa}
+SLURM = {"launcher": SlurmConfig(name=LauncherName.slurm)}
+RAY = {"launcher": RayConfig(name=LauncherName.ray)}
+ONE_DAY = {"launcher": SlurmConfig(name=LauncherName.slurm, time_limit="1-0")}
+ON_TWO_NODES = {**DDP, "hardware.num_nodes": 2, "hardware.gpus_per_node": 4}
+
+CASES = [
+    # numbers
+    case("out-of-range", "0 must be above 0", {"optimizer.learning_rate": 0.0}),
+    case("out-of-range", "nan must be", {"optimizer.learning_rate": math.nan}),
+    case("out-of-range", "1 must be at least 0 and below 1", {"optimizer.beta2": 1.0}),
+    case("out-of-range", "0 must be above 0", {"training.num_epochs": 0.0}),
+    case("out-of-range", "inf must be", {"training.num_epochs": math.inf}),
+    case("out-of-range", "inf must be a finite number, above 0", {"hardware.memory_gib": math.inf}),
+    case("out-of-range", "nan must be a finite number, above 0", {"hardware.memory_gib": math.nan}),
+    case("out-of-range", r"1e\+308 must be above 0 and at most 1000000", {"training.num_epochs": 1e308}),
+    case("out-of-range", r"^999999\.\.\. \(400 digits\) must be at most 1e15", {"peft.rank": 10**400 - 1}),
+    case("out-of-range", "2000 must be at least 1 and at most 1024", {"hardware.gpus_per_node": 2000}, DDP | BIG),
+    case("out-of-range", "0 must be at least 2", {"model.facts.vocab_size": 0}),
+    case("out-of-range", "1 must be at least 2", {"model.facts.max_position_embeddings": 1}),
+    case("out-of-range", "-3 must be at least 1", {"training.max_steps": -3}),
+    case("out-of-range", "0 must be at least 1", {"peft.rank": 0}),
+    case("out-of-range", "0.6 must be at least 0 and at most 0.5", {"dataset.validation_share": 0.6}),
+    case("out-of-range", "0 must be at least 1", {"hardware.num_nodes": 0}),
+    case("out-of-range", "0 must be at least 1", {"dataset.max_documents": 0}),
+    # sources
+    case("model-not-named", "no model is named", {"model.name": None}),
+    case("model-not-named", "name two models", {"model.path": "book:recipes/quickstart/model"}),
+    case("model-name-is-folder", "is a folder, not a name", {"model.name": "./mine"}),
+    case("model-folder", "not/there does not exist", {"model.name": None, "model.path": "not/there"}),
+    case("model-not-causal", "is made for masked LM", {"model.name": None, "model.path": "masked"}),
+    case("length-beyond-model", "40000 .* 32768", {"training.max_length": 40_000, "packing.row_length": 40_000}),
+    case("dataset-source", "source=hub needs dataset.name", {"dataset.name": None}),
+    case("dataset-source", "source=files needs", {"dataset.source": Source.files, "dataset.name": None}),
+    case("dataset-source", "at least one part", {"dataset.source": Source.mixture, "dataset.name": None}),
+    case(
+        "dataset-source",
+        "parts.chat.source=files needs dataset.parts.chat.path",
+        {"dataset.source": Source.mixture, "dataset.name": None, "dataset.parts": {"chat": MixturePart()}},
+    ),
+    case(
+        "dataset-source",
+        "mixture inside a mixture",
+        {
+            "dataset.source": Source.mixture,
+            "dataset.name": None,
+            "dataset.parts": {"all": MixturePart(source=Source.mixture, path="a.jsonl")},
+        },
+    ),
+    case("dataset-field-ignored", "source=hub does not read dataset.path", {"dataset.path": "a.jsonl"}),
+    case("validation-twice", "both hold", {"dataset.validation_split": "test", "dataset.validation_share": 0.1}),
+    case("validation-source", "that is trained on", {"dataset.validation_split": "train"}),
+    case(
+        "validation-source",
+        "source=files has no splits",
+        {"dataset.validation_split": "test"},
+        {"dataset.source": Source.files, "dataset.path": "a.jsonl", "dataset.name": None},
+    ),
+    case(
+        "validation-source",
+        "tokens of their own",
+        {"dataset.validation_path": "a.jsonl"},
+        {"dataset.source": Source.synthetic, "dataset.name": None},
+    ),
+    case(
+        "synthetic-settings",
+        "min_tokens=5000 is above max_tokens=4096",
+        {"dataset.synthetic.min_tokens": 5000},
+        {"dataset.source": Source.synthetic, "dataset.name": None},
+    ),
+    case("train-on-without-roles", "asks for turns", {"dataset.train_on": TrainOn.assistant}, PLAIN_TEXT),
+    case("system-prompt-ignored", "not used", {"dataset.system_prompt": "Be brief."}, PLAIN_TEXT),
+    case("chat-template-not-found", "there is no file", {"model.chat_template": "not/there.jinja"}),
+    # batch
+    case("batch-one-way", "twice", {"training.global_tokens": 65_536}),
+    case("batch-one-way", "nothing says", {"training.global_samples": None}),
+    case("batch-not-divisible", "530 .* 528 and 536 are the nearest", {"training.global_samples": 530}, PADDED_DDP),
+    case("batch-not-divisible", "4 .* 8 is the smallest", {"training.global_samples": 4}, PADDED_DDP),
+    case("batch-not-divisible", "8 GPUs x micro batch 3 = 24", {"training.micro_batch_size": 3}, PADDED_DDP),
+    case(
+        "batch-not-divisible",
+        "make 9 rows of 2048, .* 16384 and 32768",
+        {"training.global_tokens": 9 * 2048, "training.global_samples": None},
+        DDP,
+    ),
+    case("batch-too-small", "4 documents a step are fewer than the 8 GPUs", {"training.global_samples": 4}, DDP),
+    case(
+        "batch-too-small",
+        "8 rows x 2048 tokens = 16384",
+        {"training.global_tokens": 2048, "training.global_samples": None},
+        DDP,
+    ),
+    case("tokens-need-packing", "packed rows", IN_TOKENS, PADDED),
+    case("batch-larger-than-data", "64 .* 10", {"dataset.max_documents": 10}),
+    case("row-shorter-than-document", "rows of 1024 tokens", {"packing.row_length": 1024}),
+    case("micro-rows-on-mask", "9 times", {"training.micro_batch_size": 3}, SDPA),
+    # precision
+    case("bf16-on-volta", r"volta \(compute capability 7.0\)", {"precision.compute": Compute.bf16}, ON_VOLTA),
+    case(
+        "bf16-on-volta",
+        r"turing \(compute capability 7.5\)",
+        {"precision.compute": Compute.bf16},
+        {**ON_VOLTA, "hardware.generation": Generation.turing},
+    ),
+    case("fp16-with-bf16-base", "overflows on Qwen2ForCausalLM", {"precision.compute": Compute.fp16}),
+    case("fp16-with-bf16-base", "overflows", {"precision.compute": Compute.fp16}, ON_VOLTA),
+    case("fp16-on-cpu", "needs a GPU", {"precision.compute": Compute.fp16}, {**ON_CPU, "model.facts.dtype": "float16"}),
+    case(
+        "fp8-without-hardware",
+        "ampere .*fp8 starts at 8.9",
+        {"precision.compute": Compute.fp8},
+        {"hardware.generation": Generation.ampere, **COMPILED},
+    ),
+    *(
+        case("fp8-with-adapters", f"method={method.name}", FP8, {"peft.method": method, **COMPILED})
+        for method in (PeftMethod.lora, PeftMethod.qlora)
+    ),
+    case("fp8-with-deepspeed", "under zero1", FP8, {**zero(Strategy.zero1), **COMPILED}),
+    case("fp8-with-deepspeed", "under zero3", FP8, {**zero(Strategy.zero3), **COMPILED}),
+    case(
+        "fp8-with-deepspeed",
+        "under zero2",
+        FP8,
+        {**zero(Strategy.zero2, offload_optimizer=Offload.cpu), **COMPILED},
+    ),
+    case("fp8-not-compiled", "passes over memory of their own", FP8),
+    case("fp8-not-compiled", "passes over memory of their own", FP8, SDPA),
+    case("fp8-not-compiled", "passes over", FP8, {"attention.implementation": Attention.sdpa_by_document}),
+    case("fp8-not-compiled", "passes over", FP8, {"model.liger_kernel": True}),
+    case("fp8-scaling-ignored", "rowwise changes nothing .*bf16", {"precision.fp8_scaling": Fp8Scaling.rowwise}),
+    case("tf32-without-hardware", "volta", {"precision.tf32": Switch.enabled}, ON_VOLTA),
+    case("tf32-without-hardware", "a CPU", {"precision.tf32": Switch.enabled}, ON_CPU),
+    case("bf16-weights-without-bf16", "compute=fp32", {"precision.master_weights": MasterWeights.bf16}, ON_VOLTA),
+    # attention
+    case(
+        "flash-attention-below-ampere",
+        "flash_attention_2 needs compute capability 8.0; volta has 7.0",
+        {"attention.implementation": Attention.flash_attention_2, "precision.compute": Compute.fp16},
+        {**ON_VOLTA, "model.facts.dtype": "float16"},
+    ),
+    case(
+        "flash-attention-below-ampere",
+        "flash_attention_4 needs compute capability 9.0; ampere has 8.0",
+        {"attention.implementation": Attention.flash_attention_4},
+        {"hardware.generation": Generation.ampere},
+    ),
+    case(
+        "flash-attention-below-ampere",
+        "this is a CPU",
+        {"attention.implementation": Attention.flash_attention_2},
+        {**ON_CPU, "precision.compute": Compute.bf16},
+    ),
+    case(
+        "attention-not-in-model",
+        "Qwen2ForCausalLM cannot attend by sdpa; it can by eager, flash_attention_2",
+        {"attention.implementation": Attention.sdpa},
+        {"model.facts.measured": MEASURED},
+    ),
+    case("flash-attention-in-fp32", "fp16 or bf16 only", {"precision.compute": Compute.fp32}),
+    case("flex-attention-on-cpu", "cannot train", {"attention.implementation": Attention.flex_attention}, ON_CPU),
+    case("flash-attention-not-deterministic", "last bits", {"training.deterministic": True}),
+    case("packing-leaks", "BloomForCausalLM cannot keep", {"model.facts.architecture": "BloomForCausalLM"}),
+    case("packing-leaks", "cannot keep", {"model.facts.architecture": "BloomForCausalLM"}, {**DDP, **IN_TOKENS}),
+    case("row-length-without-packing", "4096 is not used", {"packing.row_length": 4096}, PADDED),
+    case("liger-without-gpu", "need a GPU", {"model.liger_kernel": True}, ON_CPU),
+    case("one-pass-head-without-gpu", "on a GPU only", {"model.one_pass_head": True}, ON_CPU),
+    case(
+        "one-pass-head-in-fp16",
+        "after the loss is scaled",
+        {"model.one_pass_head": True},
+        {"precision.compute": Compute.fp16, "model.facts.dtype": "float16"},
+    ),
+    case("compiled-layers-with-flash-attn", "compiled by itself", {"model.compile_layers": True}),
+    case("compiled-layers-with-flash-attn", "compiled by itself", {"model.compile_layers": True}, PADDED),
+    case(
+        "compiled-layers-with-liger",
+        "cannot be compiled",
+        {"model.liger_kernel": True, "model.compile_layers": True},
+        {"attention.implementation": Attention.varlen_attention},
+    ),
+    case(
+        "varlen-attention-padded", "packed rows only", {"attention.implementation": Attention.varlen_attention}, PADDED
+    ),
+    case(
+        "varlen-attention-padded", "packed rows only", {"attention.implementation": Attention.sdpa_by_document}, PADDED
+    ),
+    case(
+        "compiled-layers-by-document",
+        "cannot be compiled as one",
+        {"model.compile_layers": True},
+        {"attention.implementation": Attention.sdpa_by_document},
+    ),
+    case(
+        "selective-without-compiled-blocks",
+        "only compiled blocks",
+        {"activation.checkpointing": Checkpointing.selective},
+    ),
+    case("activation-offload-without-gpu", "no GPU memory", {"activation.offload": True}, ON_CPU),
+    # parallelism
+    case("strategy-settings-mismatch", "FSDP settings", {"parallelism.strategy": Strategy.zero2}, fsdp(Strategy.fsdp)),
+    case("strategy-settings-mismatch", "no settings", {"parallelism.strategy": Strategy.zero3}, DDP),
+    case("single-needs-one-gpu", "8 are asked for", ON_8),
+    case("sharding-on-one-rank", "zero2 on one GPU", {"parallelism": ZeroConfig(strategy=Strategy.zero2)}),
+    case("sharding-on-one-rank", "ddp on one GPU", {"parallelism": ParallelismConfig(strategy=Strategy.ddp)}),
+    case("fsdp-on-cpu", "silently become ddp", ON_CPU, fsdp(Strategy.fsdp)),
+    case("hsdp-group", "groups of 8 do not split 8", fsdp(Strategy.hsdp)),
+    case("hsdp-group", "groups of 3 do not split 8", fsdp(Strategy.hsdp, shard_group_size=3)),
+    case(
+        "parallelism-setting-ignored",
+        "1000000 is not used by zero2",
+        {"parallelism.max_live_parameters": 1_000_000},
+        zero(Strategy.zero2),
+    ),
+    case("parallelism-setting-ignored", "/disk is not used", {"parallelism.nvme_path": "/disk"}, zero(Strategy.zero3)),
+    case("parallelism-setting-ignored", "4 is not used", {"parallelism.shard_group_size": 4}, fsdp(Strategy.fsdp)),
+    case(
+        "parallelism-setting-ignored",
+        "is not used",
+        {"parallelism.wrap_classes": ["Block"]},
+        fsdp(Strategy.fsdp, wrap_policy=WrapPolicy.size, wrap_min_num_parameters=1_000_000),
+    ),
+    case(
+        "parallelism-setting-ignored",
+        "cast is not used in fp32",
+        {"parallelism.mixed_precision": MixedPrecision.cast},
+        fsdp(Strategy.fsdp) | {"precision.compute": Compute.fp32, "attention.implementation": Attention.sdpa},
+    ),
+    case(
+        "bf16-weights-under-zero",
+        "zero2 keeps fp32 weights",
+        {"precision.master_weights": MasterWeights.bf16},
+        zero(Strategy.zero2),
+    ),
+    case("offload-not-possible", "whole", {"parallelism.offload_parameters": Offload.cpu}, zero(Strategy.zero2)),
+    case(
+        "offload-not-possible",
+        "zero1 cannot offload to nvme",
+        {"parallelism.offload_optimizer": Offload.nvme},
+        zero(Strategy.zero1, offload_optimizer=Offload.cpu),
+    ),
+    case("offload-not-possible", "fsdp cannot", {"parallelism.offload_parameters": Offload.nvme}, fsdp(Strategy.fsdp)),
+    case("nvme-path-missing", "local NVMe", {"parallelism.offload_optimizer": Offload.nvme}, zero(Strategy.zero3)),
+    case(
+        "wrap-size-too-large",
+        "no part of Qwen2ForCausalLM has 14,912,385 parameters; its largest kind, a layer, has 14,912,384",
+        {"parallelism.wrap_min_num_parameters": 14_912_385},
+        fsdp(Strategy.fsdp, wrap_policy=WrapPolicy.size, wrap_min_num_parameters=14_912_384),
+    ),
+    case(
+        "wrap-class-unknown",
+        "no LlamaDecoderLayer; its blocks are Qwen2DecoderLayer",
+        {"parallelism.wrap_classes": ["LlamaDecoderLayer"]},
+        fsdp(Strategy.fsdp),
+    ),
+    case("qlora-without-gpu", "on GPUs", {"peft.method": PeftMethod.qlora}, ON_CPU),
+    case(
+        "qlora-parameters-on-nvme",
+        "DeepSpeed's files",
+        {"peft.method": PeftMethod.qlora},
+        zero(Strategy.zero3, offload_parameters=Offload.nvme, nvme_path="/disk"),
+    ),
+    case("launcher-settings-mismatch", "slurm is set", {"launcher.name": LauncherName.slurm}),
+    case("launcher-settings-mismatch", "local is set", {"launcher": RayConfig(name=LauncherName.local)}),
+    # optimizing
+    case(
+        "adapter-on-output-head",
+        "lm_head would never be trained",
+        {"peft.target_modules": ["q_proj", "lm_head"]},
+        {"peft.method": PeftMethod.lora},
+    ),
+    case(
+        "adapter-dropout-on-experts",
+        "adapters on the experts of .* have no dropout, and peft.dropout is 0.05",
+        {"peft.dropout": 0.05},
+        LORA | {"model.facts.measured": EXPERTS, "peft.dropout": 0.0},
+    ),
+    case(
+        "activation-offload-with-flex",
+        "does not take what was offloaded",
+        {"activation.offload": True},
+        {"attention.implementation": Attention.flex_attention},
+    ),
+    case("adapter-without-targets", "self_attn, mlp leave no", {"peft.modules_to_save": ["self_attn", "mlp"]}, LORA),
+    case(
+        "adapter-module-unknown",
+        "has no q_poj; it has down_proj, embed_tokens, gate_proj",
+        {"peft.target_modules": ["q_poj", "self_attn.v_proj"]},
+        {"peft.method": PeftMethod.lora},
+    ),
+    case(
+        "adapter-module-unknown",
+        "has no nonesuch",
+        {"peft.modules_to_save": ["nonesuch", "embed_tokens"]},
+        {"peft.method": PeftMethod.lora},
+    ),
+    case("adapter-settings-ignored", "method=full", {"peft.target_modules": ["q_proj"]}),
+    case("qlora-random-weights", "has none", {"model.weights": Weights.random}, {"peft.method": PeftMethod.qlora}),
+    case("bitsandbytes-optimizer-without-gpu", "needs a GPU", {"optimizer.name": OptimizerName.adamw_8bit}, ON_CPU),
+    case(
+        "bitsandbytes-optimizer-with-fsdp",
+        "sharded tensors of fsdp",
+        {"optimizer.name": OptimizerName.paged_adamw_32bit},
+        fsdp(Strategy.fsdp),
+    ),
+    case(
+        "bitsandbytes-optimizer-offloaded",
+        "runs on the GPU",
+        {"optimizer.name": OptimizerName.adamw_8bit},
+        zero(Strategy.zero2, offload_optimizer=Offload.cpu),
+    ),
+    case("two-warm-ups", "twice", {"schedule.warmup_steps": 10, "schedule.warmup_share": 0.1}),
+    case(
+        "two-floors",
+        "twice",
+        {"schedule.min_learning_rate_share": 0.1},
+        {"schedule.name": ScheduleName.cosine_with_min_lr, "schedule.min_learning_rate": 0.0},
+    ),
+    case("floor-without-its-schedule", "cosine has no floor", {"schedule.min_learning_rate": 0.0}),
+    case("schedule-without-floor", "it ends at", {"schedule.name": ScheduleName.cosine_with_min_lr}),
+    case(
+        "floor-above-peak",
+        "0.001 is above optimizer.learning_rate=1e-05",
+        {"schedule.min_learning_rate": 1e-3},
+        {"schedule.name": ScheduleName.cosine_with_min_lr, "schedule.min_learning_rate": 0.0},
+    ),
+    case("warm-up-longer-than-run", "100 .*=20", {"schedule.warmup_steps": 100}, {"training.max_steps": 20}),
+    case("warm-up-ignored", "no warm-up", {"schedule.warmup_share": 0.1}, {"schedule.name": ScheduleName.constant}),
+    # quantised
+    case("quantised-base-in-full", "gptq; name the model without", {"model.name": None, "model.path": "gptq"}),
+    case("quantised-base-in-full", "_4bit, and only an adapter", {"model.name": None, "model.path": "four_bit"}),
+    case("quantised-base-in-full", "mxfp4; name the model without", {"model.name": None, "model.path": "mxfp4"}),
+    case("quantised-base-in-full", "gptq", {"model.name": None, "model.path": "gptq"}, {**FP8, **COMPILED}),
+    case("quantised-base-in-full", "_4bit, and only", {"model.name": None, "model.path": "four_bit"}, FP8 | COMPILED),
+    case("quantised-base-not-trainable", "over mxfp4", {"model.name": None, "model.path": "mxfp4"}, LORA),
+    case("quantised-base-not-trainable", "over gptq", {"model.name": None, "model.path": "gptq"}, LORA),
+    case("quantised-base-not-trainable", "what peft=qlora", {"model.name": None, "model.path": "four_bit"}, LORA),
+    case("quantised-twice", "by bitsandbytes_4bit, .*by gptq", {"model.name": None, "model.path": "gptq"}, QLORA),
+    case("quantised-twice", "is quantised by mxfp4", {"model.name": None, "model.path": "mxfp4"}, QLORA),
+    # running
+    case("validation-missing", "none are held out", {"training.evaluate_every_steps": 10}),
+    case(
+        "best-needs-evaluations",
+        "how often",
+        {"training.early_stopping_patience": 3},
+        {"dataset.validation_share": 0.1},
+    ),
+    case(
+        "best-needs-checkpoints",
+        "150 is no multiple of training.evaluate_every_steps=100",
+        {"training.save_every_steps": 150},
+        {
+            "dataset.validation_share": 0.1,
+            "training.evaluate_every_steps": 100,
+            "training.save_every_steps": 200,
+            "training.load_best_at_end": True,
+        },
+    ),
+    case(
+        "best-needs-checkpoints",
+        "nothing is saved",
+        {"training.load_best_at_end": True},
+        {"dataset.validation_share": 0.1, "training.evaluate_every_steps": 100},
+    ),
+    case("interval-beyond-run", "500 is beyond", {"training.save_every_steps": 500}, {"training.max_steps": 20}),
+    case("resume-not-found", "'atuo' is neither", {"training.resume": "atuo"}),
+    case("resume-not-found", "there is no folder", {"training.resume": "outputs/gone"}),
+    case("hub-name-form", "'mymodel' has not the form", {"training.push_to_hub": "mymodel"}),
+    case("task-file-not-found", "there is no file", {"evaluation.tasks": ["gsm8k", "mine.yaml"]}),
+    case("task-named-twice", "gsm8k is named more", {"evaluation.tasks": ["gsm8k", "arc_easy", "gsm8k"]}),
+    case("evaluation-never-runs", "both off", {"evaluation.after": False}, {"evaluation.tasks": ["gsm8k"]}),
+    case("evaluation-never-runs", "no tasks", {"evaluation.before": True}),
+    case("time-limit-form", "'tomorrow' is not", {"launcher.time_limit": "tomorrow"}, SLURM),
+    case("sbatch-option-form", "'exclusive' is no", {"launcher.extra_args": ["exclusive"]}, SLURM),
+    # launching
+    case("node-rank-range", "2 is beyond the last of 2 nodes", {"launcher.node_rank": 2}, ON_TWO_NODES),
+    case("master-address-missing", "needs the name", {"launcher.node_rank": 1}, ON_TWO_NODES),
+    case("node-settings-ignored", "does not read this", {"launcher.master_port": 3000}, SLURM),
+    case("time-limit-too-short", "300 s of warning", {"launcher.time_limit": "5"}, SLURM),
+    case("time-limit-too-short", "300 s of warning", {"launcher.time_limit": "4:59"}, SLURM),
+    case("time-limit-too-short", "300 s of warning, up to 60 s early", {"launcher.time_limit": "0:05:01"}, SLURM),
+    case("time-limit-too-short", "90000 s of warning", {"launcher.stop_timeout_s": 90_000}, ONE_DAY),
+    case("time-limit-too-short-for-a-slow-start", "^60 s before the", {"launcher.time_limit": "0:06:01"}, SLURM),
+    case("time-limit-too-short-for-a-slow-start", "600 s before .*=600", {"launcher.time_limit": "16"}, SLURM),
+    case("time-limit-too-short-for-a-slow-start", "^86040 s", {"launcher.start_timeout_s": 86_040}, ONE_DAY),
+    case("sbatch-option-reserved", "same run folder", {"launcher.extra_args": ["--array=0-3"]}, SLURM),
+    case("sbatch-option-reserved", "num_nodes says it", {"launcher.extra_args": ["-N 4", "--qos=x"]}, SLURM),
+    case("sbatch-option-reserved", "time_limit says it", {"launcher.extra_args": ["--time=1"]}, SLURM),
+    *(
+        case("sbatch-option-reserved", f"^{option}: ", {"launcher.extra_args": [option, "--qos=x"]}, SLURM)
+        for option in ("-N3", "-n8", "-t60", "-ofile", "-HN3", "-kt 60", "--arr=0-1", "--wra=ls", "--no-req", "--nod 3")
+    ),
+    case("container-settings", "no launcher.container_image", {"launcher.container_mounts": ["/data"]}, SLURM),
+    case(
+        "container-settings",
+        "'data' is no absolute path",
+        {"launcher.container_mounts": ["/a", "data"]},
+        {"launcher": SlurmConfig(name=LauncherName.slurm, container_image="image")},
+    ),
+    case(
+        "container-on-shared-node",
+        "docker does not keep to 8 cores",
+        {"launcher.cpus_per_task": 8},
+        {
+            "launcher": SlurmConfig(
+                name=LauncherName.slurm, container_image="image", container_runtime=ContainerRuntime.docker
+            )
+        },
+    ),
+    case("ray-variable-form", "'NCCL_DEBUG' is not of the form", {"launcher.env_vars": ["A=1", "NCCL_DEBUG"]}, RAY),
+    case("ray-address-form", "neither auto, local nor HOST:PORT", {"launcher.address": "ray://head:10001"}, RAY),
+]
