@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from socket import gethostname
 
 import pytest
 
-from tunebook.checkpoint.candidates import expected_checkpoint
+from tunebook.checkpoint.candidates import expected_checkpoint, named_candidates
 from tunebook.checkpoint.record import Identity
 from tunebook.config.choices import ResumeAnyway
 from tunebook.config.schema import RunConfig
@@ -111,3 +112,10 @@ def test_a_renamed_checkpoint_is_told_by_its_record(
     config.training.resume = str(run)
     with pytest.raises(DataError, match="its record is of step 2"):
         expected_checkpoint(config, None, identity)
+
+
+def test_a_named_folder_that_this_host_does_not_see_is_no_crash(run: Path) -> None:
+    """A rank in a container may see less than the launcher did."""
+    gone = run.parent / "gone"
+    with pytest.raises(RequestError, match=rf"training.resume={gone} .*: there is no such folder on {gethostname()}; "):
+        named_candidates(gone)

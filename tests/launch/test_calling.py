@@ -1,6 +1,8 @@
 """A node's call to the launcher, and what it looks for on its own machine."""
 
+import errno
 import json
+import os
 import signal
 import socket
 
@@ -86,6 +88,37 @@ def test_a_request_to_stop_ends_the_calling():
         call_launcher(f"127.0.0.1:{free_port()}", 600, lambda text: None, [signal.SIGTERM])
 
 
+def no_route(*_):
+    raise OSError(errno.EHOSTUNREACH, os.strerror(errno.EHOSTUNREACH))
+
+
+def refused(*_):
+    raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+
+
+def answers(monkeypatch, by_name):
+    """Let calls end as said, by the name that is called, until the time is up."""
+    monkeypatch.setattr(calling, "_CALL_EVERY_S", 0.01)
+    monkeypatch.setattr(calling.socket, "create_connection", lambda place, timeout: by_name[place[0]]())
+
+
+@pytest.mark.parametrize("other", [no_route, refused])
+def test_a_launcher_that_refuses_for_long_has_ended_where_it_listened_before_anybody_called(monkeypatch, other):
+    """A container outlives a job that is cancelled while it starts."""
+    answers(monkeypatch, {"10.0.0.1": refused, "127.0.0.1": other})
+    with pytest.raises(
+        TunebookError, match=r"the launcher at .*:29400 has ended: calls are refused since 0.1 s"
+    ) as caught:
+        call_launcher("10.0.0.1,127.0.0.1:29400", 600, lambda text: None, refused_for_s=0.1)
+    assert caught.value.problem_id == "launcher-lost"
+
+
+def test_loopback_that_refuses_may_be_another_machines(monkeypatch):
+    answers(monkeypatch, {"10.0.0.1": no_route, "127.0.0.1": refused})
+    with pytest.raises(TunebookError, match=r"no launcher answers at .* within 0.2 s"):
+        call_launcher("10.0.0.1,127.0.0.1:29400", 0.2, lambda text: None, refused_for_s=0.05)
+
+
 def test_a_folder_that_is_not_shared_is_named(tmp_path):
     assert "outputs=/a/shared/folder" in folder_problem(tmp_path)
     (tmp_path / "run.yaml").touch()
@@ -108,6 +141,9 @@ def test_the_code_is_told_apart_by_its_content_and_by_nothing_else(tmp_path, mon
         found.append(code_hash())
     here, elsewhere, changed = found
     assert here == elsewhere != changed
+    (package / "_book" / "recipes").mkdir(parents=True)  # as an installed package has it
+    (package / "_book" / "recipes" / "make_data.py").touch()
+    assert code_hash() == changed
     (package / "data" / "sampler.py").rename(package / "data" / "other.py")
     assert code_hash() != changed
 

@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from tunebook.data.prepared import Prepared
-from tunebook.launch.job import plan_job, set_up_folder, show_job
+from tunebook.errors import RequestError
+from tunebook.launch.job import plan_job, require_runnable, set_up_folder, show_job
 from tunebook.record.manifest import read_manifest, recorded_fingerprint, update_manifest
 
 PREPARED = cast(
@@ -105,3 +106,13 @@ def test_a_dry_run_shows_what_a_job_starts_on_several_nodes(capsys: pytest.Captu
     assert ranks.startswith("srun --nodes 2 --ntasks 2 --ntasks-per-node 1 --kill-on-bad-exit=0 ")
     assert ranks.endswith("-m tunebook.launch.node /runs/1 --meet '<address>:<port>'")
     assert shown([], capsys) == []  # one node: the script says it all
+
+
+def test_programs_that_a_container_would_not_execute_are_refused_before_a_job_is_submitted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else they are missed after all of the training: nothing looks at them outside of the container."""
+    monkeypatch.setattr("tunebook.launch.job.check_launcher", lambda config: None)
+    words = ["launcher=slurm", "launcher.container_image=x", "hardware=cpu", "evaluation.tasks=[small_python]"]
+    with pytest.raises(RequestError, match=r"small_python has programs .* train with evaluation=none, and evaluate"):
+        require_runnable(plan_job("quickstart", words, []))

@@ -85,7 +85,7 @@ def test_a_node_looks_at_its_machine_before_it_calls(monkeypatch):
     """Drivers that wake up take longer than a launcher waits for the words of who has called."""
     order = []
 
-    def call(*_words):
+    def call(*_words, **_options):
         order.append("call")
         raise TunebookError("no answer", problem_id="launcher-out-of-reach")
 

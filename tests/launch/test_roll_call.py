@@ -340,6 +340,47 @@ def test_a_request_before_the_start_sends_all_home(opened, call):
     assert roll.is_over
 
 
+@pytest.mark.parametrize("ends", [False, True], ids=["before-the-end", "after-the-end"])
+def test_who_comes_after_a_stop_before_the_start_is_sent_home_and_changes_nothing(opened, call, ends):
+    """A container that was slow to start would call for `launcher.start_timeout_s` otherwise."""
+    roll = opened()
+    roll.stop(signal.SIGINT)
+    settle(roll)
+    assert roll.is_over
+    if ends:
+        roll.end(6)
+    refusal = {"kind": "refuse", "message": "stopped by SIGINT before the start"}
+    assert call(roll, 0).heard() == call(roll, 1).heard() == [refusal]
+    assert (roll.failure, roll.is_running) == (None, False)
+
+
+def test_who_comes_after_the_end_of_a_run_is_sent_home(opened, call):
+    roll = opened(1, reassembles=True)
+    first = call(roll, 0)
+    first.line.send("ended", exit_code=0, why=None)
+    settle(roll)
+    roll.end(0)
+    assert [each["kind"] for each in first.heard()] == ["go", "end"]
+    assert call(roll, 0).heard() == [{"kind": "refuse", "message": "the run has ended"}]
+    assert roll.failure is None
+
+
+def test_containers_with_other_code_than_the_launchers_are_refused(opened, call):
+    """All of them alike, so that comparing them with each other shows nothing."""
+    roll = opened(code="1auncher" * 8)
+    first = call(roll, 0, code="0ther" * 4)
+    assert [each["kind"] for each in first.heard()] == ["refuse"]
+    assert roll.failure.message == (
+        "node 0 (host0) has other code of Tunebook in its container than the launcher: its files have the hash "
+        "0ther0ther0t, and there 1auncher1aun; bring the image of every node up to date (make image, or make pull), "
+        "or run what it holds: TUNEBOOK_USE_IMAGE_SOURCES=1"
+    )
+    assert roll.failure.exit_code == 2
+    same = opened(1, code="c0de")
+    assert [each["kind"] for each in call(same, 0).heard()] == ["go"]
+    assert same.hello_of(0)["code"] == "c0de"
+
+
 def test_lost_workers_may_be_replaced(opened, call):
     went = []
     roll = opened(reassembles=True, unit="rank", on_go=went.append)

@@ -6,6 +6,7 @@ left to the ranks (`checkpoint.choose`), which share them out.
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,6 +116,11 @@ def _candidate(path: Path) -> Candidate:
 
 def _why_refused(candidate: Candidate) -> str:
     """Why a folder is no checkpoint of ours, and what to do with what it is."""
+    if not candidate.path.is_dir():
+        return (
+            f"there is no such folder on {socket.gethostname()}; name one that every node sees, in a container by its "
+            "own path or one that launcher.container_mounts has"
+        )
     names = sorted(path.name for path in candidate.path.iterdir())
     pickles = [name for name in names if name.endswith(_PICKLES) or name.startswith("global_step")]
     weights = [name for name in names if name.endswith(".safetensors")]

@@ -37,6 +37,14 @@ LAUNCHING: dict[str, Explanation] = {
         advice="Look at the named node; start again, and the run goes on from its newest checkpoint. Slow starts (an "
         "image to pull, a cold disk) need a longer launcher.start_timeout_s.",
     ),
+    "container-not-started": Explanation(
+        summary="Docker could not start a container of the run on a node.",
+        why="The image is not there, Docker's daemon does not answer or does not let this user, or the image has no "
+        "such Python. An image without a registry's name is never looked for on Docker Hub: what anybody put there "
+        "under the same name would get the run's folders and tokens.",
+        advice="Make or fetch the image on every node (`make image`, `make pull`), or name one with its registry: "
+        "launcher.container_image=REGISTRY.EXAMPLE/NAME:TAG. launcher.container_python names the Python in it.",
+    ),
     "folder-not-shared": Explanation(
         summary="A node does not see the run folder or the prepared data.",
         why="The launcher writes both before the ranks start, and every node reads them.",

@@ -40,7 +40,8 @@ from tunebook.launch.resume import is_trained
 from tunebook.launch.roll_call import RollCall
 from tunebook.launch.show import show_command, show_end
 from tunebook.launch.slurm.client import node_names
-from tunebook.launch.slurm.container import is_contained
+from tunebook.launch.slurm.container import is_contained, remove_containers
+from tunebook.launch.slurm.inside import note_inside, required_code
 from tunebook.plan.batch import world_size
 from tunebook.record.atomic_files import read_json
 from tunebook.record.disk import disk_full, is_disk_full
@@ -169,10 +170,16 @@ class Attempt:
         return end
 
     def _run_on_nodes(self, command: list[str], roll: RollCall, exit_code_of: Callable[[], int]) -> ProcessEnd:
-        environment = dict(os.environ)
-        return run_on_nodes(
-            command, environment, roll, self.config, self.folder, exit_code_of=exit_code_of, keep_open=[self.lock]
-        )
+        config, folder = self.config, self.folder
+        if is_contained(config):
+            roll.on_go = lambda attempt: note_inside(config, folder, roll.hello_of(0))
+        environment, keep_open = dict(os.environ), [self.lock]
+        try:
+            return run_on_nodes(
+                command, environment, roll, config, folder, exit_code_of=exit_code_of, keep_open=keep_open
+            )
+        finally:
+            remove_containers(config, folder)
 
     def _read_outcomes(self) -> Outcome:
         return read_outcomes(self.folder, world_size(self.config))
@@ -285,7 +292,8 @@ def new_roll_call(config: RunConfig, num_members: int | None = None) -> RollCall
             num_places=config.hardware.num_nodes,
         )
     count = num_members or config.hardware.num_nodes
-    return RollCall(num_members=count, token=new_token(), names=dict(enumerate(node_names())))
+    names = dict(enumerate(node_names()))
+    return RollCall(num_members=count, token=new_token(), names=names, code=required_code(config))
 
 
 def meeting_place(roll: RollCall) -> str:

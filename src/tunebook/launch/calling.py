@@ -13,8 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import tunebook
+from tunebook.config.book import INSTALLED_BOOK
 from tunebook.config.choices import LauncherName
 from tunebook.config.override_text import typed_list
 from tunebook.config.rules import check_environment
@@ -29,6 +31,7 @@ TOKEN_VARIABLE = "TUNEBOOK_ROLL_CALL"  # what the launcher's own nodes show when
 _SAME_EVERYWHERE = ("tunebook", "torch", "transformers", "accelerate", "deepspeed")
 _CALL_TIMEOUT_S = 5.0
 _CALL_EVERY_S = 1.0
+REFUSED_FOR_S = 30.0  # by a launcher that listened before it started who calls: it is gone
 _NAME_WITHIN_S = 30.0  # for a name that is not known: a scheduler may make it known only when the node is up
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
@@ -43,15 +46,22 @@ class NodeFacts:
 
 
 def call_launcher(
-    meet: str, timeout_s: float, say: Callable[[str], None], asked_to_stop: Sequence[signal.Signals] = ()
+    meet: str,
+    timeout_s: float,
+    say: Callable[[str], None],
+    asked_to_stop: Sequence[signal.Signals] = (),
+    *,
+    refused_for_s: float | None = None,
 ) -> tuple[Line, str]:
     """Call until somebody answers; the line, and the address that answered. `meet` is `address[,address...]:port`.
 
+    `refused_for_s`: how long calls that are refused go on, where the launcher listens before anybody calls.
     Raises: RequestError for a name that nobody knows, TunebookError when nobody answers within `timeout_s`,
     StoppedError when it comes to hold a request to stop.
     """
     names, _, port = meet.rpartition(":")
     started = time.monotonic()
+    refused_since: float | None = None
     has_said = False
     while True:
         problems = []
@@ -63,22 +73,36 @@ def call_launcher(
                 problems.append(error)
         if asked_to_stop:
             raise StoppedError(f"stopped by {asked_to_stop[0].name} before the start", problem_id="stopped")
-        waited = time.monotonic() - started
-        why = "; ".join(
-            f"{name}: {error.strerror or error}" for name, error in zip(names.split(","), problems, strict=True)
-        )
-        if waited > _NAME_WITHIN_S and all(isinstance(error, socket.gaierror) for error in problems):
+        found = list(zip(names.split(","), problems, strict=True))
+        now = time.monotonic()
+        refused_since = (refused_since or now) if _is_refused(found) else None
+        refused_s = now - refused_since if refused_since is not None else 0.0
+        why = "; ".join(f"{name}: {error.strerror or error}" for name, error in found)
+        if refused_for_s is not None and refused_s >= refused_for_s:
+            message = f"the launcher at {meet} has ended: calls are refused since {refused_for_s:g} s ({why})"
+            raise TunebookError(message, problem_id="launcher-lost")
+        if now - started > _NAME_WITHIN_S and all(isinstance(error, socket.gaierror) for error in problems):
             raise RequestError(f"{why}; name node 0 with launcher.master_address", problem_id="launcher-out-of-reach")
-        if waited > timeout_s:
-            raise TunebookError(
-                f"no launcher answers at {meet} within {timeout_s:g} s (launcher.start_timeout_s): {why}. Is the "
-                "command for node 0 running there, and may this node reach that port?",
-                problem_id="launcher-out-of-reach",
-            )
+        if now - started > timeout_s:
+            raise _no_answer(meet, timeout_s, why)
         if not has_said:
             has_said = True
             say(f"calling {meet}, up to {timeout_s:g} s ({why})")
         time.sleep(_CALL_EVERY_S)
+
+
+def _no_answer(meet: str, timeout_s: float, why: str) -> TunebookError:
+    return TunebookError(
+        f"no launcher answers at {meet} within {timeout_s:g} s (launcher.start_timeout_s): {why}. Is the "
+        "command for node 0 running there, and may this node reach that port?",
+        problem_id="launcher-out-of-reach",
+    )
+
+
+def _is_refused(found: list[tuple[str, OSError]]) -> bool:
+    """Whether the launcher's machine says that nobody listens; loopback may be another machine's."""
+    refused = [name for name, error in found if isinstance(error, ConnectionRefusedError)]
+    return len(refused) == len(found) or any(not is_loopback(name) for name in refused)
 
 
 def hello(
@@ -91,8 +115,12 @@ def hello(
     facts: NodeFacts,
     config_sha256: str | None = None,
     place: str | None = None,
+    inside: dict[str, Any] | None = None,
 ) -> None:
-    """Say who calls: the node, its ranks, a port on which they can meet, and what it has found of itself."""
+    """Say who calls: the node, its ranks, a port on which they can meet, and what it has found of itself.
+
+    `inside` is what its container holds.
+    """
     line.send(
         "hello",
         token=os.environ.get(TOKEN_VARIABLE, ""),
@@ -107,6 +135,7 @@ def hello(
         problems=facts.problems,
         config_sha256=config_sha256,
         place=place,
+        inside=inside,
     )
 
 
@@ -121,12 +150,13 @@ def software() -> str:
 
 
 def code_hash() -> str:
-    """The hash of Tunebook's own Python files, wherever they lie.
+    """The hash of Tunebook's own Python files, wherever they lie; the book's are beside them where it is installed.
 
     A version does not tell two commits apart, and ranks of different code may train without a word on different data.
     """
     package = Path(tunebook.__file__).parent
-    files = {file.relative_to(package).as_posix(): file for file in package.rglob("*.py") if file.is_file()}
+    found = {file.relative_to(package): file for file in package.rglob("*.py") if file.is_file()}
+    files = {name.as_posix(): file for name, file in found.items() if name.parts[0] != INSTALLED_BOOK}
     whole = hashlib.sha256()
     for name in sorted(files):
         whole.update(f"{name}\0{hashlib.sha256(files[name].read_bytes()).hexdigest()}\n".encode())

@@ -29,7 +29,7 @@ from tunebook.launch.lock import working_in
 from tunebook.launch.resume import check_run_folder, is_trained, unfinished_run
 from tunebook.launch.several_nodes import has_later_nodes, is_later_node, join_run, open_to_nodes
 from tunebook.launch.show import show_batch, show_choices, show_command
-from tunebook.launch.slurm.container import is_contained
+from tunebook.launch.slurm.container import is_contained, refuse_code_inside
 from tunebook.launch.slurm.script import job_script
 from tunebook.launch.slurm.submit import follow, refuse_if_queued, submit
 from tunebook.launch.starting import check_launcher
@@ -150,6 +150,8 @@ def _check_sandbox(config: RunConfig) -> None:
     """Refuse an evaluation whose programs nothing here would execute; a Slurm job looks on its own node."""
     if not isinstance(config.launcher, SlurmConfig) and not is_later_node(config):
         check_code(config.evaluation, config.evaluation.tasks)
+    elif is_contained(config):
+        refuse_code_inside(config)
 
 
 def prepare_data(config: RunConfig, console: Console) -> Prepared:

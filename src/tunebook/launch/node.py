@@ -18,16 +18,25 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from tunebook.config.frozen import load_config
-from tunebook.config.schema import RunConfig
+from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.errors import RequestError, StoppedError, TunebookError
 from tunebook.evaluate.command import worker_command
 from tunebook.evaluate.spread import evaluation_environment
-from tunebook.launch.calling import call_launcher, folder_problem, free_port, hello, node_facts, socket_interface
+from tunebook.launch.calling import (
+    REFUSED_FOR_S,
+    call_launcher,
+    folder_problem,
+    free_port,
+    hello,
+    node_facts,
+    socket_interface,
+)
 from tunebook.launch.commands import torchrun_command
 from tunebook.launch.descendants import adopting_orphans, children_of, end_children
 from tunebook.launch.line import Line, Message
 from tunebook.launch.local import POLL_S, Started, StopRequests, rank_environment, start_command
 from tunebook.launch.logs import torchrun_log
+from tunebook.launch.slurm.inside import describe_inside
 from tunebook.plan.batch import world_size
 from tunebook.record.files import RUN_FILE
 from tunebook.record.run_folder import read_outcomes
@@ -157,7 +166,9 @@ def take_part(
     asked: list[signal.Signals] = []
     with StopRequests(asked.append).listening(), adopting_orphans():
         facts = node_facts(config)  # NVML may take longer than the launcher waits for a hello
-        line, reached_at = call_launcher(meet, launcher.start_timeout_s, say, asked)
+        # A container outlives a job that is cancelled while it starts: Slurm ends only Docker's client.
+        refused_for_s = REFUSED_FOR_S if isinstance(launcher, SlurmConfig) else None
+        line, reached_at = call_launcher(meet, launcher.start_timeout_s, say, asked, refused_for_s=refused_for_s)
         agent = Agent(
             line=line,
             stop_timeout_s=launcher.stop_timeout_s,
@@ -175,6 +186,7 @@ def take_part(
             port=free_port(),
             facts=facts,
             config_sha256=config_sha256,
+            inside=describe_inside(config) if node == 0 else None,
         )
         go = agent.wait_for_go()
         folder = Path(go["folder"])

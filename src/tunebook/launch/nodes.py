@@ -6,7 +6,7 @@ import os
 import secrets
 import signal
 import socket
-import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +18,7 @@ from tunebook.launch.line import is_loopback
 from tunebook.launch.local import POLL_S, ProcessEnd, Started, StopRequests, start_command
 from tunebook.launch.logs import launcher_log
 from tunebook.launch.roll_call import KILL_AFTER_S, RollCall, node_missing
+from tunebook.launch.slurm.container import why_not_started
 
 _LINGER_S = 10.0  # for a command that has nothing left to do
 
@@ -69,13 +70,18 @@ def run_on_nodes(
         if roll.failure is not None:
             roll.close(roll.failure.exit_code)
             return ProcessEnd(exit_code=roll.failure.exit_code, stopped_by=None, failure=roll.failure)
+        said_before = log.stat().st_size if log.is_file() else 0
         started = start_command(command, {**environment, TOKEN_VARIABLE: roll.token}, keep_open, log=log)
         while not roll.is_over:
             roll.poll(POLL_S)
-            if started.poll() is not None and not roll.is_running:
-                _ended_early(roll, started)
-        roll.close(exit_code_of())
-        _end(started, patience_s=_LINGER_S if roll.failure else KILL_AFTER_S)
+            # Only the others would come, and srun would wait for them, and they for the one that is missing.
+            if not roll.is_running and (error := why_not_started(config, _said(log, said_before))) is not None:
+                roll.give_up(error)
+            elif started.poll() is not None and not roll.is_running:
+                _ended_early(roll, command, started)
+        roll.end(exit_code_of())
+        _end(started, roll)
+        roll.close(started.process.returncode)
         end_children(exclude=before, timeout_s=_LINGER_S)
     return ProcessEnd(
         exit_code=started.process.returncode,
@@ -87,21 +93,30 @@ def run_on_nodes(
     )
 
 
-def _ended_early(roll: RollCall, started: Started) -> None:
+def _said(log: Path, after: int) -> str:
+    with log.open("rb") as stream:
+        stream.seek(after)
+        return stream.read().decode(errors="replace")
+
+
+def _ended_early(roll: RollCall, command: list[str], started: Started) -> None:
     if roll.has_been_running:
         roll.conclude()  # the ranks have written how they ended
         return
-    name = started.process.args[0] if isinstance(started.process.args, list) else "the command"
-    code = started.process.returncode
-    why = f"{Path(str(name)).name} ended (exit code {code}), and {roll.missing()}"
+    why = f"{Path(command[0]).name} ended (exit code {started.process.returncode}), and {roll.missing()}"
     roll.give_up(node_missing(why))
 
 
-def _end(started: Started, patience_s: float) -> None:
-    """Wait for a command whose nodes have ended; then ask it, then kill it."""
+def _end(started: Started, roll: RollCall) -> None:
+    """Wait for a command whose nodes have ended; then ask it, then kill it. Nodes that call meanwhile are sent home."""
+    patience_s = _LINGER_S if roll.failure else KILL_AFTER_S
+    if roll.stopped_by is not None and not roll.has_been_running:
+        started.process.terminate()  # who has not called yet hears of the stop by this
     for number in (None, signal.SIGTERM, signal.SIGKILL):
         if number is not None:
             started.process.send_signal(number)
-        with suppress(subprocess.TimeoutExpired):
-            started.process.wait(patience_s if number is None else _LINGER_S)
-            return
+        end = time.monotonic() + (patience_s if number is None else _LINGER_S)
+        while time.monotonic() < end:
+            if started.poll() is not None:
+                return
+            roll.poll(POLL_S)

@@ -65,6 +65,7 @@ class RollCall:
     num_members: int
     token: str  # what a caller must know
     config_sha256: str | None = None  # compared with what a node that somebody started by hand was asked for
+    code: str | None = None  # of the launcher, which members in containers must have too; None: any that all have
     port: int = 0  # 0: any that is free
     unit: str = "node"
     names: Mapping[int, str] = field(default_factory=dict)  # of nodes, where a scheduler tells them beforehand
@@ -87,6 +88,8 @@ class RollCall:
         self._after_what = ""  # how the attempt before ended
         self._last_failure: TunebookError | None = None  # of the attempt before
         self._is_concluded = False
+        self._sent_home: str | None = None  # why, to everybody who still calls
+        self._has_ended = False
         self.is_running = False  # whether every node has been told to go
         self._start_by: float | None = None
         self._kill_at: float | None = None
@@ -166,7 +169,8 @@ class RollCall:
             self._hear_stranger(call)
         for node, member in list(self._members.items()):
             self._hear(node, member)
-        self._mind_the_time()
+        if not self._has_ended:
+            self._mind_the_time()
 
     def give_up(self, failure: TunebookError, *, timeout_s: float = KILL_AFTER_S) -> None:
         """End the run: ranks are asked to stop, and killed `timeout_s` later."""
@@ -176,12 +180,18 @@ class RollCall:
         else:
             self._dismiss(failure.message)
 
-    def close(self, exit_code: int) -> None:
-        """Tell the nodes how the run ended, and hang up."""
+    def end(self, exit_code: int) -> None:
+        """Tell the nodes how the run ended; who calls later, such as a container that was slow, is sent home."""
         self._take_over()
+        self._has_ended = True
+        self._sent_home = self._sent_home or "the run has ended"
         self._tell_all("end", exit_code=exit_code)
         for member in self._members.values():
             member.line.close()
+
+    def close(self, exit_code: int) -> None:
+        """Tell the nodes how the run ended, and answer nobody any more."""
+        self.end(exit_code)
         for call in self._strangers:
             call.line.close()
         self._listener.close()
@@ -192,8 +202,13 @@ class RollCall:
         names = ", ".join(f"{self.unit} {node}" + self._in_brackets(node) for node in absent)
         return f"{names} of {self.num_members} {self.unit}s {'has' if len(absent) == 1 else 'have'} not called in"
 
+    def hello_of(self, node: int) -> Message:
+        """What a node that is in said of itself."""
+        return self._members[node].hello
+
     def _dismiss(self, why: str) -> None:
-        """Send everybody home before the start."""
+        """Send everybody home before the start, also who calls later."""
+        self._sent_home = why
         self._tell_all("refuse", message=why)
         self._hang_up()
 
@@ -228,8 +243,9 @@ class RollCall:
         if problem is not None:
             member.line.send("refuse", message=problem)
             member.line.close()
-            # Somebody else's command, or the same typed twice, must not end what trains already.
-            if self.is_running or self._is_stray(node, member):
+            # Somebody else's command, or the same typed twice, must not end what trains already, nor who comes late
+            # change how the run has ended.
+            if self.is_running or self._sent_home is not None or self._is_stray(node, member):
                 return
             if self._folder is None:  # nothing is lost yet: it may be corrected and call again
                 self._refused_early[node] = problem
@@ -250,8 +266,8 @@ class RollCall:
                 f"{who} was asked for another run: type the same words on every node, but for launcher.node_rank; "
                 "a run of its own needs another launcher.master_port"
             )
-        if not self.is_running and self.failure is not None:
-            return self.failure.message  # given up, and soon said on node 0
+        if self._sent_home is not None:
+            return self._sent_home  # soon said on node 0, too
         if not 0 <= node < self.num_members:
             return (
                 f"{who} called in, and the run has {self.num_members}: numbers go from 0 to {self.num_members - 1}; "
@@ -262,6 +278,19 @@ class RollCall:
         if self._is_in(node):
             by_that = f"{self._members[node].host} by that number"
             return f"{who} called in, and so did {by_that}: each node needs a launcher.node_rank"
+        if (other := self._other_software(who, member)) is not None:
+            return other
+        problems = member.hello["problems"]
+        return f"{who} cannot take part: {'; '.join(problems)}" if problems else None
+
+    def _other_software(self, who: str, member: Member) -> str | None:
+        """How a member's code or packages differ from the launcher's, where these are required, or from another's."""
+        if self.code is not None and member.hello["code"] != self.code:
+            return (
+                f"{who} has other code of Tunebook in its container than the launcher: its files have the hash "
+                f"{member.hello['code'][:_SHOWN_OF_HASH]}, and there {self.code[:_SHOWN_OF_HASH]}; bring the image of "
+                "every node up to date (make image, or make pull), or run what it holds: TUNEBOOK_USE_IMAGE_SOURCES=1"
+            )
         for other, first in self._members.items():
             if member.hello["versions"] != first.hello["versions"]:
                 return (
@@ -275,8 +304,7 @@ class RollCall:
                     f"{first.hello['code'][:_SHOWN_OF_HASH]}; bring every node to the same commit without changes of "
                     "its own (git rev-parse HEAD; git status --short), or use one checkout that all nodes share"
                 )
-        problems = member.hello["problems"]
-        return f"{who} cannot take part: {'; '.join(problems)}" if problems else None
+        return None
 
     def _is_in(self, node: int) -> bool:
         """Whether a node by that number is on the line."""

@@ -1,14 +1,24 @@
-"""A node's command in a container, word by word."""
+"""A node's command in a container, word by word, and what becomes of one that does not start or is left."""
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from tunebook.config.auto import resolve_auto
+from tunebook.config.book import book_root
 from tunebook.config.compose import compose
+from tunebook.errors import RequestError
 from tunebook.hardware.detect import Machine
-from tunebook.launch.slurm.container import in_container
+from tunebook.launch.slurm import container
+from tunebook.launch.slurm.container import (
+    container_mounts,
+    in_container,
+    refuse_code_inside,
+    remove_containers,
+    why_not_started,
+)
 
 FOLDERS = ("HF_HOME", "HF_HUB_CACHE", "TUNEBOOK_HOME", "TUNEBOOK_CACHE")
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
@@ -16,14 +26,19 @@ COMMAND = ["/venv/bin/python", "-m", "tunebook.launch.node", "/runs/1"]
 
 
 @pytest.fixture(autouse=True)
-def no_folders(monkeypatch):
-    for name in FOLDERS:
+def no_folders(monkeypatch, tmp_path):
+    for name in (*FOLDERS, "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "nobody"))
 
 
 def config_of(*words):
     config = compose(words[0], ["launcher=slurm", *words[1:]]).config
     return resolve_auto(config, NO_GPU).config
+
+
+def in_docker(*words, image="x"):
+    return config_of("quickstart", f"launcher.container_image={image}", "launcher.container_runtime=docker", *words)
 
 
 def test_without_an_image_nothing_changes():
@@ -96,3 +111,123 @@ def test_folders_that_are_not_there_are_not_named_inside(monkeypatch, tmp_path):
     text = " ".join(in_container(docker, tmp_path / "run", COMMAND))
     assert "nowhere" not in text
     assert [name for name in FOLDERS if f"--env {name}" in text] == []
+
+
+def test_caches_that_no_variable_names_are_those_of_this_machine_inside_too(monkeypatch, tmp_path):
+    """An image has caches of its own, which are empty."""
+    home = tmp_path / "home"
+    hub, own = home / ".cache" / "huggingface", home / ".cache" / "tunebook"
+    for folder in (hub, own):
+        folder.mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    text = " ".join(in_container(in_docker(), tmp_path / "run", COMMAND))
+    for name, folder in {"HF_HOME": hub, "TUNEBOOK_CACHE": own}.items():
+        assert f"--volume {folder}:{folder} " in text
+        assert f"--env {name}={folder} " in text
+    pyxis = in_container(config_of("quickstart", "launcher.container_image=x"), tmp_path / "run", COMMAND)
+    assert pyxis[3:6] == ["env", f"HF_HOME={hub}", f"TUNEBOOK_CACHE={own}"]
+    assert pyxis[6:8] == ["python", "-m"]
+
+
+def test_the_named_checkpoint_and_task_files_are_there_inside(monkeypatch, tmp_path):
+    """They were found on this machine, and the ranks and the evaluation would look for them in vain."""
+    (tmp_path / "here" / "tasks").mkdir(parents=True)
+    (tmp_path / "far" / "run").mkdir(parents=True)
+    (tmp_path / "tasks").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    config = in_docker(
+        f"training.resume={tmp_path / 'far' / 'run'}",
+        f"evaluation.tasks=[{tmp_path / 'tasks' / 'own.yaml'},tasks/near.yaml,book:recipes/quickstart/task.yaml,gsm8k]",
+    )
+    mounts = container_mounts(config, tmp_path / "run")
+    model, named = "recipes/quickstart/model", [str(tmp_path / "far" / "run"), str(tmp_path / "tasks")]
+    assert mounts == [*(str(tmp_path / name) for name in ("here", "run")), str(book_root() / model), *named]
+    config.training.resume = str(tmp_path / "gone")  # Docker would make it, as root
+    assert str(tmp_path / "gone") not in container_mounts(config, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("image", "is_fetched"),
+    [
+        ("tunebook:cpu", False),
+        ("somebody/tunebook:cpu", False),
+        ("registry.example/tunebook:cpu", True),
+        ("host:5000/tunebook", True),
+        ("localhost/tunebook", True),
+        ("sha256:0123", False),
+    ],
+)
+def test_only_an_image_with_a_registrys_name_is_fetched(tmp_path, image, is_fetched):
+    """Anybody may publish an image of any other name on Docker Hub."""
+    words = in_container(in_docker(image=f"'{image}'"), tmp_path / "run", COMMAND)
+    assert image in words
+    assert ("--pull never" in " ".join(words)) == (not is_fetched)
+
+
+def test_a_container_that_docker_could_not_start_says_what_to_do():
+    said = (
+        "docker: Error response from daemon: No such image: tunebook:cpu.\n"
+        "srun: error: node2: task 1: Exited with exit code 125\nsrun: error: node3: task 2: Exited with exit code 125\n"
+    )
+    error = why_not_started(in_docker(image="tunebook:cpu"), said)
+    assert isinstance(error, RequestError)
+    assert error.message == (
+        "docker could not start a container of launcher.container_image=tunebook:cpu on node2, node3, and says above "
+        "why. Where the image is not there, type `make image` or `make pull` on that node, or name one that Docker "
+        "fetches from a registry, as in launcher.container_image=REGISTRY.EXAMPLE/NAME:TAG"
+    )
+    assert why_not_started(config_of("quickstart", "launcher.container_image=x"), said) is None
+    assert why_not_started(config_of("quickstart"), said) is None
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ("srun: error: node[1-2]: tasks 0-1: Exited with exit code 127", "exit code 127 on node[1-2]); name the one"),
+        ("srun: error: node1: task 0: Exited with exit code 1", None),
+        ("srun: error: node1: task 0: Killed", None),
+    ],
+)
+def test_other_ends_of_a_container_are_told_apart(said, why):
+    error = why_not_started(in_docker(), said)
+    assert (
+        (error is None) if why is None else (why in error.message and "launcher.container_python=python" in str(error))
+    )
+
+
+@pytest.mark.parametrize("left", ["", "0a1b\n2c3d\n"])
+def test_what_is_left_of_a_runs_containers_is_removed(monkeypatch, tmp_path, left):
+    called = []
+
+    def run(words, **_):
+        called.append(words)
+        return subprocess.CompletedProcess(words, 0, stdout=left, stderr="")
+
+    monkeypatch.setattr(container.subprocess, "run", run)
+    folder = tmp_path / "run"
+    label = f"tunebook.run={folder}"
+    words = in_container(in_docker(), folder, COMMAND)
+    assert words[words.index("--label") + 1] == label
+    remove_containers(in_docker(), folder)
+    remove_containers(config_of("quickstart"), folder)
+    remove_containers(config_of("quickstart", "launcher.container_image=x"), folder)
+    removal = [["docker", "rm", "--force", "0a1b", "2c3d"]] if left else []
+    assert called == [["docker", "ps", "--all", "--quiet", "--filter", f"label={label}"], *removal]
+
+
+def test_no_docker_is_no_reason_to_fail_at_the_end(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    remove_containers(in_docker(), tmp_path)
+
+
+def test_programs_that_no_container_would_execute_are_refused_before_the_training():
+    tasks = "evaluation.tasks=[small_python]"
+    with pytest.raises(
+        RequestError, match=r"small_python has programs .*evaluation=none, .* tunebook eval run="
+    ) as error:
+        refuse_code_inside(in_docker(tasks))
+    assert error.value.problem_id == "sandbox-missing"
+    refuse_code_inside(in_docker(tasks, "evaluation.before=false", "evaluation.after=false"))
+    refuse_code_inside(in_docker(tasks, "evaluation.confirm_run_unsafe_code=true"))
+    refuse_code_inside(in_docker(tasks, "launcher.container_mounts=[/handover]"))
+    refuse_code_inside(in_docker("evaluation.tasks=[gsm8k]"))

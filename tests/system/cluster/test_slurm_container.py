@@ -73,6 +73,17 @@ def test_ranks_in_containers_train_and_leave_none_behind(in_containers, engine, 
     leaves_nothing()
 
 
+def test_a_stop_while_containers_start_leaves_none_behind(in_containers, engine, leaves_nothing):
+    """Docker's clients are killed then, and what they began to start goes on and calls a launcher that is gone."""
+    running, _ = in_containers(steps=400)
+    running.wait_for(lambda: "launch: srun" in running.output, 120)
+    running.interrupt()
+    ended = running.wait(60)
+    assert ended.exit_code == 6, ended.output
+    leaves_nothing()
+    assert containers(engine) == []
+
+
 def kill_the_head(folder):
     """Slurm kills Docker's clients then, but no container."""
     (head,) = [process for process, words in at_work(folder.resolve()).items() if "-m tunebook.launch.slurm " in words]

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
+from contextlib import suppress
 from pathlib import Path
 
-from tunebook.config.book import resolve_path
-from tunebook.config.cache import CACHE_VARIABLE
+from tunebook.config.book import is_in_book, resolve_path
+from tunebook.config.cache import CACHE_VARIABLE, cache_root
 from tunebook.config.choices import ContainerRuntime, Generation
 from tunebook.config.schema import RunConfig, SlurmConfig
+from tunebook.errors import RequestError
+from tunebook.evaluate.code.checks import has_code
+from tunebook.evaluate.sandbox.backends import HANDOVER_VARIABLE, SERVICE_HANDOVER
+from tunebook.evaluate.task_files import is_task_file, resolve_task
 from tunebook.launch.calling import TOKEN_VARIABLE
 from tunebook.launch.local import handed_on
 from tunebook.record.files import PREPARED_FILE
@@ -18,6 +25,10 @@ from tunebook.record.files import PREPARED_FILE
 _OF_THE_TASK = (TOKEN_VARIABLE, "SLURM_NODEID", "SLURM_JOB_ID")
 # Variables that name a folder which a rank reads.
 _FOLDERS = ("HF_HOME", "HF_HUB_CACHE", "TUNEBOOK_HOME", CACHE_VARIABLE)
+_LABEL = "tunebook.run"
+_DOCKER_TIMEOUT_S = 30.0
+# 125 is Docker's own failure, 126 and 127 are a program that it cannot run, or find.
+_FAILED = re.compile(r"^srun: error: (\S+): tasks? \S+: Exited with exit code (125|126|127)$", re.MULTILINE)
 
 
 def is_contained(config: RunConfig) -> bool:
@@ -32,29 +43,51 @@ def in_container(config: RunConfig, folder: Path, command: list[str]) -> list[st
         return command
     inside = [settings.container_python, *command[1:]]
     mounts = container_mounts(config, folder)
+    # A ~ would be another home inside, a relative folder one of another place, and an image may have caches of its own.
+    folders = [f"{name}={place}" for name, place in _named_folders().items()]
     if settings.container_runtime is ContainerRuntime.pyxis:
         places = ",".join(f"{place}:{place}" for place in mounts)
         options = {"image": settings.container_image, "mounts": places, "workdir": Path.cwd()}
-        return [*(f"--container-{name}={value}" for name, value in options.items()), *inside]
+        named = ["env", *folders] if folders else []
+        return [*(f"--container-{name}={value}" for name, value in options.items()), *named, *inside]
+    entry = ["--entrypoint", inside[0], settings.container_image, *inside[1:]]
+    return [*_docker_words(settings, folder, mounts, folders, _gpu_words(config)), *entry]
+
+
+def _gpu_words(config: RunConfig) -> list[str]:
+    if config.hardware.generation is Generation.cpu:
+        return []
+    return ["--gpus", "all", "--ulimit", "memlock=-1"]  # page-locked memory, for the network
+
+
+def _docker_words(
+    settings: SlurmConfig, folder: Path, mounts: list[str], folders: list[str], gpus: list[str]
+) -> list[str]:
+    """`docker run` with its options, up to what is run."""
+    assert settings.container_image is not None
     volumes = [word for place in mounts for word in ("--volume", f"{place}:{place}")]
-    # A ~ would be another home inside, and a relative folder one of another place.
-    folders = [f"{name}={place}" for name, place in _named_folders().items()]
     named = sorted(name for name in handed_on(os.environ) if name not in _FOLDERS)
     passed = [word for name in (*named, *folders, *_OF_THE_TASK) for word in ("--env", name)]
-    is_on_gpu = config.hardware.generation is not Generation.cpu
-    gpus = ["--gpus", "all", "--ulimit", "memlock=-1"] if is_on_gpu else []  # page-locked memory, for the network
+    # Without a registry's name Docker Hub's images of anybody would be taken, and get the mounts and the tokens.
+    pull = [] if _has_registry(settings.container_image) else ["--pull", "never"]
     # The host's network and shared memory: NCCL and gloo find each other as they would without a container.
     return [
         *["docker", "run", "--rm", "--network", "host", "--ipc", "host", *gpus],
         *["--user", f"{os.getuid()}:{os.getgid()}", "--workdir", str(Path.cwd()), *volumes, *passed],
-        *["--entrypoint", inside[0], settings.container_image, *inside[1:]],
+        *["--label", f"{_LABEL}={folder}", *pull],
     ]
+
+
+def _has_registry(image: str) -> bool:
+    """Whether an image's name begins with a registry's host. Source: distribution/reference, normalize.go."""
+    host, slash, _ = image.partition("/")
+    return bool(slash) and ("." in host or ":" in host or host == "localhost")
 
 
 def container_mounts(config: RunConfig, folder: Path) -> list[str]:
     """The folders that a run needs, at the same paths inside: its own, its data, its model's, and the user's choice.
 
-    And those that variables name, which reach the container too: it would look for them in vain.
+    And what else it names, itself or by variables that reach the container too: it would look for them in vain.
     """
     settings = config.launcher
     assert isinstance(settings, SlurmConfig)
@@ -64,11 +97,90 @@ def container_mounts(config: RunConfig, folder: Path) -> list[str]:
         places.append(json.loads(prepared.read_text())["folder"])
     if config.model.path is not None:
         places.append(str(resolve_path(config.model.path)))
+    seen = [Path(place) for place in places]
+    places += [str(place) for place in _read_from(config) if not any(place.is_relative_to(other) for other in seen)]
     return list(dict.fromkeys([*places, *_named_folders().values()]))
 
 
+def _read_from(config: RunConfig) -> list[Path]:
+    """The folders of the checkpoint and the task files that a configuration names."""
+    from tunebook.checkpoint.candidates import named_by  # takes half a second to import
+
+    tasks = [task for task in config.evaluation.tasks if is_task_file(task) and not is_in_book(task)]
+    folders = [named_by(config), *(resolve_path(task).parent for task in tasks)]
+    return [folder for folder in folders if folder is not None and folder.is_dir()]
+
+
 def _named_folders() -> dict[str, str]:
-    """The folders, by the variable that names them, which are there; Docker would make the others, as root."""
-    set_here = {name: os.environ[name] for name in _FOLDERS if os.environ.get(name)}
-    folders = {name: Path(value).expanduser().absolute() for name, value in set_here.items()}
+    """The folders, by the variable that names them, which are there; Docker would make the others, as root.
+
+    The two caches are named in any case: what this machine finds in its own home is looked for there inside, too.
+    """
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    chosen = {"HF_HOME": caches / "huggingface", CACHE_VARIABLE: cache_root()}
+    chosen |= {name: Path(os.environ[name]) for name in _FOLDERS if os.environ.get(name)}
+    folders = {name: chosen[name].expanduser().absolute() for name in _FOLDERS if name in chosen}
     return {name: str(folder) for name, folder in folders.items() if folder.is_dir()}
+
+
+def refuse_code_inside(config: RunConfig) -> None:
+    """Refuse tasks whose programs nothing in a container would execute, before hours of training. Raises: RequestError.
+
+    No image has bubblewrap, which a container would not let build its walls, and the service's folder is not mounted.
+    """
+    settings, evaluation = config.launcher, config.evaluation
+    assert isinstance(settings, SlurmConfig)
+    handover = os.environ.get(HANDOVER_VARIABLE) or str(SERVICE_HANDOVER)
+    if evaluation.confirm_run_unsafe_code or handover in settings.container_mounts:
+        return
+    tasks = [task for task in evaluation.tasks if has_code([resolve_task(task)])]
+    if tasks and (evaluation.before or evaluation.after):
+        raise RequestError(
+            f"evaluation.tasks: {', '.join(tasks)} has programs executed that a model wrote, and a container of "
+            "launcher.container_image has no sandbox for them; train with evaluation=none, and evaluate the run "
+            f"afterwards where there is one: tunebook eval run=FOLDER tasks={','.join(tasks)}",
+            problem_id="sandbox-missing",
+        )
+
+
+def why_not_started(config: RunConfig, said: str) -> RequestError | None:
+    """Why Docker has started no container on some node, by what srun said; None where it has not said that."""
+    settings, found = _of_docker(config), _FAILED.findall(said)
+    if settings is None or not found:
+        return None
+    nodes, code = ", ".join(dict.fromkeys(node for node, _ in found)), found[0][1]
+    image = f"launcher.container_image={settings.container_image}"
+    if code != "125":
+        why = (
+            f"{image} has no Python that can be run by launcher.container_python={settings.container_python} (docker "
+            f"run ended with exit code {code} on {nodes}); name the one in which Tunebook is installed"
+        )
+        return RequestError(why, problem_id="container-not-started")
+    why = (
+        f"docker could not start a container of {image} on {nodes}, and says above why. Where the image is not there, "
+        "type `make image` or `make pull` on that node, or name one that Docker fetches from a registry, as in "
+        "launcher.container_image=REGISTRY.EXAMPLE/NAME:TAG"
+    )
+    return RequestError(why, problem_id="container-not-started")
+
+
+def remove_containers(config: RunConfig, folder: Path) -> None:
+    """Remove a run's containers that are left on this machine: they outlive a client of Docker's that is killed."""
+    if _of_docker(config) is None:
+        return
+    with suppress(OSError, subprocess.SubprocessError):
+        left = _docker("ps", "--all", "--quiet", "--filter", f"label={_LABEL}={folder}").stdout.split()
+        if left:
+            _docker("rm", "--force", *left)
+
+
+def _of_docker(config: RunConfig) -> SlurmConfig | None:
+    """The settings of a run in containers of plain Docker; None for any other."""
+    settings = config.launcher
+    if not isinstance(settings, SlurmConfig) or settings.container_image is None:
+        return None
+    return settings if settings.container_runtime is ContainerRuntime.docker else None
+
+
+def _docker(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["docker", *words], capture_output=True, text=True, timeout=_DOCKER_TIMEOUT_S)
