@@ -5,8 +5,8 @@
 # What needs Python, such as the GPU against the image's generation, is checked by tunebook itself.
 set -euo pipefail
 
-# To process 1 the kernel hands no signal that it has not asked for, so tini is that and hands them on. A trap here would
-# not do: bash 5.2 that gets a signal while it reads a $() mistakes the trap for a part of it, and ends with 2.
+# To process 1 the kernel hands no signal that it has not asked for, so tini is that and hands them on. A trap of this
+# script would not do: bash 5.2 that gets a signal while it reads a $() mistakes the trap for a part of it, ending with 2.
 if [ $$ = 1 ] && [ -n "$(type -P tini)" ]; then exec tini -- "$0" "$@"; fi
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -109,13 +109,19 @@ check_compiled() { # torch waits, without a word and for ever, for a lock that a
   done
 }
 
-require_env_file
-trust_site_ca
-if [ -n "${1:-}" ] && [ -n "$(type -P -- "$1")" ]; then exec "$@"; fi
-if ! asks_for_help "$@"; then
-  check_sources
-  check_caches
-  if writes_outputs "$@"; then check_outputs; fi
-  check_compiled "$@"
-fi
-exec tunebook "$@"
+main() { # main [COMMAND [ARGUMENT...]]
+  # Bash that waits for a program goes on after a SIGINT which that program did not get. All is read by now.
+  trap 'exit 130' INT
+  require_env_file
+  trust_site_ca
+  if [ -n "${1:-}" ] && [ -n "$(type -P -- "$1")" ]; then exec "$@"; fi
+  if ! asks_for_help "$@"; then
+    check_sources
+    check_caches
+    if writes_outputs "$@"; then check_outputs; fi
+    check_compiled "$@"
+  fi
+  exec tunebook "$@"
+}
+
+main "$@"

@@ -7,7 +7,7 @@
 
 stop_requests=0 stopped_by="" stoppable_pid="" early_request=""
 last_request_s=0
-same_request_s=1 # what arrives within this is the same request, come another way
+same_request_s=1 # what arrives within this, or up to a second more, is the same request, come another way
 
 # Bash itself ends of Ctrl-C only where what it waits for dies of it. Docker and nvidia-smi may catch it and end with a
 # code, like any failure, and what stands after `||` or an `if !` would follow. Called once all scripts are read: bash

@@ -478,17 +478,19 @@ CASES = [
         "container-settings",
         "'data' is no absolute path",
         {"launcher.container_mounts": ["/a", "data"]},
-        {"launcher": SlurmConfig(name=LauncherName.slurm, container_image="image")},
+        SLURM | {"launcher.container_image": "host#image"},
+    ),
+    case(
+        "container-image-without-registry",
+        "pyxis would fetch registry.example/tunebook:hopper from Docker Hub",
+        {"launcher.container_image": "registry.example/tunebook:hopper"},
+        SLURM,
     ),
     case(
         "container-on-shared-node",
         "docker does not keep to 8 cores",
         {"launcher.cpus_per_task": 8},
-        {
-            "launcher": SlurmConfig(
-                name=LauncherName.slurm, container_image="image", container_runtime=ContainerRuntime.docker
-            )
-        },
+        SLURM | {"launcher.container_image": "image", "launcher.container_runtime": ContainerRuntime.docker},
     ),
     case("ray-variable-form", "'NCCL_DEBUG' is not of the form", {"launcher.env_vars": ["A=1", "NCCL_DEBUG"]}, RAY),
     case("ray-address-form", "neither auto, local nor HOST:PORT", {"launcher.address": "ray://head:10001"}, RAY),

@@ -107,17 +107,37 @@ def test_a_program_is_run_as_it_is(run: Run) -> None:
     assert run("/bin/echo", "hello", HF_HOME="/proc/none").stdout == "hello\n"
 
 
-def test_a_request_to_stop_while_it_looks_ends_it_as_one(image: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_request_to_stop_while_it_looks_ends_it_as_one(image: Path, number: signal.Signals) -> None:
     """bash ended with 2 and a complaint about its own words when one came while it read a $() and a trap was set."""
     endings = set()
     for tenth_ms in range(0, 120, 2):  # it ends by itself after 3 ms or so: there is no outputs folder
         started = subprocess.Popen(["bash", str(image / "entrypoint.sh"), "train"], stderr=subprocess.PIPE, text=True)
         time.sleep(tenth_ms / 10_000)
-        started.terminate()
+        started.send_signal(number)
         _, errors = started.communicate(timeout=30)
         endings.add((started.returncode, "unexpected EOF" in errors))
-    assert (-signal.SIGTERM, False) in endings
-    assert endings <= {(-signal.SIGTERM, False), (2, False)}
+    stopped = {(-number, False), (128 + number, False)}
+    assert stopped & endings
+    assert endings <= stopped | {(2, False)}
+
+
+def test_ctrl_c_while_a_program_of_its_own_runs_is_not_forgotten(run: Run, image: Path, tmp_path: Path) -> None:
+    """tini hands a signal to this script alone, and bash that waits for a program which did not get it went on."""
+    script(tmp_path / "programs" / "mkdir", 'touch "$STARTED"; sleep 0.5; exec /bin/mkdir "$@"')
+    started = tmp_path / "started"
+    process = subprocess.Popen(
+        ["bash", str(image / "entrypoint.sh"), "plan"],
+        env={"PATH": f"{tmp_path / 'programs'}:/usr/bin:/bin", "HOME": str(tmp_path / "home"), "STARTED": str(started)},
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    end = time.monotonic() + 30
+    while not started.exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=30)
+    assert (process.returncode, said) == (128 + signal.SIGINT, "")
 
 
 @pytest.mark.parametrize("words", [(), ("--help",), ("train", "-h"), ("sweep", "x=1", "--help")])

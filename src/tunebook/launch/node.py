@@ -165,10 +165,7 @@ def take_part(
     launcher = config.launcher
     asked: list[signal.Signals] = []
     with StopRequests(asked.append).listening(), adopting_orphans():
-        facts = node_facts(config)  # NVML may take longer than the launcher waits for a hello
-        # A container outlives a job that is cancelled while it starts: Slurm ends only Docker's client.
-        refused_for_s = REFUSED_FOR_S if isinstance(launcher, SlurmConfig) else None
-        line, reached_at = call_launcher(meet, launcher.start_timeout_s, say, asked, refused_for_s=refused_for_s)
+        line = _call_in(config, meet, node, say, asked, config_sha256, evaluation)
         agent = Agent(
             line=line,
             stop_timeout_s=launcher.stop_timeout_s,
@@ -178,16 +175,6 @@ def take_part(
         )
         if config_sha256 is not None:  # somebody typed this here, and looks on
             agent.say = say
-        hello(
-            line,
-            reached_at,
-            node=node,
-            ranks=_ranks_of(node, config, evaluation),
-            port=free_port(),
-            facts=facts,
-            config_sha256=config_sha256,
-            inside=describe_inside(config) if node == 0 else None,
-        )
         go = agent.wait_for_go()
         folder = Path(go["folder"])
         if problem := folder_problem(folder):
@@ -201,6 +188,35 @@ def take_part(
         end_children(exclude=before, timeout_s=launcher.stop_timeout_s if exit_code < 0 else 0)
         code = agent.wait_for_end(exit_code)
         return code if code is not None else _end_alone(config, folder)
+
+
+def _call_in(
+    config: RunConfig,
+    meet: str,
+    node: int,
+    say: Callable[[str], None],
+    asked: list[signal.Signals],
+    config_sha256: str | None,
+    evaluation: str | None,
+) -> Line:
+    """Call the launcher and say who calls; what takes time is found out before, since it waits for no long hello."""
+    launcher = config.launcher
+    facts = node_facts(config)
+    inside = describe_inside(config) if node == 0 else None
+    # A container outlives a job that is cancelled while it starts: Slurm ends only Docker's client.
+    refused_for_s = REFUSED_FOR_S if isinstance(launcher, SlurmConfig) else None
+    line, reached_at = call_launcher(meet, launcher.start_timeout_s, say, asked, refused_for_s=refused_for_s)
+    hello(
+        line,
+        reached_at,
+        node=node,
+        ranks=_ranks_of(node, config, evaluation),
+        port=free_port(),
+        facts=facts,
+        config_sha256=config_sha256,
+        inside=inside,
+    )
+    return line
 
 
 def _ranks_of(node: int, config: RunConfig, evaluation: str | None) -> list[int]:

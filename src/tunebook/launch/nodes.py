@@ -75,7 +75,7 @@ def run_on_nodes(
         while not roll.is_over:
             roll.poll(POLL_S)
             # Only the others would come, and srun would wait for them, and they for the one that is missing.
-            if not roll.is_running and (error := why_not_started(config, _said(log, said_before))) is not None:
+            if not roll.is_running and (error := why_not_started(config, log, said_before)) is not None:
                 roll.give_up(error)
             elif started.poll() is not None and not roll.is_running:
                 _ended_early(roll, command, started)
@@ -91,12 +91,6 @@ def run_on_nodes(
         lost_ranks=tuple(roll.lost_ranks),
         notice=roll.notice,
     )
-
-
-def _said(log: Path, after: int) -> str:
-    with log.open("rb") as stream:
-        stream.seek(after)
-        return stream.read().decode(errors="replace")
 
 
 def _ended_early(roll: RollCall, command: list[str], started: Started) -> None:

@@ -164,20 +164,24 @@ def test_only_an_image_with_a_registrys_name_is_fetched(tmp_path, image, is_fetc
     assert ("--pull never" in " ".join(words)) == (not is_fetched)
 
 
-def test_a_container_that_docker_could_not_start_says_what_to_do():
+def test_a_container_that_docker_could_not_start_says_what_to_do(tmp_path):
     said = (
         "docker: Error response from daemon: No such image: tunebook:cpu.\n"
         "srun: error: node2: task 1: Exited with exit code 125\nsrun: error: node3: task 2: Exited with exit code 125\n"
+        "srun: error: node4: task 3: Exited with exit code 127\n"
     )
-    error = why_not_started(in_docker(image="tunebook:cpu"), said)
+    log = tmp_path / "launcher.log"
+    log.write_text("srun: error: node1: task 0: Exited with exit code 127\n" + said)
+    after = log.stat().st_size - len(said)  # what another attempt had said
+    error = why_not_started(in_docker(image="tunebook:cpu"), log, after)
     assert isinstance(error, RequestError)
     assert error.message == (
         "docker could not start a container of launcher.container_image=tunebook:cpu on node2, node3, and says above "
         "why. Where the image is not there, type `make image` or `make pull` on that node, or name one that Docker "
         "fetches from a registry, as in launcher.container_image=REGISTRY.EXAMPLE/NAME:TAG"
     )
-    assert why_not_started(config_of("quickstart", "launcher.container_image=x"), said) is None
-    assert why_not_started(config_of("quickstart"), said) is None
+    assert why_not_started(config_of("quickstart"), log, after) is None
+    assert why_not_started(in_docker(), tmp_path / "removed", 0) is None
 
 
 @pytest.mark.parametrize(
@@ -188,8 +192,9 @@ def test_a_container_that_docker_could_not_start_says_what_to_do():
         ("srun: error: node1: task 0: Killed", None),
     ],
 )
-def test_other_ends_of_a_container_are_told_apart(said, why):
-    error = why_not_started(in_docker(), said)
+def test_other_ends_of_a_container_are_told_apart(tmp_path, said, why):
+    (tmp_path / "launcher.log").write_text(said)
+    error = why_not_started(in_docker(), tmp_path / "launcher.log", 0)
     assert (
         (error is None) if why is None else (why in error.message and "launcher.container_python=python" in str(error))
     )

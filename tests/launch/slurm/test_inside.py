@@ -74,6 +74,14 @@ def test_other_code_in_the_container_is_the_runs_code(folder):
     assert (after["code"], after["environment"]) == (OF_THE_IMAGE, environment())
 
 
+@pytest.mark.parametrize("image", ["user@host#image", "/data/me@site/tunebook.sqsh"])
+def test_what_is_no_digest_is_not_recorded_as_one(folder, image):
+    inside = {"code": OF_THE_IMAGE, "environment": environment()}
+    config = config_of(f"launcher.container_image='{image}'")
+    note_inside(config, folder, {"kind": "hello", "code": "5" * 64, "inside": inside})
+    assert read_manifest(folder)["environment"]["image_digest"] is None
+
+
 def test_nodes_without_containers_change_nothing(folder):
     before = read_manifest(folder)
     note_inside(config_of(), folder, {"kind": "hello", "code": "5" * 64, "inside": None})

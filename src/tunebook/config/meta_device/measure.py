@@ -182,10 +182,10 @@ def _unreached(config: Any, options: dict[str, Any]) -> set[str]:
                 model = loader.from_config(copy.deepcopy(config), attn_implementation="eager", **options)
                 model.tie_weights()
             output = model.train()(input_ids=torch.zeros(1, LENGTHS[0], dtype=torch.long), use_cache=False)
-            logits = getattr(output, "logits", None)
-            if logits is None:  # of an architecture with code of its own
+            last = getattr(getattr(output, "logits", None), "grad_fn", None)
+            if last is None:  # of an architecture with code of its own
                 return set()
-            reached = _leaves(logits.grad_fn)
+            reached = _leaves(last)
             return {name for name, parameter in model.named_parameters() if id(parameter) not in reached}
     except _OF_FAKE_TENSORS:
         return set()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from tunebook.config.choices import ContainerRuntime, LauncherName
-from tunebook.config.override_text import typed_list
+from tunebook.config.override_text import typed, typed_list
 from tunebook.config.rules.frame import Finding, Level, Rule, rule
 from tunebook.config.schema import LauncherConfig, RayConfig, RunConfig, SlurmConfig
 
@@ -232,6 +232,30 @@ def container_on_shared_node(config: RunConfig) -> Finding | None:
 
 
 @rule(
+    "container-image-without-registry",
+    summary="An image for pyxis by a name that only Docker's own engine would know.",
+    why="pyxis knows no image of the node's Docker: enroot fetches a name without `#` from Docker Hub, where anybody "
+    "may have published one of that name. A registry stands before a `#`, and not before a `/`.",
+    advice="Push the image to a registry of your own (make push REGISTRY=host/path) and name it as host#path:tag, or "
+    "as a file.sqsh with its folder; or run images of the nodes' own with launcher.container_runtime=docker.",
+)
+def container_image_without_registry(config: RunConfig) -> Finding | None:
+    """A bare name, or one as Docker writes it. Source: enroot's import (docker://[USER@][REGISTRY#]IMAGE[:TAG])."""
+    settings = config.launcher
+    if not isinstance(settings, SlurmConfig) or settings.container_runtime is not ContainerRuntime.pyxis:
+        return None
+    image = settings.container_image or ""
+    host, slash, rest = image.partition("/")
+    names_registry = bool(slash) and ("." in host.lstrip(".") or ":" in host)
+    if not image or "#" in image or image.endswith(".sqsh") or image[0] in "/." or (slash and not names_registry):
+        return None
+    as_enroot_has_it = typed("launcher.container_image", f"{host}#{rest}")
+    fix = as_enroot_has_it if names_registry else "launcher.container_runtime=docker"
+    message = f"pyxis would fetch {image} from Docker Hub, where anybody may have published it"
+    return Finding(key="launcher.container_image", message=message, fix=fix)
+
+
+@rule(
     "ray-address-form",
     summary="launcher.address is no address of a Ray cluster.",
     why="It is HOST:PORT of the head node (6379 unless started with another), `auto` on a machine of the cluster, or "
@@ -294,6 +318,7 @@ RULES: tuple[Rule, ...] = (
     sbatch_option_reserved,
     container_settings,
     container_on_shared_node,
+    container_image_without_registry,
     ray_address_form,
     ray_variable_form,
     launcher_settings_mismatch,

@@ -143,12 +143,17 @@ def refuse_code_inside(config: RunConfig) -> None:
         )
 
 
-def why_not_started(config: RunConfig, said: str) -> RequestError | None:
-    """Why Docker has started no container on some node, by what srun said; None where it has not said that."""
-    settings, found = _of_docker(config), _FAILED.findall(said)
+def why_not_started(config: RunConfig, log: Path, after: int) -> RequestError | None:
+    """Why Docker has started no container on some node, by what srun has said in a log since its byte `after`.
+
+    None where it has not said that; of several reasons the first, and the nodes that have it.
+    """
+    settings = _of_docker(config)
+    found = _FAILED.findall(_said(log, after)) if settings is not None else []
     if settings is None or not found:
         return None
-    nodes, code = ", ".join(dict.fromkeys(node for node, _ in found)), found[0][1]
+    code = found[0][1]
+    nodes = ", ".join(dict.fromkeys(node for node, other in found if other == code))
     image = f"launcher.container_image={settings.container_image}"
     if code != "125":
         why = (
@@ -162,6 +167,15 @@ def why_not_started(config: RunConfig, said: str) -> RequestError | None:
         "launcher.container_image=REGISTRY.EXAMPLE/NAME:TAG"
     )
     return RequestError(why, problem_id="container-not-started")
+
+
+def _said(log: Path, after: int) -> str:
+    try:
+        with log.open("rb") as stream:
+            stream.seek(after)
+            return stream.read().decode(errors="replace")
+    except OSError:  # the run's folder was removed, which is said where it is waited for
+        return ""
 
 
 def remove_containers(config: RunConfig, folder: Path) -> None:

@@ -17,9 +17,7 @@ from tunebook.launch.slurm.container import is_contained
 from tunebook.record.manifest import read_manifest, update_manifest
 from tunebook.record.provenance import describe_code, describe_environment
 
-USE_IMAGE_SOURCES_VARIABLE = (
-    "TUNEBOOK_USE_IMAGE_SOURCES"  # "1": what the image holds is meant to run, as docker/ has it
-)
+USE_IMAGE_SOURCES_VARIABLE = "TUNEBOOK_USE_IMAGE_SOURCES"  # "1": what the image holds is meant to run
 
 
 def required_code(config: RunConfig) -> str | None:
@@ -47,8 +45,9 @@ def note_inside(config: RunConfig, folder: Path, hello: Message) -> None:
         return
     known = read_manifest(folder)["environment"]  # an image's own Tunebook may say more
     environment = {name: value for name, value in inside["environment"].items() if name in known}
-    _, _, digest = (settings.container_image or "").partition("@")
-    facts = {"environment": environment | {"image_digest": digest or environment.get("image_digest")}}
+    _, _, last = (settings.container_image or "").rpartition("@")  # before it a user's name may have one, too
+    digest = last if last.startswith("sha256:") else environment.get("image_digest")
+    facts = {"environment": environment | {"image_digest": digest}}
     if hello["code"] != code_hash():  # otherwise the commit that was found outside is the code's, too
         facts["code"] = inside["code"]
     update_manifest(folder, facts)
