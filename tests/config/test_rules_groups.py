@@ -9,6 +9,7 @@ import pytest
 from tunebook.config.auto import resolve_auto
 from tunebook.config.compose import compose
 from tunebook.config.rules import check
+from tunebook.config.rules.other_groups import _misfits
 from tunebook.errors import Problem
 
 ON_8 = ("hardware=hopper", "hardware.gpus_per_node=8")
@@ -33,6 +34,12 @@ def pasted(words: tuple[str, ...], way_out: str) -> list[str]:
     """The words as they are after a fix was followed to the letter."""
     added, _, left_out = way_out.partition(" without ")
     return [word for word in words if word.partition("=")[0] not in left_out.split(", ")] + added.split()
+
+
+def test_an_answer_that_the_other_group_leaves_to_its_default_undoes_it_too():
+    config = compose("llama3_8b_fsdp_offload", ["parallelism.offload_parameters=cpu"], []).config
+    assert list(_misfits("parallelism", "fsdp", config)) == ["parallelism.offload_parameters"]
+    assert list(_misfits("parallelism", "fsdp_offload", config)) == []
 
 
 ON_CPU = ("hardware=cpu", "hardware.gpus_per_node=8", "precision.compute=fp32")

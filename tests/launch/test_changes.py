@@ -191,6 +191,14 @@ def test_a_typed_key_that_a_change_has_no_use_for_is_said_to_be_left_out():
     assert [one.total_gib for one in fitting[:2]] == [one.total_gib for one in plain[:2]]
 
 
+def test_a_typed_answer_that_would_undo_a_change_is_left_out_and_a_number_is_not():
+    words = ("hardware=hopper", "hardware.num_nodes=1", "hardware.gpus_per_node=8", "hardware.host_memory_gib=60")
+    typed = ("parallelism.offload_parameters=cpu", "parallelism.wrap_min_num_parameters=1000000")
+    fitting = offered("llama3_8b_fsdp_offload", *words, *typed)
+    assert words_of(fitting)[0] == "parallelism=fsdp"
+    assert fitting[0].left_out == ("parallelism.offload_parameters=cpu",)
+
+
 def test_a_typed_key_that_would_bring_a_warning_is_left_out_too():
     words = (*HOPPER, "parallelism=zero3_nvme", "parallelism.nvme_path=/tmp")
     with_it = draft_run("qwen3b_zero2", [*words, "parallelism=zero3"], [])

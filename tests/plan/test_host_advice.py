@@ -33,7 +33,7 @@ def told(recipe: str, capacity: float, *overrides: str) -> str:
 
 def advised(message: str) -> dict[str, float]:
     """The words of every change that is named, with its GiB."""
-    found = re.findall(r"(?:try|or) ((?:\S+=\S+ )+)\((\S+) GiB\)", message)
+    found = re.findall(r"(?:try|or) ((?:\S+=\S+ )+(?:without [^()]+)?)\((\S+) GiB\)", message)
     return {words.strip(): float(gib.replace(",", "")) for words, gib in found}
 
 
@@ -47,7 +47,10 @@ def advised(message: str) -> dict[str, float]:
         (
             64, (*EIGHT, "parallelism=zero3_offload"),
             "69.0 GiB, is offloaded states (parallelism.offload_optimizer=cpu parallelism.offload_parameters=cpu)",
-            {"parallelism=fsdp": 27.5, "hardware.num_nodes=2": 62.0, "peft=lora": 29.9},
+            {
+                "parallelism=fsdp without parallelism.offload_optimizer, parallelism.offload_parameters": 27.5,
+                "hardware.num_nodes=2": 62.0, "peft=lora": 29.9,
+            },
         ),
         (
             64, (*EIGHT, "parallelism=fsdp", *LONG_ROWS), "1,323.0 GiB, is activations (activation.offload=true)",
@@ -85,7 +88,9 @@ def test_what_is_named_is_what_its_own_plan_says(strategy: str) -> None:
     named = advised(told("qwen3b_zero2", capacity, *words))
     assert named
     for change, gib in named.items():
+        change, _, without = change.partition(" without ")
         typed = {word.partition("=")[0]: word for word in (*words, *change.split())}
+        typed = {key: word for key, word in typed.items() if key not in without.split(", ")}
         plan = plan_host_memory(resolved("qwen3b_zero2", *typed.values()), capacity)
         assert plan.fits is not False
         assert plan.memory.total == pytest.approx(gib, abs=0.05)
@@ -97,12 +102,29 @@ def test_a_disk_is_named_only_where_its_buffers_are_less_than_what_is_offloaded(
     on_disk = told("qwen3b_zero2", 64.0, *EIGHT, *ON_DISK)
     assert "parallelism.offload_parameters=nvme" in on_disk and "zero3_nvme" not in on_disk
     large = told("llama2_70b_fsdp_1node", 931.0)
-    assert "parallelism=zero3_nvme parallelism.nvme_path=FOLDER (693.8 GiB)" in large
+    without = "without parallelism.offload_parameters"
+    assert f"parallelism=zero3_nvme parallelism.nvme_path=FOLDER {without} (693.8 GiB)" in large
 
 
 def test_a_gpu_alone_is_offered_what_it_has_alone() -> None:
     words = ("hardware=hopper", "hardware.gpus_per_node=1", "parallelism=fsdp_offload")
-    assert advised(told("qwen05b_single", 4.0, *words)) == {"parallelism=single": 3.8}
+    assert advised(told("qwen05b_single", 4.0, *words)) == {
+        "parallelism=single without parallelism.offload_parameters": 3.8
+    }
+
+
+@pytest.mark.parametrize(
+    "typed", [[], ["parallelism.offload_parameters=cpu"], ["parallelism=zero3", "parallelism.offload_optimizer=cpu"]]
+)
+def test_what_was_typed_to_be_offloaded_is_said_to_go(typed: list[str]) -> None:
+    """With it beside the other group the same refusal came back, or one of a key that the group does not have."""
+    words = ("hardware=hopper", "hardware.num_nodes=1", "hardware.gpus_per_node=8", *typed)
+    named = advised(told("llama3_8b_fsdp_offload", 60.0, *words))
+    ((change, gib),) = [(change, gib) for change, gib in named.items() if change.startswith("parallelism=fsdp")]
+    group, _, without = change.partition(" without ")
+    kept = [word for word in words if word.partition("=")[0] not in (*without.split(", "), "parallelism")]
+    plan = plan_host_memory(resolved("llama3_8b_fsdp_offload", *kept, group), 60.0)
+    assert plan.fits and plan.memory.total == pytest.approx(gib, abs=0.05)
 
 
 def test_where_nothing_is_enough_the_least_is_named() -> None:

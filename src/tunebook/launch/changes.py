@@ -9,6 +9,7 @@ answer that a change replaces, and that its own answer has no use for, is named 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from enum import Enum
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -142,11 +143,18 @@ def _try(
     groups = {word.partition("=")[0] for word in change.words} & _WITH_OWN_KEYS
     below = [word for word in overrides if word.partition(".")[0] in groups]
     tried = draft_run(recipe, [*overrides, *change.words], recipes_dirs)
-    if not below or not (tried.error or _new_problems(tried, asked)):
+    is_wrong = bool(tried.error or _new_problems(tried, asked))
+    if not is_wrong and (tried.fits or not any(_choice_at(word, tried) for word in below)):
         return tried, ()
     bare = draft_run(recipe, [*(word for word in overrides if word not in below), *change.words], recipes_dirs)
     named = {problem.key for problem in _new_problems(tried, asked)}
-    unwanted = tuple(word for word in below if word.partition("=")[0] in named or not _is_known(word, bare))
+    unwanted = tuple(
+        word
+        for word in below
+        if word.partition("=")[0] in named
+        or not _is_known(word, bare)
+        or _choice_at(word, tried) != _choice_at(word, bare)  # it undoes what the change is for
+    )
     if not unwanted:
         return tried, ()
     kept = [word for word in overrides if word not in unwanted]
@@ -159,6 +167,15 @@ def _is_known(word: str, bare: Draft) -> bool:
         return True  # something else is wrong
     group, _, name = word.partition("=")[0].partition(".")
     return name.partition(".")[0] in {field.name for field in fields(getattr(bare.composition.config, group))}
+
+
+def _choice_at(word: str, draft: Draft) -> Enum | None:
+    """What a run has at a typed word's key, where that names one of several answers: numbers and switches tune one."""
+    if draft.composition is None:
+        return None
+    group, _, name = word.partition("=")[0].partition(".")
+    value = getattr(getattr(draft.composition.config, group), name, None)
+    return value if isinstance(value, Enum) else None
 
 
 def _new_problems(tried: Draft, asked: Draft) -> list[Problem]:

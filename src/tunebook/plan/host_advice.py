@@ -65,7 +65,7 @@ def _largest_part(config: RunConfig, facts: ModelFacts, asked: HostBytes) -> str
         "the processes, one for each GPU": asked.processes,
         "activations (activation.offload=true)": ranks * kept,
         f"pages of the optimizer (optimizer={config.optimizer.name.name})": ranks * paged_bytes(config, facts),
-        f"offloaded states ({_offload_words(config)})": ranks * offloaded_bytes(config, facts).host,
+        f"offloaded states ({_offload_words(_offloaded(config))})": ranks * offloaded_bytes(config, facts).host,
         "the model while it is saved": asked.saving,
     }
     if asked.loading > asked.training + asked.offload + asked.saving:
@@ -74,11 +74,15 @@ def _largest_part(config: RunConfig, facts: ModelFacts, asked: HostBytes) -> str
     return f"the largest part, {by_part[largest] / GIB:,.1f} GiB, is {largest}"
 
 
-def _offload_words(config: RunConfig) -> str:
-    settings = config.parallelism
+def _offloaded(config: RunConfig) -> dict[str, Offload]:
+    """Which of the strategy's states are kept elsewhere, and where."""
     keys = ("offload_optimizer", "offload_parameters")
-    places = {key: getattr(settings, key, Offload.none) for key in keys}
-    return " ".join(f"parallelism.{key}={place.name}" for key, place in places.items() if place is not Offload.none)
+    places = {key: getattr(config.parallelism, key, Offload.none) for key in keys}
+    return {key: place for key, place in places.items() if place is not Offload.none}
+
+
+def _offload_words(places: dict[str, Offload]) -> str:
+    return " ".join(f"parallelism.{key}={place.name}" for key, place in places.items())
 
 
 def _is_recomputed(config: RunConfig) -> bool:
@@ -110,17 +114,22 @@ def _remedies(config: RunConfig, facts: ModelFacts, capacity: float) -> Iterator
 
 
 def _strategies(config: RunConfig) -> Iterator[_Remedy]:
-    """What keeps all on the GPUs, divided where there are several; and a disk for what is offloaded."""
+    """What keeps all on the GPUs, divided where there are several; and a disk for what is offloaded.
+
+    What is offloaded may be the strategy's own or typed beside it, which would undo the change: it is said to go.
+    """
+    places = _offloaded(config)
+    without = f" without {', '.join(f'parallelism.{key}' for key in places)}" if places else ""
     is_alone = (config.hardware.gpus_per_node or 1) * config.hardware.num_nodes == 1
     alone, divided = ParallelismConfig(strategy=Strategy.single), FsdpConfig(strategy=Strategy.fsdp)
     on_gpus = alone if is_alone else divided
-    words = f"parallelism={on_gpus.strategy.name}"
+    words = f"parallelism={on_gpus.strategy.name}{without}"
     yield _Remedy(words=words, config=replace(config, parallelism=on_gpus))
-    if _offload_words(config):
+    if places:
         on_disk = ZeroConfig(
             strategy=Strategy.zero3, offload_optimizer=Offload.nvme, offload_parameters=Offload.nvme, nvme_path="FOLDER"
         )
-        words = "parallelism=zero3_nvme parallelism.nvme_path=FOLDER"
+        words = f"parallelism=zero3_nvme parallelism.nvme_path=FOLDER{without}"
         yield _Remedy(words=words, config=replace(config, parallelism=on_disk))
 
 

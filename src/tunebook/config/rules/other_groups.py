@@ -6,6 +6,7 @@ Rules see what a configuration came to and not what was typed, so it is added to
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from enum import Enum
 
 from tunebook.config.recipe_files import choice_schema, choice_values, group_choices
@@ -36,8 +37,10 @@ def _way_out(way: str, config: RunConfig, place_of: PlaceOf) -> str:
 def _misfits(group: str, choice: str, config: RunConfig) -> Iterator[str]:
     """Keys of the group as it is that another choice of it does not know, or states another answer for."""
     kind = choice_schema(group, choice)
-    known = field_types(schemas_of(group)[0] if kind is None else CHOICE_SCHEMAS[f"{group}/{kind}"])
-    stated, settings = choice_values(group, choice), getattr(config, group)
+    schema = schemas_of(group)[0] if kind is None else CHOICE_SCHEMAS[f"{group}/{kind}"]
+    known, settings = field_types(schema), getattr(config, group)
+    stated = {field.name: field.default.name for field in fields(schema) if isinstance(field.default, Enum)}
+    stated |= choice_values(group, choice)
     for name in field_types(type(settings)):
         value = getattr(settings, name)
         # Of what is stated only what names something: numbers and switches tune a choice, and may stay as they are.
