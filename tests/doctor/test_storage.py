@@ -10,7 +10,8 @@ from huggingface_hub import constants
 
 from tunebook.doctor import storage
 from tunebook.doctor.findings import Level
-from tunebook.doctor.storage import Space, checkpoint_bytes, checkpoint_space, disk, disks, existing, hub_space
+from tunebook.doctor.storage import Space, checkpoint_bytes, checkpoint_space, disk, disks, hub_space
+from tunebook.record.disk import existing
 
 from .conftest import only, resolved
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from tunebook.errors import DataError, RequestError
 from tunebook.evidence.command import diff_command
-from tunebook.record.intact import naming
+from tunebook.record.intact import is_number, naming
 from tunebook.record.report import write_report
 
 MakeRun = Callable[..., Path]
@@ -90,3 +90,8 @@ def test_a_configuration_without_a_section_is_drawn_without_it(make_run: MakeRun
 def test_what_is_refused_on_purpose_stays_as_it_is() -> None:
     with pytest.raises(RequestError, match="asked for something else"), naming(Path("run")):
         raise RequestError("asked for something else")
+
+
+def test_a_whole_number_beyond_every_float_is_no_number_that_is_worked_with():
+    assert not is_number(10**400)
+    assert is_number(10**300) and is_number(None) and not is_number(float("inf"))

@@ -28,7 +28,7 @@ from tunebook.doctor.probes import Probe, run_probe
 from tunebook.doctor.remembered import remember
 from tunebook.doctor.show import show_findings
 from tunebook.doctor.software import look_at_software
-from tunebook.doctor.storage import existing, look_at_storage
+from tunebook.doctor.storage import look_at_storage
 from tunebook.doctor.system import look_at_system
 from tunebook.doctor.tokenizers import ask_tokenizer, look_at_tokenizer
 from tunebook.errors import RequestError
@@ -36,6 +36,7 @@ from tunebook.hardware.detect import Machine, detect_machine
 from tunebook.hardware.nvidia_smi import ask_nvidia_smi
 from tunebook.hardware.topology import Topology, ask_topology
 from tunebook.plan.batch import BatchPlan, solve_batch
+from tunebook.record.disk import existing
 
 Say = Callable[[str], None]
 

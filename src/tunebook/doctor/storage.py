@@ -15,6 +15,7 @@ from tunebook.config.schema import RunConfig, ZeroConfig
 from tunebook.data.file_hashes import cache_root
 from tunebook.doctor.findings import Finding, Kind, Level, size_text
 from tunebook.model.hub_token import unreadable_token
+from tunebook.record.disk import existing
 
 GIB = 2**30
 _MIN_FREE_GIB = 5.0  # records, prepared data, compiled operators
@@ -199,12 +200,6 @@ def _mount_point(folder: Path) -> Path:
     """Where the disk of a folder begins."""
     real = folder.resolve()
     return next(path for path in (real, *real.parents) if path.is_mount())
-
-
-def existing(folder: Path) -> Path:
-    """The folder, or the nearest one above that is there."""
-    # os.path, to which what lies in a closed folder is not there: Path raises PermissionError.
-    return next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))  # noqa: PTH110
 
 
 def _hub_model(config: RunConfig | None) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from tunebook.errors import DoesNotFitError
-from tunebook.record.disk import no_space
+from tunebook.record.disk import existing, no_space
 
 
 def full_disk(results: Path) -> DoesNotFitError:
@@ -26,5 +26,4 @@ def full_disk(results: Path) -> DoesNotFitError:
 
 
 def _free(folder: Path) -> int:
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    return shutil.disk_usage(there).free
+    return shutil.disk_usage(existing(folder)).free

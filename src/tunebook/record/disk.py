@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 from tunebook.errors import DoesNotFitError
@@ -17,6 +18,13 @@ _WORDS = (
     "enforce fail at inline_container",
     "iostream error",
 )
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or the nearest one above that is there."""
+    folder = folder.expanduser().absolute()
+    # os.path, to which what lies in a closed folder is not there: Path raises PermissionError.
+    return next(path for path in (folder, *folder.parents) if os.path.exists(path))  # noqa: PTH110
 
 
 def is_disk_full(error: BaseException) -> bool:

@@ -22,7 +22,10 @@ _UNREADABLE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticErr
 
 def is_number(value: Any) -> bool:
     """Whether a value is null or a finite number, which JSON can also write as one that is too large."""
-    return value is None or (isinstance(value, int | float) and math.isfinite(value))
+    try:
+        return value is None or (isinstance(value, int | float) and math.isfinite(value))
+    except OverflowError:  # a whole number beyond what a float holds
+        return False
 
 
 def check_plan(plan: Any, file: Path) -> None:
@@ -71,7 +74,7 @@ def naming(*folders: Path) -> Iterator[None]:
         raise DataError(
             f"{named}: its run.yaml, plan.json, manifest.json, metrics.jsonl or evaluation/ holds what Tunebook does "
             f"not write there ({type(error).__name__}: {error}), so something else changed it: take the files back "
-            "from a copy, or name another run",
+            "from a copy, or name another run. If nobody did, it is a fault of Tunebook",
             problem_id="broken-record",
         ) from error
 

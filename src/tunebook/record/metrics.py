@@ -15,6 +15,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from statistics import median
 from types import TracebackType
 from typing import Any
 
@@ -22,6 +23,7 @@ from tunebook.errors import DataError
 from tunebook.record.intact import is_number
 
 METRICS_FILE = "metrics.jsonl"
+_WARM_UP_SHARE = 0.1  # of the logged steps, left out of the median speed where there are enough of them
 NOT_FINITE = "not_finite"  # the names of the numbers of a line that were NaN or infinite, and are null in it
 # What is worked with later, if a line has it; each may be null, and so may each number of a list.
 _NUMBERS = (
@@ -195,3 +197,11 @@ def _remove_unfinished_line(path: Path) -> None:
     if not content.endswith(b"\n"):
         with path.open("r+b") as file:
             file.truncate(content.rfind(b"\n") + 1)
+
+
+def median_after_warm_up(values: list[float]) -> float | None:
+    """The usual one of what was logged step by step, such as a speed; the slow first steps are left out."""
+    if not values:
+        return None
+    num_warm_up = round(_WARM_UP_SHARE * len(values)) if len(values) >= 10 else int(len(values) > 1)
+    return median(values[num_warm_up:])

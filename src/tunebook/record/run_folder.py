@@ -18,6 +18,7 @@ from pathlib import Path
 
 from tunebook.errors import DoesNotFitError, RequestError, TunebookError, did_you_mean
 from tunebook.record.atomic_files import atomic_write_json, read_json
+from tunebook.record.disk import existing
 
 LATEST = "latest"
 FINISHED = "finished"  # the reason of a rank that trained to the last step
@@ -64,10 +65,11 @@ def remove_if_empty(folder: Path) -> None:
     except OSError:  # it holds something, which is kept
         return
     latest = folder.with_name(LATEST)
-    if latest.is_symlink() and latest.readlink() == Path(folder.name):
-        latest.unlink()
-        if (before := latest_run(folder.parent.parent, folder.parent.name)) is not None:
-            _point_latest_at(before)
+    with suppress(OSError):  # what is being refused matters more
+        if latest.is_symlink() and latest.readlink() == Path(folder.name):
+            latest.unlink(missing_ok=True)
+            if (before := latest_run(folder.parent.parent, folder.parent.name)) is not None:
+                _point_latest_at(before)
 
 
 def check_outputs(folder: Path) -> None:
@@ -85,7 +87,7 @@ def check_outputs(folder: Path) -> None:
 
 def check_free_space(path: Path, needed_gib: float) -> None:
     """Raise DoesNotFitError unless the disk that holds `path` (which need not exist yet) has `needed_gib` free."""
-    disk = shutil.disk_usage(_nearest_existing(path))
+    disk = shutil.disk_usage(existing(path))
     free_gib = disk.free / 2**30
     # A total of zero is a file system that does not count, such as some network mounts: the writes will tell.
     if disk.total and free_gib < needed_gib:
@@ -240,17 +242,12 @@ def _point_latest_at(folder: Path) -> None:
     beside.unlink(missing_ok=True)
 
 
-def _nearest_existing(path: Path) -> Path:
-    path = path.expanduser().absolute()
-    return next(folder for folder in (path, *path.parents) if folder.exists())
-
-
 def _check_writable(outputs: Path) -> None:
-    existing = _nearest_existing(outputs)
-    if not existing.is_dir():
-        raise _cannot_write(outputs, NotADirectoryError(errno.ENOTDIR, f"{existing} is a file"))
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise _cannot_write(outputs, PermissionError(errno.EACCES, f"no permission to write in {existing}"))
+    there = existing(outputs)
+    if not there.is_dir():
+        raise _cannot_write(outputs, NotADirectoryError(errno.ENOTDIR, f"{there} is a file"))
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise _cannot_write(outputs, PermissionError(errno.EACCES, f"no permission to write in {there}"))
 
 
 def _cannot_write(outputs: Path, error: OSError) -> TunebookError:

@@ -12,8 +12,7 @@ from tunebook.errors import DataError
 from tunebook.evaluate.results import mean_score
 from tunebook.record.atomic_files import read_json
 from tunebook.record.manifest import MANIFEST_FILE, read_manifest
-from tunebook.record.metrics import is_training_line, read_metrics
-from tunebook.record.page.summary import median_after_warm_up
+from tunebook.record.metrics import is_training_line, median_after_warm_up, read_metrics
 from tunebook.sweep.options import Direction
 from tunebook.sweep.trial_process import EXIT_STOPPED, TrialEnd
 from tunebook.sweep.trials import Trial

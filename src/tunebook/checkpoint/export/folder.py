@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tunebook.checkpoint.record import CHECKPOINTS_FOLDER
 from tunebook.errors import DoesNotFitError, RequestError, TunebookError
-from tunebook.record.disk import is_disk_full
+from tunebook.record.disk import existing, is_disk_full
 
 _ROOM_BESIDES = 50_000_000  # bytes for the tokenizer, the card and what the file system needs itself
 
@@ -44,7 +44,7 @@ def check_target(folder: Path, run: Path) -> Path:
 
 def check_room(folder: Path, num_bytes: int) -> None:
     """Raise DoesNotFitError unless the disk of a folder that need not exist has room for so many bytes."""
-    there = next(path for path in (folder, *folder.parents) if path.exists())
+    there = existing(folder)
     disk = shutil.disk_usage(there)
     if disk.total and disk.free < num_bytes + _ROOM_BESIDES:  # a total of 0: a file system that does not count
         raise DoesNotFitError(

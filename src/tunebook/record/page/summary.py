@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
+from tunebook.record.metrics import median_after_warm_up
 from tunebook.record.run_record import RunRecord
 
-_WARM_UP_SHARE = 0.1  # of the logged steps, left out of the median speed where there are enough of them
 _FINAL_SHARE = 0.05  # of the logged steps, averaged for the final loss: one step alone is noise
 
 
@@ -67,14 +67,6 @@ def main_score(evaluation: dict[str, Any] | None) -> tuple[str, str, float] | No
         return None
     name, task = next(iter(evaluation["tasks"].items()))
     return name, task["metric"], task["value"]
-
-
-def median_after_warm_up(values: list[float]) -> float | None:
-    """The usual one of what was logged step by step, such as a speed; the slow first steps are left out."""
-    if not values:
-        return None
-    num_warm_up = round(_WARM_UP_SHARE * len(values)) if len(values) >= 10 else int(len(values) > 1)
-    return median(values[num_warm_up:])
 
 
 def _padding_share(lines: list[dict[str, Any]]) -> float | None:
