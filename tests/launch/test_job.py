@@ -113,6 +113,6 @@ def test_programs_that_a_container_would_not_execute_are_refused_before_a_job_is
 ) -> None:
     """Else they are missed after all of the training: nothing looks at them outside of the container."""
     monkeypatch.setattr("tunebook.launch.job.check_launcher", lambda config: None)
-    words = ["launcher=slurm", "launcher.container_image=x", "hardware=cpu", "evaluation.tasks=[small_python]"]
+    words = ["launcher=slurm", "launcher.container_image=me/x", "hardware=cpu", "evaluation.tasks=[small_python]"]
     with pytest.raises(RequestError, match=r"small_python has programs .* train with evaluation=none, and evaluate"):
         require_runnable(plan_job("quickstart", words, []))
