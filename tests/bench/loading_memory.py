@@ -38,7 +38,7 @@ from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 MIB = 2**20
 # glibc keeps what was freed, in pieces between the shards: without these ranks of ZeRO-3 had up to 1.5 GB of it.
@@ -96,17 +96,18 @@ def _status(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
-def run_rank(folder: Path) -> int:
+def run_rank(folder: Path) -> NoReturn:
     """Load as `request.json` says and write `rank-N.json`: memory, where the weights are, and their sum by name."""
     from tunebook.errors import TunebookError
+    from tunebook.train.death import RankEnd
 
-    rank = int(os.environ["RANK"])
+    end, rank = RankEnd(), int(os.environ["RANK"])
     try:
         found, code = _load(json.loads((folder / "request.json").read_text()), folder), 0
     except TunebookError as error:
         found, code = {"error": error.message, "problem_id": error.problem_id}, error.exit_code
     (folder / f"rank-{rank}.json").write_text(json.dumps(found | {"rank": rank, "exit_code": code}))
-    return code
+    end.leave(code)
 
 
 def _load(request: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -368,7 +369,7 @@ def main() -> int:
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank_of:
-        return run_rank(arguments.rank_of)
+        run_rank(arguments.rank_of)
     with tempfile.TemporaryDirectory(prefix="loading-") as scratch:
         arguments.scratch = Path(scratch)
         model = arguments.scratch / "model"

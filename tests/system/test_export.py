@@ -23,6 +23,10 @@ SHARD = """
 import sys
 from types import SimpleNamespace
 
+from tunebook.train.death import RankEnd
+
+end = RankEnd()
+
 import torch
 from accelerate import FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils.fsdp_utils import save_fsdp_model
@@ -47,6 +51,7 @@ plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED
 rank = SimpleNamespace(process_index=state.process_index, num_processes=2)
 save_fsdp_model(plugin, rank, model, folder, adapter_only=kind == "lora")
 state.destroy_process_group()
+end.leave(0)
 """
 
 

@@ -15,6 +15,8 @@ PROGRAM = """
 import json, sys
 from dataclasses import asdict
 from types import SimpleNamespace
+from tunebook.train.death import RankEnd
+end = RankEnd()
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -55,6 +57,7 @@ for _ in range(3):
 if torch.distributed.get_rank() == 0:
     print(json.dumps(asdict(found) | {"losses": losses}))
 torch.distributed.destroy_process_group()
+end.leave(0)
 """
 
 

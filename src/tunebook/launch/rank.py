@@ -20,7 +20,7 @@ from tunebook.launch.logs import rank_log, where
 from tunebook.launch.meeting import StartWatch, meet
 from tunebook.record.run_folder import write_outcome
 from tunebook.record.start_up import StartClock, process_begun
-from tunebook.train.death import AGREED_ENDINGS, ask_to_stop_when_parent_dies, die_with_parent, leave
+from tunebook.train.death import AGREED_ENDINGS, RankEnd, ask_to_stop_when_parent_dies, die_with_parent
 from tunebook.train.imports import importing_libraries
 from tunebook.train.signals import StopRequest
 
@@ -91,4 +91,4 @@ def _log_errors(file: Path) -> None:
 
 
 if __name__ == "__main__":
-    leave(main())
+    RankEnd().leave(main())

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from tunebook.record.start_up import StartClock, process_begun
-from tunebook.train.death import AGREED_ENDINGS, ask_to_stop_when_parent_dies
+from tunebook.train.death import AGREED_ENDINGS, RankEnd, ask_to_stop_when_parent_dies
 from tunebook.train.imports import importing_libraries
 from tunebook.train.signals import StopRequest
 
@@ -30,4 +30,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    RankEnd().leave(main())

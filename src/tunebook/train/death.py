@@ -6,11 +6,13 @@ kernel minds the thread that started the process: it has to live as long as the 
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from typing import NoReturn
 
 from tunebook.errors import InvalidTrainingError, StoppedError
@@ -49,19 +51,47 @@ def prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value)
 
 
-def leave(exit_code: int) -> NoReturn:
-    """End this process; where it failed alone at once, and without what Python and its libraries do at an end.
+class RankEnd:
+    """How a rank's process ends. To be made before the libraries are imported: what they do at an end comes first then.
 
-    NCCL's part of that waits until all ranks have come to it: a rank out of GPU memory stayed for minutes, with its
-    GPU and the other ranks waiting in a collective, until somebody stopped the run (2 H200, FSDP). It stays a moment
-    all the same: where it failed because another was killed, torchrun has to see that one's end first.
+    Python's taking apart of its objects never comes. What DeepSpeed holds keeps gloo's threads past
+    `destroy_process_group`, and one that lets go of a tensor while Python is taken apart aborts the process
+    (pytorch#190489): a run that was over and saved would have failed.
     """
-    if exit_code in AGREED_ENDINGS:
-        sys.exit(exit_code)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    time.sleep(_SEEN_WITHIN_S)
+
+    def __init__(self) -> None:
+        self._exit_code: int | None = None
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        if self._exit_code is not None:
+            _end_at_once(self._exit_code)
+
+    def leave(self, exit_code: int) -> NoReturn:
+        """End this process; where it failed alone at once, and without what libraries do at an end.
+
+        NCCL's part of that waits until all ranks have come to it: a rank out of GPU memory stayed for minutes, with its
+        GPU and the other ranks waiting in a collective, until somebody stopped the run (2 H200, FSDP). It stays a
+        moment all the same: where it failed because another was killed, torchrun has to see that one's end first.
+        """
+        if exit_code in AGREED_ENDINGS:
+            self._exit_code = exit_code
+            sys.exit(exit_code)
+        _flush()  # torchrun may kill it while it stays
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            time.sleep(_SEEN_WITHIN_S)
+        _end_at_once(exit_code)
+
+
+def _end_at_once(exit_code: int) -> NoReturn:
+    _flush()
     os._exit(exit_code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # whoever read it may be gone, which is no failure of the run
+            stream.flush()
 
 
 def ask_to_stop_when_parent_dies() -> None:
