@@ -71,14 +71,17 @@ start_sandbox() { # one command is to be enough; where this fails, the evaluatio
 }
 
 hand_on() { # hand_on SIGNAL; asked again where a signal to this script's whole group ended the asking itself
-  until setsid docker kill --signal "$1" "$container" > /dev/null 2>&1; do
-    # It has ended by itself, or it does not run yet: then there is nothing to save.
-    if ! kill -0 "$stoppable_pid" 2> /dev/null; then return 0; fi
-    if [ "$(setsid docker container inspect --format '{{.State.Status}}' "$container" 2> /dev/null)" = created ]; then
-      setsid docker rm --force "$container" > /dev/null 2>&1 || true
-      was_removed=true
-      return 0
-    fi
+  while true; do
+    case $(setsid docker container inspect --format '{{.State.Status}}' "$container" 2> /dev/null) in
+      created) # then there is nothing to save
+        setsid docker rm --force "$container" > /dev/null 2>&1 || true
+        was_removed=true
+        return 0 ;;
+      running)
+        until sleep 0.3; do :; done # in its first milliseconds, before it is tini's child, the entry point hears nothing
+        if setsid docker kill --signal "$1" "$container" > /dev/null 2>&1; then return 0; fi ;;
+    esac
+    if ! kill -0 "$stoppable_pid" 2> /dev/null; then return 0; fi # it has ended by itself
     sleep 0.2 || true
   done
 }

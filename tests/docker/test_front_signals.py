@@ -20,6 +20,16 @@ for wait in $(seq 200); do
   sleep 0.05
 done
 """
+# `docker container inspect` meanwhile.
+STATE = 'if [ -f "$FAKE/killed" ]; then exit 1; fi; echo running; exit 0'
+
+# The container is not there yet, then it runs.
+NOT_YET = """
+if [ ! -f "$FAKE/asked" ]; then touch "$FAKE/asked"; exit 1; fi
+if [ ! -f "$FAKE/since" ]; then date +%s%3N > "$FAKE/since"; fi
+echo running
+exit 0
+"""
 
 
 def start_front(machine, *words, **variables):
@@ -47,6 +57,7 @@ def test_a_request_to_stop_reaches_the_container_once_and_its_exit_code_comes_ba
     machine.images("tunebook:cpu")
     machine.act("docker-compose-run", WAITING)
     machine.act("docker-kill", 'touch "$FAKE/killed"; exit 0')
+    machine.act("docker-container", STATE)
     front = start_front(machine, *TRAIN, GPU="cpu")
     wait_for(machine.fake / "running")
     os.kill(front.pid, number)  # as make and then `timeout` do, or the terminal
@@ -62,7 +73,7 @@ def test_signals_that_end_what_hands_them_on_lose_no_request(machine):
     machine.images("tunebook:cpu")
     machine.act("docker-compose-run", WAITING.replace("sleep 0.3", "sleep 2"))  # it ends after the last signal
     machine.act("docker-kill", 'touch "$FAKE/killed"; exit 0')
-    machine.act("docker-container", 'if [ -f "$FAKE/killed" ]; then exit 1; fi; echo running; exit 0')
+    machine.act("docker-container", STATE)
     front = start_front(machine, *TRAIN, GPU="cpu")
     wait_for(machine.fake / "running")
     for _ in range(100):  # each to whatever the script has just started, too, before that is in a session of its own
@@ -73,9 +84,23 @@ def test_signals_that_end_what_hands_them_on_lose_no_request(machine):
     assert machine.calls("rm") == []
 
 
+def test_a_request_in_the_first_moments_of_a_container_waits_until_it_is_heard(machine):
+    """For a quarter of a second after it is said to run it hears nothing here."""
+    machine.images("tunebook:cpu")
+    machine.act("docker-compose-run", WAITING)
+    machine.act("docker-container", NOT_YET)
+    machine.act("docker-kill", '[ $(($(date +%s%3N) - $(cat "$FAKE/since"))) -gt 250 ] && touch "$FAKE/killed"; exit 0')
+    front = start_front(machine, *TRAIN, GPU="cpu")
+    wait_for(machine.fake / "running")
+    os.kill(front.pid, signal.SIGTERM)
+    front.communicate(timeout=30)
+    assert (front.returncode, len(machine.calls("kill"))) == (6, 1)
+
+
 def test_a_second_request_is_handed_on_too(machine):
     machine.images("tunebook:cpu")
     machine.act("docker-compose-run", WAITING)
+    machine.act("docker-container", STATE)
     machine.act("docker-kill", 'if [ -f "$FAKE/again" ]; then touch "$FAKE/killed"; fi')
     front = start_front(machine, *TRAIN, GPU="cpu")
     wait_for(machine.fake / "running")
