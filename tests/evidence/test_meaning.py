@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -46,7 +47,9 @@ def test_words_that_do_not_compose_any_more_are_none_either(make_run: MakeRun, r
     for record in records:
         assert record.manifest is not None
         record.manifest["command"].append("training.gone=1")
-    with pytest.raises(RequestError, match=r"training\.gone"):
+    with pytest.raises(
+        RequestError, match=r"train quickstart .*` does not compose any more \(.*training\.gone.*\)\. The recipe"
+    ):
         record_evidence(records, "try", [])
 
 
@@ -65,6 +68,19 @@ def test_relative_paths_mean_what_they_meant_where_they_were_typed(
     records = [read_finished(make_run(*words)) for _ in range(2)]
     monkeypatch.chdir(tmp_path)  # where no model is that `auto` could read
     assert read_evidence(record_evidence(records, "try", [])).ran.overrides == words
+
+
+def test_where_that_place_is_gone_it_is_said(
+    make_run: MakeRun, recipes_dir: Path, project_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(project_root / "recipes/quickstart/model", tmp_path / "work" / "mine")
+    monkeypatch.chdir(tmp_path / "work")
+    records = [read_finished(make_run("model=hub", "model.path=mine", "model.weights=random")) for _ in range(2)]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "work").rename(tmp_path / "moved")
+    said = rf"\. {re.escape(str(tmp_path))}/work, where it was typed, is gone, so that relative paths start here\. The"
+    with pytest.raises(RequestError, match=said):
+        record_evidence(records, "try", [])
 
 
 @pytest.mark.parametrize("name", [LLAMA2, "dolly3b_ray_zero3_offload/evidence/hopper-1-random_weights"])

@@ -25,6 +25,7 @@ from tunebook.record.files import RUN_FILE
 from tunebook.record.manifest import MANIFEST_FILE, RunState
 from tunebook.record.manifest_schema import check_read_manifest
 from tunebook.record.page.summary import summarise
+from tunebook.record.run_folder import WITHOUT_RECIPE
 from tunebook.record.run_record import RunRecord, read_run
 
 # Options of `tunebook train` that take the next word, which may hold a `=` itself.
@@ -62,7 +63,7 @@ def gather_ran(record: RunRecord, config: RunConfig, recipes_dirs: list[Path]) -
     assert record.manifest is not None
     overrides = typed_overrides(record.manifest)
     return Ran(
-        recipe=config.recipe or "custom",
+        recipe=config.recipe or WITHOUT_RECIPE,
         title=config.title,
         weights="random" if config.model.weights is Weights.random else "pretrained",
         data="generated" if config.dataset.source is Source.synthetic else "real",

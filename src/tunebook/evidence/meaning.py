@@ -16,49 +16,58 @@ from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
 from tunebook.evidence.compare import config_differences, input_differences, named_differences
 from tunebook.evidence.machines import machine_of_evidence
-from tunebook.evidence.schema import Evidence, Inputs, Ran
-from tunebook.launch.draft import draft_run
+from tunebook.evidence.schema import Evidence, Inputs
+from tunebook.launch.draft import Draft, draft_run
 from tunebook.record.config_hash import comparable_config
 from tunebook.record.files import RUN_FILE
+from tunebook.record.run_folder import WITHOUT_RECIPE
 
 if TYPE_CHECKING:
     from tunebook.hardware.detect import Machine
 
-NO_RECIPE = "custom"
-
 
 def command_of(evidence: Evidence, recipes_dirs: list[Path]) -> str | None:
     """What trains the recorded claim; None where the words come to something else now, on a machine like its own."""
-    config = _meaning(evidence.ran, machine_of_evidence(evidence.hardware), recipes_dirs)
+    ran, machine = evidence.ran, machine_of_evidence(evidence.hardware)
+    recipe = None if ran.recipe == WITHOUT_RECIPE else ran.recipe
+    config = _config_of(draft_run(recipe, ran.overrides, recipes_dirs, machine))
     if config is None or config_differences(evidence.inputs.config, comparable_config(config)):
         return None
-    words = evidence.ran.overrides
     # Older evidence does not say by which launcher. What was run on one node needs no cluster, which not everyone has.
-    is_told = config.launcher.name is LauncherName.local or any(word.startswith("launcher=") for word in words)
+    is_told = config.launcher.name is LauncherName.local or any(word.startswith("launcher=") for word in ran.overrides)
     here = [] if is_told or evidence.hardware.nodes > 1 else ["launcher=local"]
-    return shlex.join(["tunebook", "train", evidence.ran.recipe, *words, *here])
+    return shlex.join(["tunebook", "train", ran.recipe, *ran.overrides, *here])
 
 
-def require_meant(run: Path, ran: Ran, inputs: Inputs, machine: Machine, recipes_dirs: list[Path]) -> None:
+def require_meant(
+    run: Path, recipe: str | None, words: list[str], inputs: Inputs, machine: Machine, recipes_dirs: list[Path]
+) -> None:
     """Whether recipe and words still train what the run trained, on its own machine. Raises: RequestError."""
     there = typed_in_of(run / RUN_FILE)  # where relative paths start
+    is_gone = there is not None and not there.is_dir()
     recipes_dirs = [folder.expanduser().absolute() for folder in recipes_dirs]
-    with contextlib.chdir(there) if there is not None and there.is_dir() else contextlib.nullcontext():
-        config = _meaning(ran, machine, recipes_dirs)
+    with contextlib.nullcontext() if there is None or is_gone else contextlib.chdir(there):
+        draft = draft_run(recipe, words, recipes_dirs, machine)
+    config = _config_of(draft)
     if config is None:
-        said = "does not compose any more"
+        said = f"does not compose any more ({_why_not(draft)})"
     elif differing := input_differences(inputs, inputs.model_copy(update={"config": comparable_config(config)})):
         said = f"comes to something else now: {named_differences(differing)}"
     else:
         return
+    moved = f"{there}, where it was typed, is gone, so that relative paths start here. " if is_gone else ""
+    command = shlex.join(["tunebook", "train", *([recipe] if recipe else []), *words])
     raise RequestError(
-        f"{run}: `{shlex.join(['tunebook', 'train', ran.recipe, *ran.overrides])}` {said}. The recipe, or what it "
-        "reads, was changed since the run: take that back, or train it again as it is now (training.resume=never)",
+        f"{run}: `{command}` {said}. {moved}The recipe, or what it reads, was changed since the run: take that back, "
+        "or train it again as it is now (training.resume=never)",
         problem_id="evidence-of-changed-code",
     )
 
 
-def _meaning(ran: Ran, machine: Machine, recipes_dirs: list[Path]) -> RunConfig | None:
-    """What the words come to on a machine; None where they do not compose."""
-    draft = draft_run(None if ran.recipe == NO_RECIPE else ran.recipe, ran.overrides, recipes_dirs, machine)
+def _config_of(draft: Draft) -> RunConfig | None:
     return None if draft.resolution is None else draft.resolution.config
+
+
+def _why_not(draft: Draft) -> str:
+    """Why a draft has no configuration."""
+    return draft.error.message if draft.error is not None else "; ".join(problem.message for problem in draft.problems)

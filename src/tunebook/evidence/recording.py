@@ -19,10 +19,11 @@ from tunebook.evidence.gather import (
     gather_ran,
     gather_results,
     gather_software,
+    typed_overrides,
 )
 from tunebook.evidence.machines import machine_of_manifest
 from tunebook.evidence.meaning import require_meant
-from tunebook.evidence.schema import FORMAT, Repeat
+from tunebook.evidence.schema import FORMAT, Repeat, Results
 from tunebook.evidence.tolerances import work_out
 from tunebook.evidence.whole import require_every_loss, require_whole
 from tunebook.record.atomic_files import sha256_file
@@ -54,34 +55,40 @@ def record_evidence(records: Sequence[RunRecord], label: str, recipes_dirs: list
     results = [gather_results(record) for record in records]
     for record, found in zip(records, results, strict=True):
         require_every_loss(record, found)
-    ran, inputs = gather_ran(first, config, recipes_dirs), gather_inputs(first, config)
-    require_meant(first.folder, ran, inputs, machine_of_manifest((first.manifest or {})["hardware"]), recipes_dirs)
-    content: dict[str, Any] = {
-        "format": FORMAT,
-        "ran": ran.model_dump(mode="json"),
-        "hardware": gather_hardware(first, config).model_dump(mode="json"),
-        "label": label,
-        "recorded": f"{datetime.now(UTC):%Y-%m-%d}",
-        "repeats": [
-            Repeat(
-                run=record.name,
-                started=record.status["started"],
-                final_loss=result.losses[-1],
-                tokens_per_second_per_gpu=result.tokens_per_second_per_gpu,
-            ).model_dump(mode="json")
-            for record, result in zip(records, results, strict=True)
-        ],
-        "results": results[0].model_dump(mode="json"),
-        "tolerances": {key: found.model_dump(mode="json") for key, found in work_out(results, config).items()},
-        "inputs": inputs.model_dump(mode="json"),
-        "software": gather_software(first).model_dump(mode="json"),
-    }
+    manifest, inputs = first.manifest or {}, gather_inputs(first, config)
+    machine = machine_of_manifest(manifest["hardware"])
+    require_meant(first.folder, config.recipe, typed_overrides(manifest), inputs, machine, recipes_dirs)
     if config.recipe is None:
         raise RequestError(
             f"{first.folder} has no recipe, and evidence belongs to one: put its settings into recipes/NAME.yaml",
             problem_id="evidence-without-recipe",
         )
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        "ran": gather_ran(first, config, recipes_dirs).model_dump(mode="json"),
+        "hardware": gather_hardware(first, config).model_dump(mode="json"),
+        "label": label,
+        "recorded": f"{datetime.now(UTC):%Y-%m-%d}",
+        "repeats": _repeats(records, results),
+        "results": results[0].model_dump(mode="json"),
+        "tolerances": {key: found.model_dump(mode="json") for key, found in work_out(results, config).items()},
+        "inputs": inputs.model_dump(mode="json"),
+        "software": gather_software(first).model_dump(mode="json"),
+    }
     return write_evidence(content, evidence_folder(config.recipe, recipes_dirs))
+
+
+def _repeats(records: Sequence[RunRecord], results: Sequence[Results]) -> list[dict[str, Any]]:
+    """What each of the runs came to, shortly."""
+    return [
+        Repeat(
+            run=record.name,
+            started=record.status["started"],
+            final_loss=result.losses[-1],
+            tokens_per_second_per_gpu=result.tokens_per_second_per_gpu,
+        ).model_dump(mode="json")
+        for record, result in zip(records, results, strict=True)
+    ]
 
 
 def refuse_too_few(records: Sequence[RunRecord]) -> None:

@@ -48,7 +48,7 @@ from tunebook.record.manifest import (
 )
 from tunebook.record.manifest_schema import check_read_manifest
 from tunebook.record.provenance import describe_code, describe_environment, describe_hardware
-from tunebook.record.run_folder import create_run_folder, remove_if_empty, resolve_run
+from tunebook.record.run_folder import WITHOUT_RECIPE, create_run_folder, remove_if_empty, resolve_run
 from tunebook.record.run_record import RunRecord, read_run
 
 # Of what is compared before the run: what can change a loss or a speed, less what is always another.
@@ -146,7 +146,7 @@ def _reproduce(original: Original, outputs: Path, recipes_dirs: list[Path], cons
     if dry_run:
         return 0
     require_same_data(original, job, console)
-    folder = create_run_folder(outputs, recipe or "custom")
+    folder = create_run_folder(outputs, recipe or WITHOUT_RECIPE)
     if (code := _train(original, job, folder, recipes_dirs, console)) != 0:
         return code
     if isinstance(job.config.launcher, SlurmConfig) and not job.config.launcher.wait:

@@ -24,10 +24,11 @@ from tunebook.evidence.compare import (
 )
 from tunebook.evidence.files import evidence_files, read_evidence
 from tunebook.evidence.gather import config_of, gather_hardware, gather_inputs, gather_ran, gather_results
-from tunebook.evidence.meaning import NO_RECIPE, command_of
+from tunebook.evidence.meaning import command_of
 from tunebook.evidence.schema import Evidence, Hardware, Inputs, Ran, Results
 from tunebook.evidence.tolerances import judged_by, work_out
 from tunebook.evidence.whole import num_resumed
+from tunebook.record.run_folder import WITHOUT_RECIPE
 from tunebook.record.run_record import RunRecord
 
 
@@ -141,7 +142,7 @@ def _choose(
     config: RunConfig, inputs: Inputs, hardware: Hardware, recipes_dirs: list[Path], against: Path | None
 ) -> tuple[Path, Evidence]:
     """The evidence of the same thing, rather on the same machine, and rather of a step that is split as this one."""
-    recipe = config.recipe or NO_RECIPE
+    recipe = config.recipe or WITHOUT_RECIPE
     if against is not None and not against.is_file():
         raise RequestError(
             f"--against {against} is no file; name one of recipes/NAME/evidence, or leave --against out to compare "
@@ -188,7 +189,7 @@ def _of_other_things(recipe: str, known: list[tuple[Path, Evidence]], inputs: In
             f"--label {nearest.label})"
         )
     if nearest.ran.recipe != recipe:  # a file that was named
-        own = "no recipe" if recipe == NO_RECIPE else recipe
+        own = "no recipe" if recipe == WITHOUT_RECIPE else recipe
         return RequestError(
             f"{file.name} is evidence of {nearest.ran.recipe}, and the run is of {own}: {differing}. A run is compared "
             f"with what is recorded of its own recipe, for which --against is not needed. {advice}",

@@ -42,7 +42,13 @@ from tunebook.plan.memory import plan_memory
 from tunebook.record.atomic_files import atomic_write_json, atomic_write_text
 from tunebook.record.files import PLAN_FILE, PREPARED_FILE, RUN_FILE
 from tunebook.record.manifest import MANIFEST_FILE, read_manifest, recorded_fingerprint, start_manifest
-from tunebook.record.run_folder import check_outputs, clear_outcomes, create_run_folder, make_run_folder
+from tunebook.record.run_folder import (
+    WITHOUT_RECIPE,
+    check_outputs,
+    clear_outcomes,
+    create_run_folder,
+    make_run_folder,
+)
 from tunebook.record.start_up import StartClock
 
 if TYPE_CHECKING:
@@ -171,7 +177,7 @@ def _identity(config: RunConfig, prepared: Prepared) -> Identity:
 def _make_folder(config: RunConfig, found: Path | None) -> Path:
     """The folder that was named, or of a run that is gone on with; a new one where there is neither."""
     if found is None:
-        return create_run_folder(Path(config.outputs), config.recipe or "custom")
+        return create_run_folder(Path(config.outputs), config.recipe or WITHOUT_RECIPE)
     refuse_if_queued(found)
     return make_run_folder(found)
 

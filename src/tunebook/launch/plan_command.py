@@ -13,6 +13,7 @@ from tunebook.launch.changes import Fitting, changes_that_fit
 from tunebook.launch.draft import Draft, draft_json, draft_run
 from tunebook.launch.job import Job, show_job
 from tunebook.launch.show import show_host_memory, show_memory, show_time
+from tunebook.record.run_folder import WITHOUT_RECIPE
 
 
 def plan_command(
@@ -41,7 +42,7 @@ def plan_command(
     assert draft.resolution is not None and draft.batch is not None
     assert draft.memory is not None and draft.host is not None and draft.time is not None
     job = Job(resolution=draft.resolution, problems=draft.problems, plan=draft.batch)
-    show_job(job, console, folder or Path(job.config.outputs) / (recipe or "custom") / "<time>")
+    show_job(job, console, folder or Path(job.config.outputs) / (recipe or WITHOUT_RECIPE) / "<time>")
     show_memory(draft.memory, console)
     show_host_memory(draft.host, console)
     show_time(draft.time, console)

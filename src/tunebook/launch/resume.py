@@ -22,7 +22,7 @@ from tunebook.plan.batch import world_size
 from tunebook.record.config_hash import config_hash
 from tunebook.record.files import RUN_FILE
 from tunebook.record.manifest import MANIFEST_FILE, RunState, read_manifest
-from tunebook.record.run_folder import find_runs, is_run, read_outcomes
+from tunebook.record.run_folder import WITHOUT_RECIPE, find_runs, is_run, read_outcomes
 
 # What `auto` decides by estimates that get better: how much a pass computes and what it keeps. No loss depends on it.
 _DECIDED_ANEW = (("activation", "checkpointing"), ("packing", "row_length"), ("training", "micro_batch_size"))
@@ -40,7 +40,7 @@ def unfinished_run(config: RunConfig, say: Callable[[str], None] = lambda text: 
     if config.training.resume != "auto":
         return None
     wanted = config_hash(config)
-    for folder in reversed(find_runs(Path(config.outputs), config.recipe or "custom")):
+    for folder in reversed(find_runs(Path(config.outputs), config.recipe or WITHOUT_RECIPE)):
         try:
             manifest = _read_manifest(folder)
         except DataError:

@@ -22,7 +22,7 @@ from tunebook.parity.page import write_page
 from tunebook.parity.result import CaseResult, exit_code_of, parity_table, read_case, to_json
 from tunebook.record.atomic_files import atomic_write_json
 from tunebook.record.provenance import describe_hardware
-from tunebook.record.run_folder import make_run_folder
+from tunebook.record.run_folder import WITHOUT_RECIPE, make_run_folder
 from tunebook.sweep.stopping import Stopping
 from tunebook.sweep.trial_process import run_trial, train_command, write_trial_end
 
@@ -52,7 +52,9 @@ def parity_command(
     cases, reference = mark_refused(list_cases(overrides, over, gpus, num_steps), plan)
     allowed = tolerance_of(reference) if tolerance is None else tolerance
     time = datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%SZ")
-    folder = make_run_folder(Path(reference.outputs).expanduser().absolute() / (recipe or "custom") / f"parity-{time}")
+    folder = make_run_folder(
+        Path(reference.outputs).expanduser().absolute() / (recipe or WITHOUT_RECIPE) / f"parity-{time}"
+    )
     console.print(Text(f"parity of {len(cases)} configurations: {folder}"), soft_wrap=True)
     results, was_stopped = _run_all(cases, folder, recipe, recipes_dirs, console)
     atomic_write_json(
@@ -60,7 +62,7 @@ def parity_command(
     )
     console.print(parity_table(results, allowed))
     if any(result.losses for result in results):
-        write_page(results, allowed, recipe or "custom", folder / PAGE_FILE)
+        write_page(results, allowed, recipe or WITHOUT_RECIPE, folder / PAGE_FILE)
     console.print(Text(f"written: {folder / JSON_FILE}"), soft_wrap=True)
     return StoppedError.exit_code if was_stopped else exit_code_of(results, allowed)
 

@@ -21,6 +21,7 @@ from tunebook.record.atomic_files import atomic_write_json, read_json
 from tunebook.record.disk import existing
 
 LATEST = "latest"
+WITHOUT_RECIPE = "custom"  # the folder of runs that name no recipe, and what evidence calls it
 FINISHED = "finished"  # the reason of a rank that trained to the last step
 MINIMUM_FREE_GIB = 0.1  # room for metrics, manifest and report; checkpoints are planned for by the caller
 _RUN_NAME = re.compile(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\dZ(-\d{3,})?")

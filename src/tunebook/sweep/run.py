@@ -16,6 +16,7 @@ from rich.text import Text
 from tunebook.errors import RequestError
 from tunebook.launch.show import preparing
 from tunebook.record.config_hash import config_hash
+from tunebook.record.run_folder import WITHOUT_RECIPE
 from tunebook.sweep.folder import Request, SweepFolder, create, newest_with, working_on
 from tunebook.sweep.launching import CommandOf, RunHere, RunTrial, TrialList, TrialSource, work_off
 from tunebook.sweep.options import SweepLauncher, SweepOptions, check_options
@@ -29,7 +30,6 @@ from tunebook.sweep.trials import Trial
 
 CSV_FILE = "sweep.csv"
 _MANY = 50  # trials: from here on checking them takes seconds
-_WITHOUT_RECIPE = "custom"  # the folder of runs that name no recipe
 
 
 def sweep_command(
@@ -78,7 +78,7 @@ def _at_work(plan: SweepPlan, console: Console) -> Iterator[tuple[SweepFolder, T
         search=plan.search_record(),
         gpus_per_trial=plan.division.gpus_per_trial if plan.division else None,
     )
-    outputs, recipe = Path(config.outputs), plan.recipe or _WITHOUT_RECIPE
+    outputs, recipe = Path(config.outputs), plan.recipe or WITHOUT_RECIPE
     earlier = newest_with(request, outputs, recipe) if config.training.resume != "never" else None
     if earlier is not None:
         with working_on(earlier):
