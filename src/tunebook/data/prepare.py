@@ -32,6 +32,7 @@ from tunebook.data.prepared import (
     write_prepared,
 )
 from tunebook.errors import DataError, DoesNotFitError, RequestError
+from tunebook.record.disk import existing
 
 if TYPE_CHECKING:
     import datasets
@@ -253,7 +254,7 @@ def _disk_errors(folder: Path) -> Iterator[None]:
     except OSError as error:
         code = error.errno
         if code in (errno.ENOSPC, errno.EDQUOT):
-            free = shutil.disk_usage(_existing(folder)).free / 2**30
+            free = shutil.disk_usage(existing(folder)).free / 2**30
             raise DoesNotFitError(
                 f"no space left for prepared data in {folder} ({free:.1f} GiB free); nothing half-made was kept. Free "
                 f"some, or name a folder on a larger disk: {CACHE_VARIABLE}=DIR",
@@ -266,10 +267,6 @@ def _disk_errors(folder: Path) -> Iterator[None]:
                 problem_id="cache-not-writable",
             ) from error
         raise
-
-
-def _existing(folder: Path) -> Path:
-    return next(path for path in (folder, *folder.parents) if path.is_dir())
 
 
 def _is_inside(error: OSError, folder: Path) -> bool:
