@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from transformers import EarlyStoppingCallback, PrinterCallback
+from transformers import EarlyStoppingCallback, PreTrainedModel, PrinterCallback
 from trl import SFTConfig
 
 from tunebook.checkpoint.choose import choose_checkpoint
@@ -190,19 +190,9 @@ def _build_trainer(
     assert plan.total_steps is not None
     validation = prepared.validation
     os.environ.update(tracker_environment(config, folder))
-    begun = begin_loading(config, rank=int(os.environ.get("RANK", "0")))
-    clock.passed("model")
-    join_ranks(config)
-    arguments = SFTConfig(**trainer_arguments(config, plan, folder, has_validation=validation is not None))
-    bound_deepspeed_groups(config)
-    rank, ranks = arguments.process_index, arguments.world_size
-    clock.passed("join_ranks")
+    arguments, model = _load(config, plan, folder, clock, has_validation=validation is not None)
     tokenizer = trainer_tokenizer(config)
-    model = finish_loading(config, begun, rank, arguments.device)
-    del begun
-    if config.peft.method is PeftMethod.full:
-        freeze_unreached(config, model)
-    clock.passed("weights")
+    rank, ranks = arguments.process_index, arguments.world_size
     units = unit_classes(config, model) if is_fsdp(config.parallelism.strategy) else []
     if units:  # the arguments have no name for these two
         policy = mixed_precision_policy(config)
@@ -230,19 +220,41 @@ def _build_trainer(
         has_one_pass_head=bool(config.model.one_pass_head),
         saver=_saver(config, folder, prepared),
     )
-    is_fp8 = config.precision.compute is Compute.fp8
-    fp8_layers = convert_to_fp8(model, config.precision.fp8_scaling) if is_fp8 else []
-    if config.model.compile_layers:
-        # The blocks as the trainer has changed them: adapters, Liger's kernels.
-        compile_layers(model, recomputes=config.activation.checkpointing is Checkpointing.selective)
-    if config.peft.method is PeftMethod.qlora:
-        keep_format(trainer.model, master_dtype(config))
+    fp8_layers = _finish_layers(config, model, trainer)
     clock.passed("trainer")
     trainer.add_callback(StartRecord(clock, folder))
     trainer.add_callback(ParallelismCheck(config, trainer, folder, units, len(fp8_layers)))
     trainer.add_callback(LeakProbe(config, trainer, folder))  # of the model that was just seen to be the right one
     trainer.remove_callback(PrinterCallback)  # the base class adds it in place of its progress bar
     return trainer
+
+
+def _load(
+    config: RunConfig, plan: BatchPlan, folder: Path, clock: StartClock, *, has_validation: bool
+) -> tuple[SFTConfig, PreTrainedModel]:
+    """The model, for which the ranks are joined on the way, and the Trainer's arguments, which say how it is shared."""
+    begun = begin_loading(config, rank=int(os.environ.get("RANK", "0")))
+    clock.passed("model")
+    join_ranks(config)
+    arguments = SFTConfig(**trainer_arguments(config, plan, folder, has_validation=has_validation))
+    bound_deepspeed_groups(config)
+    clock.passed("join_ranks")
+    model = finish_loading(config, begun, arguments.process_index, arguments.device)
+    if config.peft.method is PeftMethod.full:
+        freeze_unreached(config, model)
+    clock.passed("weights")
+    return arguments, model
+
+
+def _finish_layers(config: RunConfig, model: PreTrainedModel, trainer: RecipeTrainer) -> list[str]:
+    """What comes after the trainer has changed the blocks (adapters, Liger's kernels); the layers that are in fp8."""
+    is_fp8 = config.precision.compute is Compute.fp8
+    fp8_layers = convert_to_fp8(model, config.precision.fp8_scaling) if is_fp8 else []
+    if config.model.compile_layers:
+        compile_layers(model, recomputes=config.activation.checkpointing is Checkpointing.selective)
+    if config.peft.method is PeftMethod.qlora:
+        keep_format(trainer.model, master_dtype(config))
+    return fp8_layers
 
 
 def _saver(config: RunConfig, folder: Path, prepared: Prepared) -> CheckpointSaver:
