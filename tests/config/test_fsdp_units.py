@@ -1,9 +1,8 @@
-"""Units by size from a model's facts, against those that are found in the model itself."""
+"""The largest unit by size from a model's facts, against what is found in the model itself."""
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tunebook.config.base_model import read_facts
-from tunebook.config.fsdp_units import units_by_size
+from tunebook.config.fsdp_units import layer_parameters
 from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import ModelConfig
 from tunebook.errors import RequestError
@@ -28,7 +27,6 @@ KINDS = {
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
     "mistral": {"model_type": "mistral", "tie_word_embeddings": False},
 }
-NAMES = {"layer": "DecoderLayer", "attention": "Attention", "mlp": "MLP", "linear": "Linear", "norm": "RMSNorm"}
 
 
 @pytest.fixture(params=KINDS)
@@ -40,45 +38,11 @@ def model_and_facts(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path)), facts
 
 
-def largest_by_kind(model: Any) -> dict[str, list[int]]:
-    """Parameters of every part of a kind, but for the output head, from the smallest to the largest."""
-    found: dict[str, list[int]] = {}
-    for module in model.modules():
-        kind = re.sub("Llama|Mistral|Qwen2", "", type(module).__name__)
-        if module is not model.get_output_embeddings():
-            found.setdefault(kind, []).append(sum(each.numel() for each in module.parameters()))
-    return {kind: sorted(sizes) for kind, sizes in found.items()}
-
-
-def test_the_same_kinds_are_found_whatever_the_minimum(model_and_facts):
+def test_the_layer_is_counted_to_the_last_parameter(model_and_facts):
     model, facts = model_and_facts
-    sizes = largest_by_kind(model)
-    edges = {size + more for name in NAMES.values() for size in sizes[name] for more in (0, 1)}
-    assert len(edges) >= 14
-    for minimum in sorted(edges)[:-1]:
-        units = units_by_size(facts, minimum)
-        names = sorted(re.sub("Llama|Mistral|Qwen2", "", name) for name in classes_by_size(model, minimum))
-        assert names == sorted(NAMES[unit] for unit in units), minimum
-
-
-def test_the_parameters_of_a_unit_are_counted(model_and_facts):
-    model, facts = model_and_facts
-    sizes = largest_by_kind(model)
-    found: dict[str, int] = {}
-    for minimum in sorted({size for name in NAMES.values() for size in sizes[name]}):
-        found |= units_by_size(facts, minimum)
-    del found["linear"]  # with its bias, which facts do not tell from those of others
-    assert found == {unit: sizes[NAMES[unit]][-1] for unit in found}
-    assert found.keys() == NAMES.keys() - {"linear"}
-    assert units_by_size(facts, 1)["norm"] == 64
-    assert units_by_size(facts, 65) == {"linear": 64 * 96}
-
-
-def test_nothing_is_a_unit_where_no_part_is_so_large(model_and_facts):
-    model, facts = model_and_facts
-    (layer,) = {*largest_by_kind(model)["DecoderLayer"]}
-    assert units_by_size(facts, layer) == {"layer": layer}
-    assert units_by_size(facts, layer + 1) == {}
+    layer = sum(parameter.numel() for parameter in model.model.layers[0].parameters())
+    assert layer_parameters(facts) == layer
+    assert classes_by_size(model, layer) == [type(model.model.layers[0]).__name__]
     with pytest.raises(RequestError) as caught:
         classes_by_size(model, layer + 1)
     assert caught.value.problem_id == "units-too-large"

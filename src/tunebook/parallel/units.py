@@ -10,6 +10,7 @@ from torch import nn
 from tunebook.config.choices import WrapPolicy
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
+from tunebook.model.blocks import transformer_blocks
 from tunebook.parallel.fsdp import fsdp_of
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward pass that could be hooked
@@ -22,9 +23,9 @@ def unit_classes(config: RunConfig, model: nn.Module) -> list[str]:
     """
     fsdp = fsdp_of(config)
     if fsdp.wrap_policy is WrapPolicy.size:
-        return classes_by_size(model, fsdp.wrap_min_num_parameters)
+        return _with_blocks(classes_by_size(model, fsdp.wrap_min_num_parameters), model)
     present = {type(module).__name__ for module in model.modules()}
-    blocks = sorted(present & set(getattr(model, "_no_split_modules", None) or ()))
+    blocks = _block_classes(model)
     unknown = [name for name in fsdp.wrap_classes if name not in present]
     if unknown or not (fsdp.wrap_classes or blocks):
         says = f"{type(model).__name__} has no {', '.join(unknown)}" if unknown else "no block of the model is known"
@@ -35,6 +36,22 @@ def unit_classes(config: RunConfig, model: nn.Module) -> list[str]:
             problem_id="wrap-class-unknown",
         )
     return list(fsdp.wrap_classes) or blocks
+
+
+def _with_blocks(units: list[str], model: nn.Module) -> list[str]:
+    """Beside the units the blocks, where these hold anything else.
+
+    It would be the root's, which FSDP gathers first and keeps until the step's end: of Llama-3-8B, whose MLPs are units
+    of 100 million parameters, the attention of all layers, 1.3 billion.
+    """
+    blocks = transformer_blocks(model).values()
+    inside = {part for unit in model.modules() if type(unit).__name__ in units for part in unit.modules()}
+    is_whole = all(part in inside for block in blocks for part in block.modules() if [*part.parameters(recurse=False)])
+    return units if is_whole else sorted({*units, *_block_classes(model)})
+
+
+def _block_classes(model: nn.Module) -> list[str]:
+    return sorted({type(block).__name__ for block in transformer_blocks(model).values()})
 
 
 def classes_by_size(model: nn.Module, min_num_parameters: int) -> list[str]:
@@ -63,8 +80,16 @@ def classes_by_size(model: nn.Module, min_num_parameters: int) -> list[str]:
 
 
 def _candidates(model: Any) -> Iterable[nn.Module]:
-    """Modules that can be units: not containers, not the embeddings nor what holds them, which are units already."""
+    """Modules that can be units: not containers, not the embeddings nor what holds them, which are units already.
+
+    Nor single layers, but for stacked experts. A head that shares the embeddings' weight would be a unit by itself, as
+    a linear layer, with which FSDP ends the first step; and of views, as linear layers give, torch 2.13 warns.
+    """
     embeddings = {model.get_input_embeddings(), model.get_output_embeddings()}
     for module in model.modules():
-        if not isinstance(module, _CONTAINERS) and not embeddings & set(module.modules()):
+        if not isinstance(module, _CONTAINERS) and not _is_single(module) and not embeddings & set(module.modules()):
             yield module
+
+
+def _is_single(module: nn.Module) -> bool:
+    return not [*module.children()] and all(parameter.dim() < 3 for parameter in module.parameters())

@@ -15,7 +15,7 @@ from tunebook.config.choices import (
     Strategy,
     WrapPolicy,
 )
-from tunebook.config.fsdp_units import layer_parameters, units_by_size
+from tunebook.config.fsdp_units import layer_parameters
 from tunebook.config.rules.frame import Finding, Level, Rule, another_model, rule, world_size
 from tunebook.config.rules.optimizing import BITSANDBYTES
 from tunebook.config.rules.quantised import quantiser_of
@@ -325,10 +325,9 @@ def wrap_size_too_large(config: RunConfig) -> Finding | None:
     settings, facts = config.parallelism, config.model.facts
     if not isinstance(settings, FsdpConfig) or facts is None or facts.measured is not None:
         return None
-    minimum = settings.wrap_min_num_parameters
-    if settings.wrap_policy is not WrapPolicy.size or units_by_size(facts, minimum):
+    minimum, largest = settings.wrap_min_num_parameters, layer_parameters(facts)
+    if settings.wrap_policy is not WrapPolicy.size or minimum <= largest:
         return None
-    largest = layer_parameters(facts)
     message = f"no part of {facts.architecture} has {minimum:,} parameters; its largest kind, a layer, has {largest:,}"
     # 4 bits are stored several to a number, so that fewer are counted.
     smaller = f"parallelism.wrap_min_num_parameters={largest}"
