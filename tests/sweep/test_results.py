@@ -27,6 +27,13 @@ def test_a_finished_trial_is_read_from_its_folder(make_result: MakeResult) -> No
     assert (found.exit_code, found.how_it_ended, found.seconds) == (0, "finished", 1.5)
 
 
+def test_a_trial_that_stopped_early_says_when(make_result: MakeResult) -> None:
+    said = "stopped early after step 2: no better validation loss in 1 evaluation; model/ is checkpoint-1 (9.0000)"
+    found = make_result(0, losses=(3.0, 2.0), reason=said)
+    expected = "finished: stopped early after step 2: no better validation loss in 1 evaluation"
+    assert (found.exit_code, found.how_it_ended, found.has_finished) == (0, expected, True)
+
+
 def test_the_validation_loss_is_that_of_the_model_which_was_kept(make_result: MakeResult) -> None:
     kept_best = make_result(0, losses=(3.0, 2.0), validation_loss=33.5, best_step=1)
     kept_last = make_result(1, losses=(3.0, 2.0), validation_loss=12.0)

@@ -35,7 +35,7 @@ class TrialResult:
     trial: Trial
     run_folder: Path
     exit_code: int | None  # None: never started
-    how_it_ended: str  # a run's state, with the reason when it is not `finished`
+    how_it_ended: str  # a run's state, with the reason unless it came to its last step
     final_loss: float | None  # of the last logged step
     validation_loss: float | None  # of the model that it left: of the best checkpoint where that was loaded
     evaluation_score: float | None  # after the training, the mean over the tasks
@@ -146,7 +146,8 @@ def _ending(end: TrialEnd | None, run_folder: Path) -> tuple[int | None, str]:
         return None, "not started: the sweep was stopped"
     status = _status(run_folder)
     if end.exit_code == 0:
-        return 0, "finished"
+        early = status["reason"] if status is not None else None
+        return 0, f"finished: {early.partition(';')[0]}" if early else "finished"
     if end.was_pruned:
         return end.exit_code, f"pruned: {end.reason}"
     if end.was_interrupted:
