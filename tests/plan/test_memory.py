@@ -136,7 +136,9 @@ def test_padded_passes_are_planned_as_the_batch_is_solved(samples: int, micro: i
     assert plan_memory(left_open).memory == plan_memory(typed).memory
 
 
-def test_the_source_s_70b_model_fits_the_machines_it_was_trained_on() -> None:
+def test_the_source_s_70b_model_is_not_refused_on_the_machines_it_was_trained_on() -> None:
+    """71 of 80 GiB with a layer's weights and gradients beside all states; its source pages the optimizer's out."""
     plan = plan_memory(resolved("llama2_70b_fsdp"))
-    assert plan.fits is True
+    assert plan.fits is None
+    assert plan.memory.allocated == pytest.approx(71.2, abs=0.3)
     assert plan.memory.capacity == 80  # of each of 16 A100

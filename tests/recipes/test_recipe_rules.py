@@ -113,8 +113,9 @@ def test_fp8_runs_on_its_source_s_machine_and_not_under_deepspeed() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_recipe_is_too_large_for_the_machine_it_was_published_on(name: str) -> None:
-    # 120 GiB of states on each of 180, of which nobody has said that they fit (their source says that they must).
-    assert plan_memory(resolved(name)).fits is (None if name == "llama3_8b_ddp" else True)
+    # 120 GiB of states on each of 180, and 71 of 80, of which nobody has said that they fit (their sources say that
+    # they must; that of the latter pages its optimizer's state out).
+    assert plan_memory(resolved(name)).fits is (None if name in {"llama3_8b_ddp", "llama2_70b_fsdp"} else True)
 
 
 def test_ddp_copy_of_llama3_is_120_gib_on_every_gpu() -> None:

@@ -44,8 +44,29 @@ def backward_buffer_bytes(config: RunConfig, facts: ModelFacts, *, is_recomputed
     return cast + whole + bucket_bytes(config, facts, is_backward=True)
 
 
+def reducing_layer_bytes(config: RunConfig, facts: ModelFacts, *, is_last: bool = False) -> float:
+    """The same with FSDP in a later layer's backward pass, the first layer's if `is_last`: 0 where it sends nothing.
+
+    What it sends of the layer before, in the format that gradients are summed in, is held until this one's are sent
+    (torch 2.13, _fsdp_param_group.py). The layer and the next are whole, and its gradient; a head of its own, and its
+    gradient, are gone by then. In trials of real FSDP 10.1 bytes for each of a layer's parameters, with bf16 products
+    of fp32 weights (a Llama with a wide MLP and a Mixtral, tests/parallel/test_fsdp_moments.py).
+    """
+    layers = facts.num_layers
+    is_full = config.peft.method is PeftMethod.full
+    if not isinstance(config.parallelism, FsdpConfig) or not is_full or num_ranks(config) == 1 or layers < 2:
+        return 0.0
+    element = product_element(config)
+    whole = 1 if is_last or layers == 2 else 2
+    if config.parallelism.strategy is Strategy.fsdp_grad_op and not is_last:
+        whole = layers - 1
+    parameters = count_parameters(config, facts)
+    tied = element * parameters.embeddings if facts.tie_word_embeddings else 0
+    return float((weight_element(config) + element * (whole + 1)) * parameters.layers / layers + tied)
+
+
 def _cast(config: RunConfig, facts: ModelFacts, is_recomputed: bool) -> float:
-    """Autocast's copies of the layers' weights, which the backward pass needs.
+    """Autocast's copies of the layers' weights, which the backward pass needs. Stacked experts have none.
 
     With activation checkpointing of whole layers they are there at the end of the forward pass, in autocast's cache,
     which holds nothing of frozen weights, nor what compiled blocks cast. FSDP gathers weights in bf16, and ZeRO-3's
@@ -54,7 +75,7 @@ def _cast(config: RunConfig, facts: ModelFacts, is_recomputed: bool) -> float:
     """
     if not _casts(config):
         return 0.0
-    layers, is_full = 2.0 * count_parameters(config, facts).layers, config.peft.method is PeftMethod.full
+    layers, is_full = 2.0 * count_parameters(config, facts).linear, config.peft.method is PeftMethod.full
     if config.activation.checkpointing is Checkpointing.selective:
         return layers / max(1, facts.num_layers)  # cast again for each layer
     if config.activation.offload and not is_full:
@@ -66,7 +87,7 @@ def _cast(config: RunConfig, facts: ModelFacts, is_recomputed: bool) -> float:
 
 def _cast_layer(config: RunConfig, facts: ModelFacts) -> float:
     """Of one layer that is computed again."""
-    return 2.0 * count_parameters(config, facts).layers / max(1, facts.num_layers) if _casts(config) else 0.0
+    return 2.0 * count_parameters(config, facts).linear / max(1, facts.num_layers) if _casts(config) else 0.0
 
 
 def _casts(config: RunConfig) -> bool:

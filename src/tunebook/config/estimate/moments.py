@@ -6,6 +6,7 @@
     reduce     ZeRO-2 makes room for a pass's gradients just after
     scatter    ZeRO-3 divides the head's gradient among the ranks just after
     backward   of the last layer, for which FSDP gathers, and which activation checkpointing computes again
+    later      of the layer before it, while FSDP still holds what it sends of the last one
     end        the backward pass ends: all gradients are there, and at most one layer's activations
 
 Between them the one grows as the other shrinks.
@@ -14,7 +15,7 @@ Between them the one grows as the other shrinks.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tunebook.config.choices import Checkpointing, Strategy
 from tunebook.config.estimate.activations import after_head_bytes, head_bytes, head_gradient_bytes, one_layer_bytes
@@ -25,6 +26,7 @@ from tunebook.config.estimate.buffers import (
     cleared_buffer_bytes,
     gathering_bytes,
     reducing_bytes,
+    reducing_layer_bytes,
     root_gradient_bytes,
     scattering_bytes,
 )
@@ -97,12 +99,30 @@ def _moments(config: RunConfig, facts: ModelFacts, *, accumulates: bool) -> Iter
     if layer or isinstance(config.parallelism, FsdpConfig):
         whole = backward_buffer_bytes(config, facts, is_recomputed=is_recomputed)
         yield moment(whole + reducing + besides, after - _handed_over(config, facts) + layer)
+    if later := reducing_layer_bytes(config, facts):
+        left = after - kept / facts.num_layers - _head_that_is_gone(config, facts)
+        done = states.gradients * _share_of_head_and_layer(config, facts)
+        yield replace(moment(later, left + layer), gradients=max(passes, done))
+        first = reducing_layer_bytes(config, facts, is_last=True)
+        yield replace(moment(first, one_layer_bytes(config, facts)), gradients=max(passes, states.gradients))
     yield Moment(
         states=states,
         gradients=max(passes, states.gradients),
         buffers=bucket_bytes(config, facts) + reducing + (room if is_stage_1 else besides),
         activations=_last_layer_bytes(config, facts, states, is_recomputed=is_recomputed),
     )
+
+
+def _head_that_is_gone(config: RunConfig, facts: ModelFacts) -> float:
+    """Of a head of its own the gradient, which FSDP has sent; that of one that is the embeddings is sent last."""
+    return _handed_over(config, facts) if facts.tie_word_embeddings else head_gradient_bytes(config, facts)
+
+
+def _share_of_head_and_layer(config: RunConfig, facts: ModelFacts) -> float:
+    """Of what is trained, the part whose gradients are there once a layer's are."""
+    parameters = count_parameters(config, facts)
+    head = 0 if facts.tie_word_embeddings else parameters.trained_head
+    return (head + parameters.layers / facts.num_layers) / max(1, parameters.trained)
 
 
 def _handed_over(config: RunConfig, facts: ModelFacts) -> float:
