@@ -11,7 +11,7 @@ from tunebook.config.choices import LauncherName, ResumeAnyway, Strategy, Tracke
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml, load_config
 from tunebook.config.schema import LauncherConfig, RunConfig, TrackingConfig, ZeroConfig
-from tunebook.record.config_hash import comparable_config, config_hash, has_hash, hashed_settings
+from tunebook.record.config_hash import comparable_config, config_hash, has_hash, hash_anywhere, hashed_settings
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,16 @@ def test_where_and_how_a_run_is_started_does_not_change_its_hash(
 ) -> None:
     assert change(run_config) != run_config
     assert config_hash(change(run_config)) == config_hash(run_config)
+
+
+def test_the_memory_that_was_found_makes_no_other_request_and_what_was_typed_does(run_config: RunConfig) -> None:
+    here, there = (replace(run_config, hardware=replace(run_config.hardware, memory_gib=gib)) for gib in (8.0, 16.0))
+    assert config_hash(here) != config_hash(there)
+    assert hash_anywhere(here, set()) == hash_anywhere(there, set())
+    asked = {"hardware.memory_gib"}
+    assert hash_anywhere(here, asked) != hash_anywhere(there, asked)
+    typed = replace(here, hardware=replace(here.hardware, host_memory_gib=64.0))  # null unless somebody types it
+    assert hash_anywhere(typed, set()) != hash_anywhere(here, set())
 
 
 def test_evidence_tells_how_the_head_is_computed_but_of_what_was_recorded_before(run_config: RunConfig) -> None:
@@ -99,6 +109,9 @@ def test_what_is_counted_of_an_architecture_later_does_not_change_its_hash() -> 
     config.model.facts.measured.linear_parameters = 1
     config.model.facts.measured.active_parameters = 2
     config.model.facts.measured.unreached_parameters = 3
+    config.model.facts.measured.adapters = {"dense": [1, 2]}
+    config.model.facts.measured.expert_adapters = {"w2": [3, 4]}
+    config.model.facts.measured.saved_beside_experts = {"fp32/adapter/sdpa": [0, 1, 0, 0, 1, 0]}
     assert config_hash(config) == before
     config.model.facts.measured.parameters += 1
     assert config_hash(config) != before

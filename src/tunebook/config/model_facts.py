@@ -25,10 +25,16 @@ class MeasuredLayers:
     unreached_parameters: int = 0
     # What transformers lets the architecture attend with, by the names of `Attention`; empty where nobody has looked
     attention: list[str] = field(default_factory=list)
+    # By the names that `peft.target_modules` finds them by: numbers that go in and come out, all added up, of the
+    # linear layers that PEFT puts an adapter on, and of stacked experts and their router. Empty where nobody has looked
+    adapters: dict[str, list[int]] = field(default_factory=dict)
+    expert_adapters: dict[str, list[int]] = field(default_factory=dict)
     # By "format/method/kernels" (fp32, autocast, bf16; full, adapter, dropout; sdpa, flash, eager, compiled,
     # selective): bytes that all layers keep of a row whatever its length, of each token, and of each token for each
     # token of its row; the same three of the layer that keeps most. "dropout" is an adapter with it, in compiled layers
     saved: dict[str, list[int]] = field(default_factory=dict)
+    # The same with adapters on all but stacked experts; empty where there are none, or nobody has looked
+    saved_beside_experts: dict[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)

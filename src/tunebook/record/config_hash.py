@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,20 @@ NOT_HASHED = (
     "training.save_in_background",
     "training.push_to_hub",
     "dataset.num_workers",
-    "model.facts.measured.linear_parameters",  # both counted of an architecture that is hashed
+    "model.facts.measured.linear_parameters",  # all of them counted of an architecture that is hashed
     "model.facts.measured.active_parameters",
     "model.facts.measured.unreached_parameters",
+    "model.facts.measured.adapters",
+    "model.facts.measured.expert_adapters",
+    "model.facts.measured.saved_beside_experts",
 )
 
 # Nor what changes how a loss is computed and not which: a run goes on where an update, or another GPU, has decided it
 # otherwise. Evidence keeps it, since speed and memory differ.
 SAME_LOSS = ("model.one_pass_head",)
+
+# How much memory there is: found on the machine, and no loss depends on it. What is decided by it is hashed itself.
+CAPACITIES = ("hardware.memory_gib", "hardware.host_memory_gib")
 
 # Settings that came after evidence and checkpoints had been recorded, with what was the only way before: left out at
 # that value, so that what was recorded without them still holds.
@@ -45,6 +51,17 @@ ADDED_LATER = {
 def config_hash(config: RunConfig) -> str:
     """SHA-256 of a resolved configuration in canonical form: sorted keys, book paths as `book:...`, see NOT_HASHED."""
     return _hash(hashed_settings(config))
+
+
+def found_capacities(config: RunConfig, asked: Collection[str]) -> tuple[str, ...]:
+    """Those of CAPACITIES that nobody has named; `asked` are the keys that somebody has."""
+    named = {*asked, *(["hardware.host_memory_gib"] if config.hardware.host_memory_gib is not None else [])}
+    return tuple(key for key in CAPACITIES if key not in named)
+
+
+def hash_anywhere(config: RunConfig, asked: Collection[str]) -> str:
+    """`config_hash` without what was found on the machine: the same of one request on hosts with other memory."""
+    return _hash(_without(config, (*NOT_HASHED, *SAME_LOSS, *found_capacities(config, asked))))
 
 
 def has_hash(config: RunConfig, expected: str) -> bool:

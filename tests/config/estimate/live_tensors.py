@@ -70,14 +70,18 @@ def growth_of(way: Way) -> dict[str, Growth]:
     return found
 
 
-def saved_by_a_layer(way: Way, *, kind: str = "llama", compiled: str | None = None) -> tuple[float, float]:
+def saved_by_a_layer(
+    way: Way, *, kind: str = "llama", compiled: str | None = None, is_eager: bool = False
+) -> tuple[float, float]:
     """Bytes of each token that autograd saves in a middle layer, and those of them that offloading does not move.
 
-    `compiled`: how layers are, by its name in `meta_device.saved`.
+    `compiled`: how layers are, by its name in `meta_device.saved`. `is_eager`: attention without a kernel.
     """
-    mode = ("autocast" if way.is_mixed else "fp32", "", compiled or "flash")  # of which the weights' format is no part
+    kernel = compiled or ("eager" if is_eager else "flash")
+    mode = ("autocast" if way.is_mixed else "fp32", "", kernel)  # of which the weights' format is no part
+    attention = BY_LENGTHS if compiled else saved.ATTENTION[kernel]
     with _without_memory():
-        model = _build(way, *SMALL, kind=kind, attention=BY_LENGTHS if compiled else UNMASKED)
+        model = _build(way, *SMALL, kind=kind, attention=attention)
         if compiled:
             layers = saved.decoder_layers(saved.text_decoder(saved._causal(model)), NUM_LAYERS)
             saved._compile(layers, recomputes=saved.COMPILED[compiled])

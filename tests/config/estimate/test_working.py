@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tunebook.config.choices import (
+    Attention,
     Checkpointing,
     Compute,
     MasterWeights,
@@ -15,7 +16,7 @@ from tunebook.config.choices import (
     PeftMethod,
     Strategy,
 )
-from tunebook.config.estimate.activations import activation_bytes, one_layer_bytes
+from tunebook.config.estimate.activations import activation_bytes, mask_bytes, one_layer_bytes
 from tunebook.config.estimate.working import (
     backward_bytes,
     forward_bytes,
@@ -26,7 +27,7 @@ from tunebook.config.estimate.working import (
 from tunebook.config.model_facts import MeasuredLayers
 from tunebook.config.schema import FsdpConfig, ParallelismConfig, ZeroConfig
 
-from .live_tensors import ATTENTION, LAST, MIDDLE, SMALL, Way, growth_of, saved_by_a_layer
+from .live_tensors import ATTENTION, LAST, MIDDLE, NUM_HEADS, SMALL, TOKENS, Way, growth_of, saved_by_a_layer
 
 ROW, HIDDEN, INNER, LAYERS = 2048, 896, 4864, 24  # of the sound configuration
 BF16 = torch.bfloat16
@@ -136,6 +137,30 @@ def test_offloading_leaves_what_is_saved_a_second_time_on_its_way(sound, way, ex
 
 
 @pytest.mark.parametrize(
+    ("way", "expected", "of_softmax"),
+    [
+        (Way(is_mixed=False), 16, 4),
+        (Way(), 8, 0),
+        (Way(weights=BF16), 12, 0),
+        (LORA, 8, 0),
+        (replace(LORA, weights=BF16), 8, 0),
+        (replace(LORA, is_mixed=False), 16, 4),
+        (replace(LORA, is_mixed=False, dropout=0.05), 8, 4),
+    ],
+)
+def test_offloading_leaves_the_softmax_of_eager_attention_in_fp32(sound, way, expected, of_softmax):
+    """The product with the values keeps it once more; nothing keeps what comes of that a second time."""
+    facts = sound.model.facts
+    _, left = saved_by_a_layer(way, is_eager=True)
+    assert left == pytest.approx(SMALL[0] * expected + of_softmax * NUM_HEADS * TOKENS, rel=0.01)
+    set_to(sound, way, SINGLE)
+    sound.activation.offload, sound.attention.implementation = True, Attention.eager
+    counted = kept_bytes(sound, facts, is_recomputed=False) - mask_bytes(sound)
+    each = HIDDEN * expected + of_softmax * facts.num_attention_heads * ROW
+    assert counted == ROW * (LAYERS * each + 8 * HIDDEN)
+
+
+@pytest.mark.parametrize(
     ("way", "expected"),
     [
         (Way(), 10 + 8),  # two norms' outputs, in fp32
@@ -168,6 +193,19 @@ def test_offloading_leaves_of_measured_layers_what_was_measured(sound):
     del saved["autocast/full/flash/offloaded"]  # by the formula
     sound.parallelism = SINGLE
     assert kept_bytes(sound, facts, is_recomputed=False) == ROW * HIDDEN * (LAYERS * 10 + 8)
+
+
+def test_offloading_leaves_what_was_measured_beside_experts_where_no_adapter_is_on_them(sound):
+    facts, modes = sound.model.facts, ("autocast/adapter/flash", "autocast/adapter/flash/offloaded")
+    everywhere, beside = ({mode: [0, each, 0, 0, 1, 0] for mode in modes} for each in (90_000, 60_000))
+    facts.measured = MeasuredLayers(
+        num_layers=LAYERS, parameters=1, linear_inputs=1, adapter_parameters=1, saved=everywhere,
+        adapters={"q_proj": [0, 1]}, expert_adapters={"w1": [1, 1]}, saved_beside_experts=beside,
+    )  # fmt: skip
+    sound.activation.offload, sound.peft.method, sound.peft.dropout = True, PeftMethod.lora, 0.0
+    assert kept_bytes(sound, facts, is_recomputed=False) == 90_000 * ROW
+    sound.peft.target_modules = ["q_proj"]
+    assert kept_bytes(sound, facts, is_recomputed=False) == 60_000 * ROW
 
 
 def test_offloading_leaves_no_more_than_is_kept(sound):

@@ -21,6 +21,15 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt_neox": {**SIZES, "num_hidden_layers": 3},
     "gemma2": {**SIZES, **GROUPED, "num_hidden_layers": 4, "head_dim": 32},
     "mixtral": {**SIZES, **GROUPED, "num_hidden_layers": 3, "num_local_experts": 4},
+    "qwen3_moe": {
+        **SIZES,
+        **GROUPED,
+        "num_hidden_layers": 3,
+        "head_dim": 32,
+        "moe_intermediate_size": 48,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    },
     "phi3": {**SIZES, **GROUPED, "num_hidden_layers": 3},
     "gemma3_text": {**SIZES, **GROUPED, "num_hidden_layers": 4, "head_dim": 32},
 }

@@ -263,3 +263,5 @@ def test_models_without_attention_have_facts_too(tmp_path, kind, sizes, monkeypa
     assert (found["num_attention_heads"], found["num_key_value_heads"], found["num_layers"]) == (1, 1, 2)
     linear = [each for each in model.base_model.modules() if isinstance(each, torch.nn.Linear)]
     assert found["measured"]["adapter_parameters"] == sum(sum(each.weight.shape) for each in linear)
+    assert sum(map(sum, found["measured"]["adapters"].values())) == found["measured"]["adapter_parameters"]
+    assert not [name for name in found["measured"]["adapters"] if "lora" in name or name == "base_layer"]

@@ -22,7 +22,9 @@ ANSWER = {
         "linear_parameters": 300, "active_parameters": 350,
         "unreached": ["model.tower"], "unreached_parameters": 70,
         "attention": ["eager", "sdpa"],
+        "adapters": {"q_proj": [16, 24]}, "expert_adapters": {"w2": [20, 30]},
         "saved": {"fp32/full/sdpa": [0, 100, 4, 0, 50, 2]},
+        "saved_beside_experts": {"fp32/adapter/sdpa": [0, 90, 4, 0, 40, 2]},
     },
 }  # fmt: skip
 
@@ -55,6 +57,8 @@ def test_it_is_asked_once_for_the_same_file_in_the_same_environment(file, asked,
     facts = meta_device.measured_facts(file)
     assert (facts.architecture, facts.num_parameters, facts.tie_word_embeddings) == ("XForCausalLM", 1000, False)
     assert facts.measured.saved == {"fp32/full/sdpa": [0, 100, 4, 0, 50, 2]}
+    assert facts.measured.saved_beside_experts == {"fp32/adapter/sdpa": [0, 90, 4, 0, 40, 2]}
+    assert (facts.measured.adapters, facts.measured.expert_adapters) == ({"q_proj": [16, 24]}, {"w2": [20, 30]})
     assert (facts.measured.parameters, facts.measured.adapter_parameters) == (400, 90)
     assert (facts.measured.linear_parameters, facts.measured.active_parameters) == (300, 350)
     assert (facts.measured.unreached, facts.measured.unreached_parameters) == (["model.tower"], 70)
@@ -97,8 +101,9 @@ def test_programs_are_told_nothing_but_the_answer(file, asked, capsys):
         json.dumps(ANSWER | {"num_layers": None}),
         json.dumps({key: value for key, value in ANSWER.items() if key != "measured"}),
         json.dumps(ANSWER | {"measured": ANSWER["measured"] | {"saved": {"fp32/full/sdpa": [1, 2]}}}),
+        json.dumps(ANSWER | {"measured": ANSWER["measured"] | {"adapters": {"q_proj": [1]}}}),
     ],
-    ids=["empty", "cut", "list", "null", "wrong type", "key missing", "too few numbers"],
+    ids=["empty", "cut", "list", "null", "wrong type", "key missing", "too few numbers", "one size"],
 )
 def test_a_damaged_memory_is_made_again(file, asked, cache, damage):
     facts = meta_device.measured_facts(file)

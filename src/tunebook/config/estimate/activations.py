@@ -18,7 +18,14 @@ from tunebook.config.choices import (
     PeftMethod,
     Strategy,
 )
-from tunebook.config.estimate.parameters import count_parameters, last_name, of_layers
+from tunebook.config.estimate.parameters import (
+    EMBEDDINGS,
+    HEADS,
+    count_parameters,
+    last_name,
+    linear_layers,
+    of_layers,
+)
 from tunebook.config.estimate.states import (
     has_parameters_away,
     is_cast_by_deepspeed,
@@ -26,6 +33,7 @@ from tunebook.config.estimate.states import (
     product_element,
     weight_element,
 )
+from tunebook.config.model_facts import MeasuredLayers
 from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig
 
 # TRL's output head works on tiles of this many tokens and words (trl 1.16, kernels/chunked_logprob.py); ours, which
@@ -33,9 +41,16 @@ from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig
 _HEAD_TOKENS, _HEAD_WORDS = 4096, 32768
 # Padded rows per pass where nobody says: as many as stay within this many tokens, when all are of the full length.
 _PADDED_TOKENS_PER_PASS = 8192
-# The products of a layer by what they read: the outputs of its two norms and of the attention, or the inner product.
-_READERS = (frozenset({"q_proj", "k_proj", "v_proj"}), frozenset({"gate_proj", "up_proj"}))
-_OF_HIDDEN, _OF_INNER = frozenset({"o_proj"}).union(*_READERS), frozenset({"down_proj"})
+# The linear layers of Llama's and other architectures by what they read: the outputs of a layer's two norms, of which
+# each is read by several, of the attention, or the inner numbers.
+_READERS = (
+    frozenset({"q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value"}),
+    frozenset({"gate_proj", "up_proj", "gate_up_proj", "dense_h_to_4h", "fc1", "fc_in"}),
+)
+_OF_ATTENTION = frozenset({"o_proj", "dense", "out_proj"})
+_OF_INNER = frozenset({"down_proj", "dense_4h_to_h", "fc2", "fc_out"})
+_READING = _OF_ATTENTION.union(_OF_INNER, *_READERS)
+_ROUTER = "gate"  # PEFT takes it for a parameter, as it does stacked experts, beside which it is small
 # Keys and values once for each query's head.
 _REPEATING = (Attention.sdpa, Attention.sdpa_by_document, Attention.eager)
 
@@ -68,8 +83,9 @@ def measured_bytes(config: RunConfig, facts: ModelFacts) -> tuple[float, float] 
     """What all layers keep of a pass, and the one that keeps most; None for layers that the formulas below are for."""
     if facts.measured is None:
         return None
-    compiled = facts.measured.saved.get(_compiled_mode(config) or "")
-    numbers = compiled or facts.measured.saved.get(mode_of(config))
+    saved = saved_by_mode(config, facts.measured)
+    compiled = saved.get(_compiled_mode(config) or "")
+    numbers = compiled or saved.get(mode_of(config))
     if numbers is None:
         return None
     tokens, row = tokens_per_pass(config), attended_length(config)
@@ -78,13 +94,20 @@ def measured_bytes(config: RunConfig, facts: ModelFacts) -> tuple[float, float] 
     return of_layers(facts, whole) + facts.num_layers * besides, largest + besides
 
 
+def saved_by_mode(config: RunConfig, measured: MeasuredLayers) -> dict[str, list[int]]:
+    """What was measured with adapters where a configuration puts them: on stacked experts, too, or beside them."""
+    named, experts = _named(config), {*measured.expert_adapters}
+    is_beside = named & (experts | {*measured.adapters}) and not named & (experts - {_ROUTER})
+    return measured.saved | measured.saved_beside_experts if is_beside else measured.saved
+
+
 def _besides_measured(config: RunConfig, facts: ModelFacts, *, is_compiled: bool) -> float:
     """Of one token and layer, what an adapter keeps more or less than one on every product, as it was measured.
 
     A dropout of compiled layers was measured with them.
     """
     assert facts.measured is not None
-    less = _dropout_bytes(config, facts, of_all=True) - _dropout_bytes(config, facts)
+    less = _dropout_bytes(config, _unadapted(config, facts))
     if is_compiled:
         return -less - _unadapted_bytes(config, facts)
     all_dropout = of_layers(facts, facts.measured.linear_inputs) / max(1, facts.num_layers)
@@ -157,7 +180,9 @@ def layer_bytes_per_token(config: RunConfig, facts: ModelFacts) -> float:
         inner = 3.0 * element * facts.intermediate_size  # the activation is computed again
         if config.precision.compute is Compute.fp8 and config.model.compile_layers:
             inner /= 2  # fitted to one run: Llama 3 8B kept 11 GiB less on each of two H200 than bf16 is counted for
-    inputs = _dropout_bytes(config, facts) + _inputs_under_zero3(config, facts) - _unadapted_bytes(config, facts)
+    missing = _unadapted(config, facts)
+    adapted = {name: size for name, size in _linear_inputs(facts).items() if name not in missing}
+    inputs = _dropout_bytes(config, adapted) + _inputs_under_zero3(config, facts) - _unadapted_bytes(config, facts)
     return norms + inner + _attention_bytes(config, facts, element) + inputs
 
 
@@ -231,53 +256,77 @@ def _products_of_hidden(facts: ModelFacts) -> float:
     return min(6.0, max(0.0, inputs / max(1, facts.hidden_size)))
 
 
-def _dropout_bytes(config: RunConfig, facts: ModelFacts, *, of_all: bool = False) -> float:
+def _dropout_bytes(config: RunConfig, inputs: dict[str, float]) -> float:
     """A byte for each number that an adapter's dropout has looked at: the inputs of the products that it is put on.
 
     Compiled blocks keep another for what six of them read; not so those that compute some of it again. With bf16
-    weights they kept two more of one of these (Llama 3 8B, H200). `of_all`: as if it were put on all seven.
+    weights they kept two more of one of these (Llama 3 8B, H200).
     """
     if not has_dropout(config):
         return 0.0
     kept = 1.0
     if config.model.compile_layers and config.activation.checkpointing is not Checkpointing.selective:
         kept = 14 / 6 if stream_element(config) == 2 else 2.0
-    missing = frozenset() if of_all else _unadapted(config)
-    of_hidden = kept * facts.hidden_size * (6 - len(missing & _OF_HIDDEN))
-    return of_hidden + (0.0 if missing & _OF_INNER else facts.intermediate_size)
+    return sum(size if name in _OF_INNER else kept * size for name, size in inputs.items())
 
 
 def _unadapted_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """Of products that an adapter is not put on: their inputs, which only the gradient of a weight needs.
 
     In 16 bits each product has a copy of its own, but in compiled blocks. In those and in fp32 what read one norm's
-    output share it; the output of the attention is in fp32 the one that its kernel keeps. Blocks that compute some of
-    it again keep none of them anyway, and ZeRO-3's product those of frozen weights, too. Tests count what autograd
-    saves and what torch's partitioner keeps.
+    output share it; the output of the attention is in fp32 the one that its kernel keeps. Of products whose input is
+    not known by their name nothing is counted there. Blocks that compute some of it again keep none of them anyway,
+    and ZeRO-3's product those of frozen weights, too. Tests count what autograd saves and what torch's partitioner
+    keeps.
     """
-    missing, is_selective = _unadapted(config), config.activation.checkpointing is Checkpointing.selective
+    missing, is_selective = _unadapted(config, facts), config.activation.checkpointing is Checkpointing.selective
     if not missing or is_selective or config.parallelism.strategy is Strategy.zero3:
         return 0.0
-    is_fp32, is_compiled = config.precision.compute is Compute.fp32, config.model.compile_layers
-    inner = facts.intermediate_size if missing & _OF_INNER else 0
-    if not is_fp32 and not is_compiled:
-        return 2.0 * (facts.hidden_size * len(missing & _OF_HIDDEN) + inner)
-    shared = sum(readers <= missing for readers in _READERS) + (not is_fp32 and "o_proj" in missing)
-    return product_element(config) * float(facts.hidden_size * shared + inner)
+    is_fp32, every = config.precision.compute is Compute.fp32, _linear_inputs(facts)
+    if not is_fp32 and not config.model.compile_layers:
+        return 2.0 * sum(missing.values())
+    sharing = [readers & {*every} for readers in _READERS]
+    shared = sum(max(every[name] for name in names) for names in sharing if names and names <= {*missing})
+    alone = _OF_INNER if is_fp32 else _OF_INNER | _OF_ATTENTION
+    return product_element(config) * (shared + sum(size for name, size in missing.items() if name in alone))
 
 
-def _unadapted(config: RunConfig) -> frozenset[str]:
-    """Of the seven products of a layer, those that LoRA is not put on; none where other names were typed."""
-    named = {last_name(module) for module in config.peft.target_modules}
-    every = _OF_HIDDEN | _OF_INNER
-    if config.peft.method is PeftMethod.full or not named or named - every:
-        return frozenset()
-    return every - named
+def _linear_inputs(facts: ModelFacts) -> dict[str, float]:
+    """Numbers of one token that go into a layer's products, by their names: in the mean of layers that were measured.
+
+    As Llama's where nobody has looked at the names.
+    """
+    if facts.measured is not None and facts.measured.adapters:
+        sizes = facts.measured.adapters.items()
+        return {name: of_layers(facts, inputs) / max(1, facts.num_layers) for name, (inputs, _) in sizes}
+    hidden, inner = float(facts.hidden_size), float(facts.intermediate_size)
+    return {name: inner if name in _OF_INNER else hidden for name in linear_layers(facts)}
+
+
+def _unadapted(config: RunConfig, facts: ModelFacts) -> dict[str, float]:
+    """Of `_linear_inputs`, those that LoRA is not put on; none where nobody knows it by the names that were typed.
+
+    PEFT passes over what an architecture does not have, as Phi-4 has no q_proj, where it has another of the names.
+    """
+    every, named = _linear_inputs(facts), _named(config)
+    measured, others = facts.measured, {*EMBEDDINGS, *HEADS}
+    if measured is not None and measured.adapters:
+        is_known = not named.isdisjoint({*every, *measured.expert_adapters, *others})
+    else:
+        is_known = named <= {*every, *others}
+    if config.peft.method is PeftMethod.full or not named or not is_known:
+        return {}
+    return {name: size for name, size in every.items() if name not in named}
+
+
+def _named(config: RunConfig) -> set[str]:
+    return {last_name(module) for module in config.peft.target_modules}
 
 
 def is_on_inner(config: RunConfig) -> bool:
-    """Whether an adapter is put on the product that reads the inner numbers."""
-    return not _unadapted(config) & _OF_INNER
+    """Whether an adapter is put on the product that reads the inner numbers; so it is where that is not known."""
+    named = _named(config)
+    return config.peft.method is PeftMethod.full or not named or not named <= _READING - _OF_INNER
 
 
 def has_dropout(config: RunConfig) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 from tunebook.config.choices import PeftMethod
+from tunebook.config.model_facts import MeasuredLayers
 from tunebook.config.schema import ModelFacts, RunConfig
 
 
@@ -25,11 +26,11 @@ class Parameters:
 # What the embeddings and the output head are called in transformers' models.
 EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
 HEADS = ("lm_head", "embed_out")
-# The products of a layer of Llama's by the part that holds them: PEFT trains a copy of a whole part, and puts no
-# adapter inside.
+# The products of a layer of Llama's, and of those that name its parts alike, by the part that holds them: PEFT trains
+# a copy of a whole part, and puts no adapter inside.
 PRODUCTS_OF = {
-    "self_attn": frozenset({"q_proj", "k_proj", "v_proj", "o_proj"}),
-    "mlp": frozenset({"gate_proj", "up_proj", "down_proj"}),
+    "self_attn": frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "dense"}),
+    "mlp": frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj", "fc1", "fc2"}),
 }
 
 
@@ -138,10 +139,22 @@ def linear_layers(facts: ModelFacts) -> dict[str, int]:
 
 def _adapter_of_rank_one(facts: ModelFacts, target_modules: list[str], *, without: Set[str]) -> int:
     """Inputs and outputs of the layers that an adapter is put on: of all linear ones where a name is not known."""
-    layers, named = linear_layers(facts), {last_name(module) for module in target_modules}
+    named = {last_name(module) for module in target_modules}
+    if facts.measured is not None and facts.measured.adapters:
+        return _adapter_by_name(facts, facts.measured, named, without=without)
+    layers = linear_layers(facts)
     chosen = named if named and named <= {*layers} else {*layers}
     adapted = sum(layers[name] for name in chosen - without)
     if facts.measured is None:
         return adapted * facts.num_layers
     share = sum(layers[name] for name in {*layers} - without) / max(1, sum(layers.values()))
     return round(share * of_layers(facts, facts.measured.adapter_parameters))
+
+
+def _adapter_by_name(facts: ModelFacts, measured: MeasuredLayers, named: Set[str], *, without: Set[str]) -> int:
+    """The same of layers whose names were found: PEFT passes over other names beside them."""
+    sizes = measured.adapters | measured.expert_adapters
+    beside = sum(bool(named & {*names} - without) for names in (EMBEDDINGS, HEADS))  # alike, words and hidden numbers
+    chosen = named & {*sizes} if beside or named & {*sizes} else {*sizes}
+    in_layers = sum(sum(sizes[name]) for name in chosen - without)
+    return beside * (facts.vocab_size + facts.hidden_size) + round(of_layers(facts, in_layers))

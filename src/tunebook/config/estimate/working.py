@@ -7,7 +7,7 @@ does so again); compiled layers are met without. `hidden`, `inner` and `element`
 
 from __future__ import annotations
 
-from tunebook.config.choices import Compute, PeftMethod, Strategy
+from tunebook.config.choices import Attention, Compute, PeftMethod, Strategy
 from tunebook.config.estimate.activations import (
     activation_bytes,
     attended_length,
@@ -17,6 +17,7 @@ from tunebook.config.estimate.activations import (
     mask_bytes,
     mode_of,
     one_layer_bytes,
+    saved_by_mode,
     stream_element,
     tokens_per_pass,
 )
@@ -48,19 +49,26 @@ def kept_bytes(config: RunConfig, facts: ModelFacts, *, is_recomputed: bool) -> 
 def _left_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """What offloading leaves of all layers, as runs on H200s had it, too (h200x2_held_out)."""
     tokens = tokens_per_pass(config)
-    if facts.measured is not None and (found := facts.measured.saved.get(f"{mode_of(config)}/offloaded")):
+    saved = saved_by_mode(config, facts.measured) if facts.measured is not None else {}
+    if found := saved.get(f"{mode_of(config)}/offloaded"):
         fixed, each, pair = found[:3]
         under_zero3 = float(_left_under_zero3(config) * tokens * facts.num_layers * facts.hidden_size)
         return of_layers(facts, fixed + tokens * (each + pair * attended_length(config))) + under_zero3
-    is_adapter = config.peft.method is not PeftMethod.full
-    if config.precision.compute is Compute.fp32:
+    is_adapter, is_fp32 = config.peft.method is not PeftMethod.full, config.precision.compute is Compute.fp32
+    is_eager = config.attention.implementation is Attention.eager
+    if is_fp32:
         left = 8 if has_dropout(config) else 20
     elif is_adapter:
         left = 8
     else:
         left = 14 if stream_element(config) == 2 else 10
+    # Kernels keep their output, as the product that reads it does; without one the product with the values keeps the
+    # softmax in its own number format, which in fp32 is the softmax's once more.
+    of_softmax = 4.0 * facts.num_attention_heads * attended_length(config) if is_eager and is_fp32 else 0.0
+    if is_eager and left > 8:
+        left -= product_element(config)
     left += _left_under_zero3(config)
-    return float(left * tokens * facts.num_layers * facts.hidden_size)
+    return tokens * facts.num_layers * (left * facts.hidden_size + of_softmax)
 
 
 def _left_under_zero3(config: RunConfig) -> int:

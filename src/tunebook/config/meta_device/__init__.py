@@ -1,6 +1,7 @@
 """The facts of an architecture that no formula of ours knows: transformers builds it, on PyTorch's meta device.
 
     measure    runs in a process of its own, since it imports torch: counts the parameters, says what it found as JSON
+    targets    what PEFT puts adapters on, by name
     saved      what autograd keeps of a pass, seen on tensors that have a shape and no memory
     offloading what of that TRL's activation offloading leaves on the device
     (here)     starts that process and remembers its answer under the config.json's hash
@@ -30,7 +31,7 @@ from tunebook.config.model_facts import MeasuredLayers, ModelFacts
 from tunebook.errors import RequestError
 
 # Raised when the answer to the same config.json changes: what was remembered is then measured again.
-_FORM = 5
+_FORM = 6
 _COUNTED = (
     "num_layers", "parameters", "linear_inputs", "adapter_parameters", "linear_parameters", "active_parameters",
     "unreached_parameters",
@@ -87,18 +88,26 @@ def _read(file: Path) -> ModelFacts | None:
 def _facts(answer: dict[str, Any]) -> ModelFacts:
     """The answer as facts. Raises: ValueError, TypeError or KeyError where it is not one."""
     measured = answer["measured"]
-    saved = {str(mode): [int(number) for number in numbers] for mode, numbers in measured["saved"].items()}
-    if any(len(numbers) != 6 for numbers in saved.values()):
-        raise ValueError("not six numbers")
     layers = MeasuredLayers(
         **{name: int(measured[name]) for name in _COUNTED},
         attention=[str(name) for name in measured["attention"]],
         unreached=[str(name) for name in measured["unreached"]],
-        saved=saved,
+        adapters=_numbers(measured["adapters"], 2),
+        expert_adapters=_numbers(measured["expert_adapters"], 2),
+        saved=_numbers(measured["saved"], 6),
+        saved_beside_experts=_numbers(measured["saved_beside_experts"], 6),
     )
     kinds = {"architecture": str, "dtype": str, "tie_word_embeddings": bool}
     names = [field.name for field in fields(ModelFacts) if field.name != "measured"]
     return ModelFacts(**{name: kinds.get(name, int)(answer[name]) for name in names}, measured=layers)
+
+
+def _numbers(found: dict[str, Any], length: int) -> dict[str, list[int]]:
+    """Raises: ValueError where there are not as many of each name."""
+    by_name = {str(name): [int(number) for number in numbers] for name, numbers in found.items()}
+    if any(len(numbers) != length for numbers in by_name.values()):
+        raise ValueError(f"not {length} numbers")
+    return by_name
 
 
 def _ask(config_file: Path, trust_remote_code: bool) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Stand-ins for the attention kernels of GPUs, for tensors that have a shape and no memory.
+"""Stand-ins for the kernels of GPUs for attention and experts, for tensors that have a shape and no memory.
 
 They keep for the backward pass what those keep, and compute nothing.
 """
@@ -50,6 +50,22 @@ def _attend(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, 
 
 def _in_autocasts_format(*tensors: Any) -> tuple[Any, ...]:
     return tuple(tensor.to(torch.bfloat16) for tensor in tensors) if torch.is_autocast_enabled("cpu") else tensors
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """Keeps what torch's grouped product keeps: of frozen experts not the input, as transformers' fallback does."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Any, weight: Any) -> Any:
+        of_tokens, of_weight = ctx.needs_input_grad
+        ctx.save_for_backward(tokens if of_weight else None, weight if of_tokens else None)
+        return tokens.new_empty(tokens.shape[0], weight.shape[2])
+
+
+def grouped_product(tokens: Any, weight: Any, offs: Any) -> Any:
+    """Of (tokens, inputs) and each expert's (inputs, outputs)."""
+    kernel: Any = _GroupedProduct
+    return kernel.apply(tokens.to(weight.dtype), weight)
 
 
 def _by_lengths(on_call: Callable[[], None]) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,14 @@ from tunebook.config.meta_device.saved import (
     decoder_layers,
     measure_saved,
     text_decoder,
+)
+from tunebook.config.meta_device.targets import (
+    has_stacked_experts,
+    is_linear,
+    num_inputs,
+    sizes_of,
+    sizes_of_adapted,
+    stacked_names,
 )
 from tunebook.config.unreached import as_patterns
 from tunebook.errors import did_you_mean
@@ -124,8 +132,9 @@ def _facts(config: Any, model: Any, options: dict[str, Any], on_found: Callable[
     text = config.get_text_config(decoder=True)
     layers = decoder_layers(text_decoder(model), text.num_hidden_layers)
     words = model.get_input_embeddings().weight
-    linear: list[Any] = [module for layer in layers for module in layer.modules() if _is_linear(module)]
+    linear: list[Any] = [module for module in layers.modules() if is_linear(module)]
     saved = measure_saved(config, layers, options, on_found)
+    beside = measure_saved(config, layers, options, on_found, True) if has_stacked_experts(model) else {}
     try:
         unreached = _unreached(config, options)
     except RuntimeError as error:
@@ -135,7 +144,7 @@ def _facts(config: Any, model: Any, options: dict[str, Any], on_found: Callable[
     patterns = as_patterns(unreached, [name for name, _ in model.named_parameters()])
     num_parameters = sum(parameter.numel() for parameter in model.parameters())  # tied ones are there once
     in_layers = sum(parameter.numel() for parameter in layers.parameters())
-    num_inputs, in_linear = sum(map(_num_inputs, linear)), sum(module.weight.numel() for module in linear)
+    inputs, in_linear = sum(map(num_inputs, linear)), sum(module.weight.numel() for module in linear)
     is_tied = model.get_output_embeddings().weight is words
     heads = _whole(text, "num_attention_heads") or 1  # Mamba and RWKV have none
     hidden = _whole(text, "hidden_size") or words.shape[1]
@@ -154,8 +163,8 @@ def _facts(config: Any, model: Any, options: dict[str, Any], on_found: Callable[
         "measured": {
             "num_layers": len(layers),
             "parameters": in_layers,
-            "linear_inputs": num_inputs,
-            "adapter_parameters": _adapter_parameters(model, linear, patterns),
+            "linear_inputs": inputs,
+            **_adapters(model, layers, patterns),
             "linear_parameters": in_linear,
             "active_parameters": in_layers - _not_chosen(layers, text),
             "unreached": patterns,
@@ -165,6 +174,7 @@ def _facts(config: Any, model: Any, options: dict[str, Any], on_found: Callable[
                 *(kernel.name for kernel in (_OURS if attends_by_lengths(config, layers, options) else ())),
             ],
             "saved": saved,
+            "saved_beside_experts": beside,
         },
     }
 
@@ -245,28 +255,18 @@ def _whole(config: Any, *names: str) -> int | None:
     return next((int(value) for value in values if isinstance(value, int) and value > 0), None)
 
 
-def _is_linear(module: nn.Module) -> bool:
-    """What PEFT's "all-linear" takes: also GPT-2's Conv1D, which is a linear layer stored the other way round."""
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+def _adapters(model: Any, layers: nn.ModuleList, unreached: list[str]) -> dict[str, Any]:
+    """As PEFT makes them of all that a text reaches, by rank 1. It changes the model.
 
-
-def _num_inputs(module: Any) -> int:
-    rows, columns = module.weight.shape
-    return int(columns if isinstance(module, nn.Linear) else rows)
-
-
-def _adapter_parameters(model: Any, linear: list[Any], unreached: list[str]) -> int:
-    """As PEFT makes them; where it takes not every linear layer, as of Mamba, those that it would make of all."""
+    Where it takes not every linear layer, as of Mamba, those that it would make of all.
+    """
+    stacked, every = stacked_names(model), sizes_of(layers)
     try:
-        return adapter_parameters(model, unreached)
+        linear, experts = sizes_of_adapted(adapted(model, rank=1, unreached=unreached), stacked)
     except ValueError:
-        return sum(sum(module.weight.shape) for module in linear)
-
-
-def adapter_parameters(model: Any, unreached: Collection[str] = ()) -> int:
-    """Of an adapter of rank 1, as PEFT makes it of all that a text reaches. It changes the model."""
-    with_adapter = adapted(model, rank=1, unreached=unreached)
-    return sum(parameter.numel() for parameter in with_adapter.parameters() if parameter.requires_grad)
+        linear, experts = every, {}
+    both = (*linear.values(), *experts.values())
+    return {"adapter_parameters": sum(map(sum, both)), "adapters": linear, "expert_adapters": experts}
 
 
 def main() -> None:

@@ -29,8 +29,9 @@ from transformers.initialization import no_init_weights
 
 from tunebook.config.compiling import set_up_compiler
 from tunebook.config.meta_device.cuda_autocast import CudaAutocast
-from tunebook.config.meta_device.kernels import BY_LENGTHS, MASKED, UNMASKED, register_kernels
+from tunebook.config.meta_device.kernels import BY_LENGTHS, MASKED, UNMASKED, grouped_product, register_kernels
 from tunebook.config.meta_device.offloading import Offloading
+from tunebook.config.meta_device.targets import names_beside_experts
 from tunebook.config.unreached import expression
 
 LENGTHS = (62, 124, 186)  # tokens; like no size of a real model, by which copies of weights are told apart
@@ -42,6 +43,7 @@ ATTENTION = {"sdpa": MASKED, "flash": UNMASKED, "eager": "eager"}
 # Compiled layers, all with torch's kernel for packed rows; whether what costs little is computed again.
 COMPILED = {"compiled": False, "selective": True}
 _METHODS = ("full", "adapter")
+_BESIDE = "beside"  # the method of an adapter on all but stacked experts
 _DROPOUT = 0.05  # of the method "dropout", an adapter; how much of it plays no part
 _MODES = (
     *itertools.product(FORMATS, _METHODS, ATTENTION),
@@ -55,13 +57,18 @@ _known: list[Any] = []  # in a worker: config, kinds of layers, options
 
 
 def measure_saved(
-    config: Any, layers: nn.ModuleList, options: dict[str, Any], on_found: Callable[[], None] = lambda: None
+    config: Any,
+    layers: nn.ModuleList,
+    options: dict[str, Any],
+    on_found: Callable[[], None] = lambda: None,
+    beside_experts: bool = False,
 ) -> dict[str, list[int]]:
     """By "format/method/kernels" six numbers, as `MeasuredLayers` has them. A mode that cannot be run is left out.
 
     Of layers that are not compiled there are as many for what offloading leaves, by the same words and "offloaded".
 
-    `on_found` is called whenever a mode has been looked at.
+    `on_found` is called whenever a mode has been looked at. `beside_experts`: with adapters on all but stacked
+    experts, in layers that are not compiled.
 
     Compiled layers are looked at only where they have attention: those that go through a row word by word, as RWKV's,
     take minutes to compile. All others are looked at whatever a plan uses, since runs' hashes hold these numbers.
@@ -69,9 +76,12 @@ def measure_saved(
     known = (config, _kinds(config, layers), options)
     has_attention = bool(getattr(config.get_text_config(decoder=True), "num_attention_heads", None))
     modes = [mode for mode in _MODES if has_attention or mode[2] not in COMPILED]
+    if beside_experts:  # not compiled: with adapters on experts those are not known either, and they take a minute
+        modes = [mode for mode in modes if mode[1] == "adapter" and mode[2] not in COMPILED]
+    seen = [(number_format, _BESIDE if beside_experts else method, kernels) for number_format, method, kernels in modes]
     workers = min(_WORKERS, os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, get_context("fork"), initializer=_know, initargs=known) as pool:
-        asked = [pool.submit(_measure_known, mode) for mode in modes]
+        asked = [pool.submit(_measure_known, mode) for mode in seen]
         for _ in as_completed(asked):
             on_found()
         found = [one.result() for one in asked]
@@ -139,7 +149,7 @@ def _measure(
     """Six numbers of what is kept, and of what offloading leaves of it; nothing where the mode cannot be run."""
     prefix = _prefix(kinds)
     try:
-        with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
+        with _quiet(has_frozen_experts=mode[1] == _BESIDE), FakeTensorMode(allow_non_fake_inputs=True):
             model = _build(config, prefix, mode, options)
             found = [_saved_by_layer(model, prefix, length, mode) for length in LENGTHS]
     except _MACHINES:
@@ -171,21 +181,24 @@ def _curve(found: list[float]) -> tuple[float, float, float]:
 
 
 @contextlib.contextmanager
-def _quiet(on_call: Callable[[], None] = lambda: None) -> Iterator[None]:
+def _quiet(on_call: Callable[[], None] = lambda: None, *, has_frozen_experts: bool = False) -> Iterator[None]:
     """Without warnings, and with the experts' product that has a fake kernel in every number format."""
     from transformers.integrations import moe
 
     register_kernels(on_call)
-    before = getattr(moe, "_can_use_grouped_mm", None)
-    if before is not None:
-        moe._can_use_grouped_mm = lambda *_: False  # its fallback saves the same tensors
+    instead: dict[str, Any] = {"_can_use_grouped_mm": lambda *_: False}  # its fallback keeps as much of trained experts
+    if has_frozen_experts:
+        instead["_grouped_mm"] = grouped_product
+    before = {name: getattr(moe, name) for name in instead if hasattr(moe, name)}
+    for name in before:
+        setattr(moe, name, instead[name])
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        if before is not None:
-            moe._can_use_grouped_mm = before
+        for name, product in before.items():
+            setattr(moe, name, product)
 
 
 def _build(config: Any, prefix: int, mode: tuple[str, str, str], options: dict[str, Any]) -> Any:
@@ -200,7 +213,8 @@ def _build(config: Any, prefix: int, mode: tuple[str, str, str], options: dict[s
     with no_init_weights():  # some draw their numbers in ways that a tensor without memory does not know
         model = loader.from_config(shorter, dtype=FORMATS[number_format][0], attn_implementation=attention, **options)
     if method != "full":
-        model = adapted(model, rank=LORA_RANK, dropout=_DROPOUT if method == "dropout" else 0.0)
+        names = names_beside_experts(model) if method == _BESIDE else ()
+        model = adapted(model, rank=LORA_RANK, dropout=_DROPOUT if method == "dropout" else 0.0, names=names)
     if kernels in COMPILED:
         _compile(decoder_layers(text_decoder(_causal(model)), prefix), recomputes=COMPILED[kernels])
     return model.train()
@@ -238,8 +252,10 @@ def _compile(layers: nn.ModuleList, *, recomputes: bool) -> None:
         layer.forward = torch.compile(layer.forward, backend=backend, fullgraph=True)
 
 
-def adapted(model: Any, *, rank: int, dropout: float = 0.0, unreached: Collection[str] = ()) -> Any:
-    """With LoRA on every linear layer but those that no text reaches.
+def adapted(
+    model: Any, *, rank: int, dropout: float = 0.0, unreached: Collection[str] = (), names: Collection[str] = ()
+) -> Any:
+    """With LoRA on every linear layer, or those of some names, but on none that no text reaches.
 
     Modules are not moved, which would fail: a tensor without memory cannot be swapped.
     """
@@ -247,7 +263,7 @@ def adapted(model: Any, *, rank: int, dropout: float = 0.0, unreached: Collectio
 
     lora = LoraConfig(
         r=rank,
-        target_modules="all-linear",
+        target_modules=list(names) or "all-linear",
         exclude_modules=expression(unreached) if unreached else None,
         lora_dropout=dropout,
         task_type="CAUSAL_LM",
