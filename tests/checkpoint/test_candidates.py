@@ -9,7 +9,7 @@ from socket import gethostname
 
 import pytest
 
-from tunebook.checkpoint.candidates import expected_checkpoint, named_candidates
+from tunebook.checkpoint.candidates import expected_checkpoint, named_candidates, same_command
 from tunebook.checkpoint.record import Identity
 from tunebook.config.choices import ResumeAnyway
 from tunebook.config.schema import RunConfig
@@ -119,3 +119,9 @@ def test_a_named_folder_that_this_host_does_not_see_is_no_crash(run: Path) -> No
     gone = run.parent / "gone"
     with pytest.raises(RequestError, match=rf"training.resume={gone} .*: there is no such folder on {gethostname()}; "):
         named_candidates(gone)
+
+
+def test_what_goes_on_with_a_run_that_is_to_start_anew_is_not_the_same_command(config: RunConfig) -> None:
+    assert same_command(config) == "the same command"
+    config.training.resume = "never"
+    assert same_command(config) == "the same command without training.resume=never"

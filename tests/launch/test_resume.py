@@ -8,7 +8,7 @@ import pytest
 
 from tunebook.checkpoint.newest import newest_checkpoint
 from tunebook.config.auto import resolve_auto
-from tunebook.config.choices import Checkpointing
+from tunebook.config.choices import Checkpointing, ResumeAnyway
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml
 from tunebook.errors import DataError, RequestError
@@ -107,6 +107,93 @@ def test_never_starts_anew(config, tmp_path, make_run):
     make_run(config, tmp_path, "2026-01-01T00-00-00Z", "stopped", steps=(5, 10))
     config.training.resume = "never"
     assert unfinished_run(config) is None
+
+
+@pytest.fixture
+def begun_elsewhere(config, tmp_path):
+    """The configuration of a run that is to begin from another's checkpoint, and that folder."""
+    source = tmp_path / "source"
+    source.mkdir()
+    own = copy.deepcopy(config)
+    own.training.resume = str(source)
+    return own
+
+
+def freeze(folder, config):
+    (folder / "run.yaml").write_text(config_to_yaml(config))
+
+
+def test_a_run_that_began_from_a_named_folder_is_gone_on_with_by_the_same_words(
+    config, begun_elsewhere, tmp_path, make_run
+):
+    folder = make_run(begun_elsewhere, tmp_path, "2026-01-01T00-00-00Z", "stopped", steps=(5, 10))
+    freeze(folder, begun_elsewhere)
+    assert unfinished_run(begun_elsewhere) == folder
+    spelt = copy.deepcopy(begun_elsewhere)
+    spelt.training.resume = f"{tmp_path}/source/../source"
+    assert unfinished_run(spelt) == folder
+    other = copy.deepcopy(begun_elsewhere)
+    other.training.resume_anyway = [ResumeAnyway.data]
+    assert unfinished_run(other) is None
+    assert unfinished_run(config) == folder  # auto: whatever it began from
+
+
+def test_a_run_that_began_elsewhere_is_not_the_one_that_is_to_begin_from_a_named_folder(
+    config, begun_elsewhere, tmp_path, make_run
+):
+    folder = make_run(config, tmp_path, "2026-01-01T00-00-00Z", "stopped", steps=(5,))
+    freeze(folder, config)  # auto
+    assert unfinished_run(begun_elsewhere) is None
+    (tmp_path / "second").mkdir()
+    second = copy.deepcopy(begun_elsewhere)
+    second.training.resume = str(tmp_path / "second")
+    newer = make_run(second, tmp_path, "2026-01-02T00-00-00Z", "stopped", steps=(5,))
+    freeze(newer, second)
+    assert unfinished_run(begun_elsewhere) is None
+    assert unfinished_run(second) == newer
+    finished = make_run(second, tmp_path, "2026-01-03T00-00-00Z", "finished")
+    freeze(finished, second)
+    assert unfinished_run(second) is None  # done: the same words begin again
+
+
+def with_memory(config, gib):
+    other = copy.deepcopy(config)
+    other.hardware.memory_gib = gib
+    return other
+
+
+def test_the_memory_found_on_a_host_makes_no_other_run(config, tmp_path, make_run):
+    earlier = with_memory(config, 11.5)
+    folder = make_run(earlier, tmp_path, "2026-01-01T00-00-00Z", "stopped", steps=(5,))
+    freeze(folder, earlier)
+    said = []
+    assert config_hash(earlier) != config_hash(config)
+    assert unfinished_run(config, said.append) == folder
+    assert said == []
+    check_run_folder(config, folder)
+    newer = make_run(with_memory(config, 12.5), tmp_path, "2026-01-02T00-00-00Z", "finished")
+    freeze(newer, with_memory(config, 12.5))
+    assert unfinished_run(config) is None  # that one settles it
+
+
+def test_memory_that_was_typed_makes_another_run(config, tmp_path, make_run):
+    earlier, asked = with_memory(config, 11.5), {"hardware.memory_gib"}
+    folder = make_run(earlier, tmp_path, "2026-01-01T00-00-00Z", "stopped", steps=(5,))
+    freeze(folder, earlier)
+    assert unfinished_run(config, asked=asked) is None
+    assert unfinished_run(earlier, asked=asked) == folder
+    with pytest.raises(RequestError, match="of another configuration"):
+        check_run_folder(config, folder, asked)
+
+
+def test_what_a_host_with_other_memory_decides_otherwise_is_said(config, tmp_path, make_run):
+    earlier = with_memory(config, 11.5)
+    earlier.activation.checkpointing = Checkpointing.enabled
+    folder = make_run(earlier, tmp_path, "2026-01-01T00-00-00Z", "stopped", steps=(5,))
+    freeze(folder, earlier)
+    said = []
+    assert unfinished_run(config, said.append) is None
+    assert said[0].endswith("is decided otherwise now; to go on with it, add activation.checkpointing=enabled")
 
 
 def test_a_run_with_checkpoints_of_an_older_version_only_is_not_gone_on_with_and_that_is_said(

@@ -4,7 +4,10 @@ import errno
 
 import pytest
 
-from tunebook.record.disk import disk_full, is_disk_full, no_space
+from tunebook.checkpoint.room import require_room
+from tunebook.errors import DoesNotFitError
+from tunebook.record.disk import disk_full, is_disk_full, no_space, tells_of_full_disk
+from tunebook.record.run_folder import check_free_space
 
 
 def raised_from(cause):
@@ -37,6 +40,18 @@ def test_anything_else(error):
 def test_the_error_says_what_to_do(tmp_path):
     assert disk_full(tmp_path).exit_code == 3
     assert "training.keep_checkpoints=1" in disk_full(tmp_path).message
+
+
+def test_a_recorded_reason_tells_it_however_it_was_found(tmp_path):
+    reasons = [disk_full(tmp_path).message, no_space("the report", tmp_path, "x").message]
+    with pytest.raises(DoesNotFitError) as raised:
+        check_free_space(tmp_path, 2.0**40)
+    reasons.append(raised.value.message)
+    with pytest.raises(DoesNotFitError) as raised:
+        require_room(tmp_path, 3, 2**70, last=None)
+    reasons.append(f"rank 1: {raised.value.message}")
+    assert [tells_of_full_disk(reason) for reason in reasons] == [True] * 4
+    assert not tells_of_full_disk("the plan needs 90 GiB per GPU, which has 80 GiB")
 
 
 def test_what_there_is_no_room_for_is_named(tmp_path):

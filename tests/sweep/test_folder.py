@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tunebook.errors import RequestError
+from tunebook.record.disk import disk_full
 from tunebook.sweep.folder import Request, SweepFolder, create, newest_with, working_on
 from tunebook.sweep.trial_process import TrialEnd, write_trial_end
 from tunebook.sweep.trials import Trial
@@ -23,6 +24,27 @@ def test_the_newest_sweep_of_the_same_request_is_found(tmp_path: Path) -> None:
     create(replace(REQUEST, overrides=["training.seed=0,2"]), tmp_path, "quickstart")
     assert len({folder.path for folder in folders}) == 3
     assert newest_with(REQUEST, tmp_path, "quickstart") == folders[-1]
+
+
+def test_the_order_of_the_words_makes_no_other_sweep_unless_it_orders_the_trials(tmp_path: Path) -> None:
+    words = ["hardware=cpu", "training.seed=0,1", "optimizer.learning_rate=1e-4,3e-4", "training.max_steps=1"]
+    folder = create(replace(REQUEST, overrides=words), tmp_path, "quickstart")
+
+    def found(*numbers: int) -> SweepFolder | None:
+        return newest_with(replace(REQUEST, overrides=[words[number] for number in numbers]), tmp_path, "quickstart")
+
+    assert found(1, 3, 2, 0) == folder
+    assert found(0, 2, 1, 3) is None  # the trials have other numbers
+    words += ["training.max_steps=2"]
+    folder = create(replace(REQUEST, overrides=words), tmp_path, "quickstart")
+    assert found(3, 4, 0, 1, 2) == folder
+    assert found(4, 3, 0, 1, 2) is None  # the last word of a key wins
+
+
+def test_a_record_whose_words_are_none_is_passed_over(tmp_path: Path) -> None:
+    folder = create(REQUEST, tmp_path, "quickstart")
+    create(replace(REQUEST, overrides=["no word"]), tmp_path, "quickstart")
+    assert newest_with(REQUEST, tmp_path, "quickstart") == folder
 
 
 @pytest.mark.parametrize(
@@ -62,12 +84,15 @@ def test_two_processes_do_not_work_on_one_sweep(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("end", "is_done"),
     [
-        *(((code, False), True) for code in (0, 2, 3, 4, 5, 7)),
-        *(((code, False), False) for code in (1, 6)),
+        *(((code, False), True) for code in (0, 7)),
+        # A full disk (3) has room again, a file that was away (2) is back: what refused a trial may be put right.
+        *(((code, False), False) for code in (1, 2, 3, 4, 5, 6)),
         ((6, True), True),
     ],
 )
-def test_what_would_end_the_same_way_again_is_done(tmp_path: Path, end: tuple[int, bool], is_done: bool) -> None:
+def test_what_finished_or_would_end_in_the_same_loss_again_is_done(
+    tmp_path: Path, end: tuple[int, bool], is_done: bool
+) -> None:
     folder = SweepFolder(path=tmp_path)
     assert not folder.is_done(TRIAL)
     record = TrialEnd(exit_code=end[0], seconds=1.0, was_interrupted=False, was_pruned=end[1])
@@ -76,6 +101,26 @@ def test_what_would_end_the_same_way_again_is_done(tmp_path: Path, end: tuple[in
     assert folder.begin(TRIAL) == 1.0
     assert folder.end_of(TRIAL) is None
     assert folder.begin(TRIAL) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "reason", "is_full"),
+    [
+        (3, disk_full(Path("/runs/1")).message, True),
+        (3, "this run needs 90.1 GiB of GPU memory and there are 80", False),
+        (1, disk_full(Path("/runs/1")).message, False),
+        (3, None, False),
+    ],
+)
+def test_a_trial_that_filled_the_disk_is_told_from_others(
+    tmp_path: Path, exit_code: int, reason: str | None, is_full: bool
+) -> None:
+    folder = SweepFolder(path=tmp_path)
+    assert not folder.has_filled_disk(TRIAL)
+    folder.run_folder(TRIAL).mkdir()
+    status = {"state": "failed", "exit_code": exit_code, "reason": reason, "seconds": 1.0}
+    (folder.run_folder(TRIAL) / "manifest.json").write_text(json.dumps({"format": 1, "status": status}))
+    assert folder.has_filled_disk(TRIAL) is is_full
 
 
 def test_a_trial_that_outlived_its_sweep_is_read_from_its_run(tmp_path: Path) -> None:

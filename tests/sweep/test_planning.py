@@ -123,6 +123,26 @@ def test_a_slurm_trial_runs_locally_inside_its_job() -> None:
     assert plan.describe() == "as Slurm jobs, 2 at a time"
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["training.resume=never"], ["training.seed=1", "training.resume=auto"]),
+        (["training.resume='never'"], ["training.seed=1", "training.resume=auto"]),
+        (["training.resume=auto"], ["training.resume=auto", "training.seed=1"]),
+        ([], ["training.seed=1"]),
+    ],
+)
+def test_a_trial_goes_on_in_its_folder_where_the_sweep_is_to_start_anew(words: list[str], told: list[str]) -> None:
+    plan = planned("hardware=cpu", *words, "training.seed=0,1")
+    command = plan.command(plan.trials[1], Path("/out"))
+    assert command[4:] == ["quickstart", "hardware=cpu", *told, "--run-folder", "/out"]
+
+
+def test_a_folder_to_begin_from_is_told_to_the_trials(tmp_path: Path) -> None:
+    plan = planned(f"training.resume={tmp_path}", *LIST)
+    assert f"training.resume={tmp_path}" in plan.command(plan.trials[0], Path("/out"))
+
+
 def test_a_proposed_trial_is_composed_and_checked_like_any_other() -> None:
     plan = searched("training.global_samples=int(interval(8,16))", "training.max_steps=int(interval(1,9))")
     assert plan.config_of(plan.trials[0]) is plan.configs[0]

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ import pytest
 from rich.console import Console
 
 from tunebook.errors import RequestError
+from tunebook.hardware.detect import detect_machine
+from tunebook.record.config_hash import config_hash
+from tunebook.sweep import planning, run
 from tunebook.sweep.folder import SweepFolder, working_on
 from tunebook.sweep.options import SweepOptions
 from tunebook.sweep.run import sweep_command
@@ -22,7 +26,8 @@ from tunebook.sweep.trials import Trial
 
 NUM_CORES = len(os.sched_getaffinity(0))
 # Writes what a run leaves: a loss that is best for the learning rate 0.2. Fails where the seed is 13; asks its sweep to
-# stop where it is 77; kills it where it is 99, once; is killed where it is 66, once.
+# stop where it is 77, and at its very end where it is 55; kills it where it is 99, once; is killed where it is 66, and
+# has no room on its disk where it is 31, once each.
 FAKE_TRAINING = """
 import json, os, pathlib, signal, sys, time
 folder, learning_rate, seed = pathlib.Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
@@ -40,7 +45,13 @@ if seed == 99 and is_first:
     signal.pause()
 if seed == 66 and is_first:
     os.kill(os.getpid(), signal.SIGKILL)
+if seed == 55:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(0.5)
 state = ("failed", 4, "line 17 is broken") if seed == 13 else ("finished", 0, None)
+if seed == 31 and is_first:
+    state = ("failed", 3, "the disk of /runs is full; free some space")
 status = dict(zip(("state", "exit_code", "reason"), state)) | {"seconds": 1.0}
 (folder / "manifest.json").write_text(json.dumps({"format": 1, "status": status}))
 sys.exit(status["exit_code"])
@@ -182,7 +193,8 @@ def test_the_same_command_goes_on_and_repeats_nothing(tmp_path: Path, console: C
     assert sweep(tmp_path, console, *words) == 6  # in its fifth
     assert started(tmp_path)[3:] == ["trial-002", "trial-003", "trial-004"]
     assert sweep(tmp_path, console, *words) == 4
-    assert started(tmp_path) == [f"trial-{number:03d}" for number in (0, 1, 1, 2, 3, 4, 4, 5)]
+    # The third, whose data was wrong, is tried again each time: nobody here knows whether it has been put right.
+    assert started(tmp_path) == [f"trial-{number:03d}" for number in (0, 1, 1, 2, 3, 4, 2, 4, 5)]
     assert [row["exit_code"] for row in table_rows(tmp_path)] == ["0", "0", "0", "0", "4", "4"]
     assert "1 of 6 trials are done" in console.export_text(clear=False)
     assert console.export_text(clear=False).count("\none at a time\n") == 3  # how it runs is said each time
@@ -190,11 +202,55 @@ def test_the_same_command_goes_on_and_repeats_nothing(tmp_path: Path, console: C
     assert len(list((tmp_path / "quickstart").iterdir())) == 2
 
 
-def test_a_sweep_that_has_ended_starts_anew(tmp_path: Path, console: Console) -> None:
-    words = ("optimizer.learning_rate=0.2", "training.seed=0,13")
+def test_a_sweep_whose_trials_have_all_finished_starts_anew(tmp_path: Path, console: Console) -> None:
+    words = ("optimizer.learning_rate=0.2", "training.seed=0,1")
     for _ in range(2):
-        assert sweep(tmp_path, console, *words) == 4
+        assert sweep(tmp_path, console, *words) == 0
     assert len(list((tmp_path / "quickstart").iterdir())) == 2
+
+
+def test_trials_that_failed_are_tried_again_and_what_finished_is_not(tmp_path: Path, console: Console) -> None:
+    """A file that was away, or a full disk, costs the trials that it met and no others."""
+    words = ("optimizer.learning_rate=0.2", "training.seed=0,13,1")
+    assert sweep(tmp_path, console, *words) == 4
+    assert "the same command tries 1 of 3 trials again" in console.export_text()
+    assert sweep(tmp_path, console, *words) == 4
+    assert started(tmp_path) == [f"trial-{number:03d}" for number in (0, 1, 2, 1)]
+
+
+def test_after_a_full_disk_no_further_trial_is_started(tmp_path: Path, console: Console) -> None:
+    words = ("optimizer.learning_rate=0.2", "training.seed=0,31,1,2")
+    assert sweep(tmp_path, console, *words) == 3
+    assert started(tmp_path) == ["trial-000", "trial-001"]
+    assert "no further trials were started, since the disk is full; free some space, and the same command goes on" in (
+        console.export_text().replace("\n", " ")
+    )
+    assert sweep(tmp_path, console, *words) == 0  # there is room again
+    assert started(tmp_path) == [f"trial-{number:03d}" for number in (0, 1, 1, 2, 3)]
+
+
+def test_a_host_with_other_memory_goes_on_with_the_same_sweep(
+    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("optimizer.learning_rate=0.2", "training.seed=0,13")
+    for memory_gib in (8.0, 16.0):
+        machine = replace(detect_machine(), host_memory_gib=memory_gib)
+        monkeypatch.setattr(planning, "detect_machine", lambda machine=machine: machine)
+        assert sweep(tmp_path, console, *words) == 4
+    assert started(tmp_path) == [f"trial-{number:03d}" for number in (0, 1, 1)]
+    assert sweep(tmp_path, console, "hardware.memory_gib=9", *words) == 4  # which was typed
+    assert len(list((tmp_path / "quickstart").iterdir())) == 2
+
+
+def test_a_sweep_of_before_memory_was_left_out_goes_on(
+    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("optimizer.learning_rate=0.2", "training.seed=0,13")
+    with monkeypatch.context() as before:
+        before.setattr(run, "hash_anywhere", lambda config, asked: config_hash(config))
+        assert sweep(tmp_path, console, *words) == 4
+    assert sweep(tmp_path, console, *words) == 4
+    assert started(tmp_path) == [f"trial-{number:03d}" for number in (0, 1, 1)]
 
 
 def test_training_resume_never_starts_anew(tmp_path: Path, console: Console) -> None:
@@ -202,6 +258,15 @@ def test_training_resume_never_starts_anew(tmp_path: Path, console: Console) -> 
         words = ("optimizer.learning_rate=0.2", "training.seed=77,0", "training.resume=never")
         assert sweep(tmp_path, console, *words) == 6
         assert len(list((tmp_path / "quickstart").iterdir())) == num_sweeps
+    told = "stopped; the same command without training.resume=never goes on with it"
+    assert told in console.export_text().replace("\n", " ")
+    assert sweep(tmp_path, console, *words[:-1]) == 0  # and does
+    assert len(list((tmp_path / "quickstart").iterdir())) == 2
+
+
+def test_a_request_to_stop_that_comes_when_all_have_finished_stops_nothing(tmp_path: Path, console: Console) -> None:
+    assert sweep(tmp_path, console, "optimizer.learning_rate=0.2", "training.seed=0,55") == 0
+    assert "stopped" not in console.export_text()
 
 
 def test_a_killed_trial_is_a_row_and_the_same_command_runs_it_again(tmp_path: Path, console: Console) -> None:
@@ -244,7 +309,8 @@ def test_a_search_runs_its_trials_and_goes_on_after_an_interruption(tmp_path: Pa
     assert {row["exit_code"] for row in rows} == {"0", "4"}
     assert len(rows) == 12
     assert sweep(tmp_path, console, *words, **search | {"num_trials": 14}) == 4
-    assert len(started(tmp_path)) == 14
+    assert sorted(set(started(tmp_path))) == [f"trial-{number:03d}" for number in range(14)]
+    assert len(started(tmp_path)) == 14 + 12 - len(losses)  # those that had failed were tried again
     assert "best: trial" in console.export_text()
 
 

@@ -139,7 +139,7 @@ def test_a_script_is_read_as_it_is_meant_whatever_the_folder_and_the_options_hol
         ("sbatch: error: Requested node configuration is not available", 2),
     ],
 )
-def test_a_trial_that_slurm_does_not_take_now_and_no_other_is_taken_up_by_the_same_command(
+def test_a_trial_that_slurm_does_not_take_is_taken_up_by_the_same_command(
     folder: SweepFolder, monkeypatch: pytest.MonkeyPatch, said: str, exit_code: int
 ) -> None:
     def refuse(_self: _Executor, _job: object) -> None:
@@ -151,11 +151,11 @@ def test_a_trial_that_slurm_does_not_take_now_and_no_other_is_taken_up_by_the_sa
     run(TRIAL, None)
     end = folder.end_of(TRIAL)
     assert end is not None
-    assert end.exit_code == exit_code
-    assert folder.is_done(TRIAL) is (exit_code == 2)
+    assert end.exit_code == exit_code  # refused for good, as things are: an account can be opened
+    assert not folder.is_done(TRIAL)
 
 
-def test_a_trial_whose_values_break_a_rule_is_not_tried_again(folder: SweepFolder) -> None:
+def test_a_trial_whose_values_break_a_rule_is_no_job(folder: SweepFolder) -> None:
     def refuse(_trial: Trial) -> RunConfig:
         raise RequestError("no", problem_id="out-of-range")
 
@@ -167,7 +167,9 @@ def test_a_trial_whose_values_break_a_rule_is_not_tried_again(folder: SweepFolde
         num_trials=4,
     )
     run(TRIAL, None)
-    assert folder.is_done(TRIAL)
+    end = folder.end_of(TRIAL)
+    assert end is not None
+    assert (end.exit_code, end.reason) == (2, "no")
 
 
 @pytest.mark.parametrize(

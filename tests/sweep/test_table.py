@@ -76,8 +76,10 @@ def test_what_a_search_chooses_from_is_shown_as_it_is() -> None:
 
 def test_trials_are_called_what_their_folders_are(make_result: MakeResult) -> None:
     best = make_result(2, losses=(0.5,))
-    assert best_line("quickstart", best) == (
-        "best: trial-002, again: tunebook train quickstart optimizer=adamw training.seed=2"
+    again = "best: trial-002, again: tunebook train quickstart optimizer=adamw training.seed=2"
+    assert best_line("quickstart", best, []) == again
+    assert best_line("quickstart", best, [Path("/my book"), Path("b")]) == (
+        f"{again} --recipes-dir '/my book' --recipes-dir b"
     )
     assert best.run_folder.name == "trial-002"
     assert "trial-002" in printed(trial_table([best.trial], None))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -21,6 +21,11 @@ class Choice:
     key: str
     value: ChoiceValue
     why: str
+
+
+def asked_keys(choices: Iterable[Choice]) -> frozenset[str]:
+    """The keys that somebody has set, on the command line or in the recipe, of those that could be left open."""
+    return frozenset(choice.key for choice in choices if choice.why == AS_ASKED)
 
 
 class Decisions:

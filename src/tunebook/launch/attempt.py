@@ -16,6 +16,7 @@ from tempfile import TemporaryFile
 from rich.console import Console
 from rich.text import Text
 
+from tunebook.checkpoint.candidates import same_command
 from tunebook.checkpoint.newest import newest_checkpoint
 from tunebook.config.choices import LauncherName
 from tunebook.config.schema import RunConfig
@@ -138,7 +139,7 @@ class Attempt:
             raise self._without_a_word(end)
         if end.stopped_by is not None and is_trained(self.folder, self.config) and self.config.evaluation.tasks:
             message = f"stopped by {end.stopped_by} after the last step, before the evaluation"
-            raise StoppedError(f"{message}; the same command goes on with it", problem_id="stopped")
+            raise StoppedError(f"{message}; {same_command(self.config)} goes on with it", problem_id="stopped")
         outcome = self._with_cause(self._read_outcomes(), end)
         if end.notice is None or outcome.exit_code == 0:
             return outcome
@@ -242,10 +243,12 @@ class Attempt:
     def _unsaved(self) -> str:
         """What is said where no rank came to the end of a step in the time that it had."""
         newest = newest_checkpoint(self.folder)
-        going_on = f"goes on from {newest}" if newest is not None else "begins again, since there is no checkpoint"
+        going_on = "the same command begins again, since there is no checkpoint"
+        if newest is not None:
+            going_on = f"{same_command(self.config)} goes on from {newest}"
         return (
             f"No rank ended within that, or within launcher.stop_timeout_s={self.config.launcher.stop_timeout_s}, and "
-            f"nothing more was saved; the same command {going_on}"
+            f"nothing more was saved; {going_on}"
         )
 
     def _outcome_of(self, error: BaseException) -> Outcome:

@@ -14,6 +14,7 @@ from rich.text import Text
 from tunebook.checkpoint.candidates import expected_checkpoint
 from tunebook.checkpoint.identity import identity_of
 from tunebook.config.auto import Resolution
+from tunebook.config.decisions import asked_keys
 from tunebook.config.frozen import config_to_yaml
 from tunebook.config.rules import check_environment
 from tunebook.config.schema import RunConfig, SlurmConfig
@@ -100,14 +101,14 @@ def run_job(job: Job, console: Console, *, folder: Path | None = None, clock: St
 
     `clock` has the phases before this one, where somebody has counted them.
     """
-    config, clock = job.config, clock or StartClock()
+    config, asked, clock = job.config, asked_keys(job.resolution.choices), clock or StartClock()
     show_choices(job.resolution.choices, job.problems, console)
     require_runnable(job)
     if is_later_node(config):
         return join_run(config, console)
     if folder is not None:
         folder = folder.expanduser().absolute()
-        check_run_folder(config, folder)
+        check_run_folder(config, folder, asked)
     check_outputs(folder or Path(config.outputs))
     clock.passed("checks")
     with ExitStack() as stack:
@@ -118,7 +119,7 @@ def run_job(job: Job, console: Console, *, folder: Path | None = None, clock: St
         show_summary(prepared, console)
         plan = solve_batch(config, prepared.train.load_lengths().astype("int64"))
         show_batch(plan, console)
-        found = folder or unfinished_run(config, lambda text: console.print(Text(text), soft_wrap=True))
+        found = folder or unfinished_run(config, lambda text: console.print(Text(text), soft_wrap=True), asked)
         is_done = found is not None and is_trained(found, config)
         checkpoint = None if is_done else expected_checkpoint(config, found, _identity(config, prepared))
         folder = _make_folder(config, found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from pathlib import Path
 
 from tunebook.errors import DoesNotFitError
@@ -18,6 +19,8 @@ _WORDS = (
     "enforce fail at inline_container",
     "iostream error",
 )
+# As the errors of `disk-full` begin, the two below and those of what looks for room before it writes.
+_TOLD = re.compile(r"\bno space (is )?left\b|\bthe disk of .+ (is full;|has [\d.,]+ [GM]iB free\b)", re.IGNORECASE)
 
 
 def existing(folder: Path) -> Path:
@@ -35,6 +38,11 @@ def is_disk_full(error: BaseException) -> bool:
             return True
         seen = seen.__cause__ or seen.__context__
     return False
+
+
+def tells_of_full_disk(reason: str) -> bool:
+    """Whether the reason for which a run failed, as it was recorded, is a disk or a quota without room."""
+    return _TOLD.search(reason) is not None
 
 
 def no_space(what: str, folder: Path, advice: str) -> DoesNotFitError:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tunebook.config.choices import Generation
-from tunebook.config.decisions import AS_ASKED
+from tunebook.config.decisions import asked_keys
 from tunebook.hardware.detect import Machine
 from tunebook.launch.draft import Draft, draft_composition, draft_run
 from tunebook.sweep.options import SweepLauncher, SweepOptions
@@ -112,7 +112,7 @@ def _takes_all(draft: Draft, num_gpus: int) -> bool:
     config = resolution.config
     if not uses_this_machine(config) or config.hardware.generation is Generation.cpu:
         return False
-    asked = {choice.key for choice in resolution.choices if choice.why == AS_ASKED}
+    asked = asked_keys(resolution.choices)
     return config.hardware.gpus_per_node == num_gpus and asked.isdisjoint(_SAY_HOW_MANY)
 
 

@@ -6,8 +6,9 @@
       study.jsonl      of a search: what was proposed and what came of it
       sweep.csv        the ranked table
 
-A trial is done once its training finished or ended in a way that it would end in again (exit codes 2 to 5 and 7, or
-pruned). One that was stopped, killed or failed unexpectedly (1) is taken up by the same command.
+A trial is done once its training finished, was invalid (exit code 7) or was pruned. Any other is taken up by the same
+command: what refused it may have been put right by then, such as a full disk or a file that was away, and a trial that
+is refused for good costs seconds.
 """
 
 from __future__ import annotations
@@ -20,16 +21,26 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from tunebook.errors import DataError, RequestError
+from tunebook.errors import (
+    DataError,
+    DoesNotFitError,
+    InvalidTrainingError,
+    RequestError,
+    StoppedError,
+    TunebookError,
+)
 from tunebook.launch.lock import working_in
 from tunebook.record.atomic_files import atomic_write_json, read_json
+from tunebook.record.disk import tells_of_full_disk
 from tunebook.record.manifest import MANIFEST_FILE, RunState, read_manifest
 from tunebook.sweep.trial_process import TrialEnd, read_trial_end, write_trial_end
-from tunebook.sweep.trials import Trial
+from tunebook.sweep.trials import Trial, parse_words
 
 SWEEP_FILE = "sweep.json"
 FORMAT = 1
-_AGAIN = (1, 6)  # exit codes of trials that the same command takes up
+_DONE = (0, InvalidTrainingError.exit_code)
+_OPEN = (1, StoppedError.exit_code)  # exit codes after which Slurm, which gives a job another turn, may go on
+_COMPARED = ("recipe", "config_sha256", "search", "gpus_per_trial")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +51,8 @@ class Request:
     """
 
     recipe: str | None
-    overrides: list[str]
-    config_sha256: str  # of the first trial, resolved: an edited recipe is another sweep
+    overrides: list[str]  # without `training.resume=never`: that says what to do with the sweep, and not which
+    config_sha256: str  # of the first trial, wherever it was resolved: an edited recipe is another sweep
     search: dict[str, Any] | None  # None: a list
     gpus_per_trial: int | None = None  # of trials that leave it open, where the GPUs found here are divided
 
@@ -83,6 +94,13 @@ class SweepFolder:
         """Whether a trial need not run (again)."""
         return is_done(self.end_of(trial))
 
+    def has_filled_disk(self, trial: Trial) -> bool:
+        """Whether a trial ended because its disk is full, as the next one would."""
+        end, file = self.end_of(trial), self.run_folder(trial) / MANIFEST_FILE
+        if end is None or end.exit_code != DoesNotFitError.exit_code or not file.is_file():
+            return False
+        return tells_of_full_disk(end.reason or read_manifest(file.parent)["status"]["reason"] or "")
+
     def begin(self, trial: Trial) -> float:
         """Take away how an earlier attempt ended; the seconds that it, and those before it, took."""
         end = read_trial_end(self.end_file(trial))
@@ -91,21 +109,43 @@ class SweepFolder:
 
 
 def is_done(end: TrialEnd | None) -> bool:
-    """Whether a trial that ended so would not come further by running again."""
-    return end is not None and (end.was_pruned or end.exit_code not in _AGAIN)
+    """Whether a trial that ended so is not run again by the same command."""
+    return end is not None and (end.was_pruned or end.exit_code in _DONE)
+
+
+def is_final(end: TrialEnd | None) -> bool:
+    """Whether a trial that ended so would not go on in another turn of its Slurm job."""
+    return end is not None and (end.was_pruned or end.exit_code not in _OPEN)
 
 
 def newest_with(request: Request, outputs: Path, recipe: str) -> SweepFolder | None:
-    """The newest sweep that was asked for the same."""
+    """The newest sweep that was asked for the same, in whatever order its words were typed."""
+    wanted, words = asdict(request), _in_order(request.overrides)
     found = (outputs.expanduser().absolute() / recipe).glob(f"sweep-*/{SWEEP_FILE}")
     for file in sorted(found, key=lambda file: _age(file.parent), reverse=True):
         try:
             record = read_json(file)
         except DataError:
             continue  # a damaged record of another sweep must not stop this one
-        if record.get("format") == FORMAT and {key: record.get(key) for key in asdict(request)} == asdict(request):
+        is_same = record.get("format") == FORMAT and all(record.get(key) == wanted[key] for key in _COMPARED)
+        if is_same and _in_order(record.get("overrides", [])) == words:
             return SweepFolder(path=file.parent)
     return None
+
+
+def _in_order(words: list[str]) -> list[str]:
+    """A sweep's words in one order for all that list the same trials in the same order.
+
+    The trials are numbered by the keys with several values as they were typed; of one key the last word wins.
+    """
+    try:
+        parsed = parse_words(words)
+    except TunebookError:  # of a record that was written by hand: it is compared as it is
+        return words
+    pairs = list(zip(words, parsed, strict=True))
+    fixed = [(override.key_or_group, word) for word, override in pairs if not override.is_sweep_override()]
+    listed = [word for word, override in pairs if override.is_sweep_override()]
+    return [*(word for _, word in sorted(fixed, key=lambda pair: pair[0])), *listed]
 
 
 def create(request: Request, outputs: Path, recipe: str) -> SweepFolder:

@@ -59,14 +59,23 @@ class TrialList:
         return None
 
 
-def work_off(source: TrialSource, run_one: RunTrial, stopping: Stopping, num_at_once: int) -> None:
-    """Run trials until there are none left or the sweep is asked to stop."""
+def work_off(
+    source: TrialSource,
+    run_one: RunTrial,
+    stopping: Stopping,
+    num_at_once: int,
+    is_last: Callable[[Trial], bool] = lambda trial: False,
+) -> None:
+    """Run trials until there are none left, the sweep is asked to stop, or one ended so that it `is_last`."""
+    has_ended = threading.Event()
 
     def work() -> None:
         try:
-            while stopping.num_requests == 0 and (trial := source.next_trial()) is not None:
+            while stopping.num_requests == 0 and not has_ended.is_set() and (trial := source.next_trial()) is not None:
                 run_one(trial, source.watch(trial))
                 source.tell(trial)
+                if is_last(trial):
+                    has_ended.set()
         except BaseException:
             stopping.request()  # the others save and end, and this is raised once they have
             raise

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunebook.config.auto import Resolution
+from tunebook.config.decisions import asked_keys
 from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.errors import RequestError
 from tunebook.hardware.detect import detect_machine
@@ -21,7 +22,7 @@ from tunebook.sweep.results import Goal
 from tunebook.sweep.shares import num_at_once, uses_this_machine
 from tunebook.sweep.space import Space, corners, describe, read_space
 from tunebook.sweep.trial_process import train_command
-from tunebook.sweep.trials import Trial, check_trials, expand_trials
+from tunebook.sweep.trials import Trial, check_trials, expand_trials, without_resume_word
 
 if TYPE_CHECKING:
     from tunebook.sweep.study import SearchPlan
@@ -51,6 +52,12 @@ class SweepPlan:
         """How many there will be."""
         return len(self.trials) if self.space is None else self.options.num_trials or 0
 
+    @property
+    def asked(self) -> frozenset[str]:
+        """The keys of the first trial that somebody has set."""
+        resolution = self.drafts.divided(self.trials[0].overrides, self.division).resolution
+        return asked_keys(resolution.choices) if resolution is not None else frozenset()
+
     def config_of(self, trial: Trial) -> RunConfig:
         """A trial's configuration. Raises: RequestError where its values break a rule together."""
         for known, config in zip(self.trials, self.configs, strict=True):
@@ -62,6 +69,9 @@ class SweepPlan:
     def command(self, trial: Trial, run_folder: Path) -> list[str]:
         """What trains a trial where it runs."""
         overrides = list(trial.overrides)
+        if self.config_of(trial).training.resume == "never":
+            # That is about the sweep: in the trials' own folders Slurm's next turn, or the same command, goes on.
+            overrides = [*without_resume_word(overrides), "training.resume=auto"]
         if self.options.way is SweepLauncher.slurm:
             from tunebook.sweep.slurm_words import split_words
 
@@ -216,7 +226,7 @@ def _checked(draft: Draft, options: SweepOptions, is_started: bool) -> RunConfig
     resolution = _resolved(draft)
     if is_started and resolution.problem is not None:
         raise RequestError(resolution.why_not_runnable, problem_id=resolution.problem.id)
-    _check_launch(resolution.config, options)
+    check_launch(resolution.config, options)
     return resolution.config
 
 
@@ -227,7 +237,7 @@ def _resolved(draft: Draft) -> Resolution:
     return draft.resolution
 
 
-def _check_launch(config: RunConfig, options: SweepOptions) -> None:
+def check_launch(config: RunConfig, options: SweepOptions) -> None:
     """Refuse trials whose end nobody would see. Raises: RequestError."""
     if options.way is SweepLauncher.slurm:
         from tunebook.sweep.slurm_words import check_jobs

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
+from tunebook.checkpoint.candidates import same_command
+from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
 from tunebook.launch.show import preparing
-from tunebook.record.config_hash import config_hash
+from tunebook.record.config_hash import config_hash, hash_anywhere
 from tunebook.record.run_folder import WITHOUT_RECIPE
 from tunebook.sweep.folder import Request, SweepFolder, create, newest_with, working_on
 from tunebook.sweep.launching import CommandOf, RunHere, RunTrial, TrialList, TrialSource, work_off
@@ -25,8 +28,8 @@ from tunebook.sweep.results import Ranking, TrialResult, rank, read_result, swee
 from tunebook.sweep.shares import machine_shares
 from tunebook.sweep.stopping import Stopping
 from tunebook.sweep.table import best_line, sweep_table, trial_table, write_csv
-from tunebook.sweep.trial_process import EXIT_STOPPED, wait_until_free
-from tunebook.sweep.trials import Trial
+from tunebook.sweep.trial_process import EXIT_STOPPED, TrialEnd, wait_until_free
+from tunebook.sweep.trials import Trial, without_resume_word
 
 CSV_FILE = "sweep.csv"
 _MANY = 50  # trials: from here on checking them takes seconds
@@ -63,7 +66,8 @@ def sweep_command(
     with _at_work(plan, console) as (folder, source), stopping.listening():
         if plan.options.way is not SweepLauncher.slurm:
             _wait_for_leftovers(folder, source.trials, console)
-        work_off(source, _run_one(plan, folder, stopping, command_of or plan.command), stopping, plan.num_at_once)
+        run_one = _run_one(plan, folder, stopping, command_of or plan.command)
+        work_off(source, run_one, stopping, plan.num_at_once, folder.has_filled_disk)
         return _conclude(plan, folder, source.trials, console, was_stopped=stopping.num_requests > 0)
 
 
@@ -73,13 +77,13 @@ def _at_work(plan: SweepPlan, console: Console) -> Iterator[tuple[SweepFolder, T
     config = plan.configs[0]
     request = Request(
         recipe=plan.recipe,
-        overrides=plan.words,
-        config_sha256=config_hash(config),
+        overrides=without_resume_word(plan.words),
+        config_sha256=hash_anywhere(config, plan.asked),
         search=plan.search_record(),
         gpus_per_trial=plan.division.gpus_per_trial if plan.division else None,
     )
     outputs, recipe = Path(config.outputs), plan.recipe or WITHOUT_RECIPE
-    earlier = newest_with(request, outputs, recipe) if config.training.resume != "never" else None
+    earlier = _earlier(request, config) if config.training.resume != "never" else None
     if earlier is not None:
         with working_on(earlier):
             source = _source(plan, earlier)
@@ -94,6 +98,13 @@ def _at_work(plan: SweepPlan, console: Console) -> Iterator[tuple[SweepFolder, T
     with working_on(folder):
         console.print(Text(f"sweep of {plan.num_trials} trials: {folder.path}\n{plan.describe()}"), soft_wrap=True)
         yield folder, _source(plan, folder)
+
+
+def _earlier(request: Request, config: RunConfig) -> SweepFolder | None:
+    """The newest sweep that was asked for the same; before the memory of the machine was left out, it was hashed."""
+    outputs, recipe = Path(config.outputs), request.recipe or WITHOUT_RECIPE
+    hashed_then = replace(request, config_sha256=config_hash(config))
+    return newest_with(request, outputs, recipe) or newest_with(hashed_then, outputs, recipe)
 
 
 def _source(plan: SweepPlan, folder: SweepFolder) -> TrialSource:
@@ -144,19 +155,30 @@ def _run_one(plan: SweepPlan, folder: SweepFolder, stopping: Stopping, command_o
 
 def _conclude(plan: SweepPlan, folder: SweepFolder, trials: list[Trial], console: Console, *, was_stopped: bool) -> int:
     """Write and print what the trials came to; the exit code."""
-    results = [read_result(trial, folder.run_folder(trial), folder.end_of(trial)) for trial in trials]
+    ends = [folder.end_of(trial) for trial in trials]
+    results = [read_result(trial, folder.run_folder(trial), end) for trial, end in zip(trials, ends, strict=True)]
     if results:
         ranking = rank(results, plan.goal)
         write_csv(ranking, folder.path / CSV_FILE)
         console.print(sweep_table(ranking))
         if ranking.ranked:
-            console.print(Text(best_line(plan.recipe, ranking.ranked[0])), soft_wrap=True)
+            console.print(Text(best_line(plan.recipe, ranking.ranked[0], plan.recipes_dirs)), soft_wrap=True)
         console.print(Text(f"written: {folder.path / CSV_FILE}"), soft_wrap=True)
-    if was_stopped:
-        console.print("stopped; the same command goes on with it")
+    again = same_command(plan.configs[0])
+    if was_stopped and (len(trials) < plan.num_trials or any(map(_was_cut_short, ends))):
+        console.print(f"stopped; {again} goes on with it")
         return EXIT_STOPPED
+    if any(folder.has_filled_disk(trial) for trial in trials):
+        console.print(f"no further trials were started, since the disk is full; free some space, and {again} goes on")
+    elif num_left := sum(not folder.is_done(trial) for trial in trials):
+        console.print(f"{again} tries {num_left} of {plan.num_trials} trials again")
     _require_metric(plan, ranking, results)
     return sweep_exit_code(results)
+
+
+def _was_cut_short(end: TrialEnd | None) -> bool:
+    """Whether a trial did not come to its end because its sweep, or its job, was stopped."""
+    return end is None or ((end.was_interrupted or end.exit_code == EXIT_STOPPED) and not end.was_pruned)
 
 
 def _require_metric(plan: SweepPlan, ranking: Ranking, results: list[TrialResult]) -> None:

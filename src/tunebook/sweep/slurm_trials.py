@@ -29,7 +29,7 @@ from tunebook.launch.slurm.client import (
 )
 from tunebook.launch.slurm.script import option_lines, option_words, output_pattern
 from tunebook.record.atomic_files import atomic_write_json, atomic_write_text, read_json
-from tunebook.sweep.folder import SweepFolder, is_done
+from tunebook.sweep.folder import SweepFolder, is_final
 from tunebook.sweep.launching import CommandOf
 from tunebook.sweep.slurm_job import TrialJob
 from tunebook.sweep.stopping import Stopping
@@ -97,7 +97,7 @@ class RunInSlurm:
 
     def _lose_sight(self, trial: Trial, job_id: str | None, reason: str) -> None:
         """Leave a trial, and the job that it may have, to the next time; one that has ended meanwhile has ended."""
-        if self.folder.is_done(trial):
+        if is_final(self.folder.end_of(trial)):
             self._say(trial, f"ended, as its job wrote down; {reason}")
         elif job_id is None:
             self._fail(trial, _NOT_NOW, reason)
@@ -185,7 +185,7 @@ class RunInSlurm:
         if state.name != "COMPLETING" or not self.folder.end_file(trial).is_file():
             return None
         end = self.folder.end_of(trial)
-        return end if was_asked or is_done(end) else None
+        return end if was_asked or is_final(end) else None
 
     def _ask_to_stop(self, trial: Trial, job_id: str, num_requests: int, *, is_running: bool) -> None:
         """Let a running trial save; take back a job that waits, or that was asked often enough."""

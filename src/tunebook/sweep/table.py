@@ -78,9 +78,11 @@ def trial_table(trials: list[Trial], space: Space | None) -> Table:
     return table
 
 
-def best_line(recipe: str | None, best: TrialResult) -> str:
+def best_line(recipe: str | None, best: TrialResult, recipes_dirs: list[Path]) -> str:
     """What trains the best trial again."""
     words = [*([recipe] if recipe else []), *best.trial.overrides]
+    for folder in recipes_dirs:
+        words += ["--recipes-dir", str(folder)]
     return f"best: {best.trial.name}, again: {shlex.join(['tunebook', 'train', *words])}"
 
 

@@ -14,6 +14,7 @@ from hydra.core.override_parser.types import ChoiceSweep, Override, RangeSweep
 from hydra.errors import HydraException
 
 from tunebook.config.compose import parse_overrides
+from tunebook.config.rules.running import RESUME_WORDS
 from tunebook.errors import RequestError, TunebookError
 
 _LOOKS_LIKE_A_RANGE = re.compile(r"=.*\b(interval|range|choice|tag|log|int)\(")
@@ -119,6 +120,15 @@ def _without_values(message: str, trial: Trial) -> str:
     for key, value in trial.swept.items():
         message = message.replace(f"{key}={value}", key)
     return message
+
+
+def without_resume_word(words: list[str]) -> list[str]:
+    """The words without `training.resume=auto` and `never`, which say whether an earlier sweep is gone on with.
+
+    A folder stays: it says what the trials begin from.
+    """
+    parts = [(word, *word.partition("=")[::2]) for word in words]
+    return [word for word, key, value in parts if key != "training.resume" or value.strip("'\"") not in RESUME_WORDS]
 
 
 def parse_words(words: list[str]) -> list[Override]:

@@ -21,6 +21,7 @@ from rich.console import Console
 from transformers import EarlyStoppingCallback, PreTrainedModel, PrinterCallback
 from trl import SFTConfig
 
+from tunebook.checkpoint.candidates import same_command
 from tunebook.checkpoint.choose import choose_checkpoint
 from tunebook.checkpoint.identity import gone_on_from, identity_of
 from tunebook.checkpoint.newest import newest_checkpoint
@@ -127,7 +128,7 @@ def train(folder: Path, request: StopRequest, clock: StartClock) -> Ending:
     if stopping.is_stopping:
         raise StoppedError(
             f"stopped by {request.name or 'another rank'} after step {trainer.state.global_step}, saved in "
-            f"{newest_checkpoint(folder)}; the same command goes on from there",
+            f"{newest_checkpoint(folder)}; {same_command(config)} goes on from there",
             problem_id="stopped",
         )
     trainer.save_final_model(folder / "model")

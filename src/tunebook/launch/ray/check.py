@@ -32,7 +32,9 @@ def check_ray(config: RunConfig) -> None:
         problem = Problem(id="missing-package", key="launcher", message=message, fix=_how_to_get_ray())
         raise RulesError([problem]) from error
     if settings.address != "local":
-        _check_size(config, cluster_resources(settings.address))
+        _check_size(config, cluster_resources(settings.address), "the Ray cluster has")
+    elif (resources := local_resources()) is not None:
+        _check_size(config, resources, "launcher.address=local: on this machine Ray has")
 
 
 def _how_to_get_ray() -> str:
@@ -55,6 +57,10 @@ def cluster_resources(address: str, timeout_s: float = CLUSTER_TIMEOUT_S) -> dic
             socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
         except OSError as error:
             raise _out_of_reach(address, error.strerror or str(error)) from error
+    return _asked(address, timeout_s)
+
+
+def _asked(address: str, timeout_s: float) -> dict[str, float]:
     try:
         answer = subprocess.run(
             _command(address), capture_output=True, text=True, timeout=timeout_s, start_new_session=True
@@ -69,6 +75,18 @@ def cluster_resources(address: str, timeout_s: float = CLUSTER_TIMEOUT_S) -> dic
     if "error" in said:
         raise _out_of_reach(address, said["error"])
     return {name: float(value) for name, value in said["resources"].items()}
+
+
+def local_resources() -> dict[str, float] | None:
+    """What Ray counts on this machine, asked of one that is started for it; None where that could not be learnt.
+
+    Ray's count and not the cores that this process may use: it does not heed the affinity of a process, so it has more
+    of them under taskset, and fewer where a container's share of the processors is limited.
+    """
+    try:
+        return _asked("local", CLUSTER_TIMEOUT_S)
+    except RequestError:
+        return None  # the run's own start says why, with the time it is given
 
 
 def _command(address: str) -> list[str]:
@@ -91,13 +109,13 @@ def worker_resources(config: RunConfig) -> dict[str, float]:
     return {"CPU": float(settings.cpus_per_worker)} | gpu
 
 
-def _check_size(config: RunConfig, resources: dict[str, float]) -> None:
+def _check_size(config: RunConfig, resources: dict[str, float], subject: str) -> None:
     count = config.hardware.num_nodes * (config.hardware.gpus_per_node or 1)
     for name, each in worker_resources(config).items():
         has = resources.get(name, 0.0)
         if has < count * each:
             raise RequestError(
-                f"the Ray cluster has {has:g} {name}s, and {count} workers with {each:g} each need {count * each:g}; "
+                f"{subject} {has:g} {name}s, and {count} workers with {each:g} each need {count * each:g}; "
                 "lower hardware.num_nodes, hardware.gpus_per_node or launcher.cpus_per_worker",
                 problem_id="ray-too-small",
             )

@@ -33,6 +33,8 @@ def main() -> None:
     try:
         ray = connect(sys.argv[1])
         said = {"resources": ray.cluster_resources()}
+        if sys.argv[1] == "local":
+            ray.shutdown()  # it was started for this question
     except Exception as error:  # Ray's, which it documents no base class of
         said = {"error": str(error).strip().splitlines()[0]}
     print(json.dumps(said), flush=True)
