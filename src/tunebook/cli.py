@@ -313,7 +313,7 @@ def parity(
     steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps of each run.")] = 20,
     tolerance: Annotated[
         float | None,
-        typer.Option("--tolerance", help="Largest relative difference of a loss; if unset, by precision."),
+        typer.Option("--tolerance", help="Largest relative difference of a loss, 0: none; if unset, by precision."),
     ] = None,
     recipes_dir: RecipesDir = None,
 ) -> None:

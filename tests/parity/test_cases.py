@@ -3,7 +3,7 @@
 import pytest
 
 from tunebook.errors import DoesNotFitError, Problem, RequestError, RulesError
-from tunebook.parity.cases import list_cases, mark_refused
+from tunebook.parity.cases import list_cases, mark_refused, words_set_aside
 
 
 def names(*args, **kwargs):
@@ -24,6 +24,48 @@ def test_a_case_is_an_ordinary_run_of_so_many_steps():
 
 def test_a_name_is_one_folder():
     assert names(["model.path=a/b,c d"], None, 1) == ["a_b", "c_d"]
+    assert names(["model.path=a/b,a b,."], None, 1) == ["a_b-1", "a_b-2", ".-3"]
+
+
+def test_a_name_that_no_file_system_takes_is_cut_and_numbered():
+    assert names([f"title=x,{'y' * 300}"], "1,2", 1) == ["x-x1", "x-x2", f"{'y' * 80}-3", f"{'y' * 80}-4"]
+
+
+def test_commas_inside_brackets_and_quotes_belong_to_a_value():
+    listed = list_cases([], ["peft.target_modules=[q_proj],[q_proj,v_proj]", "title='a,b',c"], None, 1)
+    assert [case.varied for case in listed] == [
+        ("peft.target_modules=[q_proj]", "title='a,b'"),
+        ("peft.target_modules=[q_proj]", "title=c"),
+        ("peft.target_modules=[q_proj,v_proj]", "title='a,b'"),
+        ("peft.target_modules=[q_proj,v_proj]", "title=c"),
+    ]
+
+
+def test_no_run_stops_early_or_loads_an_earlier_step():
+    typed = ["training.load_best_at_end=true", "training.early_stopping_patience=3", "training.seed=3"]
+    (case, _) = list_cases(typed, ["parallelism=ddp,zero2"], None, 20)
+    assert {"training.load_best_at_end=false", "training.early_stopping_patience=null"} <= set(case.overrides)
+    assert not set(typed[:2]) & set(case.overrides)
+
+
+def test_the_words_that_no_configuration_gets_are_named():
+    typed = [
+        *["training.seed=3", "evaluation=quickstart", "evaluation.limit=5", "training.save_every_steps=5"],
+        *["training.resume=never", "parallelism=ddp", "hardware.gpus_per_node=4"],
+    ]
+    aside = words_set_aside(typed, ["parallelism=ddp,zero2"], "1,2")
+    assert aside == [*typed[1:4], "parallelism=ddp", "hardware.gpus_per_node=4"]
+    (case, *_) = list_cases(typed, ["parallelism=ddp,zero2"], "1,2", 20)
+    assert [word for word in case.overrides if word in typed] == [
+        *["training.seed=3", "training.resume=never", "training.resume=never", "parallelism=ddp"]
+    ]
+    assert words_set_aside(["evaluation.limit=5", "parallelism=ddp"], ["evaluation=none,quickstart"], None) == []
+
+
+@pytest.mark.parametrize(("typed", "steps"), [("7", 7), ("null", 20), ("0", 20)])
+def test_how_long_the_runs_are_is_an_option(typed, steps):
+    with pytest.raises(RequestError, match=rf"training.max_steps={typed}: .* type --steps {steps} in its place"):
+        list_cases([f"training.max_steps={typed}"], ["parallelism=ddp,zero2"], None, 20)
 
 
 @pytest.mark.parametrize(
@@ -35,6 +77,13 @@ def test_a_name_is_one_folder():
         ([], "two", "write numbers of GPUs"),
         ([], "0,1", "write numbers of GPUs"),
         (["parallelism=ddp,ddp"], None, "the same name: ddp, ddp"),
+        (
+            ["training.seed=0"],
+            None,
+            "only one configuration is named, training.seed=0, .* --over training.seed=0,",
+        ),
+        ([], "2", "only one configuration is named, hardware.gpus_per_node=2, .* such as --gpus 2,4"),
+        (["training.max_steps=5,10"], None, "training.max_steps=5: all runs .* type --steps 5 in its place"),
     ],
 )
 def test_words_that_cannot_be_read(over, gpus, words):

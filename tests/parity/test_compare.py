@@ -6,8 +6,9 @@ import pytest
 
 from tunebook.config.auto import resolve_auto
 from tunebook.config.compose import compose
+from tunebook.errors import RequestError
 from tunebook.hardware.detect import Machine
-from tunebook.parity.compare import compare_losses, tolerance_of
+from tunebook.parity.compare import check_tolerance, compare_losses, tolerance_of
 
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
 
@@ -49,3 +50,14 @@ def test_no_losses_at_all_are_no_agreement():
 )
 def test_the_tolerance_follows_the_number_format(words, tolerance):
     assert tolerance_of(resolve_auto(compose(words[0], words[1:]).config, NO_GPU).config) == tolerance
+
+
+@pytest.mark.parametrize("tolerance", [math.nan, math.inf, -math.inf, -1e-5])
+def test_what_no_difference_can_be_compared_with_is_refused(tolerance):
+    with pytest.raises(RequestError, match=rf"--tolerance {tolerance:g}: .*type --tolerance 0.002, --tolerance 0 "):
+        check_tolerance(tolerance)
+
+
+@pytest.mark.parametrize("tolerance", [None, 0.0, 1e-5, 2.0])
+def test_a_tolerance_from_0_is_one(tolerance):
+    check_tolerance(tolerance)

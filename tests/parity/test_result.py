@@ -89,3 +89,30 @@ def test_the_page_shows_curves_and_differences(results, tmp_path):
     assert "1.0e-03 at 2" in page
     assert "DIFFERENT" in page and "failed (3)" in page
     assert "&lt;zero3&gt;" in page and "<zero3>" not in page
+
+
+def test_equal_losses_can_be_asked_for(results, tmp_path):
+    read = results({"single": [2.0, 1.0], "ddp": [2.0, 1.0], "zero2": [2.0, 1.0 + 2**-52]})
+    assert exit_code_of(read[:2], 0.0) == 0
+    assert exit_code_of(read, 0.0) == 5
+    write_page(read, 0.0, "quickstart", tmp_path / "parity.html")
+    page = (tmp_path / "parity.html").read_text()
+    assert "losses must be equal." in page
+    assert "The tolerance is 0: equal losses." in page
+
+
+def test_a_run_without_a_step_has_failed_however_it_ended(results, tmp_path):
+    read = results({"single": [2.0, 1.0], "ddp": []})
+    assert exit_code_of(read, TOLERANCE) == 1
+    row = to_json(read, TOLERANCE)["cases"][1]
+    assert (row["verdict"], row["exit_code"], row["at_step"]) == ("failed (no steps)", 0, None)
+    columns = [[str(cell) for cell in column.cells] for column in parity_table(read, TOLERANCE).columns]
+    assert columns[5:7] == [["reference", "-"], ["", "failed (no steps)"]]
+    write_page(read, TOLERANCE, "quickstart", tmp_path / "parity.html")
+    assert "inf at" not in (tmp_path / "parity.html").read_text()
+
+
+def test_a_reference_without_a_step_has_failed_too(results):
+    read = results({"single": []})
+    assert exit_code_of(read, TOLERANCE) == 1
+    assert to_json(read, TOLERANCE)["cases"][0]["verdict"] == "failed (no steps)"

@@ -9,8 +9,11 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from tunebook.config.choices import Compute, Generation
-from tunebook.errors import Problem, RulesError
+from tunebook.config.auto import resolve_auto
+from tunebook.config.choices import Compute, Generation, LauncherName
+from tunebook.config.compose import compose
+from tunebook.errors import Problem, RequestError, RulesError
+from tunebook.hardware.detect import Machine
 from tunebook.parity import run
 from tunebook.record.atomic_files import read_json
 from tunebook.sweep.trial_process import TrialEnd
@@ -24,7 +27,8 @@ def parity(tmp_path, monkeypatch):
         started = []
         config = SimpleNamespace(
             precision=SimpleNamespace(compute=Compute.fp32),
-            hardware=SimpleNamespace(generation=Generation.cpu),
+            hardware=SimpleNamespace(generation=Generation.cpu, num_nodes=1),
+            launcher=SimpleNamespace(name=LauncherName.local),
             outputs=str(tmp_path),
         )
 
@@ -94,3 +98,64 @@ def test_a_stop_keeps_what_there_is(parity):
     assert code == 6
     assert len(started) == 2
     assert [case["verdict"] for case in written["cases"]] == ["", "failed (6)", "not started"]
+
+
+def test_after_a_reference_without_a_step_nothing_else_is_started(parity):
+    code, written, started, _ = parity({"single": [], "ddp": [2.0]})
+    assert (code, len(started)) == (1, 1)
+    assert [case["verdict"] for case in written["cases"]] == ["failed (no steps)", "not started"]
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch, capsys):
+    """`refused("launcher=slurm")`: why nothing is started, for the quickstart in two strategies."""
+
+    def command(*words, tolerance=None):
+        def plan(recipe, overrides, recipes_dirs):
+            machine = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
+            return SimpleNamespace(config=resolve_auto(compose(recipe, overrides).config, machine).config)
+
+        monkeypatch.setattr(run, "plan_job", plan)
+        monkeypatch.setattr(run, "run_trial", None)
+        with pytest.raises(RequestError) as caught:
+            run.parity_command(
+                "quickstart", [f"outputs={tmp_path}", "hardware=cpu", *words], [], Console(quiet=True),
+                over=["parallelism=ddp,zero2"], gpus=None, num_steps=2, tolerance=tolerance,
+            )  # fmt: skip
+        assert not list(tmp_path.iterdir())
+        assert (caught.value.exit_code, caught.value.problem_id) == (2, "parity-request")
+        return caught.value.message
+
+    return command
+
+
+def test_runs_whose_command_ends_before_them_are_refused(refused):
+    assert refused("launcher=slurm").endswith("let each wait for its job: launcher.wait=true")
+
+
+@pytest.mark.parametrize("tolerance", [float("nan"), float("inf"), -1.0])
+def test_a_tolerance_that_is_none_is_refused_before_anything_runs(refused, tolerance):
+    assert f"--tolerance {tolerance:g}" in refused(tolerance=tolerance)
+
+
+def test_equal_losses_are_the_smallest_tolerance(parity):
+    code, written, _, folder = parity({"single": [2.0, 1.0], "ddp": [2.0, 1.0]}, tolerance=0.0)
+    assert (code, written["tolerance"]) == (0, 0.0)
+    assert (folder / "parity.html").exists()
+
+
+def test_what_was_typed_and_is_not_used_is_said(tmp_path, monkeypatch):
+    config = SimpleNamespace(
+        precision=SimpleNamespace(compute=Compute.fp32),
+        hardware=SimpleNamespace(generation=Generation.cpu, num_nodes=1),
+        launcher=SimpleNamespace(name=LauncherName.local),
+        outputs=str(tmp_path),
+    )
+    monkeypatch.setattr(run, "plan_job", lambda *_: SimpleNamespace(config=config))
+    monkeypatch.setattr(run, "run_trial", lambda *_: TrialEnd(exit_code=3, seconds=1.0, was_interrupted=False))
+    monkeypatch.setattr(run, "write_trial_end", lambda *_: None)
+    console = Console(width=200)
+    typed = ["evaluation=quickstart", "training.save_every_steps=5", "training.seed=3"]
+    with console.capture() as capture:
+        run.parity_command("quickstart", typed, [], console, over=["parallelism=ddp,zero2"], gpus=None, num_steps=2)
+    assert "set aside: evaluation=quickstart training.save_every_steps=5 (" in capture.get()

@@ -70,9 +70,10 @@ SPREADING: dict[str, Explanation] = {
         advice="`apt install libaio-dev g++`, or offload to host memory with parallelism=zero3_offload.",
     ),
     "parity-request": Explanation(
-        summary="The configurations that parity should compare cannot be listed.",
+        summary="What parity should compare cannot be listed, or not compared step by step.",
         why="--over takes key=value,value, --gpus takes numbers, and there must be at least two configurations that "
-        "can run; the first is what the others are compared with.",
+        "can run; the first is what the others are compared with. All take --steps steps, a tolerance is a number from "
+        "0, and each run's command must be at work until the run has ended.",
         advice="Such as `tunebook parity quickstart --over parallelism=ddp,zero2 --gpus 1,2`.",
     ),
 }

@@ -7,12 +7,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
 
+from tunebook.config.override_text import split_values
 from tunebook.config.schema import RunConfig
 from tunebook.errors import DoesNotFitError, RequestError, RulesError
 
-# One optimizer step as often as possible, and nothing that is not about the loss.
-_SHARED = ("evaluation=none", "training.log_every_steps=1", "training.save_every_steps=null", "training.resume=never")
-_GPUS = "hardware.gpus_per_node"
+# Every step's loss to the last one, and nothing that is not about the loss.
+_SHARED = (
+    "evaluation=none",
+    "training.log_every_steps=1",
+    "training.save_every_steps=null",
+    "training.load_best_at_end=false",
+    "training.early_stopping_patience=null",
+    "training.resume=never",
+)
+_GPUS, _STEPS = "hardware.gpus_per_node", "training.max_steps"
+_LONGEST_NAME = 80  # of a folder; file systems take 255 bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,15 +44,30 @@ def list_cases(overrides: list[str], over: list[str], gpus: str | None, num_step
             "there is nothing to compare; say what to vary, such as --over parallelism=ddp,zero2 or --gpus 1,2",
             problem_id="parity-request",
         )
-    shared = (*overrides, *_SHARED, f"training.max_steps={num_steps}")
-    cases = [Case(name=_name(words), varied=words, overrides=(*shared, *words)) for words in product(*varied)]
-    if len({case.name for case in cases}) < len(cases):
+    _refuse_steps([*overrides, *(value for values in varied for value in values)], num_steps)
+    combinations = list(product(*varied))
+    if len(combinations) == 1:
         raise RequestError(
-            f"two of the configurations have the same name: {', '.join(case.name for case in cases)}; vary each value "
-            "once",
+            f"only one configuration is named, {' '.join(combinations[0])}, and there is nothing to compare it with; "
+            f"name at least two values, such as {_second(combinations[0][0])}",
             problem_id="parity-request",
         )
-    return cases
+    names = _names(combinations)
+    aside = words_set_aside(overrides, over, gpus)
+    shared = (*(word for word in overrides if word not in aside), *_SHARED, f"{_STEPS}={num_steps}")
+    return [
+        Case(name=name, varied=words, overrides=(*shared, *words))
+        for name, words in zip(names, combinations, strict=True)
+    ]
+
+
+def words_set_aside(overrides: list[str], over: list[str], gpus: str | None) -> list[str]:
+    """The words of the request that no configuration gets: they are what all share otherwise, or what is varied."""
+    varied = {_key(word) for word in over} | ({_GPUS} if gpus is not None else set())
+    taken = varied | {_key(word) for word in _SHARED}
+    if "evaluation" not in varied:
+        taken |= {_key(word) for word in overrides if word.startswith("evaluation.")}
+    return [word for word in overrides if _key(word) in taken and word not in _SHARED]
 
 
 def mark_refused(cases: list[Case], plan: Callable[[Case], RunConfig]) -> tuple[list[Case], RunConfig]:
@@ -79,6 +103,51 @@ def _why_not(error: RequestError | DoesNotFitError) -> str:
     raise error
 
 
+def _refuse_steps(words: list[str], num_steps: int) -> None:
+    """How long the runs are is an option, the same for all. Raises: RequestError with the option."""
+    for word in words:
+        if _key(word) == _STEPS:
+            value = word.partition("=")[2].strip()
+            raise RequestError(
+                f"{word}: all runs of a parity take the same number of steps, which is an option; type "
+                f"--steps {value if value.isdecimal() and int(value) else num_steps} in its place",
+                problem_id="parity-request",
+            )
+
+
+def _key(word: str) -> str:
+    return word.partition("=")[0].strip().lstrip("+~")
+
+
+def _second(word: str) -> str:
+    """An option with the only value that was named, and another."""
+    key, _, value = word.partition("=")
+    return f"--gpus {value},{2 * int(value)}" if key == _GPUS and value.isdecimal() else f"--over {word},ANOTHER"
+
+
+def _names(combinations: list[tuple[str, ...]]) -> list[str]:
+    """A folder for each. One that is too long, or another's too, is cut and gets the number of its case.
+
+    Raises: RequestError where a combination is there twice.
+    """
+    names = [_name(words) for words in combinations]
+    if len(set(combinations)) == len(combinations):
+        names = [
+            f"{name[:_LONGEST_NAME]}-{number}" if _needs_number(name, names) else name
+            for number, name in enumerate(names, 1)
+        ]
+    if len(set(names)) < len(names):
+        raise RequestError(
+            f"two of the configurations have the same name: {', '.join(names)}; vary each value once",
+            problem_id="parity-request",
+        )
+    return names
+
+
+def _needs_number(name: str, names: list[str]) -> bool:
+    return len(name) > _LONGEST_NAME or names.count(name) > 1 or not name.strip(".")  # a folder's own name, or above it
+
+
 def _name(words: tuple[str, ...]) -> str:
     """The values that set a case apart, as the name of a folder: `zero2-x4`."""
     parts = [("x" if key == _GPUS else "") + value for key, value in (word.split("=", 1) for word in words)]
@@ -87,7 +156,7 @@ def _name(words: tuple[str, ...]) -> str:
 
 def _values(word: str) -> list[str]:
     key, has_value, values = word.partition("=")
-    listed = [value.strip() for value in values.split(",") if value.strip()]
+    listed = [value.strip() for value in split_values(values) if value.strip()]
     if not has_value or not key or not listed:
         raise RequestError(
             f"--over {word}: write it as key=value,value, such as --over parallelism=ddp,zero2",

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from tunebook.config.choices import Compute, Generation
 from tunebook.config.schema import RunConfig
+from tunebook.errors import RequestError
 
 # Relative. Measured on 50 steps: see tests/bench/results.
 CPU_TOLERANCE = 1e-5
@@ -36,6 +37,17 @@ def tolerance_of(config: RunConfig) -> float:
     if config.precision.compute is not Compute.fp32:
         return LOW_PRECISION_TOLERANCE
     return CPU_TOLERANCE if config.hardware.generation is Generation.cpu else FP32_TOLERANCE
+
+
+def check_tolerance(tolerance: float | None) -> None:
+    """Refuse what no difference can be compared with; 0 asks for equal losses. Raises: RequestError."""
+    if tolerance is not None and not 0 <= tolerance < math.inf:  # neither holds of nan
+        raise RequestError(
+            f"--tolerance {tolerance:g}: this is the largest relative difference that losses may have, a number that "
+            f"is finite and not below 0; type --tolerance {LOW_PRECISION_TOLERANCE:g}, --tolerance 0 for equal losses, "
+            "or leave it out",
+            problem_id="parity-request",
+        )
 
 
 def compare_losses(losses: Sequence[float | None], reference: Sequence[float | None]) -> Difference:

@@ -21,7 +21,7 @@ def write_page(results: list[CaseResult], tolerance: float, recipe: str, file: P
         beside=Path(__file__).parent,
         recipe=recipe,
         reference=results[0].case.name,
-        tolerance=f"{tolerance:g}",
+        allowed=f"may differ by {tolerance:g} of their value" if tolerance else "must be equal",
         rows=rows,
         charts=[_losses(ran), _differences(ran[1:], tolerance)],
     )
@@ -48,11 +48,12 @@ def _differences(ran: list[CaseResult], tolerance: float) -> Chart:
         for index, result in enumerate(ran)
         if result.difference is not None
     ]
+    asked = f"The tolerance is {math.log10(tolerance):.1f}." if tolerance else "The tolerance is 0: equal losses."
     return Chart(
         title="Difference from the reference",
         y_label="relative, as a power of ten",
         lines=lines,
-        note=f"The tolerance is {math.log10(tolerance):.1f}.",
+        note=asked,
     )
 
 

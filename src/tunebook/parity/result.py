@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from tunebook.errors import DifferenceError
+from tunebook.errors import DifferenceError, TunebookError
 from tunebook.parity.cases import Case
 from tunebook.parity.compare import Difference, compare_losses
 from tunebook.record.manifest import MANIFEST_FILE, read_manifest
@@ -26,10 +26,15 @@ class CaseResult:
     run_folder: Path
     exit_code: int | None  # None: not started
     losses: list[float | None]
-    difference: Difference | None  # None: refused, or the run failed
+    difference: Difference | None  # None: not started, or the run failed
     tokens_per_second_per_gpu: float | None
     memory_gib: float | None  # the highest of all ranks
     found: dict[str, Any] | None  # what the model was wrapped in
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it was started and has nothing to compare; a run without a step has not, however it ended."""
+        return self.exit_code is not None and (self.exit_code != 0 or not self.losses)
 
     def is_within(self, tolerance: float) -> bool:
         """Whether it may be as far from the reference as it is."""
@@ -42,12 +47,13 @@ def read_case(case: Case, run_folder: Path, exit_code: int | None, reference: Ca
     losses = [line["loss"] for line in lines]
     speeds = [speed for line in lines[len(lines) // 4 :] if (speed := line["tokens_per_second_per_gpu"]) is not None]
     has_manifest = (run_folder / MANIFEST_FILE).is_file()
+    is_compared = exit_code == 0 and bool(losses)
     return CaseResult(
         case=case,
         run_folder=run_folder,
         exit_code=exit_code,
         losses=losses,
-        difference=compare_losses(losses, reference.losses if reference else losses) if exit_code == 0 else None,
+        difference=compare_losses(losses, reference.losses if reference else losses) if is_compared else None,
         tokens_per_second_per_gpu=median(speeds) if speeds else None,
         memory_gib=max(lines[-1]["memory_gib"]) if lines else None,
         found=read_manifest(run_folder).get("parallelism_found") if has_manifest else None,
@@ -57,7 +63,7 @@ def read_case(case: Case, run_folder: Path, exit_code: int | None, reference: Ca
 def exit_code_of(results: list[CaseResult], tolerance: float) -> int:
     """0 where all agree, the code of the first run that failed, else 5 where one is too far from the reference."""
     ran = [result for result in results if result.case.refused is None]
-    failed = next((result.exit_code for result in ran if result.exit_code), None)
+    failed = next((result.exit_code or TunebookError.exit_code for result in ran if result.has_failed), None)
     if failed is not None:
         return failed
     return 0 if all(result.is_within(tolerance) for result in ran) else DifferenceError.exit_code
@@ -101,8 +107,8 @@ def verdict(result: CaseResult, tolerance: float, *, is_reference: bool) -> str:
         return "not possible"
     if result.exit_code is None:
         return "not started"
-    if result.exit_code != 0:
-        return f"failed ({result.exit_code})"
+    if result.has_failed:
+        return f"failed ({result.exit_code or 'no steps'})"
     return "" if is_reference else "the same" if result.is_within(tolerance) else "DIFFERENT"
 
 

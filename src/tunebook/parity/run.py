@@ -16,8 +16,9 @@ from rich.text import Text
 from tunebook.config.schema import RunConfig
 from tunebook.errors import StoppedError
 from tunebook.launch.job import plan_job
-from tunebook.parity.cases import Case, list_cases, mark_refused
-from tunebook.parity.compare import tolerance_of
+from tunebook.parity.cases import Case, list_cases, mark_refused, words_set_aside
+from tunebook.parity.compare import check_tolerance, tolerance_of
+from tunebook.parity.launching import check_attended
 from tunebook.parity.page import write_page
 from tunebook.parity.result import CaseResult, exit_code_of, parity_table, read_case, to_json
 from tunebook.record.atomic_files import atomic_write_json
@@ -47,8 +48,11 @@ def parity_command(
     """
 
     def plan(case: Case) -> RunConfig:
-        return plan_job(recipe, list(case.overrides), recipes_dirs).config
+        config = plan_job(recipe, list(case.overrides), recipes_dirs).config
+        check_attended(config)
+        return config
 
+    check_tolerance(tolerance)
     cases, reference = mark_refused(list_cases(overrides, over, gpus, num_steps), plan)
     allowed = tolerance_of(reference) if tolerance is None else tolerance
     time = datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%SZ")
@@ -56,6 +60,9 @@ def parity_command(
         Path(reference.outputs).expanduser().absolute() / (recipe or WITHOUT_RECIPE) / f"parity-{time}"
     )
     console.print(Text(f"parity of {len(cases)} configurations: {folder}"), soft_wrap=True)
+    if aside := words_set_aside(overrides, over, gpus):
+        why = "runs are not evaluated, saved before their end, stopped early or resumed, and --over and --gpus go first"
+        console.print(Text(f"set aside: {' '.join(aside)} ({why})"), soft_wrap=True)
     results, was_stopped = _run_all(cases, folder, recipe, recipes_dirs, console)
     atomic_write_json(
         folder / JSON_FILE, {"recipe": recipe, "hardware": describe_hardware(None)} | to_json(results, allowed)
@@ -79,7 +86,7 @@ def _run_all(
     with stopping.listening():
         for number, case in enumerate(cases, 1):
             exit_code = None
-            has_reference = not results or results[0].exit_code == 0
+            has_reference = not results or not results[0].has_failed
             if case.refused is None and has_reference and not stopping.num_requests:
                 console.print(Text(f"\n{number} of {len(cases)}: {case.name}"))
                 end = run_trial(train_command(recipe, case.overrides, folder / case.name, recipes_dirs), stopping)
