@@ -15,6 +15,20 @@ DEV_READY := .venv/.ready-dev
 FRONT := @exec docker/front.sh
 SCRIPTS := $(wildcard .ci/* docker/*.sh)
 
+# Make takes any NAME=VALUE in silence: `recipe=mine` would train the default, and `training.seed=1` change nothing. No name
+# that means something here has a small letter, but those that libraries read from the environment (http_proxy).
+NAMES := RECIPE ARGS WHERE GPU GPUS DATA REGISTRY BASE_IMAGE CA PIP_CONF APT_CONF WHEELS NETWORK PYTHON WORKERS
+SMALL := a b c d e f g h i j k l m n o p q r s t u v w x y z
+TYPED := $(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name)))),$(name)))
+has_small = $(strip $(foreach letter,$(SMALL),$(findstring $(letter),$(1))))
+IGNORED := $(foreach name,$(filter-out %_proxy,$(TYPED)),$(if $(call has_small,$(name)),$(name)))
+ifneq ($(strip $(IGNORED)),)
+NAME := $(firstword $(IGNORED))
+MEANT := $(filter $(shell echo '$(NAME)' | tr a-z A-Z),$(NAMES))
+TOLD := $(if $(MEANT),$(MEANT)="$(value $(NAME))",ARGS="$(NAME)=$(value $(NAME))")
+$(error $(NAME)=$(value $(NAME)) would be ignored. Type $(TOLD))
+endif
+
 # What is typed after make reaches front.sh through the environment, all but ARGS, which make would expand on the way.
 export PYTHON
 unexport ARGS
@@ -31,6 +45,9 @@ help:  ## This list
 	  'GPU: the image, auto (for the GPUs here), cpu, volta, turing, ampere, ada, hopper or blackwell; GPUS: how many'
 
 # ARGS goes through `value` and unquoted: make expands nothing in it, the shell splits it, and quotes inside it hold.
+# Where ARGS may name what RECIPE does, RECIPE is there only if it is typed, or nothing is.
+RECIPE_OR_ARGS = $(if $(filter-out file,$(origin RECIPE)),$(RECIPE),$(if $(value ARGS),,$(RECIPE))) $(value ARGS)
+
 train:  ## Train RECIPE, evaluate it and write its report; ARGS=--dry-run only shows what would run
 	$(FRONT) run train $(RECIPE) $(value ARGS)
 
@@ -44,7 +61,7 @@ eval:  ## Evaluate the newest finished run, RECIPE's if it is given, or another:
 	$(FRONT) run eval $(if $(filter-out file,$(origin RECIPE)),run=$(RECIPE)) $(value ARGS)
 
 fetch:  ## Download what RECIPE needs, to work without a network later; only a suite's data: ARGS=suite=leaderboard
-	$(FRONT) run fetch $(if $(filter-out file,$(origin RECIPE)),$(RECIPE),$(if $(value ARGS),,$(RECIPE))) $(value ARGS)
+	$(FRONT) run fetch $(RECIPE_OR_ARGS)
 
 chat:  ## Talk to RECIPE's newest run; ARGS="--prompt 'Hello'" for one answer
 	$(FRONT) run chat $(RECIPE) $(value ARGS)
@@ -56,10 +73,10 @@ export:  ## Write RECIPE's newest run as one Hugging Face folder; ARGS="--checkp
 	$(FRONT) run export $(RECIPE) $(value ARGS)
 
 report:  ## Write the report of RECIPE's newest run again, or of others: ARGS="RUN RUN"
-	$(FRONT) run report $(or $(value ARGS),$(RECIPE))
+	$(FRONT) run report $(RECIPE_OR_ARGS)
 
 verify:  ## Compare RECIPE's newest run with the recipe's evidence, or another: ARGS=RUN
-	$(FRONT) run verify $(or $(value ARGS),$(RECIPE))
+	$(FRONT) run verify $(RECIPE_OR_ARGS)
 
 list:  ## The recipes, with their hardware and strategy
 	$(FRONT) run list $(value ARGS)
@@ -126,7 +143,7 @@ lock:  ## Write the locks again after a change of an .in file in docker/; ARGS=-
 	$(PYTHON) docker/make_locks.py $(value ARGS)
 
 clean-venv:  ## Remove .venv; the next target sets it up again
-	rm -rf .venv
+	@docker/setup_venv.sh remove
 
 $(RUN_READY): $(LOCKS)
 	docker/setup_venv.sh run $(VENV_GENERATION)

@@ -41,6 +41,8 @@ cd "$root"
 . docker/front/registry.sh
 # shellcheck source=docker/front/container.sh
 . docker/front/container.sh
+# shellcheck source=docker/front/venv_lock.sh
+. docker/front/venv_lock.sh
 # shellcheck source=docker/front/place.sh
 . docker/front/place.sh
 

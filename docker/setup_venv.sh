@@ -3,12 +3,16 @@
 # machines without Docker: the image installs the same locks by the same functions.
 #   setup_venv.sh run [GENERATION]     what a run needs, on a CPU or on the named GPU generation
 #   setup_venv.sh dev [GENERATION]     that and what `make check` needs
+#   setup_venv.sh remove               no .venv
 # PYTHON names the Python to use (python3). It may be interrupted and started again at any time: a half-made .venv is
 # made anew, because pip takes a half-copied package for an installed one; what was downloaded comes from pip's cache.
+# Nothing is changed under a command that runs from .venv: that ends with 2, the exit code for a request that is wrong.
 set -euo pipefail
 
 # shellcheck source=docker/install_lock.sh
 . "$(dirname "${BASH_SOURCE[0]}")/install_lock.sh"
+# shellcheck source=docker/front/venv_lock.sh
+. "$(dirname "${BASH_SOURCE[0]}")/front/venv_lock.sh"
 
 purpose=${1:-}
 generation=${2:-cpu}
@@ -26,7 +30,34 @@ require_python() {
 
 is_usable() { # finished, with a pip, and for this generation, since pip takes torch's CPU build for the CUDA build
   [ ! -e "$unfinished" ] && .venv/bin/python -m pip --version > /dev/null 2>&1 || return
-  [ "$(cat "$made_for" 2> /dev/null || echo cpu)" = "$generation" ]
+  [ "$(packages_there)" = "$generation" ]
+}
+
+hold_venv_alone() {
+  if lock_venv -x; then return; fi
+  if ! (lock_venv -s); then
+    refuse "another command is setting up .venv." "Wait until it is done, then type the same again."
+  fi
+  local there what processes advice="Wait for it"
+  there=$(packages_there)
+  processes=$(processes_in_venv)
+  if [ "$purpose" = remove ]; then
+    what="it would be removed"
+  elif [ "$there" != "$generation" ]; then
+    what="it would be made anew for $generation"
+    advice+=", or use it as it is: WHERE=local GPU=$there make ..."
+  else
+    what="what it holds would be brought up to date with the locks"
+    advice+=", or work in a checkout of its own: git worktree add FOLDER"
+  fi
+  refuse "a command of tunebook is running from .venv (packages of docker/$there), and $what." "$advice" \
+    "Its processes on this machine: ${processes:-none that can be seen}"
+}
+
+refuse() { # refuse WHAT_IS_WRONG WHAT_TO_TYPE_NEXT...
+  printf 'error: %s\n' "$1" >&2
+  printf '%s\n' "${@:2}" >&2
+  exit 2
 }
 
 make_venv() {
@@ -52,8 +83,16 @@ say_what_is_left_out() {
 }
 
 end_when_interrupted
-[ "$purpose" = run ] || [ "$purpose" = dev ] || fail "usage: setup_venv.sh run|dev [GENERATION]"
-require_generation "$generation"
+case $purpose in
+  run | dev) require_generation "$generation" ;;
+  remove) ;;
+  *) fail "usage: setup_venv.sh run|dev [GENERATION], or: setup_venv.sh remove" ;;
+esac
+hold_venv_alone
+if [ "$purpose" = remove ]; then
+  rm -rf .venv
+  exit
+fi
 require_python
 make_venv
 touch "$unfinished"

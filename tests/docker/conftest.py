@@ -16,9 +16,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = (
-    "awk", "bash", "cat", "chmod", "chown", "cut", "date", "df", "dirname", "env", "find", "git", "grep", "head", "id",
-    "make", "mkdir", "mktemp", "mv", "paste", "printf", "realpath", "rm", "sed", "seq", "setsid", "sh", "sha256sum",
-    "sleep", "sort", "stat", "tail", "timeout", "touch", "tr", "uniq", "wc", "xargs",
+    "awk", "bash", "cat", "chmod", "chown", "cut", "date", "df", "dirname", "env", "find", "flock", "git", "grep",
+    "head", "id", "make", "mkdir", "mktemp", "mv", "paste", "printf", "realpath", "rm", "sed", "seq", "setsid", "sh",
+    "sha256sum", "sleep", "sort", "stat", "tail", "timeout", "touch", "tr", "uniq", "wc", "xargs",
 )  # fmt: skip
 
 # What `docker info --format '{{json .}}'` printed (Docker 26.1), cut to what is looked at.
