@@ -231,6 +231,23 @@ def test_other_hardware_than_planned(sound, changed, machine, installed, gpus, i
         assert problem.fix == "CUDA_VISIBLE_DEVICES=0,2 in front of the command"
 
 
+def test_of_different_gpus_the_largest_group_of_one_kind_is_named_by_ids(sound, changed, machine, installed):
+    """A DGX Station: `auto` plans for the oldest, which is a display card, and CUDA counts in another order."""
+    installed(GPU_PACKAGES)
+    a100, display = ("NVIDIA A100", (8, 0)), ("NVIDIA DGX Display", (7, 5))
+    found = machine(a100, a100, a100, display, a100)
+    named = replace(found, gpus=[replace(gpu, uuid=f"GPU-{gpu.index}") for gpu in found.gpus])
+    for generation in (Generation.turing, Generation.ampere):
+        changes = {**ON_VOLTA, "hardware.generation": generation, "parallelism.strategy": Strategy.ddp}
+        (problem,) = check_environment(changed(sound, {**changes, "hardware.gpus_per_node": 5}), named)
+        assert (problem.id, problem.fix) == (
+            "mixed-gpus",
+            "CUDA_VISIBLE_DEVICES=GPU-0,GPU-1,GPU-2,GPU-4 in front of the command, and hardware.gpus_per_node=4",
+        )
+        (problem,) = check_environment(changed(sound, {**changes, "hardware.gpus_per_node": 4}), named)
+        assert problem.fix == "CUDA_VISIBLE_DEVICES=GPU-0,GPU-1,GPU-2,GPU-4 in front of the command"
+
+
 def test_a_gpu_that_torch_has_forgotten(sound, changed, machine, installed):
     installed(GPU_PACKAGES)
     config = changed(sound, ON_VOLTA)

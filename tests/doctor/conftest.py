@@ -71,5 +71,9 @@ def only(findings: list[Finding], id: str) -> Finding:
 
 @pytest.fixture(autouse=True)
 def no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("CUDA_VISIBLE_DEVICES", "HF_TOKEN", "NCCL_P2P_DISABLE", "KUBERNETES_SERVICE_HOST", "container"):
+    variables = (
+        "CUDA_VISIBLE_DEVICES", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "TRANSFORMERS_OFFLINE", "NCCL_P2P_DISABLE",
+        "KUBERNETES_SERVICE_HOST", "container",
+    )  # fmt: skip
+    for name in variables:
         monkeypatch.delenv(name, raising=False)

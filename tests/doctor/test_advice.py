@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tunebook.config.rules import check
 from tunebook.doctor.advice import Costs, advise, costs_of
 from tunebook.doctor.collectives.formulas import ALL_REDUCE
 from tunebook.doctor.collectives.run import Bandwidth
@@ -18,7 +19,7 @@ from .conftest import h200, machine_with, measured, resolved
 FOUR = machine_with(*(h200(index) for index in range(4)))
 COSTS = Costs(
     num_parameters=10**9, element_bytes=2, num_gpus=4, tokens_per_pass=4096, passes_per_step=1, operations_per_token=6,
-    trains_all=True, peak_tflops=989.0, bus_gb_per_s=100.0,
+    trains_all=True, is_fsdp=False, peak_tflops=989.0, bus_gb_per_s=100.0,
 )  # fmt: skip
 
 
@@ -36,6 +37,21 @@ def test_zero3_moves_one_and_a_half_times_as_much_in_a_step_of_one_pass_and_up_t
     many = replace(COSTS, passes_per_step=99)
     assert 99 * many.gathered_bytes_per_pass / many.kept_bytes_per_step == pytest.approx(2.97)
     assert "(2.97 times what ZeRO-2 moves a step)" in many.text("ZeRO-2", "ZeRO-3")
+
+
+def test_fsdp_moves_one_and_a_half_times_as_much_however_many_passes_a_step_has() -> None:
+    """It shards the weights again after each backward pass and reduces the gradients of each."""
+    for passes in (1, 2, 99):
+        fsdp = replace(COSTS, is_fsdp=True, passes_per_step=passes)
+        assert fsdp.kept_bytes_per_step == pytest.approx(passes * 3e9)  # 2 x 1e9 x 2 bytes x 3/4
+        assert "(1.5 times what FSDP without resharding moves a step)" in fsdp.text("FSDP without resharding", "FSDP")
+
+
+def test_fsdp_gathers_the_frozen_weights_of_an_adapter() -> None:
+    fsdp = replace(COSTS, is_fsdp=True, passes_per_step=4, trains_all=False)
+    assert fsdp.kept_bytes_per_step == pytest.approx(4 * 1.5e9)
+    assert "(2 times what FSDP without resharding moves a step)" in fsdp.text("FSDP without resharding", "FSDP")
+    assert "(ZeRO-2 moves an adapter only)" in replace(fsdp, is_fsdp=False).text("ZeRO-2", "ZeRO-3")
 
 
 def test_at_the_needed_bandwidth_and_tokens_it_just_hides() -> None:
@@ -94,15 +110,51 @@ def test_what_is_advised_and_when_the_recipe_should_change(
     assert found.level is (Level.ok if fix is None else Level.warning)
 
 
-def test_where_only_zero3_fits_and_the_links_are_slow_more_tokens_are_named() -> None:
-    words = ("qwen3b_zero2", "parallelism=zero3", "hardware.memory_gib=12")
-    found = advice(measured(12.0), *words)
+@pytest.mark.parametrize(
+    ("words", "speed", "fix"),
+    [
+        (["llama2_70b_fsdp_1node"], 300.0, "training.micro_batch_size=2"),  # the two rows that a step has for a GPU
+        # 64 rows a pass would be more than a step has, and than memory holds; so is the adapter on whole weights
+        (["llama2_70b_fsdp_1node"], 5.0, "GPUs whose links reach 317 GB/s: no change of the run was estimated to fit "
+         "and to be enough"),
+        (["dolly3b_ray_zero3_offload", "hardware.gpus_per_node=4"], 300.0, "a larger global batch: "
+         "training.global_samples=32 training.micro_batch_size=2; or peft=lora parallelism=zero2"),
+        (["dolly3b_ray_zero3_offload", "hardware.gpus_per_node=4"], 5.0, "peft=lora parallelism=zero2"),
+    ],
+    ids=["rows", "nothing", "larger_batch", "adapter"],
+)  # fmt: skip
+def test_where_links_are_slow_for_what_alone_fits_only_what_can_run_is_named(
+    words: list[str], speed: float, fix: str
+) -> None:
+    config = resolved(*words)
+    found = advise(config, solve_batch(config, None), measured(speed), "NVIDIA H200")
     assert found is not None
-    config = resolved(*words, machine=FOUR)
-    micro = solve_batch(config, None).micro_batch_size
-    times = -(-found.data["needed_tokens_per_pass"] // found.data["tokens_per_pass"])
-    assert f"training.micro_batch_size={micro * times} " in (found.fix or "")
-    assert found.level is Level.warning
+    assert (found.level, found.fix) == (Level.warning, fix)
+
+
+@pytest.mark.parametrize("fix", ["training.micro_batch_size=2", None])
+def test_more_rows_than_a_step_has_are_refused(fix: str | None) -> None:
+    """The rule for which the second case above names no rows: what is named must be planned without an error."""
+    words = (fix or "training.micro_batch_size=64",)
+    problems = check(resolved("llama2_70b_fsdp_1node", *words))
+    assert [problem.id for problem in problems if problem.is_error] == ([] if fix else ["batch-too-small"])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "memory_gib", "said", "fix"),
+    [
+        ("ddp", 48, "ZeRO-2 fits, and ddp is estimated not to.", "parallelism=zero2"),
+        ("zero1", 24, "ZeRO-2 is estimated not to fit.", "parallelism=zero3"),
+    ],
+)
+def test_what_communicates_once_a_step_is_left_alone_where_it_fits(
+    strategy: str, memory_gib: int, said: str, fix: str
+) -> None:
+    words = ("qwen3b_zero2", f"parallelism={strategy}")
+    assert advice(measured(5.0), *words) is None
+    found = advice(measured(5.0), *words, f"hardware.memory_gib={memory_gib}")
+    assert found is not None
+    assert (said in found.what, found.level, found.fix) == (True, Level.warning, fix)
 
 
 def test_numbers_come_from_the_recipe_and_the_gpu() -> None:

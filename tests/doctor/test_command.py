@@ -204,6 +204,20 @@ def test_what_does_not_compose_is_a_finding_beside_those_of_the_machine(host: Ho
     assert levels(said)["gpus-found"] == "ok"
 
 
+def test_without_a_recipe_or_a_model_the_machine_alone_is_looked_at(host: Host, as_json: Any, tmp_path: Path) -> None:
+    code, said = as_json(None, f"outputs={tmp_path}/disk2", "hardware.num_nodes=2")
+    assert code == 0
+    assert not {finding["kind"] for finding in said["findings"]} & {"recipe", "tokenizer"}
+    (space,) = [
+        finding for finding in said["findings"] if finding["id"] == "disk-space" and str(tmp_path) in finding["what"]
+    ]
+    assert f"{tmp_path}/disk2" in space["data"]["folders"]
+    code, said = as_json(None, f"outptus={tmp_path}")
+    assert (code, levels(said)["unknown-key"]) == (2, "error")
+    code, said = as_json(None, "model.name=some-organisation/some-model")
+    assert (code, levels(said)["batch-one-way"]) == (2, "error")
+
+
 def test_a_broken_rule_is_a_finding(host: Host, as_json: Any) -> None:
     code, said = as_json("quickstart", "precision=fp16", "hardware=cpu")
     assert code == 2

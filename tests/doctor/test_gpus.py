@@ -50,8 +50,42 @@ def test_a_gpu_that_somebody_else_is_on_names_process_memory_and_the_free_one() 
     found = only(look(busy, health(1)), "gpu-in-use")
     assert found.level is Level.warning
     assert found.what == "GPU 0: 26.1 of 140.4 GiB in use, by process 12806 (25.6 GiB), 7"
-    assert "CUDA_VISIBLE_DEVICES=1 in front" in found.fix
+    assert found.fix.endswith("or take others: CUDA_VISIBLE_DEVICES=GPU-1 in front of the command")
     assert found.data["used_gib"] == {"0": 26.1, "1": 0.5}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"compute_mode": "prohibited"},
+        {"uncorrected_since_start": 2},
+        {"remapping": {"is_pending": False, "has_failed": True}},
+    ],
+    ids=["prohibited", "errors", "not_repaired"],
+)
+def test_a_gpu_that_cannot_be_used_is_none_of_the_others(changes: dict) -> None:
+    three = machine_with(h200(0), h200(1), h200(2))
+    busy, bad = health(0, used_gib=26.1), health(1, **changes)
+    found = only(look(busy, health(1), health(2), machine=three), "gpu-in-use")
+    assert "CUDA_VISIBLE_DEVICES=GPU-1,GPU-2 in" in found.fix
+    found = only(look(busy, bad, health(2), machine=three), "gpu-in-use")
+    assert "CUDA_VISIBLE_DEVICES=GPU-2 in" in found.fix
+    assert "none is free" in only(look(busy, bad), "gpu-in-use").fix
+
+
+def test_of_gpus_of_several_kinds_the_others_are_of_one() -> None:
+    small = h200(2, name="NVIDIA T1000", memory_gib=4.0, compute_capability=(7, 5))
+    machine = machine_with(h200(0), h200(1), small, h200(3))
+    found = only(look(health(0, used_gib=26.1), *map(health, (1, 2, 3)), machine=machine), "gpu-in-use")
+    assert "CUDA_VISIBLE_DEVICES=GPU-1,GPU-3 in" in found.fix
+
+
+def test_of_different_gpus_those_to_use_are_named() -> None:
+    note = "different GPUs in one machine: 1 x NVIDIA DGX Display, 2 x NVIDIA H200; CUDA_VISIBLE_DEVICES can restrict"
+    display = h200(1, name="NVIDIA DGX Display", memory_gib=4.0, compute_capability=(7, 5))
+    machine = machine_with(h200(0), display, h200(2), notes=(note,))
+    found = only(look(*map(health, (0, 1, 2)), machine=machine), "gpu-note")
+    assert found.fix == "CUDA_VISIBLE_DEVICES=GPU-0,GPU-2 in front of the command takes those of one kind"
 
 
 def test_all_in_use_by_processes_outside_of_the_container() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tunebook.doctor.findings import Level
-from tunebook.doctor.links import look_at_bandwidth, look_at_topology, why_not_measured
+from tunebook.doctor.links import look_at_bandwidth, look_at_topology, not_measured
 from tunebook.hardware.nvidia_smi import SmiAnswer
 from tunebook.hardware.topology import parse_topology
 
 from .conftest import CPU_ONLY, TOPOLOGIES, h200, machine_with, measured, only, topology_of
+
+EIGHT = machine_with(*(h200(index) for index in range(8)))
 
 
 def look(name: str, num_gpus: int, num_nodes: int = 1, first: int = 0):
@@ -41,7 +43,7 @@ def test_two_of_the_mesh_without_a_way_of_nvlinks() -> None:
 def test_over_two_sockets_the_gpus_of_one_are_named() -> None:
     found = only(look("pcie_two_sockets", 4), "topology")
     assert found.level is Level.warning
-    assert "CUDA_VISIBLE_DEVICES=0,1 in front" in found.fix
+    assert "CUDA_VISIBLE_DEVICES=GPU-0,GPU-1 in front" in found.fix
     assert only(look("pcie_two_sockets", 2), "topology").level is Level.ok  # both on one
 
 
@@ -90,37 +92,39 @@ def test_without_a_matrix_it_is_a_warning(answer: SmiAnswer, said: str) -> None:
 
 
 def test_a_bandwidth_that_such_links_reach() -> None:
-    (found,) = look_at_bandwidth(measured(360.0), topology_of("h100x8"))
+    (found,) = look_at_bandwidth(measured(360.0), topology_of("h100x8"), EIGHT)
     assert found.level is Level.ok
     assert found.what == "4 GPUs: all-reduce 360 GB/s at 1 GiB, all-gather 360 GB/s at 1 GiB (bus bandwidth)"
 
 
 @pytest.mark.parametrize(("speed", "level"), [(224.0, Level.warning), (226.0, Level.ok)])  # half of 18 x 25 is 225
 def test_half_of_what_nvlinks_carry_is_too_slow(speed: float, level: Level) -> None:
-    (found,) = look_at_bandwidth(measured(speed), topology_of("h100x8"))
+    (found,) = look_at_bandwidth(measured(speed), topology_of("h100x8"), EIGHT)
     assert found.level is level
     assert ("reach at least 225 GB/s" in found.what) is (level is Level.warning)
 
 
 def test_the_fewest_nvlinks_of_a_pair_decide() -> None:
     text = "\tGPU0\tGPU1\tGPU2\nGPU0\t X \tNV4\tNV2\nGPU1\tNV4\t X \tNV4\nGPU2\tNV2\tNV4\t X \n"
-    (found,) = look_at_bandwidth(measured(26.0, num_ranks=3), parse_topology(text))  # above half of 2 x 25, below of 4
+    (found,) = look_at_bandwidth(
+        measured(26.0, num_ranks=3), parse_topology(text), EIGHT
+    )  # above half of 2 x 25, below of 4
     assert found.level is Level.ok
 
 
 @pytest.mark.parametrize(("speed", "level"), [(4.9, Level.warning), (5.1, Level.ok)])
 def test_pcie_has_a_floor_too(speed: float, level: Level) -> None:
-    (found,) = look_at_bandwidth(measured(speed), topology_of("pcie_two_sockets"))
+    (found,) = look_at_bandwidth(measured(speed), topology_of("pcie_two_sockets"), EIGHT)
     assert found.level is level
 
 
 def test_without_a_matrix_there_is_no_floor() -> None:
-    (found,) = look_at_bandwidth(measured(0.1), None)
+    (found,) = look_at_bandwidth(measured(0.1), None, EIGHT)
     assert found.level is Level.ok
 
 
 def test_cpu_ranks_are_not_judged() -> None:
-    (found,) = look_at_bandwidth(measured(0.1, backend="gloo", num_ranks=2), topology_of("h100x8"))
+    (found,) = look_at_bandwidth(measured(0.1, backend="gloo", num_ranks=2), topology_of("h100x8"), EIGHT)
     assert found.level is Level.ok
     assert found.what.startswith("2 CPU ranks: ")
     assert "says nothing of GPUs" in found.what
@@ -128,7 +132,7 @@ def test_cpu_ranks_are_not_judged() -> None:
 
 def test_a_link_that_hangs_is_an_error_and_names_what_to_try() -> None:
     bandwidth = measured(300.0, problem="no answer within 120 s", is_late=True)
-    (found,) = look_at_bandwidth(bandwidth, None)
+    (found,) = look_at_bandwidth(bandwidth, None, EIGHT)
     assert found.level is Level.error
     assert "no answer within 120 s (after 2 measurements)" in found.what
     assert "NCCL_P2P_DISABLE=1" in found.fix
@@ -136,29 +140,52 @@ def test_a_link_that_hangs_is_an_error_and_names_what_to_try() -> None:
 
 def test_ranks_that_fail() -> None:
     bandwidth = measured(sizes=(), problem="it ended with exit code 1; rank 0: No space left on device")
-    (found,) = look_at_bandwidth(bandwidth, None)
+    (found,) = look_at_bandwidth(bandwidth, None, EIGHT)
     assert found.level is Level.error
     assert "rank 0: No space left on device (before the first measurement)" in found.what
     assert "/dev/shm" in found.fix
 
 
 def test_wrong_sums_are_an_error_whatever_the_speed() -> None:
-    findings = look_at_bandwidth(measured(360.0, wrong=["rank 1: all_reduce of 8 bytes"]), topology_of("h100x8"))
+    findings = look_at_bandwidth(measured(360.0, wrong=["rank 1: all_reduce of 8 bytes"]), topology_of("h100x8"), EIGHT)
     assert only(findings, "wrong-sums").level is Level.error
     assert "rank 1: all_reduce of 8 bytes" in only(findings, "wrong-sums").what
     assert only(findings, "bandwidth").level is Level.ok
 
 
 @pytest.mark.parametrize(
-    ("gpus", "free", "said"),
-    [
-        ([h200(0), h200(1)], [139.0, 139.0], None),
-        ([h200(0), h200(1)], [139.0, 3.9], "only 3.9 GiB of free memory"),
-        ([h200(0), h200(1)], [139.0], "CUDA does not work on all GPUs"),
-        ([h200(0, is_mig=True), h200(1)], [9.0, 9.0], "NCCL connects no MIG slices"),
-        ([h200(0), h200(1, name="NVIDIA A100")], [9.0, 9.0], "different kinds"),
-    ],
+    ("seen", "expected"),
+    [((0, 1, 2, 3), "reach at least 5 GB/s"), ((0, 1), "reach at least 50 GB/s")],  # half of 4 x 25
 )
-def test_what_cannot_be_measured(gpus: list, free: list[float], said: str | None) -> None:
-    reason = why_not_measured(machine_with(*gpus), free)
-    assert reason is None if said is None else said in (reason or "")
+def test_only_links_between_gpus_that_are_seen_are_expected(seen: tuple[int, ...], expected: str) -> None:
+    """Two pairs, each with a bridge of NVLinks, and PCIe between them."""
+    text = (
+        "\tGPU0\tGPU1\tGPU2\tGPU3\nGPU0\t X \tNV4\tPHB\tPHB\nGPU1\tNV4\t X \tPHB\tPHB\n"
+        "GPU2\tPHB\tPHB\t X \tNV4\nGPU3\tPHB\tPHB\tNV4\t X \n"
+    )
+    machine = machine_with(*map(h200, seen))
+    (found,) = look_at_bandwidth(measured(4.0, num_ranks=len(seen)), parse_topology(text), machine)
+    assert (found.level, expected in found.what) == (Level.warning, True)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "free", "said", "fix"),
+    [
+        ([h200(0), h200(1)], [139.0, 3.9], "only 3.9 GiB of free memory", "free the GPUs and type the same again"),
+        ([h200(0), h200(1)], [139.0], "CUDA does not work on all GPUs", "mend what is said of CUDA above (tunebook "
+         "explain cuda-works) and type the same again"),
+        ([h200(0, is_mig=True), h200(1)], [9.0, 9.0], "NCCL connects no MIG slices", "for whole GPUs, with nothing on "
+         "them: sudo nvidia-smi -i 0 -mig 0"),
+        ([h200(0), h200(1, name="NVIDIA A100", compute_capability=(8, 0)), h200(2)], [9.0] * 3, "different kinds",
+         "CUDA_VISIBLE_DEVICES=GPU-0,GPU-2 in front of the command"),
+    ],
+    ids=["memory", "cuda", "slices", "kinds"],
+)  # fmt: skip
+def test_what_cannot_be_measured(gpus: list, free: list[float], said: str, fix: str) -> None:
+    found = not_measured(machine_with(*gpus), free)
+    assert found is not None
+    assert (found.level, said in found.what, found.fix) == (Level.warning, True, fix)
+
+
+def test_free_gpus_of_one_kind_are_measured() -> None:
+    assert not_measured(machine_with(h200(0), h200(1)), [139.0, 139.0]) is None

@@ -54,6 +54,17 @@ def test_another_card_driver_or_number_of_gpus_was_not_measured() -> None:
     assert recall(FOUR, 2) is None
 
 
+def test_what_was_measured_on_another_way_of_nccl_is_kept_for_that_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    remember(SLOW, FOUR)
+    assert recall(FOUR, 4) == SLOW
+    monkeypatch.delenv("NCCL_P2P_DISABLE")
+    assert recall(FOUR, 4) is None
+    remember(FAST, FOUR)
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")  # takes the same way
+    assert recall(FOUR, 4) == FAST
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"measurements": [{"bytes": 1}]}'])
 def test_a_damaged_file_counts_as_nothing(content: str, cache: Path) -> None:
     remember(SLOW, FOUR)

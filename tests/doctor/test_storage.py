@@ -10,6 +10,7 @@ from huggingface_hub import constants
 
 from tunebook.doctor import storage
 from tunebook.doctor.findings import Level
+from tunebook.doctor.hub_cache import CachedWeights
 from tunebook.doctor.storage import Space, checkpoint_bytes, checkpoint_space, disk, disks, hub_space
 from tunebook.record.disk import existing
 
@@ -61,6 +62,14 @@ def test_downloads_are_in_the_published_format(tmp_path: Path) -> None:
 def test_what_is_in_the_cache_is_not_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(storage, "is_cached", lambda name, revision: name == "Qwen/Qwen2.5-3B")
     assert hub_space(resolved("qwen3b_zero2"), tmp_path).needed == 0
+
+
+def test_what_is_there_of_a_download_that_was_ended_is_not_needed_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(storage, "cached_weights", lambda *_: CachedWeights(is_complete=False, num_bytes=1000))
+    found = hub_space(resolved("qwen3b_zero2"), tmp_path)
+    assert (found.needed, found.why) == (P * 2 - 1000, "the rest of Qwen/Qwen2.5-3B (5.748 GiB)")
 
 
 def test_a_name_that_the_hub_cannot_have_is_not_cached() -> None:
@@ -206,10 +215,11 @@ def test_a_token_is_never_printed(token, mode: int, level: Level) -> None:
     assert "secret" not in repr(findings)
 
 
-def test_a_token_in_the_environment(token, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hf_secretsecretsecret")
+@pytest.mark.parametrize("variable", ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"])
+def test_a_token_in_the_environment(token, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.setenv(variable, "hf_secretsecretsecret")
     findings = look()
-    assert only(findings, "hub-token").what == "a token for the hub is in HF_TOKEN"
+    assert only(findings, "hub-token").what == f"a token for the hub is in {variable}"
     assert "secret" not in repr(findings)
 
 
@@ -220,6 +230,17 @@ def test_a_model_to_download_and_a_machine_told_to_stay_offline(monkeypatch: pyt
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     assert only(look(), "hub-model").level is Level.ok
     assert "hub-model" not in {found.id for found in look("model.weights=random")}
+
+
+def test_the_older_variable_of_a_machine_told_to_stay_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts where the newer one is not set, as for the hub's library."""
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("TRANSFORMERS_OFFLINE", "1")
+    found = only(look(), "hub-model")
+    assert (found.level, "TRANSFORMERS_OFFLINE forbids" in found.what) == (Level.error, True)
+    assert found.fix is not None and found.fix.endswith("or unset TRANSFORMERS_OFFLINE")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    assert only(look(), "hub-model").level is Level.ok
 
 
 def test_a_token_that_cannot_be_read_is_a_finding_among_the_others(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,20 @@ def test_states_that_do_not_fit_into_the_host() -> None:
     assert (found.level, "57.5 GiB of states are offloaded" in found.what) == (Level.error, True)
     assert host_memory(machine_with(), config, {"MemAvailable": 40 * GIB}).level is Level.warning
     assert host_memory(machine_with(), config, {"MemAvailable": 400 * GIB}).level is Level.ok
+
+
+def test_what_offloads_too_much_is_told_what_a_plan_is_and_not_what_it_does_already() -> None:
+    config = resolved("qwen3b_zero2", "parallelism=zero3_nvme", "parallelism.nvme_path=FOLDER")
+
+    def fix(capacity: float) -> str:
+        machine = replace(machine_with(), host_memory_gib=capacity)
+        return host_memory(machine, config, {"MemAvailable": int(capacity * GIB)}).fix or ""
+
+    on_gpus = "parallelism=fsdp without parallelism.offload_optimizer, parallelism.offload_parameters"
+    assert f"; try {on_gpus} (27.5 GiB) or peft=lora (31.7 GiB), or take " in fix(40.0)
+    assert f"; no change that was estimated is enough, {on_gpus} needs least (27.5 GiB); " in fix(8.0)
+    assert "zero3_nvme" not in fix(8.0)
+    assert fix(8.0).endswith("take machines with more memory")
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ class Card:
     mig: bool | None = None  # None: a model that does not know MIG
     slices: list[Card] = field(default_factory=list)
     is_lost: bool = False
+    has_memory: bool = True  # that NVML tells
 
 
 @pytest.fixture
@@ -49,6 +50,11 @@ def nvml(monkeypatch):
                 raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
             return card.slices[place]
 
+        def memory(card):
+            if not card.has_memory:
+                raise pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION)
+            return SimpleNamespace(total=int(card.gib * GIB))
+
         answers = {
             "nvmlInit": lambda: None,
             "nvmlShutdown": lambda: None,
@@ -57,7 +63,7 @@ def nvml(monkeypatch):
             "nvmlDeviceGetHandleByIndex": by_index,
             "nvmlDeviceGetName": lambda card: card.name,
             "nvmlDeviceGetUUID": lambda card: card.uuid,
-            "nvmlDeviceGetMemoryInfo": lambda card: SimpleNamespace(total=int(card.gib * GIB)),
+            "nvmlDeviceGetMemoryInfo": memory,
             "nvmlDeviceGetCudaComputeCapability": lambda card: list(card.capability),
             "nvmlDeviceGetMigMode": mig_mode,
             "nvmlDeviceGetMaxMigDeviceCount": lambda card: 7,
@@ -154,6 +160,16 @@ def test_mig_without_a_slice_is_no_gpu(nvml):
     machine = detect_machine()
     assert machine.gpus == []
     assert "nvidia-smi mig -cgi" in machine.notes[0]
+
+
+def test_a_slice_in_a_container_that_may_not_know_the_whole_gpus_memory(nvml, monkeypatch):
+    part = Card("MIG 3g.40gb", capability=(8, 0), gib=39.5, uuid="MIG-x")
+    nvml(Card("NVIDIA A100", capability=(8, 0), mig=True, has_memory=False, slices=[part]))
+    machine = detect_machine()
+    assert [(gpu.uuid, gpu.memory_gib, gpu.is_mig) for gpu in machine.gpus] == [("MIG-x", 39.5, True)]
+    assert machine.notes == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-0")  # the whole's id names its first slice
+    assert [gpu.uuid for gpu in detect_machine().gpus] == ["MIG-x"]
 
 
 def test_mig_switched_off_is_a_whole_gpu(nvml):

@@ -2,31 +2,37 @@
 
 Per optimizer step of `a` passes, P parameters of b bytes and n GPUs, each GPU sends and receives (n-1)/n times
 
-    ZeRO-2   (a + 1) P b    gradients are reduced after every pass, updated weights are gathered once
-    ZeRO-3   3 a P b        weights are gathered before and again after the forward pass, gradients are reduced
+    ZeRO-2         (a + 1) P b    gradients are reduced after every pass, updated weights are gathered once
+    ZeRO-3, FSDP   3 a P b        weights are gathered before and again after the forward pass, gradients are reduced
+    fsdp_grad_op   2 a P b        weights are gathered once in every pass, since each backward pass shards them again
 
 which is 1.5 times as much for a = 1. Source: Rajbhandari et al., ZeRO, section 7 (for a = 1). ZeRO-3 costs no time as
 long as its 3 P b (n-1)/n bytes of a pass take no longer than the pass computes, at the least F P T / peak seconds for T
 tokens and F operations per parameter and token: P falls out, and the bandwidth must be 3 b (n-1)/n x peak / (F T).
+DDP and ZeRO-1 move 2 P b a step, whatever a is: the least of all, so nothing is advised to a run that fits with them.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from tunebook.config.choices import Checkpointing, Compute, PeftMethod, Strategy, Switch
+from tunebook.config.rules import check
 from tunebook.config.schema import FsdpConfig, ParallelismConfig, RunConfig, ZeroConfig
 from tunebook.doctor.collectives.formulas import ALL_GATHER, ALL_REDUCE
 from tunebook.doctor.collectives.run import Bandwidth
 from tunebook.doctor.findings import Finding, Kind, Level
+from tunebook.errors import RequestError
 from tunebook.hardware.peaks import peak_of
-from tunebook.plan.batch import BatchPlan
+from tunebook.plan.batch import BatchPlan, solve_batch
 from tunebook.plan.mean_length import mean_tokens
 from tunebook.plan.memory import plan_memory
 
 _GB, _TERA = 1e9, 1e12
 GATHERING = (Strategy.zero3, Strategy.fsdp)
+_WHOLE = (Strategy.ddp, Strategy.zero1)  # weights and gradients, so that links are used once a step
 _NAMES = {Strategy.zero2: "ZeRO-2", Strategy.zero3: "ZeRO-3", Strategy.fsdp_grad_op: "FSDP without resharding",
           Strategy.fsdp: "FSDP"}  # fmt: skip
 
@@ -42,6 +48,7 @@ class Costs:
     passes_per_step: int
     operations_per_token: int  # per parameter: 2 forward, 4 backward, 2 more where activations are computed again
     trains_all: bool  # False: an adapter, whose gradients are too small to count
+    is_fsdp: bool  # which shards frozen weights too, and all of them again after every pass
     peak_tflops: float
     bus_gb_per_s: float
 
@@ -62,8 +69,10 @@ class Costs:
 
     @property
     def kept_bytes_per_step(self) -> float:
-        """What ZeRO-2 moves through one GPU in a step."""
+        """What the strategy that keeps whole weights moves through one GPU in a step: ZeRO-2, or FSDP's."""
         times = self.passes_per_step + 1 if self.trains_all else 0
+        if self.is_fsdp:
+            times = self.passes_per_step * (2 if self.trains_all else 1)
         return times * self.num_parameters * self.element_bytes * self.share
 
     @property
@@ -92,7 +101,7 @@ class Costs:
         kinds = 3 if self.trains_all else 2
         operations = self.operations_per_token * self.num_parameters * self.tokens_per_pass / _TERA
         times = f"{kept} moves an adapter only"
-        if self.trains_all:
+        if self.kept_bytes_per_step:
             ratio = self.passes_per_step * self.gathered_bytes_per_pass / self.kept_bytes_per_step
             times = f"{ratio:.3g} times what {kept} moves a step"
         return (
@@ -120,11 +129,9 @@ def advise(config: RunConfig, batch: BatchPlan, bandwidth: Bandwidth, gpu_name: 
     costs = costs_of(config, batch, bandwidth, gpu_name)
     if costs is None:
         return None
-    uses_fsdp = isinstance(config.parallelism, FsdpConfig)
-    keeping, gathering = (Strategy.fsdp_grad_op, Strategy.fsdp) if uses_fsdp else (Strategy.zero2, Strategy.zero3)
-    fits = _fits(config, keeping)
-    title = config.recipe or "this run"
-    return _finding(costs, strategy, (keeping, gathering), fits, title, batch.micro_batch_size)
+    if strategy in _WHOLE and plan_memory(config, batch).fits is not False:
+        return None
+    return _finding(config, batch, costs)
 
 
 def costs_of(config: RunConfig, batch: BatchPlan, bandwidth: Bandwidth, gpu_name: str) -> Costs | None:
@@ -148,6 +155,7 @@ def costs_of(config: RunConfig, batch: BatchPlan, bandwidth: Bandwidth, gpu_name
         passes_per_step=batch.accumulation or 1,
         operations_per_token=(6 if trains_all else 4) + again,
         trains_all=trains_all,
+        is_fsdp=isinstance(config.parallelism, FsdpConfig),
         peak_tflops=peak.tflops,
         bus_gb_per_s=speed,
     )
@@ -180,20 +188,19 @@ def _fits(config: RunConfig, strategy: Strategy) -> bool | None:
     return plan_memory(replace(config, parallelism=other)).fits
 
 
-def _finding(
-    costs: Costs, strategy: Strategy, choices: tuple[Strategy, Strategy], fits: bool | None, title: str, micro: int
-) -> Finding:
-    """`choices` are the strategy that keeps whole weights and the one that gathers them."""
-    keeping, gathering = choices
-    does_gather = strategy in GATHERING
+def _finding(config: RunConfig, batch: BatchPlan, costs: Costs) -> Finding:
+    """Of the two strategies: one keeps whole weights and one gathers them."""
+    strategy = config.parallelism.strategy
+    keeping, gathering = (Strategy.fsdp_grad_op, Strategy.fsdp) if costs.is_fsdp else (Strategy.zero2, Strategy.zero3)
+    fits, does_gather = _fits(config, keeping), strategy in GATHERING
     kept, gathered = _NAMES[keeping], _NAMES[gathering]
-    level, fix = Level.ok, None
+    fix = None
     if fits is False:
         advised, why = gathering, f"{kept} is estimated not to fit"
         if not does_gather:
-            level, fix = Level.warning, f"parallelism={gathering.name}"
+            fix = f"parallelism={gathering.name}"
         elif not costs.hides:
-            level, fix = Level.warning, _more_tokens(costs, micro)
+            fix = _more_tokens(config, batch, costs)
             why += f", and {gathered} waits for its links here"
     else:
         known = "fits" if fits else "may fit"
@@ -202,8 +209,11 @@ def _finding(
             why += f"; the bytes of {gathered} hide behind the computation here, if not its wait for each layer"
         elif does_gather:
             why += f", and {gathered} waits for its links here"
-            level, fix = Level.warning, f"parallelism={keeping.name}"
-    what = f"for {title} {_NAMES[advised]} is advised: {why}. {costs.text(kept, gathered)}"
+            fix = f"parallelism={keeping.name}"
+        elif strategy in _WHOLE:
+            why = f"{kept} {known}, and {strategy.name} is estimated not to"
+            fix = f"parallelism={keeping.name}"
+    what = f"for {config.recipe or 'this run'} {_NAMES[advised]} is advised: {why}. {costs.text(kept, gathered)}"
     data = asdict(costs) | {
         "advised": advised.name,
         "hides": costs.hides,
@@ -212,10 +222,57 @@ def _finding(
         "gathering_s": costs.gathering_s,
         "computing_s": costs.computing_s,
     }
+    level = Level.ok if fix is None else Level.warning
     return Finding(id="sharding-advice", kind=Kind.links, level=level, fix=fix, what=what, data=data)
 
 
-def _more_tokens(costs: Costs, micro_batch_size: int) -> str:
-    """More rows a pass; or an adapter, with which the weights fit on each GPU and need not be gathered."""
-    times = math.ceil(costs.needed_tokens / costs.tokens_per_pass)
-    return f"training.micro_batch_size={micro_batch_size * times} if that fits; else peft=lora parallelism=zero2"
+def _more_tokens(config: RunConfig, batch: BatchPlan, costs: Costs) -> str:
+    """What to type so that a pass computes for as long as it gathers, of what rules, batch and memory take.
+
+    More of the step's rows in a pass, or a larger step; or an adapter, with which the weights fit on each GPU.
+    """
+    rows = math.ceil(batch.micro_batch_size * costs.needed_tokens / costs.tokens_per_pass)
+    options = [_rows_of_the_step(config, batch, rows) or _larger_step(config, batch, rows)]
+    adapter = replace(
+        config, peft=replace(config.peft, method=PeftMethod.lora), parallelism=ZeroConfig(strategy=Strategy.zero2)
+    )
+    if costs.trains_all and _can_run(adapter):
+        options.append("peft=lora parallelism=zero2")
+    named = [option for option in options if option is not None]
+    needed = f"GPUs whose links reach {costs.needed_gb_per_s:.0f} GB/s"
+    return "; or ".join(named) or f"{needed}: no change of the run was estimated to fit and to be enough"
+
+
+def _rows_of_the_step(config: RunConfig, batch: BatchPlan, rows: int) -> str | None:
+    """At least so many of the rows that a GPU has in a step as they are, dealt evenly to its passes."""
+    # Where the number of packed rows is not known yet, each holds at least one document.
+    in_step = batch.rows_per_step or batch.global_samples or 0
+    most = in_step // batch.world_size
+    size = next((size for size in range(rows, most + 1) if most % size == 0), None)
+    if size is None or not _can_run(_with_training(config, micro_batch_size=size)):
+        return None
+    return f"training.micro_batch_size={size}"
+
+
+def _larger_step(config: RunConfig, batch: BatchPlan, rows: int) -> str | None:
+    """A global batch with so many rows for each GPU."""
+    key, number = "global_tokens", rows * batch.world_size * batch.row_length
+    if batch.global_samples is not None:
+        documents_per_row = batch.global_samples / batch.rows_per_step if batch.rows_per_step else 1.0
+        key, number = "global_samples", math.ceil(rows * documents_per_row) * batch.world_size
+    if not _can_run(_with_training(config, **{key: number, "micro_batch_size": rows})):
+        return None
+    return f"a larger global batch: training.{key}={number} training.micro_batch_size={rows}"
+
+
+def _with_training(config: RunConfig, **changes: Any) -> RunConfig:
+    return replace(config, training=replace(config.training, **changes))
+
+
+def _can_run(config: RunConfig) -> bool:
+    """Whether no rule refuses it, its batch can be dealt and the GPUs may hold it."""
+    try:
+        batch = solve_batch(config, None)
+    except RequestError:
+        return False
+    return plan_memory(config, batch).fits is not False and not any(problem.is_error for problem in check(config))

@@ -22,7 +22,7 @@ from tunebook.doctor.advice import advise
 from tunebook.doctor.collectives.run import Bandwidth, measure_bandwidth
 from tunebook.doctor.findings import Finding, Kind, exit_code_of, finding_of, finding_of_error
 from tunebook.doctor.gpus import look_at_gpus
-from tunebook.doctor.links import look_at_bandwidth, look_at_topology, not_measured, why_not_measured
+from tunebook.doctor.links import look_at_bandwidth, look_at_topology, not_measured
 from tunebook.doctor.pci import gpus_on_bus
 from tunebook.doctor.probes import Probe, run_probe
 from tunebook.doctor.remembered import remember
@@ -63,10 +63,12 @@ class Diagnosis:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The recipe as far as it could be resolved for this machine."""
+    """The recipe as far as it could be resolved for this machine; `config` is None where no run was named."""
 
     config: RunConfig | None = None
     batch: BatchPlan | None = None
+    outputs: str = "outputs"
+    num_nodes: int = 1
     findings: list[Finding] = field(default_factory=list)
 
 
@@ -109,7 +111,7 @@ def diagnose(
     machine = _machine(health)
     request = _resolve(recipe, overrides, recipes_dirs, machine)
     config = request.config
-    outputs = resolve_path(config.outputs if config is not None else "outputs")
+    outputs = resolve_path(config.outputs if config is not None else request.outputs)
     say("loading torch")
     torch = run_probe("torch_build", timeout_s=_TORCH_TIMEOUT_S)
     found = Diagnosis()
@@ -144,6 +146,9 @@ def _resolve(recipe: str | None, overrides: list[str], recipes_dirs: list[Path],
     config, findings = None, []
     try:
         composition = compose(recipe, overrides, recipes_dirs)
+        if recipe is None and not any(_names_model(word) for word in overrides):  # the machine alone is asked for
+            asked = composition.config
+            return Request(outputs=asked.outputs, num_nodes=asked.hardware.num_nodes)
         config = resolve_auto(composition.config, machine).config
         problems = check(config, composition.origins.set_by)
         findings = [finding_of(problem, Kind.recipe) for problem in problems]
@@ -155,6 +160,11 @@ def _resolve(recipe: str | None, overrides: list[str], recipes_dirs: list[Path],
     except RequestError as error:
         findings.append(finding_of_error(error, Kind.recipe, otherwise="recipe"))
         return Request(config=config, findings=findings)
+
+
+def _names_model(override: str) -> bool:
+    key, *_ = override.lstrip("+~").split("=", 1)
+    return key.split(".")[0].split("@")[0] == "model"
 
 
 def _sound(config: RunConfig) -> Finding:
@@ -190,7 +200,7 @@ def _look_at_links(
     is_measured: bool,
     cpu_ranks: int | None,
 ) -> None:
-    num_nodes = request.config.hardware.num_nodes if request.config is not None else 1
+    num_nodes = request.config.hardware.num_nodes if request.config is not None else request.num_nodes
     if machine.gpus:
         look = look_at_topology(machine, ask_topology(), num_nodes)
         found.topology = look.topology
@@ -201,16 +211,16 @@ def _look_at_links(
     elif is_measured and len(machine.gpus) > 1:
         devices = (torch.facts or {"devices": []})["devices"]
         free_gib = [device["free_gib"] for device in devices if device["problem"] is None]
-        reason = why_not_measured(machine, free_gib)
-        if reason is not None:
-            found.findings.append(not_measured(reason))
+        unmeasured = not_measured(machine, free_gib)
+        if unmeasured is not None:
+            found.findings.append(unmeasured)
             return
         say("measuring the bandwidth between the GPUs")
         found.bandwidth = measure_bandwidth(len(machine.gpus), "nccl")
         remember(found.bandwidth, machine)
     if found.bandwidth is None:
         return
-    found.findings += look_at_bandwidth(found.bandwidth, found.topology)
+    found.findings += look_at_bandwidth(found.bandwidth, found.topology, machine)
     if found.bandwidth.backend == "nccl" and request.config is not None and request.batch is not None:
         advice = advise(request.config, request.batch, found.bandwidth, machine.gpus[0].name)
         found.findings += [advice] if advice is not None else []

@@ -7,9 +7,10 @@ from typing import Any
 
 from tunebook.doctor.findings import Finding, Kind, Level, listed
 from tunebook.doctor.pci import PciGpu, without_answer
-from tunebook.hardware.detect import VISIBLE_VARIABLE, Machine
+from tunebook.hardware.detect import MIXED_NOTE, VISIBLE_VARIABLE, Machine
 from tunebook.hardware.generations import OLDEST_SUPPORTED, capability_text
 from tunebook.hardware.nvidia_smi import SmiAnswer, listed_gpus
+from tunebook.hardware.visible import equal_gpus, visible_only
 
 Health = list[dict[str, Any]]  # of `probes.nvml`, one per GPU of the machine
 
@@ -43,10 +44,10 @@ def look_at_gpus(
         _found(machine),
         *_too_old(machine),
         *_notes(machine),
-        *_memory_in_use(seen),
+        *_memory_in_use(machine, seen),
         *_compute_mode(seen),
         *_split(machine),
-        *_memory_errors(seen),
+        *_memory_errors(machine, seen),
         *_persistence(seen),
         *_pcie_width(seen),
     ]
@@ -145,11 +146,14 @@ def _notes(machine: Machine) -> Iterator[Finding]:
             kind=Kind.gpus,
             level=Level.warning,
             what=note,
-            fix=f"nvidia-smi -L lists all GPUs; {VISIBLE_VARIABLE}=0,1,... in front of the command says which to use",
+            fix=f"{visible_only(equal_gpus(machine.gpus))} in front of the command takes those of one kind"
+            if note.startswith(MIXED_NOTE)
+            else "nvidia-smi -L lists all GPUs with their ids; "
+            f"{VISIBLE_VARIABLE}=ID,ID,... in front of the command says which to use",
         )
 
 
-def _memory_in_use(health: Health) -> Iterator[Finding]:
+def _memory_in_use(machine: Machine, health: Health) -> Iterator[Finding]:
     used = [gpu for gpu in health if (gpu["used_gib"] or 0) > _FREE_GIB]
     data = {"used_gib": {str(gpu["index"]): gpu["used_gib"] for gpu in health}}
     if not used:
@@ -165,7 +169,7 @@ def _memory_in_use(health: Health) -> Iterator[Finding]:
         kind=Kind.gpus,
         level=Level.warning,
         what=busy,
-        fix=f"end what runs there (nvidia-smi shows it), or take the others: {_the_others(health, used)}",
+        fix=f"end what runs there (nvidia-smi shows it), or take others: {_the_others(machine, health, used)}",
         data=data | {"processes": {str(gpu["index"]): gpu["processes"] for gpu in used}},
     )
 
@@ -179,13 +183,19 @@ def _by(processes: list[dict[str, Any]] | None) -> str:
     )
 
 
-def _the_others(health: Health, used: Health) -> str:
-    free = [str(gpu["index"]) for gpu in health if gpu not in used]
-    return f"{VISIBLE_VARIABLE}={','.join(free)} in front of the command" if free else "none is free"
+def _the_others(machine: Machine, health: Health, left_out: Health) -> str:
+    """The GPUs of one kind that are not left out, as far as they can be used."""
+    free = {gpu["index"] for gpu in health if gpu not in left_out and not _is_shut(gpu) and not _is_damaged(gpu)}
+    supported = [gpu for gpu in machine.gpus if gpu.index in free and gpu.compute_capability >= OLDEST_SUPPORTED]
+    return f"{visible_only(equal_gpus(supported))} in front of the command" if supported else "none is free"
+
+
+def _is_shut(gpu: dict[str, Any]) -> bool:
+    return bool(gpu["compute_mode"] == "prohibited")
 
 
 def _compute_mode(health: Health) -> Iterator[Finding]:
-    shut = [gpu["index"] for gpu in health if gpu["compute_mode"] == "prohibited"]
+    shut = [gpu["index"] for gpu in health if _is_shut(gpu)]
     if shut:
         yield Finding(
             id="gpu-compute-mode",
@@ -213,7 +223,7 @@ def _split(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def _memory_errors(health: Health) -> Iterator[Finding]:
+def _memory_errors(machine: Machine, health: Health) -> Iterator[Finding]:
     """Uncorrected errors since the driver was loaded, and repairs that wait for a restart or were not possible."""
     bad = [gpu for gpu in health if _is_damaged(gpu)]
     waiting = [gpu for gpu in health if gpu not in bad and _awaits_repair(gpu)]
@@ -229,7 +239,7 @@ def _memory_errors(health: Health) -> Iterator[Finding]:
             level=Level.error,
             what="; ".join(f"GPU {gpu['index']}: {_damage(gpu)}" for gpu in bad),
             fix="nvidia-smi -q -d ECC,ROW_REMAPPER; reset the GPU or restart the machine, and replace a GPU on which "
-            f"it comes back; meanwhile {_the_others(health, bad)}",
+            f"it comes back; meanwhile {_the_others(machine, health, bad)}",
             data=data,
         )
     if waiting:

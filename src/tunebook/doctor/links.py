@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from tunebook.doctor.collectives.formulas import ALL_GATHER, ALL_REDUCE
 from tunebook.doctor.collectives.run import Bandwidth, Measurement
 from tunebook.doctor.findings import Finding, Kind, Level, size_text
-from tunebook.hardware.detect import VISIBLE_VARIABLE, Machine
+from tunebook.hardware.detect import VISIBLE_VARIABLE, Gpu, Machine
 from tunebook.hardware.nvidia_smi import SmiAnswer
 from tunebook.hardware.topology import Connection, Link, Topology, parse_topology
+from tunebook.hardware.visible import equal_gpus, visible_only
 
 # Of one link in one direction, from NVLink 2 to 4 (V100, A100, H100); 5 has twice that. Source: NVIDIA's datasheets.
 _NVLINK_GB_PER_S = 25.0
@@ -54,8 +55,7 @@ def _unknown(problem: str) -> Finding:
 
 
 def _between(machine: Machine, topology: Topology) -> Finding:
-    visible = {f"GPU{gpu.index}" for gpu in machine.gpus}
-    pairs = [pair for pair in topology.between_gpus() if pair[0] in visible and pair[1] in visible]
+    pairs = _pairs(machine, topology)
     if not pairs:
         return Finding(id="topology", kind=Kind.links, what="one GPU: it needs no link to another")
     worst_one, worst_two, worst = pairs[0]
@@ -64,17 +64,28 @@ def _between(machine: Machine, topology: Topology) -> Finding:
     what = " and ".join(f"{connection.text} ({connection.words})" for connection in kinds)
     if worst.link is not Link.sys or _all_reach_each_other(pairs):
         return Finding(id="topology", kind=Kind.links, what=f"the GPUs are connected by {what}", data=data)
-    near = _same_socket(topology, visible)
+    near = visible_only(_same_socket(machine, topology))
     return Finding(
         id="topology",
         kind=Kind.links,
         level=Level.warning,
         what=f"the GPUs are connected by {what}; {worst_one} and {worst_two} are on different CPU sockets, which slows "
         "every collective operation",
-        fix=f"for a run on one socket: {VISIBLE_VARIABLE}={near} in front of the command; over all of them a strategy "
+        fix=f"for a run on one socket: {near} in front of the command; over all of them a strategy "
         "that communicates once a step (parallelism=ddp or zero2) rather than in every layer (zero3, fsdp)",
         data=data,
     )
+
+
+def _pairs(machine: Machine, topology: Topology) -> list[tuple[str, str, Connection]]:
+    """Every pair of GPUs that this process sees, the worst connected first; the matrix has the others too."""
+    visible = {_name(gpu) for gpu in machine.gpus}
+    return [pair for pair in topology.between_gpus() if pair[0] in visible and pair[1] in visible]
+
+
+def _name(gpu: Gpu) -> str:
+    """As the matrix calls it."""
+    return f"GPU{gpu.index}"
 
 
 def _all_reach_each_other(pairs: list[tuple[str, str, Connection]]) -> bool:
@@ -93,21 +104,26 @@ def _all_reach_each_other(pairs: list[tuple[str, str, Connection]]) -> bool:
         reached |= more
 
 
-def _same_socket(topology: Topology, visible: set[str]) -> str:
-    """The indices of the largest group of GPUs with no connection between sockets among them."""
-    best: list[str] = []
-    names = [gpu.name for gpu in topology.gpus if gpu.name in visible]
-    for first in names:
-        near = [two for two in names if two == first or topology.connections[first, two].link is not Link.sys]
+def _same_socket(machine: Machine, topology: Topology) -> list[Gpu]:
+    """The largest group of GPUs of one kind with no connection between sockets among them."""
+    best: list[Gpu] = []
+    gpus = [gpu for gpu in equal_gpus(machine.gpus) if _name(gpu) in {device.name for device in topology.gpus}]
+    for one in gpus:
+        near = [two for two in gpus if two is one or not _is_between_sockets(topology, one, two)]
         best = max(best, near, key=len)
-    return ",".join(name.removeprefix("GPU") for name in best)
+    return best
+
+
+def _is_between_sockets(topology: Topology, one: Gpu, two: Gpu) -> bool:
+    connection = topology.connections.get((_name(one), _name(two)))  # none between slices of one GPU
+    return connection is not None and connection.link is Link.sys
 
 
 def _cards(machine: Machine, topology: Topology, num_nodes: int) -> Finding:
     """Network cards: over which a run on several nodes communicates, best by one on the GPU's own PCIe switch."""
     nearest = {}
     for gpu in machine.gpus:
-        name = f"GPU{gpu.index}"
+        name = _name(gpu)
         if name in {device.name for device in topology.gpus} and (card := topology.nearest_card(name)) is not None:
             nearest[name] = card
     interfaces = {card.name: card.interface or card.name for card in topology.cards}
@@ -128,36 +144,39 @@ def _cards(machine: Machine, topology: Topology, num_nodes: int) -> Finding:
     )
 
 
-def why_not_measured(machine: Machine, free_gib: list[float]) -> str | None:
+def not_measured(machine: Machine, free_gib: list[float]) -> Finding | None:
     """Why the links between the GPUs cannot be measured, None where they can; `free_gib` is of each GPU's memory."""
-    if any(gpu.is_mig for gpu in machine.gpus):
-        return "NCCL connects no MIG slices"
+    if split := sorted({gpu.index for gpu in machine.gpus if gpu.is_mig}):
+        fix = f"for whole GPUs, with nothing on them: sudo nvidia-smi -i {','.join(map(str, split))} -mig 0"
+        return _not_measured("NCCL connects no MIG slices", fix)
     if len({gpu.name for gpu in machine.gpus}) > 1:
-        return f"the GPUs are of different kinds; choose those of one by {VISIBLE_VARIABLE}"
+        fix = f"{visible_only(equal_gpus(machine.gpus))} in front of the command"
+        return _not_measured("the GPUs are of different kinds", fix)
     if len(free_gib) < len(machine.gpus):
-        return "CUDA does not work on all GPUs"
+        fix = "mend what is said of CUDA above (tunebook explain cuda-works) and type the same again"
+        return _not_measured("CUDA does not work on all GPUs", fix)
     if min(free_gib) < NEEDED_GIB:
-        return f"a GPU has only {min(free_gib):g} GiB of free memory, and {NEEDED_GIB:g} are needed"
+        reason = f"a GPU has only {min(free_gib):g} GiB of free memory, and {NEEDED_GIB:g} are needed"
+        return _not_measured(reason, "free the GPUs and type the same again")
     return None
 
 
 NEEDED_GIB = 4.0  # the largest buffer and its shares, NCCL's own, and CUDA's context
 
 
-def not_measured(reason: str) -> Finding:
-    """The finding for links that could not be measured."""
+def _not_measured(reason: str, fix: str) -> Finding:
     return Finding(
         id="bandwidth",
         kind=Kind.links,
         level=Level.warning,
         what=f"the bandwidth between the GPUs was not measured: {reason}",
-        fix="free the GPUs and type the same again",
+        fix=fix,
         data={"problem": reason},
     )
 
 
-def look_at_bandwidth(bandwidth: Bandwidth, topology: Topology | None) -> list[Finding]:
-    """What was measured, against what such links reach."""
+def look_at_bandwidth(bandwidth: Bandwidth, topology: Topology | None, machine: Machine) -> list[Finding]:
+    """What was measured, against what such links reach between the GPUs that this process sees."""
     data = {"backend": bandwidth.backend, "num_ranks": bandwidth.num_ranks, "problem": bandwidth.problem}
     findings = []
     if bandwidth.wrong:
@@ -170,7 +189,7 @@ def look_at_bandwidth(bandwidth: Bandwidth, topology: Topology | None) -> list[F
     what = f"{_ranks(bandwidth)}: all-reduce {_speed(reduce)}, all-gather {_speed(gather)} (bus bandwidth)"
     if bandwidth.backend != "nccl":
         what += "; of this machine's memory: it says nothing of GPUs"
-    expected = _expected(topology) if bandwidth.backend == "nccl" else 0.0
+    expected = _expected(topology, machine) if bandwidth.backend == "nccl" else 0.0
     if reduce.bus_gb_per_s >= expected:
         return [*findings, Finding(id="bandwidth", kind=Kind.links, what=what, data=data)]
     slow = Finding(
@@ -185,11 +204,11 @@ def look_at_bandwidth(bandwidth: Bandwidth, topology: Topology | None) -> list[F
     return [*findings, slow]
 
 
-def _expected(topology: Topology | None) -> float:
+def _expected(topology: Topology | None, machine: Machine) -> float:
     """The bus bandwidth in GB/s below which something is wrong."""
     if topology is None:
         return 0.0
-    connections = [connection for *_, connection in topology.between_gpus()]
+    connections = [connection for *_, connection in _pairs(machine, topology)]
     if connections and all(connection.link is Link.nvlink for connection in connections):
         return _NVLINK_SHARE * _NVLINK_GB_PER_S * min(connection.num_nvlinks for connection in connections)
     return _PCIE_GB_PER_S

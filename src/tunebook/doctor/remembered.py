@@ -1,12 +1,14 @@
 """What `tunebook doctor` measured between this machine's GPUs, kept for the plans and runs that come after.
 
-Kept in the cache by the GPUs' identities and the driver, so that a card that was exchanged is measured again.
+Kept in the cache by the GPUs' identities, the driver and NCCL's variables, so that a card that was exchanged, or
+another way between the same cards (NCCL_P2P_DISABLE=1), is measured again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -60,5 +62,14 @@ def slow_links(config: RunConfig, batch: BatchPlan, machine: Machine) -> list[Pr
 
 def _file(machine: Machine, num_gpus: int) -> Path:
     gpus = [gpu.uuid or f"{gpu.index}: {gpu.name}" for gpu in machine.gpus[:num_gpus]]
-    identity = json.dumps([machine.driver, gpus])
+    facts: list[Any] = [machine.driver, gpus]
+    if variables := _nccl_variables():
+        facts.append(variables)
+    identity = json.dumps(facts)
     return cache_root() / "links" / f"{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
+
+
+def _nccl_variables() -> dict[str, str]:
+    """What may change the way that NCCL takes: all of its variables but those that say what it logs."""
+    names = sorted(name for name in os.environ if name.startswith("NCCL_") and not name.startswith("NCCL_DEBUG"))
+    return {name: os.environ[name] for name in names}

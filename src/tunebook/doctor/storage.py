@@ -6,7 +6,7 @@ import os
 import shlex
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from tunebook.config.choices import MasterWeights, OptimizerName, PeftMethod, We
 from tunebook.config.schema import RunConfig, ZeroConfig
 from tunebook.data.file_hashes import cache_root
 from tunebook.doctor.findings import Finding, Kind, Level, size_text
+from tunebook.doctor.hub_cache import cached_weights
 from tunebook.model.hub_token import unreadable_token
 from tunebook.record.disk import existing
 
@@ -21,7 +22,10 @@ GIB = 2**30
 _MIN_FREE_GIB = 5.0  # records, prepared data, compiled operators
 _EIGHT_BIT = (OptimizerName.adamw_8bit, OptimizerName.paged_adamw_8bit)
 _PUBLISHED_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+# The first that is set counts, whatever it says. Source: huggingface_hub, `constants.HF_HUB_OFFLINE`.
+_OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 _OFFLINE = ("1", "on", "yes", "true")
+_TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +83,7 @@ def checkpoint_bytes(config: RunConfig) -> tuple[int, int]:
 
 
 def hub_space(config: RunConfig | None, cache: Path) -> Space:
-    """What the hub's cache takes: the published weights, unless they are there or not asked for."""
+    """What the hub's cache takes: what of the published weights is not there, if they are asked for."""
     space = Space(
         purpose="downloaded models and data sets",
         folder=cache,
@@ -89,8 +93,11 @@ def hub_space(config: RunConfig | None, cache: Path) -> Space:
     facts = config.model.facts if config is not None else None
     if config is None or facts is None or not _downloads(config):
         return space
-    needed = facts.num_parameters * _PUBLISHED_BYTES.get(facts.dtype, 4)
-    return replace(space, needed=needed, why=f"{config.model.name} ({size_text(needed)})")
+    published = facts.num_parameters * _PUBLISHED_BYTES.get(facts.dtype, 4)
+    there = cached_weights(config.model.name, config.model.revision).num_bytes if config.model.name else 0
+    needed = max(0, published - there)
+    rest = "the rest of " if there else ""
+    return replace(space, needed=needed, why=f"{rest}{config.model.name} ({size_text(needed)})")
 
 
 def _downloads(config: RunConfig) -> bool:
@@ -100,15 +107,8 @@ def _downloads(config: RunConfig) -> bool:
 
 
 def is_cached(name: str, revision: str | None) -> bool:
-    """Whether weights of a hub model are in the hub's cache; single files and indices of several."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    files = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-    try:
-        return any(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in files)
-    except HFValidationError:
-        return False
+    """Whether all weights of a hub model are in the hub's cache."""
+    return cached_weights(name, revision).is_complete
 
 
 def disks(spaces: list[Space]) -> Iterator[Finding]:
@@ -207,18 +207,23 @@ def _hub_model(config: RunConfig | None) -> Iterator[Finding]:
     if config is None or not _downloads(config):
         return
     name = config.model.name
-    if os.environ.get("HF_HUB_OFFLINE", "").lower() in _OFFLINE:
+    variable = _first_set(_OFFLINE_VARIABLES)
+    if variable is not None and os.environ[variable].lower() in _OFFLINE:
         yield Finding(
             id="hub-model",
             kind=Kind.storage,
             level=Level.error,
-            what=f"the weights of {name} are not in the hub's cache, and HF_HUB_OFFLINE forbids to fetch them",
-            fix=f"where there is a network: hf download {name}; then copy the cache here, or unset HF_HUB_OFFLINE",
+            what=f"the weights of {name} are not in the hub's cache, and {variable} forbids to fetch them",
+            fix=f"where there is a network: hf download {name}; then copy the cache here, or unset {variable}",
             data={"name": name},
         )
     else:
         what = f"{name} is not in the hub's cache: the first run downloads it"
         yield Finding(id="hub-model", kind=Kind.storage, what=what, data={"name": name})
+
+
+def _first_set(variables: Sequence[str]) -> str | None:
+    return next((name for name in variables if os.environ.get(name)), None)
 
 
 def _token(config: RunConfig | None) -> Finding:
@@ -236,7 +241,7 @@ def _token(config: RunConfig | None) -> Finding:
             data={"is_there": False, "source": None},
         )
     is_there = get_token() is not None
-    source = "HF_TOKEN" if os.environ.get("HF_TOKEN") else str(file)
+    source = _first_set(_TOKEN_VARIABLES) or str(file)
     target = config.training.push_to_hub if config is not None else None
     data = {"is_there": is_there, "source": source if is_there else None}
     if not is_there and target is not None:

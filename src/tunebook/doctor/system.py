@@ -13,6 +13,7 @@ from tunebook.config.choices import Offload
 from tunebook.config.schema import RunConfig, ZeroConfig
 from tunebook.doctor.findings import Finding, Kind, Level, size_text
 from tunebook.hardware.detect import Machine
+from tunebook.plan.host_advice import host_advice
 from tunebook.plan.host_memory import plan_host_memory
 
 GIB, MIB = 2**30, 2**20
@@ -156,13 +157,13 @@ def host_memory(machine: Machine, config: RunConfig | None, memory: dict[str, in
     needed = offloaded_gib(config) if config is not None else 0.0
     what = f"host memory: {machine.host_memory_gib:g} GiB may be used, {free:.1f} are free"
     data = {"usable_gib": machine.host_memory_gib, "free_gib": round(free, 2), "offloaded_gib": round(needed, 2)}
-    if needed > machine.host_memory_gib:
+    if config is not None and needed > machine.host_memory_gib:
         return Finding(
             id="host-memory",
             kind=Kind.system,
             level=Level.error,
             what=f"{what}; {needed:.1f} GiB of states are offloaded to it",
-            fix="parallelism=zero3_nvme parallelism.nvme_path=FOLDER, fewer states offloaded, or more nodes",
+            fix=_less_offloaded(config, machine.host_memory_gib),
             data=data,
         )
     if free < max(_MIN_FREE_GIB, needed):
@@ -177,6 +178,12 @@ def host_memory(machine: Machine, config: RunConfig | None, memory: dict[str, in
     if needed:
         what += f"; {needed:.1f} GiB of states are offloaded to it"
     return Finding(id="host-memory", kind=Kind.system, what=what, data=data)
+
+
+def _less_offloaded(config: RunConfig, capacity: float) -> str:
+    """As `tunebook plan` advises, but for the memory, which was looked at here."""
+    assert config.model.facts is not None, "what is offloaded is estimated from them"
+    return host_advice(config, config.model.facts, capacity, otherwise="take machines with more memory")
 
 
 def offloaded_gib(config: RunConfig) -> float:

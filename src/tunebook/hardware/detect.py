@@ -19,6 +19,7 @@ from tunebook.config.choices import Generation
 from tunebook.hardware.generations import ComputeCapability, generation_of
 
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
+MIXED_NOTE = "different GPUs in one machine"
 CGROUP_MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 GIB = 2**30
 
@@ -51,10 +52,11 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class _Card:
-    """A physical GPU and its MIG slices; `is_split` with no slices is a GPU that nothing can run on."""
+    """A physical GPU: `whole`, or None and its MIG slices, without any of which nothing can run on it."""
 
-    gpu: Gpu
-    is_split: bool
+    index: int
+    uuid: str
+    whole: Gpu | None
     slices: list[Gpu]
 
 
@@ -66,7 +68,7 @@ def detect_machine(no_gpu_because: str | None = None) -> Machine:
     kinds = sorted({gpu.name for gpu in gpus})
     if len(kinds) > 1:
         counts = ", ".join(f"{sum(gpu.name == kind for gpu in gpus)} x {kind}" for kind in kinds)
-        notes.append(f"different GPUs in one machine: {counts}; {VISIBLE_VARIABLE} can restrict a run to one kind")
+        notes.append(f"{MIXED_NOTE}: {counts}; {VISIBLE_VARIABLE} can restrict a run to one kind")
     return Machine(
         gpus=gpus,
         driver=driver,
@@ -127,8 +129,12 @@ def _read_card(nvml: ModuleType, index: int, notes: list[str]) -> _Card:
             is_mig=is_mig,
         )
 
-    slices = [describe(device, True) for device in _mig_handles(nvml, handle)] if _is_split(nvml, handle) else []
-    return _Card(gpu=describe(handle, False), is_split=_is_split(nvml, handle), slices=slices)
+    uuid = _text(nvml.nvmlDeviceGetUUID(handle))
+    if not _is_split(nvml, handle):
+        return _Card(index=index, uuid=uuid, whole=describe(handle, False), slices=[])
+    # Nothing else is asked of the card itself: a container that was given a slice may not know its memory.
+    slices = [describe(device, True) for device in _mig_handles(nvml, handle)]
+    return _Card(index=index, uuid=uuid, whole=None, slices=slices)
 
 
 def _is_split(nvml: ModuleType, handle: Any) -> bool:
@@ -154,11 +160,11 @@ def _mig_handles(nvml: ModuleType, handle: Any) -> list[Any]:
 def _visible(cards: list[_Card], restriction: str | None, notes: list[str]) -> list[Gpu]:
     """The GPUs a CUDA program would see, in its order."""
     for card in cards:
-        if card.is_split and not card.slices:
-            notes.append(f"GPU {card.gpu.index} is in MIG mode without a slice; make one with nvidia-smi mig -cgi")
+        if card.whole is None and not card.slices:
+            notes.append(f"GPU {card.index} is in MIG mode without a slice; make one with nvidia-smi mig -cgi")
         elif len(card.slices) > 1:
             notes.append(
-                f"GPU {card.gpu.index} is split into {len(card.slices)} MIG slices; a process sees one of them, "
+                f"GPU {card.index} is split into {len(card.slices)} MIG slices; a process sees one of them, "
                 f"the first unless {VISIBLE_VARIABLE} names another by its MIG-... id"
             )
     if restriction is None:
@@ -176,8 +182,8 @@ def _visible(cards: list[_Card], restriction: str | None, notes: list[str]) -> l
 
 def _as_seen(card: _Card) -> Gpu | None:
     """What a program gets of a card: the whole, its first slice, or nothing."""
-    if not card.is_split:
-        return card.gpu
+    if card.whole is not None:
+        return card.whole
     return card.slices[0] if card.slices else None
 
 
@@ -186,7 +192,7 @@ def _named(cards: list[_Card], word: str) -> Gpu | None:
     if word.isdecimal():
         return _as_seen(cards[int(word)]) if int(word) < len(cards) else None
     if word.startswith("GPU-"):
-        return next((_as_seen(card) for card in cards if card.gpu.uuid.startswith(word)), None)
+        return next((_as_seen(card) for card in cards if card.uuid.startswith(word)), None)
     if word.startswith("MIG-"):
         return next((part for card in cards for part in card.slices if part.uuid.startswith(word)), None)
     return None

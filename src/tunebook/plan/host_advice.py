@@ -19,6 +19,7 @@ from tunebook.config.schema import FsdpConfig, ModelFacts, ParallelismConfig, Ru
 from tunebook.plan.memory import plan_memory
 
 HOW_MANY = 3
+_TYPE_MORE = "say what the nodes really have: hardware.host_memory_gib=GIB"
 # The optimizers whose state the driver moves to the host, and the same arithmetic with a state that stays on the GPU.
 UNPAGED = {
     OptimizerName.paged_adamw_32bit: OptimizerName.adamw,
@@ -39,8 +40,11 @@ def estimate_host(config: RunConfig, facts: ModelFacts) -> HostBytes:
     return host_bytes(config, facts, tensors=tensors, is_recomputed=_is_recomputed(config))
 
 
-def host_advice(config: RunConfig, facts: ModelFacts, capacity: float) -> str:
-    """The largest part, what is estimated to need less, and what to type where the host has more than was assumed."""
+def host_advice(config: RunConfig, facts: ModelFacts, capacity: float, otherwise: str = _TYPE_MORE) -> str:
+    """The largest part, what is estimated to need less, and what to do where none of it will do.
+
+    That is what to type where the host has more than was assumed, unless said otherwise.
+    """
     asked = estimate_host(config, facts)
     less: list[tuple[str, HostBytes]] = []
     for remedy in _remedies(config, facts, capacity):
@@ -54,7 +58,7 @@ def host_advice(config: RunConfig, facts: ModelFacts, capacity: float) -> str:
         words, found = min(less, key=lambda one: one[1].peak)
         advice = f"no change that was estimated is enough, {words} needs least ({found.peak / GIB:,.1f} GiB); "
     largest = _largest_part(config, facts, asked)
-    return f"{largest}; {advice}say what the nodes really have: hardware.host_memory_gib=GIB"
+    return f"{largest}; {advice}{otherwise}"
 
 
 def _largest_part(config: RunConfig, facts: ModelFacts, asked: HostBytes) -> str:

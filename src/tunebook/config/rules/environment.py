@@ -20,9 +20,10 @@ from tunebook.config.rules.frame import Explanation
 from tunebook.config.rules.packages import installed_version
 from tunebook.config.schema import RunConfig, ZeroConfig
 from tunebook.errors import Problem
-from tunebook.hardware.detect import VISIBLE_VARIABLE, Machine, detect_machine
+from tunebook.hardware.detect import Machine, detect_machine
 from tunebook.hardware.generations import OLDEST_SUPPORTED, capability_text, driver_major, image_for_driver
 from tunebook.hardware.image import read_image
+from tunebook.hardware.visible import equal_gpus, visible_only
 
 __all__ = [
     "EXPLANATIONS",
@@ -60,7 +61,8 @@ EXPLANATIONS: dict[str, Explanation] = {
         summary="The run would use GPUs of different generations together.",
         why="All ranks must compute in the same precision with the same kernels, and wait for the slowest in every "
         "step; the difference in rounding makes a run impossible to repeat.",
-        advice="Restrict the run to one kind with CUDA_VISIBLE_DEVICES.",
+        advice="Restrict the run to one kind with CUDA_VISIBLE_DEVICES, by the ids of nvidia-smi -L: by number CUDA "
+        "counts the fastest GPU first, in another order than nvidia-smi.",
     ),
     "gpu-too-old": Explanation(
         summary="The GPU is older than any that torch still has code for.",
@@ -143,9 +145,10 @@ def _gpu_problem(config: RunConfig, machine: Machine) -> Problem | None:
     used = machine.gpus[:asked]
     kinds = sorted({gpu.generation.name for gpu in used})
     if len(kinds) > 1:
-        same = [str(gpu.index) for gpu in machine.gpus if gpu.generation is hardware.generation]
+        same = equal_gpus(machine.gpus)
         message = f"the first {asked} GPUs are of different generations: {', '.join(kinds)}"
-        fix = f"{VISIBLE_VARIABLE}={','.join(same or [str(used[0].index)])} in front of the command"
+        fewer = f", and hardware.gpus_per_node={len(same)}" if len(same) < asked else ""
+        fix = f"{visible_only(same)} in front of the command{fewer}"
         return Problem(id="mixed-gpus", key=key, message=message, fix=fix)
     if kinds != [wanted]:
         message = f"{wanted} is set, and this machine has {used[0].name} ({kinds[0]})"
