@@ -1,12 +1,13 @@
 """Hold the memory plan against configurations that chance drew: plan them here, then measure them on a GPU machine.
 
-    python tests/bench/gpu_held_out.py draw --seed 1 --count 40 --cases CASES.jsonl [--architectures]
+    python tests/bench/gpu_held_out.py draw --seed 1 --count 40 --cases CASES.jsonl [--architectures | --targets]
     python tests/bench/gpu_held_out.py run --cases CASES.jsonl --output DIR [--gpus 2] [--deadline-s 500] [--list]
 
 `draw` takes a model, a strategy, lengths, passes, an adapter, a precision, an optimizer and what is kept of the forward
 pass by chance, asks today's plan, and writes those that it allows with what it says: nobody chose them for being easy.
 Models are those of the book cut to whole layers, and the config.json of published ones that no formula was fitted to;
-with --architectures those of `gpu_architectures.py`, of eighteen other kinds.
+with --architectures those of `gpu_architectures.py`, of eighteen other kinds. With --targets they are of all three, and
+each has an adapter on some of its linear layers, drawn by their names.
 `run` trains each for a few steps with random weights on documents of 256 tokens, so that every row is exactly full.
 """
 
@@ -24,6 +25,7 @@ from gpu_queue import Job, add_arguments, run_jobs
 from gpu_recipes import facts_of, slice_words
 
 from tunebook.config.estimate import estimate_memory
+from tunebook.config.estimate.parameters import linear_layers
 from tunebook.launch.draft import draft_run
 
 LARGEST_GIB, LARGEST_ALONE_GIB = 110.0, 42.0  # of a plan; below the second, three runs share a GPU
@@ -91,9 +93,14 @@ def write_config(name: str, folder: Path) -> Path:
     return model
 
 
-def drawn(chance: random.Random, names: list[str], blocks: list[list[str]]) -> dict[str, Any]:
-    """One configuration as chance has it, of one of the named models, whether or not it can be run."""
-    gpus = chance.choice((1, 2, 2))
+def drawn(
+    chance: random.Random, names: list[str], blocks: list[list[str]], *, most_gpus: int = 2, has_targets: bool = False
+) -> dict[str, Any]:
+    """One configuration as chance has it, of one of the named models, whether or not it can be run.
+
+    `has_targets`: without an adapter, which `with_targets` puts on.
+    """
+    gpus = chance.choice((1, 2, 2)) if most_gpus == 2 else 1
     strategy = chance.choice(SPREAD) if gpus == 2 else chance.choice(("single", "single", "single", "fsdp_offload"))
     length, micro, accumulation = chance.choice(LENGTHS), chance.choice((1, 1, 1, 2, 3)), chance.choice((1, 1, 2, 3))
     name = chance.choice(names)
@@ -103,10 +110,24 @@ def drawn(chance: random.Random, names: list[str], blocks: list[list[str]]) -> d
         *BASE, f"training.max_steps={ZERO3_STEPS if 'zero3' in strategy else STEPS}", f"parallelism={strategy}",
         f"hardware.gpus_per_node={gpus}", f"training.max_length={length}", f"packing.row_length={length}",
         f"training.global_samples={samples}", f"training.micro_batch_size={micro}",
-        *KEEPS[chance.choice(list(KEEPS))], *chance.choice(blocks), *chance.choice(ADAPTERS),
+        *KEEPS[chance.choice(list(KEEPS))], *chance.choice(blocks), *([] if has_targets else chance.choice(ADAPTERS)),
         *chance.choice(PRECISIONS), *chance.choice(OPTIMIZERS),
     ]  # fmt: skip
     return {"model": name, "layers": layers, "gpus": gpus, "accumulation": accumulation, "overrides": words}
+
+
+def with_targets(chance: random.Random, case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The case with LoRA on one to four of the linear layers that its model has, or on its experts, by their names."""
+    draft = draft_run(None, [*words_of(case, folder), "peft=lora"], [])
+    if draft.resolution is None:
+        return case
+    facts = draft.resolution.config.model.facts
+    found = {*linear_layers(facts)}
+    if facts.measured is not None and facts.measured.adapters:
+        found = {*facts.measured.adapters, *facts.measured.expert_adapters}
+    names = chance.sample(sorted(found), k=min(len(found), chance.randint(1, 4)))
+    words = ["peft=lora", f"peft.rank={chance.choice((16, 64))}", f"peft.dropout={chance.choice((0.0, 0.05))}"]
+    return case | {"overrides": [*case["overrides"], *words, f"peft.target_modules=[{','.join(names)}]"]}
 
 
 def words_of(case: dict[str, Any], folder: Path) -> list[str]:
@@ -122,12 +143,16 @@ def draw(arguments: argparse.Namespace) -> None:
     """Write as many cases as were asked for, with what the plan says of each before anyone has measured it."""
     chance = random.Random(arguments.seed)
     names, blocks = ([*OTHER_KINDS], OTHER_BLOCKS) if arguments.architectures else ([*PUBLISHED, *OF_THE_BOOK], BLOCKS)
-    mark = "other" if arguments.architectures else "drawn"
+    if arguments.targets:
+        names += [*OTHER_KINDS]
+    mark = "other" if arguments.architectures else "targets" if arguments.targets else "drawn"
     seen: set[str] = set()
     tried = 0
     with arguments.cases.open("w") as file:
         while len(seen) < arguments.count:
-            case = drawn(chance, names, blocks)
+            case = drawn(chance, names, blocks, most_gpus=arguments.most_gpus, has_targets=arguments.targets)
+            if arguments.targets:
+                case = with_targets(chance, case, arguments.configs)
             tried += 1
             draft = draft_run(None, words_of(case, arguments.configs), [])
             is_refused = draft.error is not None or any(problem.is_error for problem in draft.problems)
@@ -179,7 +204,10 @@ def main() -> None:
     drawing = ways.add_parser("draw")
     drawing.add_argument("--seed", type=int, required=True)
     drawing.add_argument("--count", type=int, required=True)
-    drawing.add_argument("--architectures", action="store_true", help="models of other kinds than the book's")
+    drawing.add_argument("--most-gpus", type=int, choices=(1, 2), default=2, help="of a case")
+    kinds = drawing.add_mutually_exclusive_group()
+    kinds.add_argument("--architectures", action="store_true", help="models of other kinds than the book's")
+    kinds.add_argument("--targets", action="store_true", help="adapters on some of the layers of all models")
     running = ways.add_parser("run")
     add_arguments(running, deadline_s=500)
     running.add_argument("--gpus", type=int, default=2, help="of the machine")

@@ -273,16 +273,47 @@ def test_the_last_layers_backward_pass_begins_with_gradients_of_its_inner_number
     assert backward_bytes(sound, sound.model.facts) == ROW * (hidden * HIDDEN + inner * INNER)
 
 
+@pytest.mark.parametrize("weights", [MasterWeights.fp32, MasterWeights.bf16], ids=lambda weights: weights.name)
 @pytest.mark.parametrize(
-    ("dropout", "targets", "gradients"), [(0.05, (), 4), (0.0, (), 2), (0.05, ATTENTION, 2)], ids=str
+    ("targets", "dropout", "inner"),
+    [
+        ((), 0.0, 10),
+        ((), 0.05, 8),
+        (("gate_proj", "up_proj", "down_proj"), 0.0, 10),
+        (("gate_proj", "up_proj"), 0.05, 10),
+        (("gate_proj",), 0.0, 8),
+        (("v_proj", "up_proj"), 0.0, 6),
+        (("down_proj",), 0.0, 4),
+        (("down_proj",), 0.05, 2),
+        (ATTENTION, 0.05, 4),
+    ],
+    ids=str,
 )
-def test_compiled_layers_have_nothing_at_work_but_gradients(sound, dropout, targets, gradients):
-    """Of one that is computed again, and with dropout on the inner numbers what comes out of it, by a measured peak."""
+def test_compiled_layers_have_at_work_what_adapters_read_and_give(sound, weights, targets, dropout, inner):
+    """By the measured peaks; computed again, less about as much of the hidden numbers as a layer keeps."""
     facts = sound.model.facts
-    sound.model.compile_layers, sound.peft.method = True, PeftMethod.lora
+    sound.model.compile_layers, sound.peft.method, sound.precision.master_weights = True, PeftMethod.lora, weights
     sound.peft.dropout, sound.peft.target_modules = dropout, list(targets)
-    assert forward_bytes(sound, facts) == backward_bytes(sound, facts) == 0
-    assert recomputed_bytes(sound, facts) - one_layer_bytes(sound, facts) == ROW * gradients * INNER
+    at_work = ROW * inner * INNER
+    assert (forward_bytes(sound, facts), backward_bytes(sound, facts)) == (0, at_work)
+    layer, hidden = one_layer_bytes(sound, facts), 12 if weights is MasterWeights.bf16 else 16
+    assert recomputed_bytes(sound, facts) == layer + max(0, at_work - ROW * hidden * HIDDEN)
+    sound.activation.checkpointing = Checkpointing.selective
+    assert backward_bytes(sound, facts) == at_work + 2 * ROW * INNER, "the product of gate and up is computed again"
+    sound.peft.method = PeftMethod.full
+    assert backward_bytes(sound, facts) == 0
+
+
+def test_of_a_fused_product_both_halves_are_at_work(sound):
+    """Phi-3's; of GPT-NeoX nothing but what a frozen one has."""
+    facts = sound.model.facts
+    sound.model.compile_layers, sound.peft.method, sound.peft.dropout = True, PeftMethod.lora, 0.0
+    for names, inner in ((("qkv_proj", "gate_up_proj", "down_proj"), 10), (("query_key_value", "dense_h_to_4h"), 4)):
+        adapters = {name: [LAYERS * HIDDEN, LAYERS * INNER] for name in names}
+        facts.measured = MeasuredLayers(
+            num_layers=LAYERS, parameters=1, linear_inputs=1, adapter_parameters=1, adapters=adapters
+        )
+        assert backward_bytes(sound, facts) == ROW * inner * INNER
 
 
 def test_full_layers_in_bf16_have_two_gradients_when_they_are_computed_again(sound):

@@ -47,9 +47,9 @@ _READERS = (
     frozenset({"q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value"}),
     frozenset({"gate_proj", "up_proj", "gate_up_proj", "dense_h_to_4h", "fc1", "fc_in"}),
 )
-_OF_ATTENTION = frozenset({"o_proj", "dense", "out_proj"})
+OF_ATTENTION = frozenset({"o_proj", "dense", "out_proj"})
 _OF_INNER = frozenset({"down_proj", "dense_4h_to_h", "fc2", "fc_out"})
-_READING = _OF_ATTENTION.union(_OF_INNER, *_READERS)
+_READING = OF_ATTENTION.union(_OF_INNER, *_READERS)
 _ROUTER = "gate"  # PEFT takes it for a parameter, as it does stacked experts, beside which it is small
 # Keys and values once for each query's head.
 _REPEATING = (Attention.sdpa, Attention.sdpa_by_document, Attention.eager)
@@ -107,7 +107,7 @@ def _besides_measured(config: RunConfig, facts: ModelFacts, *, is_compiled: bool
     A dropout of compiled layers was measured with them.
     """
     assert facts.measured is not None
-    less = _dropout_bytes(config, _unadapted(config, facts))
+    less = _dropout_bytes(config, unadapted(config, facts))
     if is_compiled:
         return -less - _unadapted_bytes(config, facts)
     all_dropout = of_layers(facts, facts.measured.linear_inputs) / max(1, facts.num_layers)
@@ -180,8 +180,8 @@ def layer_bytes_per_token(config: RunConfig, facts: ModelFacts) -> float:
         inner = 3.0 * element * facts.intermediate_size  # the activation is computed again
         if config.precision.compute is Compute.fp8 and config.model.compile_layers:
             inner /= 2  # fitted to one run: Llama 3 8B kept 11 GiB less on each of two H200 than bf16 is counted for
-    missing = _unadapted(config, facts)
-    adapted = {name: size for name, size in _linear_inputs(facts).items() if name not in missing}
+    missing = unadapted(config, facts)
+    adapted = {name: size for name, size in linear_inputs(facts).items() if name not in missing}
     inputs = _dropout_bytes(config, adapted) + _inputs_under_zero3(config, facts) - _unadapted_bytes(config, facts)
     return norms + inner + _attention_bytes(config, facts, element) + inputs
 
@@ -279,19 +279,19 @@ def _unadapted_bytes(config: RunConfig, facts: ModelFacts) -> float:
     and ZeRO-3's product those of frozen weights, too. Tests count what autograd saves and what torch's partitioner
     keeps.
     """
-    missing, is_selective = _unadapted(config, facts), config.activation.checkpointing is Checkpointing.selective
+    missing, is_selective = unadapted(config, facts), config.activation.checkpointing is Checkpointing.selective
     if not missing or is_selective or config.parallelism.strategy is Strategy.zero3:
         return 0.0
-    is_fp32, every = config.precision.compute is Compute.fp32, _linear_inputs(facts)
+    is_fp32, every = config.precision.compute is Compute.fp32, linear_inputs(facts)
     if not is_fp32 and not config.model.compile_layers:
         return 2.0 * sum(missing.values())
     sharing = [readers & {*every} for readers in _READERS]
     shared = sum(max(every[name] for name in names) for names in sharing if names and names <= {*missing})
-    alone = _OF_INNER if is_fp32 else _OF_INNER | _OF_ATTENTION
+    alone = _OF_INNER if is_fp32 else _OF_INNER | OF_ATTENTION
     return product_element(config) * (shared + sum(size for name, size in missing.items() if name in alone))
 
 
-def _linear_inputs(facts: ModelFacts) -> dict[str, float]:
+def linear_inputs(facts: ModelFacts) -> dict[str, float]:
     """Numbers of one token that go into a layer's products, by their names: in the mean of layers that were measured.
 
     As Llama's where nobody has looked at the names.
@@ -303,12 +303,12 @@ def _linear_inputs(facts: ModelFacts) -> dict[str, float]:
     return {name: inner if name in _OF_INNER else hidden for name in linear_layers(facts)}
 
 
-def _unadapted(config: RunConfig, facts: ModelFacts) -> dict[str, float]:
-    """Of `_linear_inputs`, those that LoRA is not put on; none where nobody knows it by the names that were typed.
+def unadapted(config: RunConfig, facts: ModelFacts) -> dict[str, float]:
+    """Of `linear_inputs`, what LoRA is not put on; nothing where nobody knows it by the names that were typed.
 
     PEFT passes over what an architecture does not have, as Phi-4 has no q_proj, where it has another of the names.
     """
-    every, named = _linear_inputs(facts), _named(config)
+    every, named = linear_inputs(facts), _named(config)
     measured, others = facts.measured, {*EMBEDDINGS, *HEADS}
     if measured is not None and measured.adapters:
         is_known = not named.isdisjoint({*every, *measured.expert_adapters, *others})
