@@ -112,7 +112,8 @@ def _besides_measured(config: RunConfig, facts: ModelFacts, *, is_compiled: bool
         return -less - _unadapted_bytes(config, facts)
     all_dropout = of_layers(facts, facts.measured.linear_inputs) / max(1, facts.num_layers)
     dropout = max(0.0, all_dropout - less) if has_dropout(config) else 0.0
-    return dropout + _inputs_under_zero3(config, facts) - _unadapted_bytes(config, facts)
+    more = dropout + _inputs_under_zero3(config, facts) + _given_back_bytes(config, facts)
+    return more - _unadapted_bytes(config, facts)
 
 
 def _compiled_mode(config: RunConfig) -> str | None:
@@ -183,7 +184,23 @@ def layer_bytes_per_token(config: RunConfig, facts: ModelFacts) -> float:
     missing = unadapted(config, facts)
     adapted = {name: size for name, size in linear_inputs(facts).items() if name not in missing}
     inputs = _dropout_bytes(config, adapted) + _inputs_under_zero3(config, facts) - _unadapted_bytes(config, facts)
-    return norms + inner + _attention_bytes(config, facts, element) + inputs
+    return norms + inner + _given_back_bytes(config, facts) + _attention_bytes(config, facts, element) + inputs
+
+
+def gives_back_fp32(config: RunConfig) -> bool:
+    """Whether products of 4-bit weights give their output in the fp32 that norms hand them, and not in autocast's bf16.
+
+    So does bitsandbytes' layer (0.50.2, nn/modules.py, Linear4bit.forward), whose numbers are no operation of autocast.
+    """
+    is_16_bit = config.precision.compute is not Compute.fp32
+    return config.peft.method is PeftMethod.qlora and is_16_bit and stream_element(config) == 4
+
+
+def _given_back_bytes(config: RunConfig, facts: ModelFacts) -> float:
+    """What gate, its activation and up take more in fp32; compiled layers keep them in bf16."""
+    if not gives_back_fp32(config) or config.model.compile_layers:
+        return 0.0
+    return (4.0 if config.model.liger_kernel else 6.0) * facts.intermediate_size
 
 
 def _norm_bytes(config: RunConfig) -> float:

@@ -1,0 +1,54 @@
+"""What layers of 4-bit weights keep and have at work: bitsandbytes' give their output in the format of their input."""
+
+from __future__ import annotations
+
+import pytest
+
+from tunebook.config.choices import Compute, MasterWeights, PeftMethod
+from tunebook.config.estimate.activations import gives_back_fp32, layer_bytes_per_token
+from tunebook.config.estimate.working import backward_bytes, recomputed_bytes
+
+from .live_tensors import ATTENTION
+
+ROW, HIDDEN, INNER = 2048, 896, 4864  # of the sound configuration
+
+
+@pytest.fixture
+def quantised(sound):
+    sound.peft.method, sound.peft.dropout = PeftMethod.qlora, 0.0
+    return sound
+
+
+def test_gate_its_activation_and_up_are_kept_in_fp32_where_norms_give_that(quantised, changed):
+    facts, kept = quantised.model.facts, layer_bytes_per_token(quantised, quantised.model.facts)
+    lora = changed(quantised, {"peft.method": PeftMethod.lora})
+    assert kept - layer_bytes_per_token(lora, facts) == 6 * INNER
+    quantised.model.liger_kernel = lora.model.liger_kernel = True  # which computes the activation again
+    assert layer_bytes_per_token(quantised, facts) - layer_bytes_per_token(lora, facts) == 4 * INNER
+    quantised.model.compile_layers = lora.model.compile_layers = True
+    assert layer_bytes_per_token(quantised, facts) == layer_bytes_per_token(lora, facts)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"precision.master_weights": MasterWeights.bf16}, {"precision.compute": Compute.fp32}], ids=str
+)
+def test_other_formats_are_given_back_as_they_are_computed(quantised, changed, changes):
+    assert gives_back_fp32(quantised)
+    quantised = changed(quantised, changes)
+    lora = changed(quantised, {"peft.method": PeftMethod.lora})
+    facts = quantised.model.facts
+    assert not gives_back_fp32(quantised) and not gives_back_fp32(lora)
+    assert layer_bytes_per_token(quantised, facts) == layer_bytes_per_token(lora, facts)
+    assert backward_bytes(quantised, facts) == backward_bytes(lora, facts)
+
+
+@pytest.mark.parametrize(("targets", "at_work", "compiled"), [((), 7, 10 + 2), (ATTENTION, 9, 4 + 1)], ids=str)
+def test_gradients_of_the_inner_numbers_are_in_fp32_too(quantised, targets, at_work, compiled):
+    """By the peaks of eight runs on an H200 (tests/bench/results/h200_quantised.jsonl)."""
+    facts = quantised.model.facts
+    quantised.peft.target_modules = list(targets)
+    assert backward_bytes(quantised, facts) == ROW * (at_work * INNER - 8 * HIDDEN)
+    layer = layer_bytes_per_token(quantised, facts)
+    assert recomputed_bytes(quantised, facts) == pytest.approx(ROW * (layer + at_work * INNER))
+    quantised.model.compile_layers = True
+    assert backward_bytes(quantised, facts) == ROW * compiled * INNER
