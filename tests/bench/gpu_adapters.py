@@ -18,7 +18,6 @@ import argparse
 import json
 import math
 import os
-import shutil
 import sys
 from collections import Counter
 from importlib.metadata import PackageNotFoundError, version
@@ -26,6 +25,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from gpu_models import write_model
 from gpu_parity import start_building
 from gpu_queue import GpuQueue, Job
 
@@ -36,16 +36,11 @@ Line = dict[str, Any]
 
 ADAPTERS = ("lora", "qlora")
 STEPS = 10
-WIDTH = {
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 4,
-}
 CHECKPOINTING = ["activation=checkpointing"]
 CASTING = ["parallelism.mixed_precision=cast"]
-BF16_WEIGHTS = ["precision.master_weights=bf16"]
+BF16_WEIGHTS, FP32_WEIGHTS = ["precision.master_weights=bf16"], ["precision.master_weights=fp32"]
+WHOLE_HEAD = ["peft.modules_to_save=[lm_head]"]
+EACH_LOADS = ["parallelism.cpu_ram_efficient_loading=false"]
 # (strategy, adapter, further words), beside every strategy with every adapter
 MORE: dict[str, tuple[str, str, list[str]]] = {
     **{
@@ -62,6 +57,20 @@ MORE: dict[str, tuple[str, str, list[str]]] = {
         f"{name}_{adapter}_bf16_weights": (name, adapter, BF16_WEIGHTS)
         for name in ("ddp", "zero2", "zero3", "fsdp")
         for adapter in ADAPTERS
+    },
+    **{
+        f"{name}_{adapter}_fp32_weights": (name, adapter, FP32_WEIGHTS)
+        for name in ("single", "ddp", "fsdp")
+        for adapter in ADAPTERS
+    },
+    **{
+        f"{name}_{adapter}_whole_head": (name, adapter, WHOLE_HEAD)
+        for name in ("single", "ddp", "fsdp", "fsdp_offload")
+        for adapter in ADAPTERS
+    },
+    **{
+        f"{name}_lora_whole_head_each_loads": (name, "lora", [*WHOLE_HEAD, *EACH_LOADS])
+        for name in ("fsdp", "fsdp_offload")
     },
     **{f"{name}_qlora_fp32": (name, "qlora", ["precision=fp32"]) for name in ("single", "ddp", "zero3", "fsdp")},
     **{
@@ -96,22 +105,6 @@ def shared_words(model: Path) -> list[str]:
         *[f"training.max_steps={STEPS}"],
         *["training.save_every_steps=null", "schedule=constant", "optimizer.learning_rate=5e-3", "peft.dropout=0"],
     ]
-
-
-def write_model(folder: Path) -> None:
-    """The quickstart's tokenizer and architecture in another width, with random weights in bf16."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    shutil.copytree(book_root() / "recipes" / "quickstart" / "model", folder)
-    content = (
-        json.loads((folder / "config.json").read_text()) | WIDTH | {"dtype": "bfloat16", "initializer_range": 0.02}
-    )
-    content.pop("layer_types", None)
-    (folder / "config.json").write_text(json.dumps(content))
-    torch.manual_seed(0)
-    drawn = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
-    drawn.to(torch.bfloat16).save_pretrained(folder)
 
 
 def refusals(words: list[str]) -> list[dict[str, str]]:
@@ -202,8 +195,7 @@ def main() -> int:
         _list(arguments)
         return 0
     arguments.output.mkdir(parents=True)
-    model = arguments.output.resolve() / "model"
-    write_model(model)
+    model = write_model("qwen25_05b", arguments.output.resolve())
     jobs, refused = adapter_jobs(model, arguments.gpus, arguments.timeout_s, arguments.only)
     runs = Path("/tmp/runs") / f"adapters-{os.getpid()}"
     queue = GpuQueue(jobs, arguments.output, runs=runs, deadline_s=arguments.deadline_s, before=start_building())

@@ -1,13 +1,15 @@
 """Hold the memory plan against configurations that chance drew: plan them here, then measure them on a GPU machine.
 
     python tests/bench/gpu_held_out.py draw --seed 1 --count 40 --cases CASES.jsonl [--architectures | --targets]
+        [--edge GIB]
     python tests/bench/gpu_held_out.py run --cases CASES.jsonl --output DIR [--gpus 2] [--deadline-s 500] [--list]
 
 `draw` takes a model, a strategy, lengths, passes, an adapter, a precision, an optimizer and what is kept of the forward
 pass by chance, asks today's plan, and writes those that it allows with what it says: nobody chose them for being easy.
 Models are those of the book cut to whole layers, and the config.json of published ones that no formula was fitted to;
 with --architectures those of `gpu_architectures.py`, of eighteen other kinds. With --targets they are of all three, and
-each has an adapter on some of its linear layers, drawn by their names.
+each has an adapter on some of its linear layers, drawn by their names. With --edge they are made to fill a GPU of that
+size as far as the plan allows: as many rows in a pass as are estimated to fit.
 `run` trains each for a few steps with random weights on documents of 256 tokens, so that every row is exactly full.
 """
 
@@ -15,7 +17,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
+from bisect import bisect_right
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +28,12 @@ from gpu_memory import DOCUMENT_TOKENS, STEPS, ZERO3_STEPS
 from gpu_queue import Job, add_arguments, run_jobs
 from gpu_recipes import facts_of, slice_words
 
-from tunebook.config.estimate import estimate_memory
+from tunebook.config.estimate import USABLE_SHARE, estimate_memory
 from tunebook.config.estimate.parameters import linear_layers
 from tunebook.launch.draft import draft_run
 
+_OF_ROWS = ("training.micro_batch_size=", "training.global_samples=", "hardware.memory_gib=")
+_MOST_ROWS, _FILLED = 64, 0.94  # per pass; of what tensors may take of a GPU, at the edge
 LARGEST_GIB, LARGEST_ALONE_GIB = 110.0, 42.0  # of a plan; below the second, three runs share a GPU
 LARGEST_PARAMETERS = 4.2e9  # that one GPU's ranks draw on the host
 BASE = [
@@ -130,6 +136,25 @@ def with_targets(chance: random.Random, case: dict[str, Any], folder: Path) -> d
     return case | {"overrides": [*case["overrides"], *words, f"peft.target_modules=[{','.join(names)}]"]}
 
 
+def at_the_edge(case: dict[str, Any], folder: Path, memory_gib: float) -> dict[str, Any] | None:
+    """The case with as many rows per pass as fit into a GPU of that size; None where that fills too little of it."""
+    words = [word for word in case["overrides"] if not word.startswith(_OF_ROWS)]
+    length = next(int(word.partition("=")[2]) for word in words if word.startswith("packing.row_length="))
+    usable = memory_gib * USABLE_SHARE
+
+    def with_rows(micro: int) -> dict[str, Any]:
+        samples = micro * case["accumulation"] * length // DOCUMENT_TOKENS
+        rows = [f"training.micro_batch_size={micro}", f"training.global_samples={samples}"]
+        return case | {"overrides": [*words, f"hardware.memory_gib={memory_gib}", *rows]}
+
+    def filled(micro: int) -> float:
+        found = planned(with_rows(micro), folder)
+        return math.inf if found is None else found["planned_gib"]
+
+    most = bisect_right(range(1, _MOST_ROWS), usable, key=filled)
+    return with_rows(most) if most and filled(most) > _FILLED * usable else None
+
+
 def words_of(case: dict[str, Any], folder: Path) -> list[str]:
     """What a case is trained by; the config.json of a published model is written below `folder`."""
     name, layers = case["model"], case["layers"]
@@ -139,13 +164,34 @@ def words_of(case: dict[str, Any], folder: Path) -> list[str]:
     return [f"model={name}", "model.facts.dtype=bfloat16", *sliced, *case["overrides"]]
 
 
+def planned(case: dict[str, Any], folder: Path) -> dict[str, Any] | None:
+    """What today's plan says of a case; None where it may not be run, or its model is too large to be drawn."""
+    draft = draft_run(None, words_of(case, folder), [])
+    if draft.error is not None or draft.resolution is None or any(problem.is_error for problem in draft.problems):
+        return None
+    config = draft.resolution.config
+    facts = config.model.facts
+    if facts is None or facts.num_parameters > LARGEST_PARAMETERS:
+        return None
+    tensors_gib = estimate_memory(config, facts, accumulates=case["accumulation"] > 1).total_gib
+    return {"planned_gib": round(tensors_gib, 3), "num_parameters": facts.num_parameters}
+
+
 def draw(arguments: argparse.Namespace) -> None:
     """Write as many cases as were asked for, with what the plan says of each before anyone has measured it."""
     chance = random.Random(arguments.seed)
     names, blocks = ([*OTHER_KINDS], OTHER_BLOCKS) if arguments.architectures else ([*PUBLISHED, *OF_THE_BOOK], BLOCKS)
     if arguments.targets:
         names += [*OTHER_KINDS]
-    mark = "other" if arguments.architectures else "targets" if arguments.targets else "drawn"
+    mark = (
+        "edge"
+        if arguments.edge is not None
+        else "other"
+        if arguments.architectures
+        else "targets"
+        if arguments.targets
+        else "drawn"
+    )
     seen: set[str] = set()
     tried = 0
     with arguments.cases.open("w") as file:
@@ -154,20 +200,13 @@ def draw(arguments: argparse.Namespace) -> None:
             if arguments.targets:
                 case = with_targets(chance, case, arguments.configs)
             tried += 1
-            draft = draft_run(None, words_of(case, arguments.configs), [])
-            is_refused = draft.error is not None or any(problem.is_error for problem in draft.problems)
-            if is_refused or draft.resolution is None:
-                continue
-            config = draft.resolution.config
-            facts, said = config.model.facts, json.dumps(case)
-            if said in seen or facts.num_parameters > LARGEST_PARAMETERS:
-                continue
-            planned_gib = estimate_memory(config, facts, accumulates=case["accumulation"] > 1).total_gib
-            if planned_gib > LARGEST_GIB:
+            if arguments.edge is not None:
+                case = at_the_edge(case, arguments.configs, arguments.edge)
+            found, said = planned(case, arguments.configs) if case is not None else None, json.dumps(case)
+            if case is None or found is None or found["planned_gib"] > LARGEST_GIB or said in seen:
                 continue
             seen.add(said)
-            case |= {"name": f"{mark}_{arguments.seed}_{len(seen)}", "planned_gib": round(planned_gib, 3)}
-            case |= {"num_parameters": facts.num_parameters}
+            case |= {"name": f"{mark}_{arguments.seed}_{len(seen)}"} | found
             file.write(json.dumps(case) + "\n")
             file.flush()
             print(json.dumps(case), flush=True)
@@ -205,6 +244,7 @@ def main() -> None:
     drawing.add_argument("--seed", type=int, required=True)
     drawing.add_argument("--count", type=int, required=True)
     drawing.add_argument("--most-gpus", type=int, choices=(1, 2), default=2, help="of a case")
+    drawing.add_argument("--edge", type=float, metavar="GIB", help="fill one GPU of this size; with --most-gpus 1")
     kinds = drawing.add_mutually_exclusive_group()
     kinds.add_argument("--architectures", action="store_true", help="models of other kinds than the book's")
     kinds.add_argument("--targets", action="store_true", help="adapters on some of the layers of all models")

@@ -17,6 +17,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from gpu_models import write_model
 from gpu_queue import Job, add_arguments, run_jobs
 
 from tunebook.parity.compare import compare_losses
@@ -87,6 +88,18 @@ def _in_one_pass(gpus: int) -> Runs:
     return runs | {f"{name}_one_pass": (gpus, [f"parallelism={name}", *_ONE_PASS]) for name in spread}
 
 
+def _over_a_frozen_base(adapter: str) -> Runs:
+    """A base that is stored in bf16, kept in fp32 and as it is, against fp32 throughout; compiled and not."""
+    exact = ["precision=fp32", "precision.tf32=disabled"]
+    runs: Runs = {"single": (1, [f"peft={adapter}", *exact])}
+    for weights in ("fp32", "bf16"):
+        words = [f"peft={adapter}", f"precision.master_weights={weights}"]
+        runs[weights] = (1, words)
+        runs[f"{weights}_not_compiled"] = (1, [*words, "model.compile_layers=false"])
+        runs[f"{weights}_checkpointed"] = (1, [*words, "model.compile_layers=false", "activation=checkpointing"])
+    return runs
+
+
 def _without(words: list[str], replaced: list[str]) -> list[str]:
     keys = {word.partition("=")[0] for word in replaced}
     return [word for word in words if word.partition("=")[0] not in keys]
@@ -113,8 +126,14 @@ QWEN_3B_TWO_LAYERS = [  # of 36, in full width
 ]
 _ONE_PASS = ["model.one_pass_head=true"]
 _COMPILED = ["attention=varlen_attention", "model.compile_layers=true"]
+_FROZEN = Path("/tmp/frozen")
+FROZEN_BASE = [  # five layers of Qwen2.5-7B's width with the quickstart's tokenizer, written there
+    *_without(QUICKSTART, _PLAIN), f"model.path={_FROZEN / 'qwen25_7b'}", "model.weights=pretrained",
+    "model.facts=null", "parallelism=single", "schedule=constant", "optimizer.learning_rate=2e-4",
+    "peft.dropout=0",
+]  # fmt: skip
 SERIES = ("fp32", "fp32_fewer", "bf16", "bf16_quickstart", "bf16_quickstart_fewer", "bf16_3b", "lora", "compiled",
-          "one_pass", "fp8", "fp8_3b", "speed")  # fmt: skip
+          "one_pass", "frozen_lora", "frozen_qlora", "fp8", "fp8_3b", "speed")  # fmt: skip
 
 
 def series(name: str, gpus: int) -> tuple[list[str], Runs]:
@@ -137,6 +156,8 @@ def series(name: str, gpus: int) -> tuple[list[str], Runs]:
         return _without(QWEN_05B, _PLAIN), _in_compiled_blocks(gpus)
     if name == "one_pass":
         return QWEN_05B, _in_one_pass(gpus)
+    if name.startswith("frozen_"):
+        return FROZEN_BASE, _over_a_frozen_base(name.removeprefix("frozen_"))
     if name in ("fp8", "fp8_3b"):
         return _without(QWEN_3B_SLICE if name == "fp8_3b" else QWEN_05B, _PLAIN) + _COMPILED, _in_fp8(gpus)
     runs = {}
@@ -166,7 +187,7 @@ def parity_jobs(
                 is_alone=name == "speed",
                 needs="async_io" if key.startswith("zero3_nvme") else None,
                 turn_timeout_s=240
-                if name in ("compiled", "fp8", "fp8_3b")
+                if name in ("compiled", "frozen_lora", "fp8", "fp8_3b")
                 else 60,  # more steps, and blocks are compiled
                 environment={"OMP_NUM_THREADS": "4"},
                 line={
@@ -211,6 +232,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--more", nargs="*", default=[], help="overrides for every run")
     arguments = parser.parse_args()
+    if any(name.startswith("frozen_") for name in arguments.series):
+        write_model("qwen25_7b", _FROZEN, has_weights=not arguments.list)
     jobs = [
         job
         for number, name in enumerate(arguments.series)

@@ -12,24 +12,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from gpu_held_out import BASE
+from gpu_models import WIDTHS, write_model
 from gpu_queue import Job, add_arguments, run_jobs
 
-from tunebook.config.book import book_root
 from tunebook.config.estimate import estimate_memory
 from tunebook.launch.draft import draft_run
 
 RESULTS = Path(__file__).parent / "results" / "h200_quantised.jsonl"
-_SHARED = {"num_hidden_layers": 5, "dtype": "bfloat16", "initializer_range": 0.02, "max_position_embeddings": 32768}
-WIDTHS: dict[str, dict[str, Any]] = {
-    "qwen25_7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4},
-    "llama3_8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8},
-}
 WORDS = [
     *(word for word in BASE if not word.startswith("model.weights")), "model.weights=pretrained", "model.facts=null",
     "hardware.gpus_per_node=1", "training.max_steps=3", "training.max_length=16384", "packing.row_length=16384",
@@ -41,8 +35,9 @@ ATTENTION = ["peft.target_modules=[q_proj,k_proj,v_proj,o_proj]"]
 GATE_AND_UP = ["peft.target_modules=[gate_proj,up_proj]"]
 DROPOUT, NO_DROPOUT = ["peft.dropout=0.05"], ["peft.dropout=0.0"]
 SINGLE, OFFLOADED = ["parallelism=single"], ["parallelism=fsdp_offload"]
-BF16 = ["precision.master_weights=bf16"]
-CASES: dict[str, tuple[str, list[str]]] = {  # the first eight are those that the plan was fitted to
+# What is not quantised: norms, embeddings and the head.
+FP32, BF16 = ["precision.master_weights=fp32"], ["precision.master_weights=bf16"]
+_EACH: dict[str, tuple[str, list[str]]] = {
     "q_ck_all": ("qwen25_7b", [*SINGLE, *NO_DROPOUT, *AGAIN]),
     "q_ck_att": ("qwen25_7b", [*SINGLE, *NO_DROPOUT, *AGAIN, *ATTENTION]),
     "q_ck_gu": ("qwen25_7b", [*SINGLE, *NO_DROPOUT, *AGAIN, *GATE_AND_UP]),
@@ -55,30 +50,13 @@ CASES: dict[str, tuple[str, list[str]]] = {  # the first eight are those that th
     "llama_ck_att_d": ("llama3_8b", [*SINGLE, *DROPOUT, *AGAIN, *ATTENTION]),
     "llama_st_all_d": ("llama3_8b", [*SINGLE, *DROPOUT, *STORED]),
     "llama_comp_st_gu": ("llama3_8b", [*SINGLE, *NO_DROPOUT, *STORED, *COMPILED, *GATE_AND_UP]),
-    "q_bf16_ck_all": ("qwen25_7b", [*SINGLE, *NO_DROPOUT, *AGAIN, *BF16]),
-    "q_bf16_st_att": ("qwen25_7b", [*SINGLE, *NO_DROPOUT, *STORED, *BF16, *ATTENTION]),
+    "q_comp_st_all": ("qwen25_7b", [*SINGLE, *NO_DROPOUT, *STORED, *COMPILED]),
+    "q_comp_st_att": ("qwen25_7b", [*SINGLE, *NO_DROPOUT, *STORED, *COMPILED, *ATTENTION]),
+    "llama_comp_st_all_d": ("llama3_8b", [*SINGLE, *DROPOUT, *STORED, *COMPILED]),
     "q_fsdp_ck_all": ("qwen25_7b", [*OFFLOADED, *NO_DROPOUT, *AGAIN]),
 }
-
-
-def write_model(width: str, folder: Path, *, has_weights: bool = True) -> Path:
-    """The quickstart's architecture and tokenizer in one of WIDTHS; drawn on the GPU."""
-    model = folder / width
-    shutil.rmtree(model, ignore_errors=True)
-    shutil.copytree(book_root() / "recipes" / "quickstart" / "model", model)
-    content = json.loads((model / "config.json").read_text()) | WIDTHS[width] | _SHARED
-    for name in ("layer_types", "head_dim"):
-        content.pop(name, None)
-    (model / "config.json").write_text(json.dumps(content))
-    if has_weights:
-        import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        torch.manual_seed(0)
-        with torch.device("cuda"):
-            drawn = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=torch.bfloat16)
-        drawn.to("cpu").save_pretrained(model)
-    return model
+CASES = {name: (model, [*words, *FP32]) for name, (model, words) in _EACH.items()}
+CASES |= {f"{name}_bf16": (model, [*words, *BF16]) for name, (model, words) in _EACH.items()}
 
 
 def planned_gib(words: list[str]) -> float:
@@ -104,7 +82,7 @@ def run(arguments: argparse.Namespace) -> None:
         for name, more in chosen.items():
             words = [*WORDS, f"model.path={model}", *more]
             line = {"model": width, "overrides": [*WORDS, *more], "planned_then_gib": round(planned_gib(words), 3),
-                    "weights": "random", "layers": _SHARED["num_hidden_layers"]}  # fmt: skip
+                    "weights": "random", "layers": WIDTHS[width]["num_hidden_layers"]}  # fmt: skip
             jobs.append(
                 Job(
                     name=name, gpus=(0,), words=["quickstart", *words], line=line, is_alone=False, turn_timeout_s=120,
@@ -120,7 +98,7 @@ def recorded() -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         models = {width: write_model(width, Path(folder), has_weights=False) for width in WIDTHS}
         for line in map(json.loads, RESULTS.read_text(encoding="utf-8").splitlines()):
-            words = [*line["overrides"], f"model.path={models[line['model']]}"]
+            words = [*line["overrides"], *line.get("resolved", ()), f"model.path={models[line['model']]}"]
             found.append(line | {"planned_gib": planned_gib(words)})
     return found
 

@@ -48,7 +48,8 @@ _VOLTA = ["precision=fp32", "precision.tf32=disabled", "training.global_tokens=4
 # As many layers as one GPU can train in fp32: what all 32 reach without another GPU, but for their larger share.
 _TWELVE_LAYERS = [*_COMPILED, "model=llama3_8b", "model.facts.num_layers=12", "model.facts.num_parameters=3668021248",
                   *_STORED, *_rows(16384)]  # fmt: skip
-_LORA = [*_VARLEN, "model=llama3_8b", "peft=lora", "model.liger_kernel=false", *_STORED, *_rows(8192)]
+_LORA = [*_VARLEN, "model=llama3_8b", "peft=lora", "precision.master_weights=fp32", "model.liger_kernel=false",
+         *_STORED, *_rows(8192)]  # fmt: skip
 # fmt: off
 VARIANTS: dict[str, list[str]] = {
     "sdpa": ["attention=sdpa", *_rows(4096)],

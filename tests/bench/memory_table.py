@@ -7,8 +7,8 @@
 Each line of the results (`gpu_memory.py`, `gpu_evidence.py`) is planned anew from its own words by today's code, so
 the table says what the plan is worth now; a test holds it to its bounds. Those of `gpu_architectures.py` are planned
 from their config.json, as a user's own model is, and so are some of `gpu_held_out.py`, which chance drew and which were
-planned before they were run (`planned_then_gib`). `resolved` in a line is what the machine had decided: no flash-attn
-was installed there. Peaks are of tensors, of the rank with the highest.
+planned before they were run (`planned_then_gib`). `resolved` in a line is what was decided then: no flash-attn was
+installed there, and a frozen base was kept in fp32. Peaks are of tensors, of the rank with the highest.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HELD_OUT = RESULTS.parent / "h200x2_held_out.jsonl"
 _H200 = ["hardware=hopper", "hardware.memory_gib=140.4"]
 # What was so when the runs were made, where their words do not say: blocks were compiled where that was asked for only,
 # the head's logits were computed twice, and a recipe asked for Liger's kernels.
-_THEN = {"model.compile_layers": "false", "model.one_pass_head": "false"}
+_THEN = {"model.compile_layers": "false", "model.one_pass_head": "false", "precision.master_weights": "fp32"}
 _RECIPES_THEN = {"qwen3b_zero2": {"model.liger_kernel": "true"}}
 
 
@@ -88,7 +88,8 @@ def read_architectures(folder: Path, kinds: Collection[str] = ()) -> list[Measur
         model = folder / line["kind"]
         model.mkdir(parents=True, exist_ok=True)
         (model / "config.json").write_text(json.dumps(config_of(line["kind"])), encoding="utf-8")
-        predicted = _predicted(None, [*line["overrides"], f"model.path={model}"], accumulates=False)
+        words = [*line["overrides"], *line.get("resolved", ()), f"model.path={model}"]
+        predicted = _predicted(None, words, accumulates=False)
         peaks = {"measured": max(line["memory_gib"]), "reserved": max(line["memory_reserved_gib"])}
         found.append(Measured(name=line["name"], predicted=predicted, **peaks))
     return found
@@ -100,8 +101,8 @@ def read_held_out(folder: Path, *, of_the_book: bool = False) -> list[Measured]:
     for line in map(json.loads, HELD_OUT.read_text(encoding="utf-8").splitlines()):
         if of_the_book and "sizes" in line:
             continue
-        predicted = _predicted(None, words_of(line | {"layers": line.get("layers")}, folder),
-                               accumulates=line["accumulation"] > 1)  # fmt: skip
+        words = [*words_of(line | {"layers": line.get("layers")}, folder), *line.get("resolved", ())]
+        predicted = _predicted(None, words, accumulates=line["accumulation"] > 1)
         peaks = {"measured": max(line["memory_gib"]), "reserved": max(line["memory_reserved_gib"])}
         found.append(Measured(name=line["name"], predicted=predicted, **peaks))
     return found

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from tunebook.config.choices import Attention, Checkpointing, Compute, Generation, PackingMode, Source, Switch
+from tunebook.config.choices import (
+    Attention,
+    Checkpointing,
+    Compute,
+    Generation,
+    MasterWeights,
+    PackingMode,
+    Source,
+    Switch,
+)
 from tunebook.config.plain import plain_config
 from tunebook.config.schema import (
     DatasetConfig,
@@ -58,6 +67,7 @@ def sound() -> RunConfig:
     config.hardware.generation = Generation.hopper
     config.hardware.gpus_per_node = 1
     config.hardware.memory_gib = 140.0
+    config.precision.master_weights = MasterWeights.fp32
     config.precision.compute = Compute.bf16
     config.precision.tf32 = Switch.enabled
     config.model.compile_layers = False

@@ -364,6 +364,12 @@ CASES = [
         {"activation.offload": True},
         {"attention.implementation": Attention.flex_attention},
     ),
+    case(
+        "whole-tied-head-under-fsdp",
+        "lm_head is the embeddings",
+        {"peft.modules_to_save": ["lm_head", "embed_tokens"]},
+        fsdp(Strategy.fsdp) | LORA,
+    ),
     case("adapter-without-targets", "self_attn, mlp leave no", {"peft.modules_to_save": ["self_attn", "mlp"]}, LORA),
     case(
         "adapter-module-unknown",

@@ -59,6 +59,7 @@ def test_one_h200(undecided, machine, has_flash):
         "hardware.gpus_per_node": 2,
         "hardware.memory_gib": 140.4,
         "precision.compute": "bf16",
+        "precision.master_weights": "fp32",
         "precision.tf32": "enabled",
         "model.compile_layers": True,
         "model.one_pass_head": True,
@@ -292,6 +293,50 @@ def test_bf16_master_weights_compute_in_bf16(undecided, machine):
     assert check(resolve_auto(undecided, machine(H200)).config) == []
 
 
+ON_HOPPER = ("hardware=hopper", "hardware.gpus_per_node=1", "dataset=synthetic")
+
+
+@pytest.mark.parametrize(
+    ("words", "weights", "why"),
+    [
+        (["peft=lora"], "bf16", "as it is published"),
+        (["peft=qlora", "model.weights=pretrained"], "bf16", "as it is published"),
+        (["peft=lora", "parallelism=fsdp"], "bf16", "adapters are fp32"),
+        (["peft=full"], "fp32", "lose updates"),
+        (["peft=lora", "model.facts.dtype=float32"], "fp32", "the base model is float32"),
+        (["peft=lora", "precision=fp32"], "fp32", "these are in fp32"),
+        (["peft=lora", "hardware=volta"], "fp32", "these are in fp32"),
+        (["peft=lora", "hardware=cpu"], "fp32", "these are in fp32"),
+        (["peft=lora", "parallelism=zero2"], "fp32", "DeepSpeed would compute with adapters in bf16"),
+        (["peft=lora", "precision.master_weights=fp32"], "fp32", "as asked"),
+        (["peft=full", "precision.master_weights=bf16"], "bf16", "as asked"),
+    ],
+    ids=" ".join,
+)
+def test_a_frozen_base_stays_in_the_bf16_that_it_is_published_in(
+    machine, words: list[str], weights: str, why: str
+) -> None:
+    config = compose(None, ["model=qwen25_05b", *ON_HOPPER, *words]).config
+    resolution = resolve_auto(config, machine())
+    assert values(resolution)["precision.master_weights"] == weights
+    assert why in whys(resolution)["precision.master_weights"]
+
+
+def test_a_base_in_bf16_takes_half_of_the_memory(machine) -> None:
+    """An 8B model under LoRA fits a card of 24 GiB so, and its adapters still have all of fp32's optimizer states."""
+    words = ["model=llama3_8b", "dataset=synthetic", "hardware=ampere", "hardware.gpus_per_node=1", "peft=lora",
+             "hardware.memory_gib=24", "training.global_samples=16", "training.max_length=1024"]  # fmt: skip
+    in_bf16, in_fp32 = (
+        plan_memory(resolve_auto(compose(None, [*words, *more]).config, machine()).config)
+        for more in ([], ["precision.master_weights=fp32"])
+    )
+    assert in_bf16 is not None and in_fp32 is not None
+    assert (in_bf16.fits, in_fp32.fits) == (True, False)
+    adapters = 41_943_040  # rank 16 on seven products of 32 layers
+    assert in_bf16.memory.weights == pytest.approx((8.03e9 * 2 + 4 * adapters) / 2**30, rel=0.001)
+    assert in_bf16.memory.optimizer == pytest.approx(8 * adapters / 2**30, rel=0.001)
+
+
 def test_hsdp_shards_within_a_node(undecided, machine):
     undecided.parallelism = FsdpConfig(strategy=Strategy.hsdp)
     undecided.hardware.num_nodes = 2
@@ -337,6 +382,7 @@ def test_parts_of_blocks_are_recomputed_before_whole_ones(undecided, machine, me
     assert whys(resolution)["activation.checkpointing"].endswith(why)
 
 
+LORA_IN_FP32 = ("peft=lora", "precision.master_weights=fp32")
 QWEN_3B = ("qwen3b_zero2", "parallelism=single", "hardware=hopper", "hardware.gpus_per_node=1",
            "hardware.memory_gib=140.4", "training.global_samples=null", "training.max_length=4096")  # fmt: skip
 
@@ -350,8 +396,14 @@ QWEN_3B = ("qwen3b_zero2", "parallelism=single", "hardware=hopper", "hardware.gp
         (("training.global_tokens=32768", "activation=stored"), 16_384, "disabled"),
         (("training.global_tokens=32768", "activation=selective"), 32_768, "selective"),
         # LoRA was not seen to gain by longer rows, and recomputing cost it twice as much.
-        (("training.global_tokens=49152", "model=llama3_8b", "peft=lora"), 8192, "disabled"),
-        (("training.global_tokens=49152", "model=llama3_8b", "peft=lora", "activation=selective"), 16_384, "selective"),
+        (("training.global_tokens=49152", "model=llama3_8b", *LORA_IN_FP32), 8192, "disabled"),
+        (
+            ("training.global_tokens=49152", "model=llama3_8b", *LORA_IN_FP32, "activation=selective"),
+            16_384,
+            "selective",
+        ),
+        # A base in bf16 leaves room for longer ones with everything kept.
+        (("training.global_tokens=49152", "model=llama3_8b", "peft=lora"), 12_288, "disabled"),
     ],
 )
 def test_a_longer_row_is_worth_computing_parts_of_blocks_again(machine, words, row, kept):
@@ -360,7 +412,7 @@ def test_a_longer_row_is_worth_computing_parts_of_blocks_again(machine, words, r
 
 
 ON_ONE = ("qwen3b_zero2", "parallelism=single", "hardware=hopper", "hardware.gpus_per_node=1")
-LLAMA_LORA = ("model=llama3_8b", "peft=lora", "training.global_samples=64", "dataset.mean_tokens=200")
+LLAMA_LORA = ("model=llama3_8b", *LORA_IN_FP32, "training.global_samples=64", "dataset.mean_tokens=200")
 
 
 @pytest.mark.parametrize(
@@ -369,7 +421,7 @@ LLAMA_LORA = ("model=llama3_8b", "peft=lora", "training.global_samples=64", "dat
         # Where parts are computed again anyway, and where rows would be very short otherwise, LoRA gains, too.
         ((*LLAMA_LORA, "hardware.memory_gib=56", "training.max_length=512"), 3072, "selective"),
         (
-            ("peft=lora", "dataset.mean_tokens=200", "hardware.memory_gib=24", "training.max_length=256"),
+            (*LORA_IN_FP32, "dataset.mean_tokens=200", "hardware.memory_gib=24", "training.max_length=256"),
             2048,
             "selective",
         ),

@@ -17,7 +17,7 @@ from tunebook.config.choices import Compute, PeftMethod
 from tunebook.config.compose import compose
 from tunebook.config.model_facts import MeasuredLayers, ModelFacts
 from tunebook.errors import RequestError
-from tunebook.model.adapters import adapter_config, four_bit, freeze_unreached, keep_format, with_adapter
+from tunebook.model.adapters import adapter_config, four_bit, freeze_unreached, keep_in_fp32, with_adapter
 
 # peft asks transformers by a name that has a newer one
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
@@ -111,7 +111,7 @@ def test_a_sharded_base_is_stored_in_the_format_of_the_computation(
 def test_what_is_trained_goes_back_to_the_runs_format() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)).to(torch.bfloat16)
     model[0].requires_grad_(False)
-    keep_format(model, torch.float32)
+    keep_in_fp32(model)
     assert [parameter.dtype for parameter in model.parameters()] == [torch.bfloat16] * 2 + [torch.float32] * 2
 
 

@@ -36,7 +36,8 @@ def config_on():
     """`config_on("fsdp", 4, ...)`: a resolved run of a strategy on so many GPUs."""
 
     def resolved(choice: str, ranks: int, *overrides: str):
-        words = [f"parallelism={choice}", f"hardware.gpus_per_node={ranks}", "precision=bf16", *overrides]
+        words = [f"parallelism={choice}", f"hardware.gpus_per_node={ranks}", "precision=bf16"]
+        words += ["precision.master_weights=fp32", *overrides]
         config = compose("qwen3b_zero2", words).config
         config.hardware.generation = Generation.hopper
         if config.parallelism.strategy is Strategy.hsdp:

@@ -2,8 +2,9 @@
 
 import pytest
 
+from tunebook.config.choices import MasterWeights
 from tunebook.errors import DoesNotFitError, Problem, RequestError, RulesError
-from tunebook.parity.cases import list_cases, mark_refused, words_set_aside
+from tunebook.parity.cases import list_cases, mark_refused, weights_alike, words_set_aside
 
 
 def names(*args, **kwargs):
@@ -137,3 +138,12 @@ def test_a_name_that_is_wrong_is_an_error_wherever_it_stands():
 
     with pytest.raises(RequestError, match="there is no parallelism 'zreo2'"):
         mark_refused(list_cases([], ["parallelism=ddp,zreo2"], None, 1), plan)
+
+
+def test_a_frozen_base_is_in_one_format_in_all_that_are_compared():
+    cases = list_cases(["peft=lora"], ["parallelism=ddp,zero2"], "1", 1)
+    alike = weights_alike(cases, [MasterWeights.bf16, MasterWeights.fp32])
+    assert [case.overrides[-1] for case in alike] == ["precision.master_weights=fp32"] * 2
+    assert weights_alike(cases, [MasterWeights.bf16] * 2) == cases
+    varied = list_cases(["peft=lora"], ["precision.master_weights=fp32,bf16"], None, 1)
+    assert weights_alike(varied, [MasterWeights.bf16, MasterWeights.fp32]) == varied

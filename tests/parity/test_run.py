@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from tunebook.config.auto import resolve_auto
-from tunebook.config.choices import Compute, Generation, LauncherName
+from tunebook.config.choices import Compute, Generation, LauncherName, MasterWeights
 from tunebook.config.compose import compose
 from tunebook.errors import Problem, RequestError, RulesError
 from tunebook.hardware.detect import Machine
@@ -26,7 +26,7 @@ def parity(tmp_path, monkeypatch):
     def command(losses, codes=None, refused=(), stopped=None, tolerance=None):
         started = []
         config = SimpleNamespace(
-            precision=SimpleNamespace(compute=Compute.fp32),
+            precision=SimpleNamespace(compute=Compute.fp32, master_weights=MasterWeights.fp32),
             hardware=SimpleNamespace(generation=Generation.cpu, num_nodes=1),
             launcher=SimpleNamespace(name=LauncherName.local),
             outputs=str(tmp_path),
@@ -146,7 +146,7 @@ def test_equal_losses_are_the_smallest_tolerance(parity):
 
 def test_what_was_typed_and_is_not_used_is_said(tmp_path, monkeypatch):
     config = SimpleNamespace(
-        precision=SimpleNamespace(compute=Compute.fp32),
+        precision=SimpleNamespace(compute=Compute.fp32, master_weights=MasterWeights.fp32),
         hardware=SimpleNamespace(generation=Generation.cpu, num_nodes=1),
         launcher=SimpleNamespace(name=LauncherName.local),
         outputs=str(tmp_path),

@@ -334,7 +334,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "llama3_8b_fp8": {
         "precision.compute": "fp8",
-        "precision.master_weights": "fp32",
+        "precision.master_weights": "auto",  # fp32 for what is trained
         "parallelism.strategy": "fsdp",
         "precision.fp8_scaling": "tensorwise",
         "model.compile_layers": None,  # auto compiles, without which fp8 would be slower than bf16

@@ -21,12 +21,14 @@ from tunebook.config.choices import (
     Generation,
     MasterWeights,
     PackingMode,
+    PeftMethod,
     Switch,
 )
 from tunebook.config.decisions import Choice, Decisions
 from tunebook.config.rules.attention import WITHOUT_MASK, leaks
 from tunebook.config.rules.environment import hardware_problem, starts_elsewhere
 from tunebook.config.rules.numbers import refuse_absurd
+from tunebook.config.rules.parallelism import ZERO
 from tunebook.config.schema import RunConfig
 from tunebook.config.unreached import unreached_of
 from tunebook.errors import Problem
@@ -70,6 +72,7 @@ def resolve_auto(config: RunConfig, machine: Machine) -> Resolution:
     _tell_unreached(decisions)
     problem = hardware_problem(resolved, machine)
     decisions.decide("precision.compute", lambda: _compute(resolved))
+    decisions.decide("precision.master_weights", lambda: _master_weights(resolved))
     decisions.decide("precision.tf32", lambda: _tf32(resolved))
     is_planned = problem is not None or starts_elsewhere(resolved)
     missing = None if is_planned else machine.missing_for_triton
@@ -135,6 +138,20 @@ def _compute(config: RunConfig) -> tuple[Compute, str]:
         return Compute.fp16, f"{base}, and {name} has tensor cores for fp16; the weights stay in fp32"
     overflow = "; fp16 would overflow" if dtype == "bfloat16" else ""
     return Compute.fp32, f"{base}, and {name} has no bf16{overflow}"
+
+
+def _master_weights(config: RunConfig) -> tuple[MasterWeights, str]:
+    """fp32 for what is trained; a frozen base stays as it was published where that is bf16, under adapters in fp32."""
+    compute, dtype = config.precision.compute, read_dtype(config.model)
+    if config.peft.method is PeftMethod.full:
+        return MasterWeights.fp32, "a weight in bf16 would lose updates that are small beside it"
+    if compute is not Compute.bf16:
+        return MasterWeights.fp32, f"bf16 weights are for products in bf16, and these are in {compute.name}"
+    if dtype != "bfloat16":
+        return MasterWeights.fp32, f"the base model is {dtype or 'of a dtype not known before it is loaded'}"
+    if config.parallelism.strategy in ZERO:
+        return MasterWeights.fp32, "with bf16 weights DeepSpeed would compute with adapters in bf16, too"
+    return MasterWeights.bf16, "the frozen base stays as it is published, in half of fp32's memory; adapters are fp32"
 
 
 def _tf32(config: RunConfig) -> tuple[Switch, str]:

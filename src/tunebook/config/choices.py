@@ -124,8 +124,9 @@ class Fp8Scaling(Enum):
 
 
 class MasterWeights(Enum):
-    """The number format in which the optimizer keeps the weights."""
+    """The number format in which the model's weights are kept; adapters over bf16 weights are in fp32."""
 
+    auto = "auto"
     fp32 = "fp32"
     bf16 = "bf16"
 

@@ -186,7 +186,8 @@ class PrecisionConfig:
     """Number formats."""
 
     compute: Compute = Compute.auto
-    master_weights: MasterWeights = MasterWeights.fp32  # bf16 halves the memory and loses small updates
+    # bf16 halves the memory and loses small updates of what is trained; a frozen base published in bf16 loses nothing.
+    master_weights: MasterWeights = MasterWeights.auto
     tf32: Switch = Switch.auto  # TensorFloat-32 for fp32 products; cc >= 8.0
     fp8_scaling: Fp8Scaling = Fp8Scaling.tensorwise  # with compute=fp8: one scale a tensor is faster, one a row exacter
 

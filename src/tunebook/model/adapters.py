@@ -6,15 +6,14 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunebook.config.choices import Compute, PeftMethod, Strategy
-from tunebook.config.schema import RunConfig
+from tunebook.config.choices import Compute, MasterWeights, PeftMethod, Strategy
+from tunebook.config.schema import RunConfig, ZeroConfig
 from tunebook.config.unreached import expression, stand_for, unreached_of
 from tunebook.errors import RequestError
 from tunebook.model.completeness import require_complete
 from tunebook.model.weight_files import Shapes, read_shapes
 
 if TYPE_CHECKING:
-    import torch
     from peft import LoraConfig
     from transformers import PreTrainedModel
 
@@ -79,14 +78,21 @@ def freeze_unreached(config: RunConfig, model: Any) -> None:
             parameter.requires_grad_(False)
 
 
-def keep_format(model: Any, dtype: torch.dtype) -> None:
-    """Put what is trained back into the format that the run keeps its weights in.
+def trains_in_fp32(config: RunConfig) -> bool:
+    """Whether adapters are in fp32, as everywhere but where DeepSpeed casts them with a model of bf16 weights."""
+    is_cast = isinstance(config.parallelism, ZeroConfig) and config.precision.master_weights is MasterWeights.bf16
+    return config.peft.method is not PeftMethod.full and not is_cast
 
-    Over a quantised base TRL 1.16 turns adapters into bf16, whatever the GPU can do and however small their updates.
+
+def keep_in_fp32(model: Any) -> None:
+    """Put what is trained into fp32: its updates may be small beside it.
+
+    PEFT does so with adapters and not with whole parts that it trains a copy of (`modules_to_save`), and TRL 1.16 turns
+    either into bf16 over a quantised base, whatever the GPU can do.
     """
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.data = parameter.data.to(dtype)
+            parameter.data = parameter.data.float()
 
 
 def holds_model(folder: Path) -> bool:
@@ -100,11 +106,13 @@ def is_adapter(folder: Path) -> bool:
 
 
 def with_adapter(base: PreTrainedModel, folder: Path, method: PeftMethod) -> PreTrainedModel:
-    """The base model with a trained adapter merged into it; over quantised weights the adapter stays beside them.
+    """The base model with a trained adapter merged into it; over quantised or 16-bit weights it stays beside them.
 
+    A weight of 16 bits would lose of the adapter what is small beside it.
     Raises: RequestError for an adapter without weights, with damaged ones, or with others than its modules have: PEFT
     would warn, and answer with what the missing ones were initialised to.
     """
+    import torch
     from peft import PeftModel
 
     stored = read_shapes(_adapter_files(folder))
@@ -115,7 +123,8 @@ def with_adapter(base: PreTrainedModel, folder: Path, method: PeftMethod) -> Pre
         warnings.filterwarnings("ignore", message="Some weights of .* were not initialized", category=UserWarning)
         adapted: Any = PeftModel.from_pretrained(base, str(folder), ignore_mismatched_sizes=True)
     _require_whole_adapter(adapted, stored, folder)
-    model: PreTrainedModel = adapted if method is PeftMethod.qlora else adapted.merge_and_unload()
+    stays_beside = method is PeftMethod.qlora or base.dtype is not torch.float32
+    model: PreTrainedModel = adapted if stays_beside else adapted.merge_and_unload()
     return model
 
 

@@ -9,4 +9,4 @@ from tunebook.config.schema import RunConfig
 def mixes_formats(config: RunConfig) -> bool:
     """Whether fp32 weights are computed with in bf16. bf16 weights have nothing left to mix."""
     precision = config.precision
-    return precision.compute in (Compute.bf16, Compute.fp8) and precision.master_weights is MasterWeights.fp32
+    return precision.compute in (Compute.bf16, Compute.fp8) and precision.master_weights is not MasterWeights.bf16

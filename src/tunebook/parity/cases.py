@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from itertools import product
 
+from tunebook.config.choices import MasterWeights
 from tunebook.config.override_text import split_values
 from tunebook.config.schema import RunConfig
 from tunebook.errors import DoesNotFitError, RequestError, RulesError
@@ -20,7 +21,7 @@ _SHARED = (
     "training.early_stopping_patience=null",
     "training.resume=never",
 )
-_GPUS, _STEPS = "hardware.gpus_per_node", "training.max_steps"
+_GPUS, _STEPS, _WEIGHTS = "hardware.gpus_per_node", "training.max_steps", "precision.master_weights"
 _LONGEST_NAME = 80  # of a folder; file systems take 255 bytes
 
 
@@ -92,6 +93,16 @@ def mark_refused(cases: list[Case], plan: Callable[[Case], RunConfig]) -> tuple[
             problem_id="parity-request",
         )
     return marked, reference
+
+
+def weights_alike(cases: list[Case], formats: Collection[MasterWeights]) -> list[Case]:
+    """The cases, all with fp32 weights where `formats`, those that they were planned with, are not one.
+
+    That `auto` leaves a frozen base in bf16 with some strategies is not what is compared, unless it is varied itself.
+    """
+    if len(set(formats)) < 2 or any(_key(word) == _WEIGHTS for word in cases[0].varied):
+        return cases
+    return [replace(case, overrides=(*case.overrides, f"{_WEIGHTS}={MasterWeights.fp32.name}")) for case in cases]
 
 
 def _why_not(error: RequestError | DoesNotFitError) -> str:

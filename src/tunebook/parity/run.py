@@ -16,7 +16,7 @@ from rich.text import Text
 from tunebook.config.schema import RunConfig
 from tunebook.errors import StoppedError
 from tunebook.launch.job import plan_job
-from tunebook.parity.cases import Case, list_cases, mark_refused, words_set_aside
+from tunebook.parity.cases import Case, list_cases, mark_refused, weights_alike, words_set_aside
 from tunebook.parity.compare import check_tolerance, tolerance_of
 from tunebook.parity.launching import check_attended
 from tunebook.parity.page import write_page
@@ -47,13 +47,17 @@ def parity_command(
     `over` are words such as `parallelism=ddp,zero2`, `gpus` such as `1,2,4`. Raises: RequestError before anything runs.
     """
 
+    planned: list[RunConfig] = []
+
     def plan(case: Case) -> RunConfig:
         config = plan_job(recipe, list(case.overrides), recipes_dirs).config
         check_attended(config)
+        planned.append(config)
         return config
 
     check_tolerance(tolerance)
     cases, reference = mark_refused(list_cases(overrides, over, gpus, num_steps), plan)
+    cases = weights_alike(cases, [config.precision.master_weights for config in planned])
     allowed = tolerance_of(reference) if tolerance is None else tolerance
     time = datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%SZ")
     folder = make_run_folder(

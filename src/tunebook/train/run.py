@@ -36,10 +36,10 @@ from tunebook.data.prepared import Prepared, PreparedPart, load_prepared
 from tunebook.data.sampler import RankBatches, Schedule, StepSize
 from tunebook.errors import DoesNotFitError, InvalidTrainingError, StoppedError, TunebookError
 from tunebook.hardware.peaks import peak_of
-from tunebook.model.adapters import adapter_config, freeze_unreached, keep_format
+from tunebook.model.adapters import adapter_config, freeze_unreached, keep_in_fp32, trains_in_fp32
 from tunebook.model.compiled_layers import compile_layers
 from tunebook.model.fp8_layers import convert_to_fp8
-from tunebook.model.load import begin_loading, finish_loading, master_dtype
+from tunebook.model.load import begin_loading, finish_loading
 from tunebook.model.token_ids import agree_on_tokens, trainer_tokenizer
 from tunebook.model.weights_fingerprint import weights_fingerprint
 from tunebook.parallel.deepspeed import zero_stage
@@ -253,8 +253,8 @@ def _finish_layers(config: RunConfig, model: PreTrainedModel, trainer: RecipeTra
     fp8_layers = convert_to_fp8(model, config.precision.fp8_scaling) if is_fp8 else []
     if config.model.compile_layers:
         compile_layers(model, recomputes=config.activation.checkpointing is Checkpointing.selective)
-    if config.peft.method is PeftMethod.qlora:
-        keep_format(trainer.model, master_dtype(config))
+    if trains_in_fp32(config):
+        keep_in_fp32(trainer.model)
     return fp8_layers
 
 

@@ -14,6 +14,7 @@ from tunebook.config.estimate.states import (
     num_ranks,
     product_element,
     state_bytes,
+    trained_element,
     weight_element,
 )
 from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig, ZeroConfig
@@ -42,8 +43,8 @@ def cleared_buffer_bytes(config: RunConfig, facts: ModelFacts, *, is_recomputed:
 def backward_buffer_bytes(config: RunConfig, facts: ModelFacts, *, is_recomputed: bool) -> float:
     """The same in the last layer's backward pass, for which FSDP has two layers whole and the gradient of one."""
     cast = _cast_layer(config, facts) if is_recomputed else _cast(config, facts, is_recomputed)
-    whole = _gathered(config, facts) + _gathered_layers(config, facts)
-    return cast + whole + bucket_bytes(config, facts, is_backward=True)
+    besides = 0.0 if _are_units(config, facts) else _gathered(config, facts)
+    return cast + besides + _gathered_layers(config, facts) + bucket_bytes(config, facts, is_backward=True)
 
 
 def reducing_layer_bytes(config: RunConfig, facts: ModelFacts, *, is_last: bool = False) -> float:
@@ -143,8 +144,19 @@ def _gathered(config: RunConfig, facts: ModelFacts) -> float:
     if settings.strategy is Strategy.zero3:
         is_again = config.peft.method is PeftMethod.full and not has_parameters_away(config)
         return (state_bytes(config, facts).weights if is_again else 0.0) + kept_for_backward(config, facts)
-    embeddings = count_parameters(config, facts).embeddings * (1 if facts.tie_word_embeddings else 2)
-    return float(product_element(config) * embeddings)
+    matrices = 1 if facts.tie_word_embeddings or _are_units(config, facts) else 2
+    return float(product_element(config) * count_parameters(config, facts).embeddings * matrices)
+
+
+def _are_units(config: RunConfig, facts: ModelFacts) -> bool:
+    """Whether embeddings are whole only while they are looked up, and a head of its own while it is computed.
+
+    accelerate (1.15, fsdp2_prepare_model) makes units of both. Seen with frozen ones on one rank: seven runs of slices
+    of Qwen2.5-7B and Llama 3 8B on an H200 held 2.0 to 2.3 GiB less than with both. Two ranks held as much as that.
+    """
+    is_frozen = config.peft.method is not PeftMethod.full
+    is_sharded = config.parallelism.strategy in (Strategy.fsdp, Strategy.hsdp)
+    return is_frozen and is_sharded and num_ranks(config) == 1 and not facts.tie_word_embeddings
 
 
 def _gathered_ahead(config: RunConfig, facts: ModelFacts) -> float:
@@ -159,19 +171,17 @@ def _gathered_layers(config: RunConfig, facts: ModelFacts) -> float:
     """What is whole of a sharded or offloaded model's layers: two of them, and the gradient of one.
 
     `fsdp_grad_op` keeps every layer that the forward pass has gathered (measured on 4 H200s: 84.8 GiB of Llama 3 8B).
+    One rank has no gradients of what is frozen, but the whole of what is gathered next (4 layers of Qwen2.5-14B, H200).
     What ZeRO-3 keeps is counted by `kept_for_backward`.
     """
     if not _is_gathered(config) or config.parallelism.strategy is Strategy.zero3:
         return 0.0
     parameters, element = count_parameters(config, facts), product_element(config)
-    layer = parameters.layers / max(1, facts.num_layers)
-    gradients = element * layer if config.peft.method is PeftMethod.full else 0
-    if num_ranks(config) == 1 and config.peft.method is not PeftMethod.full:
-        gradients = element * layer  # none, but the whole of what is gathered next (4 layers of Qwen2.5-14B, H200)
-    if config.parallelism.strategy is not Strategy.fsdp_grad_op:
-        return element * 2 * layer + gradients
     in_four_bits = parameters.linear if config.peft.method is PeftMethod.qlora else 0  # and stays so when gathered
-    return in_four_bits * FOUR_BIT_BYTES + (parameters.layers - in_four_bits) * element + gradients
+    whole = in_four_bits * FOUR_BIT_BYTES + (parameters.layers - in_four_bits) * element
+    layer = whole / max(1, facts.num_layers)
+    besides = layer if config.peft.method is PeftMethod.full or num_ranks(config) == 1 else 0.0
+    return besides + (whole if config.parallelism.strategy is Strategy.fsdp_grad_op else 2 * layer)
 
 
 def _is_gathered(config: RunConfig) -> bool:
@@ -212,14 +222,17 @@ def gathering_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """What it takes on top to gather the output head: what arrives, and with ZeRO-3 a copy on its way to the parameter.
 
     Measured on two H200: 5.8 GiB for Qwen3-8B's 2.3 of embeddings under ZeRO-3, with which the peak was reached, and
-    twice 0.58 for Qwen2.5-3B's under FSDP. With LoRA no layers were whole then.
+    twice 0.58 for Qwen2.5-3B's under FSDP. With LoRA no layers were whole then. One rank of FSDP has a copy of all
+    that comes from its host, in the format of the weights (4 layers of Qwen2.5-14B, H200), but of a head that is the
+    embeddings it has long been there.
     """
-    embeddings = count_parameters(config, facts).embeddings
-    if not _is_gathered(config) or num_ranks(config) == 1:
-        return 0.0  # nobody sends anything
-    if isinstance(config.parallelism, FsdpConfig):
-        return float(product_element(config) * embeddings)
-    head, is_full = weight_element(config) * embeddings, config.peft.method is PeftMethod.full
+    embeddings, element, ranks = count_parameters(config, facts).embeddings, weight_element(config), num_ranks(config)
+    is_fsdp = isinstance(config.parallelism, FsdpConfig)
+    if not _is_gathered(config) or (ranks == 1 and (facts.tie_word_embeddings or not is_fsdp)):
+        return 0.0
+    if is_fsdp:
+        return float((product_element(config) + (element if ranks == 1 else 0)) * embeddings)
+    head, is_full = element * embeddings, config.peft.method is PeftMethod.full
     is_kept = is_full or has_parameters_away(config)
     return (1 + 1 / num_ranks(config)) * head - (0.0 if is_kept else kept_for_backward(config, facts) - head)
 
@@ -284,7 +297,7 @@ def bucket_bytes(config: RunConfig, facts: ModelFacts, *, is_backward: bool = Fa
     """
     settings, trained = config.parallelism, count_parameters(config, facts).trained
     if settings.strategy is Strategy.ddp and num_ranks(config) > 1:
-        return float(trained * weight_element(config))  # together they are as large as all gradients
+        return float(trained * trained_element(config))  # together they are as large as all gradients
     if not isinstance(settings, ZeroConfig):
         return 0.0
     if settings.strategy is Strategy.zero3:

@@ -79,7 +79,7 @@ def reduced_gradient_bytes(config: RunConfig, facts: ModelFacts) -> float:
     strategy, ranks = config.parallelism.strategy, num_ranks(config)
     if strategy not in (Strategy.zero1, Strategy.zero2) or not state_bytes(config, facts).gradients:
         return 0.0
-    share = count_parameters(config, facts).trained * weight_element(config) / ranks
+    share = count_parameters(config, facts).trained * trained_element(config) / ranks
     if config.peft.method is not PeftMethod.full:
         return share
     return max(weight_element(config) * max(_whole_parameters(config, facts, ranks)), share)
@@ -100,7 +100,7 @@ def _whole_parameters(config: RunConfig, facts: ModelFacts, ranks: int) -> list[
 
 def states_anywhere(config: RunConfig, facts: ModelFacts) -> States:
     """One rank's share of the model's states, wherever it is kept."""
-    parameters, shares, element = count_parameters(config, facts), divided_among(config), weight_element(config)
+    parameters, shares, element = count_parameters(config, facts), divided_among(config), trained_element(config)
     return States(
         weights=(parameters.trained * element + _frozen_bytes(config, facts)) / shares.weights,
         gradients=parameters.trained * element / shares.gradients,
@@ -130,6 +130,12 @@ def weight_element(config: RunConfig) -> int:
     return 2 if is_half or config.precision.master_weights is MasterWeights.bf16 else 4
 
 
+def trained_element(config: RunConfig) -> int:
+    """Bytes of a weight that is trained. Adapters are in fp32 over bf16 weights, but where DeepSpeed casts them."""
+    is_adapter = config.peft.method is not PeftMethod.full
+    return 4 if is_adapter and not isinstance(config.parallelism, ZeroConfig) else weight_element(config)
+
+
 def is_cast_by_deepspeed(config: RunConfig) -> bool:
     """Whether all of a model, adapters too, is cast for 16 bits, in place of each product under torch's autocast."""
     return isinstance(config.parallelism, ZeroConfig) and config.parallelism.mixed_precision is MixedPrecision.cast
@@ -157,7 +163,7 @@ def _moments_bytes(config: RunConfig, facts: ModelFacts) -> float:
 
 def _moments_element(config: RunConfig) -> int:
     """Bytes of Adam's two moments per trained parameter."""
-    is_bf16 = config.precision.master_weights is MasterWeights.bf16 and not isinstance(config.parallelism, ZeroConfig)
+    is_bf16 = trained_element(config) == 2 and not isinstance(config.parallelism, ZeroConfig)
     return 2 if config.optimizer.name in _EIGHT_BIT else 4 if is_bf16 else 8
 
 

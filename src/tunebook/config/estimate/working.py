@@ -11,6 +11,7 @@ from tunebook.config.choices import Attention, Checkpointing, Compute, PeftMetho
 from tunebook.config.estimate.activations import (
     activation_bytes,
     attended_length,
+    given_back_element,
     gives_back_fp32,
     has_dropout,
     inputs_of_layers,
@@ -154,7 +155,7 @@ def _compiled_adapter_element(config: RunConfig, facts: ModelFacts) -> int:
     adapted = {*linear_inputs(facts)} - {*unadapted(config, facts)}
     of_adapters = sum(size for name, size in _AT_WORK_OF_ADAPTERS.items() if name in adapted)
     if gives_back_fp32(config):
-        of_adapters += 2 if is_on_inner(config) else 1
+        of_adapters += (2 if is_on_inner(config) else 1) - round(given_back_element(config, facts))
     return 4 + of_adapters - (2 if has_dropout(config) and is_on_inner(config) else 0)
 
 
@@ -171,10 +172,14 @@ def _is_adapter_in_16_bits(config: RunConfig) -> bool:
 
 
 def _is_widened(config: RunConfig) -> bool:
-    """Whether an adapter takes the inner numbers in fp32, as PEFT keeps it; FSDP and DeepSpeed may cast it to bf16."""
+    """Whether an adapter takes the inner numbers in fp32, as PEFT keeps it; FSDP and DeepSpeed may cast it to bf16.
+
+    Beside 4-bit weights PEFT leaves that to autocast (0.21, tuners/lora/bnb.py).
+    """
     is_adapter, is_16_bit = config.peft.method is not PeftMethod.full, config.precision.compute is not Compute.fp32
     is_cast = isinstance(config.parallelism, FsdpConfig) or is_cast_by_deepspeed(config)
-    return is_adapter and is_16_bit and not is_cast and is_on_inner(config)
+    is_four_bit = config.peft.method is PeftMethod.qlora
+    return is_adapter and is_16_bit and not is_cast and not is_four_bit and is_on_inner(config)
 
 
 def last_offloaded_bytes(config: RunConfig, facts: ModelFacts) -> float:

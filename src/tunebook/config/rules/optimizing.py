@@ -19,7 +19,7 @@ from tunebook.config.estimate.parameters import HEADS, PRODUCTS_OF, has_experts,
 from tunebook.config.override_text import typed_list
 from tunebook.config.rules.frame import Finding, Level, Rule, rule
 from tunebook.config.rules.quantised import quantiser_of
-from tunebook.config.schema import RunConfig, ZeroConfig
+from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
 from tunebook.errors import nearest
 
 BITSANDBYTES = (OptimizerName.adamw_8bit, OptimizerName.paged_adamw_32bit, OptimizerName.paged_adamw_8bit)
@@ -135,6 +135,30 @@ def _targets(config: RunConfig) -> list[str]:
 def _is_within(module: str, saved: str) -> bool:
     """Whether a module is one that is trained whole, or in one: by the parts of its dotted name."""
     return f".{saved}." in f".{module}."
+
+
+@rule(
+    "whole-tied-head-under-fsdp",
+    summary="FSDP with an output head that is trained whole beside an adapter, and is the embeddings too.",
+    why="Where one rank reads the weights for all accelerate ties the head to the embeddings again, and cannot where "
+    "PEFT has put a copy of the head in its place: every rank would end before the first step.",
+    advice="Let every rank read the weights, at the cost of host memory, or leave the head out.",
+)
+def whole_tied_head_under_fsdp(config: RunConfig) -> Finding | None:
+    """A tied head in `modules_to_save`. Over 4-bit weights every rank reads them anyway."""
+    # accelerate 1.15, fsdp2_prepare_model; transformers 5.23, tie_weights: "attribute 'weight' already exists" (H200).
+    settings, facts = config.parallelism, config.model.facts
+    is_tied = facts is not None and facts.tie_word_embeddings
+    heads = [name for name in config.peft.modules_to_save if last_name(name) in HEADS]
+    is_sent = isinstance(settings, FsdpConfig) and settings.cpu_ram_efficient_loading
+    if config.peft.method is not PeftMethod.lora or not (is_tied and heads and is_sent):
+        return None
+    rest = typed_list("peft.modules_to_save", [name for name in config.peft.modules_to_save if name not in heads])
+    return Finding(
+        key="peft.modules_to_save",
+        message=f"{heads[0]} is the embeddings, to which accelerate cannot tie PEFT's copy of it again",
+        fix=f"parallelism.cpu_ram_efficient_loading=false or {rest}",
+    )
 
 
 @rule(
@@ -350,6 +374,7 @@ RULES: tuple[Rule, ...] = (
     adapter_module_unknown,
     adapter_without_targets,
     adapter_dropout_on_experts,
+    whole_tied_head_under_fsdp,
     adapter_settings_ignored,
     qlora_random_weights,
     bitsandbytes_optimizer_without_gpu,
