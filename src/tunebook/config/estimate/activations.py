@@ -44,11 +44,11 @@ _PADDED_TOKENS_PER_PASS = 8192
 # The linear layers of Llama's and other architectures by what they read: the outputs of a layer's two norms, of which
 # each is read by several, of the attention, or the inner numbers.
 _READERS = (
-    frozenset({"q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value"}),
-    frozenset({"gate_proj", "up_proj", "gate_up_proj", "dense_h_to_4h", "fc1", "fc_in"}),
+    frozenset({"q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn"}),
+    frozenset({"gate_proj", "up_proj", "gate_up_proj", "dense_h_to_4h", "fc1", "fc_in", "c_fc"}),
 )
 OF_ATTENTION = frozenset({"o_proj", "dense", "out_proj"})
-_OF_INNER = frozenset({"down_proj", "dense_4h_to_h", "fc2", "fc_out"})
+_OF_INNER = frozenset({"down_proj", "dense_4h_to_h", "fc2", "fc_out", "c_proj"})  # GPT-2's attention has a c_proj, too
 _READING = OF_ATTENTION.union(_OF_INNER, *_READERS)
 _ROUTER = "gate"  # PEFT takes it for a parameter, as it does stacked experts, beside which it is small
 # Keys and values once for each query's head.
@@ -113,7 +113,16 @@ def _besides_measured(config: RunConfig, facts: ModelFacts, *, is_compiled: bool
     all_dropout = of_layers(facts, facts.measured.linear_inputs) / max(1, facts.num_layers)
     dropout = max(0.0, all_dropout - less) if has_dropout(config) else 0.0
     more = dropout + _inputs_under_zero3(config, facts) + given_back_element(config, facts) * facts.intermediate_size
-    return more - _unadapted_bytes(config, facts)
+    return more - _unadapted_bytes(config, facts) - _spared_bytes(config, facts)
+
+
+def _spared_bytes(config: RunConfig, facts: ModelFacts) -> float:
+    """Copies that adapters were measured to keep each for itself and do not where inputs are handed on as they are."""
+    if not _hands_on(config):
+        return 0.0
+    hidden = {name: size for name, size in linear_inputs(facts).items() if name not in _OF_INNER}
+    groups = [[hidden[name] for name in readers if name in hidden] for readers in _READERS]
+    return 2.0 * (sum(hidden.values()) - sum(max(sizes) for sizes in groups if sizes))
 
 
 def _compiled_mode(config: RunConfig) -> str | None:

@@ -1,5 +1,6 @@
 """The moments of a step in which the memory of a rank may be at its peak, part by part.
 
+    first      FSDP fetches the embeddings from the host
     forward    of the last layer, where it has more at work than it keeps
     head       the output head is computed: all that is kept of the layers is there, and its tiles
     gather     ZeRO-3 and FSDP make the output head whole just before
@@ -24,6 +25,7 @@ from tunebook.config.estimate.buffers import (
     bucket_bytes,
     buffer_bytes,
     cleared_buffer_bytes,
+    first_gathering_bytes,
     gathering_bytes,
     reducing_bytes,
     reducing_layer_bytes,
@@ -79,6 +81,8 @@ def _moments(config: RunConfig, facts: ModelFacts, *, accumulates: bool) -> Iter
     def moment(buffers: float, activations: float) -> Moment:
         return Moment(states=states, gradients=passes, buffers=buffers, activations=activations)
 
+    if first := first_gathering_bytes(config, facts):
+        yield moment(first, 0.0)
     buffers = buffer_bytes(config, facts, is_recomputed=is_recomputed)
     at_work = 0.0 if is_recomputed else forward_bytes(config, facts)
     yield moment(buffers, kept + at_work)
@@ -103,8 +107,8 @@ def _moments(config: RunConfig, facts: ModelFacts, *, accumulates: bool) -> Iter
         left = after - kept / facts.num_layers - _head_that_is_gone(config, facts)
         done = states.gradients * _share_of_head_and_layer(config, facts)
         yield replace(moment(later, left + layer), gradients=max(passes, done))
-        first = reducing_layer_bytes(config, facts, is_last=True)
-        yield replace(moment(first, one_layer_bytes(config, facts)), gradients=max(passes, states.gradients))
+        of_first = reducing_layer_bytes(config, facts, is_last=True)
+        yield replace(moment(of_first, one_layer_bytes(config, facts)), gradients=max(passes, states.gradients))
     yield Moment(
         states=states,
         gradients=max(passes, states.gradients),
