@@ -12,8 +12,10 @@ from rich.console import Console
 
 from tunebook.errors import DataError, RequestError
 from tunebook.evidence.command import verify_command
+from tunebook.evidence.files import content_hash
 from tunebook.evidence.gather import config_of, gather_hardware, gather_inputs, read_finished
 from tunebook.evidence.recording import record_evidence
+from tunebook.evidence.show import PAGE_FILE
 from tunebook.evidence.verifying import recorded_evidence, verify
 
 from .conftest import MakeRun
@@ -73,3 +75,36 @@ def test_a_reason_with_brackets_is_printed_as_it_is(evidence: Path, make_run: Ma
     out = StringIO()
     Console(file=out, width=400).print(replace(found, rows=rows).table())
     assert out.getvalue().count("of [bold] means") == len(rows)
+
+
+def test_data_that_was_prepared_otherwise_is_shown_and_not_judged(evidence: Path, make_run: MakeRun) -> None:
+    assert json.loads(evidence.read_text())["inputs"]["data_fingerprint"] == "4" * 64
+    assert "prepared data" not in {row.name for row in verify(read_finished(make_run()), []).rows}
+    other = make_run(manifest={"dataset": {"fingerprint": "5" * 64}})
+    found = verify(read_finished(other), [])
+    (row,) = [row for row in found.rows if row.name == "prepared data"]
+    assert (row.verdict.value, found.exit_code) == ("not judged", 0)
+    assert "fingerprint 555555555555..., recorded with 444444444444...; tokens and labels are the same" in row.why
+    assert "555555555555" in str(found.to_json())
+    out = StringIO()
+    verify_command([str(other)], Path("outputs"), [], Console(file=out, width=400))
+    assert "recorded with 444444444444" in out.getvalue()
+    assert "recorded with 444444444444" in (other / PAGE_FILE).read_text()
+
+
+def test_data_whose_tokens_nobody_noted_is_not_said_to_be_the_same(make_run: MakeRun, recipes_dir: Path) -> None:
+    unknown = {"content_sha256": None}
+    runs = [make_run(manifest={"dataset": unknown}) for _ in range(2)]
+    record_evidence([read_finished(run) for run in runs], "try", [])
+    other = make_run(manifest={"dataset": unknown | {"fingerprint": "5" * 64}})
+    (why,) = [row.why for row in verify(read_finished(other), []).rows if row.name == "prepared data"]
+    assert "nobody noted whether the tokens are the same" in why
+
+
+def test_older_evidence_without_the_fingerprint_of_its_data_holds_as_before(evidence: Path, make_run: MakeRun) -> None:
+    content = json.loads(evidence.read_text())
+    del content["inputs"]["data_fingerprint"]
+    evidence.write_text(json.dumps(content | {"content_sha256": content_hash(content)}))
+    found = verify(read_finished(make_run(manifest={"dataset": {"fingerprint": "5" * 64}})), [])
+    assert [row.name for row in found.rows] == ["loss", "tokens/s/GPU", "memory GiB", "words"]
+    assert found.exit_code == 0

@@ -44,7 +44,10 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One number of the evidence and of the run; the difference is relative or absolute as its tolerance is."""
+    """One number of the evidence and of the run; the difference is relative or absolute as its tolerance is.
+
+    Or something that is told in words alone, and has no numbers.
+    """
 
     name: str
     expected: float | None
@@ -97,8 +100,11 @@ def config_differences(one: dict[str, Any], other: dict[str, Any]) -> list[tuple
 
 
 def input_differences(one: Inputs, other: Inputs) -> list[tuple[str, Any, Any]]:
-    """What is not the same in what two runs were asked and given."""
-    rest = {"config"}
+    """What is not the same in what two runs were asked and given.
+
+    Data is the same where its tokens and labels are, whatever prepared them: `preparation_row` tells what did.
+    """
+    rest = {"config", "data_fingerprint"}
     first, second = one.model_dump(mode="json", exclude=rest), other.model_dump(mode="json", exclude=rest)
     of_config = [
         found for found in config_differences(one.config, other.config) if not _is_known_place(found[0], one, other)
@@ -112,6 +118,23 @@ def _is_known_place(key: str, one: Inputs, other: Inputs) -> bool:
         if places.fullmatch(key) and None not in (getattr(one, name), getattr(other, name)):
             return name != "model_sha256" or one.config["model"]["weights"] == Weights.random.name
     return False
+
+
+def preparation_row(one: Inputs, other: Inputs) -> Row | None:
+    """What is shown of data that was prepared otherwise; None where it was not, or where an older record cannot tell.
+
+    A fingerprint changes with code and libraries that changed no token: it says where to look, and is no difference.
+    """
+    then, now = one.data_fingerprint, other.data_fingerprint
+    if then is None or now is None or then == now:
+        return None
+    is_known = one.data_sha256 is not None and one.data_sha256 == other.data_sha256
+    came_to = "tokens and labels are the same" if is_known else "nobody noted whether the tokens are the same"
+    return Row(
+        name="prepared data", expected=None, found=None, difference=None, tolerance=None, verdict=Verdict.shown,
+        why=f"from other files or by other code or libraries: fingerprint {now[:12]}..., recorded with {then[:12]}...; "
+        f"{came_to}",
+    )  # fmt: skip
 
 
 def split_differences(one: Inputs, other: Inputs) -> list[tuple[str, Any, Any]]:

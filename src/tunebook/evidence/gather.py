@@ -138,7 +138,7 @@ def gather_hardware(record: RunRecord, config: RunConfig) -> Hardware:
 def gather_inputs(record: RunRecord, config: RunConfig) -> Inputs:
     """Everything that decides the result beside the code."""
     assert record.manifest is not None
-    manifest = record.manifest
+    manifest, data = record.manifest, record.manifest["dataset"] or {}
     return Inputs(
         config=comparable_config(config),
         seed=manifest["seed"],
@@ -146,7 +146,8 @@ def gather_inputs(record: RunRecord, config: RunConfig) -> Inputs:
         model_revision=manifest["model"]["revision"],
         tokenizer_sha256=manifest["tokenizer_sha256"],
         chat_template_sha256=manifest["chat_template_sha256"],
-        data_sha256=(manifest["dataset"] or {}).get("content_sha256"),
+        data_sha256=data.get("content_sha256"),
+        data_fingerprint=data.get("fingerprint"),
     )
 
 

@@ -58,6 +58,11 @@ class Inputs(Section):
     tokenizer_sha256: str | None
     chat_template_sha256: str | None
     data_sha256: str | None = Field(description="of the prepared tokens and labels")
+    data_fingerprint: str | None = Field(
+        default=None,
+        description="of all that they were prepared from and by: sources, code, libraries; shown where it is another, "
+        "and not judged; older files lack it",
+    )
 
 
 class Software(Section):

@@ -19,6 +19,7 @@ from tunebook.evidence.compare import (
     config_differences,
     input_differences,
     named_differences,
+    preparation_row,
     same_machine,
     split_differences,
 )
@@ -122,13 +123,15 @@ def hold_against(recorded: Recorded, record: RunRecord) -> Verification:
             problem_id="evidence-of-other-config",
         )
     is_split_alike = not split_differences(recorded.inputs, inputs)
+    rows = compare(recorded.claim, results, hardware, is_split_alike=is_split_alike, num_resumed=num_resumed(record))
+    prepared = preparation_row(recorded.inputs, inputs)
     return Verification(
         name=recorded.name,
         what=recorded.what,
         claim=recorded.claim,
         results=results,
         hardware=hardware,
-        rows=compare(recorded.claim, results, hardware, is_split_alike=is_split_alike, num_resumed=num_resumed(record)),
+        rows=rows if prepared is None else [*rows, prepared],
     )
 
 
