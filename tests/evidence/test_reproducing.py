@@ -283,6 +283,47 @@ def test_what_it_will_be_held_against_is_chosen_before_anything_is_trained(
     assert len(untrained) == 1
 
 
+def dry_run(target: Path, outputs: Path) -> tuple[int, list[str]]:
+    out = StringIO()
+    code = reproduce_command(str(target), outputs, [], Console(file=out, width=200), dry_run=True)
+    return code, out.getvalue().splitlines()
+
+
+def test_a_dry_run_tells_what_it_would_run_and_with_what_it_would_compare(
+    make_run: MakeRun, untrained: list[Any], tmp_path: Path
+) -> None:
+    original, new = make_run("training.max_steps=60"), tmp_path / "new"
+    code, (*_, run, compared) = dry_run(original, new)
+    words = ["training.max_steps=60", "training.resume=never", f'outputs="{new}"']
+    assert (code, run) == (0, f"to be run: {shlex.join(['tunebook', 'train', 'quickstart', *words])}")
+    assert compared == f"to be compared with quickstart/{original.name}"
+    assert (untrained, new.exists()) == ([], False)
+
+
+def test_a_dry_run_without_evidence_tells_the_same_and_that_there_is_nothing_to_verify_against(
+    make_run: MakeRun, untrained: list[Any], tmp_path: Path, recipes_dir: Path
+) -> None:
+    unfinished = make_run(manifest={"status": {"state": "stopped", "reason": "stopped by SIGTERM"}})
+    for target in (manifest_of(make_run(), tmp_path / "alone.json"), unfinished):
+        code, (*_, run, warning) = dry_run(target, tmp_path / "new")
+        assert (code, run.startswith("to be run: tunebook train quickstart ")) == (0, True)
+        assert warning.startswith("WARNING: there is nothing to verify it against")
+        assert "nothing is recorded for quickstart" in warning
+    record_evidence([read_finished(make_run()), read_finished(make_run())], "try", [])
+    other = make_run("training.seed=7")
+    code, (*_, warning) = dry_run(manifest_of(other, tmp_path / "other.json"), tmp_path / "new")
+    assert (code, "seed is 7, recorded with 0" in warning) == (0, True)
+
+
+def test_evidence_that_is_damaged_ends_a_dry_run(
+    make_run: MakeRun, untrained: list[Any], tmp_path: Path, recipes_dir: Path
+) -> None:
+    file = record_evidence([read_finished(make_run()), read_finished(make_run())], "try", [])
+    file.write_text("{}")
+    with pytest.raises(DataError, match="it has no format"):
+        dry_run(manifest_of(make_run(), tmp_path / "alone.json"), tmp_path / "new")
+
+
 @pytest.fixture
 def relative_run(make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run whose chat template is a relative path, from a folder `work` that is not the working directory."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,8 @@ from tunebook.record.run_record import RunRecord, read_run
 # Of what is compared before the run: what can change a loss or a speed, less what is always another.
 _HERE = ("code", "environment", "hardware")
 _NOT_TOLD = ("hardware.host", "hardware.topology", "code.reason", "environment.installed_sha256")
+# Why there may be nothing to hold a run against, by `problem_id`.
+_NOTHING_RECORDED = ("no-evidence", "evidence-of-other-config", "evidence-without-recipe")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +97,7 @@ def reproduce_command(
     """Run it again and compare: with the run where its folder is here, else with the recipe's evidence.
 
     Returns the exit code of the run, or 5 where it ended well and differs. Raises: RequestError where what would be run
-    is not what was, or where there is nothing to compare it with.
+    is not what was, or, but for a dry run, where there is nothing to compare it with.
     """
     original = find_original(target, outputs)
     with naming(original.run or original.file):
@@ -141,10 +143,11 @@ def _reproduce(original: Original, outputs: Path, recipes_dirs: list[Path], cons
         require_same_weights(original.manifest, job.config)
         for line in told_differences(original.manifest, job.config):
             console.print(Text(line), soft_wrap=True)
+        if dry_run:
+            _tell_plan(original, job, recipes_dirs, console)
+            return 0
         recorded = choose_recorded(original, job.config, recipes_dirs)
     console.print(Text(f"to be compared with {recorded.name}"), soft_wrap=True)
-    if dry_run:
-        return 0
     require_same_data(original, job, console)
     folder = create_run_folder(outputs, recipe or WITHOUT_RECIPE)
     if (code := _train(original, job, folder, recipes_dirs, console)) != 0:
@@ -155,6 +158,18 @@ def _reproduce(original: Original, outputs: Path, recipes_dirs: list[Path], cons
         return 0
     record = read_finished(folder)
     return show_verification(hold_against(recorded, record), record, console)
+
+
+def _tell_plan(original: Original, job: Job, recipes_dirs: list[Path], console: Console) -> None:
+    """What would be run and held against what; that nothing is recorded to hold it against ends no dry run."""
+    console.print(Text(f"to be run: {_train_command(job, job.words, recipes_dirs)}"), soft_wrap=True)
+    try:
+        told, style = f"to be compared with {choose_recorded(original, job.config, recipes_dirs).name}", ""
+    except RequestError as error:
+        if error.problem_id not in _NOTHING_RECORDED:
+            raise
+        told, style = f"WARNING: there is nothing to verify it against, so it is not run: {error.message}", "yellow"
+    console.print(Text(told, style=style), soft_wrap=True)
 
 
 def _train(original: Original, job: Job, folder: Path, recipes_dirs: list[Path], console: Console) -> int:
@@ -175,16 +190,19 @@ def _train(original: Original, job: Job, folder: Path, recipes_dirs: list[Path],
 def how_to_go_on(original: Original, job: Job, folder: Path, recipes_dirs: list[Path]) -> str:
     """The lines that go on with a reproduction that was stopped, since the same command would begin another run."""
     words = [word for word in job.words if not word.startswith("training.resume=")]
-    recipe = [job.config.recipe] if job.config.recipe is not None else []
-    train = shlex.join(["tunebook", "train", *recipe, *words, *_options(recipes_dirs), "--run-folder", str(folder)])
-    if typed_in(job.config) is not None:
-        train = f"cd {shlex.quote(str(Path.cwd()))} && {train}"
     lines = (
         "the same `tunebook reproduce` would begin again; to go on with this run, and to compare it:",
-        train,
+        _train_command(job, words, recipes_dirs, "--run-folder", str(folder)),
         shlex.join(["tunebook", *_comparing(original, folder, recipes_dirs)]),
     )
     return "\n  ".join(lines)
+
+
+def _train_command(job: Job, words: Sequence[str], recipes_dirs: list[Path], *options: str) -> str:
+    """What trains it, wherever it is typed: relative paths start where this is asked."""
+    recipe = [job.config.recipe] if job.config.recipe is not None else []
+    train = shlex.join(["tunebook", "train", *recipe, *words, *_options(recipes_dirs), *options])
+    return train if typed_in(job.config) is None else f"cd {shlex.quote(str(Path.cwd()))} && {train}"
 
 
 def _comparing(original: Original, folder: Path, recipes_dirs: list[Path]) -> list[str]:
