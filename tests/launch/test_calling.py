@@ -5,12 +5,14 @@ import json
 import os
 import signal
 import socket
+from dataclasses import replace
 
 import pytest
 
 from tunebook.config.auto import resolve_auto
 from tunebook.config.choices import Generation
 from tunebook.config.compose import compose
+from tunebook.config.schema import ModelConfig
 from tunebook.errors import RequestError, StoppedError, TunebookError
 from tunebook.hardware.detect import Gpu, Machine
 from tunebook.launch import calling
@@ -25,6 +27,7 @@ from tunebook.launch.calling import (
     socket_interface,
 )
 from tunebook.launch.line import Line
+from tunebook.model.weights_fingerprint import weights_fingerprint
 
 
 def machine_of(name, capability, generation):
@@ -154,15 +157,33 @@ def test_a_node_says_what_code_it_has():
         line, reached_at = call_launcher(f"127.0.0.1:{listener.getsockname()[1]}", 5, lambda text: None)
         other = Line(listener.accept()[0])
     config = resolve_auto(compose("quickstart", []).config, H100S).config
-    facts = node_facts(config, is_judged=False)
+    facts = replace(node_facts(config, is_judged=False), weights="f" * 64)
     hello(line, reached_at, node=1, ranks=[1], port=4000, facts=facts)
     (said,) = other.receive(20)
+    assert said["weights"] == "f" * 64
     assert said["code"] == code_hash()
     assert len(said["code"]) == 64
     assert said["versions"].startswith("tunebook ")
     assert said["problems"] == []
     line.close()
     other.close()
+
+
+def test_one_of_several_nodes_says_which_weights_it_has(tmp_path, monkeypatch):
+    """Else each could have a copy of its own under the same path, and an adapter be trained on some of both."""
+    monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path / "cache"))
+    config = resolve_auto(compose("quickstart", []).config, H100S).config
+    config.model = ModelConfig(path=str(tmp_path / "base"))
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "pytorch_model.bin").write_bytes(b"weights")
+    assert node_facts(config).weights is None  # there is no other node to differ from
+    config.hardware.num_nodes = 2
+    weights = node_facts(config).weights
+    assert weights is not None
+    assert weights == weights_fingerprint(config.model)
+    assert node_facts(config, is_judged=False).weights is None
+    (tmp_path / "base" / "model.safetensors").write_bytes(b"cut off")
+    assert node_facts(config).weights is None, "the rank that reads it says why it cannot"
 
 
 def test_loopback_is_no_interface_between_nodes():

@@ -109,6 +109,11 @@ def test_who_calls_before_the_launcher_has_prepared_waits_in_line(opened, call):
             r"bring every node to the same commit",
         ),
         (
+            {"weights": "b" * 64},
+            r"node 1 \(host1\) has other weights of the base model in model\.path than node 0 \(host0\): .* is "
+            r"bbbbbbbbbbbb, and there aaaaaaaaaaaa; copy the folder anew",
+        ),
+        (
             {"problems": ["hardware.generation: hopper"]},
             r"node 1 \(host1\) cannot take part: hardware.generation",
         ),
@@ -121,7 +126,7 @@ def test_who_calls_before_the_launcher_has_prepared_waits_in_line(opened, call):
 )
 def test_a_node_that_does_not_fit_sends_all_home(opened, said, message, call):
     roll = opened(config_sha256="a")
-    first = call(roll, 0)
+    first = call(roll, 0, weights="a" * 64)
     second = call(roll, **({"node": 1, "host": "host1"} | said))
     with pytest.raises(RequestError, match=message):
         raise roll.failure
@@ -220,6 +225,13 @@ def test_who_was_refused_early_and_did_not_come_again_ends_the_run_as_it_begins(
     settle(roll)
     assert roll.failure.message == "node 1 (host1) cannot take part: no GPU"
     assert roll.failure.problem_id == "node-refused"
+
+
+@pytest.mark.parametrize("said", [{"weights": "a" * 64}, {"weights": None}, {}], ids=["same", "not-looked", "older"])
+def test_who_has_the_same_weights_or_has_not_looked_takes_part(opened, call, said):
+    roll = opened()
+    first, second = call(roll, 0, weights="a" * 64), call(roll, 1, **said)
+    assert [each["kind"] for each in first.heard() + second.heard()] == ["go", "go"]
 
 
 def test_a_stranger_is_turned_away_and_changes_nothing(opened, call):

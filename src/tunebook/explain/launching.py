@@ -26,8 +26,8 @@ LAUNCHING: dict[str, Explanation] = {
     ),
     "node-refused": Explanation(
         summary="A node cannot take part in the run.",
-        why="All nodes need the same software, GPUs of the generation the run is set up for, and numbers of their own; "
-        "one that differs would fail or slow the others in every step.",
+        why="All nodes need the same software, the same base model, GPUs of the generation the run is set up for, and "
+        "numbers of their own; one that differs would fail or slow the others in every step, or train something else.",
         advice="Correct on the named node what the message says, then start again on all. While node 0 still prepares "
         "start that node alone again; a run that is at work without it goes on.",
     ),

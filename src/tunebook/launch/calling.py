@@ -10,6 +10,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -24,6 +25,7 @@ from tunebook.config.schema import LauncherConfig, RunConfig
 from tunebook.errors import Problem, RequestError, StoppedError, TunebookError
 from tunebook.hardware.detect import Machine, detect_machine
 from tunebook.launch.line import Line, is_loopback
+from tunebook.model.weights_fingerprint import weights_fingerprint
 from tunebook.record.atomic_files import read_json
 from tunebook.record.files import PREPARED_FILE, RUN_FILE
 
@@ -43,6 +45,7 @@ class NodeFacts:
     versions: str
     code: str
     problems: list[str]
+    weights: str | None = None  # fingerprint of the base model's, where each node may have a copy of its own
 
 
 def call_launcher(
@@ -133,6 +136,7 @@ def hello(
         versions=facts.versions,
         code=facts.code,
         problems=facts.problems,
+        weights=facts.weights,
         config_sha256=config_sha256,
         place=place,
         inside=inside,
@@ -140,8 +144,22 @@ def hello(
 
 
 def node_facts(config: RunConfig, *, is_judged: bool = True) -> NodeFacts:
-    """Look at this machine; `is_judged`: also for what it lacks, which one of its ranks may do for all."""
-    return NodeFacts(versions=software(), code=code_hash(), problems=node_problems(config) if is_judged else [])
+    """Look at this machine; `is_judged`: also for what it lacks and has, which one of its ranks may do for all."""
+    facts = NodeFacts(versions=software(), code=code_hash(), problems=[])
+    if not is_judged:
+        return facts
+    return replace(facts, problems=node_problems(config), weights=own_weights(config))
+
+
+def own_weights(config: RunConfig) -> str | None:
+    """The fingerprint of the base model's weights as this one of several nodes sees them under `model.path`.
+
+    None where there is no other node, no such folder, or nothing in it that can be read: ranks that need it say so.
+    """
+    if config.hardware.num_nodes > 1:
+        with suppress(RequestError):
+            return weights_fingerprint(config.model)
+    return None
 
 
 def software() -> str:

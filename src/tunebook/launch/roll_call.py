@@ -278,7 +278,7 @@ class RollCall:
         if self._is_in(node):
             by_that = f"{self._members[node].host} by that number"
             return f"{who} called in, and so did {by_that}: each node needs a launcher.node_rank"
-        if (other := self._other_software(who, member)) is not None:
+        if (other := self._other_software(who, member) or self._other_weights(who, member)) is not None:
             return other
         problems = member.hello["problems"]
         return f"{who} cannot take part: {'; '.join(problems)}" if problems else None
@@ -303,6 +303,23 @@ class RollCall:
                     f"its files have the hash {member.hello['code'][:_SHOWN_OF_HASH]}, and there "
                     f"{first.hello['code'][:_SHOWN_OF_HASH]}; bring every node to the same commit without changes of "
                     "its own (git rev-parse HEAD; git status --short), or use one checkout that all nodes share"
+                )
+        return None
+
+    def _other_weights(self, who: str, member: Member) -> str | None:
+        """How a member's copy of the base model differs from another's, where both have looked at one.
+
+        Some strategies read every copy and some the first node's alone, which after a new start may be another node.
+        """
+        own = member.hello.get("weights")
+        for other, first in self._members.items():
+            theirs = first.hello.get("weights")
+            if None not in (own, theirs) and own != theirs:
+                return (
+                    f"{who} has other weights of the base model in model.path than {self.unit} {other} ({first.host}): "
+                    f"their fingerprint is {str(own)[:_SHOWN_OF_HASH]}, and there {str(theirs)[:_SHOWN_OF_HASH]}; copy "
+                    "the folder anew to the nodes that have another, or name one that all nodes share: "
+                    "model.path=/a/shared/folder"
                 )
         return None
 
