@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tunebook.config.choices import LauncherName
+from tunebook.config.rules.environment import address_warning
 from tunebook.config.schema import RunConfig
 from tunebook.launch.node import take_part
 from tunebook.launch.roll_call import RollCall
@@ -38,6 +39,8 @@ def open_to_nodes(config: RunConfig, console: Console) -> Iterator[RollCall]:
     others, number = ("1", "1") if num_nodes == 2 else (f"N of 1 to {num_nodes - 1}", "N")
     text = f"on node {others}, type the same with: launcher.node_rank={number} launcher.master_address={name}"
     console.print(Text(text), soft_wrap=True)
+    if (warning := address_warning(config)) is not None:
+        console.print(Text(f"warning: {warning.text()}", style="yellow"), soft_wrap=True)
     roll.answer_early()
     try:
         yield roll

@@ -27,6 +27,7 @@ from tunebook.hardware.visible import equal_gpus, visible_only
 
 __all__ = [
     "EXPLANATIONS",
+    "address_warning",
     "check_environment",
     "hardware_problem",
     "installed_version",
@@ -100,9 +101,11 @@ EXPLANATIONS: dict[str, Explanation] = {
     ),
     "master-address-unknown": Explanation(
         summary="Node 0 does not know the name that the other nodes are to call it by.",
-        why="launcher.master_address is the name or address of node 0. What it cannot find itself is most often "
-        "misspelt; the other nodes would call in vain, and node 0 would wait for launcher.start_timeout_s.",
-        advice="Correct the name, type an address of node 0, or leave it out on node 0: it then says its own name.",
+        why="launcher.master_address is how the other nodes reach node 0, which does not call itself by it: a name may "
+        "be known to them alone, so the run starts. What node 0 cannot find is most often misspelt, though; the other "
+        "nodes would call in vain, and node 0 would wait for launcher.start_timeout_s.",
+        advice="Nothing, if the other nodes know the name. Else correct it, type an address of node 0, or leave it out "
+        "on node 0: it then says its own name.",
     ),
     **image_rules.EXPLANATIONS,
     **packages.EXPLANATIONS,
@@ -180,23 +183,29 @@ def check_environment(config: RunConfig, machine: Machine | None = None) -> list
     # An image's torch was checked when it was built, and its GPU and driver by `hardware_problem`.
     if image is None and config.hardware.generation not in (Generation.cpu, Generation.auto):
         problems += torch_problems(config.hardware.generation, machine)
-    problems += _address_problems(config)
     settings = config.parallelism
     if isinstance(settings, ZeroConfig) and Offload.nvme in (settings.offload_optimizer, settings.offload_parameters):
         problems += _nvme_problems(config, settings)
     return problems
 
 
-def _address_problems(config: RunConfig) -> Iterator[Problem]:
-    """Of node 0 of several. A later node calls for a while: a scheduler may make names known when nodes are up."""
+def address_warning(config: RunConfig) -> Problem | None:
+    """What node 0 of several says where it does not know the name that the others are to call it by, as they may.
+
+    A later node calls for a while: a scheduler may make names known when nodes are up.
+    """
     launcher, key = config.launcher, "launcher.master_address"
     if not launcher.master_address or launcher.node_rank > 0 or config.hardware.num_nodes < 2:
-        return
+        return None
     try:
         socket.getaddrinfo(launcher.master_address, launcher.master_port)
     except (OSError, UnicodeError) as error:
-        message = f"node 0 is to be called by {launcher.master_address}, which it does not find itself: {error}"
-        yield Problem(id="master-address-unknown", key=key, message=message, fix=f"{key}=null")
+        message = (
+            f"node 0 does not find {launcher.master_address} itself ({error}); where the other nodes do not either, "
+            "they call in vain"
+        )
+        return Problem(id="master-address-unknown", key=key, message=message, fix=f"{key}=null", is_error=False)
+    return None
 
 
 def _compiler_problems(config: RunConfig, machine: Machine) -> Iterator[Problem]:
