@@ -286,9 +286,14 @@ def test_a_failed_worker_hands_on_its_exit_code_and_what_it_wrote(run: Path, out
 
 
 def test_a_request_to_stop_ends_an_evaluation_with_6() -> None:
-    assert worker_error(ProcessEnd(exit_code=-15, stopped_by="SIGTERM"), "after").exit_code == 6
-    assert worker_error(ProcessEnd(exit_code=6, stopped_by=None), "after").exit_code == 6
-    killed = worker_error(ProcessEnd(exit_code=-9, stopped_by=None), "after")
+    stopped = worker_error(ProcessEnd(exit_code=-15, stopped_by="SIGTERM"), "after", "this command")
+    assert (stopped.exit_code, stopped.message) == (
+        6,
+        "stopped by SIGTERM during the evaluation after; its finished tasks are kept, and this command goes on with "
+        "the others",
+    )
+    assert worker_error(ProcessEnd(exit_code=6, stopped_by=None), "after", "this command").exit_code == 6
+    killed = worker_error(ProcessEnd(exit_code=-9, stopped_by=None), "after", "this command")
     assert (killed.exit_code, killed.message) == (
         1,
         "the evaluation after was killed by signal 9; its message is above",

@@ -8,8 +8,10 @@ import pytest
 
 from tunebook.config.compose import compose
 from tunebook.errors import RequestError
-from tunebook.evidence.gather import gather_ran, typed_overrides, typed_words
+from tunebook.evidence.gather import gather_ran, read_finished, typed_overrides, typed_words
 from tunebook.record.run_record import RunRecord
+
+from .conftest import MakeRun
 
 
 def test_a_slice_of_a_model_is_called_one() -> None:
@@ -43,3 +45,18 @@ def test_a_claim_says_by_which_launcher_and_keeps_whose_cluster_it_was_to_itself
     manifest = {"command": ["tunebook", "train", "quickstart", *words, "outputs=/x", "tracking=none"]}
     assert typed_overrides(manifest) == ["launcher=slurm", "training.seed=1"]
     assert typed_words(manifest) == words, "to start the same again"
+
+
+@pytest.mark.parametrize(
+    ("words", "going_on"),
+    [
+        ([], "it was started with$"),
+        (["training.resume=never"], "it was started with, without training.resume=never$"),
+    ],
+)
+def test_a_run_that_has_not_finished_is_told_what_goes_on_with_it(
+    make_run: MakeRun, words: list[str], going_on: str
+) -> None:
+    run = make_run(*words, manifest={"status": {"state": "stopped", "reason": "stopped by SIGTERM"}})
+    with pytest.raises(RequestError, match=rf"stopped by SIGTERM\); name a run that has, .* command that {going_on}"):
+        read_finished(run)

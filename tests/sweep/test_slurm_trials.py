@@ -224,6 +224,13 @@ def test_a_controller_that_is_silent_for_a_while_ends_nothing(
     left = folder.end_of(TRIAL)
     assert left is not None
     assert (left.exit_code, left.reason) == (1, "no answer; job 17 goes on, and the same command finds it")
+    never = run.config_of(TRIAL)
+    never.training.resume = "never"
+    run, _ = following("RUNNING", *[silent] * 1000)
+    run.config_of = lambda _: never
+    folder.begin(TRIAL)
+    run(TRIAL, None)
+    assert "the same command without training.resume=never finds it" in (folder.end_of(TRIAL) or left).reason
     (folder.path / "trial-002.slurm.json").write_text('{"job_id": "17"}')
     run, answers = following(*[silent] * 1000)  # nor is another job submitted beside one that may be there
     run(TRIAL, None)

@@ -66,9 +66,13 @@ def named_by(config: RunConfig) -> Path | None:
     return None if word in RESUME_WORDS else resolve_path(word)
 
 
-def same_command(config: RunConfig) -> str:
-    """What goes on with a run, or a sweep, that was stopped: under `never` the same words would begin another."""
-    return f"the same command{' without training.resume=never' if config.training.resume == 'never' else ''}"
+def same_command(config: RunConfig, option: str = "") -> str:
+    """What goes on with a run, or a sweep, that was stopped: under `never` the same words would begin another.
+
+    `option` is one that has to be typed too.
+    """
+    typed = f" with {option}" if option else ""
+    return f"the same command{typed}{' without training.resume=never' if config.training.resume == 'never' else ''}"
 
 
 def candidates_in(checkpoints: Path) -> list[Candidate]:

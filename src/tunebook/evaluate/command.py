@@ -184,7 +184,7 @@ def _without(asked: list[str], lacks: list[Lack]) -> list[str]:
 
 def _report(file: Path, end: ProcessEnd, when: str, lacks: list[Lack]) -> EvaluationReport:
     """What came of it. Raises: the worker's error where it wrote nothing."""
-    error = None if end.exit_code == 0 else worker_error(end, when)
+    error = None if end.exit_code == 0 else worker_error(end, when, "the same command")
     if error is not None and not file.is_file():
         raise error
     record = read_json(file)
@@ -211,13 +211,13 @@ class EvaluationFailedError(TunebookError):
         self.exit_code = exit_code if exit_code > 0 else 1  # type: ignore[misc]
 
 
-def worker_error(end: ProcessEnd, when: str) -> TunebookError:
-    """The error for a worker that did not end well."""
+def worker_error(end: ProcessEnd, when: str, command: str) -> TunebookError:
+    """The error for a worker that did not end well; `command` goes on with its evaluation."""
     if end.stopped_by is not None or end.exit_code == StoppedError.exit_code:
         by = f" by {end.stopped_by}" if end.stopped_by else ""
         return StoppedError(
-            f"stopped{by} during the evaluation {when}; its finished tasks are kept, and the same command goes on with "
-            "the others",
+            f"stopped{by} during the evaluation {when}; its finished tasks are kept, and {command} goes on with the "
+            "others",
             problem_id="stopped",
         )
     return EvaluationFailedError(end.exit_code, when)

@@ -31,6 +31,7 @@ from tunebook.evaluate.bound_model import (
 )
 from tunebook.evaluate.code.checks import require_sandbox
 from tunebook.evaluate.code.judging import judge_programs
+from tunebook.evaluate.going_on import what_goes_on
 from tunebook.evaluate.harness import SEEDS, HarnessSettings, Prompting, load_tasks, prepare_environment
 from tunebook.evaluate.helpers import Helpers
 from tunebook.evaluate.helping import ToldProgress, serve
@@ -100,7 +101,7 @@ def evaluate(evaluation: Evaluation, started: float) -> Path:
     file = evaluation.folder / f"{evaluation.when}.json"
     if runs.done:
         _write_results(evaluation, runs, bound, file, started)
-    if error := failure(runs, str(file)):
+    if error := failure(runs, str(file), what_goes_on(evaluation.run, evaluation.when)):
         raise error
     return file
 

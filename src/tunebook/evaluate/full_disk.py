@@ -10,12 +10,15 @@ from tunebook.errors import DoesNotFitError
 from tunebook.record.disk import existing, no_space
 
 
-def full_disk(results: Path) -> DoesNotFitError:
-    """The error for the one that has the least room left; libraries seldom say which file they were writing."""
+def full_disk(results: Path, command: str) -> DoesNotFitError:
+    """The error for the one that has the least room left; libraries seldom say which file they were writing.
+
+    `command` goes on with the evaluation.
+    """
     from huggingface_hub import constants
 
     temporary, hub = Path(tempfile.gettempdir()), Path(constants.HF_HOME)
-    again = "then type the same again, which takes the tasks that are finished"
+    again = f"then {command} takes the tasks that are finished"
     advice = {
         results: f"free some space, {again}",
         temporary: f"free some space or use another disk, TMPDIR=FOLDER in front of the command; {again}",

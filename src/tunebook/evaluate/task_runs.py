@@ -158,8 +158,8 @@ class TaskRuns:
         self.progress.end_task(f"{_score_text(score)}{part.seconds:.0f} s")
 
 
-def failure(runs: TaskRuns, record_file: str) -> TunebookError | None:
-    """The error that an evaluation with failed tasks ends with; None where all went well."""
+def failure(runs: TaskRuns, record_file: str, command: str) -> TunebookError | None:
+    """The error that an evaluation with failed tasks ends with; None where all went well. `command` goes on with it."""
     if not runs.failed:
         return None
     first = next(iter(runs.failed.values()))
@@ -167,7 +167,7 @@ def failure(runs: TaskRuns, record_file: str) -> TunebookError | None:
         return first
     told = "; ".join(f"{name} ({describe_error(error)})" for name, error in runs.failed.items())
     kept = (
-        f"The results of the other {len(runs.done)} are in {record_file}; the same command evaluates only what failed"
+        f"The results of the other {len(runs.done)} are in {record_file}; {command} evaluates only what failed"
         if runs.done
         else "Nothing was written"
     )

@@ -22,6 +22,7 @@ from tunebook.evaluate.code.checks import with_samples
 from tunebook.evaluate.code.choice import take_words
 from tunebook.evaluate.evaluation import Evaluation, evaluate, help_evaluate
 from tunebook.evaluate.full_disk import full_disk
+from tunebook.evaluate.going_on import AFTER, what_goes_on
 from tunebook.evaluate.helping import leave_signals_to_the_first
 from tunebook.evaluate.spread import choose_spread, is_for_gpus, loaded_gib
 from tunebook.evaluate.suites import suite_settings
@@ -31,8 +32,6 @@ from tunebook.model.adapters import holds_model
 from tunebook.record.binding import MISMATCHES, recorded_beside, recorded_by_run
 from tunebook.record.disk import is_disk_full
 from tunebook.record.files import RUN_FILE
-
-AFTER = "after"
 
 
 def main(words: list[str] | None = None) -> int:
@@ -53,7 +52,8 @@ def main(words: list[str] | None = None) -> int:
     except Exception as error:
         if not is_disk_full(error):
             raise
-        problem = full_disk(request.run.absolute() / "evaluation")
+        run = request.run.absolute()
+        problem = full_disk(run / "evaluation", what_goes_on(run, request.when))
         print(f"evaluation: {problem.message}", file=sys.stderr)
         return problem.exit_code
     return 0

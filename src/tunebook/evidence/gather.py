@@ -44,9 +44,10 @@ def read_finished(folder: Path) -> RunRecord:
     state = record.status.get("state")
     if state != RunState.finished.name:
         said = f": {record.status['reason']}" if record.status.get("reason") else ""
+        anew = (record.config or {}).get("training", {}).get("resume") == "never"
         raise RequestError(
             f"{folder} has not finished ({state or 'it has no manifest'}{said}); name a run that has, or let it go on "
-            "with the command that it was started with",
+            f"with the command that it was started with{', without training.resume=never' if anew else ''}",
             problem_id="run-not-finished",
         )
     if record.config is None or not record.training:

@@ -8,15 +8,16 @@ ANSWERING: dict[str, Explanation] = {
     "evaluation-incomplete": Explanation(
         summary="Some tasks of an evaluation failed; the others were evaluated.",
         why="A task that fails does not take the others with it: their results are written, and each of them is kept.",
-        advice="Correct what the message says, and type the same command: only what failed is evaluated. A task that "
-        "cannot run here is left out with tasks=a,b.",
+        advice="Correct what the message says, and type the command that it names: only what failed is evaluated. A "
+        "task that cannot run here is left out with tasks=a,b.",
     ),
     "evaluation-helper": Explanation(
         summary="One of the processes that share the requests of an evaluation failed or died.",
         why="Each has a copy of the model on a GPU of its own; one that is killed is mostly the system's doing, which "
         "ran out of memory. The task it worked on cannot be scored.",
-        advice="Type the same command again, which goes on with the tasks that are not finished; with fewer processes "
-        "where the host's memory is too small for all copies: --processes 1.",
+        advice="Type the same command again (a training without training.resume=never), which goes on with the tasks "
+        "that are not finished; with fewer processes where the host's memory is too small for all copies: "
+        "--processes 1.",
     ),
     "batch-does-not-fit": Explanation(
         summary="The requests of one batch do not fit into the memory beside the model.",

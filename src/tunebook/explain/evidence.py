@@ -91,6 +91,7 @@ EVIDENCE: dict[str, Explanation] = {
     "run-not-finished": Explanation(
         summary="The run has not come to its end, or its folder lacks a part.",
         why="Half a curve and no evaluation cannot be compared with a whole run.",
-        advice="Let it go on with the command that it was started with, or name one that has finished.",
+        advice="Let it go on with the command that it was started with, without training.resume=never, or name one "
+        "that has finished.",
     ),
 }

@@ -22,7 +22,8 @@ LAUNCHING: dict[str, Explanation] = {
         summary="The launcher on node 0 is gone.",
         why="It was killed or its machine failed, or it ended while this node still waited for the data to be prepared."
         " Ranks without a launcher save, if they can, and end: nobody would record what they do.",
-        advice="Look at node 0; start again on all nodes, and the run goes on from its newest checkpoint.",
+        advice="Look at node 0; start again on all nodes, without training.resume=never, and the run goes on from its "
+        "newest checkpoint.",
     ),
     "node-refused": Explanation(
         summary="A node cannot take part in the run.",
@@ -34,8 +35,8 @@ LAUNCHING: dict[str, Explanation] = {
     "node-missing": Explanation(
         summary="A node did not come up, or was lost.",
         why="Every step needs every rank, so the run ends for all of them, saved where that was possible.",
-        advice="Look at the named node; start again, and the run goes on from its newest checkpoint. Slow starts (an "
-        "image to pull, a cold disk) need a longer launcher.start_timeout_s.",
+        advice="Look at the named node; start again, without training.resume=never, and the run goes on from its "
+        "newest checkpoint. Slow starts (an image to pull, a cold disk) need a longer launcher.start_timeout_s.",
     ),
     "container-not-started": Explanation(
         summary="Docker could not start a container of the run on a node.",
@@ -81,8 +82,8 @@ LAUNCHING: dict[str, Explanation] = {
     "slurm-job-lost": Explanation(
         summary="A Slurm job ended without writing how.",
         why="Its node failed, it was killed for memory or time, or the nodes do not see the run folder or this Python.",
-        advice="Look at the job's output file and at `scontrol show job`; submit again, and it goes on from its newest "
-        "checkpoint.",
+        advice="Look at the job's output file and at `scontrol show job`; submit again, without "
+        "training.resume=never, and it goes on from its newest checkpoint.",
     ),
     "ray-out-of-reach": Explanation(
         summary="No Ray cluster answers at launcher.address.",

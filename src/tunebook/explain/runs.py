@@ -198,7 +198,8 @@ RUNS: dict[str, Explanation] = {
         "and a closed terminal may come several times and count once. Slurm asks so before it takes a job away, and "
         "Ray before it takes a machine away: ranks then have launcher.stop_timeout_s to save and end, or until the "
         "machine goes where that is sooner.",
-        advice="Start it again: it goes on from its newest checkpoint where one was saved.",
+        advice="Start it again, without training.resume=never: it goes on from its newest checkpoint where one was "
+        "saved.",
     ),
     "upload-not-possible": Explanation(
         summary="What the run saves, or an export, cannot be uploaded.",
@@ -220,8 +221,8 @@ RUNS: dict[str, Explanation] = {
     "run-lost": Explanation(
         summary="The training ended without a word.",
         why="It was killed, most often by the system for want of memory, or its folder was removed meanwhile.",
-        advice="Look at what it printed and at log.txt in the run folder; start it again, and it goes on from its "
-        "newest checkpoint.",
+        advice="Look at what it printed and at log.txt in the run folder; start it again, without "
+        "training.resume=never, and it goes on from its newest checkpoint.",
     ),
     "unknown-suite": Explanation(
         summary="There is no set of tasks of that name for this run.",

@@ -23,6 +23,7 @@ from tunebook.config.schema import RunConfig
 from tunebook.errors import DoesNotFitError, StoppedError, TunebookError
 from tunebook.evaluate.code.checks import check_code
 from tunebook.evaluate.command import run_worker, score_table, worker_error
+from tunebook.evaluate.going_on import what_goes_on
 from tunebook.evaluate.results import is_evaluated
 from tunebook.launch.commands import evaluation_command, has_callers, ranks_command
 from tunebook.launch.local import ProcessEnd, rank_environment, run_and_wait
@@ -104,7 +105,7 @@ class Attempt:
         end = self._evaluate_in_container(when) if is_contained(self.config) else run_worker(self.folder, when)
         self.stopped_by = self.stopped_by or end.stopped_by
         if end.exit_code != 0:
-            raise worker_error(end, when)
+            raise worker_error(end, when, what_goes_on(self.folder, when))
 
     def _evaluate_in_container(self, when: str) -> ProcessEnd:
         """As the ranks: followed on a line of its own, because a container may outlive what started it."""

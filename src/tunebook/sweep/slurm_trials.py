@@ -17,6 +17,7 @@ from pathlib import Path
 import submitit
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
+from tunebook.checkpoint.candidates import same_command
 from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.errors import RequestError, TunebookError
 from tunebook.launch.slurm.client import (
@@ -102,7 +103,8 @@ class RunInSlurm:
         elif job_id is None:
             self._fail(trial, _NOT_NOW, reason)
         else:
-            self._fail(trial, _NOT_NOW, f"{reason}; job {job_id} goes on, and the same command finds it", "left alone")
+            again = same_command(self.config_of(trial))
+            self._fail(trial, _NOT_NOW, f"{reason}; job {job_id} goes on, and {again} finds it", "left alone")
 
     def _find(self, trial: Trial) -> str | None:
         """The trial's job of an earlier time, if it still waits or runs."""
