@@ -27,7 +27,7 @@ from typing import Any
 
 from gpu_models import write_model
 from gpu_parity import start_building
-from gpu_queue import GpuQueue, Job
+from gpu_queue import GpuQueue, Job, require_gpus
 
 from tunebook.config.book import book_root
 from tunebook.launch.draft import draft_run
@@ -194,6 +194,7 @@ def main() -> int:
     if arguments.list:
         _list(arguments)
         return 0
+    require_gpus(arguments.gpus)
     arguments.output.mkdir(parents=True)
     model = write_model("qwen25_05b", arguments.output.resolve())
     jobs, refused = adapter_jobs(model, arguments.gpus, arguments.timeout_s, arguments.only)

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpu_queue import ASKS, KEPT, machine_versions, measured
+from gpu_queue import ASKS, KEPT, machine_versions, measured, require_gpus
 from gpu_recipes import facts_of, slice_words
 
 from tunebook.parity.compare import compare_losses
@@ -291,6 +291,8 @@ def main() -> None:
     if arguments.list:
         print("\n".join(json.dumps([case, *bench.shared, *CASES[case][1]]) for case in arguments.only))
         return
+    if not arguments.cpu:
+        require_gpus(arguments.gpus)
     arguments.output.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(arguments.runs / "checkpoints", ignore_errors=True)
     with ThreadPoolExecutor(max_workers=len(arguments.only)) as pool:

@@ -25,7 +25,7 @@ from typing import Any
 
 from gpu_evaluation_results import differences, measured
 from gpu_evaluation_tries import Try, tries
-from gpu_queue import who_goes
+from gpu_queue import require_gpus, who_goes
 
 BENCH = Path(__file__).resolve().parent
 MAX_ON_CPU = 6  # that run beside the others without a GPU, on a machine with GPUs; each imports torch
@@ -185,6 +185,8 @@ def main() -> None:
     if arguments.list:
         print("\n".join(json.dumps([one.name, one.gpus, one.gpu_gib, *one.words]) for one in chosen))
         return
+    if not arguments.cpu:
+        require_gpus(1 + max((gpu for one in chosen for gpu in one.gpus), default=-1))
     logs: Path = arguments.logs or arguments.output / "logs"
     shutil.rmtree(arguments.folder, ignore_errors=True)
     for folder in (arguments.output, arguments.folder, logs):

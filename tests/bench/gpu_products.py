@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gpu_queue import require_gpus
 from gpu_recipes import facts_of
 
 WAYS = ("cublas", "cublaslt", "triton", "zeros")
@@ -130,6 +131,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.4, help="that each is repeated for")
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS))
     arguments = parser.parse_args()
+    require_gpus(1)
     import pynvml
     import torch
 

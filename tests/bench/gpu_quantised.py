@@ -18,7 +18,7 @@ from typing import Any
 
 from gpu_held_out import BASE
 from gpu_models import WIDTHS, write_model
-from gpu_queue import Job, add_arguments, run_jobs
+from gpu_queue import Job, add_arguments, require_gpus, run_jobs
 
 from tunebook.config.estimate import estimate_memory
 from tunebook.launch.draft import draft_run
@@ -72,6 +72,8 @@ def planned_gib(words: list[str]) -> float:
 
 def run(arguments: argparse.Namespace) -> None:
     """Train the cases that were asked for, and write their lines."""
+    if not arguments.list:
+        require_gpus(1)  # the models are written by one
     jobs = []
     for width in WIDTHS:
         chosen = {name: words for name, (model, words) in CASES.items() if model == width}

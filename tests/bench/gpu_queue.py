@@ -199,15 +199,32 @@ def add_arguments(parser: argparse.ArgumentParser, *, deadline_s: float) -> None
     parser.add_argument("--list", action="store_true", help="print the commands and run nothing")
 
 
+def require_gpus(count: int) -> None:
+    """End a script, before it does anything, where this process may use fewer GPUs than it would measure on.
+
+    Else each run fails by itself, and the script ends as if something had been measured.
+    """
+    import torch
+
+    found = torch.cuda.device_count()
+    if found < count:
+        needed = "a GPU" if count == 1 else f"{count} GPUs"
+        sys.exit(f"{needed} needed, and {found} found here: torch {torch.__version__} sees no more; nothing was run")
+
+
 def run_jobs(
     jobs: list[Job],
     arguments: argparse.Namespace,
     before: Callable[[], dict[str, subprocess.Popen[bytes]]] = dict,
 ) -> list[dict[str, Any]]:
-    """Run the jobs anew by what `add_arguments` parsed, and return their lines; none where they are only listed."""
+    """Run the jobs anew by what `add_arguments` parsed, and return their lines; none where they are only listed.
+
+    Ends the script where this machine lacks a GPU of theirs.
+    """
     if arguments.list:
         print("\n".join(json.dumps([job.name, job.gpus, *job.words]) for job in jobs))
         return []
+    require_gpus(1 + max((gpu for job in jobs for gpu in job.gpus), default=-1))
     for name in ("turns", *(job.name for job in jobs)):
         shutil.rmtree(arguments.runs / name, ignore_errors=True)
     queue = GpuQueue(

@@ -20,6 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from gpu_queue import require_gpus
+
 WARM_UP_STEPS = 5
 KEPT = ("run.yaml", "plan.json", "manifest.json", "metrics.jsonl", "report.html", "log.txt", "outcome-0.json")
 RANDOM = ["model.weights=random", "dataset=synthetic"]
@@ -57,6 +59,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--more", nargs="*", default=[], help="overrides for every configuration")
     arguments = parser.parse_args()
+    require_gpus(1)
     arguments.output.mkdir(parents=True, exist_ok=True)
     for name in arguments.only:
         overrides = [*RANDOM, f"training.max_steps={arguments.steps}", *CONFIGURATIONS[name], *arguments.more]

@@ -370,6 +370,10 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.rank_of:
         run_rank(arguments.rank_of)
+    if arguments.device == "cuda":
+        from gpu_queue import require_gpus  # beside this file, which a test loads from elsewhere
+
+        require_gpus(arguments.ranks)
     with tempfile.TemporaryDirectory(prefix="loading-") as scratch:
         arguments.scratch = Path(scratch)
         model = arguments.scratch / "model"

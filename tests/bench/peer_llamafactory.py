@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from gpu_queue import require_gpus
 from peer_documents import DOCUMENTS_PER_GPU, TINY, Corpus
 from peer_runs import WARM_UP_STEPS, Attempt, Ended, medians, parse, peer_environment, run_all, versions_of
 
@@ -122,6 +123,8 @@ def run_variants(
     command, and `more` is its environment.
     """
     arguments = parse(doc, [*variants, TINY])
+    if TINY not in arguments.only:
+        require_gpus(arguments.gpus)
     corpus = Corpus(TINY if TINY in arguments.only else "qwen25_3b", DOCUMENTS_PER_GPU * arguments.gpus)
     # The setting of all their launchers for several GPUs.
     shared = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "OMP_NUM_THREADS": "1"}

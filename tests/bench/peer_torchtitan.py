@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gpu_queue import require_gpus
 from peer_documents import DOCUMENTS_PER_GPU, TINY, Corpus
 from peer_runs import TOKENS_PER_STEP, Attempt, Ended, medians, parse, peer_environment, run_all, versions_of
 
@@ -155,6 +156,8 @@ def main() -> None:
     """Measure one variant after the other."""
     arguments = parse(__doc__, VARIANTS)
     arguments.only = arguments.only or [name for name in VARIANTS if name.startswith(default_prefix(arguments.gpus))]
+    if any(VARIANTS[name].model != TINY for name in arguments.only):
+        require_gpus(arguments.gpus)
     corpora = {model: Corpus(model, DOCUMENTS_PER_GPU * arguments.gpus) for model in ("llama3_8b", "qwen25_3b", TINY)}
 
     def read(made: Attempt, ended: Ended) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from gpu_queue import machine_versions
+from gpu_queue import machine_versions, require_gpus
 from peer_documents import Corpus
 from peer_meter import Meter
 from peer_runs import WARM_UP_STEPS, medians
@@ -85,6 +85,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--steps", type=int, default=30)
     arguments = parser.parse_args()
+    require_gpus(1)
     arguments.output.mkdir(parents=True, exist_ok=True)
     for name in arguments.only:
         line = measure(name, arguments.steps, arguments.output)

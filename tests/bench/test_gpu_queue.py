@@ -1,5 +1,6 @@
 """Whose turn it is on the GPUs, what the jobs are made of, and the hook that makes a run wait."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -13,7 +14,7 @@ sys.path.insert(0, str(BENCH))
 
 import gpu_parity  # noqa: E402
 import gpu_recipes  # noqa: E402
-from gpu_queue import Job, measured, visible, who_goes  # noqa: E402
+from gpu_queue import Job, measured, run_jobs, visible, who_goes  # noqa: E402
 from gpu_speed import decided  # noqa: E402
 
 OTHER_CHOICE = {"key": "packing.row_length", "value": 4096, "why": "the shortest"}
@@ -41,6 +42,35 @@ def test_a_job_gets_of_the_gpus_that_this_process_may_use(monkeypatch, mine, num
     if mine is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mine)
     assert visible((0, 2)) == numbers
+
+
+@pytest.mark.parametrize(
+    ("jobs", "found", "said"),
+    [
+        ([job("one", (0,))], 0, "a GPU needed, and 0 found here"),
+        ([job("one", (0,)), PAIR, OTHER], 3, "4 GPUs needed, and 3 found here"),
+    ],
+)
+def test_without_the_gpus_of_its_jobs_a_script_says_so_and_does_nothing(tmp_path, monkeypatch, jobs, found, said):
+    def before():
+        raise AssertionError("nothing is started")
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: found)
+    arguments = argparse.Namespace(list=False, output=tmp_path / "output", runs=tmp_path)
+    (tmp_path / jobs[0].name).mkdir()  # of an earlier time
+    with pytest.raises(SystemExit, match=said) as ended:
+        run_jobs(jobs, arguments, before)
+    assert isinstance(ended.value.code, str), "which Python prints, to end with 1"
+    assert [path.name for path in tmp_path.iterdir()] == [jobs[0].name]
+
+
+def test_every_script_that_measures_on_gpus_looks_for_them_first():
+    scripts = {file.name: file.read_text() for file in [*BENCH.glob("gpu_*.py"), *BENCH.glob("peer_*.py")]}
+    scripts = {name: text for name, text in scripts.items() if "__main__" in text}
+    without = {name for name, text in scripts.items() if "require_gpus(" not in text and "run_jobs(" not in text}
+    on_a_cpu_too = {"gpu_copies.py", "gpu_evaluation_subjects.py"}
+    of_peers = {"peer_axolotl.py", "peer_llamafactory_run.py", "peer_llamafactory_weights.py"}  # begun by others
+    assert without == on_a_cpu_too | of_peers
 
 
 def test_disjoint_gpus_are_used_together_and_the_lowest_priority_goes_first():
