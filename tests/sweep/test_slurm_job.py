@@ -13,6 +13,8 @@ from types import SimpleNamespace
 import pytest
 import submitit
 
+from tunebook.errors import TunebookError
+from tunebook.launch.slurm import client
 from tunebook.sweep import slurm_job
 from tunebook.sweep.slurm_job import TrialJob
 from tunebook.sweep.trial_process import TrialEnd, read_trial_end, write_trial_end
@@ -33,6 +35,15 @@ print("threads", os.environ["OMP_NUM_THREADS"], flush=True)
 (folder / "running").touch()
 time.sleep(20)
 """
+
+
+@pytest.fixture(autouse=True)
+def answers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A controller that answers; collects what it was asked for, in the place of Slurm."""
+    asked: list[str] = []
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setattr(client, "job_state", asked.append)
+    return asked
 
 
 def job(tmp_path: Path, program: str, *, is_requeued: bool = True, num_ranks: int = 1) -> TrialJob:
@@ -77,7 +88,7 @@ def test_it_hears_from_the_sweep_by_a_file(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("is_requeued", [True, False])
 def test_a_trial_saves_before_slurm_takes_the_job_away(
-    tmp_path: Path, is_requeued: bool, make_checkpoint: Callable[..., Path]
+    tmp_path: Path, is_requeued: bool, make_checkpoint: Callable[..., Path], answers: list[str]
 ) -> None:
     make_checkpoint(tmp_path / "saved", 4)
     trial = job(tmp_path, TRAINS, is_requeued=is_requeued)
@@ -86,10 +97,37 @@ def test_a_trial_saves_before_slurm_takes_the_job_away(
     assert (tmp_path / "trial-000" / "checkpoints" / "checkpoint-4").is_dir()
     thread.join(10)
     assert (again is not None) is is_requeued
+    assert answers == (["17"] if is_requeued else [])
     if isinstance(again, submitit.helpers.DelayedSubmission):
         again.dump(tmp_path / "pickle")  # submitit brings it to the next turn in this form
         restored = submitit.core.utils.DelayedSubmission.load(tmp_path / "pickle").function
         assert restored.command == trial.command
+
+
+@pytest.mark.parametrize("is_back", [True, False])
+def test_a_controller_that_is_silent_when_the_job_is_taken_away_is_waited_for(
+    tmp_path: Path, is_back: bool, make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_asked = 0
+
+    def answer(job_id: str) -> None:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked < 4 or not is_back:
+            raise TunebookError(f"no answer about {job_id}", problem_id="slurm-out-of-reach")
+
+    monkeypatch.setattr(client, "job_state", answer)
+    monkeypatch.setattr(client, "SILENT_POLL_S", 0.001)
+    monkeypatch.setattr(client, "SILENT_WITHIN_S", 600.0 if is_back else 0.05)
+    make_checkpoint(tmp_path / "trial-000", 4)
+    again = job(tmp_path, "pass").checkpoint()
+    assert (again is not None) is is_back
+    end = read_trial_end(tmp_path / "trial-000.json")
+    if is_back:
+        assert (num_asked, end) == (4, None)
+    else:
+        assert end is not None
+        assert end.reason == "Slurm took the job away, and it was not requeued: no answer about 17"
 
 
 @pytest.mark.parametrize("has_earlier", [False, True])

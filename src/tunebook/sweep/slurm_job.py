@@ -10,6 +10,8 @@ from pathlib import Path
 from submitit.helpers import DelayedSubmission
 
 from tunebook.checkpoint.newest import newest_checkpoint
+from tunebook.errors import TunebookError
+from tunebook.launch.slurm.client import patient_job_state
 from tunebook.sweep.stopping import Stopping
 from tunebook.sweep.trial_process import TrialEnd, read_trial_end, run_trial, wait_until_free, write_trial_end
 
@@ -58,13 +60,26 @@ class TrialJob:
         wait_until_free(self.run_folder)
         has_progress = newest_checkpoint(self.run_folder) not in (None, self._before)
         seconds = round(self.earlier_s + (time.monotonic() - self._begun if self._begun is not None else 0.0), 1)
-        if not self.is_requeued or not has_progress:
-            why = "launcher.requeue=false" if has_progress else "it saved nothing in this turn"
-            reason = f"Slurm took the job away, and {why}, so it was not requeued; launcher.time_limit says how long"
+        if (why := self._why_not_requeued(has_progress=has_progress)) is not None:
+            reason = f"Slurm took the job away, and {why}"
             end = TrialEnd(exit_code=6, seconds=seconds, was_interrupted=False, reason=reason)
             write_trial_end(end, self.end_file)
             return None
         return DelayedSubmission(replace(self, earlier_s=seconds, _stopping=Stopping(), _before=None, _begun=None))
+
+    def _why_not_requeued(self, *, has_progress: bool) -> str | None:
+        """Why there is no other turn; None where there is, for which a silent controller has been waited for.
+
+        submitit asks it once, and a job that it does not answer then ends for good.
+        """
+        if not self.is_requeued or not has_progress:
+            why = "launcher.requeue=false" if has_progress else "it saved nothing in this turn"
+            return f"{why}, so it was not requeued; launcher.time_limit says how long"
+        try:
+            patient_job_state(os.environ["SLURM_JOB_ID"], print)
+        except TunebookError as error:
+            return f"it was not requeued: {error.message}"
+        return None
 
     def _listen(self) -> None:
         asked = int(self.stop_file.read_text() or 0) if self.stop_file.is_file() else 0
