@@ -9,7 +9,9 @@ from typing import get_args, get_type_hints
 
 import pytest
 
+from tunebook.config.auto import resolve_auto
 from tunebook.config.choices import (
+    Generation,
     Source,
 )
 from tunebook.config.rules import (
@@ -84,3 +86,18 @@ def test_numbers_that_are_only_wrong_are_left_to_the_rule(sound):
     sound.training.num_epochs = 2e6
     numbers.refuse_absurd(sound)
     assert {problem.key for problem in check(sound)} == {"peft.rank", "training.num_epochs"}
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("training.max_length", (0, -1, 1)),
+        ("hardware.reference.gpus_per_node", (0, -1)),
+        ("hardware.reference.memory_gib", (0.0, -1.0)),
+    ],
+)
+def test_what_is_worked_out_from_a_wrong_number_is_not_refused_beside_it(undecided, machine, changed, key, values):
+    undecided.hardware.reference.generation = Generation.hopper
+    for value in values:
+        resolved = resolve_auto(changed(undecided, {key: value}), machine()).config
+        assert {problem.key for problem in check(resolved)} == {key}

@@ -88,7 +88,8 @@ def _gpus_per_node(config: RunConfig, machine: Machine) -> tuple[int, str]:
     if hardware.generation is Generation.cpu and (reference.generation is not Generation.cpu or is_cpu_by_default):
         return 1, "one process uses every CPU core"
     unit = "ranks" if hardware.generation is Generation.cpu else "GPUs"
-    return reference.gpus_per_node, f"{unit} of {_reference(config)}"
+    # Below 1 it is refused by its own range: what is worked out from it need not be refused beside it.
+    return max(1, reference.gpus_per_node), f"{unit} of {_reference(config)}"
 
 
 def _memory_gib(config: RunConfig, machine: Machine) -> tuple[float | None, str]:
@@ -101,7 +102,7 @@ def _memory_gib(config: RunConfig, machine: Machine) -> tuple[float | None, str]
         ranks = max(1, hardware.gpus_per_node or 1)
         share = round(machine.host_memory_gib / ranks, 2)
         return share, f"{machine.host_memory_gib:g} GiB of host memory for {ranks} rank{'s' if ranks > 1 else ''}"
-    if hardware.generation is reference.generation and reference.memory_gib is not None:
+    if hardware.generation is reference.generation and (reference.memory_gib or 0) > 0:
         return reference.memory_gib, f"of {_reference(config)}"
     facts = GENERATIONS[hardware.generation]
     return facts.usual_memory_gib, f"of a {facts.reference_gpu}, the usual {hardware.generation.name} GPU"

@@ -38,6 +38,7 @@ _FULL_COMPILED_ROW_TOKENS = 32_768
 # 1% on one GPU. LoRA lost twice as much in rows of 8,192 tokens, and was not seen to gain by longer ones than that.
 _WORTH_COMPUTING_AGAIN = 1.5
 SHORT_ROW_TOKENS = 8192
+_SHORTEST_ROW_TOKENS = 2  # as training.max_length at least: whatever is less is refused by its own range
 
 
 def decide_passes(decisions: Decisions) -> None:
@@ -51,7 +52,9 @@ def decide_passes(decisions: Decisions) -> None:
 
 
 def _row_length(config: RunConfig) -> tuple[int, str]:
-    length = config.training.max_length
+    length = max(_SHORTEST_ROW_TOKENS, config.training.max_length)
+    if length != config.training.max_length:
+        return length, "the shortest row there is: training.max_length cannot be so short"
     if config.packing.mode is PackingMode.padded:
         return length, "training.max_length: the longest a padded row can be"
     target = _FULL_ROW_TOKENS.get(config.attention.implementation)
