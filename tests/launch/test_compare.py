@@ -19,10 +19,15 @@ def no_gpu(monkeypatch):
     monkeypatch.setattr(draft, "detect_machine", lambda: machine)
 
 
-def table(recipe, overrides, compared):
-    console = Console(file=io.StringIO(), width=160)
+def printed(recipe, overrides, compared, width=160):
+    console = Console(file=io.StringIO(), width=width)
     code = compare_plans(recipe, overrides, [], compared, console)
-    return code, [line.split() for line in console.file.getvalue().splitlines()]
+    return code, console.file.getvalue()
+
+
+def table(recipe, overrides, compared):
+    code, text = printed(recipe, overrides, compared)
+    return code, [line.split() for line in text.splitlines()]
 
 
 def test_strategies_side_by_side():
@@ -38,7 +43,9 @@ def test_strategies_side_by_side():
     assert rows["zero2"][:4] == ["11.5", "2.9", "4.3", "0.1"]
     assert rows["zero2"][-1] == "yes"
     assert rows["fsdp_offload"][-2] == "-"
-    assert rows["hsdp"][0] == "refused:"
+    assert rows["hsdp"] == ["refused"]
+    assert rows["hsdp:"] == ["refused"]
+    assert rows["fix:"][:1] == ["parallelism.shard_group_size=4"]
 
 
 def test_auto_is_one_of_them():
@@ -51,6 +58,38 @@ def test_auto_is_one_of_them():
 def test_the_exit_code_is_that_of_the_best():
     assert table("qwen3b_zero2", ["hardware=volta"], "parallelism=ddp,zero2")[0] == 0
     assert table("qwen3b_zero2", ["hardware=volta", "parallelism=ddp"], "training.seed=0,1")[0] == 3
+
+
+def test_a_host_that_is_too_small_fits_nothing():
+    overrides = ["hardware=hopper", "parallelism=zero3_offload"]
+    code, text = printed("llama2_70b_fsdp_1node", overrides, "hardware.host_memory_gib=500,2000")
+    assert code == 0
+    rows = {line.split()[0]: line for line in text.splitlines()[2:]}
+    assert rows["500"].split()[-1] == "no"
+    assert rows["2000"].split()[-1] == "yes"
+    assert rows["500:"].endswith("to a host of 500 GiB")
+    assert "2000:" not in rows
+
+
+def test_what_is_refused_for_the_same_reason_is_named_together():
+    _, text = printed("quickstart", ["training.seed=0,1"], "optimizer.learning_rate=1e-3,1e-4")
+    assert text.count("lists several values") == 1
+    assert "1e-3, 1e-4: refused\n  override 'training.seed=0,1' lists several values" in text
+
+
+def test_no_word_or_number_is_cut_in_a_narrow_terminal():
+    _, text = printed("qwen3b_zero2", ["hardware=volta"], "parallelism=fsdp_grad_op,zero2,none_such", width=80)
+    title, parts, *lines = text.splitlines()
+    assert title == "Each GPU or rank (estimated): memory in GiB and tokens/s by parallelism"
+    width = int(parts.removeprefix("(its parts are shown in a terminal of ").removesuffix(" columns)"))
+    rows = [line.split() for line in lines]
+    assert rows[0] == ["parallelism", "total", "tokens/s", "fits"]
+    assert [row[0] for row in rows[1:4]] == ["fsdp_grad_op", "zero2", "none_such"]
+    assert rows[2][-1] == "yes"
+    assert "…" not in text
+    for columns, is_whole in ((width, True), (width - 1, False)):
+        _, text = printed("qwen3b_zero2", ["hardware=volta"], "parallelism=fsdp_grad_op,zero2,none_such", columns)
+        assert ("activations  overhead  total" in text) is is_whole
 
 
 @pytest.mark.parametrize("compared", ["parallelism", "parallelism=", "parallelism=ddp", "=a,b", "a=b,,c"])

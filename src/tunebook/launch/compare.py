@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -13,6 +14,7 @@ from tunebook.errors import RequestError
 from tunebook.launch.draft import Draft, draft_run
 
 _PARTS = ("weights", "gradients", "optimizer", "buffers", "activations", "overhead", "total")
+_UNBOUNDED = 1000  # columns, wider than any table
 
 
 def compare_plans(
@@ -24,18 +26,48 @@ def compare_plans(
     """
     key, values = split_compared(compared)
     drafts = {value: draft_run(recipe, [*overrides, f"{key}={value}"], recipes_dirs) for value in values}
-    table = Table(
-        title=f"Each GPU or rank (estimated): memory in GiB and tokens/s by {key}", title_justify="left", box=None
-    )
-    table.add_column(key.rpartition(".")[2], overflow="fold")
-    for part in _PARTS:
-        table.add_column(part, justify="right")
-    table.add_column("tokens/s", justify="right")
-    table.add_column("fits", overflow="fold")
-    for value, draft in drafts.items():
-        table.add_row(Text(value), *_row(draft))  # a list's brackets are not markup
+    title = f"Each GPU or rank (estimated): memory in GiB and tokens/s by {key}"
+    console.print(Text(title, style="italic"), soft_wrap=True)
+    table = _table(key, drafts, _PARTS)
+    unbounded = console.options.update(max_width=_UNBOUNDED)
+    if (width := Measurement.get(console, unbounded, table).maximum) > console.width:
+        table = _table(key, drafts, _PARTS[-1:])
+        console.print(Text(f"(its parts are shown in a terminal of {width} columns)"))
     console.print(table)
+    for said, alike in _notes(drafts).items():
+        console.print(Text(f"{', '.join(alike)}: {said}"), soft_wrap=True)
     return min(draft.exit_code for draft in drafts.values())
+
+
+def _table(key: str, drafts: dict[str, Draft], parts: tuple[str, ...]) -> Table:
+    """A row for each value with some parts of the memory. Nothing wraps: a number or a name in pieces is none."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column(key.rpartition(".")[2], no_wrap=True)
+    for name in (*parts, "tokens/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("fits", no_wrap=True)
+    for value, draft in drafts.items():
+        table.add_row(Text(value), *_row(draft, parts))  # a list's brackets are not markup
+    return table
+
+
+def _notes(drafts: dict[str, Draft]) -> dict[str, list[str]]:
+    """What is to be said of values: why they are refused and what to type, or what is too small but the GPUs."""
+    notes: dict[str, list[str]] = {}
+    for value, draft in drafts.items():
+        errors = _errors(draft)
+        if errors:
+            notes.setdefault("refused\n" + "\n".join(f"  {error}" for error in errors), []).append(value)
+        elif draft.host is not None and draft.host.fits is False:
+            notes.setdefault(draft.host.verdict, []).append(value)
+    return notes
+
+
+def _errors(draft: Draft) -> list[str]:
+    """Everything that refuses a run, in words."""
+    if draft.error is not None:
+        return [draft.error.message]
+    return [problem.text() for problem in draft.problems if problem.is_error]
 
 
 def split_compared(compared: str) -> tuple[str, list[str]]:
@@ -53,18 +85,15 @@ def split_compared(compared: str) -> tuple[str, list[str]]:
     return key.strip(), values
 
 
-def _row(draft: Draft) -> list[str | Text]:
-    errors = [problem for problem in draft.problems if problem.is_error]
-    if draft.error is not None or errors:
-        said = errors[0].message if errors else str(draft.error)
-        return [*("" for _ in _PARTS), "", Text(f"refused: {said}", style="red")]
+def _row(draft: Draft, parts: tuple[str, ...]) -> list[str | Text]:
+    if _errors(draft):
+        return [*("" for _ in parts), "", Text("refused", style="red")]
     assert draft.memory is not None
-    memory, fits = draft.memory.memory, draft.memory.fits
-    numbers = [getattr(memory, part) for part in _PARTS]
+    numbers = [getattr(draft.memory.memory, part) for part in parts]
     answer = {True: Text("yes", style="green"), False: Text("no", style="red"), None: Text("perhaps", style="yellow")}
     speed = draft.time.tokens_per_second_per_gpu if draft.time else None
     return [
         *("-" if number is None else f"{number:.1f}" for number in numbers),
         "-" if speed is None else f"{speed:,.0f}",
-        answer[fits],
+        answer[draft.fits],
     ]
