@@ -149,12 +149,21 @@ def test_a_plan_that_cannot_fit_ends_with_3(as_json: Any, capsys: pytest.Capture
     code, plan = as_json("qwen3b_zero2", *TOO_LARGE)
     assert (code, plan["fits"]) == (3, False)
     assert [problem["id"] for problem in plan["problems"]] == ["does-not-fit"]
-    with pytest.raises(DoesNotFitError, match=r"does not fit: 47\.8 GiB are more than 8 GiB.*tunebook plan"):
+    with pytest.raises(DoesNotFitError, match=r"more than 8 GiB on each GPU or rank; no change that was tried would$"):
         plan_command("qwen3b_zero2", [*TOO_LARGE], [], Console())
     out = capsys.readouterr().out
-    assert "GiB are more than 8 GiB\n" in out  # below the plan itself
+    assert "does not fit: 47.8 GiB are more than 8 GiB\n" in out  # below the plan itself
     assert "None of the changes that were tried makes it fit: take more or larger GPUs, a smaller model or, " in out
     assert "a smaller training.max_length\n" in out
+
+
+def test_a_plan_that_does_not_fit_points_at_what_it_has_listed() -> None:
+    console = Console(file=io.StringIO(), width=160)
+    words = ["parallelism=ddp", "hardware=volta"]
+    with pytest.raises(DoesNotFitError, match=r"on each GPU or rank; what would fit is listed with the plan$"):
+        plan_command("qwen3b_zero2", words, [], console)
+    assert isinstance(console.file, io.StringIO)
+    assert "\nWhat would fit, by estimate, to be typed after the recipe:\n  parallelism=" in console.file.getvalue()
 
 
 def test_a_plan_whose_host_is_too_small_ends_with_3(as_json: Any) -> None:

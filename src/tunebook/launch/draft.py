@@ -23,6 +23,11 @@ from tunebook.plan.host_memory import HostPlan, plan_host_memory
 from tunebook.plan.memory import MemoryPlan, plan_memory
 from tunebook.plan.throughput import TimePlan, plan_time
 
+SEE_PLAN = (
+    "`tunebook plan` with the same words names what would fit, such as a strategy that divides more among the GPUs "
+    "(parallelism=fsdp), one that offloads (parallelism=zero3_offload), activation=checkpointing or peft=lora"
+)
+
 
 @dataclass(kw_only=True)
 class Draft:
@@ -45,10 +50,13 @@ class Draft:
         if errors := [problem for problem in self.problems if problem.is_error]:
             raise RulesError(errors)
 
-    def raise_if_too_large(self) -> None:
-        """Raises: DoesNotFitError where the estimate says that it cannot fit, into the GPUs or the hosts."""
+    def raise_if_too_large(self, advice: str | None = None) -> None:
+        """Raises: DoesNotFitError where the estimate says that it cannot fit, into the GPUs or the hosts.
+
+        `advice` is what to do about the GPUs' memory, where more is known of it than who names what would fit.
+        """
         if self.memory is not None:
-            refuse_too_large(self.memory)
+            refuse_too_large(self.memory, advice or SEE_PLAN)
         if self.host is not None:
             self.host.raise_if_too_large()
 
@@ -70,14 +78,11 @@ class Draft:
         return 0
 
 
-def refuse_too_large(memory: MemoryPlan) -> None:
+def refuse_too_large(memory: MemoryPlan, advice: str = SEE_PLAN) -> None:
     """Raises: DoesNotFitError where the estimate says that it cannot fit."""
     if memory.fits is False:
         raise DoesNotFitError(
-            f"by estimate this plan {memory.verdict} on each GPU or rank; `tunebook plan` with the same words names "
-            "what would fit, such as a strategy that divides more among the GPUs (parallelism=fsdp), one that offloads "
-            "(parallelism=zero3_offload), activation=checkpointing or peft=lora",
-            problem_id="does-not-fit",
+            f"by estimate this plan {memory.verdict} on each GPU or rank; {advice}", problem_id="does-not-fit"
         )
 
 

@@ -48,7 +48,7 @@ def plan_command(
     show_time(draft.time, console)
     if is_in_doubt:
         _show_changes(fitting, console, draft)
-    draft.raise_if_too_large()
+    draft.raise_if_too_large("what would fit is listed with the plan" if fitting else "no change that was tried would")
     return 0
 
 
