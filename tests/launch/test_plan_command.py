@@ -215,7 +215,7 @@ def test_what_would_fit_for_certain_is_named_where_that_is_in_doubt(as_json: Any
     assert ["parallelism=fsdp"] in [change["overrides"] for change in plan["would_fit"]]
     assert plan_command(None, words, [], Console(width=200)) == 0
     out = capsys.readouterr().out
-    assert "more than 83% of 79.6 GiB leaves little for the overhead" in out
+    assert "more than 83% of 79.6 GiB, which leaves little for it" in out
     assert "What would fit for certain, by estimate" in out
 
 

@@ -63,18 +63,18 @@ def test_with_every_activation_kept_the_parts_add_up() -> None:
     assert memory.allocated == pytest.approx(sum(part for part in parts if part is not None))
     assert memory.total == pytest.approx((memory.allocated or 0) * 1.10 + 781 / 1024)  # one GPU talks to no other
     assert plan.fits is True
-    assert plan.verdict == "fits into 83% of 32 GiB"
+    assert plan.verdict == f"fits: {memory.allocated:.1f} GiB without the overhead, no more than 83% of 32 GiB"
 
 
 @pytest.mark.parametrize(
     ("capacity", "checkpointing", "fits", "said"),
     [
         (7.0, Checkpointing.enabled, False, "does not fit: 8.9 GiB are more than 7 GiB"),  # 7.4 GiB of states
-        (10.0, Checkpointing.enabled, None, "more than 83% of 10 GiB leaves little for the overhead"),
-        (12.0, Checkpointing.enabled, True, "fits into 83% of 12 GiB"),
+        (10.0, Checkpointing.enabled, None, "8.9 GiB without the overhead, more than 83% of 10 GiB, which leaves"),
+        (12.0, Checkpointing.enabled, True, "fits: 8.9 GiB without the overhead, no more than 83% of 12 GiB"),
         (16.0, Checkpointing.disabled, False, "does not fit: 20.5 GiB are more than 16 GiB"),
         (18.0, Checkpointing.disabled, None, "20.5 GiB of tensors are more than 18 GiB"),
-        (21.0, Checkpointing.disabled, None, "more than 83% of 21 GiB leaves little for the overhead"),
+        (21.0, Checkpointing.disabled, None, "20.5 GiB without the overhead, more than 83% of 21 GiB, which leaves"),
         (None, Checkpointing.disabled, None, "hardware.memory_gib is not set"),
     ],
 )

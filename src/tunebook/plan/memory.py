@@ -109,8 +109,9 @@ def _judge(estimate: Estimate, overhead: float, capacity: float | None) -> tuple
     if tensors > capacity:
         why = f"{tensors:.1f} GiB of tensors are more than {capacity:g} GiB, and the estimate may be too high"
         return None, f"{_NOT_KNOWN}: {why}"
+    without, share = f"{tensors:.1f} GiB without the overhead", f"{USABLE_SHARE:.0%} of {capacity:g} GiB"
     if tensors > capacity * USABLE_SHARE:
-        return None, f"{_NOT_KNOWN}: more than {USABLE_SHARE:.0%} of {capacity:g} GiB leaves little for the overhead"
+        return None, f"{_NOT_KNOWN}: {without}, more than {share}, which leaves little for it"
     if tensors + overhead > capacity * (1 + _ROUNDING):
         return None, f"{_NOT_KNOWN}: with an overhead of about {overhead:.1f} GiB it is more than {capacity:g} GiB"
-    return True, f"fits into {USABLE_SHARE:.0%} of {capacity:g} GiB"
+    return True, f"fits: {without}, no more than {share}"
