@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
+from tunebook.config.book import find_recipes
 from tunebook.launch.listing import recipes_table
 
 
@@ -36,3 +37,14 @@ def test_a_name_that_cannot_be_trained_says_so_beside_it(name, listed):
     shown = listed(name, "mine")
     assert shown.splitlines()[1].split()[0] == name
     assert f"does not read '{name}' as a name; rename it" in shown
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_a_narrow_terminal_cuts_no_name_and_no_label(width):
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(recipes_table([]))
+    shown = capture.get()
+    names = [line.split()[0] for line in shown.splitlines()[1:] if not line.startswith(" ")]
+    assert [name for name in names if name != "recipe"] == list(find_recipes([]))  # its heading may take two lines
+    assert "…" not in shown

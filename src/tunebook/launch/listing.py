@@ -16,8 +16,9 @@ from tunebook.errors import RequestError
 def recipes_table(recipes_dirs: list[Path]) -> Table:
     """A line per recipe; one that does not compose says so instead of hiding."""
     table = Table(box=None, pad_edge=False)
-    for column in ("recipe", "title", "strategy", "reference hardware", "evidence"):
-        table.add_column(column)
+    table.add_column("recipe", no_wrap=True)  # in pieces or cut it cannot be typed
+    for column in ("title", "strategy", "reference hardware", "evidence"):
+        table.add_column(column, overflow="fold")
     for name, file in find_recipes(recipes_dirs).items():
         try:
             config = compose(name, [], recipes_dirs).config
