@@ -258,6 +258,38 @@ def test_a_change_that_brings_a_warning_is_not_offered(monkeypatch):
     assert offered("qwen05b_single", *words) == []
 
 
+def tried_words(recipe, *words, monkeypatch):
+    """What is composed to find changes, without the words that were typed."""
+    tried = []
+
+    def count(recipe, overrides, recipes_dirs):
+        tried.append(overrides[len(words) :])
+        return draft_run(recipe, overrides, recipes_dirs)
+
+    asked = draft_run(recipe, [*words], [])
+    monkeypatch.setattr(changes, "draft_run", count)
+    changes_that_fit(recipe, [*words], [], asked)
+    return tried
+
+
+def test_what_cannot_fit_by_its_states_is_not_composed(monkeypatch):
+    tried = tried_words("llama2_70b_fsdp", monkeypatch=monkeypatch)
+    # Each GPU of ZeRO-2 has 4 bytes for each of 68,976,648,192 weights, and DDP's more.
+    assert draft_run("llama2_70b_fsdp", ["parallelism=zero2"], []).memory.memory.weights > 80
+    assert not {"parallelism=ddp", "parallelism=zero2"} & {word for words in tried for word in words}
+    assert ["parallelism=zero3"] in tried  # its states have room
+    # A key of its own may move the states away, so then it is tried.
+    tuned = ("parallelism.offload_parameters=cpu",)
+    assert ["parallelism=ddp"] in tried_words("llama2_70b_fsdp", *tuned, monkeypatch=monkeypatch)
+
+
+def test_what_is_refused_is_composed_once_and_not_again_with_what_is_no_cure(monkeypatch):
+    words = ("hardware=cpu", "activation=stored")
+    tried = tried_words("qwen3b_zero2", *words, monkeypatch=monkeypatch)
+    assert tried.count(["parallelism=fsdp_offload"]) == 1
+    assert ["parallelism=fsdp_offload", "activation=checkpointing"] not in tried
+
+
 def test_the_strategy_without_the_offload_that_was_asked_for_is_another():
     candidates = changes._candidates(draft_run("qwen3b_zero2", [*HOPPER, "parallelism=fsdp_offload"], []))
     words = [change.words for change in candidates]

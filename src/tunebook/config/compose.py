@@ -116,10 +116,11 @@ def _compose(recipe: str | None, overrides: list[str], recipes_dirs: list[Path])
 def register_configs(recipe: str | None, recipes_dirs: list[Path]) -> list[RecipeFile]:
     """Hand the schemas and the recipe (with its parents) to Hydra; returns the recipe files, the recipe first."""
     store = ConfigStore.instance()
-    store.store(group="schema", name="config", node=RunConfig, package="_global_")
-    for place, schema in CHOICE_SCHEMAS.items():
-        group, name = place.rsplit("/", 1)
-        store.store(group=f"schema/{group}", name=name, node=schema)
+    if "schema" not in store.repo:  # once is enough, and a plan composes up to ten runs
+        store.store(group="schema", name="config", node=RunConfig, package="_global_")
+        for place, schema in CHOICE_SCHEMAS.items():
+            group, name = place.rsplit("/", 1)
+            store.store(group=f"schema/{group}", name=name, node=schema)
     chain = load_recipes(recipe, recipes_dirs) if recipe is not None else []
     store_recipes(chain)
     return chain

@@ -8,13 +8,15 @@ answer that a change replaces, and that its own answer has no use for, is named 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from tunebook.config.choices import Checkpointing, Strategy
+from tunebook.config.estimate import estimate_memory
+from tunebook.config.frozen import PARALLELISM_SCHEMAS
 from tunebook.config.schema import CHOICE_SCHEMAS, RunConfig
 from tunebook.errors import Problem
 from tunebook.launch.draft import Draft, draft_run
@@ -115,25 +117,59 @@ _OTHER_LEARNING = (
     ),
 )
 _ADAPTERS = _OTHER_LEARNING[1:]
-# What divides the frozen weights, the fastest way and with the host's memory. Each try takes a tenth of a second.
+# What divides the frozen weights, the fastest way and with the host's memory. Each try takes a third of a second.
 _WITH_ADAPTERS = (("parallelism=fsdp",), ("parallelism=fsdp_offload",))
+_WITHOUT_STATES = {"activation", "activation.offload", "packing.row_length", "training.micro_batch_size"}
 _WITH_OWN_KEYS = {place.partition("/")[0] for place in CHOICE_SCHEMAS}  # groups of which one answer has keys of its own
 
 
 def changes_that_fit(recipe: str | None, overrides: list[str], recipes_dirs: list[Path], draft: Draft) -> list[Fitting]:
     """Up to three changes, each tried on top of what was typed. `draft` is the run that does not fit."""
     found: list[Fitting] = []
+    refused: list[Change] = []
     for change in _candidates(draft):
         if any(set(fitting.change.words) <= _with_less(change) for fitting in found):
             continue  # it fits with less
+        if _is_hopeless(change, draft, overrides) or any(_is_no_cure(change, other) for other in refused):
+            continue
         tried, left_out = _try(change, recipe, overrides, recipes_dirs, draft)
         memory = tried.memory
-        fits = tried.fits and tried.exit_code == 0 and not _new_problems(tried, draft)
+        is_refused = tried.error is not None or bool(_new_problems(tried, draft))
+        if is_refused:
+            refused.append(change)
+        fits = tried.fits and tried.exit_code == 0 and not is_refused
         if fits and memory is not None and memory.memory.total is not None:
             found.append(_fitting(change, memory.memory.total, tried, draft, left_out))
         if len(found) == HOW_MANY:
             break
     return sorted(found, key=lambda one: (one.change.changes_learning, -(one.tokens_per_second_per_gpu or 0)))
+
+
+def _is_hopeless(change: Change, asked: Draft, overrides: list[str]) -> bool:
+    """Whether the states alone are more than each GPU has, which an estimate tells without composing the change.
+
+    Of strategies as their files have them, without keys of their own: what else is set of one may move its states.
+    """
+    assert asked.resolution is not None and asked.composition is not None
+    config = asked.resolution.config
+    facts, capacity = config.model.facts, config.hardware.memory_gib
+    if facts is None or capacity is None:
+        return False
+    is_tuned = any(word.startswith("parallelism.") for word in overrides)
+    is_tuned = is_tuned or any("parallelism" in recipe.body for recipe in asked.composition.origins.recipes)
+    for key, _, value in (word.partition("=") for word in change.words):
+        if key == "parallelism" and value in Strategy.__members__ and not is_tuned:
+            strategy = Strategy[value]
+            config = replace(config, parallelism=PARALLELISM_SCHEMAS[strategy](strategy=strategy))
+        elif key not in _WITHOUT_STATES:
+            return False
+    return estimate_memory(config, facts).states_gib > capacity
+
+
+def _is_no_cure(change: Change, refused: Change) -> bool:
+    """Whether a change is a refused one and something that only takes less memory."""
+    more = set(change.words) - set(refused.words)
+    return set(refused.words) < set(change.words) and {word.partition("=")[0] for word in more} <= _WITHOUT_STATES
 
 
 def _try(
@@ -144,7 +180,7 @@ def _try(
     below = [word for word in overrides if word.partition(".")[0] in groups]
     tried = draft_run(recipe, [*overrides, *change.words], recipes_dirs)
     is_wrong = bool(tried.error or _new_problems(tried, asked))
-    if not is_wrong and (tried.fits or not any(_choice_at(word, tried) for word in below)):
+    if not below or (not is_wrong and (tried.fits or not any(_choice_at(word, tried) for word in below))):
         return tried, ()
     bare = draft_run(recipe, [*(word for word in overrides if word not in below), *change.words], recipes_dirs)
     named = {problem.key for problem in _new_problems(tried, asked)}
