@@ -137,7 +137,8 @@ def test_no_gpu_and_a_gpu_recipe_is_planned_only(undecided, machine, has_no_flas
     assert (hardware.generation, hardware.gpus_per_node, hardware.memory_gib) == (Generation.ampere, 8, 40.0)
     assert not resolution.is_runnable_here
     assert resolution.why_not_runnable == (
-        "8 x ampere needed, and no GPU is found here: no NVIDIA driver answers here; try hardware.generation=cpu"
+        "8 x ampere needed, and no GPU is found here: no NVIDIA driver answers here; try the same where the GPUs are "
+        "(--dry-run shows here what it does there), or hardware.generation=cpu"
     )
     # not installed here, but what is planned for runs in its image, which has it
     assert resolution.config.attention.implementation is Attention.flash_attention_2

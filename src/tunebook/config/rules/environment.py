@@ -144,7 +144,8 @@ def _gpu_problem(config: RunConfig, machine: Machine) -> Problem | None:
     if not machine.gpus:
         reasons = "; ".join(machine.notes) or "none is listed"
         message = f"{asked} x {wanted} needed, and no GPU is found here: {reasons}"
-        return Problem(id="no-gpu-here", key=key, message=message, fix="hardware.generation=cpu")
+        fix = "the same where the GPUs are (--dry-run shows here what it does there), or hardware.generation=cpu"
+        return Problem(id="no-gpu-here", key=key, message=message, fix=fix)
     used = machine.gpus[:asked]
     kinds = sorted({gpu.generation.name for gpu in used})
     if len(kinds) > 1:
