@@ -28,9 +28,9 @@ def report(
 ) -> None:
     """Write one self-contained HTML page about a run, or comparing several."""
     from tunebook.record.report import write_report
-    from tunebook.record.run_folder import resolve_run
+    from tunebook.record.run_folder import resolve_runs
 
-    folders = [resolve_run(run, outputs) for run in runs]
+    folders = resolve_runs(runs, outputs)
     file = output or (folders[0] / "report.html" if len(folders) == 1 else outputs / "comparison.html")
     write_report(folders, file, makes_folder=output is None)
     make_console().print(Text(f"written: {file}"), soft_wrap=True)

@@ -100,6 +100,15 @@ def test_a_run_without_its_configuration_is_not_said_to_have_the_same(make_run: 
     assert f"configurations are not compared: quickstart/{other.name} lacks run.yaml" in said
 
 
+def test_a_run_is_not_compared_with_itself(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run()
+    monkeypatch.chdir(run.parent)
+    same = rf"{run.name} and .*{run.name} are the same run, .*; name another one"
+    with pytest.raises(RequestError, match=same) as no:
+        run_diff(Path(run.name), run)
+    assert no.value.problem_id == "run-named-twice"
+
+
 def test_as_json_every_difference_has_its_key_and_values(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
     run_diff(make_run(), make_run("training.seed=7"), as_json=True)
     printed = json.loads(capsys.readouterr().out)

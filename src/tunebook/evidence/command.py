@@ -19,7 +19,7 @@ from tunebook.evidence.recording import record_evidence
 from tunebook.evidence.show import draw_page, show_verification
 from tunebook.evidence.verifying import verify
 from tunebook.record.intact import naming
-from tunebook.record.run_folder import resolve_run
+from tunebook.record.run_folder import resolve_run, resolve_runs
 from tunebook.record.run_record import RunRecord, read_run
 
 
@@ -82,8 +82,8 @@ def _record(records: list[RunRecord], label: str, recipes_dirs: list[Path], cons
 
 
 def diff_command(runs: tuple[str, str], outputs: Path, console: Console, *, as_json: bool = False) -> int:
-    """Print what is not the same in two runs. Raises: RequestError for a folder that is no run's."""
-    one, other = (read_run(resolve_run(run, outputs)) for run in runs)
+    """Print what is not the same in two runs. Raises: RequestError for a folder that is no run's, or one run twice."""
+    one, other = (read_run(folder) for folder in resolve_runs(runs, outputs))
     with naming(one.folder, other.folder):
         found = differences(one, other)
     if as_json:

@@ -164,6 +164,11 @@ RUNS: dict[str, Explanation] = {
         why="Runs are folders under outputs/<recipe>/, `latest` being the newest.",
         advice="Name one of those that the message lists.",
     ),
+    "run-named-twice": Explanation(
+        summary="Two of the runs to compare are one.",
+        why="A recipe's name and `latest` mean its newest run, which may be the one that was named by its folder.",
+        advice="Name each run once, by its folder where it is not the newest.",
+    ),
     "no-run-folder": Explanation(
         summary="A folder that is no run's.",
         why="A run folder holds the resolved run.yaml, written before the first step.",

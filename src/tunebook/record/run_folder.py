@@ -11,6 +11,7 @@ import re
 import secrets
 import shutil
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -139,6 +140,24 @@ def resolve_run(text: str, outputs: Path) -> Path:
     if found is None:
         raise RequestError(_unknown_run(text, outputs), problem_id="unknown-run")
     return found
+
+
+def resolve_runs(texts: Sequence[str], outputs: Path) -> list[Path]:
+    """The folders of runs that are to be compared, each named as for `resolve_run`.
+
+    Raises: RequestError as that does, and where two names mean the same run.
+    """
+    named: dict[Path, str] = {}
+    for text in texts:
+        folder = resolve_run(text, outputs)
+        if folder in named:
+            raise RequestError(
+                f"{named[folder]} and {text} are the same run, {folder}, and it is no different from itself; name "
+                "another one",
+                problem_id="run-named-twice",
+            )
+        named[folder] = text
+    return list(named)
 
 
 @dataclass(frozen=True, kw_only=True)
