@@ -6,8 +6,8 @@ import pytest
 from rich.console import Console
 
 from tunebook.config.auto import Choice
-from tunebook.launch.show import memory_bar, preparing, show_choices, time_lines
-from tunebook.plan.memory import Memory
+from tunebook.launch.show import memory_bar, preparing, show_choices, show_memory, time_lines
+from tunebook.plan.memory import Memory, MemoryPlan
 from tunebook.plan.throughput import TimePlan
 
 
@@ -41,6 +41,22 @@ def test_a_quarter_of_the_memory_is_a_quarter_of_the_bar():
 def test_what_does_not_fit_fills_the_bar_and_says_by_how_much():
     bar, _ = bar_of(weights=60.0, gradients=20.0, total=80.0, capacity=32.0)
     assert bar == "[" + "W" * 30 + "G" * 10 + "] 2.5 x what there is"
+
+
+@pytest.mark.parametrize(("total", "said"), [(32.01, "1.01"), (33.5, "1.05"), (35.1, "1.10"), (352.0, "11.0")])
+def test_what_is_just_too_large_is_not_said_to_be_as_large(total, said):
+    bar, _ = bar_of(weights=total, total=total, capacity=32.0)
+    assert bar.endswith(f"] {said} x what there is")
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_bar_stays_on_its_line(width):
+    parts = {"weights": 3000.0, "total": 3200.0, "capacity": 32.0}
+    console = Console(width=width)
+    with console.capture() as capture:
+        show_memory(MemoryPlan(memory=Memory(**parts), fits=False, verdict="does not fit"), console)
+    (bar,) = [line for line in capture.get().splitlines() if line.startswith("  [")]
+    assert bar.endswith("] 100.0 x what there is")
 
 
 def test_rounding_never_changes_the_length():

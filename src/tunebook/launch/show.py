@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -71,7 +72,7 @@ def batch_lines(plan: BatchPlan) -> list[str]:
 def show_memory(plan: MemoryPlan, console: Console) -> None:
     """The estimated memory part by part as numbers and as a bar, and which parts are not in it."""
     console.print(Text("\n".join(memory_lines(plan))), highlight=False, soft_wrap=True)
-    if bar := memory_bar(plan.memory, width=min(console.width, 100) - 4):
+    if bar := memory_bar(plan.memory, width=min(console.width - _WHAT_THERE_IS, 96)):
         console.print(Text("  ").append_text(bar))
 
 
@@ -115,6 +116,10 @@ _BAR = {
 }  # fmt: skip
 
 
+_PLAINLY_MORE = 1.1
+_WHAT_THERE_IS = 26  # columns of what stands before the bar, and behind one that is longer than the memory
+
+
 def memory_bar(memory: Memory, width: int) -> Text | None:
     """The parts end to end, to the scale of the memory there is, or of the total where that is more; with a key.
 
@@ -133,8 +138,13 @@ def memory_bar(memory: Memory, width: int) -> Text | None:
         drawn += cells
     bar.append("." * (width - 2 - drawn) + "]")
     if memory.capacity is not None and total > memory.capacity:
-        bar.append(f" {total / memory.capacity:.1f} x what there is", style="red")
+        bar.append(f" {_times(total / memory.capacity)} x what there is", style="red")
     return bar.append("\n  " + "  ".join(f"{letter} {name}" for name, (_, letter) in _BAR.items() if values[name]))
+
+
+def _times(ratio: float) -> str:
+    """How often what there is goes into more than that, which is never said to be once."""
+    return f"{ratio:,.1f}" if ratio >= _PLAINLY_MORE else f"{math.ceil(ratio * 100) / 100:.2f}"
 
 
 def show_time(plan: TimePlan, console: Console) -> None:
