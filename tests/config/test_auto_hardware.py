@@ -35,3 +35,10 @@ def test_without_a_recipe_planned_gpus_are_those_of_the_reference_that_was_typed
     assert whys["hardware.generation"] == "no GPU is found here; planned for the machine of hardware.reference"
     assert whys["hardware.gpus_per_node"] == "GPUs of the machine of hardware.reference"
     assert whys["hardware.memory_gib"] == "of the machine of hardware.reference"
+
+
+def test_without_any_reference_one_gpu_is_planned_for_and_how_to_plan_for_more_is_said(undecided, machine) -> None:
+    undecided.parallelism.strategy = Strategy.ddp
+    undecided.hardware.generation = Generation.hopper
+    whys = {choice.key: choice.why for choice in resolve_auto(undecided, machine()).choices}
+    assert whys["hardware.gpus_per_node"] == "nothing names more; hardware.gpus_per_node=8 plans for so many"

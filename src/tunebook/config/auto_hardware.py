@@ -87,6 +87,8 @@ def _gpus_per_node(config: RunConfig, machine: Machine) -> tuple[int, str]:
     is_cpu_by_default = config.recipe is None and reference.gpus_per_node == 1
     if hardware.generation is Generation.cpu and (reference.generation is not Generation.cpu or is_cpu_by_default):
         return 1, "one process uses every CPU core"
+    if config.recipe is None and reference.gpus_per_node == 1:
+        return 1, "nothing names more; hardware.gpus_per_node=8 plans for so many"
     unit = "ranks" if hardware.generation is Generation.cpu else "GPUs"
     # Below 1 it is refused by its own range: what is worked out from it need not be refused beside it.
     return max(1, reference.gpus_per_node), f"{unit} of {_reference(config)}"
