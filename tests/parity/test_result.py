@@ -41,6 +41,11 @@ def test_losses_that_agree(results):
     assert [case["verdict"] for case in to_json(read, TOLERANCE)["cases"]] == ["", "the same"]
 
 
+def test_every_column_of_the_table_has_a_name(results):
+    headings = [column.header for column in parity_table(results({"single": [2.0]}), TOLERANCE).columns]
+    assert all(headings) and headings[6] == "verdict"
+
+
 def test_losses_that_differ_end_with_5(results):
     read = results({"single": [2.0, 1.0], "zero2": [2.0, 1.1]})
     assert exit_code_of(read, TOLERANCE) == 5

@@ -73,8 +73,8 @@ def parity_table(results: list[CaseResult], tolerance: float) -> Table:
     """One row per configuration, in the order they ran."""
     title = f"Loss per step, compared with {results[0].case.name}; tolerance {tolerance:g}, relative"
     table = Table(title=Text(title, style="table.title"))
-    for heading in ("configuration", "wrapped in", "steps", "first loss", "last loss", "largest difference", ""):
-        table.add_column(heading, justify="left" if heading in ("configuration", "wrapped in", "") else "right")
+    for heading in ("configuration", "wrapped in", "steps", "first loss", "last loss", "largest difference", "verdict"):
+        table.add_column(heading, justify="left" if heading in ("configuration", "wrapped in", "verdict") else "right")
     table.add_column("tokens/s/GPU", justify="right")
     table.add_column("GiB", justify="right")
     for index, result in enumerate(results):
