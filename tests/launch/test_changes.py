@@ -258,6 +258,20 @@ def test_a_change_that_brings_a_warning_is_not_offered(monkeypatch):
     assert offered("qwen05b_single", *words) == []
 
 
+def test_a_cpu_is_not_offered_what_moves_states_to_its_own_memory():
+    words = ["model=qwen25_7b", "dataset=synthetic", "training.global_samples=64", "launcher=ray"]
+    asked = draft_run(None, words, [])
+    assert (asked.fits, asked.resolution.config.hardware.generation.name) == (False, "cpu")
+    assert not any("offload" in word for change in changes._candidates(asked) for word in change.words)
+
+
+def test_passes_that_are_too_large_are_made_smaller_beside_what_makes_room_for_the_states():
+    words = ["model=qwen25_7b", "dataset=synthetic", "training.global_samples=64", "hardware=hopper", "packing=padded"]
+    words += ["hardware.gpus_per_node=1", "training.micro_batch_size=64", "training.max_length=8192"]
+    fitting = changes_that_fit(None, words, [], draft_run(None, words, []))
+    assert "parallelism=zero3_offload training.micro_batch_size=1" in words_of(fitting)
+
+
 def tried_words(recipe, *words, monkeypatch):
     """What is composed to find changes, without the words that were typed."""
     tried = []
@@ -286,8 +300,8 @@ def test_what_cannot_fit_by_its_states_is_not_composed(monkeypatch):
 def test_what_is_refused_is_composed_once_and_not_again_with_what_is_no_cure(monkeypatch):
     words = ("hardware=cpu", "activation=stored")
     tried = tried_words("qwen3b_zero2", *words, monkeypatch=monkeypatch)
-    assert tried.count(["parallelism=fsdp_offload"]) == 1
-    assert ["parallelism=fsdp_offload", "activation=checkpointing"] not in tried
+    assert tried.count(["optimizer=adamw_8bit"]) == 1
+    assert ["optimizer=adamw_8bit", "activation=checkpointing"] not in tried
 
 
 def test_the_strategy_without_the_offload_that_was_asked_for_is_another():

@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from tunebook.config.choices import Checkpointing, Strategy
+from tunebook.config.choices import Checkpointing, Generation, Strategy
 from tunebook.config.estimate import estimate_memory
 from tunebook.config.frozen import PARALLELISM_SCHEMAS
 from tunebook.config.schema import CHOICE_SCHEMAS, RunConfig
@@ -243,14 +243,15 @@ def _candidates(draft: Draft) -> list[Change]:
     assert draft.resolution is not None
     config = draft.resolution.config
     single = _strategies(draft, config)
-    if (config.training.micro_batch_size or 1) > 1:
-        single.append(_SMALLER_PASSES)
+    smaller = [_SMALLER_PASSES] * ((config.training.micro_batch_size or 1) > 1)
+    single += smaller
     strategies_of_adapters = [change for change in single if change.words in _WITH_ADAPTERS]
     single += _OTHER_LEARNING
     single += [_both(strategy, adapter) for adapter in _ADAPTERS for strategy in strategies_of_adapters]
     sparing = _sparing_the_host(config) if draft.host is not None and draft.host.fits is False else []
     shorter, less = _shorter_rows(draft), _keeping_less(config)
     pairs = [_both(change, other) for change in (*sparing, *single) for other in (*shorter, *less)]
+    pairs += [_both(change, other) for change in single if change not in smaller for other in smaller]
     pairs += [_both(change, other) for change in shorter for other in less]
     # Alone they come first, since a faster strategy beside them is not offered where they are enough.
     return [*sparing, *shorter, *sorted([*single, *less, *pairs], key=_rank)]
@@ -260,7 +261,8 @@ def _strategies(draft: Draft, config: RunConfig) -> list[Change]:
     """Those that this many GPUs gain from, but for the one that is asked for or that auto took."""
     asked = draft.composition.groups["parallelism"] if draft.composition is not None else Strategy.auto.name
     taken = config.parallelism.strategy.name if asked == Strategy.auto.name else asked
-    strategies = chain((_COPIES,), _SHARDED, _OFFLOADED) if world_size(config) > 1 else (_ALONE, *_OFFLOADED)
+    offloaded = () if config.hardware.generation is Generation.cpu else _OFFLOADED  # a CPU's memory is the host's
+    strategies = chain((_COPIES,), _SHARDED, offloaded) if world_size(config) > 1 else (_ALONE, *offloaded)
     return [change for change in strategies if change.words != (f"parallelism={taken}",)]
 
 
