@@ -150,6 +150,13 @@ def test_a_dry_run_lists_the_trials_and_makes_nothing(tmp_path: Path, console: C
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_dry_run_says_which_trials_do_not_fit(tmp_path: Path, console: Console) -> None:
+    words = [f"outputs={tmp_path}", "hardware=volta", "hardware.gpus_per_node=2", "parallelism=ddp,fsdp_offload"]
+    assert sweep_command("qwen3b_zero2", words, [], console, dry_run=True, command_of=never) == 0
+    (warning,) = [line for line in console.export_text().splitlines() if line.startswith("warning: ")]
+    assert warning.startswith("warning: trial-000: by estimate this plan does not fit: ")
+
+
 def test_parallel_trials_are_ranked_like_others_and_print_to_files(tmp_path: Path, console: Console) -> None:
     words = ("optimizer.learning_rate=0.4,0.2,0.1", "training.seed=13,0")
     assert sweep(tmp_path, console, *words, launcher="joblib", jobs=NUM_CORES) == 4

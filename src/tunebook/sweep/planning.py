@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tunebook.config.auto import Resolution
 from tunebook.config.decisions import asked_keys
 from tunebook.config.schema import RunConfig, SlurmConfig
-from tunebook.errors import RequestError
+from tunebook.errors import DoesNotFitError, RequestError
 from tunebook.hardware.detect import detect_machine
 from tunebook.launch.draft import Draft
 from tunebook.launch.slurm.client import check_job
@@ -65,6 +65,16 @@ class SweepPlan:
                 return config
         draft = self.drafts.divided(trial.overrides, self.division)
         return _resolved(draft).config
+
+    def too_large(self) -> dict[str, list[str]]:
+        """Why trials of the list will end with 3, each reason with the names of those: they do not fit by estimate."""
+        found: dict[str, list[str]] = {}
+        for trial in self.trials if self.space is None else []:
+            try:
+                self.drafts.divided(trial.overrides, self.division).raise_if_too_large()
+            except DoesNotFitError as error:
+                found.setdefault(error.message, []).append(trial.name)
+        return found
 
     def command(self, trial: Trial, run_folder: Path) -> list[str]:
         """What trains a trial where it runs."""

@@ -61,6 +61,8 @@ def sweep_command(
     if dry_run:
         console.print(trial_table(plan.trials, plan.space))
         console.print(Text(plan.describe()), soft_wrap=True)
+        for why, names in plan.too_large().items():
+            console.print(Text(f"warning: {', '.join(names)}: {why}", style="yellow"), soft_wrap=True)
         return 0
     stopping = Stopping()
     with _at_work(plan, console) as (folder, source), stopping.listening():
