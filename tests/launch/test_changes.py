@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tunebook.config.estimate import estimate_memory
 from tunebook.hardware.detect import Machine
 from tunebook.launch import changes, draft
 from tunebook.launch.changes import Change, Fitting, changes_that_fit
@@ -290,18 +291,33 @@ def test_what_cannot_fit_by_its_states_is_not_composed(monkeypatch):
     tried = tried_words("llama2_70b_fsdp", monkeypatch=monkeypatch)
     # Each GPU of ZeRO-2 has 4 bytes for each of 68,976,648,192 weights, and DDP's more.
     assert draft_run("llama2_70b_fsdp", ["parallelism=zero2"], []).memory.memory.weights > 80
-    assert not {"parallelism=ddp", "parallelism=zero2"} & {word for words in tried for word in words}
+    hopeless = {"parallelism=ddp", "parallelism=zero2", "parallelism=zero2_offload"}
+    assert not hopeless & {word for words in tried for word in words}
     assert ["parallelism=zero3"] in tried  # its states have room
     # A key of its own may move the states away, so then it is tried.
     tuned = ("parallelism.offload_parameters=cpu",)
     assert ["parallelism=ddp"] in tried_words("llama2_70b_fsdp", *tuned, monkeypatch=monkeypatch)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["parallelism=ddp"], ["parallelism=zero2"], ["parallelism=zero2_offload"], ["parallelism=fsdp"],
+     ["parallelism=zero3", "activation=checkpointing"], ["optimizer=adamw_8bit"]],
+)  # fmt: skip
+def test_nothing_that_has_room_is_told_without_composing_to_have_none(words):
+    asked = draft_run("llama3_8b_ddp", ["hardware=hopper"], [])
+    config = draft_run("llama3_8b_ddp", ["hardware=hopper", *words], []).resolution.config
+    estimate = estimate_memory(config, config.model.facts)
+    for room, is_hopeless in ((estimate.states_gib * 0.9, True), (estimate.total_gib * 1.001, False)):
+        asked.resolution.config.hardware.memory_gib = room
+        assert changes._is_hopeless(Change(words=tuple(words), speed=None), asked, []) is is_hopeless
+
+
 def test_what_is_refused_is_composed_once_and_not_again_with_what_is_no_cure(monkeypatch):
     words = ("hardware=cpu", "activation=stored")
     tried = tried_words("qwen3b_zero2", *words, monkeypatch=monkeypatch)
-    assert tried.count(["optimizer=adamw_8bit"]) == 1
-    assert ["optimizer=adamw_8bit", "activation=checkpointing"] not in tried
+    assert tried.count(["peft=qlora"]) == 1
+    assert ["peft=qlora", "activation=checkpointing"] not in tried
 
 
 def test_the_strategy_without_the_offload_that_was_asked_for_is_another():

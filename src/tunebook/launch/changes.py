@@ -14,10 +14,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from tunebook.config.choices import Checkpointing, Generation, Strategy
+from tunebook.config.choices import Checkpointing, Generation, Offload, OptimizerName, Strategy
 from tunebook.config.estimate import estimate_memory
 from tunebook.config.frozen import PARALLELISM_SCHEMAS
-from tunebook.config.schema import CHOICE_SCHEMAS, RunConfig
+from tunebook.config.schema import CHOICE_SCHEMAS, ParallelismConfig, RunConfig, ZeroConfig
 from tunebook.errors import Problem
 from tunebook.launch.draft import Draft, draft_run
 from tunebook.plan.batch import world_size
@@ -148,7 +148,8 @@ def changes_that_fit(recipe: str | None, overrides: list[str], recipes_dirs: lis
 def _is_hopeless(change: Change, asked: Draft, overrides: list[str]) -> bool:
     """Whether the states alone are more than each GPU has, which an estimate tells without composing the change.
 
-    Of strategies as their files have them, without keys of their own: what else is set of one may move its states.
+    Of strategies as their files have them, without keys of their own: what else is set of one may move its states. A
+    pass that keeps more may have its peak when other states are there, and then needs even more.
     """
     assert asked.resolution is not None and asked.composition is not None
     config = asked.resolution.config
@@ -158,12 +159,22 @@ def _is_hopeless(change: Change, asked: Draft, overrides: list[str]) -> bool:
     is_tuned = any(word.startswith("parallelism.") for word in overrides)
     is_tuned = is_tuned or any("parallelism" in recipe.body for recipe in asked.composition.origins.recipes)
     for key, _, value in (word.partition("=") for word in change.words):
-        if key == "parallelism" and value in Strategy.__members__ and not is_tuned:
-            strategy = Strategy[value]
-            config = replace(config, parallelism=PARALLELISM_SCHEMAS[strategy](strategy=strategy))
+        if key == "parallelism" and not is_tuned and (settings := _settings(value)) is not None:
+            config = replace(config, parallelism=settings)
+        elif key == "optimizer":
+            config = replace(config, optimizer=replace(config.optimizer, name=OptimizerName[value]))
         elif key not in _WITHOUT_STATES:
             return False
     return estimate_memory(config, facts).states_gib > capacity
+
+
+def _settings(name: str) -> ParallelismConfig | None:
+    """What decides about the states of a strategy as its file has it; None where few are left on the GPUs."""
+    if name == "zero2_offload":
+        return ZeroConfig(strategy=Strategy.zero2, offload_optimizer=Offload.cpu)
+    if name not in Strategy.__members__:
+        return None
+    return PARALLELISM_SCHEMAS[Strategy[name]](strategy=Strategy[name])
 
 
 def _is_no_cure(change: Change, refused: Change) -> bool:
