@@ -309,7 +309,7 @@ def test_nothing_that_has_room_is_told_without_composing_to_have_none(words):
     config = draft_run("llama3_8b_ddp", ["hardware=hopper", *words], []).resolution.config
     estimate = estimate_memory(config, config.model.facts)
     for room, is_hopeless in ((estimate.states_gib * 0.9, True), (estimate.total_gib * 1.001, False)):
-        asked.resolution.config.hardware.memory_gib = room
+        asked.composition.config.hardware.memory_gib = room
         assert changes._is_hopeless(Change(words=tuple(words), speed=None), asked, []) is is_hopeless
 
 

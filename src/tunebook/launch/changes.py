@@ -14,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from tunebook.config.auto import resolve_auto
 from tunebook.config.choices import Checkpointing, Generation, Offload, OptimizerName, Strategy
 from tunebook.config.estimate import estimate_memory
 from tunebook.config.frozen import PARALLELISM_SCHEMAS
@@ -151,11 +152,8 @@ def _is_hopeless(change: Change, asked: Draft, overrides: list[str]) -> bool:
     Of strategies as their files have them, without keys of their own: what else is set of one may move its states. A
     pass that keeps more may have its peak when other states are there, and then needs even more.
     """
-    assert asked.resolution is not None and asked.composition is not None
-    config = asked.resolution.config
-    facts, capacity = config.model.facts, config.hardware.memory_gib
-    if facts is None or capacity is None:
-        return False
+    assert asked.machine is not None and asked.composition is not None
+    config = asked.composition.config
     is_tuned = any(word.startswith("parallelism.") for word in overrides)
     is_tuned = is_tuned or any("parallelism" in recipe.body for recipe in asked.composition.origins.recipes)
     for key, _, value in (word.partition("=") for word in change.words):
@@ -165,7 +163,9 @@ def _is_hopeless(change: Change, asked: Draft, overrides: list[str]) -> bool:
             config = replace(config, optimizer=replace(config.optimizer, name=OptimizerName[value]))
         elif key not in _WITHOUT_STATES:
             return False
-    return estimate_memory(config, facts).states_gib > capacity
+    resolved = resolve_auto(config, asked.machine).config
+    facts, capacity = resolved.model.facts, resolved.hardware.memory_gib
+    return facts is not None and capacity is not None and estimate_memory(resolved, facts).states_gib > capacity
 
 
 def _settings(name: str) -> ParallelismConfig | None:

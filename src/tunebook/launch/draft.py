@@ -34,6 +34,7 @@ class Draft:
     """What is known of a run. What comes after an error stays None."""
 
     recipe: str | None
+    machine: Machine | None = None  # that it is planned on
     composition: Composition | None = None
     resolution: Resolution | None = None
     problems: list[Problem] = field(default_factory=list)  # every broken rule, errors before warnings
@@ -102,7 +103,7 @@ def draft_run(
 
 def draft_composition(composition: Composition, machine: Machine) -> Draft:
     """Plan what was composed as far as it goes, on a machine; what is wrong with it is kept, not raised."""
-    draft = Draft(recipe=composition.config.recipe, composition=composition)
+    draft = Draft(recipe=composition.config.recipe, machine=machine, composition=composition)
     try:
         draft.resolution = resolve_auto(composition.config, machine)
         config = draft.resolution.config
