@@ -9,7 +9,8 @@ pass by chance, asks today's plan, and writes those that it allows with what it 
 Models are those of the book cut to whole layers, and the config.json of published ones that no formula was fitted to;
 with --architectures those of `gpu_architectures.py`, of eighteen other kinds. With --targets they are of all three, and
 each has an adapter on some of its linear layers, drawn by their names. With --edge they are made to fill a GPU of that
-size as far as the plan allows: as many rows in a pass as are estimated to fit.
+size as far as the plan allows: as many rows in a pass as are estimated to fit, on a host of 120 GiB. Those start when
+the one before has ended, since even a run that waits for its turn holds memory of the GPU.
 `run` trains each for a few steps with random weights on documents of 256 tokens, so that every row is exactly full.
 """
 
@@ -33,6 +34,7 @@ from tunebook.config.estimate.parameters import linear_layers
 from tunebook.launch.draft import draft_run
 
 _OF_ROWS = ("training.micro_batch_size=", "training.global_samples=", "hardware.memory_gib=")
+_EDGE, _EDGE_HOST = "edge", "hardware.host_memory_gib=120"
 _MOST_ROWS, _FILLED = 64, 0.94  # per pass; of what tensors may take of a GPU, at the edge
 LARGEST_GIB, LARGEST_ALONE_GIB = 110.0, 42.0  # of a plan; below the second, three runs share a GPU
 LARGEST_PARAMETERS = 4.2e9  # that one GPU's ranks draw on the host
@@ -144,7 +146,7 @@ def at_the_edge(case: dict[str, Any], folder: Path, memory_gib: float) -> dict[s
 
     def with_rows(micro: int) -> dict[str, Any]:
         samples = micro * case["accumulation"] * length // DOCUMENT_TOKENS
-        rows = [f"training.micro_batch_size={micro}", f"training.global_samples={samples}"]
+        rows = [f"training.micro_batch_size={micro}", f"training.global_samples={samples}", _EDGE_HOST]
         return case | {"overrides": [*words, f"hardware.memory_gib={memory_gib}", *rows]}
 
     def filled(micro: int) -> float:
@@ -169,6 +171,8 @@ def planned(case: dict[str, Any], folder: Path) -> dict[str, Any] | None:
     draft = draft_run(None, words_of(case, folder), [])
     if draft.error is not None or draft.resolution is None or any(problem.is_error for problem in draft.problems):
         return None
+    if draft.host is not None and draft.host.fits is False:
+        return None
     config = draft.resolution.config
     facts = config.model.facts
     if facts is None or facts.num_parameters > LARGEST_PARAMETERS:
@@ -183,15 +187,8 @@ def draw(arguments: argparse.Namespace) -> None:
     names, blocks = ([*OTHER_KINDS], OTHER_BLOCKS) if arguments.architectures else ([*PUBLISHED, *OF_THE_BOOK], BLOCKS)
     if arguments.targets:
         names += [*OTHER_KINDS]
-    mark = (
-        "edge"
-        if arguments.edge is not None
-        else "other"
-        if arguments.architectures
-        else "targets"
-        if arguments.targets
-        else "drawn"
-    )
+    marks = ((arguments.edge is not None, _EDGE), (arguments.architectures, "other"), (arguments.targets, "targets"))
+    mark = next((name for is_so, name in marks if is_so), "drawn")
     seen: set[str] = set()
     tried = 0
     with arguments.cases.open("w") as file:
@@ -261,6 +258,8 @@ def main() -> None:
         return
     cases = [json.loads(line) for line in arguments.cases.read_text().splitlines()]
     cases = [case for case in cases if not arguments.only or case["name"] in arguments.only]
+    if any(case["name"].startswith(_EDGE) for case in cases):
+        arguments.max_ranks = 1
     if arguments.peaks:
         arguments.peaks.mkdir(parents=True, exist_ok=True)
     run_jobs(jobs_of(cases, arguments.gpus, arguments.configs, arguments.peaks), arguments)

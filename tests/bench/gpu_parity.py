@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_models import write_model
-from gpu_queue import Job, add_arguments, run_jobs
+from gpu_queue import Job, add_arguments, require_gpus, run_jobs
 
 from tunebook.parity.compare import compare_losses
 
@@ -233,6 +233,8 @@ def main() -> None:
     parser.add_argument("--more", nargs="*", default=[], help="overrides for every run")
     arguments = parser.parse_args()
     if any(name.startswith("frozen_") for name in arguments.series):
+        if not arguments.list:
+            require_gpus(arguments.gpus)
         write_model("qwen25_7b", _FROZEN, has_weights=not arguments.list)
     jobs = [
         job

@@ -32,7 +32,7 @@ from tunebook.hardware.detect import Machine
 
 RESULTS = Path(__file__).parent / "results" / "h200_memory.jsonl"
 ARCHITECTURES = RESULTS.parent / "h200x2_architectures.jsonl"
-HELD_OUT = RESULTS.parent / "h200x2_held_out.jsonl"
+HELD_OUT = [RESULTS.parent / name for name in ("h200x2_held_out.jsonl", "h100_held_out.jsonl")]
 _H200 = ["hardware=hopper", "hardware.memory_gib=140.4"]
 # What was so when the runs were made, where their words do not say: blocks were compiled where that was asked for only,
 # the head's logits were computed twice, and a recipe asked for Liger's kernels.
@@ -95,10 +95,15 @@ def read_architectures(folder: Path, kinds: Collection[str] = ()) -> list[Measur
     return found
 
 
+def held_out_lines() -> list[dict[str, Any]]:
+    """The recorded lines of the runs that chance drew, and of those that were looked at since."""
+    return [json.loads(text) for file in HELD_OUT for text in file.read_text(encoding="utf-8").splitlines()]
+
+
 def read_held_out(folder: Path, *, of_the_book: bool = False) -> list[Measured]:
-    """The runs that chance drew, and those that were looked at since; of the book's own models only, if so asked."""
+    """Those runs as they are planned today; of the book's own models only, if so asked."""
     found = []
-    for line in map(json.loads, HELD_OUT.read_text(encoding="utf-8").splitlines()):
+    for line in held_out_lines():
         if of_the_book and "sizes" in line:
             continue
         words = [*words_of(line | {"layers": line.get("layers")}, folder), *line.get("resolved", ())]
@@ -109,9 +114,9 @@ def read_held_out(folder: Path, *, of_the_book: bool = False) -> list[Measured]:
 
 
 def _predicted(recipe: str | None, words: list[str], *, accumulates: bool) -> float:
-    """What today's plan says of the peak on an H200, in GiB."""
+    """What today's plan says of the peak, on an H200 where the words name no size, in GiB."""
     nobody = Machine(gpus=[], driver=None, num_cpus=32, host_memory_gib=256.0)
-    config = resolve_auto(compose(recipe, [*words, *_H200]).config, nobody).config
+    config = resolve_auto(compose(recipe, [*_H200, *words]).config, nobody).config
     assert config.model.facts is not None
     return estimate_memory(config, config.model.facts, accumulates=accumulates).total_gib
 

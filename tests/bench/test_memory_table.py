@@ -12,9 +12,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import pytest
 from memory_table import (
     ARCHITECTURES,
-    HELD_OUT,
     RESULTS,
     as_it_was_run,
+    held_out_lines,
     read_architectures,
     read_held_out,
     read_measured,
@@ -47,7 +47,7 @@ def test_the_plan_is_within_its_bounds_of_every_peak() -> None:
 
 def test_what_chance_drew_is_planned_within_the_same_bounds(tmp_path: Path) -> None:
     """Those of the book's models; `memory_table.py --held-out` plans all, which takes minutes for the others."""
-    lines = [json.loads(line) for line in HELD_OUT.read_text().splitlines()]
+    lines = held_out_lines()
     drawn = [line for line in lines if line["series"].startswith("drawn")]
     assert len(drawn) >= 110
     assert all(max(line["memory_gib"]) > 0 and "planned_then_gib" in line for line in drawn)

@@ -14,8 +14,9 @@ import tunebook.evidence.meaning as meaning
 from tunebook.config.choices import LauncherName
 from tunebook.config.compose import compose
 from tunebook.errors import RequestError
+from tunebook.evidence.compare import input_differences
 from tunebook.evidence.files import evidence_files, read_evidence
-from tunebook.evidence.gather import read_finished
+from tunebook.evidence.gather import config_of, gather_inputs, read_finished
 from tunebook.evidence.meaning import command_of
 from tunebook.evidence.recording import record_evidence
 
@@ -104,3 +105,20 @@ def test_a_launcher_that_was_typed_and_several_nodes_are_left_as_they_are(
     assert "launcher" not in str(command_of(on_two, []))
     ran = evidence.ran.model_copy(update={"overrides": [*evidence.ran.overrides, "launcher=slurm"]})
     assert str(command_of(evidence.model_copy(update={"ran": ran}), [])).endswith("launcher=slurm")
+
+
+def test_where_weights_lie_is_no_difference_where_both_are_known(make_run: MakeRun) -> None:
+    run = make_run()
+    inputs = gather_inputs(read_finished(run), config_of(run))
+    here, there = (
+        inputs.model_copy(
+            update={
+                "config": inputs.config | {"model": inputs.config["model"] | {"path": path, "weights": "pretrained"}},
+                "weights_fingerprint": "a" * 64,
+            }
+        )
+        for path in ("/here", "/there")
+    )
+    assert input_differences(here, there) == []
+    unknown = there.model_copy(update={"weights_fingerprint": None})
+    assert [key for key, *_ in input_differences(here, unknown)] == ["model.path"]

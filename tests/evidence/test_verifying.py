@@ -108,3 +108,17 @@ def test_older_evidence_without_the_fingerprint_of_its_data_holds_as_before(evid
     found = verify(read_finished(make_run(manifest={"dataset": {"fingerprint": "5" * 64}})), [])
     assert [row.name for row in found.rows] == ["loss", "tokens/s/GPU", "memory GiB", "words"]
     assert found.exit_code == 0
+
+
+def test_evidence_of_other_weights_in_a_folder_is_no_evidence(make_run: MakeRun, recipes_dir: Path) -> None:
+    """config.json says which architecture they have, and nothing of their numbers."""
+
+    def started_from(fingerprint: str | None) -> Path:
+        return make_run(manifest={"model": {"weights_fingerprint": fingerprint}})
+
+    file = record_evidence([read_finished(started_from("a" * 64)) for _ in range(2)], "try", [])
+    assert json.loads(file.read_text())["inputs"]["weights_fingerprint"] == "a" * 64
+    assert verify(read_finished(started_from("a" * 64)), []).exit_code == 0
+    assert verify(read_finished(started_from(None)), []).exit_code == 0  # of a run from before there were any
+    with pytest.raises(RequestError, match=f"weights_fingerprint is {'b' * 64}, recorded with {'a' * 64}"):
+        verify(read_finished(started_from("b" * 64)), [])

@@ -25,7 +25,7 @@ _NUM_GROUPS = 4  # of steps that a reason names
 _NUM_NAMED = 4  # differing keys that a message names
 
 # Where something lies, by the hash of what lies there: two runs that know both hashes are held together by those.
-# A model's hash is that of its config.json, which says everything of random weights alone.
+# A model's hash is that of its config.json, which says everything of random weights alone; others have a fingerprint.
 _PLACES = {
     "data_sha256": re.compile(r"dataset\.(path|validation_path|parts\.[^.]+\.path)"),
     "tokenizer_sha256": re.compile(r"model\.tokenizer"),
@@ -102,9 +102,12 @@ def config_differences(one: dict[str, Any], other: dict[str, Any]) -> list[tuple
 def input_differences(one: Inputs, other: Inputs) -> list[tuple[str, Any, Any]]:
     """What is not the same in what two runs were asked and given.
 
-    Data is the same where its tokens and labels are, whatever prepared them: `preparation_row` tells what did.
+    Data is the same where its tokens and labels are, whatever prepared them: `preparation_row` tells what did. Weights
+    from a folder are compared where both are known: older evidence does not name them.
     """
     rest = {"config", "data_fingerprint"}
+    if None in (one.weights_fingerprint, other.weights_fingerprint):
+        rest |= {"weights_fingerprint"}
     first, second = one.model_dump(mode="json", exclude=rest), other.model_dump(mode="json", exclude=rest)
     of_config = [
         found for found in config_differences(one.config, other.config) if not _is_known_place(found[0], one, other)
@@ -116,7 +119,9 @@ def _is_known_place(key: str, one: Inputs, other: Inputs) -> bool:
     """Whether a key only says where something lies whose content is known of both."""
     for name, places in _PLACES.items():
         if places.fullmatch(key) and None not in (getattr(one, name), getattr(other, name)):
-            return name != "model_sha256" or one.config["model"]["weights"] == Weights.random.name
+            are_weights_known = None not in (one.weights_fingerprint, other.weights_fingerprint)
+            is_random = one.config["model"]["weights"] == Weights.random.name
+            return name != "model_sha256" or is_random or are_weights_known
     return False
 
 

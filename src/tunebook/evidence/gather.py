@@ -19,6 +19,7 @@ from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
 from tunebook.evidence.schema import Hardware, Inputs, Ran, Results, Score, Software
 from tunebook.evidence.unchanged import require_unchanged
+from tunebook.model.weights_fingerprint import recorded_in
 from tunebook.plan.batch import world_size
 from tunebook.record.config_hash import comparable_config
 from tunebook.record.files import RUN_FILE
@@ -145,6 +146,7 @@ def gather_inputs(record: RunRecord, config: RunConfig) -> Inputs:
         seed=manifest["seed"],
         model_sha256=manifest["model"]["config_sha256"],
         model_revision=manifest["model"]["revision"],
+        weights_fingerprint=recorded_in(manifest["model"]),
         tokenizer_sha256=manifest["tokenizer_sha256"],
         chat_template_sha256=manifest["chat_template_sha256"],
         data_sha256=data.get("content_sha256"),

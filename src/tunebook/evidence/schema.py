@@ -55,6 +55,9 @@ class Inputs(Section):
     seed: int
     model_sha256: str | None = Field(description="of the model's config.json")
     model_revision: str | None
+    weights_fingerprint: str | None = Field(
+        default=None, description="of pretrained weights that lay in a folder; older files lack it"
+    )
     tokenizer_sha256: str | None
     chat_template_sha256: str | None
     data_sha256: str | None = Field(description="of the prepared tokens and labels")

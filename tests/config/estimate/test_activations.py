@@ -32,7 +32,7 @@ from tunebook.config.estimate.activations import (
     tokens_per_pass,
 )
 from tunebook.config.model_facts import MeasuredLayers
-from tunebook.config.schema import ParallelismConfig, ZeroConfig
+from tunebook.config.schema import FsdpConfig, ParallelismConfig, ZeroConfig
 from tunebook.hardware.detect import Machine
 from tunebook.model.varlen_attention import register
 
@@ -153,6 +153,22 @@ def test_products_without_an_adapter_keep_no_input(sound, targets, compute, weig
         saved[bool(chosen)] = (three - two) / TOKENS - middles
         planned[bool(chosen)] = layer_bytes_per_token(sound, facts)
     assert saved[True] - saved[False] == planned[True] - planned[False] < 0
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+@pytest.mark.parametrize("targets", ["all-linear", *TARGETS])
+def test_adapters_that_fsdp_gathers_in_bf16_keep_what_they_are_given(sound, targets):
+    """Which those of one norm share, and no copy of it."""
+    sound.parallelism = FsdpConfig(strategy=Strategy.fsdp)
+    sound.peft.method, sound.peft.dropout = PeftMethod.lora, 0.0
+    sound.precision.master_weights = MasterWeights.bf16
+    sound.attention.implementation, sound.packing.row_length = Attention.sdpa, TOKENS
+    sound.peft.target_modules = TARGETS.get(targets, [])
+    facts = sized(sound)
+    options = {"weights": torch.bfloat16, "is_mixed": False, "is_adapter": True, "are_adapters_cast": True}
+    two, three = (saved_bytes(number, targets=TARGETS.get(targets, targets), **options) for number in (2, 3))
+    adapters = len(TARGETS.get(targets, ())) or 7
+    assert (three - two) / TOKENS - NOT_COUNTED - 2 * RANK * adapters == layer_bytes_per_token(sound, facts)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")

@@ -1,12 +1,19 @@
-"""Of copies that autocast makes, which are on the device while the output head is computed."""
+"""Of copies that autocast makes, which are on the device while the output head is computed, and of what is gathered."""
 
 from __future__ import annotations
 
 import pytest
 
-from tunebook.config.choices import MasterWeights, PeftMethod
-from tunebook.config.estimate.buffers import buffer_bytes
+from tunebook.config.choices import Compute, MasterWeights, Offload, PeftMethod, Strategy
+from tunebook.config.estimate.buffers import (
+    backward_buffer_bytes,
+    buffer_bytes,
+    first_gathering_bytes,
+    gathering_bytes,
+)
+from tunebook.config.estimate.moments import fullest_moment
 from tunebook.config.model_facts import MeasuredLayers
+from tunebook.config.schema import FsdpConfig
 
 from .live_tensors import ATTENTION
 
@@ -63,3 +70,50 @@ def test_all_copies_of_trained_weights_stay(offloaded):
     offloaded.peft.method = PeftMethod.full
     every = 2 * HIDDEN * (HIDDEN + KEYS) + 3 * HIDDEN * INNER
     assert copies(offloaded) == pytest.approx(every, rel=0.001)  # and biases
+
+
+EMBEDDINGS = 151_936 * HIDDEN
+LAYER = 2 * HIDDEN * (HIDDEN + KEYS) + 3 * HIDDEN * INNER
+
+
+@pytest.fixture
+def on_the_host(sound):
+    """Adapters under FSDP on one GPU, with all parameters on its host."""
+    sound.parallelism = FsdpConfig(strategy=Strategy.fsdp, offload_parameters=Offload.cpu)
+    sound.peft.method, sound.peft.dropout = PeftMethod.lora, 0.0
+    return sound
+
+
+@pytest.mark.parametrize(
+    ("master", "compute", "arriving"),
+    [
+        (MasterWeights.fp32, Compute.bf16, 4 + 2 + 2),  # as it is there, cast, and whole
+        (MasterWeights.bf16, Compute.bf16, 2 + 2),
+        (MasterWeights.fp32, Compute.fp32, 4 + 4),
+    ],
+)
+def test_one_rank_fetches_all_of_the_embeddings_from_its_host(on_the_host, master, compute, arriving):
+    on_the_host.precision.master_weights, on_the_host.precision.compute = master, compute
+    facts = on_the_host.model.facts
+    assert first_gathering_bytes(on_the_host, facts) == arriving * EMBEDDINGS
+    facts.vocab_size = 10**8  # nothing else is as large
+    moment = fullest_moment(on_the_host, facts, accumulates=False)
+    assert moment.total == arriving * facts.vocab_size * HIDDEN
+    on_the_host.hardware.gpus_per_node = 2  # each has its share
+    assert first_gathering_bytes(on_the_host, facts) == 0
+
+
+def test_embeddings_apart_from_the_head_are_units_that_come_and_go(on_the_host):
+    """Frozen ones; of a head that is the embeddings it is not known."""
+    facts = on_the_host.model.facts
+    tied = backward_buffer_bytes(on_the_host, facts, is_recomputed=True)
+    assert gathering_bytes(on_the_host, facts) == 0, "it has been there since the pass began"
+    facts.tie_word_embeddings = False
+    facts.num_parameters += EMBEDDINGS
+    apart = backward_buffer_bytes(on_the_host, facts, is_recomputed=True)
+    assert apart == pytest.approx(2 * 3 * LAYER, rel=0.001)  # the layer, the next, and what is fetched after that
+    assert tied - apart == 2 * EMBEDDINGS
+    assert gathering_bytes(on_the_host, facts) == (2 + 4) * EMBEDDINGS  # in bf16, and as it comes from the host
+    on_the_host.peft.method = PeftMethod.qlora  # 4.127 bits of each number, whole or not
+    in_four_bits = backward_buffer_bytes(on_the_host, facts, is_recomputed=True)
+    assert in_four_bits == pytest.approx(3 * LAYER * 4.127 / 8, rel=0.001)

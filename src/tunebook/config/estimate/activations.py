@@ -247,7 +247,8 @@ def _hands_on(config: RunConfig) -> bool:
     PEFT widens it to the adapter's fp32, from which autocast casts it again; not so beside 4-bit weights, nor where
     FSDP gathers adapters in bf16.
     """
-    is_narrow = config.peft.method is PeftMethod.qlora or isinstance(config.parallelism, FsdpConfig)
+    method, is_sharded = config.peft.method, isinstance(config.parallelism, FsdpConfig)
+    is_narrow = method is PeftMethod.qlora or (method is PeftMethod.lora and is_sharded)
     is_bf16 = product_element(config) == stream_element(config) == 2
     return is_narrow and is_bf16 and not has_dropout(config) and not config.model.compile_layers
 
