@@ -312,7 +312,7 @@ ON_HOPPER = ("hardware=hopper", "hardware.gpus_per_node=1", "dataset=synthetic")
         (["peft=lora", "precision.master_weights=fp32"], "fp32", "as asked"),
         (["peft=full", "precision.master_weights=bf16"], "bf16", "as asked"),
     ],
-    ids=" ".join,
+    ids=str,
 )
 def test_a_frozen_base_stays_in_the_bf16_that_it_is_published_in(
     machine, words: list[str], weights: str, why: str

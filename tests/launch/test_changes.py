@@ -90,7 +90,7 @@ def test_nothing_is_offered_where_nothing_fits():
     ("words", "expected"),
     [
         (("hardware.gpus_per_node=1",), "peft=qlora"),
-        (("hardware.gpus_per_node=4", "hardware.memory_gib=12"), "parallelism=fsdp peft=qlora"),
+        (("hardware.gpus_per_node=4", "hardware.memory_gib=7"), "parallelism=fsdp peft=qlora"),
     ],
 )
 def test_adapters_are_offered_also_in_4_bits_and_with_what_divides_the_model(words, expected):

@@ -17,7 +17,14 @@ from tunebook.config.choices import Compute, PeftMethod
 from tunebook.config.compose import compose
 from tunebook.config.model_facts import MeasuredLayers, ModelFacts
 from tunebook.errors import RequestError
-from tunebook.model.adapters import adapter_config, four_bit, freeze_unreached, keep_in_fp32, with_adapter
+from tunebook.model.adapters import (
+    adapter_config,
+    four_bit,
+    freeze_unreached,
+    keep_in_fp32,
+    trains_in_fp32,
+    with_adapter,
+)
 
 # peft asks transformers by a name that has a newer one
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
@@ -108,11 +115,54 @@ def test_a_sharded_base_is_stored_in_the_format_of_the_computation(
     assert settings.load_in_4bit
 
 
-def test_what_is_trained_goes_back_to_the_runs_format() -> None:
+def test_what_is_trained_is_put_into_fp32() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)).to(torch.bfloat16)
     model[0].requires_grad_(False)
     keep_in_fp32(model)
     assert [parameter.dtype for parameter in model.parameters()] == [torch.bfloat16] * 2 + [torch.float32] * 2
+
+
+@pytest.mark.parametrize(
+    ("words", "is_fp32"),
+    [
+        (["peft=lora"], True),
+        (["peft=qlora", "precision.master_weights=bf16"], True),
+        (["peft=lora", "parallelism=fsdp", "precision.master_weights=bf16"], True),
+        (["peft=lora", "parallelism=zero2"], True),
+        (["peft=lora", "parallelism=zero2", "precision.master_weights=bf16"], False),  # DeepSpeed casts the whole model
+        (["peft=full"], False),
+    ],
+    ids=str,
+)
+def test_adapters_are_in_fp32_whatever_the_base_is_in(words: list[str], is_fp32: bool) -> None:
+    assert trains_in_fp32(compose("quickstart", words).config) is is_fp32
+
+
+@pytest.mark.parametrize("saved", [[], ["lm_head"]], ids=["adapter", "whole_head"])
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+def test_an_adapter_stays_beside_16_bits_and_answers_as_it_was_trained(tmp_path: Path, saved: list[str]) -> None:
+    """Merged, what is small beside a weight would be lost. And lm-eval ties weights again, which must not fail."""
+
+    def in_bf16() -> PreTrainedModel:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+        architecture = AutoConfig.for_model("llama", vocab_size=64, tie_word_embeddings=True, **sizes)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(architecture, dtype=torch.bfloat16)
+        return model
+
+    lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], modules_to_save=saved or None)
+    trained: Any = get_peft_model(in_bf16(), lora)
+    keep_in_fp32(trained)
+    for name, weight in trained.named_parameters():
+        if weight.requires_grad and "lora_A" not in name:
+            torch.nn.init.normal_(weight, std=1e-3)
+    trained.save_pretrained(tmp_path / "adapter")
+    loaded = with_adapter(in_bf16(), tmp_path / "adapter", PeftMethod.lora)
+    loaded.tie_weights()
+    row = torch.arange(12)[None]
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(loaded.eval()(row).logits, trained.eval()(row).logits)
+        assert not torch.equal(loaded(row).logits, in_bf16().eval()(row).logits)
 
 
 @pytest.fixture

@@ -123,8 +123,12 @@ def with_adapter(base: PreTrainedModel, folder: Path, method: PeftMethod) -> Pre
         warnings.filterwarnings("ignore", message="Some weights of .* were not initialized", category=UserWarning)
         adapted: Any = PeftModel.from_pretrained(base, str(folder), ignore_mismatched_sizes=True)
     _require_whole_adapter(adapted, stored, folder)
-    stays_beside = method is PeftMethod.qlora or base.dtype is not torch.float32
-    model: PreTrainedModel = adapted if stays_beside else adapted.merge_and_unload()
+    if method is PeftMethod.qlora or base.dtype is not torch.float32:
+        # lm-eval 0.4.13 ties again what loading has tied, which fails where PEFT has put a copy of the head.
+        adapted.tie_weights = lambda: None
+        beside: PreTrainedModel = adapted
+        return beside
+    model: PreTrainedModel = adapted.merge_and_unload()
     return model
 
 
