@@ -20,6 +20,7 @@ import math
 import os
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from itertools import cycle
 from pathlib import Path
@@ -34,50 +35,32 @@ from tunebook.launch.draft import draft_run
 
 Line = dict[str, Any]
 
-ADAPTERS = ("lora", "qlora")
 STEPS = 10
 CHECKPOINTING = ["activation=checkpointing"]
 CASTING = ["parallelism.mixed_precision=cast"]
 BF16_WEIGHTS, FP32_WEIGHTS = ["precision.master_weights=bf16"], ["precision.master_weights=fp32"]
 WHOLE_HEAD = ["peft.modules_to_save=[lm_head]"]
 EACH_LOADS = ["parallelism.cpu_ram_efficient_loading=false"]
+_BOTH = ("lora", "qlora")
+_EACH = ("ddp", "zero2", "zero3", "fsdp")
+# What the names of cases end in: the strategies, the adapters, and what is typed beside them.
+_BESIDE: dict[str, tuple[Sequence[str], Sequence[str], list[str]]] = {
+    "checkpointed": (_EACH, _BOTH, CHECKPOINTING),
+    "cast": (("zero2", "zero3", "fsdp"), _BOTH, CASTING),
+    "bf16_weights": (_EACH, _BOTH, BF16_WEIGHTS),
+    "fp32_weights": (("single", "ddp", "fsdp"), _BOTH, FP32_WEIGHTS),
+    "whole_head": (("single", "ddp", "fsdp", "fsdp_offload"), _BOTH, WHOLE_HEAD),
+    "whole_head_each_loads": (("fsdp", "fsdp_offload"), ("lora",), [*WHOLE_HEAD, *EACH_LOADS]),
+    "fp32": (("single", "ddp", "zero3", "fsdp"), ("qlora",), ["precision=fp32"]),
+    "adamw_8bit": (_EACH, ("lora",), ["optimizer=adamw_8bit"]),
+    "paged_adamw_8bit": (_EACH, ("lora",), ["optimizer=paged_adamw_8bit"]),
+}
 # (strategy, adapter, further words), beside every strategy with every adapter
 MORE: dict[str, tuple[str, str, list[str]]] = {
-    **{
-        f"{strategy}_{adapter}_checkpointed": (strategy, adapter, CHECKPOINTING)
-        for strategy in ("ddp", "zero2", "zero3", "fsdp")
-        for adapter in ADAPTERS
-    },
-    **{
-        f"{name}_{adapter}_cast": (name, adapter, CASTING)
-        for name in ("zero2", "zero3", "fsdp")
-        for adapter in ADAPTERS
-    },
-    **{
-        f"{name}_{adapter}_bf16_weights": (name, adapter, BF16_WEIGHTS)
-        for name in ("ddp", "zero2", "zero3", "fsdp")
-        for adapter in ADAPTERS
-    },
-    **{
-        f"{name}_{adapter}_fp32_weights": (name, adapter, FP32_WEIGHTS)
-        for name in ("single", "ddp", "fsdp")
-        for adapter in ADAPTERS
-    },
-    **{
-        f"{name}_{adapter}_whole_head": (name, adapter, WHOLE_HEAD)
-        for name in ("single", "ddp", "fsdp", "fsdp_offload")
-        for adapter in ADAPTERS
-    },
-    **{
-        f"{name}_lora_whole_head_each_loads": (name, "lora", [*WHOLE_HEAD, *EACH_LOADS])
-        for name in ("fsdp", "fsdp_offload")
-    },
-    **{f"{name}_qlora_fp32": (name, "qlora", ["precision=fp32"]) for name in ("single", "ddp", "zero3", "fsdp")},
-    **{
-        f"{name}_lora_{optimizer}": (name, "lora", [f"optimizer={optimizer}"])
-        for name in ("ddp", "zero2", "zero3", "fsdp")
-        for optimizer in ("adamw_8bit", "paged_adamw_8bit")
-    },
+    f"{strategy}_{adapter}_{name}": (strategy, adapter, words)
+    for name, (strategies, adapters, words) in _BESIDE.items()
+    for strategy in strategies
+    for adapter in adapters
 }
 
 
@@ -85,7 +68,7 @@ def all_cases(gpus: int) -> dict[str, tuple[int, list[str]]]:
     """GPUs and words of each case, by name."""
     group = book_root() / "hydra_configs" / "parallelism"
     strategies = sorted({file.stem for file in group.glob("*.yaml")} - {"auto"})  # which becomes one of the others
-    pairs = {f"{name}_{adapter}": (name, adapter, []) for name in strategies for adapter in ADAPTERS}
+    pairs = {f"{name}_{adapter}": (name, adapter, []) for name in strategies for adapter in _BOTH}
     cases = {}
     for case, (strategy, adapter, more) in (pairs | MORE).items():
         words = [f"parallelism={strategy}", f"peft={adapter}", *more]
