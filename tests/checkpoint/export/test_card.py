@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
+from tunebook.checkpoint.export.card import _precision
 from tunebook.config.choices import Source
+from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml, load_config
 from tunebook.config.schema import MixturePart
 
@@ -118,3 +120,23 @@ def test_a_local_folder_is_no_data_set_of_the_hub(
     (run / "run.yaml").write_text(config_to_yaml(config))
     monkeypatch.chdir(tmp_path / "data")  # the run remembers where it was typed
     assert yaml.safe_load(card(3).split("---")[1])["datasets"] == ["org/words"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["precision.master_weights=fp32"], "bf16, weights kept in fp32"),
+        (["peft=lora", "precision.master_weights=bf16"], "bf16, frozen weights kept in bf16, adapters in fp32"),
+        (
+            ["peft=qlora", "precision.master_weights=fp32"],
+            "bf16, frozen weights kept in 4 bits and fp32, adapters in fp32",
+        ),
+        (
+            ["peft=lora", "precision.master_weights=bf16", "parallelism=zero2"],
+            "bf16, frozen weights kept in bf16, adapters in bf16",
+        ),
+    ],
+    ids=str,
+)
+def test_number_formats_of_what_is_trained_and_of_what_is_not(words: list[str], expected: str) -> None:
+    assert _precision(compose("quickstart", ["precision=bf16", *words]).config) == expected

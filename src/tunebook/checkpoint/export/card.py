@@ -13,6 +13,7 @@ from typing import Any
 from tunebook.config.book import BOOK_PREFIX, is_relative, resolve_path
 from tunebook.config.choices import PeftMethod, ScheduleName, Source, TrainOn, Weights
 from tunebook.config.schema import RunConfig
+from tunebook.model.adapters import trains_in_fp32
 from tunebook.parallel.deepspeed import zero_stage
 from tunebook.plan.batch import world_size
 from tunebook.record.origin import ORIGIN_FILE, Origin
@@ -187,9 +188,7 @@ def _training(origin: ExportOrigin, config: RunConfig, record: RunRecord) -> lis
     rows.append(("longest document", f"{config.training.max_length} tokens, packing {config.packing.mode.name}"))
     rows.append(("optimizer", f"{config.optimizer.name.name}, learning rate {config.optimizer.learning_rate:g}"))
     rows.append(("schedule", _schedule(config)))
-    rows.append(
-        ("precision", f"{config.precision.compute.name}, weights kept in {config.precision.master_weights.name}")
-    )
+    rows.append(("precision", _precision(config)))
     rows.append(("seed", str(config.training.seed)))
     losses = [line for line in record.training if line.get("loss") is not None and _is_seen(line, origin)]
     if losses:
@@ -223,6 +222,14 @@ def _is_seen(line: dict[str, Any], origin: ExportOrigin) -> bool:
 def _hardware(record: RunRecord) -> str:
     gpus = ((record.manifest or {}).get("hardware") or {}).get("gpus") or []
     return str(gpus[0]["name"]) if gpus else "CPU process"
+
+
+def _precision(config: RunConfig) -> str:
+    compute, weights = config.precision.compute.name, config.precision.master_weights.name
+    if config.peft.method is PeftMethod.full:
+        return f"{compute}, weights kept in {weights}"
+    frozen = weights if config.peft.method is PeftMethod.lora else f"4 bits and {weights}"
+    return f"{compute}, frozen weights kept in {frozen}, adapters in {'fp32' if trains_in_fp32(config) else weights}"
 
 
 def _schedule(config: RunConfig) -> str:
