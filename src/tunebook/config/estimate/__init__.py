@@ -9,7 +9,8 @@
     host          the memory of a node's host, and its NVMe disk
 
 The parts are those of the fullest moment. Held against the peaks that torch reported of runs on H200s, which are in
-tests/bench/results (h200_memory.jsonl, h200x2_architectures.jsonl, h200x2_held_out.jsonl).
+tests/bench/results (h200_memory.jsonl, h200x2_architectures.jsonl, h200x2_held_out.jsonl, h200_quantised.jsonl,
+h100_held_out.jsonl).
 `auto` decides by it, and the plan shows it part by part; it is called *estimated* wherever it is shown.
 """
 

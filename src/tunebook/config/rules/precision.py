@@ -219,8 +219,9 @@ def tf32_without_hardware(config: RunConfig) -> Finding | None:
 @rule(
     "bf16-weights-without-bf16",
     summary="bf16 master weights with another number format for the computation.",
-    why="precision.master_weights=bf16 means that weights, gradients and products are all bf16. With fp32 products it "
-    "would throw away what they gained; fp16's loss scaling does not work on bf16 weights.",
+    why="precision.master_weights=bf16 means that weights and products are bf16, and so are gradients but those of "
+    "adapters. With fp32 products it would throw away what they gained; fp16's loss scaling does not work on bf16 "
+    "weights.",
     advice="Keep the master weights in fp32, or compute in bf16.",
 )
 def bf16_weights_without_bf16(config: RunConfig) -> Finding | None:
