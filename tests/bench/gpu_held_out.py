@@ -1,7 +1,7 @@
 """Hold the memory plan against configurations that chance drew: plan them here, then measure them on a GPU machine.
 
     python tests/bench/gpu_held_out.py draw --seed 1 --count 40 --cases CASES.jsonl [--architectures | --targets]
-        [--edge GIB]
+        [--edge GIB [--varied]]
     python tests/bench/gpu_held_out.py run --cases CASES.jsonl --output DIR [--gpus 2] [--deadline-s 500] [--list]
 
 `draw` takes a model, a strategy, lengths, passes, an adapter, a precision, an optimizer and what is kept of the forward
@@ -10,8 +10,11 @@ Models are those of the book cut to whole layers, and the config.json of publish
 with --architectures those of `gpu_architectures.py`, of eighteen other kinds. With --targets they are of all three, and
 each has an adapter on some of its linear layers, drawn by their names. With --edge they are made to fill a GPU of that
 size as far as the plan allows: as many rows in a pass as are estimated to fit, on a host of 120 GiB. Those start when
-the one before has ended, since even a run that waits for its turn holds memory of the GPU.
-`run` trains each for a few steps with random weights on documents of 256 tokens, so that every row is exactly full.
+the one before has ended, since even a run that waits for its turn holds memory of the GPU. With --varied their
+documents are of lognormal lengths and the steps are more: hardly two passes are of the same size then, and pieces of
+memory that fit nothing else become more.
+`run` trains each for a few steps with random weights, where nothing else was drawn on documents of 256 tokens, so that
+every row is exactly full.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from tunebook.launch.draft import draft_run
 _OF_ROWS = ("training.micro_batch_size=", "training.global_samples=", "hardware.memory_gib=")
 _EDGE, _EDGE_HOST = "edge", "hardware.host_memory_gib=120"
 _MOST_ROWS, _FILLED = 64, 0.94  # per pass; of what tensors may take of a GPU, at the edge
+_VARIED_STEPS = 12
 LARGEST_GIB, LARGEST_ALONE_GIB = 110.0, 42.0  # of a plan; below the second, three runs share a GPU
 LARGEST_PARAMETERS = 4.2e9  # that one GPU's ranks draw on the host
 BASE = [
@@ -61,6 +65,13 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Phi-4, 4 layers": ("phi3", sizes(5120, 17920, 4, 40, 10, 100352, sliding_window=None, **APART)),
 }  # fmt: skip
+# The same with fewer layers, for runs that are looked at and not drawn: what one layer has at work is most of them.
+FEW_LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama-3.2-1B, 3 layers": ("llama", PUBLISHED["Llama-3.2-1B"][1] | {"num_hidden_layers": 3}),
+    "OLMo-2-1B, 3 layers": ("olmo2", PUBLISHED["OLMo-2-1B"][1] | {"num_hidden_layers": 3}),
+    "granite-3.1-8b, 2 layers": ("granite", PUBLISHED["granite-3.1-8b, 8 layers"][1] | {"num_hidden_layers": 2}),
+    "Qwen3-8B, 2 layers": ("qwen3", PUBLISHED["Qwen3-8B, 6 layers"][1] | {"num_hidden_layers": 2}),
+}
 OTHER_KINDS = {f"{model} ({kind})": (kind, config) for kind, (model, config) in MODELS.items()}
 OF_THE_BOOK = {"qwen25_05b": (24,), "qwen25_3b": (9, 15, 21, 36), "qwen25_7b": (3, 5, 8), "llama3_8b": (2, 5, 9)}
 SPREAD = ("ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp_grad_op", "zero2_offload", "zero3_offload", "fsdp_offload")
@@ -91,7 +102,7 @@ def write_config(name: str, folder: Path) -> Path:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    kind, published = (PUBLISHED | OTHER_KINDS)[name]
+    kind, published = (PUBLISHED | FEW_LAYERS | OTHER_KINDS)[name]
     config = AutoConfig.for_model(kind, **published)
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
     config.dtype = "bfloat16"
@@ -139,7 +150,12 @@ def with_targets(chance: random.Random, case: dict[str, Any], folder: Path) -> d
 
 
 def at_the_edge(case: dict[str, Any], folder: Path, memory_gib: float) -> dict[str, Any] | None:
-    """The case with as many rows per pass as fit into a GPU of that size; None where that fills too little of it."""
+    """The case with as many rows per pass as fit into a GPU of that size; None where that fills too little of it.
+
+    None for a kernel with a mask too: of all tokens of a pass, which takes minutes for more than a few rows.
+    """
+    if "attention=sdpa" in case["overrides"]:
+        return None
     words = [word for word in case["overrides"] if not word.startswith(_OF_ROWS)]
     length = next(int(word.partition("=")[2]) for word in words if word.startswith("packing.row_length="))
     usable = memory_gib * USABLE_SHARE
@@ -157,10 +173,19 @@ def at_the_edge(case: dict[str, Any], folder: Path, memory_gib: float) -> dict[s
     return with_rows(most) if most and filled(most) > _FILLED * usable else None
 
 
+def with_varied_lengths(case: dict[str, Any]) -> dict[str, Any]:
+    """The case with documents as long as `dataset=synthetic` makes them, the longest of them a row."""
+    words = dict(word.split("=", 1) for word in case["overrides"] if not word.startswith("dataset.synthetic."))
+    samples, length = int(words.pop("training.global_samples")), words["packing.row_length"]
+    words |= {"training.global_tokens": str(samples * DOCUMENT_TOKENS), "dataset.synthetic.max_tokens": length}
+    words |= {"training.max_steps": str(_VARIED_STEPS)}
+    return case | {"overrides": [f"{key}={value}" for key, value in words.items()]}
+
+
 def words_of(case: dict[str, Any], folder: Path) -> list[str]:
     """What a case is trained by; the config.json of a published model is written below `folder`."""
     name, layers = case["model"], case["layers"]
-    if name in PUBLISHED or name in OTHER_KINDS:
+    if name not in OF_THE_BOOK:
         return ["model=hub", f"model.path={write_config(name, folder)}", *case["overrides"]]
     sliced = slice_words(name, layers)[0] if layers != facts_of(name)["num_layers"] else []
     return [f"model={name}", "model.facts.dtype=bfloat16", *sliced, *case["overrides"]]
@@ -199,6 +224,8 @@ def draw(arguments: argparse.Namespace) -> None:
             tried += 1
             if arguments.edge is not None:
                 case = at_the_edge(case, arguments.configs, arguments.edge)
+            if arguments.varied and case is not None:
+                case = with_varied_lengths(case)
             found, said = planned(case, arguments.configs) if case is not None else None, json.dumps(case)
             if case is None or found is None or found["planned_gib"] > LARGEST_GIB or said in seen:
                 continue
@@ -208,6 +235,11 @@ def draw(arguments: argparse.Namespace) -> None:
             file.flush()
             print(json.dumps(case), flush=True)
     print(f"{len(seen)} of {tried} that were drawn")
+
+
+def _data_of(case: dict[str, Any]) -> str:
+    are_equal = f"dataset.synthetic.min_tokens={DOCUMENT_TOKENS}" in case["overrides"]
+    return f"generated documents of {f'{DOCUMENT_TOKENS} tokens' if are_equal else 'lognormal lengths'}"
 
 
 def jobs_of(cases: list[dict[str, Any]], num_gpus: int, folder: Path, peaks: Path | None) -> list[Job]:
@@ -222,14 +254,24 @@ def jobs_of(cases: list[dict[str, Any]], num_gpus: int, folder: Path, peaks: Pat
         jobs.append(
             Job(
                 name=case["name"], gpus=gpus, words=words_of(case, folder), priority=len(jobs), turn_timeout_s=120,
-                line=case | {"weights": "random", "data": f"generated documents of {DOCUMENT_TOKENS} tokens"},
+                line=case | {"weights": "random", "data": _data_of(case)},
                 is_alone=case["planned_gib"] > LARGEST_ALONE_GIB,
                 host_gib=case["gpus"] * 4 * case["num_parameters"] / 2**30,
                 environment={"OMP_NUM_THREADS": "8"}
-                | ({"TUNEBOOK_BENCH_PEAK": str(peaks / f"{case['name']}.json")} if peaks else {}),
+                | _recorder(case, peaks),
             )
         )  # fmt: skip
     return jobs
+
+
+def _recorder(case: dict[str, Any], peaks: Path | None) -> dict[str, str]:
+    """What has a run write down what fills its GPU at the peak, for `gpu_turns`; nothing without a folder for it."""
+    if peaks is None:
+        return {}
+    words = case["overrides"]
+    is_hard = "activation=checkpointing" in words and "model.compile_layers=false" not in words
+    only_sizes = {"TUNEBOOK_BENCH_PEAK_SIZES": "1"} if is_hard else {}
+    return {"TUNEBOOK_BENCH_PEAK": str(peaks / f"{case['name']}.json")} | only_sizes
 
 
 def main() -> None:
@@ -242,6 +284,7 @@ def main() -> None:
     drawing.add_argument("--count", type=int, required=True)
     drawing.add_argument("--most-gpus", type=int, choices=(1, 2), default=2, help="of a case")
     drawing.add_argument("--edge", type=float, metavar="GIB", help="fill one GPU of this size; with --most-gpus 1")
+    drawing.add_argument("--varied", action="store_true", help="with --edge: documents of many lengths, and more steps")
     kinds = drawing.add_mutually_exclusive_group()
     kinds.add_argument("--architectures", action="store_true", help="models of other kinds than the book's")
     kinds.add_argument("--targets", action="store_true", help="adapters on some of the layers of all models")

@@ -21,6 +21,7 @@ from memory_table import (
 )
 
 from tunebook.config import meta_device
+from tunebook.config.estimate import USABLE_SHARE
 from tunebook.config.meta_device import measure, saved
 
 
@@ -55,6 +56,18 @@ def test_what_chance_drew_is_planned_within_the_same_bounds(tmp_path: Path) -> N
     assert len(runs) == sum("sizes" not in line for line in lines) >= 15
     assert statistics.median(abs(run.error) for run in runs) <= 0.05
     assert not {run.name: f"{run.error:+.1%}" for run in runs if not -0.05 <= run.error <= 0.10}
+
+
+def test_runs_that_the_plan_had_fill_a_gpu_did_not_run_out_of_memory() -> None:
+    """Drawn to take as many rows in a pass as the plan allowed, some of documents of many lengths, alone on an H100."""
+    runs = [line for line in held_out_lines() if line["series"] == "edge"]
+    assert len(runs) >= 11
+    memory_gib = 79.6
+    for run in runs:
+        assert f"hardware.memory_gib={memory_gib}" in run["overrides"]
+        assert 0.93 * USABLE_SHARE * memory_gib < run["planned_then_gib"] <= USABLE_SHARE * memory_gib
+        assert max(run["memory_gib"]) <= run["memory_device_gib"][0] < memory_gib
+        assert run["steps"] == 3 or "ended" in run, "else its time on the GPU was up"
 
 
 def test_the_allocator_never_held_more_than_the_plan_leaves() -> None:

@@ -16,10 +16,14 @@ _OLD = "before the step"
 
 
 class PeakOfOneStep(TrainerCallback):
-    """Records the allocator's doings in one optimizer step and writes what was there at their peak to a file."""
+    """Records the allocator's doings in one optimizer step and writes what was there at their peak to a file.
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
+    `has_origins`: with the lines of Python that asked, which not every run survives (torch 2.11: compiled layers that
+    activation checkpointing computes again).
+    """
+
+    def __init__(self, file: Path, *, has_origins: bool = True) -> None:
+        self.file, self.has_origins = file, has_origins
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin with the step."""
@@ -27,7 +31,8 @@ class PeakOfOneStep(TrainerCallback):
             import torch
 
             torch.cuda.synchronize()
-            torch.cuda.memory._record_memory_history(max_entries=4_000_000, stacks="python")
+            context = "all" if self.has_origins else None
+            torch.cuda.memory._record_memory_history(context=context, max_entries=4_000_000, stacks="python")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End with it and write."""

@@ -5,7 +5,8 @@ from there on the ranks of a run wait until `gpu_queue` gives them their GPUs, a
 $TUNEBOOK_BENCH_TURN carry the messages, so that nothing of Tunebook itself has to know of it. While a model is saved it
 still fills its GPUs: with $TUNEBOOK_BENCH_KEEPS_GPUS a run gives them back only when it has ended. Where
 $TUNEBOOK_BENCH_PROFILE names a file, rank 0 writes there which kernels one optimizer step has spent its time in; where
-$TUNEBOOK_BENCH_PEAK does, what filled its GPU at the peak of one.
+$TUNEBOOK_BENCH_PEAK does, what filled its GPU at the peak of one; without who asked for it, where
+$TUNEBOOK_BENCH_PEAK_SIZES is there.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def _take_turns(trainer: Any, turn: Path) -> None:
         if "TUNEBOOK_BENCH_PEAK" in os.environ and rank == "0":
             from gpu_peak import PeakOfOneStep
 
-            self.add_callback(PeakOfOneStep(Path(os.environ["TUNEBOOK_BENCH_PEAK"])))
+            has_origins = "TUNEBOOK_BENCH_PEAK_SIZES" not in os.environ
+            self.add_callback(PeakOfOneStep(Path(os.environ["TUNEBOOK_BENCH_PEAK"]), has_origins=has_origins))
         try:
             done = train(self, *args, **kwargs)
             _make_room(self)

@@ -27,7 +27,8 @@ from tunebook.config.schema import ModelFacts, RunConfig
 GIB = 2**30
 # What tensors may fill of the memory. The rest is the CUDA context, communication buffers and unusable pieces, which
 # `overhead` estimates. The fullest runs on H200s held 86% (one GPU), 85% (DDP) and 83% (FSDP) without running out
-# (tests/bench/results: h200_memory.jsonl, h200x2_selective.jsonl), and no estimate was more than 5% too low.
+# (tests/bench/results: h200_memory.jsonl, h200x2_selective.jsonl), and eleven that were to fill an H100 to this share
+# needed 79% to 94% of it with all that comes on top (h100_held_out.jsonl). No estimate was more than 5% too low.
 USABLE_SHARE = 0.83
 
 

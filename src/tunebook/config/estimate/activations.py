@@ -31,6 +31,7 @@ from tunebook.config.estimate.states import (
     is_cast_by_deepspeed,
     num_ranks,
     product_element,
+    trained_element,
     weight_element,
 )
 from tunebook.config.model_facts import MeasuredLayers
@@ -112,6 +113,8 @@ def _besides_measured(config: RunConfig, facts: ModelFacts, *, is_compiled: bool
         return -less - _unadapted_bytes(config, facts)
     all_dropout = of_layers(facts, facts.measured.linear_inputs) / max(1, facts.num_layers)
     dropout = max(0.0, all_dropout - less) if has_dropout(config) else 0.0
+    adapted = {name: size for name, size in linear_inputs(facts).items() if name not in unadapted(config, facts)}
+    dropout += _dropped_bytes(config, adapted)
     more = dropout + _inputs_under_zero3(config, facts) + given_back_element(config, facts) * facts.intermediate_size
     return more - _unadapted_bytes(config, facts) - _spared_bytes(config, facts)
 
@@ -193,8 +196,8 @@ def layer_bytes_per_token(config: RunConfig, facts: ModelFacts) -> float:
     inner += given_back_element(config, facts) * facts.intermediate_size
     missing = unadapted(config, facts)
     adapted = {name: size for name, size in linear_inputs(facts).items() if name not in missing}
-    inputs = _dropout_bytes(config, adapted) + _inputs_under_zero3(config, facts) - _unadapted_bytes(config, facts)
-    return norms + inner + _attention_bytes(config, facts, element) + inputs
+    inputs = _dropout_bytes(config, adapted) + _dropped_bytes(config, adapted) + _inputs_under_zero3(config, facts)
+    return norms + inner + _attention_bytes(config, facts, element) + inputs - _unadapted_bytes(config, facts)
 
 
 def gives_back_fp32(config: RunConfig) -> bool:
@@ -245,10 +248,11 @@ def _hands_on(config: RunConfig) -> bool:
     """Whether adapters keep what they are given, and not, each for itself, what it is cast to or its dropout leaves.
 
     PEFT widens it to the adapter's fp32, from which autocast casts it again; not so beside 4-bit weights, nor where
-    FSDP gathers adapters in bf16.
+    FSDP gathers adapters in bf16 or DeepSpeed has cast them.
     """
     method, is_sharded = config.peft.method, isinstance(config.parallelism, FsdpConfig)
-    is_narrow = method is PeftMethod.qlora or (method is PeftMethod.lora and is_sharded)
+    is_cast = is_cast_by_deepspeed(config) and config.parallelism.strategy is not Strategy.zero3  # see its own product
+    is_narrow = method is PeftMethod.qlora or (method is PeftMethod.lora and (is_sharded or is_cast))
     is_bf16 = product_element(config) == stream_element(config) == 2
     return is_narrow and is_bf16 and not has_dropout(config) and not config.model.compile_layers
 
@@ -313,6 +317,19 @@ def _dropout_bytes(config: RunConfig, inputs: dict[str, float]) -> float:
     if config.model.compile_layers and config.activation.checkpointing is not Checkpointing.selective:
         kept = 14 / 6 if stream_element(config) == 2 else 2.0
     return sum(size if name in _OF_INNER else kept * size for name, size in inputs.items())
+
+
+def _dropped_bytes(config: RunConfig, inputs: dict[str, float]) -> float:
+    """In fp32, what dropout leaves of each input that without it is kept once for all that read it, or by attention.
+
+    In 16 bits adapters keep an input each for itself anyway, as it was cast.
+    """
+    is_fp32 = config.precision.compute is Compute.fp32
+    if not is_fp32 or not has_dropout(config) or config.model.compile_layers:
+        return 0.0
+    groups = [[inputs[name] for name in readers if name in inputs] for readers in _READERS]
+    shared = sum(max(sizes) for sizes in groups if sizes)
+    return 4.0 * (sum(size for name, size in inputs.items() if name not in _OF_INNER) - shared)
 
 
 def _unadapted_bytes(config: RunConfig, facts: ModelFacts) -> float:
@@ -402,6 +419,14 @@ def after_head_bytes(config: RunConfig, facts: ModelFacts) -> float:
 def head_gradient_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """The output head's gradient, with which the backward pass begins: in fp32, and nothing where it is frozen."""
     return 4.0 * count_parameters(config, facts).trained_head
+
+
+def left_head_gradient_bytes(config: RunConfig, facts: ModelFacts) -> float:
+    """The same when it is handed on: in the format of the weight, which with FSDP is what is gathered."""
+    element = trained_element(config)
+    if isinstance(config.parallelism, FsdpConfig):
+        element = min(element, product_element(config))
+    return head_gradient_bytes(config, facts) * element / 4
 
 
 def stream_element(config: RunConfig) -> int:

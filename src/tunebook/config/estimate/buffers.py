@@ -29,7 +29,8 @@ _LIVE_PARAMETERS = 1_000_000_000  # that DeepSpeed's ZeRO-3 keeps whole at most 
 
 def buffer_bytes(config: RunConfig, facts: ModelFacts, *, is_recomputed: bool) -> float:
     """Bytes of all of it while the output head is computed, when no layer is whole that is to be computed again."""
-    layers = 0.0 if is_recomputed else _gathered_ahead(config, facts)
+    is_whole_again = is_recomputed and config.parallelism.strategy is not Strategy.fsdp_grad_op
+    layers = 0.0 if is_whole_again else _gathered_ahead(config, facts)
     return _cast(config, facts, is_recomputed) + _gathered(config, facts) + layers + bucket_bytes(config, facts)
 
 
@@ -221,14 +222,15 @@ def _live_parameters(config: RunConfig, facts: ModelFacts) -> float:
 def gathering_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """What it takes on top to gather the output head: what arrives, and with ZeRO-3 a copy on its way to the parameter.
 
-    Measured on two H200: 5.8 GiB for Qwen3-8B's 2.3 of embeddings under ZeRO-3, with which the peak was reached, and
-    twice 0.58 for Qwen2.5-3B's under FSDP. With LoRA no layers were whole then. One rank of FSDP has a copy of all
-    that comes from its host, in the format of the weights (4 layers of Qwen2.5-14B, H200), but of a head that is the
-    embeddings it has long been there.
+    Measured on two H200: 5.8 GiB for Qwen3-8B's 2.3 of embeddings under ZeRO-3, with which the peak was reached. With
+    LoRA no layers were whole then. One rank of FSDP has a copy of all that comes from its host, in the format of the
+    weights (4 layers of Qwen2.5-14B, H200). A head that is the embeddings has long been there for FSDP; not so where
+    two ranks fetched it from the host (9 layers of Qwen2.5-3B with LoRA: 1.74 GiB at most).
     """
     embeddings, element, ranks = count_parameters(config, facts).embeddings, weight_element(config), num_ranks(config)
     is_fsdp = isinstance(config.parallelism, FsdpConfig)
-    if not _is_gathered(config) or (ranks == 1 and (facts.tie_word_embeddings or not is_fsdp)):
+    is_there = is_fsdp and facts.tie_word_embeddings and (ranks == 1 or not has_parameters_away(config))
+    if not _is_gathered(config) or is_there or (ranks == 1 and not is_fsdp):
         return 0.0
     if is_fsdp:
         return float((product_element(config) + (element if ranks == 1 else 0)) * embeddings)

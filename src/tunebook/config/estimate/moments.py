@@ -19,7 +19,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from tunebook.config.choices import Checkpointing, Strategy
-from tunebook.config.estimate.activations import after_head_bytes, head_bytes, head_gradient_bytes, one_layer_bytes
+from tunebook.config.estimate.activations import (
+    after_head_bytes,
+    head_bytes,
+    head_gradient_bytes,
+    left_head_gradient_bytes,
+    one_layer_bytes,
+)
 from tunebook.config.estimate.buffers import (
     backward_buffer_bytes,
     bucket_bytes,
@@ -36,13 +42,12 @@ from tunebook.config.estimate.parameters import count_parameters
 from tunebook.config.estimate.states import (
     States,
     earlier_gradient_bytes,
-    product_element,
     reduced_gradient_bytes,
     state_bytes,
-    weight_element,
 )
 from tunebook.config.estimate.working import (
     backward_bytes,
+    computes_products_again,
     forward_bytes,
     kept_bytes,
     last_offloaded_bytes,
@@ -87,6 +92,9 @@ def _moments(config: RunConfig, facts: ModelFacts, *, accumulates: bool) -> Iter
     at_work = 0.0 if is_recomputed else forward_bytes(config, facts)
     yield moment(buffers, kept + at_work)
     yield moment(buffers, kept + head_bytes(config, facts))
+    of_head = left_head_gradient_bytes(config, facts)
+    if of_head < head_gradient_bytes(config, facts):
+        yield moment(buffers, after + of_head)
     if gathering := gathering_bytes(config, facts):
         yield moment(buffers + gathering, kept + (at_work if config.activation.offload else 0.0))
     reducing = reducing_bytes(config, facts)
@@ -102,9 +110,13 @@ def _moments(config: RunConfig, facts: ModelFacts, *, accumulates: bool) -> Iter
     layer = recomputed_bytes(config, facts) if is_recomputed else backward_bytes(config, facts)
     if layer or isinstance(config.parallelism, FsdpConfig):
         whole = backward_buffer_bytes(config, facts, is_recomputed=is_recomputed)
-        yield moment(whole + reducing + besides, after - _handed_over(config, facts) + layer)
+        if is_recomputed or computes_products_again(config):  # what the last norm kept is gone
+            after = kept + (0.0 if accumulates and _is_added_at_once(config, facts) else of_head)
+        else:
+            after -= head_gradient_bytes(config, facts) - of_head
+        yield moment(whole + reducing + besides, after + layer)
     if later := reducing_layer_bytes(config, facts):
-        left = after - kept / facts.num_layers - _head_that_is_gone(config, facts)
+        left = after - kept / facts.num_layers - (0.0 if facts.tie_word_embeddings else of_head)
         done = states.gradients * _share_of_head_and_layer(config, facts)
         yield replace(moment(later, left + layer), gradients=max(passes, done))
         of_first = reducing_layer_bytes(config, facts, is_last=True)
@@ -117,9 +129,12 @@ def _moments(config: RunConfig, facts: ModelFacts, *, accumulates: bool) -> Iter
     )
 
 
-def _head_that_is_gone(config: RunConfig, facts: ModelFacts) -> float:
-    """Of a head of its own the gradient, which FSDP has sent; that of one that is the embeddings is sent last."""
-    return _handed_over(config, facts) if facts.tie_word_embeddings else head_gradient_bytes(config, facts)
+def _is_added_at_once(config: RunConfig, facts: ModelFacts) -> bool:
+    """Whether the head's gradient is added to that of earlier passes before any layer's is computed.
+
+    Not where it is the embeddings', too, which waits for theirs, nor where it is sent to other ranks.
+    """
+    return not facts.tie_word_embeddings and config.parallelism.strategy in (Strategy.single, Strategy.ddp)
 
 
 def _share_of_head_and_layer(config: RunConfig, facts: ModelFacts) -> float:
@@ -127,13 +142,6 @@ def _share_of_head_and_layer(config: RunConfig, facts: ModelFacts) -> float:
     parameters = count_parameters(config, facts)
     head = 0 if facts.tie_word_embeddings else parameters.trained_head
     return (head + parameters.layers / facts.num_layers) / max(1, parameters.trained)
-
-
-def _handed_over(config: RunConfig, facts: ModelFacts) -> float:
-    """Of the head's gradient in fp32 what is gone when FSDP has it in the format of the weights that it gathers."""
-    if not isinstance(config.parallelism, FsdpConfig) or weight_element(config) != 4:
-        return 0.0
-    return head_gradient_bytes(config, facts) * (1 - product_element(config) / 4)
 
 
 def _last_layer_bytes(config: RunConfig, facts: ModelFacts, states: States, *, is_recomputed: bool) -> float:

@@ -32,6 +32,10 @@ from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig
 # Tensors that TRL's offloading lets go only when as many more are on their way, and the one that is (trl 1.16,
 # activation_offloading.py); of these, what the last norm and product leave, in bytes of each hidden number.
 _STASHED, _ON_THEIR_WAY = 6, 8
+# Bytes of each hidden number that FSDP holds besides, of adapters in bf16: 4 to 14 in four runs on H200s, not traced.
+_OF_FSDP = 6
+# Architectures whose feed-forward network is followed by a norm, by what the names of their classes begin with.
+NORM_AFTER_INNER = ("Exaone4", "Gemma2", "Gemma3", "Glm4", "Olmo2", "Olmo3")
 # Bytes of each inner number that an adapter on these has at work in the backward pass of a compiled layer.
 _AT_WORK_OF_ADAPTERS = {"gate_proj": 4, "up_proj": 2, "gate_up_proj": 6}
 
@@ -106,11 +110,14 @@ def forward_bytes(config: RunConfig, facts: ModelFacts) -> float:
 def backward_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """What the last layer has at work in its backward pass besides what all keep: gradients of its inner numbers.
 
-    Of compiled layers only with adapters; selective checkpointing computes the product of gate and up again there.
+    Of compiled layers only with adapters, and where selective checkpointing computes the product of gate and up again.
     """
     tokens, is_selective = tokens_per_pass(config), config.activation.checkpointing is Checkpointing.selective
     if config.activation.offload:
         return 0.0
+    if computes_products_again(config):
+        of_inner = _compiled_element(config, facts) * facts.intermediate_size
+        return float(tokens * (stream_element(config) * facts.hidden_size + of_inner))
     if config.model.compile_layers:
         inner = _compiled_adapter_element(config, facts) if _is_adapter_in_16_bits(config) else 0
         return float(tokens * (inner + (2 if inner and is_selective else 0)) * facts.intermediate_size)
@@ -121,28 +128,64 @@ def backward_bytes(config: RunConfig, facts: ModelFacts) -> float:
     return float(tokens * product_element(config) * facts.intermediate_size)
 
 
-def recomputed_bytes(config: RunConfig, facts: ModelFacts) -> float:
-    """Bytes of a layer that is computed again, with gradients of its inner numbers as its backward pass begins.
+def computes_products_again(config: RunConfig) -> bool:
+    """Whether layers are compiled, trained whole and checkpointed selectively."""
+    is_full = config.peft.method is PeftMethod.full
+    is_selective = config.activation.checkpointing is Checkpointing.selective
+    return is_full and is_selective and bool(config.model.compile_layers) and not config.activation.offload
 
-    One of them, and with bf16 between the layers two, by the peaks of five runs on H200s (h200x2_held_out). Of an
-    adapter that is not compiled what its dropout is put through, and on the inner product in fp32 (8 layers of
-    Qwen2.5-7B at 7,168 tokens: 1.0 GiB more, H200).
+
+def recomputed_bytes(config: RunConfig, facts: ModelFacts) -> float:
+    """Bytes of a layer that is computed again, when its backward pass is at the inner numbers.
+
+    What it keeps, but for its input, which is counted with those of all layers; the gradient of its output; and
+    gradients of inner numbers.
     """
-    element, tokens = product_element(config), tokens_per_pass(config)
-    hidden, inner = 0, (2 if stream_element(config) == 2 else 1) * element
-    is_adapter, layer = _is_adapter_in_16_bits(config), one_layer_bytes(config, facts)
-    if is_adapter and config.model.compile_layers:
-        # About as much of the hidden numbers as the layer keeps is not there.
-        hidden, inner = -12 if stream_element(config) == 2 else -16, _compiled_adapter_element(config, facts)
-    elif gives_back_fp32(config):
-        inner = _four_bit_element(config)
-    elif is_adapter and _is_widened(config):
-        hidden, inner = 10, 8 if has_dropout(config) else 4
-    elif is_adapter and is_on_inner(config):
-        hidden, inner = (10, 0) if has_dropout(config) else (0, 2)
-    elif is_adapter:
-        inner = 4
+    hidden, inner = _at_work_again(config, facts)
+    layer, tokens = one_layer_bytes(config, facts), tokens_per_pass(config)
     return max(layer, layer + tokens * (hidden * facts.hidden_size + inner * facts.intermediate_size))
+
+
+def _at_work_again(config: RunConfig, facts: ModelFacts) -> tuple[int, int]:
+    """Bytes of each hidden and of each inner number that a layer has beside what it keeps when it is computed again.
+
+    Where nothing is compiled as tensors were followed: gate, its activation, up and two gradients at once, and of an
+    adapter its dropout's output and what it is given in fp32. Runs on an H100 were met within 1.5% (h100_held_out).
+    """
+    stream, gradients = stream_element(config), 2 * product_element(config)
+    is_adapter, drops = _is_adapter_in_16_bits(config), has_dropout(config)
+    if config.model.compile_layers and is_adapter:  # fitted: see there
+        return (4 if stream == 2 else 0), _compiled_adapter_element(config, facts)
+    if config.model.compile_layers:
+        return 0, _compiled_element(config, facts)
+    if gives_back_fp32(config):  # fitted: see there
+        return 16, _four_bit_element(config)
+    hidden = 0 if _keeps_its_input(config) else stream
+    if not is_adapter:
+        return hidden, gradients
+    is_lora, is_sharded = config.peft.method is PeftMethod.lora, isinstance(config.parallelism, FsdpConfig)
+    hidden += _OF_FSDP if is_lora and is_sharded and stream == 2 else 0
+    if _is_widened(config):
+        return hidden + stream + 6, gradients + (6 if drops else 2)
+    if not is_on_inner(config):
+        return hidden, gradients + 2
+    return (hidden + stream + 6, gradients - 2) if drops else (hidden, gradients)
+
+
+def _keeps_its_input(config: RunConfig) -> bool:
+    """Whether what goes into a layer is among what it keeps: in bf16 a norm keeps what it makes of it in fp32."""
+    return stream_element(config) == 4
+
+
+def _compiled_element(config: RunConfig, facts: ModelFacts) -> int:
+    """Bytes of each inner number that compiled layers have at work beside what they keep, where some is computed again.
+
+    The product of gate and up comes out of one kernel with two gradients, which are then not written over what is
+    there: recorded on an H100 and on a CPU. A norm behind needs the product before, and then they are.
+    """
+    is_before = facts.architecture.startswith(NORM_AFTER_INNER)
+    is_selective = config.activation.checkpointing is Checkpointing.selective  # which does not keep the product
+    return ((4 if is_selective else 3) - (2 if is_before else 0)) * product_element(config)
 
 
 def _compiled_adapter_element(config: RunConfig, facts: ModelFacts) -> int:
