@@ -1,6 +1,7 @@
 """What an attempt says of ranks that could not say themselves how they ended."""
 
 import errno
+import json
 import os
 from pathlib import Path
 
@@ -46,6 +47,29 @@ def test_ranks_that_did_not_save_before_their_machine_went_are_told_apart_from_t
         f"same command {said}"
     )
     assert error.value.exit_code == 6
+
+
+@pytest.mark.parametrize(
+    ("logged", "newest", "said"),
+    [
+        ([], None, "before the first step"),
+        ([3, 4], Path("/r/checkpoint-4"), "before the first step"),
+        ([3], None, "after step 3 and before a save; the same command begins again, since there is no checkpoint"),
+        (
+            [4, 9],
+            Path("/r/checkpoint-4"),
+            "after step 9 and before a save; the same command goes on from /r/checkpoint-4",
+        ),
+    ],
+    ids=["at once", "after a checkpoint", "no checkpoint", "steps after a checkpoint"],
+)
+def test_ranks_that_were_killed_on_request_leave_word_of_how_far_they_came(make, tmp_path, logged, newest, said):
+    """The third request gives them no time to save."""
+    lines = [json.dumps({"step": step, "loss": 1.0}) for step in logged]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    with pytest.raises(attempt.StoppedError) as error:
+        make(ProcessEnd(exit_code=-9, stopped_by="SIGTERM"), newest).carry_out()
+    assert error.value.message == f"stopped by SIGTERM {said}"
 
 
 @pytest.mark.parametrize(("code", "is_full"), [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EACCES, False)])

@@ -5,6 +5,7 @@ It runs where `tunebook train` was typed, or on the first node of a Slurm job, i
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -18,9 +19,10 @@ from rich.text import Text
 
 from tunebook.checkpoint.candidates import same_command
 from tunebook.checkpoint.newest import newest_checkpoint
+from tunebook.checkpoint.record import step_of
 from tunebook.config.choices import LauncherName
 from tunebook.config.schema import RunConfig
-from tunebook.errors import DoesNotFitError, StoppedError, TunebookError
+from tunebook.errors import DataError, DoesNotFitError, StoppedError, TunebookError
 from tunebook.evaluate.code.checks import check_code
 from tunebook.evaluate.command import run_worker, score_table, worker_error
 from tunebook.evaluate.going_on import what_goes_on
@@ -49,6 +51,7 @@ from tunebook.record.atomic_files import read_json
 from tunebook.record.disk import disk_full, is_disk_full
 from tunebook.record.files import RUN_FILE
 from tunebook.record.manifest import finish_manifest, state_of_exit_code
+from tunebook.record.metrics import is_training_line, read_metrics
 from tunebook.record.run_folder import Outcome, clear_outcomes, has_outcome, read_outcomes
 from tunebook.record.start_up import StartClock, note_launch
 
@@ -217,7 +220,7 @@ class Attempt:
         if end.notice is not None:
             return StoppedError(f"{end.notice}. {self._unsaved()}", problem_id="stopped")
         if end.stopped_by is not None:
-            return StoppedError(f"stopped by {end.stopped_by} before the first step", problem_id="stopped")
+            return StoppedError(f"stopped by {end.stopped_by} {self._how_far()}", problem_id="stopped")
         # torchrun makes 1 of any exit code of its ranks, and theirs may not be written down either
         if end.exit_code == DoesNotFitError.exit_code or self._is_disk_full():
             return disk_full(self.folder)
@@ -243,14 +246,24 @@ class Attempt:
 
     def _unsaved(self) -> str:
         """What is said where no rank came to the end of a step in the time that it had."""
-        newest = newest_checkpoint(self.folder)
-        going_on = "the same command begins again, since there is no checkpoint"
-        if newest is not None:
-            going_on = f"{same_command(self.config)} goes on from {newest}"
         return (
             f"No rank ended within that, or within launcher.stop_timeout_s={self.config.launcher.stop_timeout_s}, and "
-            f"nothing more was saved; {going_on}"
+            f"nothing more was saved; {self._what_goes_on(newest_checkpoint(self.folder))}"
         )
+
+    def _what_goes_on(self, newest: Path | None) -> str:
+        if newest is None:
+            return "the same command begins again, since there is no checkpoint"
+        return f"{same_command(self.config)} goes on from {newest}"
+
+    def _how_far(self) -> str:
+        """How far ranks came that were not given the time to say so, and what becomes of steps that none has saved."""
+        newest = newest_checkpoint(self.folder)
+        with contextlib.suppress(DataError):  # of metrics that a stop has cut in two
+            steps = [line["step"] for line in read_metrics(self.folder) if is_training_line(line)]
+            if steps and steps[-1] > ((step_of(newest) if newest is not None else None) or 0):
+                return f"after step {steps[-1]} and before a save; {self._what_goes_on(newest)}"
+        return "before the first step"
 
     def _outcome_of(self, error: BaseException) -> Outcome:
         """How a run ended whose launcher itself failed or was interrupted; the ranks' progress is kept."""
