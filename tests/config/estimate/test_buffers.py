@@ -117,3 +117,22 @@ def test_embeddings_apart_from_the_head_are_units_that_come_and_go(on_the_host):
     on_the_host.peft.method = PeftMethod.qlora  # 4.127 bits of each number, whole or not
     in_four_bits = backward_buffer_bytes(on_the_host, facts, is_recomputed=True)
     assert in_four_bits == pytest.approx(3 * LAYER * 4.127 / 8, rel=0.001)
+
+
+def test_two_ranks_gather_a_head_that_is_the_embeddings_again_only_from_their_hosts(on_the_host):
+    on_the_host.hardware.gpus_per_node = 2
+    facts = on_the_host.model.facts
+    assert gathering_bytes(on_the_host, facts) == 2 * EMBEDDINGS
+    on_the_host.parallelism.offload_parameters = Offload.none
+    assert gathering_bytes(on_the_host, facts) == 0
+
+
+@pytest.mark.parametrize(("strategy", "layers"), [(Strategy.fsdp, 0), (Strategy.fsdp_grad_op, 1)])
+def test_layers_that_are_not_resharded_are_whole_when_the_head_is_computed_however_they_are_kept(
+    sound, strategy, layers
+):
+    """Activation checkpointing does not compute weights again."""
+    sound.hardware.gpus_per_node, sound.parallelism = 2, FsdpConfig(strategy=strategy)
+    again = buffer_bytes(sound, sound.model.facts, is_recomputed=True)
+    gathered = 2 * (LAYERS + 1) * LAYER * layers  # and the gradient of one
+    assert again == pytest.approx(2 * EMBEDDINGS + gathered, rel=0.001)

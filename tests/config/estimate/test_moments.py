@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tunebook.config.choices import Checkpointing, Offload, PeftMethod, Strategy
+from tunebook.config.choices import Checkpointing, MasterWeights, Offload, PeftMethod, Strategy
 from tunebook.config.estimate import GIB, estimate_memory
 from tunebook.config.estimate.activations import after_head_bytes, head_bytes
 from tunebook.config.estimate.buffers import gathering_bytes, root_gradient_bytes, scattering_bytes
@@ -33,6 +33,25 @@ def test_the_head_s_tiles_and_a_recomputed_layer_are_not_there_at_once(sound):
         else:
             assert totals[row] > head_bytes(sound, facts)
             assert totals[row] - after_head_bytes(sound, facts) < 2 * row * 64 * 4864
+
+
+def test_the_head_s_gradient_is_there_in_both_formats_when_it_is_handed_on(sound):
+    """Weights in bf16 and a row that is shorter than the head's tile of 4,096 tokens."""
+    sound.activation.checkpointing = Checkpointing.enabled
+    sound.precision.master_weights, sound.packing.row_length = MasterWeights.bf16, 512
+    moment = fullest_moment(sound, sound.model.facts, accumulates=True)
+    assert moment.activations == 512 * 24 * 2 * 896 + 16 * 512 * 896 + (4 + 2) * EMBEDDINGS
+
+
+def test_a_head_of_its_own_leaves_its_gradient_with_those_of_earlier_passes(sound):
+    """Before the layers' backward pass, which has it beside nothing in the first pass; tied, it waits for the other."""
+    sound.activation.checkpointing, sound.packing.row_length = Checkpointing.enabled, 65536
+    for is_tied in (True, False):
+        facts = replace(sound.model.facts, tie_word_embeddings=is_tied)
+        first, later = (fullest_moment(sound, facts, accumulates=accumulates) for accumulates in (False, True))
+        gone = 0 if is_tied else 4 * EMBEDDINGS
+        assert first.activations - later.activations == gone
+        assert later.gradients - first.gradients == later.states.gradients
 
 
 def test_zero_2_makes_room_for_whole_parameters(sound):

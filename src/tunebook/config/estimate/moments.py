@@ -3,6 +3,7 @@
     first      FSDP fetches the embeddings from the host
     forward    of the last layer, where it has more at work than it keeps
     head       the output head is computed: all that is kept of the layers is there, and its tiles
+    hand on    the head's gradient in fp32 is cast to the format of its weight, or to what FSDP gathers
     gather     ZeRO-3 and FSDP make the output head whole just before
     reduce     ZeRO-2 makes room for a pass's gradients just after
     scatter    ZeRO-3 divides the head's gradient among the ranks just after
@@ -110,13 +111,10 @@ def _moments(config: RunConfig, facts: ModelFacts, *, accumulates: bool) -> Iter
     layer = recomputed_bytes(config, facts) if is_recomputed else backward_bytes(config, facts)
     if layer or isinstance(config.parallelism, FsdpConfig):
         whole = backward_buffer_bytes(config, facts, is_recomputed=is_recomputed)
-        if is_recomputed or computes_products_again(config):  # what the last norm kept is gone
-            after = kept + (0.0 if accumulates and _is_added_at_once(config, facts) else of_head)
-        else:
-            after -= head_gradient_bytes(config, facts) - of_head
-        yield moment(whole + reducing + besides, after + layer)
+        left = _left_for_layers(config, facts, kept, accumulates=accumulates)
+        yield moment(whole + reducing + besides, left + layer)
     if later := reducing_layer_bytes(config, facts):
-        left = after - kept / facts.num_layers - (0.0 if facts.tie_word_embeddings else of_head)
+        left -= kept / facts.num_layers + (0.0 if facts.tie_word_embeddings else of_head)
         done = states.gradients * _share_of_head_and_layer(config, facts)
         yield replace(moment(later, left + layer), gradients=max(passes, done))
         of_first = reducing_layer_bytes(config, facts, is_last=True)
@@ -129,12 +127,18 @@ def _moments(config: RunConfig, facts: ModelFacts, *, accumulates: bool) -> Iter
     )
 
 
-def _is_added_at_once(config: RunConfig, facts: ModelFacts) -> bool:
-    """Whether the head's gradient is added to that of earlier passes before any layer's is computed.
+def _left_for_layers(config: RunConfig, facts: ModelFacts, kept: float, *, accumulates: bool) -> float:
+    """Activations when the layers' backward pass begins: what they kept, and what is left of the head.
 
-    Not where it is the embeddings', too, which waits for theirs, nor where it is sent to other ranks.
+    Its gradient is added to that of earlier passes before any layer's is computed, but not where it is the embeddings',
+    too, and waits for theirs, nor where it is sent to other ranks. What the last norm kept is gone by then; it is still
+    counted where what layers have at work was found with it.
     """
-    return not facts.tie_word_embeddings and config.parallelism.strategy in (Strategy.single, Strategy.ddp)
+    of_head = left_head_gradient_bytes(config, facts)
+    if config.activation.checkpointing is Checkpointing.enabled or computes_products_again(config):
+        is_alone = config.parallelism.strategy in (Strategy.single, Strategy.ddp)
+        return kept + (0.0 if accumulates and is_alone and not facts.tie_word_embeddings else of_head)
+    return kept + after_head_bytes(config, facts) - head_gradient_bytes(config, facts) + of_head
 
 
 def _share_of_head_and_layer(config: RunConfig, facts: ModelFacts) -> float:
