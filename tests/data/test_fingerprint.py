@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -60,11 +61,14 @@ def test_template_and_tokenizer_change_the_fingerprint(run_config: Configs, tmp_
 
 
 def test_the_rest_of_the_model_does_not_matter(run_config: Configs, tmp_path: Path) -> None:
-    config = run_config(TALK)
-    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2", "dtype": "float32"}')
-    first = mark(config)
-    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2", "dtype": "bfloat16"}')
-    assert mark(config) == first
+    config, file = run_config(TALK), tmp_path / "model" / "config.json"
+    marks = set()
+    for hidden_size, dtype in ((8, "float32"), (16, "bfloat16")):
+        sizes = {"hidden_size": hidden_size, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+        sizes |= {"num_key_value_heads": 1, "max_position_embeddings": 64, "tie_word_embeddings": True}
+        file.write_text(json.dumps({"model_type": "qwen2", "dtype": dtype, "vocab_size": 300, **sizes}))
+        marks.add(mark(config))
+    assert len(marks) == 1
 
 
 def test_documents_that_are_tokens_need_no_tokenizer() -> None:

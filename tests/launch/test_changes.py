@@ -159,7 +159,7 @@ def test_activations_that_fill_the_host_are_left_on_the_gpu(monkeypatch):
     long_rows = ("packing.row_length=32768", "activation=stored", "activation.offload=true")
     fitting = offered("qwen3b_zero2", *HOPPER, "parallelism=fsdp", *long_rows)
     assert words_of(fitting)[0] == "activation.offload=false activation=checkpointing"
-    assert (round(fitting[0].total_gib, 1), fitting[0].change.changes_learning) == (26.2, False)
+    assert (round(fitting[0].total_gib, 1), fitting[0].change.changes_learning) == (26.6, False)
     assert fitting[0].cost.startswith("activations stay on the GPU; estimated ")
 
 
