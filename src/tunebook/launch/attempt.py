@@ -259,9 +259,10 @@ class Attempt:
     def _how_far(self) -> str:
         """How far ranks came that were not given the time to say so, and what becomes of steps that none has saved."""
         newest = newest_checkpoint(self.folder)
+        saved = step_of(newest) if newest is not None else None
         with contextlib.suppress(DataError):  # of metrics that a stop has cut in two
             steps = [line["step"] for line in read_metrics(self.folder) if is_training_line(line)]
-            if steps and steps[-1] > ((step_of(newest) if newest is not None else None) or 0):
+            if steps and steps[-1] > (saved or 0):
                 return f"after step {steps[-1]} and before a save; {self._what_goes_on(newest)}"
         return "before the first step"
 

@@ -160,7 +160,8 @@ def _at_work_again(config: RunConfig, facts: ModelFacts) -> tuple[int, int]:
         return 0, _compiled_element(config, facts)
     if gives_back_fp32(config):  # fitted: see there
         return 16, _four_bit_element(config)
-    hidden = 0 if _keeps_its_input(config) else stream
+    # The gradient of its output, in place of its input among what it keeps: in bf16 a norm keeps what it makes of that.
+    hidden = 0 if stream == 4 else stream
     if not is_adapter:
         return hidden, gradients
     is_lora, is_sharded = config.peft.method is PeftMethod.lora, isinstance(config.parallelism, FsdpConfig)
@@ -170,11 +171,6 @@ def _at_work_again(config: RunConfig, facts: ModelFacts) -> tuple[int, int]:
     if not is_on_inner(config):
         return hidden, gradients + 2
     return (hidden + stream + 6, gradients - 2) if drops else (hidden, gradients)
-
-
-def _keeps_its_input(config: RunConfig) -> bool:
-    """Whether what goes into a layer is among what it keeps: in bf16 a norm keeps what it makes of it in fp32."""
-    return stream_element(config) == 4
 
 
 def _compiled_element(config: RunConfig, facts: ModelFacts) -> int:
