@@ -37,11 +37,11 @@ COMPILED_WITHIN_S = 1200  # by a machine that does much else, in 120 to 220
 # The tests of these files evaluate, report and verify one run of the quickstart.
 ON_THE_QUICKSTARTS_RUN = ("test_chat.py", "test_evidence.py", "test_quickstart.py", "test_readme.py")
 # Those of these files share nothing, so each goes to whichever process is free.
-SHARE_NOTHING = ("test_sweep.py", "test_evaluation.py", "test_sharded_probe.py", "test_other_architectures.py")
+SHARE_NOTHING = ("test_sweep.py", "test_evaluation.py", "test_sharded_probe.py")
 # What takes minutes begins first, and what takes seconds fills the gaps at the end.
 LONGEST_FIRST = ("docker", "quickstart", "test_two_ranks.py", "test_sweep.py", "test_same_loss.py",
-                 "test_locks_online.py", "test_checkpoints.py", "test_export.py", "test_loading.py",
-                 "test_code.py")  # fmt: skip
+                 "test_other_architectures.py", "test_locks_online.py", "test_checkpoints.py", "test_export.py",
+                 "test_loading.py", "test_code.py")  # fmt: skip
 
 
 def scope_of(name: str) -> str:
