@@ -8,7 +8,7 @@
     moments       when in a step these are there together
     host          the memory of a node's host, and its NVMe disk
 
-The parts are those of the fullest moment. Held against the peaks that torch reported of runs on H200s, which are in
+The parts are those of the fullest moment. Held against the peaks that torch reported of runs on H200s and an H100, in
 tests/bench/results (h200_memory.jsonl, h200x2_architectures.jsonl, h200x2_held_out.jsonl, h200_quantised.jsonl,
 h100_held_out.jsonl).
 `auto` decides by it, and the plan shows it part by part; it is called *estimated* wherever it is shown.
@@ -28,7 +28,8 @@ GIB = 2**30
 # What tensors may fill of the memory. The rest is the CUDA context, communication buffers and unusable pieces, which
 # `overhead` estimates. The fullest runs on H200s held 86% (one GPU), 85% (DDP) and 83% (FSDP) without running out
 # (tests/bench/results: h200_memory.jsonl, h200x2_selective.jsonl), and eleven that were to fill an H100 to this share
-# needed 79% to 94% of it with all that comes on top (h100_held_out.jsonl). No estimate was more than 5% too low.
+# took 79% to 94% of the GPU with all that comes on top (h100_held_out.jsonl). As runs are estimated today, none is more
+# than 5% too low.
 USABLE_SHARE = 0.83
 
 

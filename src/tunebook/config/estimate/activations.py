@@ -113,9 +113,8 @@ def _besides_measured(config: RunConfig, facts: ModelFacts, *, is_compiled: bool
         return -less - _unadapted_bytes(config, facts)
     all_dropout = of_layers(facts, facts.measured.linear_inputs) / max(1, facts.num_layers)
     dropout = max(0.0, all_dropout - less) if has_dropout(config) else 0.0
-    adapted = {name: size for name, size in linear_inputs(facts).items() if name not in unadapted(config, facts)}
-    dropout += _dropped_bytes(config, adapted)
-    more = dropout + _inputs_under_zero3(config, facts) + given_back_element(config, facts) * facts.intermediate_size
+    more = dropout + _dropped_bytes(config, facts) + _inputs_under_zero3(config, facts)
+    more += given_back_element(config, facts) * facts.intermediate_size
     return more - _unadapted_bytes(config, facts) - _spared_bytes(config, facts)
 
 
@@ -194,9 +193,8 @@ def layer_bytes_per_token(config: RunConfig, facts: ModelFacts) -> float:
         if config.precision.compute is Compute.fp8 and config.model.compile_layers:
             inner /= 2  # fitted to one run: Llama 3 8B kept 11 GiB less on each of two H200 than bf16 is counted for
     inner += given_back_element(config, facts) * facts.intermediate_size
-    missing = unadapted(config, facts)
-    adapted = {name: size for name, size in linear_inputs(facts).items() if name not in missing}
-    inputs = _dropout_bytes(config, adapted) + _dropped_bytes(config, adapted) + _inputs_under_zero3(config, facts)
+    of_dropout = _dropout_bytes(config, adapted(config, facts)) + _dropped_bytes(config, facts)
+    inputs = of_dropout + _inputs_under_zero3(config, facts)
     return norms + inner + _attention_bytes(config, facts, element) + inputs - _unadapted_bytes(config, facts)
 
 
@@ -319,7 +317,7 @@ def _dropout_bytes(config: RunConfig, inputs: dict[str, float]) -> float:
     return sum(size if name in _OF_INNER else kept * size for name, size in inputs.items())
 
 
-def _dropped_bytes(config: RunConfig, inputs: dict[str, float]) -> float:
+def _dropped_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """In fp32, what dropout leaves of each input that without it is kept once for all that read it, or by attention.
 
     In 16 bits adapters keep an input each for itself anyway, as it was cast.
@@ -327,6 +325,7 @@ def _dropped_bytes(config: RunConfig, inputs: dict[str, float]) -> float:
     is_fp32 = config.precision.compute is Compute.fp32
     if not is_fp32 or not has_dropout(config) or config.model.compile_layers:
         return 0.0
+    inputs = adapted(config, facts)
     groups = [[inputs[name] for name in readers if name in inputs] for readers in _READERS]
     shared = sum(max(sizes) for sizes in groups if sizes)
     return 4.0 * (sum(size for name, size in inputs.items() if name not in _OF_INNER) - shared)
@@ -379,6 +378,12 @@ def unadapted(config: RunConfig, facts: ModelFacts) -> dict[str, float]:
     if config.peft.method is PeftMethod.full or not named or not is_known:
         return {}
     return {name: size for name, size in every.items() if name not in named}
+
+
+def adapted(config: RunConfig, facts: ModelFacts) -> dict[str, float]:
+    """Of `linear_inputs`, all others."""
+    missing = unadapted(config, facts)
+    return {name: size for name, size in linear_inputs(facts).items() if name not in missing}
 
 
 def _named(config: RunConfig) -> set[str]:

@@ -10,20 +10,19 @@ from __future__ import annotations
 from tunebook.config.choices import Attention, Checkpointing, Compute, PeftMethod, Strategy
 from tunebook.config.estimate.activations import (
     activation_bytes,
+    adapted,
     attended_length,
     given_back_element,
     gives_back_fp32,
     has_dropout,
     inputs_of_layers,
     is_on_inner,
-    linear_inputs,
     mask_bytes,
     mode_of,
     one_layer_bytes,
     saved_by_mode,
     stream_element,
     tokens_per_pass,
-    unadapted,
 )
 from tunebook.config.estimate.parameters import of_layers
 from tunebook.config.estimate.states import is_cast_by_deepspeed, product_element
@@ -191,8 +190,8 @@ def _compiled_adapter_element(config: RunConfig, facts: ModelFacts) -> int:
     of h200x2_held_out), which differ in what the adapters are on: two of the inner numbers' gradients, and beside what
     of them adapters read or give once more.
     """
-    adapted = {*linear_inputs(facts)} - {*unadapted(config, facts)}
-    of_adapters = sum(size for name, size in _AT_WORK_OF_ADAPTERS.items() if name in adapted)
+    named = adapted(config, facts)
+    of_adapters = sum(size for name, size in _AT_WORK_OF_ADAPTERS.items() if name in named)
     if gives_back_fp32(config):
         of_adapters += (2 if is_on_inner(config) else 1) - round(given_back_element(config, facts))
     return 4 + of_adapters - (2 if has_dropout(config) and is_on_inner(config) else 0)
