@@ -7,6 +7,7 @@ imported themselves.
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -82,6 +83,30 @@ def _left_behind() -> set[str]:
     if torch.get_default_dtype() is not torch.float32 or torch.get_default_device().type != "cpu":
         found.add("a default of torch's tensors")
     return found
+
+
+@pytest.fixture(scope="session", autouse=True)
+def composes_the_same_words_once() -> Iterator[None]:
+    """Hydra takes 0.2 s for a run, which was most of what thousands of tests took, and half of them ask for the same.
+
+    Only of the book as it is in the checkout; each test is given a copy. What is refused is composed each time.
+    """
+    from tunebook.config import compose as module
+
+    compose, composed = module._compose, dict[tuple[str | None, ...], bytes]()
+
+    def once(recipe: str | None, overrides: list[str], recipes_dirs: list[Path]) -> module.Composition:
+        if recipes_dirs or {"TUNEBOOK_HOME", "TUNEBOOK_RECIPES"} & os.environ.keys() or module.book_root() != ROOT:
+            return compose(recipe, overrides, recipes_dirs)
+        words = (recipe, *overrides)
+        if words not in composed:
+            composed[words] = pickle.dumps(compose(recipe, overrides, recipes_dirs))
+        copy: module.Composition = pickle.loads(composed[words])
+        return copy
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_compose", once)
+        yield
 
 
 @pytest.fixture
