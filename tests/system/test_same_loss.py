@@ -50,18 +50,31 @@ def reference(losses_of):
     return losses
 
 
-@pytest.mark.parametrize(("ranks", "accumulation"), [(1, 2), (1, 4), (2, 1), (2, 2), (4, 1), (4, 4)])
+# Of four ranks, on a machine of two cores, CI runs what is least like the rest.
+NIGHTLY = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("ranks", "accumulation"), [(1, 2), (1, 4), (2, 1), (2, 2), pytest.param(4, 1, marks=NIGHTLY), (4, 4)]
+)
 def test_ranks_and_accumulation(losses_of, reference, ranks, accumulation):
     trained = losses_of("ddp" if ranks > 1 else "single", ranks, *padded(ranks, accumulation))
     assert read_json(trained.folder / "plan.json")["batch"]["accumulation"] == accumulation
     assert trained.losses == pytest.approx(reference, rel=1e-5)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+PACKED, ACCUMULATED = (2, ["packing=isolated"]), (4, padded(4, 2))
+
+
 @pytest.mark.parametrize(
-    ("ranks", "rows"), [(2, ["packing=isolated"]), (4, padded(4, 2))], ids=["2-packed", "4-padded-accumulated"]
+    ("ranks", "rows", "stage"),
+    [
+        *(pytest.param(*PACKED, stage, id=f"2-packed-{stage}") for stage in (1, 2, 3)),
+        *(pytest.param(*ACCUMULATED, stage, id=f"4-padded-accumulated-{stage}", marks=NIGHTLY) for stage in (1, 2)),
+        pytest.param(*ACCUMULATED, 3, id="4-padded-accumulated-3"),
+    ],
 )
-def test_zero(losses_of, reference, stage, ranks, rows):
+def test_zero(losses_of, reference, ranks, rows, stage):
     trained = losses_of(f"zero{stage}", ranks, *rows)
     assert trained.losses == pytest.approx(reference, rel=1e-5)
     found = read_json(trained.folder / "manifest.json")["parallelism_found"]
