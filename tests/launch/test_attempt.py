@@ -53,7 +53,11 @@ def test_ranks_that_did_not_save_before_their_machine_went_are_told_apart_from_t
     ("logged", "newest", "said"),
     [
         ([], None, "before the first step"),
-        ([3, 4], Path("/r/checkpoint-4"), "before the first step"),
+        (
+            [3, 4],
+            Path("/r/checkpoint-4"),
+            "after step 4, which is saved; the same command goes on from /r/checkpoint-4",
+        ),
         ([3], None, "after step 3 and before a save; the same command begins again, since there is no checkpoint"),
         (
             [4, 9],
@@ -70,6 +74,17 @@ def test_ranks_that_were_killed_on_request_leave_word_of_how_far_they_came(make,
     with pytest.raises(attempt.StoppedError) as error:
         make(ProcessEnd(exit_code=-9, stopped_by="SIGTERM"), newest).carry_out()
     assert error.value.message == f"stopped by SIGTERM {said}"
+
+
+def test_what_ranks_without_a_word_logged_and_saved_is_in_the_records(make, tmp_path, monkeypatch):
+    """Or the report would say that starting again begins at the first step, beside a checkpoint."""
+    noted = {}
+    monkeypatch.setattr(attempt, "finish_manifest", lambda *_, **kept: noted.update(kept))
+    monkeypatch.setattr("tunebook.record.report.write_report", lambda *_: None)
+    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps({'step': 9, 'loss': 1.0})}\n")
+    with pytest.raises(attempt.StoppedError):
+        make(ProcessEnd(exit_code=-9, stopped_by="SIGTERM"), tmp_path / "checkpoints" / "checkpoint-4").carry_out()
+    assert noted == {"step": 9, "last_checkpoint": "checkpoints/checkpoint-4"}
 
 
 @pytest.mark.parametrize(("code", "is_full"), [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EACCES, False)])

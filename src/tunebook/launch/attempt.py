@@ -52,7 +52,7 @@ from tunebook.record.disk import disk_full, is_disk_full
 from tunebook.record.files import RUN_FILE
 from tunebook.record.manifest import finish_manifest, state_of_exit_code
 from tunebook.record.metrics import is_training_line, read_metrics
-from tunebook.record.run_folder import Outcome, clear_outcomes, has_outcome, read_outcomes
+from tunebook.record.run_folder import Outcome, clear_outcomes, has_outcome, noted_checkpoint, read_outcomes
 from tunebook.record.start_up import StartClock, note_launch
 
 REPORT_FILE = "report.html"
@@ -258,16 +258,24 @@ class Attempt:
 
     def _how_far(self) -> str:
         """How far ranks came that were not given the time to say so, and what becomes of steps that none has saved."""
-        newest = newest_checkpoint(self.folder)
-        saved = step_of(newest) if newest is not None else None
+        step, newest = self._last_step() or 0, newest_checkpoint(self.folder)
+        saved = (step_of(newest) or 0) if newest is not None else 0
+        if not step and not saved:
+            return "before the first step"
+        how = f"after step {step} and before a save" if step > saved else f"after step {saved}, which is saved"
+        return f"{how}; {self._what_goes_on(newest)}"
+
+    def _last_step(self) -> int | None:
+        """The last one that was logged, for ranks that do not say themselves how far they came."""
         with contextlib.suppress(DataError):  # of metrics that a stop has cut in two
-            steps = [line["step"] for line in read_metrics(self.folder) if is_training_line(line)]
-            if steps and steps[-1] > (saved or 0):
-                return f"after step {steps[-1]} and before a save; {self._what_goes_on(newest)}"
-        return "before the first step"
+            return max((line["step"] for line in read_metrics(self.folder) if is_training_line(line)), default=None)
+        return None
 
     def _outcome_of(self, error: BaseException) -> Outcome:
-        """How a run ended whose launcher itself failed or was interrupted; the ranks' progress is kept."""
+        """How a run ended whose launcher itself failed or was interrupted; the ranks' progress is kept.
+
+        Of ranks that left no word it is what they logged and saved, or a report would say that all begins anew.
+        """
         if isinstance(error, KeyboardInterrupt):
             code, reason = StoppedError.exit_code, "interrupted"
         elif isinstance(error, TunebookError):
@@ -276,7 +284,8 @@ class Attempt:
             code, reason = 1, f"{type(error).__name__}: {error}"
         if has_outcome(self.folder):
             return replace(self._read_outcomes(), exit_code=code, reason=reason)
-        return Outcome(rank=0, exit_code=code, reason=reason, step=None, last_checkpoint=None)
+        checkpoint = noted_checkpoint(self.folder, newest_checkpoint(self.folder))
+        return Outcome(rank=0, exit_code=code, reason=reason, step=self._last_step(), last_checkpoint=checkpoint)
 
     def _record_end(self, outcome: Outcome) -> bool:
         """Bring manifest and report to the end of the run; whether that went well. A full disk hides no other error."""

@@ -173,6 +173,13 @@ class Outcome:
     time: float | None = None  # seconds since 1970; the rank that fails first says why, the others that it is gone
 
 
+def noted_checkpoint(folder: Path, checkpoint: Path | None) -> str | None:
+    """A checkpoint as an outcome names it."""
+    if checkpoint is None:
+        return None
+    return str(checkpoint.relative_to(folder) if checkpoint.is_relative_to(folder) else checkpoint)
+
+
 def write_outcome(
     folder: Path,
     rank: int,
@@ -183,13 +190,9 @@ def write_outcome(
     best_step: int | None = None,
 ) -> None:
     """Record how this rank ended as `outcome-<rank>.json`."""
-    checkpoint = None
-    if last_checkpoint is not None:
-        inside = last_checkpoint.is_relative_to(folder)
-        checkpoint = str(last_checkpoint.relative_to(folder) if inside else last_checkpoint)
     outcome = Outcome(
-        rank=rank, exit_code=exit_code, reason=reason, step=step, last_checkpoint=checkpoint, best_step=best_step,
-        time=time.time(),
+        rank=rank, exit_code=exit_code, reason=reason, step=step,
+        last_checkpoint=noted_checkpoint(folder, last_checkpoint), best_step=best_step, time=time.time(),
     )  # fmt: skip
     atomic_write_json(_outcome_file(folder, rank), asdict(outcome))
 
