@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from enum import Enum
 
-from tunebook.config.choices import Compute, MixedPrecision, Offload, PeftMethod, Strategy
+from tunebook.config.choices import Offload, PeftMethod, Strategy
+from tunebook.config.estimate.states import is_cast_by_deepspeed
 from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
 
 
@@ -37,11 +38,8 @@ def stays_whole(config: RunConfig) -> bool:
     Such a model is read straight into the GPU, or drawn by rank 0 and copied from GPU to GPU: no host memory for it.
     Not where DeepSpeed casts the model before it moves it, because the GPU would hold it in fp32 first.
     """
-    settings, compute = config.parallelism, config.precision.compute
-    if isinstance(settings, ZeroConfig):
-        casts = compute is Compute.fp16 or settings.mixed_precision is MixedPrecision.cast
-        return settings.strategy is not Strategy.zero3 and not casts
-    return settings.strategy in (Strategy.single, Strategy.ddp)
+    has_whole_model = config.parallelism.strategy in (Strategy.single, Strategy.ddp, Strategy.zero1, Strategy.zero2)
+    return has_whole_model and not is_cast_by_deepspeed(config)
 
 
 def is_offloaded(config: RunConfig) -> bool:

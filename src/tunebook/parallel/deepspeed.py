@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tunebook.config.choices import MixedPrecision, Offload, Strategy
+from tunebook.config.choices import Offload, Strategy
+from tunebook.config.estimate.states import is_cast_by_deepspeed
 from tunebook.config.schema import RunConfig, ZeroConfig
 from tunebook.parallel.precision import mixes_formats
 from tunebook.plan.batch import world_size
@@ -51,8 +52,7 @@ def deepspeed_settings(config: RunConfig) -> dict[str, Any]:
 
 def uses_autocast(config: RunConfig) -> bool:
     """Whether DeepSpeed keeps fp32 weights and leaves bf16 to torch's autocast, as one GPU and DDP do."""
-    zero = config.parallelism
-    return isinstance(zero, ZeroConfig) and mixes_formats(config) and zero.mixed_precision is MixedPrecision.autocast
+    return isinstance(config.parallelism, ZeroConfig) and mixes_formats(config) and not is_cast_by_deepspeed(config)
 
 
 def _number_format(config: RunConfig) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from tunebook.config.estimate import GIB, estimate_memory
 from tunebook.config.estimate.activations import after_head_bytes, head_bytes
 from tunebook.config.estimate.buffers import gathering_bytes, root_gradient_bytes, scattering_bytes
 from tunebook.config.estimate.moments import _moments, fullest_moment
-from tunebook.config.estimate.parameters import parameter_sizes
+from tunebook.config.estimate.parameters import count_parameters, trained_sizes
 from tunebook.config.estimate.states import reduced_gradient_bytes
 from tunebook.config.model_facts import MeasuredLayers
 from tunebook.config.schema import FsdpConfig, ParallelismConfig, ZeroConfig
@@ -77,6 +77,20 @@ def test_zero_2_makes_room_for_whole_parameters(sound):
     assert reduced_gradient_bytes(sound, facts) == 0
 
 
+def test_zero_makes_room_for_a_whole_matrix_that_is_trained_beside_adapters(sound):
+    """Two of 8 ranks have pieces of one of them, and one of each has room for all of it."""
+    sound.hardware.gpus_per_node, sound.parallelism = 8, ZeroConfig(strategy=Strategy.zero2)
+    facts = replace(sound.model.facts, tie_word_embeddings=False)
+    sound.peft.method, sound.peft.rank = PeftMethod.lora, 8
+    adapters = count_parameters(sound, facts).trained
+    assert reduced_gradient_bytes(sound, facts) == pytest.approx(4 * adapters / 8, rel=0.3)
+    sound.peft.modules_to_save = ["embed_tokens", "lm_head"]
+    trained = count_parameters(sound, facts).trained
+    assert trained == adapters + 2 * EMBEDDINGS
+    assert 4 * EMBEDDINGS <= reduced_gradient_bytes(sound, facts) < 4 * EMBEDDINGS + 4 * adapters
+    assert trained / 8 < EMBEDDINGS / 3  # what was counted, of so many ranks
+
+
 def test_layers_of_another_kind_are_dealt_out_as_much_as_was_counted_of_them(sound):
     """As many parameters in all as the model has, whatever its layers are made of."""
     facts = replace(
@@ -84,7 +98,7 @@ def test_layers_of_another_kind_are_dealt_out_as_much_as_was_counted_of_them(sou
         measured=MeasuredLayers(num_layers=24, parameters=24 * 40_000_000, saved={}, linear_inputs=0,
                                 adapter_parameters=0, linear_parameters=0),
     )  # fmt: skip
-    assert sum(parameter_sizes(facts)) == pytest.approx(EMBEDDINGS + 24 * 40_000_000, rel=1e-6)
+    assert sum(trained_sizes(sound, facts)) == pytest.approx(EMBEDDINGS + 24 * 40_000_000, rel=1e-6)
 
 
 def test_the_room_of_zero_2_stays_until_the_step(sound):
@@ -135,14 +149,14 @@ def test_fsdp_reduces_the_embeddings_last(sound):
 
 
 def test_the_buckets_of_zero_2_are_made_when_the_backward_pass_begins(sound):
-    """Not while the last layer's forward pass and the head are computed; until the end from there on."""
+    """Not while the last layer's forward pass and the head are computed; until the step has ended from there on."""
     sound.hardware.gpus_per_node, buffers = 2, []
     for bucket in (0, 10_000_000):
         sound.parallelism = ZeroConfig(strategy=Strategy.zero2, overlap_comm=True, reduce_bucket_size=bucket + 1)
         moments = _moments(sound, sound.model.facts, accumulates=False)
         buffers.append([moment.buffers for moment in moments])
     of_buckets = 2 * 4 * 10_000_000
-    assert [more - less for less, more in zip(*buffers, strict=True)] == [0, 0, of_buckets, of_buckets, of_buckets]
+    assert [more - less for less, more in zip(*buffers, strict=True)] == [0, 0, *[of_buckets] * 4]
 
 
 def test_an_estimate_is_its_fullest_moment(sound):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
-from tunebook.config.choices import MixedPrecision, Offload, OptimizerName, PeftMethod, Strategy
+from tunebook.config.choices import Compute, MixedPrecision, Offload, OptimizerName, PeftMethod, Strategy
 from tunebook.config.estimate import GIB, estimate_memory
 from tunebook.config.estimate.buffers import backward_buffer_bytes, buffer_bytes, reducing_bytes
-from tunebook.config.estimate.states import state_bytes
+from tunebook.config.estimate.states import is_cast_by_deepspeed, state_bytes
 from tunebook.config.schema import FsdpConfig, ParallelismConfig, ZeroConfig
+from tunebook.parallel.deepspeed import uses_autocast
 
 MIB = 2**20
 CAST = MixedPrecision.cast
@@ -25,7 +27,7 @@ CAST = MixedPrecision.cast
         (ZeroConfig(strategy=Strategy.zero2), 4 + (2 * 4 + 12) / 8),
         (ZeroConfig(strategy=Strategy.zero2, mixed_precision=CAST), 2 + (2 * 2 + 12) / 8),
         (ZeroConfig(strategy=Strategy.zero2, offload_optimizer=Offload.cpu), 4),
-        (ZeroConfig(strategy=Strategy.zero3), (4 + 4 + 8) / 8),  # fp32 weights are updated where they are
+        (ZeroConfig(strategy=Strategy.zero3), (4 + 4 + 12) / 8),  # fp32 weights are cloned
         (ZeroConfig(strategy=Strategy.zero3, mixed_precision=CAST), (2 + 2 + 12) / 8),
         (ZeroConfig(strategy=Strategy.zero3, offload_optimizer=Offload.cpu), 4 / 8),
         (ZeroConfig(strategy=Strategy.zero3, offload_optimizer=Offload.cpu, offload_parameters=Offload.cpu), 0),
@@ -39,6 +41,20 @@ def test_states_are_divided_among_8_ranks(sound, settings, bytes_per_parameter):
     sound.parallelism, sound.hardware.gpus_per_node = settings, 8
     estimate = estimate_memory(sound, sound.model.facts)
     assert estimate.states_gib == pytest.approx(494_032_768 * bytes_per_parameter / GIB)
+
+
+def test_fp16_is_what_deepspeed_casts_whatever_is_set(sound):
+    """And torch's autocast where it does not: the plan and `deepspeed.json` say the same of every run."""
+    sound.hardware.gpus_per_node = 8
+    found, formats = {}, (Compute.fp32, Compute.fp16, Compute.bf16)
+    for stage, mixed, compute in product((Strategy.zero1, Strategy.zero3), MixedPrecision, formats):
+        sound.parallelism, sound.precision.compute = ZeroConfig(strategy=stage, mixed_precision=mixed), compute
+        is_mixed = compute is not Compute.fp32
+        assert is_cast_by_deepspeed(sound) == (is_mixed and not uses_autocast(sound))
+        found[stage, mixed, compute] = estimate_memory(sound, sound.model.facts).total_gib
+    for stage in (Strategy.zero1, Strategy.zero3):
+        assert found[stage, MixedPrecision.autocast, Compute.fp16] == found[stage, CAST, Compute.bf16]
+        assert found[stage, MixedPrecision.autocast, Compute.fp16] < found[stage, MixedPrecision.autocast, Compute.bf16]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from tunebook.config.estimate.states import (
     has_parameters_away,
     num_ranks,
     product_element,
-    state_bytes,
     trained_element,
     weight_element,
 )
@@ -133,9 +132,7 @@ def _casts(config: RunConfig) -> bool:
 def _gathered(config: RunConfig, facts: ModelFacts) -> float:
     """What is whole of a sharded or offloaded model besides its layers.
 
-    FSDP gathers the embeddings and the output head once for a pass. Where ZeRO-3 keeps the shares on the GPU, it held
-    as much as they take once more (measured on H200s: 22.8 GiB with them and 11.3 with parameters on the host, of 12
-    layers of Qwen2.5-3B).
+    FSDP gathers the embeddings and the output head once for a pass.
     """
     settings = config.parallelism
     if not _is_gathered(config):
@@ -143,8 +140,7 @@ def _gathered(config: RunConfig, facts: ModelFacts) -> float:
     if divided_among(config).weights == 1 and isinstance(settings, ZeroConfig):
         return _on_one_rank(config, facts)
     if settings.strategy is Strategy.zero3:
-        is_again = config.peft.method is PeftMethod.full and not has_parameters_away(config)
-        return (state_bytes(config, facts).weights if is_again else 0.0) + kept_for_backward(config, facts)
+        return kept_for_backward(config, facts)
     matrices = 1 if facts.tie_word_embeddings or _are_units(config, facts) else 2
     return float(product_element(config) * count_parameters(config, facts).embeddings * matrices)
 

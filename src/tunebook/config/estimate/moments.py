@@ -10,6 +10,7 @@
     backward   of the last layer, for which FSDP gathers, and which activation checkpointing computes again
     later      of the layer before it, while FSDP still holds what it sends of the last one
     end        the backward pass ends: all gradients are there, and at most one layer's activations
+    step       DeepSpeed puts a rank's gradients in one piece, in fp32
 
 Between them the one grows as the other shrinks.
 """
@@ -45,6 +46,7 @@ from tunebook.config.estimate.states import (
     earlier_gradient_bytes,
     reduced_gradient_bytes,
     state_bytes,
+    stepping_bytes,
 )
 from tunebook.config.estimate.working import (
     backward_bytes,
@@ -84,8 +86,13 @@ def _moments(config: RunConfig, facts: ModelFacts, *, accumulates: bool) -> Iter
     kept = kept_bytes(config, facts, is_recomputed=is_recomputed)
     after = kept + after_head_bytes(config, facts)
 
+    room, is_stage_1 = reduced_gradient_bytes(config, facts), config.parallelism.strategy is Strategy.zero1
+    spare = room - states.gradients if room > 0 and not is_stage_1 else 0.0  # what is not gradients that stay
+    # Stage 2 adds up pieces of the first pass's room, and so keeps all of it (0.19.8, copy_grads_in_partition).
+    of_earlier = spare if accumulates else 0.0
+
     def moment(buffers: float, activations: float) -> Moment:
-        return Moment(states=states, gradients=passes, buffers=buffers, activations=activations)
+        return Moment(states=states, gradients=passes, buffers=buffers + of_earlier, activations=activations)
 
     if first := first_gathering_bytes(config, facts):
         yield moment(first, 0.0)
@@ -100,19 +107,16 @@ def _moments(config: RunConfig, facts: ModelFacts, *, accumulates: bool) -> Iter
         yield moment(buffers + gathering, kept + (at_work if config.activation.offload else 0.0))
     reducing = reducing_bytes(config, facts)
     buffers = cleared_buffer_bytes(config, facts, is_recomputed=is_recomputed) + reducing
-    room = reduced_gradient_bytes(config, facts)
-    is_stage_1 = config.parallelism.strategy is Strategy.zero1
-    besides = 0.0  # of that room, from here on, what is not gradients that will be there
     if room > 0 and not is_stage_1:
-        passes, besides = passes + states.gradients, room - states.gradients
-        yield moment(buffers + besides, after)
+        passes += states.gradients
+        yield moment(buffers + spare, after)
     if scattering := scattering_bytes(config, facts):
         yield moment(buffers + scattering, after)
     layer = recomputed_bytes(config, facts) if is_recomputed else backward_bytes(config, facts)
     if layer or isinstance(config.parallelism, FsdpConfig):
         whole = backward_buffer_bytes(config, facts, is_recomputed=is_recomputed)
         left = _left_for_layers(config, facts, kept, accumulates=accumulates)
-        yield moment(whole + reducing + besides, left + layer)
+        yield moment(whole + reducing + spare, left + layer)
     if later := reducing_layer_bytes(config, facts):
         left -= kept / facts.num_layers + (0.0 if facts.tie_word_embeddings else of_head)
         done = states.gradients * _share_of_head_and_layer(config, facts)
@@ -122,9 +126,12 @@ def _moments(config: RunConfig, facts: ModelFacts, *, accumulates: bool) -> Iter
     yield Moment(
         states=states,
         gradients=max(passes, states.gradients),
-        buffers=bucket_bytes(config, facts) + reducing + (room if is_stage_1 else besides),
+        buffers=bucket_bytes(config, facts) + reducing + (room if is_stage_1 else spare + of_earlier),
         activations=_last_layer_bytes(config, facts, states, is_recomputed=is_recomputed),
     )
+    if stepping := stepping_bytes(config, facts):
+        gradients = min(states.gradients, stepping)
+        yield Moment(states=states, gradients=gradients, buffers=reducing + stepping - gradients, activations=0.0)
 
 
 def _left_for_layers(config: RunConfig, facts: ModelFacts, kept: float, *, accumulates: bool) -> float:

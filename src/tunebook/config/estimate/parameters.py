@@ -106,11 +106,18 @@ def _in_linear_layers(facts: ModelFacts) -> int:
     return _in_layers(facts)
 
 
-def parameter_sizes(facts: ModelFacts) -> list[int]:
-    """Of each large parameter in the model's own order: embeddings, seven matrices of each layer, and the head."""
-    embeddings = facts.vocab_size * facts.hidden_size
-    sizes = [*product_sizes(facts).values()] * facts.num_layers
-    return [embeddings, *sizes, *([] if facts.tie_word_embeddings else [embeddings])]
+def trained_sizes(config: RunConfig, facts: ModelFacts) -> list[int]:
+    """Of each large parameter that is trained, in the model's own order: embeddings, layers and head.
+
+    Of a layer seven matrices; where adapters are trained these are small, and stand for one.
+    """
+    parameters = count_parameters(config, facts)
+    if config.peft.method is PeftMethod.full:
+        head = 0 if facts.tie_word_embeddings else parameters.embeddings
+        return [parameters.embeddings, *[*product_sizes(facts).values()] * facts.num_layers, *filter(None, [head])]
+    saved = [parameters.trained_embeddings, parameters.trained_head]
+    layers = max(1, facts.num_layers)
+    return [*filter(None, saved[:1]), *[(parameters.trained - sum(saved)) // layers] * layers, *filter(None, saved[1:])]
 
 
 def product_sizes(facts: ModelFacts) -> dict[str, int]:

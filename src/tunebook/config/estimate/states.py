@@ -1,7 +1,7 @@
 """Weights, gradients and optimizer state of one rank, as the strategy divides and offloads them.
 
 Source: the ZeRO paper (Rajbhandari et al. 2020, figure 1) for what each stage divides; DeepSpeed 0.19.8 for what it
-holds besides: a master copy of each rank's share, in stages 1 and 2 also where the weights are fp32 already.
+holds besides: a master copy of each rank's share, also where the weights are fp32 already.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tunebook.config.choices import Compute, MasterWeights, MixedPrecision, Offload, OptimizerName, PeftMethod, Strategy
-from tunebook.config.estimate.parameters import count_parameters, parameter_sizes
+from tunebook.config.estimate.parameters import count_parameters, trained_sizes
 from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig, ZeroConfig
 
 _EIGHT_BIT = (OptimizerName.adamw_8bit, OptimizerName.paged_adamw_8bit)
@@ -20,6 +20,8 @@ _MOMENTS_OF_EMBEDDINGS = 8
 # 4 bits, and for each block of 64 a scale that is itself kept in 8 bits (double quantisation): 4.127 bits in all.
 # Source: Dettmers et al. 2023, QLoRA, section 3.
 FOUR_BIT_BYTES = 4.127 / 8
+_SUB_GROUP = 1_000_000_000  # parameters that ZeRO-3 steps at a time by default, of a rank's share
+_FP64 = 8  # bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,23 +81,53 @@ def reduced_gradient_bytes(config: RunConfig, facts: ModelFacts) -> float:
     strategy, ranks = config.parallelism.strategy, num_ranks(config)
     if strategy not in (Strategy.zero1, Strategy.zero2) or not state_bytes(config, facts).gradients:
         return 0.0
-    share = count_parameters(config, facts).trained * trained_element(config) / ranks
-    if config.peft.method is not PeftMethod.full:
-        return share
-    return max(weight_element(config) * max(_whole_parameters(config, facts, ranks)), share)
+    element, share = trained_element(config), count_parameters(config, facts).trained / ranks
+    return element * max(share, *(held.whole for held in _held_by_rank(config, facts)))
 
 
-def _whole_parameters(config: RunConfig, facts: ModelFacts, ranks: int) -> list[int]:
-    """The sizes of all large parameters of which a rank has a piece, added up for each rank."""
-    sizes = parameter_sizes(facts)
+def stepping_bytes(config: RunConfig, facts: ModelFacts) -> float:
+    """What DeepSpeed holds of gradients when it steps; 0 where the step is on the host.
+
+    Its stages 1 and 2 put a rank's gradients in one piece and, where they are of 16 bits, cast that to fp32, while all
+    that was reduced is still there; before that each is cast to fp64 for the norm. Stage 3 does so for a billion
+    parameters at a time, unless more or less was typed (0.19.8, stage_1_and_2.py and stage3.py, step; followed in
+    tests/parallel/test_zero_moments.py).
+    """
+    settings = config.parallelism
+    if not isinstance(settings, ZeroConfig) or settings.offload_optimizer is not Offload.none:
+        return 0.0
+    ranks, element = num_ranks(config), trained_element(config)
+    share, cast = count_parameters(config, facts).trained / ranks, 4 if element == 2 else 0
+    if settings.strategy is Strategy.zero3:
+        at_once, largest = min(share, settings.sub_group_size or _SUB_GROUP), max(trained_sizes(config, facts)) / ranks
+        return element * share + max(at_once * (element + cast), _FP64 * largest)
+    return max(
+        element * max(share, held.whole) + max(share * (element + cast), _FP64 * held.largest)
+        for held in _held_by_rank(config, facts)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Held:
+    """Numbers of parameters of which a rank of DeepSpeed's stages 1 and 2 has a piece."""
+
+    whole: int  # of all such parameters
+    largest: float  # of the largest piece
+
+
+def _held_by_rank(config: RunConfig, facts: ModelFacts) -> list[_Held]:
+    """By rank, as DeepSpeed puts all large parameters that are trained one behind the other and cuts them."""
+    ranks, sizes = num_ranks(config), trained_sizes(config, facts)
     is_dealt = getattr(config.parallelism, "round_robin_gradients", None)
     ordered = [size for rank in range(ranks) for size in sizes[rank::ranks]] if is_dealt else sizes
-    share, start, whole = sum(ordered) / ranks, 0, [0] * ranks
+    share, start, whole, largest = sum(ordered) / ranks, 0, [0] * ranks, [0.0] * ranks
     for size in ordered:
         for rank in range(int(start // share), min(ranks - 1, int((start + size - 1) // share)) + 1):
             whole[rank] += size
+            piece = min(start + size, (rank + 1) * share) - max(start, rank * share)
+            largest[rank] = max(largest[rank], piece)
         start += size
-    return whole
+    return [_Held(whole=whole[rank], largest=largest[rank]) for rank in range(ranks)]
 
 
 def states_anywhere(config: RunConfig, facts: ModelFacts) -> States:
@@ -125,9 +157,8 @@ def _frozen_bytes(config: RunConfig, facts: ModelFacts) -> float:
 
 
 def weight_element(config: RunConfig) -> int:
-    """Bytes of a weight as the model holds it: DeepSpeed's own mixed precision casts it to bf16."""
-    is_half = config.precision.compute is not Compute.fp32 and is_cast_by_deepspeed(config)
-    return 2 if is_half or config.precision.master_weights is MasterWeights.bf16 else 4
+    """Bytes of a weight as the model holds it: DeepSpeed's own mixed precision casts it to 16 bits."""
+    return 2 if is_cast_by_deepspeed(config) or config.precision.master_weights is MasterWeights.bf16 else 4
 
 
 def trained_element(config: RunConfig) -> int:
@@ -137,8 +168,14 @@ def trained_element(config: RunConfig) -> int:
 
 
 def is_cast_by_deepspeed(config: RunConfig) -> bool:
-    """Whether all of a model, adapters too, is cast for 16 bits, in place of each product under torch's autocast."""
-    return isinstance(config.parallelism, ZeroConfig) and config.parallelism.mixed_precision is MixedPrecision.cast
+    """Whether all of a model, adapters too, is cast to 16 bits, in place of each product under torch's autocast.
+
+    To fp16 it always is (`parallel.deepspeed` says why).
+    """
+    zero, compute = config.parallelism, config.precision.compute
+    if not isinstance(zero, ZeroConfig) or compute is Compute.fp32:
+        return False
+    return compute is Compute.fp16 or zero.mixed_precision is MixedPrecision.cast
 
 
 def product_element(config: RunConfig) -> int:
@@ -170,18 +207,10 @@ def _moments_element(config: RunConfig) -> int:
 def _master_element(config: RunConfig) -> int:
     """Bytes of DeepSpeed's fp32 copy per trained parameter.
 
-    ZeRO-3 updates fp32 weights where they are, unless they are on the GPU and the step on the host (DeepSpeed 0.19.8,
-    `stage3.py`, `_create_fp32_partitions`).
+    ZeRO-3 would update fp32 weights on the GPU where they are, but looks for that at a device and its name, which are
+    never equal, and so clones them (0.19.8, `stage3.py`, `_create_fp32_partitions`; a test asks it).
     """
-    settings = config.parallelism
-    if not isinstance(settings, ZeroConfig):
-        return 0
-    is_updated_in_place = (
-        settings.strategy is Strategy.zero3
-        and weight_element(config) == 4
-        and settings.offload_optimizer is Offload.none
-    )
-    return 0 if is_updated_in_place else 4
+    return 4 if isinstance(config.parallelism, ZeroConfig) else 0
 
 
 def num_ranks(config: RunConfig) -> int:

@@ -1,0 +1,121 @@
+"""What a rank of real DeepSpeed holds in a step: `python zero_steps.py RANKS STAGE-FORMAT...` prints it as JSON.
+
+A process of its own, since DeepSpeed changes torch for the rest of one, and after its stage 3 nothing else can be
+followed in it. The other ranks are pretended: torch's fake process group answers every collective at once with what it
+was given, which leaves the sizes and lifetimes of tensors as they are.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from typing import Any
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+import deepspeed
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from transformers import LlamaConfig, LlamaForCausalLM
+
+SIZES = {
+    "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "vocab_size": 30_000,
+}  # fmt: skip
+PASSES = 2
+FORMATS: dict[str, dict[str, Any]] = {
+    "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+    "cast": {"bf16": {"enabled": True}},
+}
+
+
+class Living(TorchDispatchMode):
+    """The bytes of all storages that live, and the most that there were since it was asked last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, StorageWeakRef] = {}
+        self._most = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.see(result)
+        return result
+
+    def see(self, result: Any) -> None:
+        """Note the storages of tensors."""
+        for tensor in tree_iter(result):
+            if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+                storage = tensor.untyped_storage()
+                self._storages.setdefault(storage._cdata, StorageWeakRef(storage))
+        self._most = max(self._most, self.now())
+
+    def now(self) -> int:
+        """Bytes."""
+        self._storages = {key: reference for key, reference in self._storages.items() if not reference.expired()}
+        references = self._storages.values()
+        return sum(torch.UntypedStorage._new_with_weak_ptr(reference.cdata).nbytes() for reference in references)
+
+    def most(self) -> int:
+        """Bytes since the last call."""
+        most, self._most = self._most, 0
+        return most
+
+
+def follow(stage: int, number_format: str) -> dict[str, int]:
+    """The sizes, and bytes: `rest` before the first step; at most in the second, `step`; and how many more a second
+    pass has in its forward part than the first, `earlier`."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False))
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": PASSES,
+        "gradient_clipping": 1.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 256 * 256},
+        **FORMATS[number_format],
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
+    living, tokens = Living(), torch.arange(8)[None]
+    gc.collect()
+    living.see([each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)])
+    found = SIZES | {
+        "num_layers": model.config.num_hidden_layers,
+        "num_parameters": num_parameters,
+        "rest": living.now(),
+    }
+    forward = []
+    with living:
+        for _ in range(2):  # the optimizer makes its moments in the first step
+            for _ in range(PASSES):
+                living.most()
+                loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
+                forward.append(living.most())
+                engine.backward(loss)
+                del loss
+                living.most()
+                engine.step()  # which only counts, until the last pass
+                found["step"] = living.most()
+    engine.destroy()
+    return found | {"earlier": forward[-1] - forward[-PASSES]}
+
+
+def main() -> None:
+    """Follow every case, and print what was found."""
+    ranks, *cases = sys.argv[1:]
+    torch.distributed.init_process_group("fake", rank=int(os.environ["RANK"]), world_size=int(ranks), store=FakeStore())
+    torch.set_num_threads(1)
+    words = [(case, *case.split("-")) for case in cases]
+    print(json.dumps({case: follow(int(stage), number_format) for case, stage, number_format in words}))
+
+
+if __name__ == "__main__":
+    main()
