@@ -61,7 +61,9 @@ def test_who_reads(config_of, choice: str, sharing: str) -> None:
         ("ddp", [], True),
         ("zero2", [], True),
         ("zero2_offload", [], True),
-        ("zero2", ["parallelism.mixed_precision=cast"], False),  # in fp32 on the GPU, before it is cast there
+        # in fp32 on the GPU, before it is cast there
+        ("zero2", ["parallelism.mixed_precision=cast", "precision=bf16"], False),
+        ("zero2", ["parallelism.mixed_precision=cast", "precision=fp32"], True),  # nothing is cast
         ("zero3", [], False),
         ("fsdp", [], False),
         ("fsdp_all_ranks_load", [], False),
