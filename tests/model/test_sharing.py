@@ -61,9 +61,7 @@ def test_who_reads(config_of, choice: str, sharing: str) -> None:
         ("ddp", [], True),
         ("zero2", [], True),
         ("zero2_offload", [], True),
-        # in fp32 on the GPU, before it is cast there
-        ("zero2", ["parallelism.mixed_precision=cast", "precision=bf16"], False),
-        ("zero2", ["parallelism.mixed_precision=cast", "precision=fp32"], True),  # nothing is cast
+        ("zero2", ["parallelism.mixed_precision=cast"], True),  # in fp32 nothing is cast
         ("zero3", [], False),
         ("fsdp", [], False),
         ("fsdp_all_ranks_load", [], False),
@@ -71,6 +69,15 @@ def test_who_reads(config_of, choice: str, sharing: str) -> None:
 )
 def test_what_stays_whole_on_a_gpu(config_of, choice: str, words: list[str], whole: bool) -> None:
     assert stays_whole(config_of(choice, *words)) is whole
+
+
+def test_what_is_cast_is_in_fp32_on_the_gpu_before(config_of) -> None:
+    config = config_of("zero2", "parallelism.mixed_precision=cast")
+    config.precision.compute = Compute.bf16
+    assert not stays_whole(config)
+    config = config_of("zero2")
+    config.precision.compute = Compute.bf16
+    assert stays_whole(config)
 
 
 def test_fp16_is_cast_by_deepspeed(config_of) -> None:

@@ -70,6 +70,13 @@ def growth_of(way: Way) -> dict[str, Growth]:
     return found
 
 
+def bytes_of_pairs(way: Way) -> float:
+    """For each head and pair of tokens, at most in the last layer's backward pass, of attention without a kernel."""
+    part = f"backward {LAST}"
+    short, long = (_live_bytes(way, *SMALL, tokens=tokens, attention="eager")[part] for tokens in (TOKENS, 2 * TOKENS))
+    return (long - 2 * short) / 2 / TOKENS**2 / NUM_HEADS
+
+
 def saved_by_a_layer(
     way: Way, *, kind: str = "llama", compiled: str | None = None, is_eager: bool = False
 ) -> tuple[float, float]:
@@ -131,9 +138,11 @@ class _Living(TorchDispatchMode):
             self._found[reference.cdata] = (reference, storage.nbytes())
 
 
-def _live_bytes(way: Way, hidden: int, inner: int) -> dict[str, int]:
+def _live_bytes(
+    way: Way, hidden: int, inner: int, *, tokens: int = TOKENS, attention: str = UNMASKED
+) -> dict[str, int]:
     with _without_memory():
-        model = _build(way, hidden, inner)
+        model = _build(way, hidden, inner, attention=attention)
         decoder, living = saved.text_decoder(saved._causal(model)), _Living(model)
         for place, layer in enumerate(saved.decoder_layers(decoder, NUM_LAYERS)):
             if way.is_recomputed:
@@ -141,7 +150,7 @@ def _live_bytes(way: Way, hidden: int, inner: int) -> dict[str, int]:
             _name_parts(layer, living, place)
         mixed = torch.autocast("cpu", dtype=torch.bfloat16, enabled=way.is_mixed)
         with living, mixed, CudaAutocast():
-            output = decoder(**saved._row(TOKENS, has_lengths=False), use_cache=False).last_hidden_state
+            output = decoder(**saved._row(tokens, has_lengths=False), use_cache=False).last_hidden_state
             kept = living.num_bytes()
             living.part = "head"
             output.backward(torch.empty_like(output))

@@ -37,6 +37,7 @@ from .live_tensors import (
     SMALL,
     TOKENS,
     Way,
+    bytes_of_pairs,
     growth_of,
     saved_by_a_layer,
 )
@@ -107,6 +108,29 @@ def test_a_layer_that_is_computed_again_has_at_work_what_was_followed(sound, nam
     of_fsdp = 6 if parallelism is FSDP else 0  # measured, not followed
     assert hidden - of_fsdp == alive.hidden - stream * (NUM_LAYERS + 2) - stream / 8
     assert inner == alive.inner + (1 if name == "adapter in fp32, dropout" else 0)
+
+
+@pytest.mark.parametrize(
+    "way", [Way(is_mixed=False), Way(), Way(weights=BF16), replace(LORA, targets=ATTENTION)], ids=str
+)
+@pytest.mark.parametrize("is_recomputed", [True, False])
+def test_attention_without_a_kernel_has_the_gradient_of_its_softmax_at_work(sound, way, is_recomputed):
+    """Beside what it keeps: as much in fp32 as the softmax, and in the number format of products."""
+    set_to(sound, way, SINGLE)
+    sound.attention.implementation = Attention.eager
+    sound.activation.checkpointing = Checkpointing.enabled if is_recomputed else Checkpointing.disabled
+
+    def planned(row):
+        sound.packing.row_length = row
+        if is_recomputed:
+            return recomputed_bytes(sound, facts)
+        return kept_bytes(sound, facts, is_recomputed=False) + backward_bytes(sound, facts)
+
+    facts = replace(sound.model.facts, num_layers=NUM_LAYERS)
+    row = 65_536  # the squares are most of it
+    squares = (planned(2 * row) - 2 * planned(row)) / 2 / row**2 / facts.num_attention_heads
+    followed = bytes_of_pairs(replace(way, is_recomputed=is_recomputed))
+    assert squares == pytest.approx(followed, rel=0.06)
 
 
 @pytest.mark.parametrize("way", [replace(LORA, dropout=0.05), replace(LORA, dropout=0.05, targets=ATTENTION)], ids=str)

@@ -111,9 +111,13 @@ def backward_bytes(config: RunConfig, facts: ModelFacts) -> float:
 
     Of compiled layers only with adapters, and where selective checkpointing computes the product of gate and up again.
     """
-    tokens, is_selective = tokens_per_pass(config), config.activation.checkpointing is Checkpointing.selective
     if config.activation.offload:
         return 0.0
+    return max(_inner_backward_bytes(config, facts), _eager_backward_bytes(config, facts))
+
+
+def _inner_backward_bytes(config: RunConfig, facts: ModelFacts) -> float:
+    tokens, is_selective = tokens_per_pass(config), config.activation.checkpointing is Checkpointing.selective
     if computes_products_again(config):
         of_inner = _compiled_element(config, facts) * facts.intermediate_size
         return float(tokens * (stream_element(config) * facts.hidden_size + of_inner))
@@ -127,6 +131,18 @@ def backward_bytes(config: RunConfig, facts: ModelFacts) -> float:
     return float(tokens * product_element(config) * facts.intermediate_size)
 
 
+def _eager_backward_bytes(config: RunConfig, facts: ModelFacts) -> float:
+    """What attention without a kernel has at work beside its softmax: that one's gradient in fp32, and its input's.
+
+    Followed on a CPU: 7.6 bytes for each head and pair of tokens in fp32, 6 with products in 16 bits; 0.4 to 2.8 more
+    where scores are capped (Gemma 2).
+    """
+    if config.attention.implementation is not Attention.eager:
+        return 0.0
+    pairs = float(tokens_per_pass(config) * attended_length(config))
+    return pairs * facts.num_attention_heads * (4 + product_element(config))
+
+
 def computes_products_again(config: RunConfig) -> bool:
     """Whether layers are compiled, trained whole and checkpointed selectively."""
     is_full = config.peft.method is PeftMethod.full
@@ -135,14 +151,14 @@ def computes_products_again(config: RunConfig) -> bool:
 
 
 def recomputed_bytes(config: RunConfig, facts: ModelFacts) -> float:
-    """Bytes of a layer that is computed again, when its backward pass is at the inner numbers.
+    """Bytes of a layer that is computed again, when its backward pass is at the inner numbers, or at eager attention.
 
     What it keeps, but for its input, which is counted with those of all layers; the gradient of its output; and
     gradients of inner numbers.
     """
     hidden, inner = _at_work_again(config, facts)
-    layer, tokens = one_layer_bytes(config, facts), tokens_per_pass(config)
-    return max(layer, layer + tokens * (hidden * facts.hidden_size + inner * facts.intermediate_size))
+    at_inner = tokens_per_pass(config) * (hidden * facts.hidden_size + inner * facts.intermediate_size)
+    return one_layer_bytes(config, facts) + max(0, at_inner, _eager_backward_bytes(config, facts))
 
 
 def _at_work_again(config: RunConfig, facts: ModelFacts) -> tuple[int, int]:
