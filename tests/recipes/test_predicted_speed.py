@@ -55,5 +55,5 @@ def test_generated_documents_that_leave_rows_empty_are_not_planned_as_if_they_fi
     """Two documents on each GPU a step: 3,531 tokens a second were measured, 16,865 planned with full rows."""
     batch, time = planned(ROOT / "recipes/zero1_lora/evidence/hopper-4-random_weights.json")
     assert batch.tokens_per_step == pytest.approx(8 * 474.6, abs=1)
-    assert time.tokens_per_second_per_gpu == pytest.approx(5_509, rel=0.02)
+    assert time.tokens_per_second_per_gpu == pytest.approx(4_333, rel=0.02)
     assert "rows are full" not in time.assumption

@@ -19,7 +19,16 @@ from tunebook.config.rules.attention import FLASH, WITHOUT_MASK
 from tunebook.config.schema import ModelFacts, RunConfig
 from tunebook.config.sharing import is_offloaded
 from tunebook.plan.batch import world_size
-from tunebook.plan.measured_speed import ADAPTERS, ALONE, SPREAD, Adapter, Alone, Spread
+from tunebook.plan.measured_speed import (
+    ADAPTERS,
+    ALONE,
+    FLASH_WAITING,
+    SDPA_WAITING,
+    SPREAD,
+    Adapter,
+    Alone,
+    Spread,
+)
 
 SEVERAL_NODES = "no speed was measured on several nodes, and their links decide it"
 _PAGED = (OptimizerName.paged_adamw_32bit, OptimizerName.paged_adamw_8bit)
@@ -99,6 +108,11 @@ def alike(config: RunConfig, facts: ModelFacts, flops_per_pass: float) -> Alone:
         return work + 2 * width, *(not one for one in is_like_it)
 
     return min(rows, key=distance)
+
+
+def waiting_like(config: RunConfig) -> Alone:
+    """What bounds a pass of little work from below, by the number of its kernels."""
+    return FLASH_WAITING if config.attention.implementation in WITHOUT_MASK else SDPA_WAITING
 
 
 def spread_like(config: RunConfig, facts: ModelFacts) -> Spread | None:

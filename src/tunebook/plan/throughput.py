@@ -2,10 +2,11 @@
 
     seconds of a pass = work / (peak x share of it that one GPU reached) + what the strategy lost in a pass
 
-Work is what is computed, padding and recomputed layers included. The shares and the losses are those of
-`measured_speed`, of whatever was measured nearest, and the answer says what was assumed by that. Where nothing
-comparable was measured there is no estimate but the reason; several nodes have a bound, the speed of one with all of
-their GPUs. Loading, validation, saving and evaluation come on top.
+where the first is no less than a GPU takes that waits for its kernels to be launched. Work is what is computed, padding
+and recomputed layers included. The shares and the losses are those of `measured_speed`, of whatever was measured
+nearest, and the answer says what was assumed by that. Where nothing comparable was measured there is no estimate but
+the reason; several nodes have a bound, the speed of one with all of their GPUs. Loading, validation, saving and
+evaluation come on top.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from tunebook.plan.comparable import (
     as_on_one_node,
     measured_as,
     spread_like,
+    waiting_like,
     why_not_estimated,
 )
 from tunebook.plan.flops import flops_per_token, recomputed_flops_per_token
@@ -145,7 +147,8 @@ def _estimate(config: RunConfig, batch: BatchPlan, facts: ModelFacts, peak: Peak
     share = row.efficiency * gain * (adapter.gain if adapter else 1)
     work = real / (1 - padding) * flops / (peak.tflops * 1e12)  # seconds at the peak
     spread = spread_like(config, facts)
-    speed = real / (work * (1 + waited / flops) / share + _lost_seconds(spread, facts))
+    computing, waiting = work * (1 + waited / flops) / share, _waiting_seconds(config, facts)
+    speed = real / (max(computing, waiting) + _lost_seconds(spread, facts))
     ranks = world_size(config)
     hours = None if tokens is None else tokens / (speed * ranks) / 3600
     return TimePlan(
@@ -156,8 +159,15 @@ def _estimate(config: RunConfig, batch: BatchPlan, facts: ModelFacts, peak: Peak
         gpu_hours=None if hours is None else hours * ranks,
         efficiency=work * speed / real,
         peak_tflops=peak.tflops,
-        assumption=_assumption(config, batch, peak, row, spread, adapter),
+        assumption=_assumption(config, batch, peak, row, spread, adapter, is_waiting=waiting > computing),
     )
+
+
+def _waiting_seconds(config: RunConfig, facts: ModelFacts) -> float:
+    """What a pass takes at least, whatever it computes. A forward pass is a third of it, and may be done twice."""
+    is_recomputed = config.activation.checkpointing is Checkpointing.enabled
+    passes = 1 + 1 / 3 if is_recomputed else 1.0
+    return waiting_like(config).seconds_of_a_layer * facts.num_layers * passes
 
 
 def _as_if_computed_by_experts(facts: ModelFacts, trained: int | None) -> float:
@@ -208,11 +218,21 @@ def _lost_seconds(spread: Spread | None, facts: ModelFacts) -> float:
 
 
 def _assumption(
-    config: RunConfig, batch: BatchPlan, peak: Peak, row: Alone, spread: Spread | None, adapter: Adapter | None
+    config: RunConfig,
+    batch: BatchPlan,
+    peak: Peak,
+    row: Alone,
+    spread: Spread | None,
+    adapter: Adapter | None,
+    *,
+    is_waiting: bool,
 ) -> str:
     """Everything that the estimate takes for granted, the most doubtful first."""
     generation, compute, strategy = config.hardware.generation, config.precision.compute, config.parallelism.strategy
     parts = [f"the share of its peak that {row.text} reached"]
+    if is_waiting:
+        of = waiting_like(config)
+        parts = [f"a pass of so little work takes each layer the {1000 * of.seconds_of_a_layer:.1f} ms of {of.text}"]
     if generation is not Generation.hopper:
         parts.append(f"never measured on {generation.name}, whose peak is taken from the {peak.gpu}")
     elif not peak.is_of_this_model:
