@@ -7,10 +7,10 @@ from itertools import product
 
 import pytest
 
-from tunebook.config.choices import Compute, MixedPrecision, Offload, OptimizerName, PeftMethod, Strategy
+from tunebook.config.choices import Compute, MasterWeights, MixedPrecision, Offload, OptimizerName, PeftMethod, Strategy
 from tunebook.config.estimate import GIB, estimate_memory
 from tunebook.config.estimate.buffers import backward_buffer_bytes, buffer_bytes, reducing_bytes
-from tunebook.config.estimate.states import is_cast_by_deepspeed, state_bytes
+from tunebook.config.estimate.states import is_cast_by_deepspeed, state_bytes, states_anywhere
 from tunebook.config.schema import FsdpConfig, ParallelismConfig, ZeroConfig
 from tunebook.parallel.deepspeed import uses_autocast
 
@@ -41,6 +41,16 @@ def test_states_are_divided_among_8_ranks(sound, settings, bytes_per_parameter):
     sound.parallelism, sound.hardware.gpus_per_node = settings, 8
     estimate = estimate_memory(sound, sound.model.facts)
     assert estimate.states_gib == pytest.approx(494_032_768 * bytes_per_parameter / GIB)
+
+
+def test_moments_of_bitsandbytes_in_32_bits_are_fp32_beside_bf16_weights(sound):
+    """Where torch's are in bf16, too."""
+    sound.precision.master_weights = MasterWeights.bf16
+    found = {}
+    for name in (OptimizerName.adamw, OptimizerName.paged_adamw_32bit):
+        sound.optimizer.name = name
+        found[name] = states_anywhere(sound, sound.model.facts).optimizer / sound.model.facts.num_parameters
+    assert found == {OptimizerName.adamw: 4, OptimizerName.paged_adamw_32bit: 8}
 
 
 def test_fp16_is_what_deepspeed_casts_whatever_is_set(sound):

@@ -199,9 +199,14 @@ def _moments_bytes(config: RunConfig, facts: ModelFacts) -> float:
 
 
 def _moments_element(config: RunConfig) -> int:
-    """Bytes of Adam's two moments per trained parameter."""
+    """Bytes of Adam's two moments per trained parameter.
+
+    torch's are in the format of the weights, bitsandbytes' of 32 bits always fp32 (0.50, optim/optimizer.py).
+    """
+    if config.optimizer.name in _EIGHT_BIT:
+        return 2
     is_bf16 = trained_element(config) == 2 and not isinstance(config.parallelism, ZeroConfig)
-    return 2 if config.optimizer.name in _EIGHT_BIT else 4 if is_bf16 else 8
+    return 4 if is_bf16 and config.optimizer.name not in _PAGED else 8
 
 
 def _master_element(config: RunConfig) -> int:
