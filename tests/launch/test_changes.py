@@ -136,7 +136,8 @@ def test_as_json():
     fitting = Fitting(change=change, total_gib=12.34567, tokens_per_second_per_gpu=1234.56, speed=0.45678)
     assert fitting.to_json() == {
         "overrides": ["parallelism=zero3"], "total_gib": 12.346, "tokens_per_second_per_gpu": 1234.6, "speed": 0.457,
-        "leave_out": [], "cost": "estimated 1,235 tokens/s per GPU, 46% of the run as asked",
+        "leave_out": [], "cost": "estimated 1,235 tokens/s per GPU, 46% of the run as asked", "host_gib": None,
+        "warnings": [],
     }  # fmt: skip
 
 
@@ -250,13 +251,91 @@ def test_one_gpu_is_offered_what_it_has_alone_and_nothing_that_a_rule_calls_usel
     assert not any("parallelism=single" in change.words for change in several)
 
 
-def test_a_change_that_brings_a_warning_is_not_offered(monkeypatch):
+def test_a_change_that_brings_a_warning_is_a_second_choice_that_says_so(monkeypatch):
     words = ("hardware=hopper", "hardware.gpus_per_node=1", "hardware.host_memory_gib=4", "parallelism=fsdp_offload")
     useless = Change(words=("parallelism=zero2",), speed=1.0)
+    with_less = Change(words=(*useless.words, "activation=checkpointing"), speed=0.8)
     tried = draft_run("qwen05b_single", [*words, *useless.words], [])
     assert (tried.fits, [problem.id for problem in tried.problems]) == (True, ["sharding-on-one-rank"])
-    monkeypatch.setattr(changes, "_candidates", lambda _: [useless])
-    assert offered("qwen05b_single", *words) == []
+    good = Change(words=("parallelism=single",), speed=1.0)
+    monkeypatch.setattr(changes, "_candidates", lambda _: [useless, with_less, good])
+    fitting = offered("qwen05b_single", *words)
+    assert words_of(fitting) == ["parallelism=single", "parallelism=zero2"]
+    assert [one.warnings for one in fitting] == [(), ("sharding-on-one-rank",)]
+    assert "warning sharding-on-one-rank; estimated " in fitting[1].line()
+    assert fitting[1].to_json()["warnings"] == ["sharding-on-one-rank"]
+    monkeypatch.setattr(changes, "HOW_MANY", 1)
+    assert words_of(offered("qwen05b_single", *words)) == ["parallelism=single"]
+
+
+def test_in_fp8_what_refuses_it_is_offered_in_bf16():
+    words = ("hardware=hopper", "hardware.gpus_per_node=1", "parallelism=single")
+    fitting = offered("llama3_8b_fp8", *words)
+    zero = ["parallelism=zero2_offload precision=bf16", "parallelism=zero3_offload precision=bf16"]
+    assert words_of(fitting) == [*zero, "peft=lora precision=bf16"]
+    assert [one.change.changes_learning for one in fitting] == [False, False, True]
+    assert all("computes in bf16 instead of fp8: more exactly" in one.cost for one in fitting)
+    for one in fitting:
+        tried = draft_run("llama3_8b_fp8", [*words, *one.change.words], [])
+        assert (tried.exit_code, tried.fits, tried.problems) == (0, True, [])
+    fitting = offered("llama3_8b_fp8", *words, "hardware.memory_gib=24")  # too little for ZeRO's gradients
+    adapters = ["peft=lora precision=bf16", "peft=qlora precision=bf16"]
+    assert words_of(fitting) == ["parallelism=fsdp_offload", *adapters]
+    assert [one.warnings for one in fitting] == [("fp8-not-compiled",), (), ()]
+
+
+def test_an_optimizer_that_a_strategy_refuses_is_offered_as_adamw_beside_it():
+    words = ("hardware=volta", "hardware.gpus_per_node=1", "hardware.memory_gib=16", "parallelism=single")
+    fitting = offered("qwen3b_zero2", *words, "optimizer=paged_adamw_8bit")
+    full = ["parallelism=fsdp_offload optimizer=adamw", "parallelism=zero3_offload optimizer=adamw"]
+    assert words_of(fitting) == [*full, "peft=lora"]
+    for one in fitting:
+        tried = draft_run("qwen3b_zero2", [*words, "optimizer=paged_adamw_8bit", *one.change.words], [])
+        assert (tried.exit_code, tried.fits, tried.problems) == (0, True, [])
+    notes = [one.change.note for one in fitting]
+    moved = "weights and optimizer state in host memory"
+    assert notes[:2] == [f"{moved}; optimizer state in 32 bits instead of 8: learns no less exactly"] * 2
+    of_32_bits = offered("qwen3b_zero2", *words, "optimizer=paged_adamw_32bit")
+    assert of_32_bits[0].change.note == f"{moved}; the same steps"
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        (("optimizer=adamw_8bit",), "parallelism=fsdp optimizer=adamw"),
+        (("optimizer.name=adamw_8bit",), "parallelism=fsdp optimizer.name=adamw"),  # which optimizer=adamw leaves
+        (("precision=fp8",), "parallelism=zero3 precision=bf16"),
+        (("precision.compute=fp8",), "parallelism=fsdp peft=lora precision.compute=bf16"),
+        (
+            ("precision=fp8", "optimizer=adamw_8bit"),
+            "parallelism=zero3_offload optimizer=adamw precision=bf16",
+        ),
+    ],
+)
+def test_only_what_a_rule_refuses_has_another_answer_beside_it(typed, expected):
+    words = [*HOPPER, "parallelism=ddp", *typed]
+    asked = draft_run("llama3_8b_ddp", words, [])
+    candidates = [" ".join(change.words) for change in changes._candidates(asked)]
+    assert expected in candidates
+    assert expected.rpartition(" ")[0] not in candidates
+    assert ("optimizer=adamw_8bit" in candidates) is not any("adamw_8bit" in word for word in typed)
+    assert draft_run("llama3_8b_ddp", [*words, *expected.split()], []).exit_code != 2
+
+
+@pytest.mark.parametrize(
+    ("words", "host"),
+    [
+        ((), ", and 786.9 GiB of each host, which is not known to have them"),
+        (("hardware.host_memory_gib=1000",), ", and 786.9 GiB of each host"),
+    ],
+)
+def test_what_is_moved_to_the_host_says_how_much_of_it_that_takes(words, host):
+    offload, *_, adapter = offered("llama2_70b_fsdp", *words)
+    assert offload.line().startswith(f"parallelism=fsdp_offload   (18.0 GiB{host}; weights and optimizer state in ")
+    asked = draft_run("llama2_70b_fsdp", [*words, "parallelism=fsdp_offload"], [])
+    assert offload.to_json()["host_gib"] == pytest.approx(asked.host.memory.total, abs=0.001)
+    assert "of each host" not in adapter.line()  # nothing is moved there
+    assert adapter.to_json()["host_gib"] > 0
 
 
 def test_a_cpu_is_not_offered_what_moves_states_to_its_own_memory():
@@ -303,7 +382,8 @@ def test_what_cannot_fit_by_its_states_is_not_composed(monkeypatch):
 @pytest.mark.parametrize(
     "words",
     [["parallelism=ddp"], ["parallelism=zero2"], ["parallelism=zero2_offload"], ["parallelism=fsdp"],
-     ["parallelism=zero3", "activation=checkpointing"], ["optimizer=adamw_8bit"]],
+     ["parallelism=zero3", "activation=checkpointing"], ["optimizer=adamw_8bit"],
+     ["parallelism=zero3", "precision=bf16"], ["parallelism=fsdp", "optimizer.name=adamw", "precision.compute=bf16"]],
 )  # fmt: skip
 def test_nothing_that_has_room_is_told_without_composing_to_have_none(words):
     asked = draft_run("llama3_8b_ddp", ["hardware=hopper"], [])

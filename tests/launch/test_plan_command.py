@@ -149,6 +149,11 @@ def test_a_plan_that_cannot_fit_ends_with_3(as_json: Any, capsys: pytest.Capture
     code, plan = as_json("qwen3b_zero2", *TOO_LARGE)
     assert (code, plan["fits"]) == (3, False)
     assert [problem["id"] for problem in plan["problems"]] == ["does-not-fit"]
+    assert plan["would_fit"] == []
+    assert plan["problems"][0]["message"].endswith(
+        "on each GPU or rank; none of the changes that were tried makes it fit: take more or larger GPUs, a smaller "
+        "model or, where long documents are what is too much, a smaller training.max_length"
+    )
     with pytest.raises(DoesNotFitError, match=r"more than 8 GiB on each GPU or rank; no change that was tried would$"):
         plan_command("qwen3b_zero2", [*TOO_LARGE], [], Console())
     out = capsys.readouterr().out
@@ -164,6 +169,17 @@ def test_a_plan_that_does_not_fit_points_at_what_it_has_listed() -> None:
         plan_command("qwen3b_zero2", words, [], console)
     assert isinstance(console.file, io.StringIO)
     assert "\nWhat would fit, by estimate, to be typed after the recipe:\n  parallelism=" in console.file.getvalue()
+
+
+def test_the_problem_in_the_json_names_what_was_found(as_json: Any) -> None:
+    words = ("hardware=ada", "parallelism=zero2", "hardware.gpus_per_node=4", "parallelism.overlap_comm=true")
+    code, plan = as_json("qwen3b_zero2", *words)
+    assert code == 3
+    (problem,) = plan["problems"]
+    fsdp = "parallelism=fsdp without parallelism.overlap_comm=true"
+    offloaded = "parallelism=fsdp_offload without parallelism.overlap_comm=true or parallelism=zero3_offload"
+    assert problem["id"] == "does-not-fit"
+    assert problem["message"].endswith(f"GPU or rank; what would fit, by estimate: {fsdp} or {offloaded}")
 
 
 def test_a_plan_whose_host_is_too_small_ends_with_3(as_json: Any) -> None:
@@ -216,7 +232,9 @@ def test_what_would_fit_for_certain_is_named_where_that_is_in_doubt(as_json: Any
     assert plan_command(None, words, [], Console(width=200)) == 0
     out = capsys.readouterr().out
     assert "more than 83% of 79.6 GiB, which leaves little for it" in out
-    assert "What would fit for certain, by estimate" in out
+    assert "What would fit, by estimate" in out and "for certain" not in out  # what the hosts have is not known
+    assert plan_command(None, [*words, "hardware.host_memory_gib=1000"], [], Console(width=200)) == 0
+    assert "What would fit for certain, by estimate" in capsys.readouterr().out
 
 
 def test_a_number_of_hundreds_of_digits_is_named_and_shortened(as_json: Any) -> None:

@@ -1,9 +1,10 @@
 """What would make a run fit that is too large: up to three changes, the cheapest in speed first, ready to paste.
 
-Each is tried as if it had been typed, so whatever breaks a rule or brings a new warning is left out, and its cost is
-its own estimate beside that of the run as asked. In which order they are tried follows from the speeds that were
-measured; what was not comes after what was, and what changes what is learned comes last. A key that was typed for the
-answer that a change replaces, and that its own answer has no use for, is named as a word to leave out.
+Each is tried as if it had been typed, so whatever breaks a rule is left out, what brings a new warning is offered only
+where too few others were found, and its cost is its own estimate beside that of the run as asked. In which order they
+are tried follows from the speeds that were measured; what was not comes after what was, and what changes what is
+learned comes last. A key that was typed for the answer that a change replaces, and that its own answer has no use for,
+is named as a word to leave out.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from tunebook.config.auto import resolve_auto
-from tunebook.config.choices import Checkpointing, Generation, Offload, OptimizerName, Strategy
+from tunebook.config.choices import Checkpointing, Compute, Generation, Offload, OptimizerName, Strategy
 from tunebook.config.estimate import estimate_memory
 from tunebook.config.frozen import PARALLELISM_SCHEMAS
+from tunebook.config.rules.optimizing import BITSANDBYTES
 from tunebook.config.schema import CHOICE_SCHEMAS, ParallelismConfig, RunConfig, ZeroConfig
 from tunebook.errors import Problem
 from tunebook.launch.draft import Draft, draft_run
@@ -47,6 +49,10 @@ class Fitting:
     tokens_per_second_per_gpu: float | None = None  # estimated
     speed: float | None = None  # of the run as asked, by estimate, as if that fitted
     left_out: tuple[str, ...] = ()  # words that were typed and that do not go with it
+    warnings: tuple[str, ...] = ()  # ids of those that the run as asked does not have
+    host_gib: float | None = None  # of each node's host, at the peak
+    is_in_host_memory: bool = False  # whether something is moved there from the GPUs
+    host_fits: bool | None = None  # None: not known
 
     @property
     def cost(self) -> str:
@@ -59,7 +65,8 @@ class Fitting:
             speed = f"{self.tokens_per_second_per_gpu:,.0f} tokens/s per GPU"
             words = f"estimated {speed}, {self.speed:.0%} of the run as asked"
         without = f"leave out {' '.join(self.left_out)}" if self.left_out else ""
-        return "; ".join(part for part in (without, self.change.note, words) if part)
+        warnings = [f"warning {problem_id}" for problem_id in self.warnings]
+        return "; ".join(part for part in (without, self.change.note, *warnings, words) if part)
 
     def to_json(self) -> dict[str, Any]:
         """As `plan --json` lists it."""
@@ -68,6 +75,8 @@ class Fitting:
             "overrides": list(self.change.words),
             "leave_out": list(self.left_out),
             "total_gib": round(self.total_gib, 3),
+            "host_gib": None if self.host_gib is None else round(self.host_gib, 3),
+            "warnings": list(self.warnings),
             "tokens_per_second_per_gpu": None if speed is None else round(speed, 1),
             "speed": None if self.speed is None else round(self.speed, 3),
             "cost": self.cost,
@@ -75,7 +84,14 @@ class Fitting:
 
     def line(self) -> str:
         """For a terminal."""
-        return f"{' '.join(self.change.words)}   ({self.total_gib:.1f} GiB; {self.cost})"
+        return f"{' '.join(self.change.words)}   ({self.total_gib:.1f} GiB{self._of_the_host()}; {self.cost})"
+
+    def _of_the_host(self) -> str:
+        """What decides about what was moved there."""
+        if self.host_gib is None or not self.is_in_host_memory:
+            return ""
+        unknown = ", which is not known to have them" if self.host_fits is None else ""
+        return f", and {self.host_gib:,.1f} GiB of each host{unknown}"
 
 
 def _sharded() -> tuple[Change, ...]:
@@ -118,6 +134,11 @@ _OTHER_LEARNING = (
     ),
 )
 _ADAPTERS = _OTHER_LEARNING[1:]
+_IN_8_BITS = (OptimizerName.adamw_8bit, OptimizerName.paged_adamw_8bit)
+# See the rules bitsandbytes-optimizer-with-fsdp and -offloaded, fp8-with-deepspeed and fp8-with-adapters.
+_REFUSE_BITSANDBYTES = {"parallelism=fsdp"} | {word for change in _OFFLOADED for word in change.words}
+_REFUSE_FP8 = {f"parallelism={name}" for name in ("zero2", "zero3", "zero2_offload", "zero3_offload")}
+_REFUSE_FP8 |= {word for change in _ADAPTERS for word in change.words}
 # What divides the frozen weights, the fastest way and with the host's memory. Each try takes a third of a second.
 _WITH_ADAPTERS = (("parallelism=fsdp",), ("parallelism=fsdp_offload",))
 _WITHOUT_STATES = {"activation", "activation.offload", "packing.row_length", "training.micro_batch_size"}
@@ -127,6 +148,7 @@ _WITH_OWN_KEYS = {place.partition("/")[0] for place in CHOICE_SCHEMAS}  # groups
 def changes_that_fit(recipe: str | None, overrides: list[str], recipes_dirs: list[Path], draft: Draft) -> list[Fitting]:
     """Up to three changes, each tried on top of what was typed. `draft` is the run that does not fit."""
     found: list[Fitting] = []
+    warned: list[Fitting] = []  # a second choice
     refused: list[Change] = []
     for change in _candidates(draft):
         if any(set(fitting.change.words) <= _with_less(change) for fitting in found):
@@ -134,16 +156,21 @@ def changes_that_fit(recipe: str | None, overrides: list[str], recipes_dirs: lis
         if _is_hopeless(change, draft, overrides) or any(_is_no_cure(change, other) for other in refused):
             continue
         tried, left_out = _try(change, recipe, overrides, recipes_dirs, draft)
-        memory = tried.memory
-        is_refused = tried.error is not None or bool(_new_problems(tried, draft))
-        if is_refused:
-            refused.append(change)
-        fits = tried.fits and tried.exit_code == 0 and not is_refused
-        if fits and memory is not None and memory.memory.total is not None:
-            found.append(_fitting(change, memory.memory.total, tried, draft, left_out))
+        fitting = _fitting(change, tried, draft, left_out) if tried.fits and tried.exit_code == 0 else None
+        problems = _new_problems(tried, draft)
+        is_refused = tried.error is not None or any(problem.is_error for problem in problems)
+        if is_refused or (fitting is not None and problems):
+            refused.append(change)  # and what takes less memory still is refused too, or has the same warnings
+        if fitting is not None:
+            (warned if problems else found).append(fitting)
         if len(found) == HOW_MANY:
             break
-    return sorted(found, key=lambda one: (one.change.changes_learning, -(one.tokens_per_second_per_gpu or 0)))
+    return sorted([*found, *warned][:HOW_MANY], key=_offered)
+
+
+def _offered(fitting: Fitting) -> tuple[bool, bool, float]:
+    """What is learned first, then the warnings, then the speed."""
+    return fitting.change.changes_learning, bool(fitting.warnings), -(fitting.tokens_per_second_per_gpu or 0)
 
 
 def _is_hopeless(change: Change, asked: Draft, overrides: list[str]) -> bool:
@@ -159,8 +186,10 @@ def _is_hopeless(change: Change, asked: Draft, overrides: list[str]) -> bool:
     for key, _, value in (word.partition("=") for word in change.words):
         if key == "parallelism" and not is_tuned and (settings := _settings(value)) is not None:
             config = replace(config, parallelism=settings)
-        elif key == "optimizer":
+        elif key in ("optimizer", "optimizer.name"):
             config = replace(config, optimizer=replace(config.optimizer, name=OptimizerName[value]))
+        elif key in ("precision", "precision.compute"):
+            config = replace(config, precision=replace(config.precision, compute=Compute[value]))
         elif key not in _WITHOUT_STATES:
             return False
     resolved = resolve_auto(config, asked.machine).config
@@ -237,15 +266,21 @@ def _with_less(change: Change) -> set[str]:
     return words | set(_SELECTIVE.words) if words & set(_CHECKPOINTING.words) else words
 
 
-def _fitting(change: Change, total_gib: float, tried: Draft, asked: Draft, left_out: tuple[str, ...]) -> Fitting:
+def _fitting(change: Change, tried: Draft, asked: Draft, left_out: tuple[str, ...]) -> Fitting:
+    """`tried` is the run with the change, which fits."""
+    assert tried.memory is not None and tried.memory.memory.total is not None and tried.host is not None
     speed = tried.time.tokens_per_second_per_gpu if tried.time else None
     before = asked.time.tokens_per_second_per_gpu if asked.time else None
     return Fitting(
         change=change,
-        total_gib=total_gib,
+        total_gib=tried.memory.memory.total,
         tokens_per_second_per_gpu=speed,
         speed=speed / before if speed and before else None,
         left_out=left_out,
+        warnings=tuple(dict.fromkeys(problem.id for problem in _new_problems(tried, asked))),
+        host_gib=tried.host.memory.total,
+        is_in_host_memory=bool(tried.host.memory.offload),
+        host_fits=tried.host.fits,
     )
 
 
@@ -257,8 +292,9 @@ def _candidates(draft: Draft) -> list[Change]:
     smaller = [_SMALLER_PASSES] * ((config.training.micro_batch_size or 1) > 1)
     single += smaller
     strategies_of_adapters = [change for change in single if change.words in _WITH_ADAPTERS]
-    single += _OTHER_LEARNING
+    single += _OTHER_LEARNING if config.optimizer.name not in _IN_8_BITS else _ADAPTERS
     single += [_both(strategy, adapter) for adapter in _ADAPTERS for strategy in strategies_of_adapters]
+    single = [_as_rules_allow(change, draft, config) for change in single]
     sparing = _sparing_the_host(config) if draft.host is not None and draft.host.fits is False else []
     shorter, less = _shorter_rows(draft), _keeping_less(config)
     pairs = [_both(change, other) for change in (*sparing, *single) for other in (*shorter, *less)]
@@ -275,6 +311,30 @@ def _strategies(draft: Draft, config: RunConfig) -> list[Change]:
     offloaded = () if config.hardware.generation is Generation.cpu else _OFFLOADED  # a CPU's memory is the host's
     strategies = chain((_COPIES,), _SHARDED, offloaded) if world_size(config) > 1 else (_ALONE, *offloaded)
     return [change for change in strategies if change.words != (f"parallelism={taken}",)]
+
+
+def _as_rules_allow(change: Change, draft: Draft, config: RunConfig) -> Change:
+    """With AdamW where the run has an optimizer of bitsandbytes that a change does not go with, and in bf16 for fp8."""
+    words = set(change.words)
+    if config.optimizer.name in BITSANDBYTES and words & _REFUSE_BITSANDBYTES:
+        exact = "optimizer state in 32 bits instead of 8: learns no less exactly"
+        note = exact if config.optimizer.name in _IN_8_BITS else "the same steps"
+        adamw = (_to_type("optimizer", "name", OptimizerName.adamw, draft),)
+        change = _both(change, Change(words=adamw, speed=1.0, note=note))
+    if config.precision.compute is Compute.fp8 and words & _REFUSE_FP8:
+        bf16 = (_to_type("precision", "compute", Compute.bf16, draft),)
+        change = _both(change, Change(words=bf16, speed=None, note="computes in bf16 instead of fp8: more exactly"))
+    return change
+
+
+def _to_type(group: str, field: str, value: Enum, draft: Draft) -> str:
+    """The word for a group's answer, by its one key where that was set on its own and would undo the answer."""
+    assert draft.composition is not None
+    origins = draft.composition.origins
+    bodies = [recipe.body.get(group) for recipe in origins.recipes]
+    is_set = any(isinstance(body, dict) and field in body for body in bodies)
+    is_set = is_set or origins.override(f"{group}.{field}") is not None
+    return f"{group}.{field}={value.name}" if is_set else f"{group}={value.name}"
 
 
 def _sparing_the_host(config: RunConfig) -> list[Change]:

@@ -129,8 +129,11 @@ def estimate_time(config: RunConfig, batch: BatchPlan, machine: Machine | None =
     return plan_time(config, batch, gpu_name=gpus[0].name if is_here else None)
 
 
-def draft_json(draft: Draft) -> dict[str, Any]:
-    """What `plan --json` prints. Every key is always there; null is what is not known."""
+def draft_json(draft: Draft, advice: str | None = None) -> dict[str, Any]:
+    """What `plan --json` prints. Every key is always there; null is what is not known.
+
+    `advice` is what to do about memory of the GPUs that is too small, where more is known of it.
+    """
     config = draft.resolution.config if draft.resolution else None
     choices = draft.resolution.choices if draft.resolution else []
     return {
@@ -146,7 +149,7 @@ def draft_json(draft: Draft) -> dict[str, Any]:
         "fits": draft.fits,
         "time": draft.time.to_json() if draft.time else None,
         "choices": [{"key": choice.key, "value": _plain(choice.value), "why": choice.why} for choice in choices],
-        "problems": _problems_json(draft),
+        "problems": _problems_json(draft, advice),
     }
 
 
@@ -160,7 +163,7 @@ def _hardware_json(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _problems_json(draft: Draft) -> list[dict[str, Any]]:
+def _problems_json(draft: Draft, advice: str | None) -> list[dict[str, Any]]:
     """Broken rules, then what stopped the planning; an error of no single key says all in its message."""
     problems: list[dict[str, Any]] = [
         {"id": p.id, "key": p.key, "message": p.message, "fix": p.fix, "is_error": p.is_error, "place": p.place}
@@ -168,7 +171,7 @@ def _problems_json(draft: Draft) -> list[dict[str, Any]]:
     ]
     errors: list[RequestError | DoesNotFitError] = [draft.error] if draft.error else []
     try:
-        draft.raise_if_too_large()
+        draft.raise_if_too_large(advice)
     except DoesNotFitError as error:
         errors.append(error)
     return problems + [

@@ -34,7 +34,7 @@ def plan_command(
     is_in_doubt = draft.fits is False or (draft.memory is not None and draft.memory.is_in_doubt)
     fitting = changes_that_fit(recipe, overrides, recipes_dirs, draft) if is_in_doubt else []
     if as_json:
-        content = draft_json(draft) | {"would_fit": [change.to_json() for change in fitting]}
+        content = draft_json(draft, _advice(fitting, draft)) | {"would_fit": [change.to_json() for change in fitting]}
         json.dump(content, sys.stdout, indent=2, ensure_ascii=False, allow_nan=False)
         print()
         return draft.exit_code
@@ -56,16 +56,30 @@ def _show_changes(fitting: list[Fitting], console: Console, draft: Draft) -> Non
     lines = [f"  {change.line()}" for change in fitting]
     is_too_large = draft.fits is False
     if lines:
-        would = "What would fit" if is_too_large else "What would fit for certain"
+        is_certain = not is_too_large and all(change.host_fits for change in fitting)
+        would = "What would fit for certain" if is_certain else "What would fit"
         lines.insert(0, f"{would}, by estimate, to be typed after the recipe:")
     elif is_too_large:
-        lines = [_nothing_fits(draft)]
+        nothing = _nothing_fits(draft)
+        lines = [nothing[0].upper() + nothing[1:]]
     console.print(Text("\n".join(lines)), highlight=False, soft_wrap=True)
+
+
+def _advice(fitting: list[Fitting], draft: Draft) -> str:
+    """What was found, for programs, which may show a problem without the rest of the plan."""
+    if not fitting:
+        return _nothing_fits(draft)
+    words = [f"{' '.join(change.change.words)}{_without(change)}" for change in fitting]
+    return f"what would fit, by estimate: {' or '.join(words)}"
+
+
+def _without(change: Fitting) -> str:
+    return f" without {' '.join(change.left_out)}" if change.left_out else ""
 
 
 def _nothing_fits(draft: Draft) -> str:
     """What no change of the plan can mend, by what is too small for it."""
-    nothing = "None of the changes that were tried makes it fit"
+    nothing = "none of the changes that were tried makes it fit"
     if draft.memory is not None and draft.memory.fits is not False:
         return (
             f"{nothing}, and what is too small is the host's memory: take nodes with more of it, or fewer GPUs of each "
