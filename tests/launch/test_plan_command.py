@@ -232,9 +232,18 @@ def test_what_would_fit_for_certain_is_named_where_that_is_in_doubt(as_json: Any
     assert plan_command(None, words, [], Console(width=200)) == 0
     out = capsys.readouterr().out
     assert "more than 83% of 79.6 GiB, which leaves little for it" in out
-    assert "What would fit, by estimate" in out and "for certain" not in out  # what the hosts have is not known
-    assert plan_command(None, [*words, "hardware.host_memory_gib=1000"], [], Console(width=200)) == 0
-    assert "What would fit for certain, by estimate" in capsys.readouterr().out
+    assert "What would fit for certain, by estimate" in out
+
+
+def test_what_is_moved_to_hosts_of_unknown_memory_does_not_fit_for_certain(capsys: Any) -> None:
+    assert plan_command("llama2_70b_fsdp", [], [], Console(width=200)) == 0
+    out = capsys.readouterr().out
+    assert "What would fit, by estimate" in out and "for certain" not in out
+    assert "(18.0 GiB, and 786.9 GiB of each host, which is not known to have them; weights" in out
+    assert plan_command("llama2_70b_fsdp", ["hardware.host_memory_gib=2000"], [], Console(width=200)) == 0
+    out = capsys.readouterr().out
+    assert "What would fit for certain, by estimate" in out
+    assert "(18.0 GiB, and 786.9 GiB of each host; weights" in out
 
 
 def test_a_number_of_hundreds_of_digits_is_named_and_shortened(as_json: Any) -> None:

@@ -56,7 +56,7 @@ def _show_changes(fitting: list[Fitting], console: Console, draft: Draft) -> Non
     lines = [f"  {change.line()}" for change in fitting]
     is_too_large = draft.fits is False
     if lines:
-        is_certain = not is_too_large and all(change.host_fits for change in fitting)
+        is_certain = not is_too_large and all(change.host_fits or not change.is_in_host_memory for change in fitting)
         would = "What would fit for certain" if is_certain else "What would fit"
         lines.insert(0, f"{would}, by estimate, to be typed after the recipe:")
     elif is_too_large:
