@@ -176,9 +176,9 @@ def parallelism_setting_ignored(config: RunConfig) -> Iterator[Finding]:
         key = f"parallelism.{name}"
         fix = f"{key}=[]" if name == "wrap_classes" else f"{key}=null"
         yield Finding(key=key, message=f"{getattr(settings, name)} is not used by {strategy.name}", fix=fix)
-    mixes = config.precision.compute in (Compute.auto, Compute.bf16, Compute.fp8)
-    if not mixes and getattr(settings, "mixed_precision", None) is MixedPrecision.cast:
-        key, message = "parallelism.mixed_precision", f"cast is not used in {config.precision.compute.name}"
+    is_fp32 = config.precision.compute is Compute.fp32  # fp16 is cast by either, whatever is set
+    if is_fp32 and getattr(settings, "mixed_precision", None) is MixedPrecision.cast:
+        key, message = "parallelism.mixed_precision", "cast is not used in fp32"
         yield Finding(key=key, message=message, fix=f"{key}=autocast")
 
 
