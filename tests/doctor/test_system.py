@@ -143,6 +143,26 @@ def test_states_that_do_not_fit_into_the_host() -> None:
     assert host_memory(machine_with(), config, {"MemAvailable": 400 * GIB}).level is Level.ok
 
 
+@pytest.mark.parametrize(
+    ("words", "level", "said"),
+    [
+        ((), Level.ok, "is not known here: say it with hardware.host_memory_gib=GIB"),
+        (("hardware.host_memory_gib=512",), Level.ok, "; by estimate this fits into 90% of the host's 512 GiB"),
+        (("hardware.host_memory_gib=170",), Level.warning, " at the peak leave little of 170 GiB"),
+        (("hardware.host_memory_gib=16",), Level.error, "; by estimate this does not fit: 57.5 GiB are offloaded"),
+    ],
+)
+def test_a_machine_that_only_submits_is_not_where_the_memory_is_needed(
+    words: tuple[str, ...], level: Level, said: str
+) -> None:
+    config = resolved("qwen3b_zero2", "parallelism=zero2_offload", "hardware=hopper", "launcher=slurm", *words)
+    found = host_memory(CPU_ONLY, config, {"MemAvailable": 4 * GIB})
+    assert (found.level, said in found.what) == (level, True), found.what
+    assert ", of them 57.5 offloaded" in found.what
+    assert (found.fix is None) == (level is Level.ok)
+    assert found.data["usable_gib"] == config.hardware.host_memory_gib
+
+
 def test_what_offloads_too_much_is_told_what_a_plan_is_and_not_what_it_does_already() -> None:
     config = resolved("qwen3b_zero2", "parallelism=zero3_nvme", "parallelism.nvme_path=FOLDER")
 

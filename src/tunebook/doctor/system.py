@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tunebook.config.choices import Offload
+from tunebook.config.rules.environment import starts_elsewhere
 from tunebook.config.schema import RunConfig, ZeroConfig
 from tunebook.doctor.findings import Finding, Kind, Level, size_text
 from tunebook.hardware.detect import Machine
@@ -152,7 +153,12 @@ def read_meminfo(file: Path) -> dict[str, int]:
 
 
 def host_memory(machine: Machine, config: RunConfig | None, memory: dict[str, int]) -> Finding:
-    """What is free of the host's memory, against what a recipe offloads to it."""
+    """What is free of the host's memory, against what a recipe offloads to it; this host's where the ranks start on it.
+
+    One that only submits a job is not where they need it.
+    """
+    if config is not None and starts_elsewhere(config):
+        return _nodes_memory(config)
     free = min(memory.get("MemAvailable", 0) / GIB, machine.host_memory_gib)
     needed = offloaded_gib(config) if config is not None else 0.0
     what = f"host memory: {machine.host_memory_gib:g} GiB may be used, {free:.1f} are free"
@@ -178,6 +184,29 @@ def host_memory(machine: Machine, config: RunConfig | None, memory: dict[str, in
     if needed:
         what += f"; {needed:.1f} GiB of states are offloaded to it"
     return Finding(id="host-memory", kind=Kind.system, what=what, data=data)
+
+
+def _nodes_memory(config: RunConfig) -> Finding:
+    """What each of the other machines needs, against what is said of them, as `tunebook plan` judges it."""
+    capacity = config.hardware.host_memory_gib
+    plan = plan_host_memory(config, capacity)
+    needed, offloaded = plan.memory.total, plan.memory.offload
+    what = "host memory of the nodes that the ranks start on"
+    what += f": {needed:,.1f} GiB are needed on each, of them {offloaded or 0.0:,.1f} offloaded" if needed else ""
+    level, fix = Level.ok, None
+    if capacity is None:
+        what += "; what they have is not known here: say it with hardware.host_memory_gib=GIB"
+    else:
+        what += f"; by estimate this {plan.verdict}" if plan.fits is not None else f"; {plan.verdict}"
+    if capacity is not None and plan.fits is not True and config.model.facts is not None:
+        level = Level.error if plan.fits is False else Level.warning
+        fix = host_advice(config, config.model.facts, capacity)
+    data = {
+        "usable_gib": capacity,
+        "needed_gib": None if needed is None else round(needed, 2),
+        "offloaded_gib": round(offloaded or 0.0, 2),
+    }
+    return Finding(id="host-memory", kind=Kind.system, level=level, what=what, fix=fix, data=data)
 
 
 def _less_offloaded(config: RunConfig, capacity: float) -> str:
