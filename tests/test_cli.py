@@ -55,6 +55,31 @@ def test_ctrl_c_is_a_request_to_stop(ended_with):
     assert ended_with(KeyboardInterrupt()) == (6, "interrupted\n")
 
 
+def test_a_path_that_no_file_can_have_is_a_request_that_cannot_be_met(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["tunebook", "report", 5000 * "a"])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    said = capsys.readouterr().err
+    assert (caught.value.code, " characters): a name on a disk has at most 255 bytes" in said) == (2, True)
+    assert said.endswith("more: tunebook explain path-too-long\n")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--compare", "parallelism=ddp,fsdp", "--compare", "hardware=volta,hopper"),
+        ("--compare", "parallelism=ddp,fsdp", "--json"),
+    ],
+)
+def test_one_comparison_is_printed_and_never_another_one_left_out(monkeypatch, capsys, words):
+    monkeypatch.setattr(sys, "argv", ["tunebook", "plan", "qwen3b_zero2", *words])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    printed = capsys.readouterr()
+    assert (caught.value.code, printed.out) == (2, "")
+    assert printed.err.endswith("more: tunebook explain compare-form\n")
+
+
 def test_a_full_disk_does_not_fit(ended_with):
     code, said = ended_with(OSError(errno.ENOSPC, "No space left on device"))
     assert code == 3

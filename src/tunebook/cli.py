@@ -6,12 +6,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -38,6 +39,7 @@ from tunebook.cli_options import (
 )
 from tunebook.cli_records import make_console, records_app
 from tunebook.cli_words import settings, split, task_names
+from tunebook.config.book import path_too_long
 from tunebook.errors import DoesNotFitError, RequestError, StoppedError, TunebookError
 from tunebook.record.disk import is_disk_full
 
@@ -82,7 +84,7 @@ def plan(
     words: Words = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, whatever is wrong.")] = False,
     compare: Annotated[
-        str | None, typer.Option(metavar="KEY=A,B", help="Memory and speed by the values of a key, as a table.")
+        list[str] | None, typer.Option(metavar="KEY=A,B", help="Memory and speed by the values of a key, as a table.")
     ] = None,
     recipes_dir: RecipesDir = None,
 ) -> None:
@@ -90,14 +92,14 @@ def plan(
     from tunebook.launch.plan_command import plan_command
 
     recipe, overrides = split(words)
-    if compare is not None:
-        from tunebook.launch.compare import compare_plans
+    if compare:
+        from tunebook.launch.compare import compare_plans, only_comparison
 
         if as_json:
             raise RequestError(
                 "--compare prints a table and --json one plan; type one of them", problem_id="compare-form"
             )
-        raise typer.Exit(compare_plans(recipe, overrides, recipes_dir or [], compare, make_console()))
+        raise typer.Exit(compare_plans(recipe, overrides, recipes_dir or [], only_comparison(compare), make_console()))
     raise typer.Exit(plan_command(recipe, overrides, recipes_dir or [], make_console(), as_json=as_json))
 
 
@@ -376,6 +378,13 @@ def _interrupt_on_request() -> None:
         signal.signal(signal.SIGHUP, interrupt)
 
 
+def _end_with(error: TunebookError, errors: Console) -> NoReturn:
+    errors.print(Text(f"error: {error.message}", style="red"))
+    if error.problem_id is not None and "tunebook explain" not in error.message:
+        errors.print(Text(f"more: tunebook explain {error.problem_id}"))
+    sys.exit(error.exit_code)
+
+
 def main() -> None:
     """Run the command line and end with the exit code of what happened."""
     errors = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -383,16 +392,15 @@ def main() -> None:
     try:
         code = app(standalone_mode=False)
     except TunebookError as error:
-        errors.print(Text(f"error: {error.message}", style="red"))
-        if error.problem_id is not None and "tunebook explain" not in error.message:
-            errors.print(Text(f"more: tunebook explain {error.problem_id}"))
-        sys.exit(error.exit_code)
+        _end_with(error, errors)
     except typer.Abort:
         sys.exit(StoppedError.exit_code)
     except Exception as error:
         if isinstance(error, OSError) and is_disk_full(error):
             errors.print(Text(f"error: no space is left to write: {error}", style="red"))
             sys.exit(DoesNotFitError.exit_code)
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            _end_with(path_too_long(Path(os.fsdecode(error.filename or ""))), errors)
         show = getattr(error, "show", None)  # click's usage errors
         if show is None:
             raise

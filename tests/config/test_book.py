@@ -1,5 +1,7 @@
 """Finding the book from any working directory."""
 
+from pathlib import Path
+
 import pytest
 
 from tunebook.config import book
@@ -36,3 +38,21 @@ def test_paths_inside_and_outside(project_root, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert book.resolve_path("book:recipes/x") == project_root / "recipes" / "x"
     assert book.resolve_path("x.jsonl") == tmp_path / "x.jsonl"
+
+
+def test_a_path_that_no_file_can_have_is_refused_before_the_system_is_asked(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert book.resolve_path(255 * "a") == tmp_path / (255 * "a")
+    too_long = [256 * "a", 128 * "ü", f"folder/{256 * 'a'}/config.json", 2100 * "a/", f"book:{256 * 'a'}"]
+    for text in (*too_long, book.placed(256 * "a", tmp_path)):
+        with pytest.raises(RequestError, match=r"^there is no file or folder /.*; type a shorter one$") as caught:
+            book.resolve_path(text)
+        assert (caught.value.problem_id, caught.value.exit_code) == ("path-too-long", 2)
+        assert len(caught.value.message) < 250
+
+
+def test_so_is_one_of_recipes():
+    with pytest.raises(RequestError, match="type a shorter one"):
+        book.recipe_folders([Path(256 * "a")])
+    with pytest.raises(RequestError, match="type a shorter one"):
+        book.recipe_file(256 * "a", [])

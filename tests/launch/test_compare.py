@@ -10,7 +10,7 @@ from rich.console import Console
 from tunebook.errors import RequestError
 from tunebook.hardware.detect import Machine
 from tunebook.launch import draft
-from tunebook.launch.compare import compare_plans, split_compared
+from tunebook.launch.compare import compare_plans, only_comparison, split_compared
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +90,12 @@ def test_no_word_or_number_is_cut_in_a_narrow_terminal():
     for columns, is_whole in ((width, True), (width - 1, False)):
         _, text = printed("qwen3b_zero2", ["hardware=volta"], "parallelism=fsdp_grad_op,zero2,none_such", columns)
         assert ("activations  overhead  total" in text) is is_whole
+
+
+def test_a_second_key_is_refused_with_what_to_type():
+    assert only_comparison(["parallelism=ddp,fsdp"]) == "parallelism=ddp,fsdp"
+    with pytest.raises(RequestError, match=r"3 times.*such as parallelism=ddp packing=padded --compare hardware=a,b,"):
+        only_comparison(["parallelism=ddp,fsdp", "packing=padded,isolated", "hardware=a,b"])
 
 
 @pytest.mark.parametrize("compared", ["parallelism", "parallelism=", "parallelism=ddp", "=a,b", "a=b,,c"])

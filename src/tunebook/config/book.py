@@ -15,6 +15,8 @@ from tunebook.errors import RequestError, did_you_mean
 BOOK_PREFIX = "book:"
 INSTALLED_BOOK = "_book"  # beside the code of an installed package
 RECIPES_VARIABLE = "TUNEBOOK_RECIPES"
+# Bytes that Linux takes; asking it about more is an error, where a file that is not there is none.
+_LONGEST_PATH, _LONGEST_NAME = 4095, 255
 
 
 def _is_book(folder: Path) -> bool:
@@ -76,11 +78,30 @@ def resolve_path(text: str) -> Path:
     """The absolute path of a configured one: `book:...` is inside the book, others start where they were typed.
 
     That is the working directory, or for a run that was started before the folder that it remembers.
+    Raises: RequestError for one that no file can have.
     """
     if is_in_book(text):
-        return book_root() / text.removeprefix(BOOK_PREFIX)
+        return require_possible(book_root() / text.removeprefix(BOOK_PREFIX))
     path = Path(text).expanduser()
-    return text.typed_in / path if isinstance(text, PlacedPath) else path.absolute()
+    return require_possible(text.typed_in / path if isinstance(text, PlacedPath) else path.absolute())
+
+
+def require_possible(path: Path) -> Path:
+    """A path that was typed, for the system to be asked about. Raises: RequestError where it is too long for any."""
+    longest = max((len(os.fsencode(part)) for part in path.parts), default=0)
+    if longest > _LONGEST_NAME or len(os.fsencode(path)) > _LONGEST_PATH:
+        raise path_too_long(path)
+    return path
+
+
+def path_too_long(path: Path) -> RequestError:
+    """What to say of a path that the system takes for too long."""
+    text = str(path)
+    return RequestError(
+        f"there is no file or folder {text[:60]}... ({len(text)} characters): a name on a disk has at most "
+        f"{_LONGEST_NAME} bytes, a path {_LONGEST_PATH}; type a shorter one",
+        problem_id="path-too-long",
+    )
 
 
 def as_word(text: str) -> str:
@@ -96,7 +117,7 @@ def recipe_folders(named: list[Path]) -> list[Path]:
     from_variable = [Path(part) for part in os.environ.get(RECIPES_VARIABLE, "").split(os.pathsep) if part]
     folders = []
     for folder in [*named, *from_variable]:
-        absolute = folder.expanduser().absolute()
+        absolute = require_possible(folder.expanduser().absolute())
         if not absolute.is_dir():
             where = f"--recipes-dir {folder}" if folder in named else f"{RECIPES_VARIABLE}={folder}"
             raise RequestError(
@@ -127,7 +148,7 @@ def find_recipes(named: list[Path]) -> dict[str, Path]:
 def recipe_file(name: str, named: list[Path]) -> Path:
     """The file of one recipe. Raises: RequestError listing the recipes there are."""
     recipes = find_recipes(named)
-    file = Path(name).expanduser()
+    file = require_possible(Path(name).expanduser())
     if name not in recipes and file.is_file():
         raise RequestError(
             f"'{name}' is a file, and recipes are named without their folder: type {file.stem} --recipes-dir "

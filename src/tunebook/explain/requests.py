@@ -60,6 +60,12 @@ COMPOSING: dict[str, Explanation] = {
         why="It comes from --recipes-dir or from TUNEBOOK_RECIPES.",
         advice="Correct the path; relative ones start at the working directory.",
     ),
+    "path-too-long": Explanation(
+        summary="A path is longer than one of any file.",
+        why="Linux takes names of 255 bytes and paths of 4095, so there can be no such file or folder; most often text "
+        "was pasted where a path belongs.",
+        advice="Correct the path. A folder that is deep in others can have a link with a shorter path: `ln -s`.",
+    ),
     "book-not-found": Explanation(
         summary="Tunebook's own hydra_configs/ and recipes/ are not where they should be.",
         why="They are looked up in $TUNEBOOK_HOME, then in the checkout that the code lies in, then inside the "
@@ -88,8 +94,8 @@ COMPOSING: dict[str, Explanation] = {
         advice="Take overrides away until it composes, then add them again one by one.",
     ),
     "compare-form": Explanation(
-        summary="--compare is not given a key with several values.",
-        why="It plans the recipe once for each value and prints a table.",
+        summary="--compare is not given one key with several values.",
+        why="It plans the recipe once for each value and prints a table with a row for each.",
         advice="Such as `tunebook plan qwen3b_zero2 --compare parallelism=ddp,zero1,zero2,zero3,fsdp`.",
     ),
     "does-not-fit": Explanation(

@@ -70,6 +70,19 @@ def _errors(draft: Draft) -> list[str]:
     return [problem.text() for problem in draft.problems if problem.is_error]
 
 
+def only_comparison(typed: list[str]) -> str:
+    """What one --compare says. Raises: RequestError for several: a table has one key, and the others would be lost."""
+    if len(typed) > 1:
+        *others, last = typed
+        fixed = " ".join(f"{key}={values[0]}" for key, values in map(split_compared, others))
+        raise RequestError(
+            f"--compare is given {len(typed)} times, and a table has rows by one key; type a value of each other one, "
+            f"such as {fixed} --compare {last}, and the same again with another value",
+            problem_id="compare-form",
+        )
+    return typed[0]
+
+
 def split_compared(compared: str) -> tuple[str, list[str]]:
     """The key and its values. Raises: RequestError with an example."""
     key, separator, listed = compared.partition("=")

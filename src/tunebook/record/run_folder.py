@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from tunebook.config.book import require_possible
 from tunebook.errors import DoesNotFitError, RequestError, TunebookError, did_you_mean
 from tunebook.record.atomic_files import atomic_write_json, read_json
 from tunebook.record.disk import existing
@@ -79,7 +80,7 @@ def check_outputs(folder: Path) -> None:
 
     The folder need not exist yet. Raises: RequestError, DoesNotFitError.
     """
-    folder = folder.expanduser().absolute()
+    folder = require_possible(folder.expanduser().absolute())
     _check_writable(folder)
     try:
         check_free_space(folder, MINIMUM_FREE_GIB)
