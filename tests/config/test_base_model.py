@@ -11,6 +11,7 @@ from tunebook.config import base_model
 from tunebook.config.base_model import (
     ENCODER_DECODERS,
     ENCODERS,
+    model_folder_problem,
     read_dtype,
     read_facts,
     read_quantiser,
@@ -221,6 +222,11 @@ def test_an_architecture_that_transformers_has_not_is_refused_however_few_sizes_
         read_facts(model(model_type="chatglm9", architectures=["ChatGLMModel"], vocab_size=None))
 
 
+def test_a_folder_whose_path_no_disk_takes():
+    with pytest.raises(RequestError, match=r"there is no file or folder /.*a\.\.\. \(\d+ characters\)"):
+        model_folder_problem(ModelConfig(path=5000 * "a"))
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -264,7 +270,13 @@ def test_a_file_that_is_no_text(model, tmp_path):
         ),
         ({"hidden_size": 16.5}, "says hidden_size=16.5, which is no whole number"),
         ({"hidden_size": "16"}, 'says hidden_size="16", which is no whole number'),
-        ({"num_hidden_layers": True}, "says num_layers=true, which is no whole number"),
+        ({"num_hidden_layers": True}, "says num_hidden_layers=true, which is no whole number"),
+        ({"num_hidden_layers": -3}, "says num_hidden_layers=-3, and a model has at least 1"),
+        ({"num_hidden_layers": None, "n_layer": 0}, "says n_layer=0, and a model has at least 1"),
+        (
+            {"hidden_size": None, "n_embd": 18, "num_attention_heads": None, "n_head": 4},
+            "says n_embd=18 and n_head=4, which does not divide it",
+        ),
         ({"intermediate_size": float("nan")}, "says intermediate_size=NaN, which is no whole number"),
         ({"num_attention_heads": 3}, "hidden_size=16 and num_attention_heads=3, which does not divide it, and no head"),
         (

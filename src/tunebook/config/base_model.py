@@ -188,23 +188,30 @@ def _architecture_of(config: dict[str, Any]) -> str:
 
 
 def _first_stated(config: dict[str, Any], keys: tuple[str, ...]) -> Any:
-    return next((config[key] for key in keys if config.get(key) is not None), None)
+    return config.get(_stated_key(config, keys))
+
+
+def _stated_key(config: dict[str, Any], keys: tuple[str, ...]) -> str:
+    """The first of these that the file has a value of; where it has none, the first as most architectures say it."""
+    return next((key for key in keys if config.get(key) is not None), keys[0])
 
 
 def _refuse_impossible(file: Path, text: dict[str, Any], sizes: dict[str, Any]) -> None:
     """Raises: RequestError for a size that is no whole number or below one, for heads that do not divide, and for more
-    experts chosen than there are."""
+    experts chosen than there are. They are called as this file calls them, so that they are found in it."""
+    called = {name: _stated_key(text, keys) for name, keys in _NAMES.items()}
     for name, size in sizes.items():
+        key = called[name]
         is_number = isinstance(size, int | float) and not isinstance(size, bool)
         least = _LEAST.get(name, 1)
         if is_number and size < least:
-            raise _broken(f"{file} says {name}={size}, and a model has at least {least}; {_CORRECT}")
+            raise _broken(f"{file} says {key}={size}, and a model has at least {least}; {_CORRECT}")
         if is_number and size > _MOST:
-            raise _broken(f"{file} says {name}={json.dumps(size)[:20]}, and no model has more than {_MOST}; {_CORRECT}")
+            raise _broken(f"{file} says {key}={json.dumps(size)[:20]}, and no model has more than {_MOST}; {_CORRECT}")
         if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
             if isinstance(size, list):  # one per layer, as some architectures have it: the meta device knows
                 continue
-            raise _broken(f"{file} says {name}={json.dumps(size)}, which is no whole number; {_CORRECT}")
+            raise _broken(f"{file} says {key}={json.dumps(size)}, which is no whole number; {_CORRECT}")
     _refuse_too_large(file, _least_parameters(sizes))
     _refuse_absent_experts(file, text)
     hidden, heads, keys = (sizes[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
@@ -212,13 +219,13 @@ def _refuse_impossible(file: Path, text: dict[str, Any], sizes: dict[str, Any]) 
         return
     if hidden % heads and not text.get("head_dim"):
         raise _broken(
-            f"{file} says hidden_size={hidden} and num_attention_heads={heads}, which does not divide it, and no "
-            f"head_dim; {_CORRECT}"
+            f"{file} says {called['hidden_size']}={hidden} and {called['num_attention_heads']}={heads}, which does not "
+            f"divide it, and no head_dim; {_CORRECT}"
         )
     if heads % keys:
         raise _broken(
-            f"{file} says num_attention_heads={heads} and num_key_value_heads={keys}, which does not divide them: "
-            f"each key serves the same number of queries; {_CORRECT}"
+            f"{file} says {called['num_attention_heads']}={heads} and {called['num_key_value_heads']}={keys}, which "
+            f"does not divide them: each key serves the same number of queries; {_CORRECT}"
         )
 
 
