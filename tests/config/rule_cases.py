@@ -111,6 +111,7 @@ CASES = [
     case("model-not-named", "no model is named", {"model.name": None}),
     case("model-not-named", "name two models", {"model.path": "book:recipes/quickstart/model"}),
     case("model-name-is-folder", "is a folder, not a name", {"model.name": "./mine"}),
+    case("model-name-form", "'a/b/c' has not the form", {"model.name": "a/b/c"}),
     case("model-folder", "not/there does not exist", {"model.name": None, "model.path": "not/there"}),
     case("model-not-causal", "is made for masked LM", {"model.name": None, "model.path": "masked"}),
     case("length-beyond-model", "40000 .* 32768", {"training.max_length": 40_000, "packing.row_length": 40_000}),

@@ -262,6 +262,82 @@ def test_a_batch_as_large_as_the_data_still_divides_among_the_gpus(sound, change
     )
 
 
+@pytest.mark.parametrize(
+    ("changes", "rule_id", "fix"),
+    [
+        ({}, "batch-larger-than-data", "hardware.gpus_per_node=3 training.global_samples=3"),
+        (PADDED_DDP, "batch-larger-than-data", "hardware.gpus_per_node=3 training.global_samples=3"),
+        ({"training.global_samples": 2}, "batch-too-small", "hardware.gpus_per_node=3 training.global_samples=3"),
+        (
+            PADDED_DDP | {"training.global_samples": 3},
+            "batch-not-divisible",
+            "hardware.gpus_per_node=3 training.global_samples=3",
+        ),
+        (
+            {"hardware.num_nodes": 2, "dataset.max_documents": 5},
+            "batch-larger-than-data",
+            "hardware.gpus_per_node=2 training.global_samples=4",
+        ),
+        (
+            {"hardware.num_nodes": 4},
+            "batch-larger-than-data",
+            "hardware.num_nodes=3 hardware.gpus_per_node=1 training.global_samples=3",
+        ),
+        (
+            PADDED_DDP | {"dataset.max_documents": 12, "training.micro_batch_size": 2},
+            "batch-larger-than-data",
+            "training.micro_batch_size=1 training.global_samples=8",
+        ),
+    ],
+)
+def test_with_fewer_documents_than_gpus_the_fix_is_one_that_is_taken(sound, changed, changes, rule_id, fix):
+    values = DDP | {"dataset.max_documents": 3} | changes
+    assert fix_of(changed(sound, values), rule_id) == fix
+    assert [p for p in check(changed(sound, values | typed(fix))) if p.is_error and p.key.startswith("training")] == []
+
+
+def test_a_step_of_one_document_is_told_as_one(sound, changed):
+    one = DDP | {"training.global_samples": 1}
+    assert [p.message for p in check(changed(sound, one))] == [
+        "1 document a step is less than one for each of the 8 GPUs"
+    ]
+    padded = PADDED_DDP | {"training.global_samples": 1}
+    assert [p.message for p in check(changed(sound, padded)) if p.id == "batch-not-divisible"] == [
+        "1 document does not divide by 8 GPUs; 8 is the smallest that does"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_refused"),
+    [
+        ("Qwen/Qwen2.5-0.5B", False),
+        ("gpt2", False),
+        ("01-ai/Yi_1.5", False),
+        ("a/b/c", True),
+        ("Größe/Modell", True),
+        ("org/模型", True),
+        ("org/my model", True),
+        ("org/", True),
+        ("org/-name", True),
+        ("org/na--me", True),
+        ("org/name.git", True),
+        ("org/" + 97 * "a", True),
+        ("./folder", False),  # a path, which has its own rule
+    ],
+)
+def test_a_name_that_the_hub_would_not_look_up(sound, changed, name, is_refused):
+    assert ("model-name-form" in {p.id for p in check(changed(sound, {"model.name": name}))}) == is_refused
+
+
+def test_a_folder_for_a_name_of_three_parts(sound, changed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = changed(sound, {"model.name": "a/b/c"})
+    assert fix_of(config, "model-name-form") == "model.name=ORG/NAME"
+    (tmp_path / "a/b/c").mkdir(parents=True)
+    (tmp_path / "a/b/c/config.json").write_text("{}")
+    assert fix_of(config, "model-name-form") == "model.name=null model.path=a/b/c"
+
+
 def test_the_other_of_two_models_takes_the_place_of_both(sound, changed):
     config = changed(sound, {"model.path": "gptq", "peft.method": PeftMethod.lora})
     assert fix_of(config, "model-not-named").endswith(" or model=hub model.name=Qwen/Qwen2.5-0.5B model.path=null")

@@ -15,6 +15,7 @@ import numpy as np
 
 from tunebook.config.choices import PackingMode
 from tunebook.config.estimate.activations import largest_micro_batch
+from tunebook.config.rules.batch import fewer_gpus
 from tunebook.config.schema import RunConfig
 from tunebook.data.packing import Lengths, at_most_in_a_row, longest_row, rows_needed
 from tunebook.data.sampler import Schedule, StepSize, cut_into_steps, documents_in_steps, epoch_order
@@ -68,9 +69,11 @@ def solve_batch(config: RunConfig, lengths: Lengths | None) -> BatchPlan:
     if lengths is not None and samples is not None and len(lengths) < samples:
         ranks = world_size(config)
         fewer = max(1, len(lengths) // 10 // ranks) * ranks  # equally many for every GPU
+        instead = f"training.global_samples={fewer}"
+        there = f"{len(lengths)} documents there are" if len(lengths) != 1 else "1 document there is"
         raise RequestError(
-            f"training.global_samples={samples} is more than the {len(lengths)} documents there are; "
-            f"try training.global_samples={fewer}",
+            f"training.global_samples={samples} is more than the {there}; "
+            f"try {instead if fewer <= len(lengths) else fewer_gpus(config, len(lengths))}",
             problem_id="batch-larger-than-data",
         )
     if config.packing.mode is PackingMode.isolated:

@@ -70,13 +70,37 @@ def batch_not_divisible(config: RunConfig) -> Finding | None:
         return None
     below, above = rows // unit * unit * length, (rows // unit + 1) * unit * length
     nearest = f"{below} and {above} are the nearest that do" if below else f"{above} is the smallest that does"
-    made = f"{asked} documents" if length == 1 else f"{asked} tokens make {rows} rows of {length}, which"
+    made = _documents(asked) if length == 1 else f"{asked} tokens make {rows} rows of {length}, which"
     ranks = "ranks" if config.hardware.generation is Generation.cpu else "GPUs"
     micro = f" x micro batch {training.micro_batch_size} = {unit}" if training.micro_batch_size else ""
-    message = f"{made} do not divide by {world_size(config)} {ranks}{micro}; {nearest}"
+    do = "does" if length == 1 and asked == 1 else "do"
+    message = f"{made} {do} not divide by {world_size(config)} {ranks}{micro}; {nearest}"
     closer, other = (below, above) if below and asked - below <= above - asked else (above, below)
     fix = f"{key}={closer}" + (f" or {key}={other}" if other else "")
+    if _is_padded(config):
+        fix = _with_fewer_gpus(config) or fix
     return Finding(key=key, message=message, fix=fix)
+
+
+def _with_fewer_gpus(config: RunConfig) -> str | None:
+    """What to type where the data has not a document for every GPU, so that no batch would do."""
+    documents = _fewest_documents(config)
+    return fewer_gpus(config, documents) if documents is not None and documents < world_size(config) else None
+
+
+def fewer_gpus(config: RunConfig, num_documents: int) -> str:
+    """As many as there are documents for, each with one in every step; one where there is no document at all."""
+    documents = max(1, num_documents)
+    nodes = min(max(1, config.hardware.num_nodes), documents)
+    per_node = documents // nodes
+    fix = f"hardware.gpus_per_node={per_node} training.global_samples={nodes * per_node}"
+    if nodes != config.hardware.num_nodes:
+        fix = f"hardware.num_nodes={nodes} {fix}"
+    return fix if config.training.micro_batch_size in (None, 1) else f"{fix} training.micro_batch_size=1"
+
+
+def _documents(count: int) -> str:
+    return f"{count} document{'s' if count != 1 else ''}"
 
 
 @rule(
@@ -92,8 +116,9 @@ def batch_too_small(config: RunConfig) -> Iterator[Finding]:
         return
     samples, tokens, ranks = config.training.global_samples, config.training.global_tokens, world_size(config)
     if samples is not None and 1 <= samples < ranks:
-        message = f"{samples} documents a step are fewer than the {ranks} GPUs"
-        yield Finding(key="training.global_samples", message=message, fix=f"training.global_samples={ranks}")
+        are_fewer = "documents a step are fewer than" if samples > 1 else "document a step is less than one for each of"
+        fix = _with_fewer_gpus(config) or f"training.global_samples={ranks}"
+        yield Finding(key="training.global_samples", message=f"{samples} {are_fewer} the {ranks} GPUs", fix=fix)
     unit, length = _rows_unit(config), _row_length(config)
     if tokens is not None and 1 <= tokens < unit * length:
         message = f"{tokens} tokens a step are fewer than {unit} rows x {length} tokens = {unit * length}"
@@ -148,15 +173,24 @@ def _mean_tokens(config: RunConfig) -> float:
 )
 def batch_larger_than_data(config: RunConfig) -> Finding | None:
     """Known before the data is read only where `dataset.num_documents` or `max_documents` says it."""
-    data, samples = config.dataset, config.training.global_samples
+    samples, documents = config.training.global_samples, _fewest_documents(config)
+    if samples is None or documents is None or samples <= documents:
+        return None
+    message = f"{samples} documents a step are more than the data set's {documents}"
+    unit = _rows_unit(config) if _is_padded(config) else 1
+    fix = f"training.global_samples={documents // unit * unit}"
+    if documents < unit:  # one for each GPU, then
+        ranks = world_size(config)
+        fix = f"training.micro_batch_size=1 training.global_samples={documents // ranks * ranks}"
+    return Finding(key="training.global_samples", message=message, fix=_with_fewer_gpus(config) or fix)
+
+
+def _fewest_documents(config: RunConfig) -> int | None:
+    """The least of what is said of the data set's size; None where nothing is."""
+    data = config.dataset
     made = data.synthetic.num_documents if data.source.name == "synthetic" else None
     limits = [count for count in (data.num_documents, data.max_documents, made) if count is not None and count > 0]
-    if samples is None or not limits or samples <= min(limits):
-        return None
-    message = f"{samples} documents a step are more than the data set's {min(limits)}"
-    unit = _rows_unit(config) if _is_padded(config) else 1
-    most = min(limits) // unit * unit or unit  # with less, what is wrong is the number of GPUs
-    return Finding(key="training.global_samples", message=message, fix=f"training.global_samples={most}")
+    return min(limits, default=None)
 
 
 @rule(

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from tunebook.config.base_model import model_folder_problem, why_not_causal
 from tunebook.config.book import is_in_book, resolve_path
 from tunebook.config.choices import Format, LauncherName, Source, TrainOn
+from tunebook.config.override_text import typed
 from tunebook.config.rules.frame import Finding, Level, Rule, another_model, rule
-from tunebook.config.schema import DatasetSource, RunConfig
+from tunebook.config.schema import DatasetSource, ModelConfig, RunConfig
+
+# As huggingface_hub checks it, whose import a plan does not wait for. Some old models have no owner.
+_HUB_NAME = re.compile(r"(\b[\w.-]{1,96}\b/)?\b[\w.-]{1,96}\b", re.ASCII)
 
 
 @rule(
@@ -41,11 +46,38 @@ def model_not_named(config: RunConfig) -> Finding | None:
 def model_name_is_folder(config: RunConfig) -> Finding | None:
     """A name that starts like a path."""
     name = config.model.name
-    if not name or config.model.path or not (name.startswith(("/", "./", "../", "~")) or is_in_book(name)):
+    if not name or config.model.path or not _is_path(name):
         return None
     return Finding(
         key="model.name", message=f"{name} is a folder, not a name on the hub", fix=f"model.name=null model.path={name}"
     )
+
+
+def _is_path(name: str) -> bool:
+    return name.startswith(("/", "./", "../", "~")) or is_in_book(name)
+
+
+@rule(
+    "model-name-form",
+    summary="model.name has not the form of a name on the hub.",
+    why="A model on the hub is called organisation/name (some old ones only name), of the letters a to z, digits, - _ "
+    "and . alone; nothing else can be looked up there, which would be found out when the model is loaded.",
+    advice="Correct model.name, or name a folder with model.path.",
+)
+def model_name_form(config: RunConfig) -> Finding | None:
+    """What the hub would refuse to look up; a path that looks like one has a rule of its own."""
+    name = config.model.name
+    if not name or config.model.path or _is_path(name) or _is_hub_name(name):
+        return None
+    is_folder = model_folder_problem(ModelConfig(path=name)) is None
+    fix = f"model.name=null {typed('model.path', name)}" if is_folder else "model.name=ORG/NAME"
+    message = f"'{name}' has not the form organisation/name of a model on the hub"
+    return Finding(key="model.name", message=message, fix=fix)
+
+
+def _is_hub_name(name: str) -> bool:
+    is_refused = "--" in name or ".." in name or name.endswith(".git")
+    return _HUB_NAME.fullmatch(name) is not None and not is_refused
 
 
 @rule(
@@ -269,6 +301,7 @@ def chat_template_not_found(config: RunConfig) -> Finding | None:
 RULES: tuple[Rule, ...] = (
     model_not_named,
     model_name_is_folder,
+    model_name_form,
     model_folder,
     model_not_causal,
     length_beyond_model,
