@@ -103,6 +103,7 @@ def test_a_run_without_a_recipe():
         ("recipes=quickstart", ["name the recipe as the first word"]),
         ("recipe=quickstart", ["name the recipe as the first word", "tunebook train quickstart"]),
         ("hydra.run.dir=x", ["Hydra's own keys"]),
+        ("peft.target_modules=[q_proj,]", ["cannot be read; type peft.target_modules=[q_proj]"]),
         ("model.path=a=b", ["put quotes round", "'model.path=\"a=b\"'"]),
         ("=", ["without spaces round the ="]),
     ],

@@ -62,8 +62,10 @@ def unreadable_override(text: str) -> OverrideError:
         message = f"'{text}' has no key before it: write key=value, without spaces round the ="
     else:
         inner = value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
-        message = f"override '{text}' cannot be read; put quotes round a value with special characters: "
-        message += _typed_anew(key, inner)
+        anew = _typed_anew(key, inner)
+        is_quoted = "'" in anew or '"' in anew
+        instead = "put quotes round a value with special characters:" if is_quoted else "type"
+        message = f"override '{text}' cannot be read; {instead} {anew}"
     return OverrideError(text, message, problem_id="override-form")
 
 
@@ -71,7 +73,8 @@ def _typed_anew(key: str, value: str) -> str:
     """With the quotes that it lacked; of a list round each entry that needs them."""
     if not (type_of(key).startswith("a list") and value.startswith("[") and value.endswith("]")):
         return typed(key, value)
-    return typed_list(key, [entry.strip().strip("'\"") for entry in split_values(value[1:-1])])
+    entries = (entry.strip().strip("'\"") for entry in split_values(value[1:-1]))
+    return typed_list(key, filter(None, entries))  # after a last comma there is none, and an empty one names nothing
 
 
 def several_values(key: str, text: str) -> OverrideError:
