@@ -95,10 +95,10 @@ class RulesError(RequestError):
         super().__init__(f"this configuration cannot run: {count}\n{lines}", problem_id=problems[0].id)
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known spelling closest to `word`, or None when nothing is close."""
+def nearest(word: str, known: Iterable[str], *, least_alike: float = 0.6) -> str | None:
+    """The known spelling closest to `word`, or None when nothing is close: `least_alike`, of 1 for the same word."""
     by_lower = {name.lower(): name for name in known}
-    matches = difflib.get_close_matches(word.lower(), list(by_lower), n=1, cutoff=0.6)
+    matches = difflib.get_close_matches(word.lower(), list(by_lower), n=1, cutoff=least_alike)
     return by_lower[matches[0]] if matches else None
 
 

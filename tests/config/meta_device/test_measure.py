@@ -100,7 +100,7 @@ def test_the_sizes_are_those_of_the_config(folder_of):
 @pytest.mark.parametrize(
     ("changes", "error", "said"),
     [
-        ({"model_type": "lama9"}, "unknown-architecture", "model_type=lama9, .*Did you mean 'llama'"),
+        ({"model_type": "lama9"}, "unknown-architecture", r'model_type=lama9, architectures=\["Llama.*"\]$'),
         ({"model_type": "t5"}, "not-causal", "model_type=t5, architectures=.*LlamaForCausalLM.*]$"),
         ({"hidden_act": "nonsense"}, "cannot-build", "nonsense"),
     ],
@@ -111,6 +111,14 @@ def test_what_cannot_be_built(folder_of, changes, error, said):
     found = measure.describe(file, trust_remote_code=False)
     assert found["error"] == error
     assert re.search(said, found["reason"])
+
+
+@pytest.mark.parametrize(("kind", "meant"), [("lama9", "llama"), ("mistrl", "mistral"), ("foobar", None), ("", None)])
+def test_what_may_have_been_meant_is_near(folder_of, kind, meant):
+    file = folder_of("llama") / "config.json"
+    file.write_text(json.dumps({"model_type": kind, "hidden_size": 16}))
+    found = measure.describe(file, trust_remote_code=False)
+    assert (found["reason"], found.get("meant")) == (f"model_type={kind}", meant)
 
 
 CODE = {"AutoConfig": "configuration_own.Config", "AutoModelForCausalLM": "modeling_own.Model"}

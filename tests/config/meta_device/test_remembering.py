@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -133,9 +134,14 @@ def test_nothing_is_asked_without_torch(file, asked, monkeypatch):
     ("answer", "problem", "said"),
     [
         (
-            {"error": "unknown-architecture", "reason": "model_type=lama Did you mean 'llama'?"},
+            {"error": "unknown-architecture", "reason": "model_type=lama", "meant": "llama"},
             "unknown-architecture",
-            r"model_type=lama Did you mean 'llama'\?; correct model_type .* or set model.trust_remote_code=true",
+            r"model_type=lama; correct model_type in the file \(did you mean 'llama'\?\), or .* or set model.trust_rem",
+        ),
+        (
+            {"error": "unknown-architecture", "reason": "model_type=foobar"},
+            "unknown-architecture",
+            "model_type=foobar; correct model_type in the file, or use a newer transformers, or set ",
         ),
         (
             {"error": "cannot-build", "reason": "KeyError: 'nonsense'"},
@@ -212,6 +218,24 @@ def test_what_takes_too_long_ends_with_its_workers(tmp_path, monkeypatch):
     assert len(started) == 2
     end = time.monotonic() + 20
     while any(map(is_running, started)):  # the kernel takes a moment
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's word of a parent's death is Linux's")
+def test_it_ends_with_a_plan_that_is_killed(tmp_path):
+    look = f"import os, time; open({str(tmp_path / 'started')!r}, 'w').write(f'{{os.getpid()}} '); time.sleep(60)"
+    plan = (
+        "import os, sys; from pathlib import Path; from tunebook.config import meta_device; "
+        f"meta_device._run([sys.executable, '-c', {look!r}], dict(os.environ), Path({str(tmp_path / 'found')!r}))"
+    )
+    with subprocess.Popen([sys.executable, "-c", plan]) as killed:
+        started, end = tmp_path / "started", time.monotonic() + 20
+        while not (started.exists() and started.read_text().endswith(" ")):
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        killed.kill()
+    while is_running(int(started.read_text())):
         assert time.monotonic() < end
         time.sleep(0.02)
 

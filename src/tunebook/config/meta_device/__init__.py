@@ -29,6 +29,7 @@ import tunebook
 from tunebook.config.cache import cache_root, remember
 from tunebook.config.model_facts import MeasuredLayers, ModelFacts
 from tunebook.errors import RequestError
+from tunebook.train.death import stopping_with_parent
 
 # Raised when the answer to the same config.json changes: what was remembered is then measured again.
 _FORM = 6
@@ -146,10 +147,18 @@ def _num_found(progress: Path) -> int:
 
 
 def _run(command: list[str], environment: dict[str, str], progress: Path) -> str | None:
-    """What it says on stderr, or how it ended; None where it came no further. Its workers end with it, in any case."""
+    """What it says on stderr, or how it ended; None where it came no further. Its workers end with it, in any case.
+
+    It ends with this process too, which may be killed: it would look on for minutes at what nobody reads.
+    """
     nowhere, pipe = subprocess.DEVNULL, subprocess.PIPE
     with subprocess.Popen(
-        command, env=environment, stdout=nowhere, stderr=pipe, text=True, start_new_session=True
+        stopping_with_parent(command),
+        env=environment,
+        stdout=nowhere,
+        stderr=pipe,
+        text=True,
+        start_new_session=True,
     ) as process:
         try:
             said = _said_at_the_end(process, progress)
@@ -172,10 +181,11 @@ def _said_at_the_end(process: subprocess.Popen[str], progress: Path) -> str | No
 def _refusal(config_file: Path, answer: dict[str, Any], trust_remote_code: bool) -> RequestError:
     reason = str(answer.get("reason", "")).strip().splitlines() or ["no reason is given"]
     if answer["error"] == "unknown-architecture":
+        meant = f" (did you mean '{answer['meant']}'?)" if "meant" in answer else ""
         code = "" if trust_remote_code else ", or set model.trust_remote_code=true where the model brings its own code"
         return RequestError(
             f"{config_file}: transformers {_version('transformers')} has no causal language model of this "
-            f"architecture: {reason[0]}; correct model_type in the file, or use a newer transformers{code}",
+            f"architecture: {reason[0]}; correct model_type in the file{meant}, or use a newer transformers{code}",
             problem_id="unknown-architecture",
         )
     if answer["error"] == "not-causal":

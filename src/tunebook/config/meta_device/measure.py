@@ -52,12 +52,13 @@ from tunebook.config.meta_device.targets import (
     stacked_names,
 )
 from tunebook.config.unreached import as_patterns
-from tunebook.errors import did_you_mean
+from tunebook.errors import nearest
 
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _LONGEST = 2**20  # tokens, where an architecture has no highest position
 _FLASH_ATTN = (Attention.flash_attention_2, Attention.flash_attention_3, Attention.flash_attention_4)
 _OURS = (Attention.varlen_attention, Attention.varlen_attention_4, Attention.sdpa_by_document)
+_ALIKE = 0.75  # among so many short names one that is less alike was hardly meant: bart for foobar
 _UNKNOWN = ("unrecognized", "does not recognize", "should have a `model_type`", "trust_remote_code", "no file named")
 # What tensors without memory cannot do, and those with it can.
 _OF_FAKE_TENSORS = (
@@ -97,11 +98,12 @@ def _unknown(config_file: Path) -> dict[str, str]:
     """What the file calls its architecture; `kind`, which other one it is; else what may have been meant."""
     config = json.loads(config_file.read_text(encoding="utf-8"))
     kind = str(config.get("model_type") or "")
-    named = f"model_type={kind}, architectures={config.get('architectures')}"
+    architectures = config.get("architectures")
+    named = f"model_type={kind}" + (f", architectures={json.dumps(architectures)}" if architectures else "")
     if other := next((words for kinds, words in _OTHER_KINDS if kind in kinds), None):
         return {"error": "not-causal", "reason": named, "kind": other}
-    meant = did_you_mean(kind, set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - {kind}) if kind else ""
-    return {"error": "unknown-architecture", "reason": named + meant}
+    meant = nearest(kind, set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - {kind}, least_alike=_ALIKE) if kind else None
+    return {"error": "unknown-architecture", "reason": named} | ({"meant": meant} if meant else {})
 
 
 def _absent_code(config_file: Path) -> dict[str, Any] | None:

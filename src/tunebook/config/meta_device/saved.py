@@ -33,6 +33,7 @@ from tunebook.config.meta_device.kernels import BY_LENGTHS, MASKED, UNMASKED, gr
 from tunebook.config.meta_device.offloading import Offloading
 from tunebook.config.meta_device.targets import names_beside_experts
 from tunebook.config.unreached import expression
+from tunebook.train.death import die_with_parent
 
 LENGTHS = (62, 124, 186)  # tokens; like no size of a real model, by which copies of weights are told apart
 LORA_RANK = 1
@@ -93,7 +94,11 @@ def measure_saved(
 
 
 def _know(*known: Any) -> None:
-    """What every mode of a model has in common: handed over by forking, since not every config can be pickled."""
+    """What every mode of a model has in common: handed over by forking, since not every config can be pickled.
+
+    A worker that waits for a mode would not see that the process which hands them out was killed.
+    """
+    die_with_parent()
     _known.extend(known)
 
 
