@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tunebook.errors import DoesNotFitError, TunebookError
 from tunebook.evaluate.progress import AnswerProgress
-from tunebook.train.death import stopping_with_parent
+from tunebook.parent_death import stopping_with_parent
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tunebook.train.death import prctl
+from tunebook.parent_death import prctl
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _POLL_S = 0.1

@@ -22,7 +22,7 @@ from tunebook.config.schema import RunConfig
 from tunebook.errors import TunebookError
 from tunebook.launch.descendants import adopting_orphans, children_of, end_children
 from tunebook.launch.logs import Failure
-from tunebook.train.death import stopping_with_parent
+from tunebook.parent_death import stopping_with_parent
 from tunebook.train.signals import RequestCount
 
 TORCHRUN = "torch.distributed.run"

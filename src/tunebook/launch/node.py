@@ -37,10 +37,10 @@ from tunebook.launch.line import Line, Message
 from tunebook.launch.local import POLL_S, Started, StopRequests, rank_environment, start_command
 from tunebook.launch.logs import torchrun_log
 from tunebook.launch.slurm.inside import describe_inside
+from tunebook.parent_death import ask_to_stop_when_parent_dies
 from tunebook.plan.batch import world_size
 from tunebook.record.files import RUN_FILE
 from tunebook.record.run_folder import read_outcomes
-from tunebook.train.death import ask_to_stop_when_parent_dies
 
 _ANSWER_WITHIN_S = 30.0  # a launcher answers at once, also while it prepares
 

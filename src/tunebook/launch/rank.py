@@ -18,9 +18,10 @@ from tunebook.errors import StoppedError
 from tunebook.launch.commands import DIES_WITH_PARENT
 from tunebook.launch.logs import rank_log, where
 from tunebook.launch.meeting import StartWatch, meet
+from tunebook.parent_death import ask_to_stop_when_parent_dies, die_with_parent
 from tunebook.record.run_folder import write_outcome
 from tunebook.record.start_up import StartClock, process_begun
-from tunebook.train.death import AGREED_ENDINGS, RankEnd, ask_to_stop_when_parent_dies, die_with_parent
+from tunebook.train.death import AGREED_ENDINGS, RankEnd
 from tunebook.train.imports import importing_libraries
 from tunebook.train.signals import StopRequest
 

@@ -5,8 +5,9 @@ import signal
 import sys
 from pathlib import Path
 
+from tunebook.parent_death import ask_to_stop_when_parent_dies
 from tunebook.record.start_up import StartClock, process_begun
-from tunebook.train.death import AGREED_ENDINGS, RankEnd, ask_to_stop_when_parent_dies
+from tunebook.train.death import AGREED_ENDINGS, RankEnd
 from tunebook.train.imports import importing_libraries
 from tunebook.train.signals import StopRequest
 

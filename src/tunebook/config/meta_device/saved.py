@@ -33,7 +33,7 @@ from tunebook.config.meta_device.kernels import BY_LENGTHS, MASKED, UNMASKED, gr
 from tunebook.config.meta_device.offloading import Offloading
 from tunebook.config.meta_device.targets import names_beside_experts
 from tunebook.config.unreached import expression
-from tunebook.train.death import die_with_parent
+from tunebook.parent_death import die_with_parent
 
 LENGTHS = (62, 124, 186)  # tokens; like no size of a real model, by which copies of weights are told apart
 LORA_RANK = 1
