@@ -246,6 +246,20 @@ def test_what_is_moved_to_hosts_of_unknown_memory_does_not_fit_for_certain(capsy
     assert "(18.0 GiB, and 786.9 GiB of each host; weights" in out
 
 
+def test_a_file_of_documents_that_is_not_there_is_noted(capsys: Any, tmp_path: Path) -> None:
+    """A plan needs no data, and whoever mistyped its name is told before the training."""
+    there = tmp_path / "there.jsonl"
+    there.write_text('{"text": "a"}\n')
+    words = ["dataset=jsonl", f"dataset.path={tmp_path}/their.jsonl", f"dataset.validation_path={there}"]
+    assert plan_command("qwen3b_zero2", ["hardware=hopper", *words], [], Console(width=200)) == 0
+    noted = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert len(noted) == 1
+    assert f"cannot be read here: dataset.path: there is no file {tmp_path}/their.jsonl. Close to it" in noted[0]
+    words[1] = f"dataset.path={there}"
+    assert plan_command("qwen3b_zero2", ["hardware=hopper", *words[:2]], [], Console(width=200)) == 0
+    assert "note: " not in capsys.readouterr().out
+
+
 def test_a_number_of_hundreds_of_digits_is_named_and_shortened(as_json: Any) -> None:
     code, plan = as_json("qwen3b_zero2", f"hardware.memory_gib=1{400 * '0'}")
     assert code == 2

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tunebook.config.book import is_in_book, resolve_path
+from tunebook.config.choices import Source
+from tunebook.config.schema import DatasetConfig
 from tunebook.errors import RequestError
 
 LINES_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
@@ -27,6 +29,20 @@ class DataFile:
     path: Path  # absolute
     location: str  # for records: the absolute path, or `book:...`, which is the same on every machine
     label: str  # for a document's origin: the name, with folders only where several files share it
+
+
+def what_is_not_there(config: DatasetConfig) -> list[str]:
+    """Why the files that a configuration names cannot be read here, in words; nothing where they can."""
+    sources = {"dataset": config} | {f"dataset.parts.{name}": part for name, part in config.parts.items()}
+    named = {f"{key}.path": source.path for key, source in sources.items() if source.source is Source.files}
+    found = []
+    for key, text in (named | {"dataset.validation_path": config.validation_path}).items():
+        try:
+            if text:
+                find_files(text, key)
+        except RequestError as error:
+            found.append(error.message)
+    return found
 
 
 def find_files(text: str, key: str) -> list[DataFile]:

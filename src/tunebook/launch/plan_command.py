@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from tunebook.data.files import what_is_not_there
 from tunebook.launch.changes import Fitting, changes_that_fit
 from tunebook.launch.draft import Draft, draft_json, draft_run
 from tunebook.launch.job import Job, show_job
@@ -43,6 +44,8 @@ def plan_command(
     assert draft.memory is not None and draft.host is not None and draft.time is not None
     job = Job(resolution=draft.resolution, problems=draft.problems, plan=draft.batch)
     show_job(job, console, folder or Path(job.config.outputs) / (recipe or WITHOUT_RECIPE) / "<time>")
+    for absent in what_is_not_there(job.config.dataset):
+        console.print(Text(f"note: planned without the data, which cannot be read here: {absent}"), soft_wrap=True)
     show_memory(draft.memory, console)
     show_host_memory(draft.host, console)
     show_time(draft.time, console)
