@@ -61,7 +61,7 @@ def test_an_architecture_that_nobody_knows_is_an_error_in_words(run: Any, folder
     assert ended.exit_code == 2
     (problem,) = json.loads(ended.output)["problems"]
     assert problem["id"] == "unknown-architecture"
-    assert "model_type=gpt22" in problem["message"] and "Did you mean 'gpt2'?" in problem["message"]
+    assert "model_type=gpt22" in problem["message"] and "(did you mean 'gpt2'?)" in problem["message"]
 
 
 @pytest.fixture(scope="module")
