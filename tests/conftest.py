@@ -87,7 +87,7 @@ def _left_behind() -> set[str]:
 
 @pytest.fixture(scope="session", autouse=True)
 def composes_the_same_words_once() -> Iterator[None]:
-    """Hydra takes 0.2 s for a run, which was most of what thousands of tests took, and half of them ask for the same.
+    """Hydra takes 0.2 s for a run, which was most of what tests of plans took, and half of them ask for the same.
 
     Only of the book as it is in the checkout; each test is given a copy. What is refused is composed each time.
     """

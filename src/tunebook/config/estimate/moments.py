@@ -85,7 +85,6 @@ def _moments(config: RunConfig, facts: ModelFacts, *, accumulates: bool) -> Iter
     is_recomputed = config.activation.checkpointing is Checkpointing.enabled
     kept = kept_bytes(config, facts, is_recomputed=is_recomputed)
     after = kept + after_head_bytes(config, facts)
-
     room, is_stage_1 = reduced_gradient_bytes(config, facts), config.parallelism.strategy is Strategy.zero1
     spare = room - states.gradients if room > 0 and not is_stage_1 else 0.0  # what is not gradients that stay
     # Stage 2 adds up pieces of the first pass's room, and so keeps all of it (0.19.8, copy_grads_in_partition).
