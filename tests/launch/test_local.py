@@ -37,6 +37,21 @@ def test_a_cpu_run_leaves_the_gpus_alone_and_keeps_what_the_user_set():
     assert (environment["OMP_WAIT_POLICY"], environment["HOME"]) == ("ACTIVE", "/h")
 
 
+@pytest.mark.parametrize(
+    ("inherited", "expected"),
+    [
+        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ({"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}, {"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": ""}, {"PYTORCH_CUDA_ALLOC_CONF": ""}),  # by its old name, and switched off
+    ],
+)
+def test_the_allocators_segments_grow_unless_the_user_says_how(inherited, expected):
+    environment = rank_environment(config_of("qwen05b_single"), inherited)
+    assert {name: text for name, text in environment.items() if "ALLOC_CONF" in name} == expected
+    assert handed_on(environment).items() >= expected.items(), "by whoever starts ranks elsewhere"
+    assert "PYTORCH_ALLOC_CONF" not in rank_environment(config_of("quickstart"), {})
+
+
 def test_the_exit_code_comes_back():
     assert run_and_wait([sys.executable, "-c", "raise SystemExit(7)"], {}).exit_code == 7
 

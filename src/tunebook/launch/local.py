@@ -33,7 +33,8 @@ _HANDED_ON = (
     *("HF_HOME", "HF_HUB_CACHE", "HF_TOKEN", "HF_HUB_OFFLINE"),
     *("WANDB_API_KEY", "OMP_NUM_THREADS", "PYTHONPATH"),
 )
-_HANDED_ON_AS = ("NCCL_", "GLOO_", "TORCH_", "TUNEBOOK_")
+_HANDED_ON_AS = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "TUNEBOOK_")
+_OF_THE_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch 2.10 reads the second, too
 POLL_S = 0.2
 
 
@@ -146,6 +147,10 @@ def rank_environment(config: RunConfig, inherited: Mapping[str, str]) -> dict[st
         environment.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, once imported, warns that it found no GPU
     else:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(_gpus(config, environment))
+        # Segments that grow leave hardly any pieces too small for what is asked for next. Without, two of twenty runs
+        # that the plan had fill an H100 ran out of memory, 13 GiB of it in such pieces; no slower (h100_held_out).
+        if not any(name in environment for name in _OF_THE_ALLOCATOR):
+            environment[_OF_THE_ALLOCATOR[0]] = "expandable_segments:True"
     # Where .venv is not activated its `ninja` is not found, without which DeepSpeed compiles none of its operators.
     environment["PATH"] = os.pathsep.join(filter(None, [str(Path(sys.executable).parent), environment.get("PATH")]))
     return environment
