@@ -185,6 +185,15 @@ def layer_bytes_per_token(config: RunConfig, facts: ModelFacts) -> float:
     """What one layer keeps of one token."""
     element = product_element(config)
     norms = _norm_bytes(config) * facts.hidden_size
+    of_dropout = _dropout_bytes(config, adapted(config, facts)) + _dropped_bytes(config, facts)
+    inputs = of_dropout + _inputs_under_zero3(config, facts)
+    inner = inner_bytes_per_token(config, facts)
+    return norms + inner + _attention_bytes(config, facts, element) + inputs - _unadapted_bytes(config, facts)
+
+
+def inner_bytes_per_token(config: RunConfig, facts: ModelFacts) -> float:
+    """What of that the feed-forward network keeps of its inner numbers, but for what adapters on it do."""
+    element = product_element(config)
     inner = 4.0 * element * facts.intermediate_size  # gate, its activation, up, their product
     if config.activation.checkpointing is Checkpointing.selective:
         inner = 2.0 * element * facts.intermediate_size  # gate and up; in fp8, too (Qwen2.5-3B and Llama 3 8B, H200)
@@ -192,10 +201,7 @@ def layer_bytes_per_token(config: RunConfig, facts: ModelFacts) -> float:
         inner = 3.0 * element * facts.intermediate_size  # the activation is computed again
         if config.precision.compute is Compute.fp8 and config.model.compile_layers:
             inner /= 2  # fitted to one run: Llama 3 8B kept 11 GiB less on each of two H200 than bf16 is counted for
-    inner += given_back_element(config, facts) * facts.intermediate_size
-    of_dropout = _dropout_bytes(config, adapted(config, facts)) + _dropped_bytes(config, facts)
-    inputs = of_dropout + _inputs_under_zero3(config, facts)
-    return norms + inner + _attention_bytes(config, facts, element) + inputs - _unadapted_bytes(config, facts)
+    return inner + given_back_element(config, facts) * facts.intermediate_size
 
 
 def gives_back_fp32(config: RunConfig) -> bool:

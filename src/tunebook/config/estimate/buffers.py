@@ -148,18 +148,23 @@ def _gathered(config: RunConfig, facts: ModelFacts) -> float:
 def _are_units(config: RunConfig, facts: ModelFacts) -> bool:
     """Whether embeddings are whole only while they are looked up, and a head of its own while it is computed.
 
-    accelerate (1.15, fsdp2_prepare_model) makes units of both. Seen with frozen ones on one rank: seven runs of slices
-    of Qwen2.5-7B and Llama 3 8B on an H200 held 2.0 to 2.3 GiB less than with both. Two ranks held as much as that.
+    accelerate (1.15, fsdp2_prepare_model) makes units of both. Two ranks held as much as with both, whole: what arrived
+    is there until the next unit's has, too (torch 2.13, _fsdp_param_group.py).
     """
-    is_frozen = config.peft.method is not PeftMethod.full
     is_sharded = config.parallelism.strategy in (Strategy.fsdp, Strategy.hsdp)
-    return is_frozen and is_sharded and num_ranks(config) == 1 and not facts.tie_word_embeddings
+    return is_sharded and num_ranks(config) == 1 and not facts.tie_word_embeddings
 
 
 def _gathered_ahead(config: RunConfig, facts: ModelFacts) -> float:
-    """What FSDP has whole of the layers while the head is computed: one, on its way, or all that were gathered."""
+    """What FSDP has whole of the layers while the head is computed: one, on its way, or all that were gathered.
+
+    One rank fetches nothing ahead (torch 2.13, _fsdp_param_group.py): slices of Qwen2.5-7B and Llama 3 8B had nothing
+    of their layers there on an H100.
+    """
     if config.parallelism.strategy is Strategy.fsdp_grad_op:
         return _gathered_layers(config, facts)
+    if num_ranks(config) == 1:
+        return 0.0
     matrices = 3 if config.peft.method is PeftMethod.full else 2
     return _gathered_layers(config, facts) / matrices
 
@@ -219,9 +224,9 @@ def gathering_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """What it takes on top to gather the output head: what arrives, and with ZeRO-3 a copy on its way to the parameter.
 
     Measured on two H200: 5.8 GiB for Qwen3-8B's 2.3 of embeddings under ZeRO-3, with which the peak was reached. With
-    LoRA no layers were whole then. One rank of FSDP has a copy of all that comes from its host, in the format of the
-    weights (4 layers of Qwen2.5-14B, H200). A head that is the embeddings has long been there for FSDP; not so where
-    two ranks fetched it from the host (9 layers of Qwen2.5-3B with LoRA: 1.74 GiB at most).
+    LoRA no layers were whole then. One rank of FSDP has what comes from its host beside the whole (4 layers of
+    Qwen2.5-14B, H200). A head that is the embeddings has long been there for FSDP; not so where two ranks fetched it
+    from the host (9 layers of Qwen2.5-3B with LoRA: 1.74 GiB at most).
     """
     embeddings, element, ranks = count_parameters(config, facts).embeddings, weight_element(config), num_ranks(config)
     is_fsdp = isinstance(config.parallelism, FsdpConfig)
@@ -229,7 +234,7 @@ def gathering_bytes(config: RunConfig, facts: ModelFacts) -> float:
     if not _is_gathered(config) or is_there or (ranks == 1 and not is_fsdp):
         return 0.0
     if is_fsdp:
-        return float((product_element(config) + (element if ranks == 1 else 0)) * embeddings)
+        return float((_arriving_element(config) if ranks == 1 else product_element(config)) * embeddings)
     head, is_full = element * embeddings, config.peft.method is PeftMethod.full
     is_kept = is_full or has_parameters_away(config)
     return (1 + 1 / num_ranks(config)) * head - (0.0 if is_kept else kept_for_backward(config, facts) - head)
@@ -243,9 +248,14 @@ def first_gathering_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """
     if not isinstance(config.parallelism, FsdpConfig) or num_ranks(config) > 1 or not has_parameters_away(config):
         return 0.0
-    arriving, whole = weight_element(config), product_element(config)
-    cast = whole if arriving != whole else 0
-    return float((arriving + cast + whole) * count_parameters(config, facts).embeddings)
+    whole = product_element(config)
+    return float((_arriving_element(config) + whole) * count_parameters(config, facts).embeddings)
+
+
+def _arriving_element(config: RunConfig) -> int:
+    """Bytes of each number that one rank of FSDP fetches from its host: as it is kept there, and cast if need be."""
+    kept, whole = weight_element(config), product_element(config)
+    return kept + (whole if kept != whole else 0)
 
 
 def scattering_bytes(config: RunConfig, facts: ModelFacts) -> float:

@@ -15,6 +15,7 @@ from tunebook.config.estimate.activations import (
     given_back_element,
     gives_back_fp32,
     has_dropout,
+    inner_bytes_per_token,
     inputs_of_layers,
     is_on_inner,
     mask_bytes,
@@ -132,15 +133,17 @@ def _inner_backward_bytes(config: RunConfig, facts: ModelFacts) -> float:
 
 
 def _eager_backward_bytes(config: RunConfig, facts: ModelFacts) -> float:
-    """What attention without a kernel has at work beside its softmax: that one's gradient in fp32, and its input's.
+    """What attention without a kernel has at work beside what its layer keeps, when its softmax's gradient is made.
 
-    Followed on a CPU: 7.6 bytes for each head and pair of tokens in fp32, 6 with products in 16 bits; 0.4 to 2.8 more
-    where scores are capped (Gemma 2).
+    That softmax, its gradient, their product (of CUDA's kernel, which following without memory does not show) and its
+    input's gradient are in fp32, whatever it was computed from. What of it the next product keeps in 16 bits is
+    gone, and so is what the feed-forward network kept. Met on an H100 (h100_held_out).
     """
     if config.attention.implementation is not Attention.eager:
         return 0.0
-    pairs = float(tokens_per_pass(config) * attended_length(config))
-    return pairs * facts.num_attention_heads * (4 + product_element(config))
+    pairs = float(tokens_per_pass(config) * attended_length(config)) * facts.num_attention_heads
+    gone = tokens_per_pass(config) * inner_bytes_per_token(config, facts) if facts.measured is None else 0.0
+    return max(0.0, pairs * (12 if product_element(config) == 4 else 10) - gone)
 
 
 def computes_products_again(config: RunConfig) -> bool:
