@@ -18,7 +18,7 @@ Between them the one grows as the other shrinks.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tunebook.config.choices import Checkpointing, Strategy
 from tunebook.config.estimate.activations import (
@@ -81,17 +81,45 @@ def fullest_moment(config: RunConfig, facts: ModelFacts, *, accumulates: bool) -
 
 def _moments(config: RunConfig, facts: ModelFacts, *, accumulates: bool) -> Iterator[Moment]:
     states = state_bytes(config, facts)
+    room = _Room.of(config, facts, states, accumulates=accumulates)
     passes = earlier_gradient_bytes(config, states, accumulates=accumulates)
-    is_recomputed = config.activation.checkpointing is Checkpointing.enabled
+    yield from _forward_moments(config, facts, states, room, passes)
+    yield from _backward_moments(config, facts, states, room, passes, accumulates=accumulates)
+    if stepping := stepping_bytes(config, facts):
+        gradients, reducing = min(states.gradients, stepping), reducing_bytes(config, facts)
+        yield Moment(states=states, gradients=gradients, buffers=reducing + stepping - gradients, activations=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Room:
+    """Bytes that ZeRO's first two stages take for a pass's gradients besides those that stay; 0 with others."""
+
+    whole: float  # made when a pass begins to be reduced
+    spare: float  # of stage 2's, what is not gradients that stay
+    of_earlier: float  # of that, what is there of earlier passes
+    is_stage_1: bool
+
+    @classmethod
+    def of(cls, config: RunConfig, facts: ModelFacts, states: States, *, accumulates: bool) -> _Room:
+        whole, is_stage_1 = reduced_gradient_bytes(config, facts), config.parallelism.strategy is Strategy.zero1
+        spare = whole - states.gradients if whole > 0 and not is_stage_1 else 0.0
+        # Stage 2 adds up pieces of the first pass's room, and so keeps all of it (0.19.8, copy_grads_in_partition).
+        return cls(whole=whole, spare=spare, of_earlier=spare if accumulates else 0.0, is_stage_1=is_stage_1)
+
+
+def _is_recomputed(config: RunConfig) -> bool:
+    return config.activation.checkpointing is Checkpointing.enabled
+
+
+def _forward_moments(
+    config: RunConfig, facts: ModelFacts, states: States, room: _Room, passes: float
+) -> Iterator[Moment]:
+    """Up to when the head is whole; `passes`: bytes of the gradients that earlier ones have left."""
+    is_recomputed = _is_recomputed(config)
     kept = kept_bytes(config, facts, is_recomputed=is_recomputed)
-    after = kept + after_head_bytes(config, facts)
-    room, is_stage_1 = reduced_gradient_bytes(config, facts), config.parallelism.strategy is Strategy.zero1
-    spare = room - states.gradients if room > 0 and not is_stage_1 else 0.0  # what is not gradients that stay
-    # Stage 2 adds up pieces of the first pass's room, and so keeps all of it (0.19.8, copy_grads_in_partition).
-    of_earlier = spare if accumulates else 0.0
 
     def moment(buffers: float, activations: float) -> Moment:
-        return Moment(states=states, gradients=passes, buffers=buffers + of_earlier, activations=activations)
+        return Moment(states=states, gradients=passes, buffers=buffers + room.of_earlier, activations=activations)
 
     if first := first_gathering_bytes(config, facts):
         yield moment(first, 0.0)
@@ -101,36 +129,45 @@ def _moments(config: RunConfig, facts: ModelFacts, *, accumulates: bool) -> Iter
     yield moment(buffers, kept + head_bytes(config, facts))
     of_head = left_head_gradient_bytes(config, facts)
     if of_head < head_gradient_bytes(config, facts):
-        yield moment(buffers, after + of_head)
+        yield moment(buffers, kept + after_head_bytes(config, facts) + of_head)
     if gathering := gathering_bytes(config, facts):
         yield moment(buffers + gathering, kept + (at_work if config.activation.offload else 0.0))
-    reducing = reducing_bytes(config, facts)
-    buffers = cleared_buffer_bytes(config, facts, is_recomputed=is_recomputed) + reducing
-    if room > 0 and not is_stage_1:
+
+
+def _backward_moments(
+    config: RunConfig, facts: ModelFacts, states: States, room: _Room, passes: float, *, accumulates: bool
+) -> Iterator[Moment]:
+    """From when the head is done; `passes`: as before, to which stage 2 adds this one's when it makes room."""
+    is_recomputed = _is_recomputed(config)
+    kept, reducing = kept_bytes(config, facts, is_recomputed=is_recomputed), reducing_bytes(config, facts)
+    after = kept + after_head_bytes(config, facts)
+    if room.whole > 0 and not room.is_stage_1:
         passes += states.gradients
-        yield moment(buffers + spare, after)
+
+    def moment(buffers: float, activations: float, gradients: float = passes) -> Moment:
+        whole = buffers + reducing + room.spare + room.of_earlier
+        return Moment(states=states, gradients=gradients, buffers=whole, activations=activations)
+
+    buffers = cleared_buffer_bytes(config, facts, is_recomputed=is_recomputed)
+    if room.whole > 0 and not room.is_stage_1:
+        yield moment(buffers, after)
     if scattering := scattering_bytes(config, facts):
         yield moment(buffers + scattering, after)
     layer = recomputed_bytes(config, facts) if is_recomputed else backward_bytes(config, facts)
+    left = _left_for_layers(config, facts, kept, accumulates=accumulates)
     if layer or isinstance(config.parallelism, FsdpConfig):
-        whole = backward_buffer_bytes(config, facts, is_recomputed=is_recomputed)
-        left = _left_for_layers(config, facts, kept, accumulates=accumulates)
-        yield moment(whole + reducing + spare, left + layer)
+        yield moment(backward_buffer_bytes(config, facts, is_recomputed=is_recomputed), left + layer)
     if later := reducing_layer_bytes(config, facts):
-        left -= kept / facts.num_layers + (0.0 if facts.tie_word_embeddings else of_head)
+        of_head = 0.0 if facts.tie_word_embeddings else left_head_gradient_bytes(config, facts)
         done = states.gradients * _share_of_head_and_layer(config, facts)
-        yield replace(moment(later, left + layer), gradients=max(passes, done))
+        yield moment(later, left - kept / facts.num_layers - of_head + layer, max(passes, done))
         of_first = reducing_layer_bytes(config, facts, is_last=True)
-        yield replace(moment(of_first, one_layer_bytes(config, facts)), gradients=max(passes, states.gradients))
-    yield Moment(
-        states=states,
-        gradients=max(passes, states.gradients),
-        buffers=bucket_bytes(config, facts) + reducing + (room if is_stage_1 else spare + of_earlier),
-        activations=_last_layer_bytes(config, facts, states, is_recomputed=is_recomputed),
+        yield moment(of_first, one_layer_bytes(config, facts), max(passes, states.gradients))
+    yield moment(
+        bucket_bytes(config, facts) + (room.whole if room.is_stage_1 else 0.0),
+        _last_layer_bytes(config, facts, states, is_recomputed=is_recomputed),
+        max(passes, states.gradients),
     )
-    if stepping := stepping_bytes(config, facts):
-        gradients = min(states.gradients, stepping)
-        yield Moment(states=states, gradients=gradients, buffers=reducing + stepping - gradients, activations=0.0)
 
 
 def _left_for_layers(config: RunConfig, facts: ModelFacts, kept: float, *, accumulates: bool) -> float:
