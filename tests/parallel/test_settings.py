@@ -59,6 +59,13 @@ def test_nvme_buffers_hold_what_a_rank_has_of_the_embedding():
     assert "buffer_size" not in settings[0]["offload_optimizer"]
 
 
+def test_nvme_buffers_hold_what_a_rank_has_of_a_layers_stacked_experts():
+    """Mixtral 8x7B's eight pairs of gate and up are one parameter, of 8 x 28,672 x 4,096; its embeddings have 131e6."""
+    config = config_of("model=dolly_v2_3b", "parallelism=zero3_nvme", "hardware.gpus_per_node=4")
+    config.model.facts.measured.largest_parameter = 8 * 28_672 * 4096
+    assert deepspeed_settings(config)["zero_optimization"]["offload_param"]["buffer_size"] == 234_881_024
+
+
 def test_a_said_setting_is_written_and_a_silent_one_is_not():
     zero = zero_of("parallelism=zero3", "parallelism.max_live_parameters=1000", "parallelism.sub_group_size=5")
     assert (zero["stage3_max_live_parameters"], zero["sub_group_size"]) == (1000, 5)

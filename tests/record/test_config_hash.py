@@ -108,6 +108,7 @@ def test_what_is_counted_of_an_architecture_later_does_not_change_its_hash() -> 
     assert config.model.facts is not None and config.model.facts.measured is not None
     config.model.facts.measured.linear_parameters = 1
     config.model.facts.measured.active_parameters = 2
+    config.model.facts.measured.largest_parameter = 5
     config.model.facts.measured.unreached_parameters = 3
     config.model.facts.measured.adapters = {"dense": [1, 2]}
     config.model.facts.measured.expert_adapters = {"w2": [3, 4]}

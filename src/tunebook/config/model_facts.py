@@ -19,6 +19,9 @@ class MeasuredLayers:
     # all where a router chooses among experts. Null where nobody has looked: all of them
     linear_parameters: int | None = None
     active_parameters: int | None = None
+    # Of the whole model's: numbers in the largest, such as all experts of a layer where they are stacked. Null where
+    # nobody has looked: a matrix of layers like Llama's, or the embeddings
+    largest_parameter: int | None = None
     # What no text reaches, such as a tower for images, by names as `config.unreached` writes them; and how many numbers
     # that is. It is not trained
     unreached: list[str] = field(default_factory=list)

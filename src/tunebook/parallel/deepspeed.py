@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 from tunebook.config.choices import Offload, Strategy
+from tunebook.config.estimate.parameters import largest_parameter
 from tunebook.config.estimate.states import is_cast_by_deepspeed
 from tunebook.config.schema import RunConfig, ZeroConfig
 from tunebook.parallel.precision import mixes_formats
@@ -64,11 +65,9 @@ def _number_format(config: RunConfig) -> dict[str, Any]:
 
 
 def _largest_share(config: RunConfig) -> int | None:
-    """Elements that a rank holds of the largest parameter: the embedding, as a rule. None where sizes are not known."""
+    """Elements that a rank holds of the largest parameter. None where sizes are not known."""
     facts = config.model.facts
-    if facts is None:
-        return None
-    return math.ceil(max(facts.vocab_size, facts.intermediate_size) * facts.hidden_size / world_size(config))
+    return None if facts is None else math.ceil(largest_parameter(facts) / world_size(config))
 
 
 def _zero_optimization(zero: ZeroConfig, *, largest: int | None) -> dict[str, Any]:

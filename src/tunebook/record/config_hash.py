@@ -25,6 +25,7 @@ NOT_HASHED = (
     "dataset.num_workers",
     "model.facts.measured.linear_parameters",  # all of them counted of an architecture that is hashed
     "model.facts.measured.active_parameters",
+    "model.facts.measured.largest_parameter",
     "model.facts.measured.unreached_parameters",
     "model.facts.measured.adapters",
     "model.facts.measured.expert_adapters",

@@ -56,6 +56,7 @@ def test_what_4_bits_are_made_of_and_what_a_token_meets(folder_of, config_of):
     assert experts > 0 and found["linear_parameters"] == linear
     left_out = experts * (config.num_local_experts - config.num_experts_per_tok) // config.num_local_experts
     assert found["active_parameters"] == found["parameters"] - left_out
+    assert found["largest_parameter"] == max(each.numel() for each in layers.parameters() if each.dim() == 3)
     dense = described(folder_of("llama"))["measured"]
     assert dense["active_parameters"] == dense["parameters"] > dense["linear_parameters"]
 

@@ -20,7 +20,7 @@ ANSWER = {
     "tie_word_embeddings": False, "dtype": "bfloat16",
     "measured": {
         "num_layers": 2, "parameters": 400, "linear_inputs": 50, "adapter_parameters": 90,
-        "linear_parameters": 300, "active_parameters": 350,
+        "linear_parameters": 300, "active_parameters": 350, "largest_parameter": 200,
         "unreached": ["model.tower"], "unreached_parameters": 70,
         "attention": ["eager", "sdpa"],
         "adapters": {"q_proj": [16, 24]}, "expert_adapters": {"w2": [20, 30]},
@@ -62,6 +62,7 @@ def test_it_is_asked_once_for_the_same_file_in_the_same_environment(file, asked,
     assert (facts.measured.adapters, facts.measured.expert_adapters) == ({"q_proj": [16, 24]}, {"w2": [20, 30]})
     assert (facts.measured.parameters, facts.measured.adapter_parameters) == (400, 90)
     assert (facts.measured.linear_parameters, facts.measured.active_parameters) == (300, 350)
+    assert facts.measured.largest_parameter == 200
     assert (facts.measured.unreached, facts.measured.unreached_parameters) == (["model.tower"], 70)
     assert meta_device.measured_facts(file) == facts
     assert asked == [(file, False)]

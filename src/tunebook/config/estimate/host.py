@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from tunebook.config.choices import Generation, MasterWeights, Offload, PeftMethod, Strategy, Weights
 from tunebook.config.estimate.activations import activation_bytes
 from tunebook.config.estimate.overhead import PROCESS
-from tunebook.config.estimate.parameters import count_parameters
+from tunebook.config.estimate.parameters import count_parameters, largest_parameter
 from tunebook.config.estimate.states import divided_among, paged_bytes, states_anywhere, weight_element
 from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig, ZeroConfig
 from tunebook.config.sharing import Sharing, sharing_of, stays_whole
@@ -107,7 +107,7 @@ def _zero_weights(config: RunConfig, facts: ModelFacts, settings: ZeroConfig) ->
     if settings.offload_parameters is Offload.cpu:
         return Offloaded(host=weights)
     element, shares = weight_element(config), divided_among(config)
-    largest = _largest_parameter(facts) / shares.weights
+    largest = largest_parameter(facts) / shares.weights
     buffers = _PARAMETER_BUFFERS * max(_PARAMETER_BUFFER_ELEMENTS, largest)
     stays = min(count_parameters(config, facts).trained / shares.weights, _MAX_IN_CPU)
     return Offloaded(host=element * (buffers + stays), nvme=weights)
@@ -116,7 +116,7 @@ def _zero_weights(config: RunConfig, facts: ModelFacts, settings: ZeroConfig) ->
 def loading_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """What the ranks of the node hold of the weights at once (see `model.sharing` and `model.load`)."""
     ranks, element = max(1, config.hardware.gpus_per_node or 1), _loaded_element(config)
-    sharing, largest = sharing_of(config), _largest_parameter(facts)
+    sharing, largest = sharing_of(config), largest_parameter(facts)
     is_cpu = config.hardware.generation is Generation.cpu
     reads_piecewise = stays_whole(config) or config.peft.method is PeftMethod.qlora
     if config.model.weights is Weights.random and not (is_cpu and stays_whole(config)):
@@ -165,8 +165,3 @@ def saving_bytes(config: RunConfig, facts: ModelFacts) -> float:
 def _loaded_element(config: RunConfig) -> int:
     """Bytes of a weight as it is loaded, which DeepSpeed may cast later."""
     return 2 if config.precision.master_weights is MasterWeights.bf16 else 4
-
-
-def _largest_parameter(facts: ModelFacts) -> int:
-    """Elements of the largest matrix: the embeddings, as a rule."""
-    return max(facts.vocab_size, facts.intermediate_size) * facts.hidden_size

@@ -73,6 +73,13 @@ def active_parameters(facts: ModelFacts) -> int:
     return reached - round(of_layers(facts, facts.measured.parameters - facts.measured.active_parameters))
 
 
+def largest_parameter(facts: ModelFacts) -> int:
+    """Numbers in the largest of them, which is moved whole: the embeddings as a rule, or a layer's stacked experts."""
+    if facts.measured is not None and facts.measured.largest_parameter is not None:
+        return facts.measured.largest_parameter
+    return max(facts.vocab_size, facts.intermediate_size) * facts.hidden_size
+
+
 def has_experts(facts: ModelFacts) -> bool:
     """Whether a router sends each token to some of several experts."""
     layers = facts.measured

@@ -35,7 +35,7 @@ from tunebook.parent_death import stopping_with_parent
 _FORM = 6
 _COUNTED = (
     "num_layers", "parameters", "linear_inputs", "adapter_parameters", "linear_parameters", "active_parameters",
-    "unreached_parameters",
+    "largest_parameter", "unreached_parameters",
 )  # fmt: skip
 # Without anything new: on a slow or busy machine it takes as long as it takes. All that is asked for is found, or
 # nothing, since the hash of a run holds it, and two machines must find the same.

@@ -169,6 +169,7 @@ def _facts(config: Any, model: Any, options: dict[str, Any], on_found: Callable[
             **_adapters(model, layers, patterns),
             "linear_parameters": in_linear,
             "active_parameters": in_layers - _not_chosen(layers, text),
+            "largest_parameter": max(parameter.numel() for parameter in model.parameters()),
             "unreached": patterns,
             "unreached_parameters": sum(p.numel() for name, p in model.named_parameters() if name in unreached),
             "attention": [

@@ -105,6 +105,7 @@ RANGES: tuple[Range, ...] = (
     _fact("measured.adapter_parameters", low=0),
     _fact("measured.linear_parameters", low=0),
     _fact("measured.active_parameters"),
+    _fact("measured.largest_parameter"),
     _fact("measured.unreached_parameters", low=0),
     *(replace(range_, key=f"dataset.{range_.key}") for range_ in _SOURCE_RANGES),
     Range(key="dataset.validation_share", low=0, high=0.5, usual="0.05"),
