@@ -117,6 +117,17 @@ CASES = [
     case("length-beyond-model", "40000 .* 32768", {"training.max_length": 40_000, "packing.row_length": 40_000}),
     case("dataset-source", "source=hub needs dataset.name", {"dataset.name": None}),
     case("dataset-source", "source=files needs", {"dataset.source": Source.files, "dataset.name": None}),
+    case("dataset-name-form", "'a/b/c' has not the form", {"dataset.name": "a/b/c"}),
+    case(
+        "dataset-name-form",
+        "'./not there' has not the form",
+        {
+            "dataset.source": Source.mixture,
+            "dataset.name": None,
+            "dataset.parts": {"chat": MixturePart(source=Source.hub, name="./not there")},
+        },
+    ),
+    case("tokenizer-name-form", "'a/b/c' has not the form", {"model.tokenizer": "a/b/c"}),
     case("dataset-source", "at least one part", {"dataset.source": Source.mixture, "dataset.name": None}),
     case(
         "dataset-source",

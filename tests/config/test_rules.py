@@ -329,6 +329,21 @@ def test_a_name_that_the_hub_would_not_look_up(sound, changed, name, is_refused)
     assert ("model-name-form" in {p.id for p in check(changed(sound, {"model.name": name}))}) == is_refused
 
 
+@pytest.mark.parametrize("key", ["dataset.name", "model.tokenizer"])
+def test_a_data_set_or_a_tokenizer_is_a_name_or_a_folder(sound, changed, tmp_path, monkeypatch, key):
+    """Where ranks start elsewhere it may be a folder that is there and not here."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a/b/c").mkdir(parents=True)
+    rule = {"dataset.name": "dataset-name-form", "model.tokenizer": "tokenizer-name-form"}[key]
+
+    def is_refused(name, **other):
+        return rule in {problem.id for problem in check(changed(sound, {key: name, **other}))}
+
+    assert [is_refused(name) for name in ("org/name", "name", "a/b/c", str(tmp_path))] == 4 * [False]
+    assert [is_refused(name) for name in ("a/b/d", "./name", "org/my data", "org/")] == 4 * [True]
+    assert not is_refused("/scratch/d", launcher=SlurmConfig(name=LauncherName.slurm))
+
+
 def test_a_folder_for_a_name_of_three_parts(sound, changed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = changed(sound, {"model.name": "a/b/c"})

@@ -173,6 +173,47 @@ def dataset_source(config: RunConfig) -> Iterator[Finding]:
 
 
 @rule(
+    "dataset-name-form",
+    summary="dataset.name is neither the form of a name on the hub nor a folder.",
+    why="A data set on the hub is called organisation/name (some old ones only name), of the letters a to z, digits, "
+    "- _ and . alone; nothing else can be looked up there, which would be found out when the documents are read.",
+    advice="Correct the name, or name a folder in the hub's layout, or files with dataset.source=files dataset.path=.",
+)
+def dataset_name_form(config: RunConfig) -> Iterator[Finding]:
+    """The data set's own name, and those of a mixture's parts."""
+    data = config.dataset
+    parts = data.parts if data.source is Source.mixture else {}
+    named = {"dataset": data, **{f"dataset.parts.{name}": part for name, part in parts.items()}}
+    for prefix, source in named.items():
+        if source.source is Source.hub and source.name and not _is_found_by(source.name, config):
+            message = f"'{source.name}' has not the form organisation/name of a data set on the hub, and is no folder"
+            fix = f"{prefix}.name=ORG/NAME or {prefix}.source=files {prefix}.path=FILE_OR_GLOB"
+            yield Finding(key=f"{prefix}.name", message=message, fix=fix)
+
+
+def _is_found_by(name: str, config: RunConfig) -> bool:
+    """Whether the hub would look a name up, or it is a folder; other machines may have one that this one has not."""
+    is_elsewhere = config.launcher.name is not LauncherName.local
+    return _is_hub_name(name) or resolve_path(name).is_dir() or is_elsewhere
+
+
+@rule(
+    "tokenizer-name-form",
+    summary="model.tokenizer is neither the form of a name on the hub nor a folder.",
+    why="Another model's tokenizer is looked up by organisation/name on the hub, or read from a folder; nothing else "
+    "can be, which would be found out when the documents are tokenised.",
+    advice="Correct the name, name a folder with a tokenizer.json, or leave null for the model's own.",
+)
+def tokenizer_name_form(config: RunConfig) -> Finding | None:
+    """Another tokenizer than the model's own."""
+    name = config.model.tokenizer
+    if not name or _is_found_by(name, config):
+        return None
+    message = f"'{name}' has not the form organisation/name of a model on the hub, and is no folder"
+    return Finding(key="model.tokenizer", message=message, fix="model.tokenizer=null or model.tokenizer=FOLDER")
+
+
+@rule(
     "dataset-field-ignored",
     level=Level.warning,
     summary="A data field is set that the chosen source does not read.",
@@ -306,6 +347,8 @@ RULES: tuple[Rule, ...] = (
     model_not_causal,
     length_beyond_model,
     dataset_source,
+    dataset_name_form,
+    tokenizer_name_form,
     dataset_field_ignored,
     validation_twice,
     validation_source,
