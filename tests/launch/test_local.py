@@ -52,6 +52,11 @@ def test_the_allocators_segments_grow_unless_the_user_says_how(inherited, expect
     assert "PYTORCH_ALLOC_CONF" not in rank_environment(config_of("quickstart"), {})
 
 
+def test_segments_do_not_grow_in_windows(monkeypatch):
+    monkeypatch.setattr("platform.release", lambda: "5.15.167.4-microsoft-standard-WSL2")
+    assert "PYTORCH_ALLOC_CONF" not in rank_environment(config_of("qwen05b_single"), {})
+
+
 def test_the_exit_code_comes_back():
     assert run_and_wait([sys.executable, "-c", "raise SystemExit(7)"], {}).exit_code == 7
 

@@ -8,6 +8,7 @@ save a large model. A process whose launcher dies is asked to stop by the kernel
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -149,7 +150,7 @@ def rank_environment(config: RunConfig, inherited: Mapping[str, str]) -> dict[st
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(_gpus(config, environment))
         # Segments that grow leave hardly any pieces too small for what is asked for next. Without, two of twenty runs
         # that the plan had fill an H100 ran out of memory, 13 GiB of it in such pieces; no slower (h100_held_out).
-        if not any(name in environment for name in _OF_THE_ALLOCATOR):
+        if not any(name in environment for name in _OF_THE_ALLOCATOR) and not _is_wsl():
             environment[_OF_THE_ALLOCATOR[0]] = "expandable_segments:True"
     # Where .venv is not activated its `ninja` is not found, without which DeepSpeed compiles none of its operators.
     environment["PATH"] = os.pathsep.join(filter(None, [str(Path(sys.executable).parent), environment.get("PATH")]))
@@ -159,6 +160,11 @@ def rank_environment(config: RunConfig, inherited: Mapping[str, str]) -> dict[st
 def handed_on(environment: Mapping[str, str]) -> dict[str, str]:
     """What ranks need of the environment where nothing of it reaches them by itself."""
     return {name: text for name, text in environment.items() if name in _HANDED_ON or name.startswith(_HANDED_ON_AS)}
+
+
+def _is_wsl() -> bool:
+    """Whether this is Linux in Windows, where the first allocation in such a segment can fail (pytorch#192330)."""
+    return "microsoft" in platform.release().lower()
 
 
 def _num_cores() -> int:
