@@ -218,6 +218,24 @@ def test_a_full_disk_ends_with_3_and_leaves_no_half_checkpoint(config, run, chan
     assert sorted(path.name for path in (folder / "checkpoints").glob("checkpoint-*")) == ["checkpoint-2"]
 
 
+def test_memory_that_runs_out_ends_with_3_and_says_what_takes_less(config, run, changed, monkeypatch):
+    steps = []
+
+    def run_out(trainer, *args, **kwargs):
+        steps.append(trainer.state.global_step)
+        if trainer.state.global_step == 3:
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
+        return step(trainer, *args, **kwargs)
+
+    step = SFTTrainer.training_step
+    monkeypatch.setattr(SFTTrainer, "training_step", run_out)
+    folder, code, _ = run(changed(config, training={"save_every_steps": 2}))
+    assert (code, max(steps)) == (3, 3)
+    reason = outcome(folder)["reason"]
+    assert reason.startswith("the memory of the host ran out after step 3; ")
+    assert reason.endswith("The last good checkpoint is " + str(folder / "checkpoints/checkpoint-2"))
+
+
 def test_a_model_that_cannot_be_written_to_its_end_is_not_there(config, run, changed, monkeypatch):
     def fail(trainer, *args, **kwargs):
         raise RuntimeError("no")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tunebook.errors import DoesNotFitError
-from tunebook.evaluate.out_of_memory import is_out_of_memory
+from tunebook.model.out_of_memory import is_out_of_memory
 
 GIB = 2**30
 SHARE_FOR_COPIES = 0.5  # of what is free once the weights are there; the rest is for a batch of requests

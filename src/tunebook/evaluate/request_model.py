@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tunebook.evaluate.batch_size import BatchSize
-from tunebook.evaluate.out_of_memory import is_out_of_memory
 from tunebook.evaluate.progress import AnswerProgress
 from tunebook.evaluate.run_model import RunModel
 from tunebook.hardware.detect import detect_machine
+from tunebook.model.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance

@@ -159,6 +159,13 @@ RUNS: dict[str, Explanation] = {
         why="A half-written checkpoint or data set is worth nothing.",
         advice="Free some space, or write to another disk.",
     ),
+    "memory-ran-out": Explanation(
+        summary="A GPU, or the host, ran out of memory while training.",
+        why="The plan is an estimate, and cannot see what else is on a GPU. The message says what tensors took beside "
+        "what was planned, what lay in pieces between them, and what others held.",
+        advice="Make the change that the message names, and start the training again: the optimizer steps stay as they "
+        "are. Where other processes hold the memory, end those or name another GPU in CUDA_VISIBLE_DEVICES.",
+    ),
     "unknown-run": Explanation(
         summary="There is no run of that name.",
         why="Runs are folders under outputs/<recipe>/, `latest` being the newest.",

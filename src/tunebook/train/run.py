@@ -40,6 +40,7 @@ from tunebook.model.adapters import adapter_config, freeze_unreached, keep_in_fp
 from tunebook.model.compiled_layers import compile_layers
 from tunebook.model.fp8_layers import convert_to_fp8
 from tunebook.model.load import begin_loading, finish_loading
+from tunebook.model.out_of_memory import is_out_of_memory
 from tunebook.model.token_ids import agree_on_tokens, trainer_tokenizer
 from tunebook.model.weights_fingerprint import weights_fingerprint
 from tunebook.parallel.deepspeed import zero_stage
@@ -57,6 +58,7 @@ from tunebook.train.arguments import row_multiple, tracker_environment, trainer_
 from tunebook.train.callbacks import FiniteLoss, LogToTheEnd, Records, StopOnRequest
 from tunebook.train.death import AGREED_ENDINGS
 from tunebook.train.leak_probe import LeakProbe
+from tunebook.train.memory_ran_out import memory_ran_out
 from tunebook.train.progress import TrainingProgress
 from tunebook.train.quiet import quiet_libraries
 from tunebook.train.signals import StopRequest
@@ -91,6 +93,10 @@ def run_rank(folder: Path, request: StopRequest, clock: StartClock | None = None
         if is_disk_full(error):
             exit_code = DoesNotFitError.exit_code
             ending = Ending(reason=f"{disk_full(folder).message}. {_last_good(folder)}")
+        elif is_out_of_memory(error):
+            traceback.print_exc()  # says where
+            exit_code = DoesNotFitError.exit_code
+            ending = Ending(reason=f"{memory_ran_out(folder).message}. {_last_good(folder)}")
         else:
             traceback.print_exc()
             exit_code, ending = 1, Ending(reason=f"{type(error).__name__}: {error}")

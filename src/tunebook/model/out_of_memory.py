@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 
 # What accelerate does not know. The driver's own error names neither the size nor the allocator.
-_SAID = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+_SAID = (
+    "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
+    "Cuda failure 2 'out of memory'", "Cuda failure 'out of memory'",  # NCCL's, newer and older
+)  # fmt: skip
 
 
 def is_out_of_memory(error: BaseException) -> bool:

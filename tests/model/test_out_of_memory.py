@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tunebook.evaluate.out_of_memory import is_out_of_memory
+from tunebook.model.out_of_memory import is_out_of_memory
 
 
 @pytest.mark.parametrize(
@@ -15,11 +15,12 @@ from tunebook.evaluate.out_of_memory import is_out_of_memory
         (RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in the manual"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (torch.distributed.DistBackendError("NCCL error: Last error:\nCuda failure 2 'out of memory'"), True),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
         (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"), False),
         (ValueError("CUDA error: out of memory"), False),
     ],
-    ids=["cuda", "cpu", "python", "driver", "cublas", "cudnn", "illegal", "cublas-failed", "other"],
+    ids=["cuda", "cpu", "python", "driver", "cublas", "cudnn", "nccl", "illegal", "cublas-failed", "other"],
 )
 def test_what_counts_as_too_little_memory(error: Exception, is_memory: bool) -> None:
     assert is_out_of_memory(error) is is_memory

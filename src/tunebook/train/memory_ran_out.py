@@ -1,0 +1,70 @@
+"""What a rank says when the memory of its GPU, or of the host, runs out: what filled it, and what takes less."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tunebook.config.choices import Checkpointing, Generation
+from tunebook.config.frozen import load_config
+from tunebook.config.schema import RunConfig
+from tunebook.errors import DoesNotFitError
+from tunebook.record.files import PLAN_FILE
+from tunebook.record.metrics import read_metrics
+
+_GIB = 2**30
+
+
+def memory_ran_out(folder: Path) -> DoesNotFitError:
+    """The error for a run in `folder` that an allocation has failed in; asks the GPU of this process, if it has one."""
+    config = load_config(folder / "run.yaml")
+    steps = [line["step"] for line in read_metrics(folder) if "step" in line]
+    when = f"after step {max(steps)}" if steps else "before the first step was over"
+    if config.hardware.generation is Generation.cpu:
+        said = f"the memory of the host ran out {when}"
+    else:
+        of_rank = f" of rank {os.environ['RANK']}" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+        said = f"the GPU{of_rank} ran out of memory {when}: {_what_filled_it(_planned(folder))}"
+    return DoesNotFitError(f"{said}; {_what_takes_less(config, folder)}", problem_id="memory-ran-out")
+
+
+def _what_filled_it(planned_gib: float | None) -> str:
+    """Of a GPU whose last allocation failed. What others hold is not the plan's fault, nor a smaller pass's to mend."""
+    free, whole = (number / _GIB for number in torch.cuda.mem_get_info())
+    reserved, peak = torch.cuda.memory_reserved() / _GIB, torch.cuda.max_memory_allocated() / _GIB
+    plan = "" if planned_gib is None else f" where {planned_gib:.1f} were planned"
+    pieces = max(0.0, reserved - torch.cuda.memory_allocated() / _GIB)
+    others = max(0.0, whole - free - reserved)
+    return (
+        f"tensors took up to {peak:.1f} of its {whole:.1f} GiB{plan}, {pieces:.1f} lay between them, and {others:.1f} "
+        "were held by CUDA's context, NCCL and other processes (nvidia-smi names those)"
+    )
+
+
+def _planned(folder: Path) -> float | None:
+    """GiB of tensors at the peak of a pass, by the plan that the run began with."""
+    memory = _plan(folder).get("memory_gib") or {}
+    allocated = memory.get("allocated")
+    return float(allocated) if allocated is not None else None
+
+
+def _what_takes_less(config: RunConfig, folder: Path) -> str:
+    """The cheapest change that leaves the optimizer steps as they are, which the plan could not know to be needed."""
+    batch = _plan(folder).get("batch") or {}
+    micro, passes = batch.get("micro"), batch.get("accumulation") or 1
+    if micro is not None and micro > 1:
+        less = max(number for number in range(1, micro) if micro * passes % number == 0)
+        return f"take fewer rows in a pass: training.micro_batch_size={less} (now {micro})"
+    if config.activation.checkpointing is not Checkpointing.enabled:
+        return "keep less of a pass: activation=checkpointing"
+    return "divide or move more: tunebook plan with --compare parallelism=zero3,fsdp,fsdp_offload says what would fit"
+
+
+def _plan(folder: Path) -> dict[str, Any]:
+    file = folder / PLAN_FILE
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return found
