@@ -118,7 +118,13 @@ MODES = {
 
 @pytest.mark.filterwarnings("ignore")  # of architectures, about sizes and positions
 @pytest.mark.usefixtures("own_compiler")
-@pytest.mark.parametrize("kind", MODES)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind in ("gemma2", "gpt2", "mistral") else pytest.param(kind, marks=pytest.mark.nightly)
+        for kind in MODES
+    ],
+)
 def test_architectures_of_a_users_own_are_planned_within_5_percent(kind, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(saved, "_MODES", [tuple(mode.split("/")) for mode in MODES[kind]])

@@ -17,7 +17,9 @@ def test_the_quickstart_agrees_with_its_evidence(quickstart, run):
     assert (quickstart.folder / "verify.html").stat().st_size > 20_000
 
 
-@pytest.mark.parametrize("ranks", [(), TWO_RANKS], ids=["one_rank", "two_ranks"])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param((), marks=pytest.mark.slow, id="one_rank"), pytest.param(TWO_RANKS, id="two_ranks")]
+)
 def test_a_run_is_made_again_from_its_manifest_to_the_last_bit(run, read_run, tmp_path, ranks):
     words = ["evaluation=none", "training.max_steps=6", "training.deterministic=true", "training.resume=never", *ranks]
     first = run(["tunebook", "train", "quickstart", *words, f"outputs={tmp_path}"])

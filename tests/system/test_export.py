@@ -91,7 +91,7 @@ def without_gathered(layouts: Any, folder: Path) -> None:
     layouts.write_record(checkpoint)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_partitions_of_deepspeed_are_what_it_gathers(
     run: Any, train: Any, layouts: Any, tmp_path: Path, stage: int
 ) -> None:

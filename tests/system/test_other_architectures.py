@@ -85,7 +85,7 @@ def with_tower(tmp_path_factory: pytest.TempPathFactory, project_root: Path) -> 
     return folder
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "zero3"])
 def test_a_tower_for_images_stays_as_it_is_while_text_is_learned(
     run: Any, read_run: Any, with_tower: Path, tmp_path: Path, strategy: str
 ) -> None:

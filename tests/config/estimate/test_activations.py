@@ -270,7 +270,9 @@ COMPILED = [  # what is kept in autocast, and what of an adapter on all seven is
 
 @pytest.mark.usefixtures("own_compiler")
 @pytest.mark.parametrize(("targets", "compiled", "expected", "less"), COMPILED)
-@pytest.mark.parametrize(("master", "weights"), FORMATS, ids=["autocast", "bf16"])
+@pytest.mark.parametrize(
+    ("master", "weights"), [FORMATS[0], pytest.param(*FORMATS[1], marks=pytest.mark.nightly)], ids=["autocast", "bf16"]
+)
 def test_compiled_layers_keep_no_input_of_products_without_an_adapter(
     sound, targets, compiled, expected, less, master, weights
 ):

@@ -48,6 +48,7 @@ def copied(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow  # a minute of asking the registry; tests/docker/test_locks.py looks at the locks themselves
 def test_every_lock_is_what_its_in_file_resolves_to_but_for_what_is_changed_by_hand(copied: Path) -> None:
     lock = copied / "docker" / "volta" / "requirements.lock"
     before = lock.read_text()
