@@ -68,6 +68,15 @@ def test_it_names_what_takes_less(told, rows, passes, checkpointing, expected):
 
 
 @pytest.mark.usefixtures("on_a_gpu")
+def test_a_gpu_that_answers_nothing_any_more_is_no_second_failure(told, monkeypatch):
+    def fail():
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", fail)
+    assert told().message.startswith("the GPU ran out of memory after step 3; take fewer rows")
+
+
+@pytest.mark.usefixtures("on_a_gpu")
 def test_a_run_without_a_plan_is_told_what_filled_the_gpu(told, tmp_path):
     told()
     (tmp_path / "plan.json").unlink()

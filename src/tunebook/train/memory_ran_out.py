@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ def memory_ran_out(folder: Path) -> DoesNotFitError:
         said = f"the memory of the host ran out {when}"
     else:
         of_rank = f" of rank {os.environ['RANK']}" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
-        said = f"the GPU{of_rank} ran out of memory {when}: {_what_filled_it(_planned(folder))}"
+        said = f"the GPU{of_rank} ran out of memory {when}"
+        with suppress(RuntimeError):  # after an error of the driver's own it may answer nothing any more
+            said += f": {_what_filled_it(_planned(folder))}"
     return DoesNotFitError(f"{said}; {_what_takes_less(config, folder)}", problem_id="memory-ran-out")
 
 
