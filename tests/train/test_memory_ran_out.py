@@ -10,6 +10,8 @@ from tunebook.config.frozen import config_to_yaml
 from tunebook.train.memory_ran_out import memory_ran_out
 
 GIB = 2**30
+WITHOUT_STEP = "before the first step was over"
+OF_THE_GPU = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.47 GiB.")
 
 
 @pytest.fixture
@@ -25,7 +27,7 @@ def on_a_gpu(monkeypatch):
 def told(config, tmp_path):
     """What a run says that has come to a step, with so many rows in a pass and passes in a step."""
 
-    def tell(*, rows=29, passes=2, steps=3, checkpointing=Checkpointing.disabled):
+    def tell(error=OF_THE_GPU, *, rows=29, passes=2, steps=3, checkpointing=Checkpointing.disabled):
         config.hardware.generation = Generation.hopper
         config.activation.checkpointing = checkpointing
         (tmp_path / "run.yaml").write_text(config_to_yaml(config))
@@ -33,7 +35,7 @@ def told(config, tmp_path):
         (tmp_path / "plan.json").write_text(json.dumps(plan))
         lines = [json.dumps({"step": step, "num_steps": 1, "loss": 1.0}) for step in range(1, steps + 1)]
         (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-        return memory_ran_out(tmp_path)
+        return memory_ran_out(tmp_path, error)
 
     return tell
 
@@ -47,10 +49,25 @@ def test_it_says_what_filled_the_gpu_beside_the_plan(told, monkeypatch):
         "lay between them, and 0.7 were held by CUDA's context, NCCL and other processes (nvidia-smi names those); "
         "take fewer rows in a pass: training.micro_batch_size=2 (now 29)"
     )
-    assert "before the first step was over" in told(steps=0).message
+    assert WITHOUT_STEP in told(steps=0).message
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("RANK", "5")
     assert told().message.startswith("the GPU of rank 5 ran out of memory after step 3: ")
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")], ids=repr)
+def test_the_hosts_memory_is_no_matter_of_rows(told, error):
+    assert told(error).message == (
+        "the memory of the host ran out after step 3; move less to it, or start fewer ranks on it: tunebook plan says "
+        "what each host needs"
+    )
+
+
+def test_a_damaged_log_hides_nothing(told, tmp_path):
+    error = told(MemoryError())
+    (tmp_path / "metrics.jsonl").write_text("{nothing\n{}\n")
+    assert memory_ran_out(tmp_path, MemoryError()).message == error.message.replace("after step 3", WITHOUT_STEP)
 
 
 @pytest.mark.usefixtures("on_a_gpu")
@@ -80,4 +97,4 @@ def test_a_gpu_that_answers_nothing_any_more_is_no_second_failure(told, monkeypa
 def test_a_run_without_a_plan_is_told_what_filled_the_gpu(told, tmp_path):
     told()
     (tmp_path / "plan.json").unlink()
-    assert "up to 66.3 of its 79.2 GiB, 12.8 lay between" in memory_ran_out(tmp_path).message
+    assert "up to 66.3 of its 79.2 GiB, 12.8 lay between" in memory_ran_out(tmp_path, OF_THE_GPU).message

@@ -13,26 +13,37 @@ import torch
 from tunebook.config.choices import Checkpointing, Generation
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import RunConfig
-from tunebook.errors import DoesNotFitError
+from tunebook.errors import DataError, DoesNotFitError
 from tunebook.record.files import PLAN_FILE
 from tunebook.record.metrics import read_metrics
 
 _GIB = 2**30
+_OF_THE_HOST = "DefaultCPUAllocator"  # in torch's error for it
 
 
-def memory_ran_out(folder: Path) -> DoesNotFitError:
+def memory_ran_out(folder: Path, error: BaseException) -> DoesNotFitError:
     """The error for a run in `folder` that an allocation has failed in; asks the GPU of this process, if it has one."""
-    config = load_config(folder / "run.yaml")
-    steps = [line["step"] for line in read_metrics(folder) if "step" in line]
-    when = f"after step {max(steps)}" if steps else "before the first step was over"
+    config, step = load_config(folder / "run.yaml"), _last_step(folder)
+    when = f"after step {step}" if step else "before the first step was over"
+    of_rank = f" of rank {os.environ['RANK']}" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+    less = _what_takes_less(config, folder)
     if config.hardware.generation is Generation.cpu:
-        said = f"the memory of the host ran out {when}"
+        said = f"the memory of the host{of_rank} ran out {when}"
+    elif isinstance(error, MemoryError) or _OF_THE_HOST in str(error):
+        said = f"the memory of the host{of_rank} ran out {when}"
+        less = "move less to it, or start fewer ranks on it: tunebook plan says what each host needs"
     else:
-        of_rank = f" of rank {os.environ['RANK']}" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
         said = f"the GPU{of_rank} ran out of memory {when}"
         with suppress(RuntimeError):  # after an error of the driver's own it may answer nothing any more
             said += f": {_what_filled_it(_planned(folder))}"
-    return DoesNotFitError(f"{said}; {_what_takes_less(config, folder)}", problem_id="memory-ran-out")
+    return DoesNotFitError(f"{said}; {less}", problem_id="memory-ran-out")
+
+
+def _last_step(folder: Path) -> int | None:
+    """The last that was logged; none where a damaged file says nothing about it."""
+    with suppress(DataError):
+        return max((int(line["step"]) for line in read_metrics(folder)), default=None)
+    return None
 
 
 def _what_filled_it(planned_gib: float | None) -> str:

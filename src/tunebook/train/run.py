@@ -96,7 +96,7 @@ def run_rank(folder: Path, request: StopRequest, clock: StartClock | None = None
         elif is_out_of_memory(error):
             traceback.print_exc()  # says where
             exit_code = DoesNotFitError.exit_code
-            ending = Ending(reason=f"{memory_ran_out(folder).message}. {_last_good(folder)}")
+            ending = Ending(reason=f"{memory_ran_out(folder, error).message}. {_last_good(folder)}")
         else:
             traceback.print_exc()
             exit_code, ending = 1, Ending(reason=f"{type(error).__name__}: {error}")
