@@ -114,6 +114,13 @@ class DatasetConfig(DatasetSource):
     num_workers: int | None = None  # processes that tokenise; null uses every core
 
 
+def sources_of(data: DatasetConfig) -> dict[str, DatasetSource]:
+    """Where its documents come from, by the keys that it is typed under: its own source, or a mixture's parts."""
+    if data.source is not Source.mixture:
+        return {"dataset": data}
+    return {f"dataset.parts.{name}": part for name, part in data.parts.items()}
+
+
 @dataclass(kw_only=True)
 class ParallelismConfig:
     """How the model is spread over the GPUs."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tunebook.config.book import is_in_book, resolve_path
 from tunebook.config.choices import Source
-from tunebook.config.schema import DatasetConfig
+from tunebook.config.schema import DatasetConfig, sources_of
 from tunebook.errors import RequestError
 
 LINES_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
@@ -33,8 +33,8 @@ class DataFile:
 
 def what_is_not_there(config: DatasetConfig) -> list[str]:
     """Why the files that a configuration names cannot be read here, in words; nothing where they can."""
-    sources = {"dataset": config} | {f"dataset.parts.{name}": part for name, part in config.parts.items()}
-    named = {f"{key}.path": source.path for key, source in sources.items() if source.source is Source.files}
+    sources = sources_of(config).items()
+    named = {f"{key}.path": source.path for key, source in sources if source.source is Source.files}
     found = []
     for key, text in (named | {"dataset.validation_path": config.validation_path}).items():
         try:

@@ -35,7 +35,7 @@ _HANDED_ON = (
     *("WANDB_API_KEY", "OMP_NUM_THREADS", "PYTHONPATH"),
 )
 _HANDED_ON_AS = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "TUNEBOOK_")
-_OF_THE_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch 2.10 reads the second, too
+_OF_THE_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is its older name
 POLL_S = 0.2
 
 

@@ -26,16 +26,14 @@ def memory_ran_out(folder: Path, error: BaseException) -> DoesNotFitError:
     config, step = load_config(folder / "run.yaml"), _last_step(folder)
     when = f"after step {step}" if step else "before the first step was over"
     of_rank = f" of rank {os.environ['RANK']}" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
-    less = _what_takes_less(config, folder)
-    if config.hardware.generation is Generation.cpu:
-        said = f"the memory of the host{of_rank} ran out {when}"
-    elif isinstance(error, MemoryError) or _OF_THE_HOST in str(error):
-        said = f"the memory of the host{of_rank} ran out {when}"
+    plan, is_on_cpu = _plan(folder), config.hardware.generation is Generation.cpu
+    said, less = f"the memory of the host{of_rank} ran out {when}", _what_takes_less(config, plan)
+    if not is_on_cpu and (isinstance(error, MemoryError) or _OF_THE_HOST in str(error)):
         less = "move less to it, or start fewer ranks on it: tunebook plan says what each host needs"
-    else:
+    elif not is_on_cpu:
         said = f"the GPU{of_rank} ran out of memory {when}"
         with suppress(RuntimeError):  # after an error of the driver's own it may answer nothing any more
-            said += f": {_what_filled_it(_planned(folder))}"
+            said += f": {_what_filled_it(plan)}"
     return DoesNotFitError(f"{said}; {less}", problem_id="memory-ran-out")
 
 
@@ -46,29 +44,23 @@ def _last_step(folder: Path) -> int | None:
     return None
 
 
-def _what_filled_it(planned_gib: float | None) -> str:
+def _what_filled_it(plan: dict[str, Any]) -> str:
     """Of a GPU whose last allocation failed. What others hold is not the plan's fault, nor a smaller pass's to mend."""
     free, whole = (number / _GIB for number in torch.cuda.mem_get_info())
     reserved, peak = torch.cuda.memory_reserved() / _GIB, torch.cuda.max_memory_allocated() / _GIB
-    plan = "" if planned_gib is None else f" where {planned_gib:.1f} were planned"
+    planned = (plan.get("memory_gib") or {}).get("allocated")  # of tensors, at the peak of a pass
+    beside = "" if planned is None else f" where {planned:.1f} were planned"
     pieces = max(0.0, reserved - torch.cuda.memory_allocated() / _GIB)
     others = max(0.0, whole - free - reserved)
     return (
-        f"tensors took up to {peak:.1f} of its {whole:.1f} GiB{plan}, {pieces:.1f} lay between them, and {others:.1f} "
-        "were held by CUDA's context, NCCL and other processes (nvidia-smi names those)"
+        f"tensors took up to {peak:.1f} of its {whole:.1f} GiB{beside}, {pieces:.1f} lay between them, and "
+        f"{others:.1f} were held by CUDA's context, NCCL and other processes (nvidia-smi names those)"
     )
 
 
-def _planned(folder: Path) -> float | None:
-    """GiB of tensors at the peak of a pass, by the plan that the run began with."""
-    memory = _plan(folder).get("memory_gib") or {}
-    allocated = memory.get("allocated")
-    return float(allocated) if allocated is not None else None
-
-
-def _what_takes_less(config: RunConfig, folder: Path) -> str:
+def _what_takes_less(config: RunConfig, plan: dict[str, Any]) -> str:
     """The cheapest change that leaves the optimizer steps as they are, which the plan could not know to be needed."""
-    batch = _plan(folder).get("batch") or {}
+    batch = plan.get("batch") or {}
     micro, passes = batch.get("micro"), batch.get("accumulation") or 1
     if micro is not None and micro > 1:
         less = max(number for number in range(1, micro) if micro * passes % number == 0)
@@ -79,6 +71,7 @@ def _what_takes_less(config: RunConfig, folder: Path) -> str:
 
 
 def _plan(folder: Path) -> dict[str, Any]:
+    """What the run began with; nothing where it has none."""
     file = folder / PLAN_FILE
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     return found

@@ -10,7 +10,7 @@ from tunebook.config.book import is_in_book, resolve_path
 from tunebook.config.choices import Format, LauncherName, Source, TrainOn
 from tunebook.config.override_text import typed
 from tunebook.config.rules.frame import Finding, Level, Rule, another_model, rule
-from tunebook.config.schema import DatasetSource, ModelConfig, RunConfig
+from tunebook.config.schema import DatasetSource, ModelConfig, RunConfig, sources_of
 
 # As huggingface_hub checks it, whose import a plan does not wait for. Some old models have no owner.
 _HUB_NAME = re.compile(r"(\b[\w.-]{1,96}\b/)?\b[\w.-]{1,96}\b", re.ASCII)
@@ -181,10 +181,7 @@ def dataset_source(config: RunConfig) -> Iterator[Finding]:
 )
 def dataset_name_form(config: RunConfig) -> Iterator[Finding]:
     """The data set's own name, and those of a mixture's parts."""
-    data = config.dataset
-    parts = data.parts if data.source is Source.mixture else {}
-    named = {"dataset": data, **{f"dataset.parts.{name}": part for name, part in parts.items()}}
-    for prefix, source in named.items():
+    for prefix, source in sources_of(config.dataset).items():
         if source.source is Source.hub and source.name and not _is_found_by(source.name, config):
             message = f"'{source.name}' has not the form organisation/name of a data set on the hub, and is no folder"
             fix = f"{prefix}.name=ORG/NAME or {prefix}.source=files {prefix}.path=FILE_OR_GLOB"
