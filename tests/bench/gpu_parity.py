@@ -58,6 +58,15 @@ def _casting(gpus: int) -> Runs:
     return runs
 
 
+def _in_fp16(gpus: int) -> Runs:
+    """What fits fp16 or does not is each library's own: autocast alone, DeepSpeed's cast, and FSDP's of both kinds."""
+    half = "precision=fp16"
+    names = ("ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp_grad_op", "zero2_offload", "fsdp_offload")
+    runs: Runs = {"single": (1, ["parallelism=single", half]), "fp32": (1, ["parallelism=single", "precision=fp32"])}
+    runs |= {name: (gpus, [f"parallelism={name}", half]) for name in names}
+    return runs | {"fsdp_cast": (gpus, ["parallelism=fsdp", "parallelism.mixed_precision=cast", half])}
+
+
 def _in_fp8(gpus: int) -> Runs:
     """bf16 twice, since two runs of it differ too, and fp8 both ways, alone and spread."""
     runs: Runs = {"single": (1, ["parallelism=single", "precision=bf16"])}
@@ -132,8 +141,8 @@ FROZEN_BASE = [  # five layers of Qwen2.5-7B's width with the quickstart's token
     "model.facts=null", "parallelism=single", "schedule=constant", "optimizer.learning_rate=2e-4",
     "peft.dropout=0",
 ]  # fmt: skip
-SERIES = ("fp32", "fp32_fewer", "bf16", "bf16_quickstart", "bf16_quickstart_fewer", "bf16_3b", "lora", "compiled",
-          "one_pass", "frozen_lora", "frozen_qlora", "fp8", "fp8_3b", "speed")  # fmt: skip
+SERIES = ("fp32", "fp32_fewer", "fp16", "bf16", "bf16_quickstart", "bf16_quickstart_fewer", "bf16_3b", "lora",
+          "compiled", "one_pass", "frozen_lora", "frozen_qlora", "fp8", "fp8_3b", "speed")  # fmt: skip
 
 
 def series(name: str, gpus: int) -> tuple[list[str], Runs]:
@@ -149,6 +158,8 @@ def series(name: str, gpus: int) -> tuple[list[str], Runs]:
     if name == "bf16":
         fp32: Runs = {"fp32": (1, ["parallelism=single", "precision=fp32"])}  # on tf32: 10 bits of mantissa, bf16 has 7
         return [*QWEN_05B], _strategies(gpus) | _casting(gpus) | fp32
+    if name == "fp16":
+        return QWEN_05B, _in_fp16(gpus)
     if name == "lora":
         runs = {key: (gpus, [f"parallelism={key}"]) for key in ("ddp", "zero2", "zero3", "fsdp", "fsdp_offload")}
         return [*QUICKSTART, "peft=lora", "optimizer.learning_rate=1e-2", "precision=bf16"], runs

@@ -7,7 +7,8 @@ from tunebook.parallel.expected import expected_parallelism, require_expected, r
 
 FSDP = {
     "strategy": "fsdp", "wrapper": "FSDPQwen2ForCausalLM", "ranks": 4, "mesh": [4], "offload_parameters": "none",
-    "whole_parameters": 0, "weights": "fp32", "gathered": "bf16", "unit_classes": ["Qwen2DecoderLayer"],
+    "whole_parameters": 0, "weights": "fp32", "gathered": "bf16", "reduced": "fp32",
+    "unit_classes": ["Qwen2DecoderLayer"],
 }  # fmt: skip
 ZERO2 = {
     "strategy": "zero2", "wrapper": "DeepSpeedEngine", "ranks": 4, "autocast": "bf16", "offload_optimizer": "none",
@@ -49,6 +50,7 @@ def test_ddp_on_one_rank_is_the_bare_module(config_on):
         ("fsdp_offload", FSDP, "offload_parameters cpu was asked for and none found"),
         ("fsdp", FSDP | {"whole_parameters": 2}, "whole_parameters 0 was asked for and 2 found"),
         ("fsdp", FSDP | {"gathered": "fp32"}, "gathered bf16 was asked for and fp32 found"),
+        ("fsdp", FSDP | {"reduced": "bf16"}, "reduced fp32 was asked for and bf16 found"),
         ("fsdp", FSDP | {"unit_classes": ["Embedding"]}, "units of Qwen2DecoderLayer were asked for"),
         ("zero2", ZERO2 | {"strategy": "zero1"}, "strategy zero2 was asked for and zero1 found"),
         ("zero2", ZERO2 | {"autocast": None}, "autocast bf16 was asked for and None found"),
@@ -65,8 +67,13 @@ def test_anything_else_is_refused_by_name_on_the_rank_that_has_it(config_on, cho
 
 def test_bf16_weights_are_expected_where_they_were_asked_for(config_on):
     expected = expected_parallelism(config_on("fsdp", 4, "precision.master_weights=bf16"))
-    assert (expected["weights"], expected["gathered"]) == ("bf16", "bf16")
+    assert (expected["weights"], expected["gathered"], expected["reduced"]) == ("bf16", "bf16", "bf16")
     assert "weights" not in expected_parallelism(config_on("fsdp", 4, "peft=lora"))
+
+
+def test_what_computes_in_fp16_is_gathered_so_and_summed_in_fp32(config_on):
+    expected = expected_parallelism(config_on("fsdp", 4, "precision=fp16"))
+    assert (expected["weights"], expected["gathered"], expected["reduced"]) == ("fp32", "fp16", "fp32")
 
 
 def test_fp8_layers_are_those_that_were_converted_on_every_rank(config_on):

@@ -12,8 +12,14 @@ from tunebook.config.compose import compose
 from tunebook.hardware.detect import Machine
 from tunebook.parallel.ddp import ddp_arguments
 from tunebook.parallel.deepspeed import deepspeed_settings, zero_stage
-from tunebook.parallel.fsdp import fsdp_arguments, fsdp_settings, hsdp_sizes, is_fsdp, mixed_precision_policy
-from tunebook.parallel.fsdp import uses_autocast as fsdp_autocast
+from tunebook.parallel.fsdp import (
+    autocast_dtype,
+    fsdp_arguments,
+    fsdp_settings,
+    hsdp_sizes,
+    is_fsdp,
+    mixed_precision_policy,
+)
 
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
 
@@ -111,25 +117,22 @@ def test_zero_leaves_bf16_to_autocast_unless_told_to_cast():
     assert "torch_autocast" not in deepspeed_settings(config_of("parallelism=zero2", "precision=fp32"))
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        ([], (torch.bfloat16, torch.float32, torch.float32, False, True)),
-        (["parallelism.mixed_precision=cast"], (torch.bfloat16, torch.float32, None, True, False)),
-    ],
-)
-def test_fsdp_gathers_bf16_and_sums_gradients_in_fp32(overrides, expected):
-    config = config_of("parallelism=fsdp", *BF16, *overrides)
+@pytest.mark.parametrize(("precision", "half"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+@pytest.mark.parametrize("is_cast", [False, True], ids=["autocast", "cast"])
+def test_fsdp_gathers_16_bits_and_sums_gradients_in_fp32(precision, half, is_cast):
+    way = f"parallelism.mixed_precision={'cast' if is_cast else 'autocast'}"
+    config = config_of("parallelism=fsdp", f"precision={precision}", "hardware=hopper", way)
     policy = mixed_precision_policy(config)
     formats = (policy.param_dtype, policy.reduce_dtype, policy.output_dtype, policy.cast_forward_inputs)
-    assert (*formats, fsdp_autocast(config)) == expected
+    assert formats == (half, torch.float32, None if is_cast else torch.float32, is_cast)
+    assert autocast_dtype(config) == (None if is_cast else half)
 
 
 @pytest.mark.parametrize("overrides", [["precision=fp32"], [*BF16, "precision.master_weights=bf16"]])
 def test_fsdp_mixes_nothing_where_there_is_one_format(overrides):
     config = config_of("parallelism=fsdp", *overrides)
     assert mixed_precision_policy(config) is None
-    assert not fsdp_autocast(config)
+    assert autocast_dtype(config) is None
 
 
 def test_families():

@@ -38,12 +38,15 @@ def expected_parallelism(config: RunConfig) -> dict[str, Any]:
 
 
 def _formats(config: RunConfig) -> dict[str, str]:
-    """Of the weights that the optimizer keeps, and of what FSDP gathers of them. Adapters have formats of their own."""
+    """Of the weights that the optimizer keeps, of what FSDP gathers of them, and of the sums of their gradients.
+
+    Adapters have formats of their own.
+    """
     if config.peft.method is not PeftMethod.full:
         return {}
     weights = config.precision.master_weights.name
-    cast = "bf16" if mixes_formats(config) else "fp16" if config.precision.compute is Compute.fp16 else weights
-    return {"weights": weights, "gathered": cast}
+    half = "fp16" if config.precision.compute is Compute.fp16 else "bf16"
+    return {"weights": weights, "gathered": half if mixes_formats(config) else weights, "reduced": weights}
 
 
 def require_expected(config: RunConfig, by_rank: list[dict[str, Any]], unit_classes: list[str]) -> None:

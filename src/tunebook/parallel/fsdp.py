@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tunebook.config.choices import MasterWeights, MixedPrecision, Offload, PeftMethod, StateDict, Strategy
+from tunebook.config.choices import Compute, MasterWeights, MixedPrecision, Offload, PeftMethod, StateDict, Strategy
 from tunebook.config.schema import FsdpConfig, RunConfig
 from tunebook.parallel.precision import mixes_formats
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 _STATE_DICTS = {StateDict.sharded: "SHARDED_STATE_DICT", StateDict.full: "FULL_STATE_DICT"}
@@ -76,19 +77,30 @@ def hsdp_sizes(config: RunConfig) -> tuple[int, int] | None:
     return hardware.num_nodes * hardware.gpus_per_node // group, group
 
 
+def autocast_dtype(config: RunConfig) -> torch.dtype | None:
+    """The format of the forward pass's products under torch's autocast, which accelerate leaves out for FSDP2."""
+    import torch
+
+    if not uses_autocast(config):
+        return None
+    return torch.float16 if config.precision.compute is Compute.fp16 else torch.bfloat16
+
+
 def uses_autocast(config: RunConfig) -> bool:
-    """Whether the forward pass runs under torch's autocast, which accelerate leaves out for FSDP2."""
+    """Whether the forward pass runs under torch's autocast."""
     fsdp = config.parallelism
     return isinstance(fsdp, FsdpConfig) and mixes_formats(config) and fsdp.mixed_precision is MixedPrecision.autocast
 
 
 def mixed_precision_policy(config: RunConfig) -> MixedPrecisionPolicy | None:
-    """How FSDP casts, where the run computes in bf16; None leaves everything in the format of the weights.
+    """How FSDP casts, where the run computes in 16 bits; None leaves everything in the format of the weights.
 
-    With either setting the gathered copy of the weights is bf16 and gradients are summed over the ranks in fp32, where
-    accelerate would take bf16 for both. It would cast what the model returns, too: a loss that is summed in bf16 was
-    off by up to 2.6e-3 in a trial, and by 4e-4 without. With autocast the stream between the layers is fp32 as well.
-    Adapters in fp32 over bf16 weights are gathered in bf16 like these, and nothing is left to cast.
+    With either setting the gathered copy of the weights is bf16, or fp16, and gradients are summed over the ranks in
+    fp32, where accelerate would take 16 bits for both. It would cast what the model returns, too: a loss that is summed
+    in bf16 was off by up to 2.6e-3 in a trial, and by 4e-4 without; and fp16, which ends at 65,504, would hold neither
+    a sum of scaled gradients nor the gradient of a loss that is scaled by 65,536, as it is at first. With autocast the
+    stream between the layers is fp32 as well. Adapters in fp32 over bf16 weights are gathered in bf16 like these, and
+    nothing is left to cast.
     """
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -98,7 +110,7 @@ def mixed_precision_policy(config: RunConfig) -> MixedPrecisionPolicy | None:
     if not mixes_formats(config) and not has_mixed_adapters:
         return None
     return MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16,
+        param_dtype=torch.float16 if config.precision.compute is Compute.fp16 else torch.bfloat16,
         reduce_dtype=torch.float32,
         output_dtype=torch.float32 if uses_autocast(config) else None,
         cast_forward_inputs=not uses_autocast(config),

@@ -7,6 +7,6 @@ from tunebook.config.schema import RunConfig
 
 
 def mixes_formats(config: RunConfig) -> bool:
-    """Whether fp32 weights are computed with in bf16. bf16 weights have nothing left to mix."""
+    """Whether fp32 weights are computed with in bf16 or fp16. bf16 weights have nothing left to mix."""
     precision = config.precision
-    return precision.compute in (Compute.bf16, Compute.fp8) and precision.master_weights is not MasterWeights.bf16
+    return precision.compute is not Compute.fp32 and precision.master_weights is not MasterWeights.bf16

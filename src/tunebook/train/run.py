@@ -44,7 +44,7 @@ from tunebook.model.out_of_memory import is_out_of_memory
 from tunebook.model.token_ids import agree_on_tokens, trainer_tokenizer
 from tunebook.model.weights_fingerprint import weights_fingerprint
 from tunebook.parallel.deepspeed import zero_stage
-from tunebook.parallel.fsdp import is_fsdp, mixed_precision_policy, uses_autocast
+from tunebook.parallel.fsdp import autocast_dtype, is_fsdp, mixed_precision_policy
 from tunebook.parallel.units import unit_classes
 from tunebook.plan.batch import BatchPlan, row_length, schedule_of, solve_batch
 from tunebook.plan.flops import attended_length_tokens, flops_per_token
@@ -222,7 +222,7 @@ def _build_trainer(
         callbacks=[EarlyStoppingCallback(patience)] if patience is not None else None,
         train_batches=batches,
         validation_batches=_validation_batches(config, plan, validation, rank, ranks) if validation else None,
-        autocast_dtype=torch.bfloat16 if uses_autocast(config) else None,
+        autocast_dtype=autocast_dtype(config),
         row_multiple=row_multiple(config),
         has_one_pass_head=bool(config.model.one_pass_head),
         saver=_saver(config, folder, prepared),

@@ -32,6 +32,7 @@ from tunebook.data.sampler import RankBatches
 from tunebook.errors import TunebookError
 from tunebook.train.callbacks import loss_not_finite
 from tunebook.train.head_on_host import gather_before_use
+from tunebook.train.loss_scale import keep_scale_on_host
 from tunebook.train.one_pass_head import one_pass_head
 from tunebook.train.token_totals import TokenTotals
 
@@ -69,6 +70,7 @@ class RecipeTrainer(SFTTrainer):
         super().__init__(*args, **kwargs)
         if self.is_fsdp_enabled and isinstance(self.accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
             gather_before_use(self.model)
+            keep_scale_on_host(self.accelerator)
         if self.args.push_to_hub:
             saver.when_complete = self._upload
 

@@ -442,12 +442,9 @@ def left_head_gradient_bytes(config: RunConfig, facts: ModelFacts) -> float:
 
 def stream_element(config: RunConfig) -> int:
     """Bytes of a number between the layers: what the weights are in when a layer sees them."""
-    settings, compute = config.parallelism, config.precision.compute
-    if isinstance(settings, FsdpConfig) and compute is not Compute.fp32:
-        # fp16 is left to accelerate, which casts what goes into the units (1.15, FullyShardedDataParallelPlugin)
-        is_cast = compute is Compute.fp16 or settings.mixed_precision is MixedPrecision.cast
-        return 2 if is_cast else weight_element(config)
-    return weight_element(config)
+    settings = config.parallelism
+    is_cast = isinstance(settings, FsdpConfig) and settings.mixed_precision is MixedPrecision.cast
+    return 2 if is_cast and config.precision.compute is not Compute.fp32 else weight_element(config)
 
 
 def mask_bytes(config: RunConfig) -> float:
