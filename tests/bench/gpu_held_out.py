@@ -9,8 +9,8 @@ pass by chance, asks today's plan, and writes those that it allows with what it 
 Models are those of the book cut to whole layers, and the config.json of published ones that no formula was fitted to;
 with --architectures those of `gpu_architectures.py`, of eighteen other kinds. With --targets they are of all three, and
 each has an adapter on some of its linear layers, drawn by their names. With --edge they are made to fill a GPU of that
-size as far as the plan allows: as many rows in a pass as are estimated to fit, on a host of 120 GiB. Those start when
-the one before has ended, since even a run that waits for its turn holds memory of the GPU. With --varied their
+size as far as the plan allows: as many rows in a pass as are estimated to fit, on a host of 120 GiB. Those go on their
+GPUs when the one before has ended, since even a run that saves its model holds memory there. With --varied their
 documents are of lognormal lengths and the steps are more: hardly two passes are of the same size then, and pieces of
 memory that fit nothing else become more.
 `run` trains each for a few steps with random weights, where nothing else was drawn on documents of 256 tokens, so that
@@ -40,7 +40,7 @@ _OF_ROWS = ("training.micro_batch_size=", "training.global_samples=", "hardware.
 _EDGE, _EDGE_HOST = "edge", "hardware.host_memory_gib=120"
 _MOST_ROWS, _FILLED = 64, 0.94  # per pass; of what tensors may take of a GPU, at the edge
 _VARIED_STEPS = 6  # the first two of up to nine had all that the allocator came to hold
-LARGEST_GIB, LARGEST_ALONE_GIB = 110.0, 42.0  # of a plan; below the second, three runs share a GPU
+LARGEST_GIB, LARGEST_SHARED_GIB = 110.0, 42.0  # of a plan; below the second, three runs share an H200
 LARGEST_PARAMETERS = 4.2e9  # that one GPU's ranks draw on the host
 BASE = [
     "model.weights=random", "hardware=hopper", "hardware.memory_gib=140.4", "dataset=synthetic",
@@ -161,7 +161,7 @@ def at_the_edge(case: dict[str, Any], folder: Path, memory_gib: float) -> dict[s
     usable = memory_gib * USABLE_SHARE
 
     def with_rows(micro: int) -> dict[str, Any]:
-        samples = micro * case["accumulation"] * length // DOCUMENT_TOKENS
+        samples = case["gpus"] * micro * case["accumulation"] * length // DOCUMENT_TOKENS
         rows = [f"training.micro_batch_size={micro}", f"training.global_samples={samples}", _EDGE_HOST]
         return case | {"overrides": [*words, f"hardware.memory_gib={memory_gib}", *rows]}
 
@@ -242,7 +242,13 @@ def _data_of(case: dict[str, Any]) -> str:
     return f"generated documents of {f'{DOCUMENT_TOKENS} tokens' if are_equal else 'lognormal lengths'}"
 
 
-def jobs_of(cases: list[dict[str, Any]], num_gpus: int, folder: Path, peaks: Path | None) -> list[Job]:
+def jobs_of(
+    cases: list[dict[str, Any]],
+    num_gpus: int,
+    folder: Path,
+    peaks: Path | None,
+    largest_shared_gib: float = LARGEST_SHARED_GIB,
+) -> list[Job]:
     """The cases, the large ones alone on their GPUs."""
     jobs: list[Job] = []
     loads = [0] * num_gpus
@@ -253,11 +259,12 @@ def jobs_of(cases: list[dict[str, Any]], num_gpus: int, folder: Path, peaks: Pat
             loads[gpu] += 1
         jobs.append(
             Job(
-                name=case["name"], gpus=gpus, words=words_of(case, folder), priority=len(jobs), turn_timeout_s=120,
+                name=case["name"], gpus=gpus, words=words_of(case, folder), priority=len(jobs), turn_timeout_s=150,
                 line=case | {"weights": "random", "data": _data_of(case)},
-                is_alone=case["planned_gib"] > LARGEST_ALONE_GIB,
+                is_alone=case["planned_gib"] > largest_shared_gib,
                 host_gib=case["gpus"] * 4 * case["num_parameters"] / 2**30,
-                environment={"OMP_NUM_THREADS": "8"}
+                environment={"OMP_NUM_THREADS": "8", "TUNEBOOK_BENCH_WAITS_EARLY": "1"}
+                | ({"TUNEBOOK_BENCH_KEEPS_GPUS": "1"} if case["name"].startswith(_EDGE) else {})
                 | _recorder(case, peaks),
             )
         )  # fmt: skip
@@ -265,8 +272,11 @@ def jobs_of(cases: list[dict[str, Any]], num_gpus: int, folder: Path, peaks: Pat
 
 
 def _recorder(case: dict[str, Any], peaks: Path | None) -> dict[str, str]:
-    """What has a run write down what fills its GPU at the peak, for `gpu_turns`; nothing without a folder for it."""
-    if peaks is None:
+    """What has a run write down what fills its GPU at the peak, for `gpu_turns`; nothing without a folder for it.
+
+    Runs at the edge are left as they are.
+    """
+    if peaks is None or case["name"].startswith(_EDGE):
         return {}
     words = case["overrides"]
     is_hard = "activation=checkpointing" in words and "model.compile_layers=false" not in words
@@ -283,7 +293,7 @@ def main() -> None:
     drawing.add_argument("--seed", type=int, required=True)
     drawing.add_argument("--count", type=int, required=True)
     drawing.add_argument("--most-gpus", type=int, choices=(1, 2), default=2, help="of a case")
-    drawing.add_argument("--edge", type=float, metavar="GIB", help="fill one GPU of this size; with --most-gpus 1")
+    drawing.add_argument("--edge", type=float, metavar="GIB", help="fill GPUs of this size")
     drawing.add_argument("--varied", action="store_true", help="with --edge: documents of many lengths, and more steps")
     kinds = drawing.add_mutually_exclusive_group()
     kinds.add_argument("--architectures", action="store_true", help="models of other kinds than the book's")
@@ -293,6 +303,8 @@ def main() -> None:
     running.add_argument("--gpus", type=int, default=2, help="of the machine")
     running.add_argument("--only", nargs="*", metavar="NAME")
     running.add_argument("--peaks", type=Path, help="a folder for what filled each GPU at its peak")
+    help_ = "of a plan: larger runs have their GPUs to themselves; 24 on an H100"
+    running.add_argument("--largest-shared-gib", type=float, default=LARGEST_SHARED_GIB, help=help_)
     for way in (drawing, running):
         way.add_argument("--cases", type=Path, required=True)
     arguments = parser.parse_args()
@@ -301,11 +313,10 @@ def main() -> None:
         return
     cases = [json.loads(line) for line in arguments.cases.read_text().splitlines()]
     cases = [case for case in cases if not arguments.only or case["name"] in arguments.only]
-    if any(case["name"].startswith(_EDGE) for case in cases):
-        arguments.max_ranks = 1
     if arguments.peaks:
         arguments.peaks.mkdir(parents=True, exist_ok=True)
-    run_jobs(jobs_of(cases, arguments.gpus, arguments.configs, arguments.peaks), arguments)
+    jobs = jobs_of(cases, arguments.gpus, arguments.configs, arguments.peaks, arguments.largest_shared_gib)
+    run_jobs(jobs, arguments)
 
 
 if __name__ == "__main__":

@@ -66,20 +66,21 @@ def test_what_chance_drew_is_planned_within_the_same_bounds(tmp_path: Path) -> N
 
 
 def test_runs_that_the_plan_had_fill_a_gpu_did_not_run_out_of_memory() -> None:
-    """Drawn to take as many rows in a pass as the plan allowed, some of documents of many lengths, alone on an H100.
+    """Drawn to take as many rows in a pass as the plan allowed, many of documents of many lengths, on one H100 or two.
 
     Two did with segments that do not grow, as ranks no longer have them: an eighth of their memory was in pieces.
     """
     runs = [line for line in held_out_lines() if line["series"] == "edge"]
-    assert len(runs) >= 20
+    assert [sum(run["gpus"] == number for run in runs) for number in (1, 2)] == [20, 10]
     once_out = [run for run in runs if "without_them" in run]
-    assert len(once_out) == 2 and all(run["allocator"] == "expandable segments" for run in once_out)
+    assert len(once_out) == 2
+    assert all(run["allocator"] == "expandable segments" for run in runs if run["gpus"] == 2 or run in once_out)
     assert all(run["without_them"]["reserved_not_allocated_gib"] > 79.6 / 8 for run in once_out)
     memory_gib = 79.6
     for run in runs:
         assert f"hardware.memory_gib={memory_gib}" in run["overrides"]
         assert 0.93 * USABLE_SHARE * memory_gib < run["planned_then_gib"] <= USABLE_SHARE * memory_gib
-        assert max(run["memory_gib"]) <= run["memory_device_gib"][0] < memory_gib
+        assert max(run["memory_gib"]) <= max(run["memory_device_gib"]) < memory_gib
         assert run["steps"] in (3, 6) or "ended" in run, "else its time on the GPU was up"
 
 

@@ -2,11 +2,12 @@
 
 Everything up to `trainer.train()` (imports, data, random weights) is done on the CPU and can overlap with other runs;
 from there on the ranks of a run wait until `gpu_queue` gives them their GPUs, and say when they are through. Files in
-$TUNEBOOK_BENCH_TURN carry the messages, so that nothing of Tunebook itself has to know of it. While a model is saved it
-still fills its GPUs: with $TUNEBOOK_BENCH_KEEPS_GPUS a run gives them back only when it has ended. Where
-$TUNEBOOK_BENCH_PROFILE names a file, rank 0 writes there which kernels one optimizer step has spent its time in; where
-$TUNEBOOK_BENCH_PEAK does, what filled its GPU at the peak of one; without who asked for it, where
-$TUNEBOOK_BENCH_PEAK_SIZES is there.
+$TUNEBOOK_BENCH_TURN carry the messages, so that nothing of Tunebook itself has to know of it. What waits there has its
+model on its GPUs, and NCCL's memory: with $TUNEBOOK_BENCH_WAITS_EARLY a run waits when its libraries are imported, and
+holds nothing. While a model is saved it still fills its GPUs: with $TUNEBOOK_BENCH_KEEPS_GPUS a run gives them back
+only when it has ended. Where $TUNEBOOK_BENCH_PROFILE names a file, rank 0 writes there which kernels one optimizer step
+has spent its time in; where $TUNEBOOK_BENCH_PEAK does, what filled its GPU at the peak of one; without who asked for
+it, where $TUNEBOOK_BENCH_PEAK_SIZES is there.
 """
 
 from __future__ import annotations
@@ -17,48 +18,78 @@ import importlib.util
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-_TRAINER = "tunebook.train.trainer"
+_WAITS_EARLY = "TUNEBOOK_BENCH_WAITS_EARLY" in os.environ
 _POLL_S = 0.02
 
 
-class _PatchedTrainer(importlib.abc.MetaPathFinder):
-    """Finds the trainer's module where it is, and makes its `train` wait once it is loaded."""
+class _Patched(importlib.abc.MetaPathFinder):
+    """Finds modules where they are, and changes each once it is loaded."""
+
+    def __init__(self, changes: dict[str, Callable[[Any], None]]) -> None:
+        self.changes = changes
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != _TRAINER:
+        if fullname not in self.changes:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         loader: Any = spec.loader if spec else None
         execute = loader.exec_module
 
-        def execute_and_patch(module: Any) -> None:
+        def execute_and_change(module: Any) -> None:
             execute(module)
-            _take_turns(module.RecipeTrainer, Path(os.environ["TUNEBOOK_BENCH_TURN"]))
+            self.changes[fullname](module)
 
-        loader.exec_module = execute_and_patch
+        loader.exec_module = execute_and_change
         return spec
 
 
-def _take_turns(trainer: Any, turn: Path) -> None:
+def _wait() -> None:
+    """Until this run's turn has come. It stays its turn."""
+    (_turn() / f"ready-{_rank()}").touch()
+    while not (_turn() / "go").exists():
+        time.sleep(_POLL_S)
+
+
+def _turn() -> Path:
+    return Path(os.environ["TUNEBOOK_BENCH_TURN"])
+
+
+def _rank() -> str:
+    return os.environ.get("RANK", "0")
+
+
+def _meet_in_turn(module: Any) -> None:
+    """The ranks' first words to each other fill memory of theirs: with the libraries at hand they wait before these."""
+    meet = module.meet
+
+    def meet_in_turn(*args: Any, **kwargs: Any) -> Any:
+        importlib.import_module("tunebook.train.run")
+        _wait()
+        return meet(*args, **kwargs)
+
+    module.meet = meet_in_turn
+
+
+def _train_in_turn(module: Any) -> None:
+    trainer = module.RecipeTrainer
     train = trainer.train
+    if _WAITS_EARLY and "RANK" not in os.environ:  # one rank meets nobody
+        _wait()
 
     def train_in_turn(self: Any, *args: Any, **kwargs: Any) -> Any:
-        rank = os.environ.get("RANK", "0")
-        (turn / f"ready-{rank}").touch()
-        while not (turn / "go").exists():
-            time.sleep(_POLL_S)
-        if "TUNEBOOK_BENCH_PROFILE" in os.environ and rank == "0":
+        _wait()
+        if "TUNEBOOK_BENCH_PROFILE" in os.environ and _rank() == "0":
             from gpu_profile import OneStep
 
             self.add_callback(OneStep(Path(os.environ["TUNEBOOK_BENCH_PROFILE"])))
-        if "TUNEBOOK_BENCH_PEAK" in os.environ and rank == "0":
+        if "TUNEBOOK_BENCH_PEAK" in os.environ and _rank() == "0":
             from gpu_peak import PeakOfOneStep
 
             has_origins = "TUNEBOOK_BENCH_PEAK_SIZES" not in os.environ
@@ -69,7 +100,7 @@ def _take_turns(trainer: Any, turn: Path) -> None:
             return done
         finally:
             if "TUNEBOOK_BENCH_KEEPS_GPUS" not in os.environ:
-                (turn / f"done-{rank}").touch()
+                (_turn() / f"done-{_rank()}").touch()
 
     trainer.train = train_in_turn
 
@@ -95,4 +126,7 @@ def _run_the_other() -> None:
 
 _run_the_other()
 if "TUNEBOOK_BENCH_TURN" in os.environ:
-    sys.meta_path.insert(0, _PatchedTrainer())
+    _CHANGES = {"tunebook.train.trainer": _train_in_turn}
+    if _WAITS_EARLY:
+        _CHANGES["tunebook.launch.meeting"] = _meet_in_turn
+    sys.meta_path.insert(0, _Patched(_CHANGES))

@@ -9,7 +9,9 @@ from tunebook.config.estimate.buffers import (
     backward_buffer_bytes,
     buffer_bytes,
     first_gathering_bytes,
+    forward_buffer_bytes,
     gathering_bytes,
+    handing_on_buffer_bytes,
 )
 from tunebook.config.estimate.moments import fullest_moment
 from tunebook.config.model_facts import MeasuredLayers
@@ -125,6 +127,44 @@ def test_two_ranks_gather_a_head_that_is_the_embeddings_again_only_from_their_ho
     assert gathering_bytes(on_the_host, facts) == 2 * EMBEDDINGS
     on_the_host.parallelism.offload_parameters = Offload.none
     assert gathering_bytes(on_the_host, facts) == 0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "at_forward", "at_head", "handing_on"),
+    [
+        (Strategy.fsdp, (0, 2), (2, 0), (1, 0)),  # the head, and what arrived of it until the forward pass is over
+        (Strategy.hsdp, (0, 2), (2, 0), (1, 0)),
+        (Strategy.fsdp_grad_op, (1, LAYERS + 1), (3, LAYERS), (2, LAYERS)),  # and the embeddings before it
+    ],
+)
+def test_several_ranks_gather_a_head_of_its_own_behind_all_layers(sound, strategy, at_forward, at_head, handing_on):
+    """In whole embeddings and layers, in bf16; as found block by block on two H100, of Qwen2.5-14B and Qwen3-8B."""
+    sound.hardware.gpus_per_node, sound.parallelism = 4, FsdpConfig(strategy=strategy, shard_group_size=2)
+    facts = sound.model.facts
+    facts.tie_word_embeddings = False
+    facts.num_parameters += EMBEDDINGS
+    for found, (embeddings, layers) in (
+        (forward_buffer_bytes(sound, facts, is_recomputed=False), at_forward),
+        (buffer_bytes(sound, facts, is_recomputed=False), at_head),
+        (handing_on_buffer_bytes(sound, facts, is_recomputed=False), handing_on),
+    ):
+        assert found == pytest.approx(2 * (embeddings * EMBEDDINGS + layers * LAYER), rel=0.001)
+    assert gathering_bytes(sound, facts) == 0, "less than with the head"
+
+
+@pytest.mark.parametrize(
+    ("master", "heads"),
+    [(MasterWeights.fp32, 2), (MasterWeights.bf16, 1)],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_what_arrived_of_a_head_from_the_host_is_counted_until_it_is_known_better(on_the_host, master, heads):
+    on_the_host.hardware.gpus_per_node, on_the_host.precision.master_weights = 2, master
+    on_the_host.peft.method = PeftMethod.full
+    facts = on_the_host.model.facts
+    facts.tie_word_embeddings = False
+    facts.num_parameters += EMBEDDINGS
+    found = handing_on_buffer_bytes(on_the_host, facts, is_recomputed=False)
+    assert found == pytest.approx(2 * (heads * EMBEDDINGS + LAYER), rel=0.001)
 
 
 @pytest.mark.parametrize(("strategy", "layers"), [(Strategy.fsdp, 0), (Strategy.fsdp_grad_op, 1)])

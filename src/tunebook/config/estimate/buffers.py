@@ -30,7 +30,60 @@ def buffer_bytes(config: RunConfig, facts: ModelFacts, *, is_recomputed: bool) -
     """Bytes of all of it while the output head is computed, when no layer is whole that is to be computed again."""
     is_whole_again = is_recomputed and config.parallelism.strategy is not Strategy.fsdp_grad_op
     layers = 0.0 if is_whole_again else _gathered_ahead(config, facts)
-    return _cast(config, facts, is_recomputed) + _gathered(config, facts) + layers + bucket_bytes(config, facts)
+    whole = _gathered(config, facts) + layers
+    if _gathers_head_last(config, facts):
+        whole = _head_unit_bytes(config, facts, has_arrived=True)
+    return _cast(config, facts, is_recomputed) + whole + bucket_bytes(config, facts)
+
+
+def forward_buffer_bytes(config: RunConfig, facts: ModelFacts, *, is_recomputed: bool) -> float:
+    """The same in the last layer's forward pass, which FSDP has whole, and what arrived of it."""
+    if not _gathers_head_last(config, facts):
+        return buffer_bytes(config, facts, is_recomputed=is_recomputed)
+    element, parameters = product_element(config), count_parameters(config, facts)
+    keeps_all = config.parallelism.strategy is Strategy.fsdp_grad_op
+    layers = (facts.num_layers + 1 if keeps_all else 2) / max(1, facts.num_layers)
+    return element * (parameters.layers * layers + (parameters.embeddings if keeps_all else 0))
+
+
+def handing_on_buffer_bytes(config: RunConfig, facts: ModelFacts, *, is_recomputed: bool) -> float:
+    """The same when the backward pass has begun, and the head's gradient is handed on.
+
+    By then several ranks of FSDP have let go of what had arrived of it (torch 2.13, _fsdp_state.py, _post_forward). It
+    is still counted where fp32 weights come from the host, since something else is there then, which was not traced:
+    9 layers of Llama 3 8B held 6.3 GiB, and without it 5.7 would be said; in bf16, where it is not counted, 6 layers of
+    Qwen3-8B held 5.6 of 5.8 (two H100).
+    """
+    if _gathers_head_last(config, facts):
+        return _head_unit_bytes(config, facts, has_arrived=False)
+    whole = buffer_bytes(config, facts, is_recomputed=is_recomputed)
+    is_let_go = _trains_head_of_its_own(config, facts) and weight_element(config) == product_element(config)
+    return whole - (product_element(config) * count_parameters(config, facts).embeddings if is_let_go else 0.0)
+
+
+def _gathers_head_last(config: RunConfig, facts: ModelFacts) -> bool:
+    """Whether several ranks of FSDP make a head of its own whole after all layers, from shares on their GPUs.
+
+    accelerate (1.15, fsdp2_prepare_model) makes one unit of it and the last norm, which is not divided again before the
+    backward pass, and one of the embeddings, which is treated as the layers are.
+    """
+    return _trains_head_of_its_own(config, facts) and not has_parameters_away(config)
+
+
+def _trains_head_of_its_own(config: RunConfig, facts: ModelFacts) -> bool:
+    """Whether several ranks of FSDP do so, from wherever: not the embeddings, and not a frozen one below adapters."""
+    is_fsdp, is_full = isinstance(config.parallelism, FsdpConfig), config.peft.method is PeftMethod.full
+    return is_fsdp and is_full and num_ranks(config) > 1 and not facts.tie_word_embeddings
+
+
+def _head_unit_bytes(config: RunConfig, facts: ModelFacts, *, has_arrived: bool) -> float:
+    """What is whole while such a head is: itself, what arrived of it if so, and what `fsdp_grad_op` keeps whole.
+
+    Found block by block on two H100 (4 layers of Qwen2.5-14B and 6 of Qwen3-8B, both in bf16).
+    """
+    element, parameters = product_element(config), count_parameters(config, facts)
+    kept = parameters.embeddings + parameters.layers if config.parallelism.strategy is Strategy.fsdp_grad_op else 0.0
+    return element * (kept + parameters.embeddings * (2 if has_arrived else 1))
 
 
 def cleared_buffer_bytes(config: RunConfig, facts: ModelFacts, *, is_recomputed: bool) -> float:
@@ -229,12 +282,13 @@ def gathering_bytes(config: RunConfig, facts: ModelFacts) -> float:
     Measured on two H200: 5.8 GiB for Qwen3-8B's 2.3 of embeddings under ZeRO-3, with which the peak was reached. With
     LoRA no layers were whole then. One rank of FSDP has what comes from its host beside the whole (4 layers of
     Qwen2.5-14B, H200). A head that is the embeddings has long been there for FSDP; not so where two ranks fetched it
-    from the host (9 layers of Qwen2.5-3B with LoRA: 1.74 GiB at most).
+    from the host (9 layers of Qwen2.5-3B with LoRA: 1.74 GiB at most). Where several ranks train a head of their own
+    it is less than when the head is computed.
     """
     embeddings, element, ranks = count_parameters(config, facts).embeddings, weight_element(config), num_ranks(config)
     is_fsdp = isinstance(config.parallelism, FsdpConfig)
     is_there = is_fsdp and facts.tie_word_embeddings and (ranks == 1 or not has_parameters_away(config))
-    if not _is_gathered(config) or is_there or (ranks == 1 and not is_fsdp):
+    if not _is_gathered(config) or is_there or (ranks == 1 and not is_fsdp) or _gathers_head_last(config, facts):
         return 0.0
     if is_fsdp:
         return float((_arriving_element(config) if ranks == 1 else product_element(config)) * embeddings)

@@ -34,7 +34,9 @@ from tunebook.config.estimate.buffers import (
     buffer_bytes,
     cleared_buffer_bytes,
     first_gathering_bytes,
+    forward_buffer_bytes,
     gathering_bytes,
+    handing_on_buffer_bytes,
     reducing_bytes,
     reducing_layer_bytes,
     root_gradient_bytes,
@@ -125,11 +127,12 @@ def _forward_moments(
         yield moment(first, 0.0)
     buffers = buffer_bytes(config, facts, is_recomputed=is_recomputed)
     at_work = 0.0 if is_recomputed else forward_bytes(config, facts)
-    yield moment(buffers, kept + at_work)
+    yield moment(forward_buffer_bytes(config, facts, is_recomputed=is_recomputed), kept + at_work)
     yield moment(buffers, kept + head_bytes(config, facts))
     of_head = left_head_gradient_bytes(config, facts)
     if of_head < head_gradient_bytes(config, facts):
-        yield moment(buffers, kept + after_head_bytes(config, facts) + of_head)
+        whole = handing_on_buffer_bytes(config, facts, is_recomputed=is_recomputed)
+        yield moment(whole, kept + after_head_bytes(config, facts) + of_head)
     if gathering := gathering_bytes(config, facts):
         yield moment(buffers + gathering, kept + (at_work if config.activation.offload else 0.0))
 
