@@ -103,6 +103,20 @@ def test_where_nothing_differs_that_is_told_too(make_run: MakeRun) -> None:
     } | {f"hardware.{key}" for key in same["hardware"]}  # fmt: skip
 
 
+def test_a_variable_of_a_library_that_is_set_otherwise_here_is_told(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(manifest={"environment": {"variables": {"NCCL_P2P_DISABLE": "1"}}})
+    original = find_original(str(run), Path("outputs"))
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    told = list(told_differences(original.manifest, config_of(run)))
+    assert "  environment.variables.NCCL_P2P_DISABLE: none, then 1" in told
+    assert "  environment.variables.NCCL_ALGO: Ring, then none" in told
+    del original.manifest["environment"]["variables"]  # as in a manifest from before they were recorded
+    assert not any("variables" in line for line in told_differences(original.manifest, config_of(run)))
+
+
 # --- a manifest alone
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -100,6 +101,22 @@ def test_the_environment_names_image_and_packages(monkeypatch: pytest.MonkeyPatc
     assert environment["lock_sha256"] is None
     assert environment["packages"]["hydra-core"] == "1.3.8"
     assert len(environment["installed_sha256"]) == 64
+
+
+def test_the_environment_names_what_is_set_for_the_libraries_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("NCCL_", "GLOO_", "PYTORCH_", "OMP_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_")):
+            monkeypatch.delenv(name)
+    assert describe_environment("cpu")["variables"] == {}
+    monkeypatch.setenv("HOME", "/home/someone")
+    found = {"NCCL_CONF_FILE": "/home/someone/nccl.conf", "PYTORCH_ALLOC_CONF": "expandable_segments:False",
+             "NVIDIA_TF32_OVERRIDE": "0", "HF_TOKEN": "hf_1", "NVIDIA_VISIBLE_DEVICES": "all"}  # fmt: skip
+    for name, text in found.items():
+        monkeypatch.setenv(name, text)
+    assert describe_environment("cpu")["variables"] == {
+        "NCCL_CONF_FILE": "~/nccl.conf", "NVIDIA_TF32_OVERRIDE": "0",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:False",
+    }  # fmt: skip
 
 
 @pytest.fixture

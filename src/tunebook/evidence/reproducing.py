@@ -337,12 +337,14 @@ def require_same_data(original: Original, job: Job, console: Console) -> None:
 
 
 def told_differences(manifest: dict[str, Any], config: RunConfig) -> Iterator[str]:
-    """What of code, packages, image and machine is not as it was, a line each; says so where all is."""
+    """What of code, packages, image, variables and machine is not as it was, a line each; says so where all is."""
     here = {
         "code": describe_code(book_root()),
         "environment": describe_environment(config.hardware.generation.name),
         "hardware": describe_hardware(manifest["hardware"]["nccl"]),
     }
+    if manifest["environment"].get("variables") is None:
+        del here["environment"]["variables"]  # nobody knows what they were
     found = [one for section in _HERE for one in flat_differences(manifest[section], here[section], section)]
     differing = [one for one in found if not one[0].startswith(_NOT_TOLD)]
     if not differing:

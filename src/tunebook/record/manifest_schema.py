@@ -48,7 +48,7 @@ class Code(Section):
 
 
 class Environment(Section):
-    """What was installed."""
+    """What was installed, and what was set for it."""
 
     image_digest: str | None
     image: dict[str, Any] | None
@@ -56,6 +56,9 @@ class Environment(Section):
     installed_sha256: str
     python: str
     packages: dict[str, str] = Field(description="versions of those that can change a loss or a speed")
+    variables: dict[str, str] | None = Field(
+        default=None, description="set in the environment for NCCL, torch's allocator and the like; older runs lack it"
+    )
 
 
 class Model(Section):

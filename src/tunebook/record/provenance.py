@@ -32,6 +32,11 @@ PACKAGES = (
     "liger-kernel", "flash-attn", "flash-attn-4", "torchao", "bitsandbytes", "safetensors", "numpy", "lm-eval", "ray",
     "submitit", "hydra-core", "omegaconf",
 )  # fmt: skip
+# Variables by which libraries compute in another format, at another speed or in other memory, where somebody set them.
+_VARIABLES = (
+    "NCCL_", "GLOO_", "PYTORCH_", "CUBLAS_", "CUDNN_", "NVIDIA_TF32_OVERRIDE", "CUDA_LAUNCH_BLOCKING",
+    "CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS",
+)  # fmt: skip
 _CODE_FOLDERS = ("src", "hydra_configs", "recipes", "docker")  # untracked files elsewhere do not change a run
 _COMMAND_TIMEOUT_S = 20
 
@@ -81,7 +86,10 @@ def why_not_committed(file: Path) -> str | None:
 
 
 def describe_environment(generation: str) -> dict[str, Any]:
-    """Image, lock hash, Python and package versions; `generation` is the one that the lock is for."""
+    """Image, lock hash, Python and package versions, and what is set for libraries in the environment.
+
+    `generation` is the one that the lock is for.
+    """
     image = read_image()
     installed = sorted({f"{found.name.lower()}=={found.version}" for found in importlib.metadata.distributions()})
     return {
@@ -91,6 +99,9 @@ def describe_environment(generation: str) -> dict[str, Any]:
         "installed_sha256": sha256_text("\n".join(installed)),
         "python": platform.python_version(),
         "packages": _package_versions(),
+        "variables": {
+            name: shorten_paths(text) for name, text in sorted(os.environ.items()) if name.startswith(_VARIABLES)
+        },
     }
 
 
