@@ -284,6 +284,16 @@ def test_in_fp8_what_refuses_it_is_offered_in_bf16():
     assert [one.warnings for one in fitting] == [("fp8-not-compiled",), (), ()]
 
 
+def test_another_optimizer_is_offered_by_the_key_that_one_was_set_by():
+    """The group's answer would leave the key as it is, and the change would change nothing."""
+    words = (*HOPPER, "parallelism=single", "hardware.gpus_per_node=1", "optimizer.name=adamw")
+    candidates = [" ".join(one.words) for one in changes._candidates(draft_run("qwen3b_zero2", [*words], []))]
+    assert "optimizer.name=adamw_8bit" in candidates
+    assert not any(word.startswith("optimizer=") for change in candidates for word in change.split())
+    words = (*HOPPER, "parallelism=ddp", "optimizer.name=paged_adamw_32bit")
+    assert words_of(offered("qwen3b_zero2", *words))[0] == "optimizer.name=adamw"
+
+
 def test_an_optimizer_that_a_strategy_refuses_is_offered_as_adamw_beside_it():
     words = ("hardware=volta", "hardware.gpus_per_node=1", "hardware.memory_gib=16", "parallelism=single")
     fitting = offered("qwen3b_zero2", *words, "optimizer=paged_adamw_8bit")

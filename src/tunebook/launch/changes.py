@@ -294,8 +294,9 @@ def _candidates(draft: Draft) -> list[Change]:
     strategies_of_adapters = [change for change in single if change.words in _WITH_ADAPTERS]
     single += _OTHER_LEARNING if config.optimizer.name not in _IN_8_BITS else _ADAPTERS
     single += [_both(strategy, adapter) for adapter in _ADAPTERS for strategy in strategies_of_adapters]
-    single = [_as_rules_allow(change, draft, config) for change in single]
+    single = [_as_rules_allow(_that_counts(change, draft), draft, config) for change in single]
     sparing = _sparing_the_host(config) if draft.host is not None and draft.host.fits is False else []
+    sparing = [_that_counts(change, draft) for change in sparing]
     shorter, less = _shorter_rows(draft), _keeping_less(config)
     pairs = [_both(change, other) for change in (*sparing, *single) for other in (*shorter, *less)]
     pairs += [_both(change, other) for change in single if change not in smaller for other in smaller]
@@ -311,6 +312,17 @@ def _strategies(draft: Draft, config: RunConfig) -> list[Change]:
     offloaded = () if config.hardware.generation is Generation.cpu else _OFFLOADED  # a CPU's memory is the host's
     strategies = chain((_COPIES,), _SHARDED, offloaded) if world_size(config) > 1 else (_ALONE, *offloaded)
     return [change for change in strategies if change.words != (f"parallelism={taken}",)]
+
+
+def _that_counts(change: Change, draft: Draft) -> Change:
+    """With another optimizer by its name, where one was set by that: the group's answer would not count."""
+    words = tuple(
+        _to_type("optimizer", "name", OptimizerName[word.partition("=")[2]], draft)
+        if word.startswith("optimizer=")
+        else word
+        for word in change.words
+    )
+    return replace(change, words=words)
 
 
 def _as_rules_allow(change: Change, draft: Draft, config: RunConfig) -> Change:
