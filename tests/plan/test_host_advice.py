@@ -59,7 +59,7 @@ def advised(message: str) -> dict[str, float]:
         (
             64, (*EIGHT, "parallelism=ddp", "optimizer=paged_adamw_32bit"),
             "183.9 GiB, is pages of the optimizer (optimizer=paged_adamw_32bit)",
-            {"optimizer=adamw": 27.5, "hardware.gpus_per_node=2": 61.5, "peft=lora": 25.3},
+            {"optimizer.name=adamw": 27.5, "hardware.gpus_per_node=2": 61.5, "peft=lora": 25.3},
         ),
         (
             64, EIGHT, "92.0 GiB, is the model while it is saved",

@@ -107,9 +107,8 @@ def _remedies(config: RunConfig, facts: ModelFacts, capacity: float) -> Iterator
         words = "activation=checkpointing activation.offload=false"
         yield _Remedy(words=words, config=replace(config, activation=recomputed))
     if (name := UNPAGED.get(config.optimizer.name)) is not None:
-        yield _Remedy(
-            words=f"optimizer={name.name}", config=replace(config, optimizer=replace(config.optimizer, name=name))
-        )
+        another = replace(config, optimizer=replace(config.optimizer, name=name))
+        yield _Remedy(words=f"optimizer.name={name.name}", config=another)  # counts where the key was typed, too
     yield from _strategies(config)
     yield from _machines(config, facts, capacity)
     if config.peft.method is PeftMethod.full:
