@@ -8,9 +8,9 @@
     moments       when in a step these are there together
     host          the memory of a node's host, and its NVMe disk
 
-The parts are those of the fullest moment. Held against the peaks that torch reported of runs on H200s and an H100, in
+The parts are those of the fullest moment. Held against the peaks that torch reported of runs on H200s and H100s, in
 tests/bench/results (h200_memory.jsonl, h200x2_architectures.jsonl, h200x2_held_out.jsonl, h200_quantised.jsonl,
-h100_held_out.jsonl).
+h100_held_out.jsonl, h100x2_held_out.jsonl).
 `auto` decides by it, and the plan shows it part by part; it is called *estimated* wherever it is shown.
 """
 
@@ -27,9 +27,10 @@ from tunebook.config.schema import ModelFacts, RunConfig
 GIB = 2**30
 # What tensors may fill of the memory. The rest is the CUDA context, communication buffers and unusable pieces, which
 # `overhead` estimates. The fullest runs on H200s held 86% (one GPU), 85% (DDP) and 83% (FSDP) without running out
-# (tests/bench/results: h200_memory.jsonl, h200x2_selective.jsonl), and twenty that were to fill an H100 to this share
-# took 79% to 97% of the GPU with all that comes on top (h100_held_out.jsonl), two of them only with segments of the
-# allocator that grow (`launch.local`). As runs are estimated today, none is more than 5% too low.
+# (tests/bench/results: h200_memory.jsonl, h200x2_selective.jsonl), and thirty that were to fill one H100 or two to this
+# share took 79% to 97% of each GPU with all that comes on top (h100_held_out.jsonl, h100x2_held_out.jsonl), two of them
+# only with segments of the allocator that grow (`launch.local`). As runs are estimated today, none is more than 5% too
+# low.
 USABLE_SHARE = 0.83
 
 
