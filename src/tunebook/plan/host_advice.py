@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 
 from tunebook.config.choices import Checkpointing, Offload, OptimizerName, PeftMethod, Strategy
 from tunebook.config.estimate import GIB, estimate_memory
-from tunebook.config.estimate.activations import activation_bytes
-from tunebook.config.estimate.host import HostBytes, host_bytes, offloaded_bytes
+from tunebook.config.estimate.host import HostBytes, host_bytes, offloaded_activation_bytes, offloaded_bytes
 from tunebook.config.estimate.states import paged_bytes
 from tunebook.config.rules import check
 from tunebook.config.schema import FsdpConfig, ModelFacts, ParallelismConfig, RunConfig, ZeroConfig
@@ -64,7 +63,7 @@ def host_advice(config: RunConfig, facts: ModelFacts, capacity: float, otherwise
 def _largest_part(config: RunConfig, facts: ModelFacts, asked: HostBytes) -> str:
     """Of what is there at the peak, with the keys that put it there."""
     ranks = config.hardware.gpus_per_node or 1
-    kept = activation_bytes(config, facts, is_recomputed=_is_recomputed(config)) if config.activation.offload else 0.0
+    kept = offloaded_activation_bytes(config, facts, is_recomputed=_is_recomputed(config))
     by_part = {
         "the processes, one for each GPU": asked.processes,
         "activations (activation.offload=true)": ranks * kept,

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.data import DataLoader
 from transformers.trainer import TRAINER_STATE_NAME
 from trl import SFTTrainer
+from trl.models.activation_offloading import OffloadActivations
 
 from tunebook.checkpoint.choose import require_verified
 from tunebook.checkpoint.record import checkpoint_path, read_record, step_of
@@ -33,6 +34,7 @@ from tunebook.errors import TunebookError
 from tunebook.train.callbacks import loss_not_finite
 from tunebook.train.head_on_host import gather_before_use
 from tunebook.train.loss_scale import keep_scale_on_host
+from tunebook.train.offloaded_weights import leave_weights
 from tunebook.train.one_pass_head import one_pass_head
 from tunebook.train.token_totals import TokenTotals
 
@@ -71,6 +73,9 @@ class RecipeTrainer(SFTTrainer):
         if self.is_fsdp_enabled and isinstance(self.accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
             gather_before_use(self.model)
             keep_scale_on_host(self.accelerator)
+        offloading = self.maybe_activation_offload_context
+        if self.is_fsdp_enabled and isinstance(offloading, OffloadActivations):
+            leave_weights(offloading)
         if self.args.push_to_hub:
             saver.when_complete = self._upload
 

@@ -10,6 +10,7 @@ import pytest
 
 from tunebook.config.auto import resolve_auto
 from tunebook.config.choices import (
+    Checkpointing,
     Compute,
     Generation,
     MasterWeights,
@@ -22,7 +23,14 @@ from tunebook.config.choices import (
 )
 from tunebook.config.compose import compose
 from tunebook.config.estimate.activations import activation_bytes
-from tunebook.config.estimate.host import host_bytes, loading_bytes, offloaded_bytes, saving_bytes
+from tunebook.config.estimate.host import (
+    host_bytes,
+    loading_bytes,
+    offloaded_activation_bytes,
+    offloaded_bytes,
+    saving_bytes,
+)
+from tunebook.config.estimate.parameters import count_parameters
 from tunebook.config.schema import FsdpConfig, ParallelismConfig, ZeroConfig
 from tunebook.hardware.detect import Machine
 
@@ -185,6 +193,26 @@ def test_paged_moments_and_offloaded_activations_are_on_the_host(sound):
     kept = activation_bytes(sound, facts, is_recomputed=True)
     found = host_bytes(sound, facts, tensors=0, is_recomputed=True)
     assert found.offload == pytest.approx(8 * facts.num_parameters + kept)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "checkpointing", "copies"),
+    [
+        (Strategy.single, Checkpointing.disabled, 2),  # autocast's, which go with the activations
+        (Strategy.single, Checkpointing.selective, 0),  # each layer's are made again
+        (Strategy.fsdp, Checkpointing.disabled, 0),  # what it gathers in bf16 is left to it
+    ],
+)
+def test_copies_of_weights_go_to_the_host_with_the_activations(sound, strategy, checkpointing, copies):
+    sound.hardware.gpus_per_node, sound.activation.offload = 2, True
+    sound.activation.checkpointing = checkpointing
+    if strategy is Strategy.fsdp:
+        sound.parallelism = FsdpConfig(strategy=strategy)
+    facts = sound.model.facts
+    kept = activation_bytes(sound, facts, is_recomputed=False)
+    found = offloaded_activation_bytes(sound, facts, is_recomputed=False)
+    assert found - kept == pytest.approx(copies * count_parameters(sound, facts).linear)
+    assert host_bytes(sound, facts, tensors=0, is_recomputed=False).offload == pytest.approx(2 * found)
 
 
 @pytest.mark.parametrize(

@@ -129,9 +129,9 @@ def _cast(config: RunConfig, facts: ModelFacts, is_recomputed: bool) -> float:
     own product keeps no copy of a weight, which is gathered again: there is nothing to copy. On one GPU, where nobody
     gathers, it held as much as with copies (25.1 GiB of Dolly v2 3B, of which they are 4.7, on an H200).
     """
-    if not _casts(config):
+    layers, is_full = cast_copies_bytes(config, facts), config.peft.method is PeftMethod.full
+    if not layers:
         return 0.0
-    layers, is_full = 2.0 * count_parameters(config, facts).linear, config.peft.method is PeftMethod.full
     if config.activation.checkpointing is Checkpointing.selective:
         return layers / max(1, facts.num_layers)  # cast again for each layer
     if config.activation.offload and not is_full:
@@ -167,9 +167,14 @@ def _weight_sizes(facts: ModelFacts) -> dict[str, float]:
     return {name: float(hidden * (both - hidden)) for name, both in linear_layers(facts).items()}
 
 
+def cast_copies_bytes(config: RunConfig, facts: ModelFacts) -> float:
+    """Of all layers, wherever they are."""
+    return 2.0 * count_parameters(config, facts).linear if _casts(config) else 0.0
+
+
 def _cast_layer(config: RunConfig, facts: ModelFacts) -> float:
     """Of one layer that is computed again."""
-    return 2.0 * count_parameters(config, facts).linear / max(1, facts.num_layers) if _casts(config) else 0.0
+    return cast_copies_bytes(config, facts) / max(1, facts.num_layers)
 
 
 def _casts(config: RunConfig) -> bool:

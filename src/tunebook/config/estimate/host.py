@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tunebook.config.choices import Generation, MasterWeights, Offload, PeftMethod, Strategy, Weights
+from tunebook.config.choices import Checkpointing, Generation, MasterWeights, Offload, PeftMethod, Strategy, Weights
 from tunebook.config.estimate.activations import activation_bytes
+from tunebook.config.estimate.buffers import cast_copies_bytes
 from tunebook.config.estimate.overhead import PROCESS
 from tunebook.config.estimate.parameters import count_parameters, largest_parameter
 from tunebook.config.estimate.states import divided_among, paged_bytes, states_anywhere, weight_element
@@ -61,7 +62,7 @@ def host_bytes(config: RunConfig, facts: ModelFacts, *, tensors: float, is_recom
     ranks = max(1, config.hardware.gpus_per_node or 1)
     is_cpu = config.hardware.generation is Generation.cpu
     offloaded = offloaded_bytes(config, facts)
-    kept = activation_bytes(config, facts, is_recomputed=is_recomputed) if config.activation.offload else 0.0
+    kept = offloaded_activation_bytes(config, facts, is_recomputed=is_recomputed)
     return HostBytes(
         processes=float(ranks * (PROCESS if is_cpu else GPU_PROCESS)),
         training=ranks * tensors if is_cpu else 0.0,
@@ -70,6 +71,18 @@ def host_bytes(config: RunConfig, facts: ModelFacts, *, tensors: float, is_recom
         saving=saving_bytes(config, facts),
         nvme=ranks * offloaded.nvme,
     )
+
+
+def offloaded_activation_bytes(config: RunConfig, facts: ModelFacts, *, is_recomputed: bool) -> float:
+    """What one rank keeps of a pass away from its device, and what TRL's offloading (1.16) takes for a part of that.
+
+    It takes autocast's copies of weights with it. What FSDP gathers is left to FSDP (`train.offloaded_weights`).
+    """
+    if not config.activation.offload:
+        return 0.0
+    casts_again = is_recomputed or config.activation.checkpointing is Checkpointing.selective
+    copies = 0.0 if casts_again else cast_copies_bytes(config, facts)
+    return activation_bytes(config, facts, is_recomputed=is_recomputed) + copies
 
 
 def offloaded_bytes(config: RunConfig, facts: ModelFacts) -> Offloaded:

@@ -1,0 +1,29 @@
+"""Activation offloading under FSDP, which is to move activations and not weights.
+
+Autograd keeps a transposed view of a layer's weight for its backward pass. TRL's offloading (1.16) leaves a parameter
+where it is, and what lies where one did when it was set up: not the weights that FSDP gathers since. It copied each of
+them to the host in the forward pass, and back in the backward pass, for which FSDP gathers them all the same.
+"""
+
+from __future__ import annotations
+
+import torch
+from trl.models.activation_offloading import OffloadActivations
+
+
+def leave_weights(offloading: OffloadActivations) -> None:
+    """From now on leave views of parameters to whoever holds these: no more than without offloading is kept of them."""
+    pack = offloading.pack_hook
+
+    def pack_unless_weight(tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage().data_ptr()
+        if not isinstance(tensor._base, torch.nn.Parameter) or storage in offloading.param_storages:
+            return int(pack(tensor))
+        offloading.param_storages.add(storage)
+        try:
+            return int(pack(tensor))
+        finally:
+            # An activation may lie there once FSDP has let go of the weight.
+            offloading.param_storages.remove(storage)
+
+    offloading.pack_hook = pack_unless_weight

@@ -1,0 +1,105 @@
+"""Activation offloading under FSDP: activations move, the weights that it gathers do not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from trl.models.activation_offloading import OffloadActivations
+
+from tunebook.train.offloaded_weights import leave_weights
+
+HIDDEN, INNER = 256, 1024
+WEIGHTS = {(HIDDEN, INNER), (INNER, HIDDEN)}
+
+
+class Block(nn.Module):
+    """A feed-forward network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(HIDDEN, INNER, bias=False)
+        self.down = nn.Linear(INNER, HIDDEN, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        inner: torch.Tensor = self.up(hidden)
+        return hidden + self.down(nn.functional.silu(inner))
+
+
+@pytest.fixture
+def one_gloo_rank(tmp_path):
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def offloading(monkeypatch):
+    """TRL's, for which this CPU is the device that activations are moved away from."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cpu"))
+    return OffloadActivations(use_pin_memory=False, use_streams=False)
+
+
+def blocks():
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block())
+
+
+def sharded(model):
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32, cast_forward_inputs=False)
+    for part in [*model, model]:
+        fully_shard(part, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+    return model
+
+
+def one_pass(model, offloading):
+    """The shapes that were moved and that were not, and the gradients."""
+    offloading.update_model_params(model)
+    hidden = torch.randn(8, HIDDEN, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), offloading:
+        loss = model(hidden).float().square().mean()
+        saved = list(offloading.tracker.values())
+        loss.backward()
+    moved = {tuple(one.shape) for one, is_moved, *_ in saved if is_moved}
+    stays = {tuple(one.shape) for one, is_moved, *_ in saved if not is_moved}
+    assert not offloading.tracker, "the backward pass has asked for all of it"
+    return moved, stays, [getattr(one.grad, "_local_tensor", one.grad) for one in model.parameters()]
+
+
+def test_weights_that_fsdp_gathers_stay_and_the_gradients_are_the_same(one_gloo_rank, offloading):
+    moved, _, before = one_pass(sharded(blocks()), offloading)
+    assert moved >= WEIGHTS, "what upstream does: once this fails, it is not needed any more"
+    leave_weights(offloading)
+    moved, stays, gradients = one_pass(sharded(blocks()), offloading)
+    assert moved == {(8, HIDDEN), (8, INNER)} and stays >= WEIGHTS
+    assert len(gradients) == len(before) == 4
+    assert all(torch.equal(one, other) for one, other in zip(gradients, before, strict=True))
+
+
+def test_nothing_is_remembered_of_where_a_gathered_weight_was(one_gloo_rank, offloading):
+    """FSDP lets go of it, and the memory is an activation's."""
+    leave_weights(offloading)
+    model = sharded(blocks())
+    one_pass(model, offloading)
+    known = set(offloading.param_storages)
+    offloading.update_model_params(model)
+    assert offloading.param_storages == known
+
+
+def test_adapters_over_frozen_weights_are_no_different(one_gloo_rank, offloading):
+    model = blocks()
+    for block in model:
+        block.up.weight.requires_grad_(False)
+    leave_weights(offloading)
+    moved, _, gradients = one_pass(sharded(model), offloading)
+    assert not moved & WEIGHTS
+    assert [one is None for one in gradients] == [True, False, True, False]
+
+
+def test_copies_that_autocast_makes_go_as_before(offloading):
+    leave_weights(offloading)
+    moved, _, _ = one_pass(blocks(), offloading)
+    assert moved >= WEIGHTS
