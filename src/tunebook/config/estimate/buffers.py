@@ -50,9 +50,9 @@ def handing_on_buffer_bytes(config: RunConfig, facts: ModelFacts, *, is_recomput
     """The same when the backward pass has begun, and the head's gradient is handed on.
 
     By then several ranks of FSDP have let go of what had arrived of it (torch 2.13, _fsdp_state.py, _post_forward). It
-    is still counted where fp32 weights come from the host, since something else is there then, which was not traced:
-    9 layers of Llama 3 8B held 6.3 GiB, and without it 5.7 would be said; in bf16, where it is not counted, 6 layers of
-    Qwen3-8B held 5.6 of 5.8 (two H100).
+    is still counted where fp32 weights come from the host, since something else was there: 9 layers of Llama 3 8B held
+    6.3 GiB, and without it 5.7 would be said; in bf16, where it is not counted, 6 layers of Qwen3-8B held 5.6 of 5.8
+    (two H100). Both offloaded activations, and then copies of weights with them (`train.offloaded_weights`).
     """
     if _gathers_head_last(config, facts):
         return _head_unit_bytes(config, facts, has_arrived=False)
