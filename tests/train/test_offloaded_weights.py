@@ -1,4 +1,4 @@
-"""Activation offloading under FSDP: activations move, the weights that it gathers do not."""
+"""Activation offloading: activations move, and weights do not, wherever FSDP or DeepSpeed has them."""
 
 from __future__ import annotations
 
@@ -55,10 +55,11 @@ def sharded(model):
     return model
 
 
-def one_pass(model, offloading):
+def one_pass(model, offloading, dtype=torch.float32):
     """The shapes that were moved and that were not, and the gradients."""
-    offloading.update_model_params(model)
-    hidden = torch.randn(8, HIDDEN, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    if not offloading.param_storages:
+        offloading.update_model_params(model)
+    hidden = torch.randn(8, HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), offloading:
         loss = model(hidden).float().square().mean()
         saved = list(offloading.tracker.values())
@@ -85,7 +86,7 @@ def test_nothing_is_remembered_of_where_a_gathered_weight_was(one_gloo_rank, off
     model = sharded(blocks())
     one_pass(model, offloading)
     known = set(offloading.param_storages)
-    offloading.update_model_params(model)
+    one_pass(model, offloading)
     assert offloading.param_storages == known
 
 
@@ -97,6 +98,25 @@ def test_adapters_over_frozen_weights_are_no_different(one_gloo_rank, offloading
     moved, _, gradients = one_pass(sharded(model), offloading)
     assert not moved & WEIGHTS
     assert [one is None for one in gradients] == [True, False, True, False]
+
+
+def test_weights_that_were_put_elsewhere_stay_there(offloading):
+    """As DeepSpeed casts a model, and lays its weights end to end, when TRL has looked up where they are."""
+    model = blocks()
+    offloading.update_model_params(model)
+    kept = [weight.data for weight in model.parameters()]  # else what is made next may lie where these did
+    model.to(torch.bfloat16)
+    model.register_buffer("flat", torch.cat([one.data.flatten() for one in model.parameters()]))
+    for weight, part in zip(model.parameters(), model.flat.split(HIDDEN * INNER), strict=True):
+        weight.data = part.view_as(weight)
+    moved, _, before = one_pass(model, offloading, torch.bfloat16)
+    assert moved >= WEIGHTS and kept, "what upstream does: once this fails, it is not needed any more"
+    before = [one.clone() for one in before]
+    model.zero_grad()
+    leave_weights(offloading)
+    moved, stays, gradients = one_pass(model, offloading, torch.bfloat16)
+    assert moved == {(8, HIDDEN), (8, INNER)} and stays >= WEIGHTS
+    assert all(torch.equal(one, other) for one, other in zip(gradients, before, strict=True))
 
 
 def test_copies_that_autocast_makes_go_as_before(offloading):

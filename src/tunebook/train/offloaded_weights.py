@@ -1,8 +1,9 @@
-"""Activation offloading under FSDP, which is to move activations and not weights.
+"""Activation offloading that moves activations and not weights.
 
 Autograd keeps a transposed view of a layer's weight for its backward pass. TRL's offloading (1.16) leaves a parameter
-where it is, and what lies where one did when it was set up: not the weights that FSDP gathers since. It copied each of
-them to the host in the forward pass, and back in the backward pass, for which FSDP gathers them all the same.
+where it is, and what lies where one did when it was set up: not the weights that FSDP gathers since, nor those that
+DeepSpeed has put elsewhere. It copied each of them to the host in the forward pass, and back in the backward pass, for
+which FSDP gathers them all the same.
 """
 
 from __future__ import annotations

@@ -73,8 +73,10 @@ class RecipeTrainer(SFTTrainer):
         if self.is_fsdp_enabled and isinstance(self.accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
             gather_before_use(self.model)
             keep_scale_on_host(self.accelerator)
-        offloading = self.maybe_activation_offload_context
-        if self.is_fsdp_enabled and isinstance(offloading, OffloadActivations):
+        offloading, state = self.maybe_activation_offload_context, self.accelerator.state
+        # ZeRO-3 has a product of its own, which keeps no view of a weight.
+        is_zero3 = self.is_deepspeed_enabled and state.deepspeed_plugin.zero_stage == 3
+        if isinstance(offloading, OffloadActivations) and not is_zero3:
             leave_weights(offloading)
         if self.args.push_to_hub:
             saver.when_complete = self._upload

@@ -76,7 +76,7 @@ def host_bytes(config: RunConfig, facts: ModelFacts, *, tensors: float, is_recom
 def offloaded_activation_bytes(config: RunConfig, facts: ModelFacts, *, is_recomputed: bool) -> float:
     """What one rank keeps of a pass away from its device, and what TRL's offloading (1.16) takes for a part of that.
 
-    It takes autocast's copies of weights with it. What FSDP gathers is left to FSDP (`train.offloaded_weights`).
+    It takes autocast's copies of weights with it. Weights themselves stay (`train.offloaded_weights`).
     """
     if not config.activation.offload:
         return 0.0
