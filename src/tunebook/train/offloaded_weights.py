@@ -17,14 +17,22 @@ def leave_weights(offloading: OffloadActivations) -> None:
     pack = offloading.pack_hook
 
     def pack_unless_weight(tensor: torch.Tensor) -> int:
-        storage = tensor.untyped_storage().data_ptr()
-        if not isinstance(tensor._base, torch.nn.Parameter) or storage in offloading.param_storages:
+        address = _address(tensor) if isinstance(tensor._base, torch.nn.Parameter) else None
+        if address is None or address in offloading.param_storages:
             return int(pack(tensor))
-        offloading.param_storages.add(storage)
+        offloading.param_storages.add(address)
         try:
             return int(pack(tensor))
         finally:
             # An activation may lie there once FSDP has let go of the weight.
-            offloading.param_storages.remove(storage)
+            offloading.param_storages.remove(address)
 
     offloading.pack_hook = pack_unless_weight
+
+
+def _address(tensor: torch.Tensor) -> int | None:
+    """Where its numbers are; None of one that is made of others, as torchao's in fp8 is."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return None
