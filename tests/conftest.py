@@ -59,6 +59,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(message)
 
 
+@pytest.fixture
+def one_gloo_rank(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone, which is all that wrapping a model needs."""
+    import torch
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
 @pytest.fixture(autouse=True)
 def leaves_the_process_as_it_was() -> Iterator[None]:
     """A test that changes what torch and accelerate keep for a whole process fails itself, not one that comes later."""

@@ -27,14 +27,6 @@ def model(small_qwen2):
     return small_qwen2(num_hidden_layers=3)
 
 
-@pytest.fixture
-def one_gloo_rank(tmp_path):
-    """A process group of this process alone."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def gradients(model):
     model.zero_grad()
     model(**INPUTS, use_cache=False).logits.logsumexp(-1).sum().backward()

@@ -1,27 +1,13 @@
-"""Small models, and a process group of one rank, which is all that wrapping needs."""
+"""Small models."""
 
 from __future__ import annotations
 
-import socket
-
 import pytest
-import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tunebook.config.choices import Generation, Strategy
 from tunebook.config.compose import compose
-
-
-@pytest.fixture
-def one_rank():
-    """gloo over one rank, for this test."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    torch.distributed.init_process_group("gloo", init_method=address, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ def train(model, *lengths):
         logits.float().logsumexp(-1).sum().backward()
 
 
-def test_only_the_inputs_of_a_block_stay_open(one_rank, qwen2, config_on):
+def test_only_the_inputs_of_a_block_stay_open(one_gloo_rank, qwen2, config_on):
     graphs = Graphs()
     assert compile_layers(qwen2, backend=graphs) == 2
     train(wrapped(qwen2, config_on("fsdp", 2)), 16, 21, 12)

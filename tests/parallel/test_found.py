@@ -36,12 +36,12 @@ def test_a_bare_module():
     assert find_parallelism(blocks()) == {"strategy": "single", "wrapper": "Sequential", "ranks": 1}
 
 
-def test_ddp(one_rank):
+def test_ddp(one_gloo_rank):
     found = find_parallelism(DistributedDataParallel(blocks()))
     assert found == {"strategy": "ddp", "wrapper": "DistributedDataParallel", "ranks": 1}
 
 
-def test_fsdp_in_bf16(one_rank):
+def test_fsdp_in_bf16(one_gloo_rank):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     found = find_parallelism(sharded(init_device_mesh("cpu", (1,)), mp_policy=policy))
     assert found == {
@@ -63,26 +63,26 @@ def test_fsdp_in_bf16(one_rank):
     assert found["placements"][0] in ("S(0)", "Shard(dim=0)")
 
 
-def test_fsdp_that_keeps_what_it_gathered(one_rank):
+def test_fsdp_that_keeps_what_it_gathered(one_gloo_rank):
     found = find_parallelism(sharded(init_device_mesh("cpu", (1,)), reshard_after_forward=False))
     assert (found["strategy"], found["resharded_after_forward"]) == ("fsdp_grad_op", False)
     assert (found["gathered"], found["reduced"]) == ("fp32", "fp32")
 
 
-def test_hsdp_has_a_mesh_of_two_axes(one_rank):
+def test_hsdp_has_a_mesh_of_two_axes(one_gloo_rank):
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
     found = find_parallelism(sharded(mesh))
     assert (found["strategy"], found["mesh"], found["ranks"]) == ("hsdp", [1, 1], 1)
     assert found["mesh_axes"] == ["dp_replicate", "dp_shard"]
 
 
-def test_a_parameter_that_fsdp_left_whole_is_counted(one_rank):
+def test_a_parameter_that_fsdp_left_whole_is_counted(one_gloo_rank):
     model = blocks()
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)), ignored_params={model[0].linear.weight})
     assert find_parallelism(model)["whole_parameters"] == 1
 
 
-def test_a_frozen_parameter_that_was_left_whole_is_counted_too(one_rank):
+def test_a_frozen_parameter_that_was_left_whole_is_counted_too(one_gloo_rank):
     """accelerate leaves 4-bit weights that are stored as bytes out of the sharding, with a warning only."""
     model = blocks()
     frozen = model[0].linear.weight.requires_grad_(False)

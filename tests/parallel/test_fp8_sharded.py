@@ -14,7 +14,7 @@ pytest.importorskip("torchao", reason="torchao is in the images of GPUs with fp8
 IDS = torch.arange(3, 19)[None]
 
 
-def test_sharded_layers_stay_in_fp8_with_the_names_and_weights_they_had(one_rank, small_qwen2):
+def test_sharded_layers_stay_in_fp8_with_the_names_and_weights_they_had(one_gloo_rank, small_qwen2):
     model, other = (small_qwen2(intermediate_size=2048) for _ in range(2))
     stored = other.state_dict()
     convert_to_fp8(model, Fp8Scaling.tensorwise, emulate=True)

@@ -56,7 +56,9 @@ def _shard(model, classes):
         (443_328, ["Qwen2DecoderLayer"]),
     ],
 )
-def test_by_size_leaves_the_root_nothing_of_a_block(config_on, qwen2, one_rank, tmp_path, min_num_parameters, classes):
+def test_by_size_leaves_the_root_nothing_of_a_block(
+    config_on, qwen2, one_gloo_rank, tmp_path, min_num_parameters, classes
+):
     words = ["parallelism.wrap_policy=size", f"parallelism.wrap_min_num_parameters={min_num_parameters}"]
     assert unit_classes(config_on("fsdp", 4, *words), qwen2) == classes
     tokens = torch.arange(24).reshape(2, 12)

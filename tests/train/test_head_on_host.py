@@ -17,14 +17,6 @@ ROW = {"input_ids": torch.arange(3, 12)[None], "position_ids": torch.arange(9)[N
 
 
 @pytest.fixture
-def one_gloo_rank(tmp_path):
-    """A process group of this process alone."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-@pytest.fixture
 def gathered_elsewhere(monkeypatch):
     """The weights that were gathered where they lie, and not by FSDP on its device."""
     gathered: list[DTensor] = []

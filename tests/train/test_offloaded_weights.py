@@ -29,14 +29,6 @@ class Block(nn.Module):
 
 
 @pytest.fixture
-def one_gloo_rank(tmp_path):
-    """A process group of this process alone."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-@pytest.fixture
 def offloading(monkeypatch):
     """TRL's, for which this CPU is the device that activations are moved away from."""
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cpu"))
