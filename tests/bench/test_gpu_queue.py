@@ -155,22 +155,60 @@ from pathlib import Path
 from tunebook.train.trainer import RecipeTrainer
 print(RecipeTrainer().train())
 """
+RANK = """
+from tunebook.launch.meeting import meet
+print("starts", flush=True)
+meet()
+"""
 
 
-def test_training_waits_for_its_turn_and_says_when_it_is_through(tmp_path):
-    package = tmp_path / "site/tunebook/train"
-    package.mkdir(parents=True)
-    (package.parent / "__init__.py").touch()
-    (package / "__init__.py").touch()
-    (package / "trainer.py").write_text("class RecipeTrainer:\n    def train(self):\n        return 'trained'\n")
-    turn = tmp_path / "turn"
-    turn.mkdir()
+@pytest.fixture
+def environment(tmp_path):
+    """Of a rank whose run has its turns in `tmp_path/turn`, and a package that does what Tunebook does there."""
+    files = {
+        "train/trainer.py": "class RecipeTrainer:\n    def train(self):\n        return 'trained'\n",
+        "train/run.py": "print('imported', flush=True)\n",
+        "launch/meeting.py": "def meet():\n    print('met', flush=True)\n",
+    }
+    for name, text in files.items():
+        file = tmp_path / "site/tunebook" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        (file.parent / "__init__.py").touch()
+        (file.parent.parent / "__init__.py").touch()
+        file.write_text(text)
+    (tmp_path / "turn").mkdir()
     path = os.pathsep.join([str(BENCH / "gpu_turns"), str(tmp_path / "site")])
-    environment = os.environ | {"PYTHONPATH": path, "TUNEBOOK_BENCH_TURN": str(turn), "RANK": "3"}
-    with subprocess.Popen([sys.executable, "-c", TRAINER], env=environment, stdout=subprocess.PIPE) as process:
+    return os.environ | {"PYTHONPATH": path, "TUNEBOOK_BENCH_TURN": str(tmp_path / "turn")}
+
+
+def waits(program, environment, turn, ready):
+    """What a program prints that waits until it is told to go."""
+    with subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE) as process:
         with pytest.raises(subprocess.TimeoutExpired):
             process.communicate(timeout=2)
-        assert [file.name for file in turn.iterdir()] == ["ready-3"]
+        assert [file.name for file in turn.iterdir()] == [ready]
         (turn / "go").touch()
-        assert process.communicate(timeout=30)[0].strip() == b"trained"
+        return process.communicate(timeout=30)[0].decode().split()
+
+
+def test_training_waits_for_its_turn_and_says_when_it_is_through(tmp_path, environment):
+    turn = tmp_path / "turn"
+    assert waits(TRAINER, environment | {"RANK": "3"}, turn, "ready-3") == ["trained"]
     assert (turn / "done-3").exists()
+
+
+def test_one_of_several_ranks_waits_with_its_libraries_before_it_meets_the_others(tmp_path, environment):
+    turn = tmp_path / "turn"
+    early = environment | {"RANK": "1", "TUNEBOOK_BENCH_WAITS_EARLY": "1"}
+    assert waits(RANK, early, turn, "ready-1") == ["starts", "imported", "met"]
+    (turn / "go").unlink()
+    usual = environment | {"RANK": "1"}
+    ended = subprocess.run([sys.executable, "-c", RANK], env=usual, capture_output=True, text=True, timeout=30)
+    assert ended.stdout.split() == ["starts", "met"], "else it waits when it is to train"
+
+
+def test_a_rank_alone_waits_once_the_trainer_is_imported(tmp_path, environment):
+    early = {**environment, "TUNEBOOK_BENCH_WAITS_EARLY": "1"}
+    early.pop("RANK", None)
+    importing = "from tunebook.train.trainer import RecipeTrainer\nprint('imported')\n"
+    assert waits(importing, early, tmp_path / "turn", "ready-0") == ["imported"]
