@@ -327,6 +327,18 @@ CASES = [
         {"precision.master_weights": MasterWeights.bf16},
         zero(Strategy.zero2),
     ),
+    case(
+        "weights-rounded-by-zero",
+        "zero2 rounds weights that were published in float32 to bfloat16 first",
+        {"parallelism.mixed_precision": MixedPrecision.cast},
+        zero(Strategy.zero2) | {"model.facts.dtype": "float32"},
+    ),
+    case(
+        "weights-rounded-by-zero",
+        "zero1 rounds weights that were published in float32 to float16 first",
+        {"precision.compute": Compute.fp16},
+        zero(Strategy.zero1) | {"model.facts.dtype": "float32"},
+    ),
     case("offload-not-possible", "whole", {"parallelism.offload_parameters": Offload.cpu}, zero(Strategy.zero2)),
     case(
         "offload-not-possible",

@@ -180,6 +180,7 @@ def test_warnings_are_the_ones_a_run_can_live_with():
         "time-limit-too-short-for-a-slow-start",
         "warm-up-ignored",
         "warm-up-longer-than-run",
+        "weights-rounded-by-zero",
     }
 
 

@@ -13,8 +13,10 @@ from tunebook.config.choices import (
     Offload,
     PeftMethod,
     Strategy,
+    Weights,
     WrapPolicy,
 )
+from tunebook.config.estimate.states import is_cast_by_deepspeed
 from tunebook.config.fsdp_units import layer_parameters
 from tunebook.config.rules.frame import Finding, Level, Rule, another_model, rule, world_size
 from tunebook.config.rules.optimizing import BITSANDBYTES
@@ -198,6 +200,29 @@ def bf16_weights_under_zero(config: RunConfig) -> Finding | None:
 
 
 @rule(
+    "weights-rounded-by-zero",
+    level=Level.warning,
+    summary="ZeRO casts a whole model that was published in a wider format.",
+    why="DeepSpeed makes the fp32 copy that it trains of the weights as it has cast them, so what 16 bits do not hold "
+    "of fp32 weights is lost before the first step. It casts in fp16, and with parallelism.mixed_precision=cast.",
+    advice="In bf16 use parallelism.mixed_precision=autocast; in fp16 use FSDP, which casts what it gathers only.",
+)
+def weights_rounded_by_zero(config: RunConfig) -> Finding | None:
+    """Published weights that are trained whole; frozen ones below adapters are only read."""
+    facts, compute = config.model.facts, config.precision.compute
+    is_read = config.model.weights is not Weights.random and config.peft.method is PeftMethod.full
+    if facts is None or not is_read or not is_cast_by_deepspeed(config):
+        return None
+    cast = "float16" if compute is Compute.fp16 else "bfloat16"
+    if facts.dtype in (None, cast, "bfloat16"):  # for bf16 in fp16 see `fp16-with-bf16-base`
+        return None
+    message = f"{config.parallelism.strategy.name} rounds weights that were published in {facts.dtype} to {cast} first"
+    fsdp = "parallelism=fsdp_offload" if _offloads(config) else "parallelism=fsdp"
+    fix = fsdp if compute is Compute.fp16 else "parallelism.mixed_precision=autocast"
+    return Finding(key="parallelism.mixed_precision", message=message, fix=fix)
+
+
+@rule(
     "qlora-without-gpu",
     summary="QLoRA on a CPU.",
     why="On CPUs with AVX-512 BF16 bitsandbytes repacks 4-bit weights for inference, and the first training step then "
@@ -344,6 +369,7 @@ RULES: tuple[Rule, ...] = (
     hsdp_group,
     parallelism_setting_ignored,
     bf16_weights_under_zero,
+    weights_rounded_by_zero,
     qlora_without_gpu,
     qlora_parameters_on_nvme,
     offload_not_possible,
