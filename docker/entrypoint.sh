@@ -6,10 +6,12 @@
 set -euo pipefail
 
 # To process 1 the kernel hands no signal that it has not asked for, so tini is that and hands them on. A trap of this
-# script would not do: bash 5.2 that gets a signal while it reads a $() mistakes the trap for a part of it, ending with 2.
-if [ $$ = 1 ] && [ -n "$(type -P tini)" ]; then exec tini -- "$0" "$@"; fi
+# script would not do: bash 5.2 that gets a signal while it reads a $() mistakes the trap for a part of it, ending with 2,
+# or never ends. So there is none on the way of a request that is in order.
+if [ $$ = 1 ] && type -P tini > /dev/null; then exec tini -- "$0" "$@"; fi
 
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+here=${BASH_SOURCE[0]%/*}
+if [ "$here" = "${BASH_SOURCE[0]}" ]; then here=.; fi
 site_ca=${TUNEBOOK_SITE_CA:-/run/secrets/ca}
 
 refuse() { # refuse LINE...; 2 is the exit code for a request that is wrong
@@ -68,13 +70,13 @@ check_sources() { # the code is the image's, the recipes are the checkout's: the
   if [ ! -f "$TUNEBOOK_CHECKOUT/pyproject.toml" ]; then
     refuse "There is no checkout of Tunebook at $TUNEBOOK_CHECKOUT. It was there when .env was written; type: make env"
   fi
-  if [ "$("$here/sources_hash.sh" "$TUNEBOOK_CHECKOUT")" = "$(cat "$here/sources.sha256")" ]; then return; fi
+  if "$here/sources_hash.sh" "$TUNEBOOK_CHECKOUT" | cmp -s - "$here/sources.sha256"; then return; fi
   refuse "The image was built from other sources than $TUNEBOOK_CHECKOUT has now. Bring it up to date, which takes seconds:" \
     "    make image" \
     "Or run what the image holds, code and recipes, instead of the checkout's: TUNEBOOK_USE_IMAGE_SOURCES=1"
 }
 
-is_mounted() { [ "$(stat -c %d "$1")" != "$(stat -c %d /)" ]; }
+is_mounted() { ! stat -c %d "$1" / | uniq -d | grep -q .; } # the same device twice is the container's own disk
 
 writes_outputs() { # writes_outputs COMMAND ARGUMENT...; false where they are elsewhere: Python looks at these folders
   local word
@@ -110,11 +112,11 @@ check_compiled() { # torch waits, without a word and for ever, for a lock that a
 }
 
 main() { # main [COMMAND [ARGUMENT...]]
-  # Bash that waits for a program goes on after a SIGINT which that program did not get. All is read by now.
+  # Bash that waits for a program goes on after a SIGINT which that program did not get.
   trap 'exit 130' INT
   require_env_file
   trust_site_ca
-  if [ -n "${1:-}" ] && [ -n "$(type -P -- "$1")" ]; then exec "$@"; fi
+  if [ -n "${1:-}" ] && type -P -- "$1" > /dev/null; then exec "$@"; fi
   if ! asks_for_help "$@"; then
     check_sources
     check_caches

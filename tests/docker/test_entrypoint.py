@@ -108,15 +108,25 @@ def test_a_program_is_run_as_it_is(run: Run) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_request_to_stop_while_it_looks_ends_it_as_one(image: Path, number: signal.Signals) -> None:
-    """bash ended with 2 and a complaint about its own words when one came while it read a $() and a trap was set."""
+@pytest.mark.parametrize("has_checkout", [False, True])
+def test_a_request_to_stop_while_it_looks_ends_it_as_one(
+    image: Path, checkout: Path, number: signal.Signals, has_checkout: bool
+) -> None:
+    """bash ended with 2 and a complaint about its own words when one came while it read a $() and a trap was set.
+
+    With a checkout to be compared, for as long as that took.
+    """
+    environment = os.environ | ({"TUNEBOOK_CHECKOUT": str(checkout)} if has_checkout else {})
+    last_ms = 20 if has_checkout else 12  # it ends by itself after 10 ms or 3 or so: there is no outputs folder
     endings = set()
-    for tenth_ms in range(0, 120, 5):  # it ends by itself after 3 ms or so: there is no outputs folder
-        started = subprocess.Popen(["bash", str(image / "entrypoint.sh"), "train"], stderr=subprocess.PIPE, text=True)
+    for half_ms in range(2 * last_ms):
+        started = subprocess.Popen(
+            ["bash", str(image / "entrypoint.sh"), "train"], stderr=subprocess.PIPE, text=True, env=environment
+        )
         words = Path(f"/proc/{started.pid}/cmdline")
         while started.poll() is None and not words.read_bytes().startswith(b"bash"):
             pass  # until then it is Python, whose handler takes the signal: on a busy machine each time
-        time.sleep(tenth_ms / 10_000)
+        time.sleep(half_ms / 2_000)
         started.send_signal(number)
         _, errors = started.communicate(timeout=30)
         endings.add((started.returncode, "unexpected EOF" in errors))
