@@ -16,10 +16,12 @@ from tunebook.config.choices import (
     Attention,
     Generation,
     LauncherName,
+    MixedPrecision,
     Offload,
     PackingMode,
     PeftMethod,
     Strategy,
+    Weights,
 )
 from tunebook.config.compose import parse_overrides
 from tunebook.config.model_facts import MeasuredLayers
@@ -182,6 +184,24 @@ def test_warnings_are_the_ones_a_run_can_live_with():
         "warm-up-longer-than-run",
         "weights-rounded-by-zero",
     }
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_rounded"),
+    [
+        ({}, True),
+        ({"model.facts.dtype": "bfloat16"}, False),
+        ({"model.weights": Weights.random}, False),
+        ({"peft.method": PeftMethod.lora}, False),
+        ({"parallelism.mixed_precision": MixedPrecision.autocast}, False),
+        ({"parallelism": FsdpConfig(strategy=Strategy.fsdp, mixed_precision=MixedPrecision.cast)}, False),
+    ],
+)
+def test_zero_rounds_what_it_casts_of_weights_that_were_read_to_be_trained(sound, changed, changes, is_rounded):
+    cast = ZeroConfig(strategy=Strategy.zero2, mixed_precision=MixedPrecision.cast)
+    casting = {"parallelism": cast, "model.facts.dtype": "float32", "hardware.gpus_per_node": 8}
+    problems = check(changed(changed(sound, casting), changes))
+    assert ("weights-rounded-by-zero" in {problem.id for problem in problems}) is is_rounded
 
 
 def test_rules_survive_whatever_composes(sound, changed):

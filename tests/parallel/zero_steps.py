@@ -67,9 +67,10 @@ class Living(TorchDispatchMode):
         return most
 
 
-def follow(stage: int, number_format: str) -> dict[str, int]:
+def follow(stage: int, number_format: str) -> dict[str, float]:
     """The sizes, and bytes: `rest` before the first step; at most in the second, `step`; and how many more a second
-    pass has in its forward part than the first, `earlier`."""
+    pass has in its forward part than the first, `earlier`. Of the master copy the share that bf16 does not hold,
+    `beyond_bf16`."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False))
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -91,6 +92,7 @@ def follow(stage: int, number_format: str) -> dict[str, int]:
         "num_layers": model.config.num_hidden_layers,
         "num_parameters": num_parameters,
         "rest": living.now(),
+        "beyond_bf16": beyond_bf16(engine.optimizer),
     }
     forward = []
     with living:
@@ -106,6 +108,14 @@ def follow(stage: int, number_format: str) -> dict[str, int]:
                 found["step"] = living.most()
     engine.destroy()
     return found | {"earlier": forward[-1] - forward[-PASSES]}
+
+
+def beyond_bf16(optimizer: Any) -> float:
+    """Of a rank's master copy, before any step, the share of numbers that are others when they are cast and back."""
+    in_stage_3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
+    parts = optimizer.fp32_partitioned_groups_flat if in_stage_3 else optimizer.single_partition_of_fp32_groups
+    master = torch.cat([part.detach().flatten() for part in parts])
+    return float((master != master.bfloat16().float()).float().mean())
 
 
 def main() -> None:

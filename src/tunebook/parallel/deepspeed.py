@@ -60,7 +60,7 @@ def _number_format(config: RunConfig) -> dict[str, Any]:
     """fp16 is always cast by DeepSpeed, whose clipping of gradients does not know of autocast's loss scale.
 
     The fp32 copy that it trains is made of the weights as cast: those that were not published in that format are
-    rounded to it first. A small Qwen2 with random weights had the very losses on a CPU of one rounded by hand.
+    rounded to it first (tests/parallel/test_zero_moments.py).
     """
     if uses_autocast(config):
         # Gradients of linear layers are summed in bf16, DeepSpeed's default here: in fp32 the losses were no closer.

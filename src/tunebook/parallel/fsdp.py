@@ -79,10 +79,13 @@ def hsdp_sizes(config: RunConfig) -> tuple[int, int] | None:
 
 def autocast_dtype(config: RunConfig) -> torch.dtype | None:
     """The format of the forward pass's products under torch's autocast, which accelerate leaves out for FSDP2."""
+    return _half(config) if uses_autocast(config) else None
+
+
+def _half(config: RunConfig) -> torch.dtype:
+    """What a run computes in where that is 16 bits; what is cast to fp8 is in bf16."""
     import torch
 
-    if not uses_autocast(config):
-        return None
     return torch.float16 if config.precision.compute is Compute.fp16 else torch.bfloat16
 
 
@@ -110,7 +113,7 @@ def mixed_precision_policy(config: RunConfig) -> MixedPrecisionPolicy | None:
     if not mixes_formats(config) and not has_mixed_adapters:
         return None
     return MixedPrecisionPolicy(
-        param_dtype=torch.float16 if config.precision.compute is Compute.fp16 else torch.bfloat16,
+        param_dtype=_half(config),
         reduce_dtype=torch.float32,
         output_dtype=torch.float32 if uses_autocast(config) else None,
         cast_forward_inputs=not uses_autocast(config),
