@@ -113,6 +113,10 @@ def test_a_variable_of_a_library_that_is_set_otherwise_here_is_told(
     told = list(told_differences(original.manifest, config_of(run)))
     assert "  environment.variables.NCCL_P2P_DISABLE: none, then 1" in told
     assert "  environment.variables.NCCL_ALGO: Ring, then none" in told
+    original.manifest["environment"]["variables"] = {}
+    told = [line for line in told_differences(original.manifest, config_of(run)) if "variables" in line]
+    assert "  environment.variables.NCCL_ALGO: Ring, then none" in told
+    assert all(line.startswith("  environment.variables.") for line in told), "no line that says {}"
     del original.manifest["environment"]["variables"]  # as in a manifest from before they were recorded
     assert not any("variables" in line for line in told_differences(original.manifest, config_of(run)))
 

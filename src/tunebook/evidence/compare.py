@@ -81,10 +81,19 @@ def flat(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def flat_differences(one: Any, other: Any, path: str = "", missing: Any = None) -> list[tuple[str, Any, Any]]:
-    """Dotted keys whose values are not the same, with both; `missing` stands for a key that only one of them has."""
+    """Dotted keys whose values are not the same, with both; `missing` stands for a key that only one of them has.
+
+    What is empty in one of them is not named besides the keys that the other has there.
+    """
     first, second = dict(flat(one, path)), dict(flat(other, path))
-    pairs = ((key, first.get(key, missing), second.get(key, missing)) for key in sorted(first.keys() | second.keys()))
-    return [(key, mine, yours) for key, mine, yours in pairs if mine != yours]
+    keys = sorted(first.keys() | second.keys())
+    filled = {key[:end] for key in keys for end, letter in enumerate(key) if letter == "."}
+    pairs = ((key, first.get(key, missing), second.get(key, missing)) for key in keys)
+    return [
+        (key, mine, yours)
+        for key, mine, yours in pairs
+        if mine != yours and not (key in filled and {} in (mine, yours))
+    ]
 
 
 def named_differences(differing: list[tuple[str, Any, Any]]) -> str:
