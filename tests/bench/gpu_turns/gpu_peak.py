@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-STEP = 3  # by then the optimizer has its state
+STEP = 3  # by then the optimizer has its state; with $TUNEBOOK_BENCH_PEAK_STEP another
 _LONGEST = 30  # groups of blocks
 _OLD = "before the step"
 
@@ -22,21 +22,26 @@ class PeakOfOneStep(TrainerCallback):
     activation checkpointing computes again).
     """
 
-    def __init__(self, file: Path, *, has_origins: bool = True) -> None:
-        self.file, self.has_origins = file, has_origins
+    def __init__(self, file: Path, *, has_origins: bool = True, step: int = STEP) -> None:
+        self.file, self.has_origins, self.step = file, has_origins, step
+        if step == 1:
+            self._begin()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin with the step."""
-        if state.global_step + 1 == STEP:
-            import torch
+        """Begin with the step; the first has what is done before it, too."""
+        if state.global_step + 1 == self.step > 1:
+            self._begin()
 
-            torch.cuda.synchronize()
-            context = "all" if self.has_origins else None
-            torch.cuda.memory._record_memory_history(context=context, max_entries=4_000_000, stacks="python")
+    def _begin(self) -> None:
+        import torch
+
+        torch.cuda.synchronize()
+        context = "all" if self.has_origins else None
+        torch.cuda.memory._record_memory_history(context=context, max_entries=4_000_000, stacks="python")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End with it and write."""
-        if state.global_step != STEP:
+        if state.global_step != self.step:
             return
         import torch
 

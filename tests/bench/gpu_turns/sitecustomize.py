@@ -6,8 +6,8 @@ $TUNEBOOK_BENCH_TURN carry the messages, so that nothing of Tunebook itself has 
 model on its GPUs, and NCCL's memory: with $TUNEBOOK_BENCH_WAITS_EARLY a run waits when its libraries are imported, and
 holds nothing. While a model is saved it still fills its GPUs: with $TUNEBOOK_BENCH_KEEPS_GPUS a run gives them back
 only when it has ended. Where $TUNEBOOK_BENCH_PROFILE names a file, rank 0 writes there which kernels one optimizer step
-has spent its time in; where $TUNEBOOK_BENCH_PEAK does, what filled its GPU at the peak of one; without who asked for
-it, where $TUNEBOOK_BENCH_PEAK_SIZES is there.
+has spent its time in; where $TUNEBOOK_BENCH_PEAK does, what filled its GPU at the peak of one, the third or
+$TUNEBOOK_BENCH_PEAK_STEP; without who asked for it, where $TUNEBOOK_BENCH_PEAK_SIZES is there.
 """
 
 from __future__ import annotations
@@ -90,10 +90,16 @@ def _train_in_turn(module: Any) -> None:
 
             self.add_callback(OneStep(Path(os.environ["TUNEBOOK_BENCH_PROFILE"])))
         if "TUNEBOOK_BENCH_PEAK" in os.environ and _rank() == "0":
-            from gpu_peak import PeakOfOneStep
+            from gpu_peak import STEP, PeakOfOneStep
 
             has_origins = "TUNEBOOK_BENCH_PEAK_SIZES" not in os.environ
-            self.add_callback(PeakOfOneStep(Path(os.environ["TUNEBOOK_BENCH_PEAK"]), has_origins=has_origins))
+            step = int(os.environ.get("TUNEBOOK_BENCH_PEAK_STEP", STEP))
+            file = Path(os.environ["TUNEBOOK_BENCH_PEAK"])
+            self.add_callback(PeakOfOneStep(file, has_origins=has_origins, step=step))
+        if getattr(self, "is_fsdp_enabled", False):
+            from gpu_passes import EndOfPasses
+
+            self.add_callback(EndOfPasses(self))
         try:
             done = train(self, *args, **kwargs)
             _make_room(self)
