@@ -67,6 +67,16 @@ def _in_fp16(gpus: int) -> Runs:
     return runs | {"fsdp_cast": (gpus, ["parallelism=fsdp", "parallelism.mixed_precision=cast", half])}
 
 
+def _with_activations_away(gpus: int) -> Runs:
+    """With and without activation offloading: where weights are gathered or moved it takes views of them, too."""
+    runs: Runs = {"single": (1, ["parallelism=single"]), "single_away": (1, ["parallelism=single", *_AWAY])}
+    for name in ("ddp", *SHARDED, *OFFLOADED):
+        runs[name] = (gpus, [f"parallelism={name}"])
+        runs[f"{name}_away"] = (gpus, [f"parallelism={name}", *_AWAY])
+    lora = ["parallelism=fsdp", "peft=lora", "peft.dropout=0"]
+    return runs | {"fsdp_lora": (gpus, lora), "fsdp_lora_away": (gpus, [*lora, *_AWAY])}
+
+
 def _in_fp8(gpus: int) -> Runs:
     """bf16 twice, since two runs of it differ too, and fp8 both ways, alone and spread."""
     runs: Runs = {"single": (1, ["parallelism=single", "precision=bf16"])}
@@ -135,6 +145,7 @@ QWEN_3B_TWO_LAYERS = [  # of 36, in full width
 ]
 _ONE_PASS = ["model.one_pass_head=true"]
 _COMPILED = ["attention=varlen_attention", "model.compile_layers=true"]
+_AWAY = ["activation=stored", "activation.offload=true"]
 _FROZEN = Path("/tmp/frozen")
 FROZEN_BASE = [  # five layers of Qwen2.5-7B's width with the quickstart's tokenizer, written there
     *_without(QUICKSTART, _PLAIN), f"model.path={_FROZEN / 'qwen25_7b'}", "model.weights=pretrained",
@@ -142,7 +153,7 @@ FROZEN_BASE = [  # five layers of Qwen2.5-7B's width with the quickstart's token
     "peft.dropout=0",
 ]  # fmt: skip
 SERIES = ("fp32", "fp32_fewer", "fp16", "bf16", "bf16_quickstart", "bf16_quickstart_fewer", "bf16_3b", "lora",
-          "compiled", "one_pass", "frozen_lora", "frozen_qlora", "fp8", "fp8_3b", "speed")  # fmt: skip
+          "compiled", "one_pass", "offloaded", "frozen_lora", "frozen_qlora", "fp8", "fp8_3b", "speed")  # fmt: skip
 
 
 def series(name: str, gpus: int) -> tuple[list[str], Runs]:
@@ -167,6 +178,8 @@ def series(name: str, gpus: int) -> tuple[list[str], Runs]:
         return _without(QWEN_05B, _PLAIN), _in_compiled_blocks(gpus)
     if name == "one_pass":
         return QWEN_05B, _in_one_pass(gpus)
+    if name == "offloaded":
+        return QWEN_05B, _with_activations_away(gpus)
     if name.startswith("frozen_"):
         return FROZEN_BASE, _over_a_frozen_base(name.removeprefix("frozen_"))
     if name in ("fp8", "fp8_3b"):

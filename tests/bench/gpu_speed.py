@@ -38,6 +38,7 @@ def _rows(length: int) -> list[str]:
 _VARLEN = ["attention=varlen_attention"]
 _COMPILED = [*_VARLEN, "model.compile_layers=true", "model.liger_kernel=false"]
 _STORED = ["activation=stored"]
+_AWAY = [*_STORED, "activation.offload=true"]
 _FP8 = ["precision=fp8"]
 _FLASH_4 = ["attention=varlen_attention_4"]
 _TWO_PASS = ["model.one_pass_head=false"]  # TRL's output head as it is
@@ -119,6 +120,11 @@ SPREAD: dict[str, list[str]] = {  # over all GPUs of the machine
     "zero3_16384": ["parallelism=zero3", *_LONG],
     "fsdp_16384": ["parallelism=fsdp", *_LONG],
     "fsdp_grad_op_16384": ["parallelism=fsdp_grad_op", *_LONG],
+    "ddp_away": ["parallelism=ddp", *_COMPILED, *_AWAY, *_rows(8192)],
+    "zero2_away": ["parallelism=zero2", *_COMPILED, *_AWAY, *_rows(8192)],
+    "fsdp_away": ["parallelism=fsdp", *_COMPILED, *_AWAY, *_rows(8192)],
+    "fsdp_grad_op_away": ["parallelism=fsdp_grad_op", *_COMPILED, *_AWAY, *_rows(8192)],
+    "fsdp_away_not_compiled": ["parallelism=fsdp", *_VARLEN, *_AWAY, *_rows(8192)],
     "llama8b_fsdp_bf16": [*_LLAMA, *_STORED],
     "llama8b_fsdp_few_channels": [*_LLAMA, *_STORED],
     "llama8b_fsdp_16384": [*_LLAMA, *_STORED, *_rows(16384)],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch import nn
@@ -115,3 +117,14 @@ def test_copies_that_autocast_makes_go_as_before(offloading):
     leave_weights(offloading)
     moved, _, _ = one_pass(blocks(), offloading)
     assert moved >= WEIGHTS
+
+
+def test_in_compiled_layers_it_was_as_fast_and_took_as_much_without(project_root):
+    """Qwen2.5-3B on two H100, which keeps all layers whole between the passes."""
+    lines = (project_root / "tests/bench/results/h100x2_offloaded.jsonl").read_text().splitlines()
+    runs = [json.loads(line) for line in lines]
+    after, before = (run for run in runs if run["name"] == "fsdp_grad_op_away")
+    assert before["offloading"] == "TRL's own" != after["offloading"]
+    assert after["memory_gib"] == before["memory_gib"]
+    assert after["seconds_per_step"] == pytest.approx(before["seconds_per_step"], rel=0.01)
+    assert after["losses"] == pytest.approx(before["losses"], rel=2e-4)

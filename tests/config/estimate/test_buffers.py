@@ -152,19 +152,37 @@ def test_several_ranks_gather_a_head_of_its_own_behind_all_layers(sound, strateg
     assert gathering_bytes(sound, facts) == 0, "less than with the head"
 
 
-@pytest.mark.parametrize(
-    ("master", "heads"),
-    [(MasterWeights.fp32, 2), (MasterWeights.bf16, 1)],
-    ids=lambda value: getattr(value, "name", ""),
-)
-def test_what_arrived_of_a_head_from_the_host_is_counted_until_it_is_known_better(on_the_host, master, heads):
+@pytest.mark.parametrize("master", [MasterWeights.fp32, MasterWeights.bf16])
+def test_so_they_do_from_their_hosts(on_the_host, master):
+    """Blocks of 6 layers of Qwen3-8B, in both formats, and of 9 of Llama 3 8B, on two H100."""
     on_the_host.hardware.gpus_per_node, on_the_host.precision.master_weights = 2, master
     on_the_host.peft.method = PeftMethod.full
     facts = on_the_host.model.facts
     facts.tie_word_embeddings = False
     facts.num_parameters += EMBEDDINGS
-    found = handing_on_buffer_bytes(on_the_host, facts, is_recomputed=False)
-    assert found == pytest.approx(2 * (heads * EMBEDDINGS + LAYER), rel=0.001)
+    at_head = buffer_bytes(on_the_host, facts, is_recomputed=False)
+    handing_on = handing_on_buffer_bytes(on_the_host, facts, is_recomputed=False)
+    assert (at_head, handing_on) == (2 * 2 * EMBEDDINGS, 2 * EMBEDDINGS)
+    assert gathering_bytes(on_the_host, facts) == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "master", "is_compiled", "layers"),
+    [
+        (PeftMethod.lora, MasterWeights.bf16, False, 1),
+        (PeftMethod.lora, MasterWeights.bf16, True, 0),
+        (PeftMethod.lora, MasterWeights.fp32, False, 0),
+        (PeftMethod.full, MasterWeights.bf16, False, 0),
+    ],
+)
+def test_a_layer_more_with_adapters_in_bf16_where_layers_are_computed_again(sound, method, master, is_compiled, layers):
+    sound.hardware.gpus_per_node, sound.parallelism = 2, FsdpConfig(strategy=Strategy.fsdp)
+    sound.peft.method, sound.precision.master_weights = method, master
+    sound.model.compile_layers = is_compiled
+    again, stored = (
+        backward_buffer_bytes(sound, sound.model.facts, is_recomputed=is_again) for is_again in (True, False)
+    )
+    assert again - stored == pytest.approx(2 * LAYER * layers, rel=0.001)
 
 
 @pytest.mark.parametrize(("strategy", "layers"), [(Strategy.fsdp, 0), (Strategy.fsdp_grad_op, 1)])

@@ -32,8 +32,6 @@ from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig
 # Tensors that TRL's offloading lets go only when as many more are on their way, and the one that is (trl 1.16,
 # activation_offloading.py); of these, what the last norm and product leave, in bytes of each hidden number.
 _STASHED, _ON_THEIR_WAY = 6, 8
-# Bytes of each hidden number that FSDP holds besides, of adapters in bf16: 4 to 14 in four runs on H200s, not traced.
-_OF_FSDP = 6
 # Architectures whose feed-forward network is followed by a norm, by what the names of their classes begin with.
 NORM_AFTER_INNER = ("Exaone4", "Gemma2", "Gemma3", "Glm4", "Olmo2", "Olmo3")
 # Bytes of each inner number that an adapter on these has at work in the backward pass of a compiled layer.
@@ -182,8 +180,6 @@ def _at_work_again(config: RunConfig, facts: ModelFacts) -> tuple[int, int]:
     hidden = 0 if stream == 4 else stream
     if not is_adapter:
         return hidden, gradients
-    is_lora, is_sharded = config.peft.method is PeftMethod.lora, isinstance(config.parallelism, FsdpConfig)
-    hidden += _OF_FSDP if is_lora and is_sharded and stream == 2 else 0
     if _is_widened(config):
         return hidden + stream + 6, gradients + (6 if drops else 2)
     if not is_on_inner(config):
