@@ -113,6 +113,7 @@ def test_what_is_counted_of_an_architecture_later_does_not_change_its_hash() -> 
     config.model.facts.measured.adapters = {"dense": [1, 2]}
     config.model.facts.measured.expert_adapters = {"w2": [3, 4]}
     config.model.facts.measured.saved_beside_experts = {"fp32/adapter/sdpa": [0, 1, 0, 0, 1, 0]}
+    config.model.facts.measured.saved_without_autocast = {"cast/full/sdpa": [0, 1, 0, 0, 1, 0]}
     assert config_hash(config) == before
     config.model.facts.measured.parameters += 1
     assert config_hash(config) != before

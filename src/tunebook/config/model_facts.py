@@ -36,6 +36,8 @@ class MeasuredLayers:
     # selective): bytes that all layers keep of a row whatever its length, of each token, and of each token for each
     # token of its row; the same three of the layer that keeps most. "dropout" is an adapter with it, in compiled layers
     saved: dict[str, list[int]] = field(default_factory=dict)
+    # The same by "cast/method/kernels" of layers in bf16, adapters too, without autocast; empty where nobody has looked
+    saved_without_autocast: dict[str, list[int]] = field(default_factory=dict)
     # The same with adapters on all but stacked experts; empty where there are none, or nobody has looked
     saved_beside_experts: dict[str, list[int]] = field(default_factory=dict)
 

@@ -30,6 +30,7 @@ NOT_HASHED = (
     "model.facts.measured.adapters",
     "model.facts.measured.expert_adapters",
     "model.facts.measured.saved_beside_experts",
+    "model.facts.measured.saved_without_autocast",
 )
 
 # Nor what changes how a loss is computed and not which: a run goes on where an update, or another GPU, has decided it

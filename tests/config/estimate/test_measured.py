@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tunebook.config.choices import Attention, Checkpointing, Compute, MasterWeights, PeftMethod
+from tunebook.config.choices import Attention, Checkpointing, Compute, MasterWeights, PeftMethod, Strategy
 from tunebook.config.compose import compose
 from tunebook.config.estimate import GIB, estimate_memory
 from tunebook.config.estimate.activations import activation_bytes
 from tunebook.config.estimate.parameters import count_parameters
 from tunebook.config.estimate.states import FOUR_BIT_BYTES
+from tunebook.config.estimate.working import kept_bytes
 from tunebook.config.model_facts import MeasuredLayers
+from tunebook.config.schema import FsdpConfig, ParallelismConfig
 
 # Bytes of all 24 layers: whatever the length, per token, per token and token of its row; the same of the largest layer.
 SAVED = {
@@ -195,6 +197,37 @@ def test_inputs_of_products_without_an_adapter_are_not_kept(qwen3, changed, chan
     before = kept(config)
     config.peft.target_modules = ["q_proj", "v_proj"]
     assert before - kept(config) == 36 * ROW * 2 * numbers
+
+
+def test_without_autocast_inputs_are_handed_on_as_they_are(qwen3):
+    """By hand, of a token and layer: FSDP has none over weights in bf16, and gathers adapters so; DDP has it."""
+    qwen3.hardware.gpus_per_node, qwen3.parallelism = 2, FsdpConfig(strategy=Strategy.fsdp)
+    everywhere = kept(qwen3)
+    assert everywhere < 36 * ROW * 400_000, "where nobody has looked without, what is known under autocast, with less"
+    qwen3.model.facts.measured.saved_without_autocast = {"cast/adapter/flash": [0, 36 * 350_000, 0, 0, 350_000, 0]}
+    assert kept(qwen3) == 36 * ROW * 350_000
+    qwen3.peft.target_modules = ["q_proj", "v_proj"]  # key's input is theirs; output's is kept by the kernel
+    assert kept(qwen3) == 36 * ROW * (350_000 - 2 * (4096 + 12_288))
+    qwen3.peft.dropout = 0.05  # of each input a mask, and what it leaves, once more for the second that reads it
+    assert kept(qwen3) == 36 * ROW * (350_000 - 2 * (4096 + 12_288) + 2 * 4096 + 2 * 4096)
+    qwen3.parallelism = ParallelismConfig(strategy=Strategy.ddp)
+    qwen3.peft.target_modules, qwen3.peft.dropout = [], 0.0
+    assert kept(qwen3) == 36 * ROW * 400_000
+
+
+@pytest.mark.parametrize(("dropout", "left"), [(0.0, 41_000), (0.05, 28_000)])
+def test_offloading_leaves_an_input_that_several_adapters_save_and_dropout_gives_each_its_own(qwen3, dropout, left):
+    """Of what is saved again while it is on its way a copy stays. 2560 tokens of Qwen3-1.7B with dropout, two H200."""
+    qwen3.hardware.gpus_per_node, qwen3.parallelism = 2, FsdpConfig(strategy=Strategy.fsdp)
+    qwen3.activation.offload, qwen3.peft.dropout = True, dropout
+    measured = qwen3.model.facts.measured
+    measured.saved["bf16/adapter/flash/offloaded"] = [0, 36 * 28_000, 0, 0, 28_000, 0]
+    measured.saved_without_autocast = {
+        "cast/adapter/flash": [0, 36 * 350_000, 0, 0, 350_000, 0],
+        "cast/adapter/flash/offloaded": [0, 36 * 41_000, 0, 0, 41_000, 0],
+    }
+    on_their_way = 8 * ROW * 4096
+    assert kept_bytes(qwen3, qwen3.model.facts, is_recomputed=False) == 36 * ROW * left + on_their_way
 
 
 def test_inputs_of_fused_products_are_known_by_their_names(qwen3):

@@ -25,6 +25,7 @@ ANSWER = {
         "attention": ["eager", "sdpa"],
         "adapters": {"q_proj": [16, 24]}, "expert_adapters": {"w2": [20, 30]},
         "saved": {"fp32/full/sdpa": [0, 100, 4, 0, 50, 2]},
+        "saved_without_autocast": {"cast/full/sdpa": [0, 80, 4, 0, 45, 2]},
         "saved_beside_experts": {"fp32/adapter/sdpa": [0, 90, 4, 0, 40, 2]},
     },
 }  # fmt: skip
@@ -58,6 +59,7 @@ def test_it_is_asked_once_for_the_same_file_in_the_same_environment(file, asked,
     facts = meta_device.measured_facts(file)
     assert (facts.architecture, facts.num_parameters, facts.tie_word_embeddings) == ("XForCausalLM", 1000, False)
     assert facts.measured.saved == {"fp32/full/sdpa": [0, 100, 4, 0, 50, 2]}
+    assert facts.measured.saved_without_autocast == {"cast/full/sdpa": [0, 80, 4, 0, 45, 2]}
     assert facts.measured.saved_beside_experts == {"fp32/adapter/sdpa": [0, 90, 4, 0, 40, 2]}
     assert (facts.measured.adapters, facts.measured.expert_adapters) == ({"q_proj": [16, 24]}, {"w2": [20, 30]})
     assert (facts.measured.parameters, facts.measured.adapter_parameters) == (400, 90)

@@ -18,7 +18,10 @@ pytestmark = pytest.mark.usefixtures("own_compiler")
 
 TOKENS = 42
 COPYING = ("gpt_neox", "phi3")  # put their query together from two parts
-FORMATS = {"fp32": (torch.float32, False), "autocast": (torch.float32, True), "bf16": (torch.bfloat16, True)}
+FORMATS = {
+    "fp32": (torch.float32, False), "autocast": (torch.float32, True), "bf16": (torch.bfloat16, True),
+    "cast": (torch.bfloat16, False),
+}  # fmt: skip
 
 
 def measured(config, mode):
@@ -67,6 +70,7 @@ def really_saved(config, number_format, attention):
         ("gpt2", "sdpa", "autocast"),
         ("gpt_neox", "sdpa", "autocast"),
         ("gpt_neox", "sdpa", "bf16"),
+        ("gpt_neox", "sdpa", "cast"),
         ("phi3", "sdpa", "fp32"),
         ("gemma2", "eager", "autocast"),
     ],
@@ -196,6 +200,15 @@ def test_layers_of_different_kinds_are_each_looked_at(config_of):
     assert saved._prefix(kinds) == 4
     assert saved._prefix(kinds[:1] * 30) == 2
     assert saved._prefix([*kinds[:1] * 20, *kinds[1:2]]) == 12  # no deeper: the last kind gets the mean of the others
+
+
+def test_without_autocast_adapters_are_in_the_format_of_the_weights(config_of):
+    """So that of each of four products nothing is kept but what comes of its rank 1, and no input in fp32."""
+    config = config_of("gpt_neox")
+    adapter, full = (measured(config, ("cast", method, "sdpa"))[4] for method in ("adapter", "full"))
+    assert adapter - full == 4 * 2
+    under_autocast = measured(config, ("bf16", "adapter", "sdpa"))[4]
+    assert under_autocast - adapter > 2 * 2 * config.hidden_size, "the outputs of two norms at least"
 
 
 def test_three_lengths_give_a_parabola():

@@ -9,6 +9,8 @@ number in a product.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from tunebook.config.choices import (
     Attention,
     Checkpointing,
@@ -51,6 +53,7 @@ _READERS = (
 OF_ATTENTION = frozenset({"o_proj", "dense", "out_proj"})
 _OF_INNER = frozenset({"down_proj", "dense_4h_to_h", "fc2", "fc_out", "c_proj"})  # GPT-2's attention has a c_proj, too
 _READING = OF_ATTENTION.union(_OF_INNER, *_READERS)
+_CAST = "cast/"  # of the keys of what was measured without autocast
 _ROUTER = "gate"  # PEFT takes it for a parameter, as it does stacked experts, beside which it is small
 # Keys and values once for each query's head.
 _REPEATING = (Attention.sdpa, Attention.sdpa_by_document, Attention.eager)
@@ -85,13 +88,14 @@ def measured_bytes(config: RunConfig, facts: ModelFacts) -> tuple[float, float] 
     if facts.measured is None:
         return None
     saved = saved_by_mode(config, facts.measured)
-    compiled = saved.get(_compiled_mode(config) or "")
-    numbers = compiled or saved.get(mode_of(config))
+    compiled, mode = saved.get(_compiled_mode(config) or ""), mode_of(config, saved)
+    numbers = compiled or saved.get(mode)
     if numbers is None:
         return None
+    is_cast = compiled is None and mode.startswith(_CAST)
     tokens, row = tokens_per_pass(config), attended_length(config)
     whole, largest = (fixed + tokens * (each + pair * row) for fixed, each, pair in (numbers[:3], numbers[3:]))
-    besides = tokens * _besides_measured(config, facts, is_compiled=compiled is not None)
+    besides = tokens * _besides_measured(config, facts, is_compiled=compiled is not None, is_cast=is_cast)
     return of_layers(facts, whole) + facts.num_layers * besides, largest + besides
 
 
@@ -99,13 +103,14 @@ def saved_by_mode(config: RunConfig, measured: MeasuredLayers) -> dict[str, list
     """What was measured with adapters where a configuration puts them: on stacked experts, too, or beside them."""
     named, experts = _named(config), {*measured.expert_adapters}
     is_beside = named & (experts | {*measured.adapters}) and not named & (experts - {_ROUTER})
-    return measured.saved | measured.saved_beside_experts if is_beside else measured.saved
+    return measured.saved | measured.saved_without_autocast | (measured.saved_beside_experts if is_beside else {})
 
 
-def _besides_measured(config: RunConfig, facts: ModelFacts, *, is_compiled: bool) -> float:
+def _besides_measured(config: RunConfig, facts: ModelFacts, *, is_compiled: bool, is_cast: bool) -> float:
     """Of one token and layer, what an adapter keeps more or less than one on every product, as it was measured.
 
-    A dropout of compiled layers was measured with them.
+    A dropout of compiled layers was measured with them. `is_cast`: without autocast, where inputs are handed on as they
+    are.
     """
     assert facts.measured is not None
     less = _dropout_bytes(config, unadapted(config, facts))
@@ -113,6 +118,9 @@ def _besides_measured(config: RunConfig, facts: ModelFacts, *, is_compiled: bool
         return -less - _unadapted_bytes(config, facts)
     all_dropout = of_layers(facts, facts.measured.linear_inputs) / max(1, facts.num_layers)
     dropout = max(0.0, all_dropout - less) if has_dropout(config) else 0.0
+    if is_cast:
+        more = dropout + _dropped_bytes(config, facts, is_handed_on=True)
+        return more - _unadapted_bytes(config, facts, is_handed_on=True)
     more = dropout + _dropped_bytes(config, facts) + _inputs_under_zero3(config, facts)
     more += given_back_element(config, facts) * facts.intermediate_size
     return more - _unadapted_bytes(config, facts) - _spared_bytes(config, facts)
@@ -151,12 +159,29 @@ def _method(config: RunConfig) -> str:
     return "full" if config.peft.method is PeftMethod.full else "adapter"
 
 
-def mode_of(config: RunConfig) -> str:
-    """The key of `MeasuredLayers.saved` for layers that are not compiled."""
+def mode_of(config: RunConfig, saved: Collection[str]) -> str:
+    """The key of `MeasuredLayers.saved` for layers that are not compiled.
+
+    Without autocast that under it, which keeps more, where facts that somebody has stated know no other.
+    """
     kernel = config.attention.implementation
     if kernel is Attention.sdpa_by_document:
         kernel = Attention.sdpa  # which counts a mask too many
-    return f"{_number_format(config)}/{_method(config)}/{kernel.name if kernel in _REPEATING else 'flash'}"
+    way = f"{_method(config)}/{kernel.name if kernel in _REPEATING else 'flash'}"
+    cast = _CAST + way
+    return cast if cast in saved and _is_without_autocast(config) else f"{_number_format(config)}/{way}"
+
+
+def _is_without_autocast(config: RunConfig) -> bool:
+    """Whether nothing casts in 16 bits, since weights, adapters and what goes between layers are all in the same.
+
+    One GPU and DDP have autocast over bf16 weights, too, under which norms of some architectures give out fp32 and each
+    product has a copy of its own; FSDP and DeepSpeed have not. ZeRO-3's product and bitsandbytes' are counted by what
+    they do.
+    """
+    is_16_bit = config.precision.compute is not Compute.fp32 and stream_element(config) == 2
+    strategy, is_qlora = config.parallelism.strategy, config.peft.method is PeftMethod.qlora
+    return is_16_bit and not is_qlora and strategy not in (Strategy.single, Strategy.ddp, Strategy.zero3)
 
 
 def tokens_per_pass(config: RunConfig) -> int:
@@ -323,21 +348,22 @@ def _dropout_bytes(config: RunConfig, inputs: dict[str, float]) -> float:
     return sum(size if name in _OF_INNER else kept * size for name, size in inputs.items())
 
 
-def _dropped_bytes(config: RunConfig, facts: ModelFacts) -> float:
+def _dropped_bytes(config: RunConfig, facts: ModelFacts, *, is_handed_on: bool = False) -> float:
     """In fp32, what dropout leaves of each input that without it is kept once for all that read it, or by attention.
 
-    In 16 bits adapters keep an input each for itself anyway, as it was cast.
+    In 16 bits adapters keep an input each for itself anyway, as it was cast; not so where it is handed on as it is.
     """
-    is_fp32 = config.precision.compute is Compute.fp32
-    if not is_fp32 or not has_dropout(config) or config.model.compile_layers:
+    is_handed_on = is_handed_on or config.precision.compute is Compute.fp32
+    if not is_handed_on or not has_dropout(config) or config.model.compile_layers:
         return 0.0
     inputs = adapted(config, facts)
     groups = [[inputs[name] for name in readers if name in inputs] for readers in _READERS]
     shared = sum(max(sizes) for sizes in groups if sizes)
-    return 4.0 * (sum(size for name, size in inputs.items() if name not in _OF_INNER) - shared)
+    kept_for_each = sum(size for name, size in inputs.items() if name not in _OF_INNER)
+    return product_element(config) * (kept_for_each - shared)
 
 
-def _unadapted_bytes(config: RunConfig, facts: ModelFacts) -> float:
+def _unadapted_bytes(config: RunConfig, facts: ModelFacts, *, is_handed_on: bool = False) -> float:
     """Of products that an adapter is not put on: their inputs, which only the gradient of a weight needs.
 
     In 16 bits each product has a copy of its own, but in compiled blocks. In those and in fp32 what read one norm's
@@ -349,7 +375,8 @@ def _unadapted_bytes(config: RunConfig, facts: ModelFacts) -> float:
     missing, is_selective = unadapted(config, facts), config.activation.checkpointing is Checkpointing.selective
     if not missing or is_selective or config.parallelism.strategy is Strategy.zero3:
         return 0.0
-    is_handed_on, every = config.precision.compute is Compute.fp32 or _hands_on(config), linear_inputs(facts)
+    is_handed_on = is_handed_on or config.precision.compute is Compute.fp32 or _hands_on(config)
+    every = linear_inputs(facts)
     if not is_handed_on and not config.model.compile_layers:
         return 2.0 * sum(missing.values())
     sharing = [readers & {*every} for readers in _READERS]

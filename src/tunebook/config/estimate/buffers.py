@@ -88,20 +88,22 @@ def cleared_buffer_bytes(config: RunConfig, facts: ModelFacts, *, is_recomputed:
 def backward_buffer_bytes(config: RunConfig, facts: ModelFacts, *, is_recomputed: bool) -> float:
     """The same in the last layer's backward pass, for which FSDP has two layers whole and the gradient of one."""
     cast = _cast_layer(config, facts) if is_recomputed else _cast(config, facts, is_recomputed)
-    besides = 0.0 if _are_units(config, facts) else _gathered(config, facts)
+    is_let_go = _are_units(config, facts) and config.peft.method is PeftMethod.full
+    besides = 0.0 if is_let_go else _gathered(config, facts)
     besides += _layer_of_adapters(config, facts) if is_recomputed else 0.0
     return cast + besides + _gathered_layers(config, facts) + bucket_bytes(config, facts, is_backward=True)
 
 
 def _layer_of_adapters(config: RunConfig, facts: ModelFacts) -> float:
-    """One layer more, for FSDP with adapters in bf16, of layers that are not compiled and are computed again.
+    """One layer more, for several ranks of FSDP with adapters in bf16, of layers computed again that are not compiled.
 
-    Measured and not traced: 0.8 to 1.0 layers in four runs of 3 to 8 billion parameters' width with few tokens (H200),
-    none in one with many (two H100). That it does not grow with the tokens was followed with torch 2.13 on a CPU, where
-    none was there either.
+    Measured and not traced: 0.9 and 1.0 layers of Llama 3.2 3B and Qwen3-8B with few tokens (two H200), none of
+    Qwen2.5-14B with many (two H100). That FSDP has nothing that grows with the tokens was followed with torch 2.13 on a
+    CPU, where no such layer was there either.
     """
     is_lora_in_bf16 = config.peft.method is PeftMethod.lora and weight_element(config) == 2
-    if not isinstance(config.parallelism, FsdpConfig) or not is_lora_in_bf16 or config.model.compile_layers:
+    is_spread = isinstance(config.parallelism, FsdpConfig) and num_ranks(config) > 1
+    if not is_spread or not is_lora_in_bf16 or config.model.compile_layers:
         return 0.0
     return product_element(config) * count_parameters(config, facts).layers / max(1, facts.num_layers)
 
@@ -238,9 +240,9 @@ def _gathered_layers(config: RunConfig, facts: ModelFacts) -> float:
     """What is whole of a sharded or offloaded model's layers: two of them, and the gradient of one.
 
     `fsdp_grad_op` keeps every layer that the forward pass has gathered (measured on 4 H200s: 84.8 GiB of Llama 3 8B).
-    One rank has no gradients of what is frozen, and fetches nothing ahead, but held 0.6 to 0.8 GiB more in a backward
-    pass than one layer and a matrix that arrives: counted as two layers more, and not traced (slices of Qwen2.5-7B and
-    Llama 3 8B, H200).
+    One rank with adapters fetches nothing ahead and has no gradients of what is frozen: one layer, and a matrix that
+    arrives. With a head of its own, which stays gathered until the backward pass is over (`train.head_on_host`), that
+    was 1.58 of the 1.64 GiB that 5 layers of Qwen2.5-7B had beside what was traced of activations (H200).
     What ZeRO-3 keeps is counted by `kept_for_backward`.
     """
     if not _is_gathered(config) or config.parallelism.strategy is Strategy.zero3:
@@ -249,8 +251,11 @@ def _gathered_layers(config: RunConfig, facts: ModelFacts) -> float:
     in_four_bits = parameters.linear if config.peft.method is PeftMethod.qlora else 0  # and stays so when gathered
     whole = in_four_bits * FOUR_BIT_BYTES + (parameters.layers - in_four_bits) * element
     layer = whole / max(1, facts.num_layers)
-    besides = layer if config.peft.method is PeftMethod.full or num_ranks(config) == 1 else 0.0
-    return besides + (whole if config.parallelism.strategy is Strategy.fsdp_grad_op else 2 * layer)
+    is_full = config.peft.method is PeftMethod.full
+    if not is_full and num_ranks(config) == 1 and isinstance(config.parallelism, FsdpConfig):
+        arriving: float = FOUR_BIT_BYTES if in_four_bits else _arriving_element(config)
+        return layer + arriving * max(_weight_sizes(facts).values())
+    return (layer if is_full else 0.0) + (whole if config.parallelism.strategy is Strategy.fsdp_grad_op else 2 * layer)
 
 
 def _is_gathered(config: RunConfig) -> bool:

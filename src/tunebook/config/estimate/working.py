@@ -58,7 +58,9 @@ def _left_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """What offloading leaves of all layers, as runs on H200s had it, too (h200x2_held_out)."""
     tokens = tokens_per_pass(config)
     saved = saved_by_mode(config, facts.measured) if facts.measured is not None else {}
-    if found := saved.get(f"{mode_of(config)}/offloaded"):
+    # Dropout gives each adapter an input of its own, as autocast does: none is saved again while it is on its way.
+    mode = mode_of(config, () if has_dropout(config) else saved)
+    if found := saved.get(f"{mode}/offloaded"):
         fixed, each, pair = found[:3]
         under_zero3 = float(_left_under_zero3(config) * tokens * facts.num_layers * facts.hidden_size)
         return of_layers(facts, fixed + tokens * (each + pair * attended_length(config))) + under_zero3

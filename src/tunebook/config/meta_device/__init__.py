@@ -32,7 +32,7 @@ from tunebook.errors import RequestError
 from tunebook.parent_death import stopping_with_parent
 
 # Raised when the answer to the same config.json changes: what was remembered is then measured again.
-_FORM = 6
+_FORM = 7
 _COUNTED = (
     "num_layers", "parameters", "linear_inputs", "adapter_parameters", "linear_parameters", "active_parameters",
     "largest_parameter", "unreached_parameters",
@@ -96,6 +96,7 @@ def _facts(answer: dict[str, Any]) -> ModelFacts:
         adapters=_numbers(measured["adapters"], 2),
         expert_adapters=_numbers(measured["expert_adapters"], 2),
         saved=_numbers(measured["saved"], 6),
+        saved_without_autocast=_numbers(measured["saved_without_autocast"], 6),
         saved_beside_experts=_numbers(measured["saved_beside_experts"], 6),
     )
     kinds = {"architecture": str, "dtype": str, "tie_word_embeddings": bool}

@@ -36,6 +36,7 @@ from tunebook.config.base_model import CHOSEN_EXPERTS
 from tunebook.config.choices import Attention
 from tunebook.config.meta_device import progress_file
 from tunebook.config.meta_device.saved import (
+    CAST,
     LENGTHS,
     adapted,
     attends_by_lengths,
@@ -176,7 +177,8 @@ def _facts(config: Any, model: Any, options: dict[str, Any], on_found: Callable[
                 *(kernel.name for kernel in attention_of(model)),
                 *(kernel.name for kernel in (_OURS if attends_by_lengths(config, layers, options) else ())),
             ],
-            "saved": saved,
+            "saved": {mode: numbers for mode, numbers in saved.items() if not mode.startswith(CAST)},
+            "saved_without_autocast": {mode: numbers for mode, numbers in saved.items() if mode.startswith(CAST)},
             "saved_beside_experts": beside,
         },
     }

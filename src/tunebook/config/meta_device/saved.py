@@ -37,8 +37,12 @@ from tunebook.parent_death import die_with_parent
 
 LENGTHS = (62, 124, 186)  # tokens; like no size of a real model, by which copies of weights are told apart
 LORA_RANK = 1
-# Number format of the weights, and whether autocast computes in bf16.
-FORMATS = {"fp32": (torch.float32, False), "autocast": (torch.float32, True), "bf16": (torch.bfloat16, True)}
+# Number format of the weights, and whether autocast computes in bf16. Without it adapters are in their format, too.
+FORMATS = {
+    "fp32": (torch.float32, False), "autocast": (torch.float32, True), "bf16": (torch.bfloat16, True),
+    "cast": (torch.bfloat16, False),
+}  # fmt: skip
+CAST = "cast/"  # what the names of its modes begin with
 # Our word for an attention, and what transformers is told.
 ATTENTION = {"sdpa": MASKED, "flash": UNMASKED, "eager": "eager"}
 # Compiled layers, all with torch's kernel for packed rows; whether what costs little is computed again.
@@ -220,9 +224,18 @@ def _build(config: Any, prefix: int, mode: tuple[str, str, str], options: dict[s
     if method != "full":
         names = names_beside_experts(model) if method == _BESIDE else ()
         model = adapted(model, rank=LORA_RANK, dropout=_DROPOUT if method == "dropout" else 0.0, names=names)
+        if number_format == "cast":
+            _cast_trained(model)
     if kernels in COMPILED:
         _compile(decoder_layers(text_decoder(_causal(model)), prefix), recomputes=COMPILED[kernels])
     return model.train()
+
+
+def _cast_trained(model: Any) -> None:
+    """As FSDP gathers adapters over weights in bf16, and DeepSpeed casts them; PEFT has made them in fp32."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def text_decoder(model: Any) -> Any:
