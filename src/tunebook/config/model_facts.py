@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
+CAST = "cast/"  # what the keys of `MeasuredLayers.saved_without_autocast` begin with
+
 
 @dataclass(kw_only=True)
 class MeasuredLayers:

@@ -36,7 +36,7 @@ from tunebook.config.estimate.states import (
     trained_element,
     weight_element,
 )
-from tunebook.config.model_facts import MeasuredLayers
+from tunebook.config.model_facts import CAST, MeasuredLayers
 from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig
 
 # TRL's output head works on tiles of this many tokens and words (trl 1.16, kernels/chunked_logprob.py); ours, which
@@ -53,7 +53,6 @@ _READERS = (
 OF_ATTENTION = frozenset({"o_proj", "dense", "out_proj"})
 _OF_INNER = frozenset({"down_proj", "dense_4h_to_h", "fc2", "fc_out", "c_proj"})  # GPT-2's attention has a c_proj, too
 _READING = OF_ATTENTION.union(_OF_INNER, *_READERS)
-_CAST = "cast/"  # of the keys of what was measured without autocast
 _ROUTER = "gate"  # PEFT takes it for a parameter, as it does stacked experts, beside which it is small
 # Keys and values once for each query's head.
 _REPEATING = (Attention.sdpa, Attention.sdpa_by_document, Attention.eager)
@@ -92,7 +91,7 @@ def measured_bytes(config: RunConfig, facts: ModelFacts) -> tuple[float, float] 
     numbers = compiled or saved.get(mode)
     if numbers is None:
         return None
-    is_cast = compiled is None and mode.startswith(_CAST)
+    is_cast = compiled is None and mode.startswith(CAST)
     tokens, row = tokens_per_pass(config), attended_length(config)
     whole, largest = (fixed + tokens * (each + pair * row) for fixed, each, pair in (numbers[:3], numbers[3:]))
     besides = tokens * _besides_measured(config, facts, is_compiled=compiled is not None, is_cast=is_cast)
@@ -168,7 +167,7 @@ def mode_of(config: RunConfig, saved: Collection[str]) -> str:
     if kernel is Attention.sdpa_by_document:
         kernel = Attention.sdpa  # which counts a mask too many
     way = f"{_method(config)}/{kernel.name if kernel in _REPEATING else 'flash'}"
-    cast = _CAST + way
+    cast = CAST + way
     return cast if cast in saved and _is_without_autocast(config) else f"{_number_format(config)}/{way}"
 
 
@@ -279,9 +278,8 @@ def _hands_on(config: RunConfig) -> bool:
     PEFT widens it to the adapter's fp32, from which autocast casts it again; not so beside 4-bit weights, nor where
     FSDP gathers adapters in bf16 or DeepSpeed has cast them.
     """
-    method, is_sharded = config.peft.method, isinstance(config.parallelism, FsdpConfig)
-    is_cast = is_cast_by_deepspeed(config) and config.parallelism.strategy is not Strategy.zero3  # see its own product
-    is_narrow = method is PeftMethod.qlora or (method is PeftMethod.lora and (is_sharded or is_cast))
+    method = config.peft.method
+    is_narrow = method is PeftMethod.qlora or (method is PeftMethod.lora and _is_without_autocast(config))
     is_bf16 = product_element(config) == stream_element(config) == 2
     return is_narrow and is_bf16 and not has_dropout(config) and not config.model.compile_layers
 

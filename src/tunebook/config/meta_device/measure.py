@@ -36,7 +36,6 @@ from tunebook.config.base_model import CHOSEN_EXPERTS
 from tunebook.config.choices import Attention
 from tunebook.config.meta_device import progress_file
 from tunebook.config.meta_device.saved import (
-    CAST,
     LENGTHS,
     adapted,
     attends_by_lengths,
@@ -52,6 +51,7 @@ from tunebook.config.meta_device.targets import (
     sizes_of_adapted,
     stacked_names,
 )
+from tunebook.config.model_facts import CAST
 from tunebook.config.unreached import as_patterns
 from tunebook.errors import nearest
 

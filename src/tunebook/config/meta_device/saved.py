@@ -42,7 +42,6 @@ FORMATS = {
     "fp32": (torch.float32, False), "autocast": (torch.float32, True), "bf16": (torch.bfloat16, True),
     "cast": (torch.bfloat16, False),
 }  # fmt: skip
-CAST = "cast/"  # what the names of its modes begin with
 # Our word for an attention, and what transformers is told.
 ATTENTION = {"sdpa": MASKED, "flash": UNMASKED, "eager": "eager"}
 # Compiled layers, all with torch's kernel for packed rows; whether what costs little is computed again.
