@@ -194,6 +194,7 @@ def test_the_identity_of_a_run(config: RunConfig, tmp_path: Path, identity: Iden
         max_length=64,
         tokenizer_sha256="e" * 64,
         chat_template_sha256="f" * 64,
+        template_date=None,
         can_pad=True,
         records=[],
         notes=[],

@@ -23,6 +23,7 @@ from tunebook.config.choices import (
     PeftMethod,
     ScheduleName,
     Source,
+    SpecialText,
     Strategy,
     Switch,
     TrainOn,
@@ -144,6 +145,24 @@ CASES = [
         },
     ),
     case("dataset-field-ignored", "source=hub does not read dataset.path", {"dataset.path": "a.jsonl"}),
+    case(
+        "dataset-field-ignored",
+        "generated documents have no keys",
+        {"dataset.ignore_keys": ["tools"]},
+        {"dataset.source": Source.synthetic, "dataset.name": None},
+    ),
+    case(
+        "dataset-field-ignored",
+        "each part of a mixture has its own",
+        {"dataset.ignore_keys": ["tools"]},
+        {"dataset.source": Source.mixture, "dataset.name": None, "dataset.parts": {"all": MixturePart(path="a.jsonl")}},
+    ),
+    case(
+        "dataset-field-ignored",
+        "the documents are tokens already",
+        {"dataset.special_tokens_in_content": SpecialText.keep},
+        {"dataset.format": Format.pretokenized},
+    ),
     case("validation-twice", "both hold", {"dataset.validation_split": "test", "dataset.validation_share": 0.1}),
     case("validation-source", "that is trained on", {"dataset.validation_split": "train"}),
     case(
@@ -167,6 +186,8 @@ CASES = [
     case("train-on-without-roles", "asks for turns", {"dataset.train_on": TrainOn.assistant}, PLAIN_TEXT),
     case("system-prompt-ignored", "not used", {"dataset.system_prompt": "Be brief."}, PLAIN_TEXT),
     case("chat-template-not-found", "there is no file", {"model.chat_template": "not/there.jinja"}),
+    case("template-date-form", "'25 Nov 2026' is no day", {"model.template_date": "25 Nov 2026"}),
+    case("template-date-form", "'2026-02-30' is no day", {"model.template_date": "2026-02-30"}),
     # batch
     case("batch-one-way", "twice", {"training.global_tokens": 65_536}),
     case("batch-one-way", "nothing says", {"training.global_samples": None}),

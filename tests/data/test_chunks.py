@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from tunebook.config.choices import Overlong, TrainOn
@@ -120,3 +121,17 @@ def test_notes_are_counted_for_each_chunk_alone(tokenizer_folder: Callable[..., 
 )
 def test_no_worker_starts_for_nothing(num_documents: int, asked: int, expected: int) -> None:
     assert choose_num_workers(num_documents, asked) == expected
+
+
+def test_every_process_has_the_date_that_the_template_writes(
+    tokenizer_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = "{{- strftime_now('%d.%m.%Y') }}{%- for m in messages %}{{- m.content + '<|im_end|>' }}{%- endfor %}"
+    settings = make_settings(tokenizer_folder(template=template), template_date="2031-12-01", max_length=80)
+    monkeypatch.setattr(chunks, "DOCUMENTS_PER_CHUNK", 10)
+    alone = list(encode_chunks(make_documents(20), settings, 1))
+    monkeypatch.setattr(chunks, "_DOCUMENTS_PER_WORKER", 10)
+    assert list(encode_chunks(make_documents(20), settings, 2)) == alone
+    ids = pa.ipc.open_stream(alone[0].stream).read_all()["input_ids"][0].as_py()
+    assert settings.tokenizer is not None
+    assert settings.tokenizer.decode(ids).startswith("01.12.20310<|im_end|>")

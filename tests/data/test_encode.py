@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
-from tunebook.config.choices import TrainOn
+from tunebook.config.choices import SpecialText, TrainOn
 from tunebook.config.schema import ModelConfig
 from tunebook.data.corpus import CorpusKind
-from tunebook.data.encode import REWRITTEN, STRADDLING, Document, Encoder, num_shared
+from tunebook.data.encode import LEFT_OUT, REWRITTEN, STRADDLING, Document, Encoder, num_shared
 from tunebook.data.span_tokens import tokens_of_span
 from tunebook.errors import DataError, RequestError
 from tunebook.model.tokenizer import load_tokenizer
@@ -26,8 +27,14 @@ def conversation(*turns: tuple[str, str]) -> dict[str, Any]:
     return {"messages": messages, "origin": "a:1"}
 
 
-def encode_one(tokenizer: Any, kind: CorpusKind, row: dict[str, Any], train_on: TrainOn = TrainOn.auto) -> Document:
-    return Encoder(kind, train_on, tokenizer).encode([row])[0]
+def encode_one(
+    tokenizer: Any,
+    kind: CorpusKind,
+    row: dict[str, Any],
+    train_on: TrainOn = TrainOn.auto,
+    special_text: SpecialText = SpecialText.auto,
+) -> Document:
+    return Encoder(kind, train_on, tokenizer, special_text).encode([row])[0]
 
 
 def trained_text(tokenizer: Any, document: Document) -> str:
@@ -114,7 +121,7 @@ def test_two_bos_are_an_error(tiny_tokenizer: Tokenizers) -> None:
     assert document.input_ids.count(tokenizer.bos_token_id) == 2
     row = conversation(("user", "<s>Hi"), ("assistant", "Yo"))
     with pytest.raises(DataError, match=r"a:1: the document begins with two BOS tokens \(<s>\)"):
-        encode_one(tokenizer, CorpusKind.conversation, row)
+        encode_one(tokenizer, CorpusKind.conversation, row, special_text=SpecialText.keep)
     with pytest.raises(DataError, match="the text begins with it and the tokenizer adds one; remove it"):
         encode_one(tokenizer, CorpusKind.text, {"text": "<s>Hi", "origin": "a:1"})
 
@@ -137,7 +144,8 @@ def test_rewritten_turns_are_counted_once_a_conversation(tiny_tokenizer: Tokeniz
     encoder = Encoder(CorpusKind.conversation, TrainOn.auto, tiny_tokenizer(template=template))
     documents = encoder.encode([conversation(*turns, ("assistant", "z|Ab")), conversation(*turns[:2])])
     assert [document.num_trained for document in documents] == [5, 5]
-    assert +encoder.notes == {REWRITTEN: 1}
+    assert +encoder.notes == {REWRITTEN: 1, LEFT_OUT: 1}
+    assert encoder.first == {REWRITTEN: "a:1", LEFT_OUT: "a:1"}
 
 
 def test_text_gets_one_eos_and_its_bos(tiny_tokenizer: Tokenizers) -> None:
@@ -195,3 +203,28 @@ def test_shared_beginnings() -> None:
     assert num_shared([1, 2, 3], [1, 2, 4, 5]) == 2
     assert num_shared([1, 2], [1, 2, 3]) == 2
     assert num_shared([1], [2]) == 0
+
+
+def completion(tokenizer: Any, prompt: str, answer: str) -> Document:
+    return encode_one(
+        tokenizer, CorpusKind.prompt_completion, {"prompt": prompt, "completion": answer, "origin": "a:1"}
+    )
+
+
+def test_the_last_token_of_a_prompt_is_not_trained_on_though_it_ends_texts(tiny_tokenizer: Tokenizers) -> None:
+    tokenizer = tiny_tokenizer(bos_token="<s>", eos_token="</s>", adds_bos=True)
+    document = completion(tokenizer, "hi</s>", "yo</s>")
+    assert trained_text(tokenizer, document) == "yo</s>"
+    assert document.input_ids.count(tokenizer.eos_token_id) == 2
+    assert trained_text(tokenizer, completion(tokenizer, "hi</s></s>", "</s>yo")) == "</s>yo</s>"
+
+
+def test_an_eos_that_the_tokenizer_adds_is_no_part_of_the_prompt(tiny_tokenizer: Tokenizers) -> None:
+    tokenizer = tiny_tokenizer(eos_token="</s>")
+    added = ("</s>", tokenizer.eos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A </s>", special_tokens=[added])
+    encoder = Encoder(CorpusKind.prompt_completion, TrainOn.auto, tokenizer)
+    documents = encoder.encode([{"prompt": prompt, "completion": "yo", "origin": "a:1"} for prompt in ("hi", "hi</s>")])
+    assert [trained_text(tokenizer, document) for document in documents] == ["yo</s>", "yo</s>"]
+    assert [document.input_ids.count(tokenizer.eos_token_id) for document in documents] == [1, 2]
+    assert STRADDLING not in encoder.notes

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tunebook.config import schema
-from tunebook.config.choices import Format, Overlong, Source, TrainOn
+from tunebook.config.choices import Format, Overlong, Source, SpecialText, TrainOn
 from tunebook.data.fingerprint import fingerprint, made_from, needs_tokenizer, vocabulary
 from tunebook.errors import RequestError
 
@@ -34,6 +34,8 @@ def test_what_changes_no_token_changes_no_fingerprint(run_config: Configs) -> No
         {"system_prompt": "Be brief."},
         {"validation_share": 0.1},
         {"max_documents": 1},
+        {"ignore_keys": ["name"]},
+        {"special_tokens_in_content": SpecialText.keep},
     ],
 )
 def test_settings_change_the_fingerprint(run_config: Configs, change: dict[str, object]) -> None:
@@ -52,12 +54,13 @@ def test_template_and_tokenizer_change_the_fingerprint(run_config: Configs, tmp_
     (tmp_path / "other.jinja").write_text("{{ messages }} ")
     marks.add(mark(replace(config, model=replace(config.model, chat_template=str(tmp_path / "other.jinja")))))
     marks.add(mark(replace(config, model=replace(config.model, eos_token="</s>"))))
+    marks.add(mark(replace(config, model=replace(config.model, template_date="2031-12-01"))))
     (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages }}")
     marks.add(mark(config))
     tokenizer = tmp_path / "model" / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text() + " ")
     marks.add(mark(config))
-    assert len(marks) == 6
+    assert len(marks) == 7
 
 
 def test_the_rest_of_the_model_does_not_matter(run_config: Configs, tmp_path: Path) -> None:

@@ -142,9 +142,12 @@ ASK, ANSWER = ("human", "q"), ("gpt", "a")
         ({"conversations": ["q", "a"]}, "turn 1 is a JSON string where an object"),
         ({"conversations": [{"who": "human", "value": "q"}]}, r"turn 1 has no 'role' .* its keys are: who, value"),
         ({"conversations": [{"from": "human", "content": "q"}]}, r"turn 1 \(user\) has no 'value'"),
-        ({"messages": [HELLO[0], {**HELLO[1], "weight": 0}]}, "every assistant turn has train: false or weight: 0"),
+        ({"messages": [HELLO[0], {**HELLO[1], "weight": 0}]}, "every assistant turn is marked as not to be trained on"),
         ({"messages": [HELLO[0], {**HELLO[1], "weight": 0.5}]}, "weight: 0.5; it can be 0 or 1"),
-        ({"messages": [HELLO[0], {**HELLO[1], "weight": 0, "train": True}]}, "train: True and weight: 0; keep one"),
+        (
+            {"messages": [HELLO[0], {**HELLO[1], "weight": 0, "train": True}]},
+            "train: True and weight: 0, which contradict",
+        ),
         ({"messages": [{**HELLO[0], "train": True}, HELLO[1]]}, r"turn 1 \(user\) asks to be trained on"),
         ({"instruction": "", "output": "b"}, "'instruction' is empty"),
         ({"instruction": "a", "output": ""}, "'output' is empty"),
@@ -160,7 +163,7 @@ ASK, ANSWER = ("human", "q"), ("gpt", "a")
         ({"input_ids": [1, -1]}, "'input_ids' holds -1"),
         ({"input_ids": [1, 2], "labels": [1]}, "'labels' has 1 entries and 'input_ids' 2"),
         ({"input_ids": [1, 2], "labels": [1, 100]}, "'labels' holds 100"),
-        ({"input_ids": [1, 2], "labels": [1, -100]}, "every label after the first is -100, so nothing to train on"),
+        ({"input_ids": [1, 2], "labels": [1, -100]}, "labels or masks leave no token after the first to train on"),
     ],
 )
 def test_a_document_that_cannot_be_used_says_why(record: dict[str, Any], message: str) -> None:

@@ -11,9 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tunebook.data import json_array
+from tunebook.config.schema import DatasetConfig
+from tunebook.data import json_file
+from tunebook.data.keys import KeyAccount
 from tunebook.data.problems import DocumentProblems
 from tunebook.data.readers import read_records
+from tunebook.data.sources import load_corpus
 from tunebook.errors import DataError
 
 RECORDS: list[dict[str, Any]] = [{"text": f"document {number}"} for number in range(1, 6)]
@@ -58,8 +61,9 @@ def test_parquet_is_read_in_rows_and_only_the_columns_asked_for(tmp_path: Path, 
     pq.write_table(pa.Table.from_pylist([{**record, "other": 1} for record in RECORDS]), path)
     if compressed:
         path = write(tmp_path, path.read_bytes(), "data.parquet.gz")
-    columns = frozenset({"text", "messages"})
-    assert list(read_records(path, DocumentProblems(str(path)), columns)) == list(enumerate(RECORDS, 1))
+    account = KeyAccount({"text", "messages"})
+    assert list(read_records(path, DocumentProblems(str(path)), account)) == list(enumerate(RECORDS, 1))
+    assert account.notes(5) == ["keys not read: other (5 documents)"]
 
 
 def test_blank_lines_are_skipped_and_counted_and_keep_the_numbering(tmp_path: Path) -> None:
@@ -166,11 +170,120 @@ def test_a_broken_array_names_the_item_and_the_line(tmp_path: Path, content: byt
         read(write(tmp_path, content, "data.json"))
 
 
+KNOWN = KeyAccount({"text", "messages"})
+
+
+@pytest.mark.parametrize(
+    ("name", "indent"), [("data.json", None), ("data.json", 1), ("data.json.gz", 1), ("data.jsonl", None)]
+)
+@pytest.mark.parametrize("key", ["data", "rows", "\u00fcbungen"])
+def test_documents_under_a_key_of_the_file_are_read(tmp_path: Path, name: str, indent: int | None, key: str) -> None:
+    content = {"version": {"a": [1]}, "tags": ["a", "b"], "none": [], key: RECORDS, "license": "x"}
+    path = write(tmp_path, json.dumps(content, indent=indent, ensure_ascii=False), name)
+    problems = DocumentProblems(str(path))
+    assert list(read_records(path, problems, KNOWN)) == list(enumerate(RECORDS, 1))
+    problems.raise_if_any()
+    others = "version, tags, none, license"
+    assert problems.notes == [f"its documents are the array under '{key}'; keys of the file not read: {others}"]
+
+
+def test_a_document_over_several_lines_is_one_document(tmp_path: Path) -> None:
+    document = {"id": 1, "messages": [{"role": "user", "content": "a"}], "tools": [{"name": "f"}]}
+    path = write(tmp_path, json.dumps(document, indent=2), "data.json")
+    assert list(read_records(path, DocumentProblems(str(path)), KNOWN)) == [(1, document)]
+    only_line = write(tmp_path, json.dumps(document), "one.json")
+    assert list(read_records(only_line, DocumentProblems(str(only_line)), KNOWN)) == [(1, document)]
+
+
+def test_lines_in_a_json_file_stay_lines(tmp_path: Path) -> None:
+    """Also where the first key holds objects, as tools do."""
+    documents = [{"tools": [{"name": "f"}], "messages": [{"role": "user", "content": "a"}]}] * 2
+    path = write(tmp_path, "\n".join(map(json.dumps, documents)), "data.json")
+    assert list(read_records(path, DocumentProblems(str(path)), KNOWN)) == list(enumerate(documents, 1))
+    unknown = [{"turns": [{"who": "a"}]}] * 2
+    path = write(tmp_path, "\n".join(map(json.dumps, unknown)), "other.json")
+    assert list(read_records(path, DocumentProblems(str(path)), KNOWN)) == list(enumerate(unknown, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("data.json", '{"train": [{"text": "a"}], "test": [{"text": "b"}]}', "under 'train' and under 'test'.*jq -c"),
+        ("data.json", '{\n"data": [{"text": "a"}],\n"text": "b"}', "a document's own key 'text'"),
+        ("data.json", '{\n"data": [\n{"text": "a"},\n{"text" }]}', r"item 2 \(line 4\): broken JSON: expecting ':'"),
+        ("data.json", '{\n"data": [{"text": "a"}]', r"item 1 \(line 2\): broken JSON: it ends without the closing \}"),
+        ("data.json", '{\n"text": "a"}\n{\n"text": "b"}', "a second JSON value after the first; .*`jq -c . FILE`"),
+        ("data.json", '{\n"data": [7]\n}', "its format is not known: its keys are: data"),
+        ("data.jsonl", '{\n "text": "a"\n}\n', "is one JSON value over several lines, .*name ending in .json"),
+        ("data.jsonl", '[\n {"text": "a"}\n]\n', "is one JSON value over several lines, .*name ending in .json"),
+    ],
+)
+def test_other_layouts_are_named(tmp_path: Path, name: str, content: str, message: str) -> None:
+    path = write(tmp_path, content, name)
+    with pytest.raises(DataError, match=message):
+        load_corpus(DatasetConfig(path=str(path)), cache_dir=tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "place"),
+    [
+        ("data.jsonl", '{"text": "a"}\n{"text": "b", "text": "c"}\n{"text": "d"}', "line 2"),
+        (
+            "data.json",
+            '[{"text": "a"},\n{"text": "b", "more": {"x": 1, "x": 2}},\n{"text": "d"}]',
+            r"item 2 \(line 2\)",
+        ),
+        ("data.json", '{\n"data": [{"text": "a"}, {"text": "b", "text": "c"}, {"text": "d"}]}', r"item 2 \(line 2\)"),
+    ],
+)
+def test_a_key_that_stands_twice_is_named_and_the_reading_goes_on(
+    tmp_path: Path, name: str, content: str, place: str
+) -> None:
+    path = write(tmp_path, content, name)
+    problems = DocumentProblems(str(path))
+    records = [record for _, record in read_records(path, problems, KNOWN)]
+    assert [record["text"] for record in records] == ["a", "d"]
+    with pytest.raises(DataError, match=rf"{place}: the key '(text|x)' stands twice .*; keep one value") as caught:
+        problems.raise_if_any()
+    assert caught.value.problem_id == "data-repeated-key"
+
+
+def test_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "data.parquet"
+    pq.write_table(pa.table([["a"], ["b"]], names=["text", "text"]), path)
+    for table in (path, write(tmp_path, "text,id,text\na,1,b\n", "data.csv")):
+        with pytest.raises(DataError, match="there are several columns 'text'; rename all but one"):
+            read(table)
+
+
+def test_a_table_of_text_is_read_as_it_is_written(tmp_path: Path) -> None:
+    rows = '\ufeff"text",id\r\n"a ""b""\nc, d",007\r\n\r\nNA,\r\n'
+    expected = [(1, {"text": 'a "b"\nc, d', "id": "007"}), (2, {"text": "NA", "id": ""})]
+    assert read(write(tmp_path, rows, "data.csv")) == expected
+    assert read(write(tmp_path, rows, "data.csv.gz")) == expected
+    tabs = "text\tid\na, b\tnull\n"
+    assert read(write(tmp_path, tabs, "data.tsv")) == [(1, {"text": "a, b", "id": "null"})]
+    assert len(read(write(tmp_path, f"text\n{'a' * 200_000}\n", "long.csv"))[0][1]["text"]) == 200_000
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"text,id\na,1\nb\n", r"row 2 \(line 3\): 1 fields, the header has 2; quote those that hold a ','"),
+        (b'text,id\n"a,1\n', "line 2: broken CSV: unexpected end of data"),
+        (b"text,id\ncaf\xe9,1\n", "not UTF-8 after line 0: byte 0xe9; convert it"),
+    ],
+)
+def test_a_broken_table_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        read(write(tmp_path, content, "data.csv"))
+
+
 @pytest.mark.parametrize("chunk_bytes", [1, 2, 3, 7, 64])
 def test_an_array_is_read_the_same_in_pieces_of_any_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
 ) -> None:
-    monkeypatch.setattr(json_array, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(json_file, "_CHUNK_BYTES", chunk_bytes)
     records = [{"text": 'é\n\u20ac 😀 \\ "x"', "deep": [[{"a": [True, None, 1.5e-7]}]], "number": n} for n in range(5)]
     path = write(tmp_path, json.dumps(records, indent=1, ensure_ascii=False), "data.json")
     assert [record for _, record in read(path)] == records

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import errno
 import hashlib
 import json
@@ -136,11 +137,11 @@ def test_what_is_not_found_names_the_absolute_path_and_what_is_near(
         "data": r"{0}/data is a folder.*it holds train.jsonl. Name a file, or a glob such as '{0}/data/\*.jsonl'",
     }
     for text, message in cases.items():
-        with pytest.raises(RequestError, match=f"dataset.path: {message.format(tmp_path)}") as caught:
+        with pytest.raises(DataError, match=f"dataset.path: {message.format(tmp_path)}") as caught:
             load(tmp_path, DatasetConfig(path=text))
-        assert caught.value.exit_code == 2
+        assert caught.value.exit_code == 4
     (tmp_path / "data" / "notes.txt").write_text("not documents")
-    with pytest.raises(RequestError, match=r"notes.txt is not a kind of file .* they end in .jsonl"):
+    with pytest.raises(DataError, match=r"notes.txt is not a kind of file .* they end in .jsonl"):
         load(tmp_path, DatasetConfig(path="data/*"))
     with pytest.raises(RequestError, match=r"needs dataset.path=FILE_OR_GLOB"):
         load(tmp_path, DatasetConfig())
@@ -282,10 +283,66 @@ def test_bad_rows_of_a_split_are_reported_by_row(tmp_path: Path, hub_folder: Pat
         load(tmp_path, DatasetConfig(source=Source.hub, name=str(hub_folder)))
 
 
-def test_splits_with_different_columns_are_the_datas_fault(tmp_path: Path, hub_folder: Path) -> None:
+def test_a_split_with_other_columns_matters_only_where_it_is_read(tmp_path: Path, hub_folder: Path) -> None:
     write(hub_folder / "test.jsonl", [{"text": "plain"}])
-    with pytest.raises(DataError, match=r"dataset.name=.*chats: its files cannot be read: Couldn't cast text: string"):
-        load(tmp_path, DatasetConfig(source=Source.hub, name=str(hub_folder)))
+    assert len(load(tmp_path, DatasetConfig(source=Source.hub, name=str(hub_folder))).train) == 3
+    with pytest.raises(DataError, match=r"the validation documents are of kind text, the training documents of kind"):
+        load(tmp_path / "2", DatasetConfig(source=Source.hub, name=str(hub_folder), validation_split="test"))
+
+
+def test_text_in_the_hubs_layout_stays_text(tmp_path: Path) -> None:
+    """`datasets` makes a missing value of "NA", a timestamp of a date and a number of "007"."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    answers = ["NA", "null", "2024-01-31", "007", "True", "1e5", "", " 12:30 "]
+    with (folder / "train.csv").open("w", newline="") as stream:
+        rows = csv.writer(stream)
+        rows.writerow(["instruction", "input", "output", "id"])
+        rows.writerows([answer or "nan", answer, f"={answer}", "3"] for answer in answers)
+    corpus = load(tmp_path, DatasetConfig(source=Source.hub, name=str(folder)))
+    blank = {"", " "}
+    assert questions(corpus.train) == [
+        f"{answer or 'nan'}\n\n{answer}" if answer not in blank else "nan" for answer in answers
+    ]
+    assert [row["messages"][1]["content"] for row in corpus.train] == [f"={answer}" for answer in answers]
+    assert f"{folder}/train: keys not read: id (8 documents)" in corpus.notes
+    (folder / "train.csv").unlink()
+    dates = [{"prompt": "2024-01-31", "completion": "2024-01-31T10:00:00Z"}, {"prompt": "a day", "completion": "none"}]
+    write(folder / "train.jsonl", dates)
+    corpus = load(tmp_path / "2", DatasetConfig(source=Source.hub, name=str(folder)))
+    assert [(row["prompt"], row["completion"]) for row in corpus.train] == [tuple(row.values()) for row in dates]
+
+
+def test_parts_of_a_split_of_text_files(tmp_path: Path) -> None:
+    folder = tmp_path / "chats"
+    write(folder / "train-00000-of-00002.jsonl", [conversation(number) for number in range(6)])
+    write(folder / "train-00001-of-00002.jsonl", [conversation(number) for number in range(6, 10)])
+    write(folder / "test.jsonl", [conversation(number) for number in range(20, 22)])
+
+    def asked(split: str) -> list[str]:
+        config = DatasetConfig(source=Source.hub, name=str(folder), train_split=split)
+        return questions(load(tmp_path / split.replace("/", "_"), config).train)
+
+    assert asked("train") == [f"q{number}" for number in range(10)]
+    assert asked("train[5:8]") == ["q5", "q6", "q7"]
+    assert asked("train[-30%:]") == ["q7", "q8", "q9"]
+    assert asked("train[:10%]+test") == ["q0", "q20", "q21"]
+
+
+def test_what_a_card_says_of_its_files_is_read_or_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "chats"
+    folder.mkdir()
+    (folder / "train.json").write_text(json.dumps({"version": 1, "rows": [conversation(1), conversation(2)]}, indent=1))
+
+    def card(option: str) -> DatasetConfig:
+        (folder / "README.md").write_text(
+            f"---\nconfigs:\n- config_name: default\n  data_files: train.json\n  {option}\n---\n"
+        )
+        return DatasetConfig(source=Source.hub, name=str(folder))
+
+    assert questions(load(tmp_path / "1", card("field: rows")).train) == ["q1", "q2"]
+    with pytest.raises(RequestError, match=r"says of its JSON files encoding='latin-1', which is not read here"):
+        load(tmp_path / "2", card("encoding: latin-1"))
 
 
 def _refuse(error: Exception) -> Any:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tunebook.config.schema import ModelConfig
 from tunebook.data.template import ConversationRenderer, Rendered, require_template, template_hash
 from tunebook.errors import DataError, RequestError
+from tunebook.model.tokenizer import load_tokenizer, writes_date
 
 CHATML_WITH_MARKERS = """\
 {%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' }}
@@ -204,3 +207,148 @@ def test_the_prompt_is_ready_for_the_answer(tiny_tokenizer: Tokenizers) -> None:
 def test_the_hash_follows_the_template(tiny_tokenizer: Tokenizers) -> None:
     first, again, other = tiny_tokenizer(), tiny_tokenizer(), tiny_tokenizer(template=INST)
     assert template_hash(first) == template_hash(again) != template_hash(other)
+
+
+DROPS_SYSTEM = """\
+{%- for m in messages %}{%- if m.role != 'system' %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
+{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
+"""
+DROPS_TOOLS = DROPS_SYSTEM.replace("'system'", "'tool'")
+# As DeepSeek R1's: reasoning is left out of every answer.
+DROPS_REASONING = THINKING.replace("message.content if loop.last else ", "")
+# As Mistral's: the system prompt stands before the last question.
+SYSTEM_LAST = """\
+{%- for m in messages %}
+{%- if m.role == 'user' %}
+{%- set is_last = loop.index0 >= messages|length - 2 and messages[0].role == 'system' %}
+{{- '[INST]' + (messages[0].content + '\n' if is_last else '') + m.content|trim + '[/INST]' }}
+{%- elif m.role == 'assistant' %}{{- m.content + '<|im_end|>' }}{%- endif %}
+{%- endfor %}
+"""
+# As Qwen 3's: reasoning is taken apart and put together again with white space of its own.
+REASSEMBLES = """\
+{%- for m in messages %}
+{%- if m.role == 'assistant' and '</think>' in m.content %}
+{%- set thought = m.content.split('</think>')[0].split('<think>')[-1].strip() %}
+{{- '<|im_start|>assistant\n<think>\n' + thought + '\n</think>\n\n' + m.content.split('</think>')[-1].strip() }}
+{%- else %}{{- '<|im_start|>' + m.role + '\n' + m.content }}{%- endif %}{{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
+"""
+
+
+def turns_of(*turns: tuple[str, str]) -> list[dict[str, Any]]:
+    return [{"role": role, "content": content, "train": role == "assistant"} for role, content in turns]
+
+
+SYSTEM = turns_of(("system", "Answer in French."), ("user", "hello"), ("assistant", "bonjour"))
+TOOL = turns_of(("user", "Rain?"), ("assistant", "look"), ("tool", "rain"), ("assistant", "It rains: rain"))
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "message"),
+    [
+        (DROPS_SYSTEM, SYSTEM, r"a:7: the chat template does not write turn 1 \(system\): 'Answer in French.'.*"
+         r"model\.chat_template=FILE.*dataset\.system_prompt"),
+        # What is left out stands elsewhere in the text.
+        (DROPS_SYSTEM, turns_of(("system", "user"), ("user", "hi"), ("assistant", "yo")), r"turn 1 \(system\): 'user'"),
+        (DROPS_SYSTEM, turns_of(("system", "hi"), ("user", "hi"), ("assistant", "hi")), r"turn 1 \(system\): 'hi'"),
+        (DROPS_TOOLS, TOOL, r"does not write turn 3 \(tool\): 'rain'"),
+        (DROPS_TOOLS.replace("'tool'", "'user'"), TOOL, r"does not write turn 1 \(user\): 'Rain\?'"),
+        (DROPS_REASONING, turns_of(("user", "2+2?"), ("assistant", "<think>sum</think>4")),
+         r"does not write the reasoning of turn 2 \(assistant\)"),
+        (DROPS_REASONING, turns_of(("user", "2+2?"), ("assistant", "sum</think>4"), ("user", "3?"), ("assistant", "3")),
+         r"does not write the reasoning of turn 2 \(assistant\)"),
+        (THINKING.replace("message.content if loop.last else", "message.content.upper() if loop.last else"),
+         turns_of(("user", "2+2?"), ("assistant", "four")), r"does not write turn 2 \(assistant\): 'four'"),
+        (THINKING.replace("+ content +", "+ content[:20] +"),
+         turns_of(("user", "2+2?"), ("assistant", "an answer that is cut off")), r"does not write turn 2"),
+        (THINKING.replace("+ content +", "+ content[:20] +"),
+         turns_of(("user", "a long question that is cut"), ("assistant", "4")), r"does not write turn 1 \(user\)"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("is_everything", [False, True])
+def test_what_a_template_leaves_out_is_an_error(
+    tiny_tokenizer: Tokenizers, template: str, messages: list[dict[str, Any]], message: str, is_everything: bool
+) -> None:
+    renderer = ConversationRenderer(tiny_tokenizer(template=template))
+    if is_everything and len(messages) == 4 and template == DROPS_REASONING:
+        assert renderer.whole(messages, "a:7").leaves_out  # of an earlier answer: by design, and counted
+        return
+    with pytest.raises(DataError, match=message) as caught:
+        (renderer.whole if is_everything else renderer.render)(messages, "a:7")
+    assert caught.value.problem_id == "template-leaves-out"
+
+
+@pytest.mark.parametrize(
+    ("template", "messages"),
+    [
+        (SYSTEM_LAST,
+         turns_of(("system", "s"), ("user", " s "), ("assistant", "yo"), ("user", "go"), ("assistant", "s"))),
+        (REASSEMBLES, turns_of(("user", "2+2?"), ("assistant", "<think>sum</think>four"))),
+        (REASSEMBLES, turns_of(("user", "2+2?"), ("assistant", "<think>\n\n</think>\n\nfour"))),
+        (REASSEMBLES, turns_of(("user", "2+2?"), ("assistant", "<think>only\nthought</think>"))),
+        (CHATML_WITH_MARKERS.replace("message.content + '<|im_end|>\n'", "message.content|tojson + '<|im_end|>\n'"),
+         turns_of(("user", 'say "é" and\n\\n'), ("assistant", "é"))),
+        (THINKING.replace("+ content +", "+ content.split()|join(' ') +"),
+         turns_of(("user", "two\n\nlines"), ("assistant", "a  b"))),
+        (THINKING, turns_of(("user", "same"), ("assistant", "same"), ("user", "same"), ("assistant", "same"))),
+    ],
+)  # fmt: skip
+def test_what_a_template_only_writes_in_another_way_is_there(
+    tiny_tokenizer: Tokenizers, template: str, messages: list[dict[str, Any]]
+) -> None:
+    rendered = ConversationRenderer(tiny_tokenizer(template=template)).whole(messages, "a:7")
+    assert not rendered.leaves_out
+
+
+def test_reasoning_of_earlier_answers_may_be_left_out_and_is_reported(tiny_tokenizer: Tokenizers) -> None:
+    renderer = ConversationRenderer(tiny_tokenizer(template=THINKING))
+    rendered = renderer.render(talk("Hi", "hm</think>Yo", "Go", "so</think>Ok"), "a:1")
+    assert (rendered.leaves_out, rendered.num_rewritten) == (True, 1)
+    assert not renderer.render(talk("Hi", "Yo", "Go", "so</think>Ok"), "a:1").leaves_out
+
+
+def test_a_prompt_whose_system_turn_is_left_out_is_an_error(tiny_tokenizer: Tokenizers) -> None:
+    renderer = ConversationRenderer(tiny_tokenizer(template=DROPS_SYSTEM))
+    with pytest.raises(DataError, match=r"this prompt: the chat template does not write turn 1 \(system\)"):
+        renderer.prompt(SYSTEM[:2])
+
+
+def test_an_end_token_inside_an_answer_does_not_end_it(tiny_tokenizer: Tokenizers) -> None:
+    for template in (None, CHATML_WITH_MARKERS):
+        renderer = ConversationRenderer(tiny_tokenizer(**({"template": template} if template else {})))
+        messages = talk("a <|im_end|> b", "c <|im_end|> d", "e", "<|im_end|>")
+        rendered = renderer.render(messages, "a:1")
+        text, spans = renderer.special.show(rendered.text, rendered.spans)
+        assert [text[start:end] for start, end in spans] == ["c <|im_end|> d<|im_end|>", "<|im_end|><|im_end|>"]
+        assert rendered.special == "<|im_end|>"
+
+
+DATED = "{{- 'Today: ' + strftime_now('%d %b %Y') + '\n' }}" + CHATML_WITH_MARKERS
+
+
+def test_a_template_writes_the_date_that_is_set_and_not_todays(
+    tokenizer_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tokenizer_folder(template=DATED)
+    for date, written in (("2024-07-26", "26 Jul 2024"), ("2031-12-01", "01 Dec 2031")):
+        tokenizer = load_tokenizer(ModelConfig(path=str(folder), template_date=date))
+        assert writes_date(tokenizer)
+        text = ConversationRenderer(tokenizer).whole(talk("Hi", "Yo"), "a:1").text
+        assert text.startswith(f"Today: {written}\n")
+        # Through transformers itself, as the harness renders, too.
+        assert tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == (
+            f"Today: {written}\n<|im_start|>user\nHi<|im_end|>\n"
+        )
+    assert ModelConfig().template_date == "2024-07-26"
+    assert not writes_date(load_tokenizer(ModelConfig(path=str(tokenizer_folder(template=CHATML_WITH_MARKERS)))))
+
+
+@pytest.mark.parametrize("call", ["['a', 'b']|random", "lipsum(n=1)"])
+def test_a_template_that_draws_by_chance_is_refused(tiny_tokenizer: Tokenizers, call: str) -> None:
+    tokenizer = tiny_tokenizer(template=f"{{{{- {call} }}}}" + CHATML_WITH_MARKERS)
+    with pytest.raises(RequestError, match="the chat template draws by chance") as caught:
+        ConversationRenderer(tokenizer)
+    assert caught.value.problem_id == "chat-template-random"
+    assert ConversationRenderer(tiny_tokenizer(template="{{- 'a random word' }}" + CHATML_WITH_MARKERS))

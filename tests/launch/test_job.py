@@ -21,6 +21,7 @@ PREPARED = cast(
         folder=Path("/prepared"),
         tokenizer_sha256="1",
         chat_template_sha256="2",
+        template_date=None,
         records=[],
         fingerprint="3",
         content_sha256="4",

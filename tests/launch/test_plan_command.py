@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from tunebook.config.book import find_recipes
-from tunebook.errors import DoesNotFitError, RequestError, RulesError
+from tunebook.errors import DataError, DoesNotFitError, RequestError, RulesError
 from tunebook.hardware.detect import Machine
 from tunebook.launch import draft
 from tunebook.launch import plan_command as plan_command_module
@@ -246,15 +246,31 @@ def test_what_is_moved_to_hosts_of_unknown_memory_does_not_fit_for_certain(capsy
     assert "(18.0 GiB, and 786.9 GiB of each host; weights" in out
 
 
-def test_a_file_of_documents_that_is_not_there_is_noted(capsys: Any, tmp_path: Path) -> None:
-    """A plan needs no data, and whoever mistyped its name is told before the training."""
+def test_missing_files_end_a_plan_as_they_end_the_training(capsys: Any, tmp_path: Path, as_json: Any) -> None:
+    """Everything that can be planned without the data is shown all the same."""
     there = tmp_path / "there.jsonl"
     there.write_text('{"text": "a"}\n')
     words = ["dataset=jsonl", f"dataset.path={tmp_path}/their.jsonl", f"dataset.validation_path={there}"]
-    assert plan_command("qwen3b_zero2", ["hardware=hopper", *words], [], Console(width=200)) == 0
-    noted = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
-    assert len(noted) == 1
-    assert f"cannot be read here: dataset.path: there is no file {tmp_path}/their.jsonl. Close to it" in noted[0]
+    with pytest.raises(
+        DataError, match=f"dataset.path: there is no file {tmp_path}/their.jsonl. Close to it"
+    ) as caught:
+        plan_command("qwen3b_zero2", ["hardware=hopper", *words], [], Console(width=200))
+    assert caught.value.exit_code == 4
+    printed = capsys.readouterr().out
+    assert "note: planned without the data, which is missing" in printed
+    assert "fits: " in printed
+    code, plan = as_json("qwen3b_zero2", "hardware=hopper", *words)
+    assert (code, plan["fits"]) == (4, True)
+    assert [problem["id"] for problem in plan["problems"]] == ["data-file-not-found"]
+    missing_validation = [
+        "hardware=hopper",
+        words[0],
+        f"dataset.path={there}",
+        f"dataset.validation_path={tmp_path}/no",
+    ]
+    with pytest.raises(DataError, match=r"dataset\.validation_path: there is no file"):
+        plan_command("qwen3b_zero2", missing_validation, [], Console(width=200))
+    capsys.readouterr()
     words[1] = f"dataset.path={there}"
     assert plan_command("qwen3b_zero2", ["hardware=hopper", *words[:2]], [], Console(width=200)) == 0
     assert "note: " not in capsys.readouterr().out

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tunebook.config.book import resolve_path
-from tunebook.config.choices import LauncherName, ResumeAnyway, Strategy, TrackerName
+from tunebook.config.choices import LauncherName, ResumeAnyway, Source, SpecialText, Strategy, TrackerName
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml, load_config
-from tunebook.config.schema import LauncherConfig, RunConfig, TrackingConfig, ZeroConfig
+from tunebook.config.schema import LauncherConfig, MixturePart, RunConfig, TrackingConfig, ZeroConfig
 from tunebook.record.config_hash import comparable_config, config_hash, has_hash, hash_anywhere, hashed_settings
 
 
@@ -126,3 +126,20 @@ def test_what_is_not_trained_changes_the_hash_and_nothing_of_models_without_such
     assert "unreached" not in hashed_settings(config)["model"]["facts"]["measured"]  # as before there was such a key
     config.model.facts.measured.unreached = ["model.tower"]
     assert config_hash(config) != before
+
+
+def test_settings_that_came_later_change_no_hash_until_they_are_set(run_config: RunConfig) -> None:
+    parts = {"chat": MixturePart(path="chat.jsonl"), "code": MixturePart(path="code.jsonl")}
+    mixed = replace(run_config, dataset=replace(run_config.dataset, source=Source.mixture, parts=parts))
+    settings = hashed_settings(mixed)
+    assert "template_date" not in settings["model"]
+    assert {"ignore_keys", "special_tokens_in_content"}.isdisjoint(settings["dataset"])
+    assert all("ignore_keys" not in part for part in settings["dataset"]["parts"].values())
+    parts = parts | {"code": MixturePart(path="code.jsonl", ignore_keys=["tools"])}
+    changes = [
+        replace(mixed, model=replace(mixed.model, template_date="2031-12-01")),
+        replace(mixed, dataset=replace(mixed.dataset, ignore_keys=["tools"])),
+        replace(mixed, dataset=replace(mixed.dataset, special_tokens_in_content=SpecialText.keep)),
+        replace(mixed, dataset=replace(mixed.dataset, parts=parts)),
+    ]
+    assert len({config_hash(config) for config in [mixed, *changes]}) == 5

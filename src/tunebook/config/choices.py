@@ -63,6 +63,15 @@ class Overlong(Enum):
     split = "split"
 
 
+class SpecialText(Enum):
+    """What becomes of the text of a special token, such as `</s>`, that stands in a document."""
+
+    auto = "auto"
+    refuse = "refuse"
+    keep = "keep"
+    as_text = "as_text"
+
+
 class Strategy(Enum):
     """How one model is spread over the GPUs."""
 

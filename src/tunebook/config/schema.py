@@ -30,6 +30,7 @@ from tunebook.config.choices import (
     ResumeAnyway,
     ScheduleName,
     Source,
+    SpecialText,
     StateDict,
     Strategy,
     Switch,
@@ -51,6 +52,9 @@ class ModelConfig:
     weights: Weights = Weights.pretrained
     tokenizer: str | None = None  # another tokenizer's name or folder; null takes the model's own
     chat_template: str | None = None  # a Jinja file; null takes the tokenizer's own
+    # What a chat template that writes today's date writes: YYYY-MM-DD, the same on every day so that runs can be
+    # repeated; the default is the date that Llama 3's own template falls back to
+    template_date: str = "2024-07-26"
     pad_token: str | None = None  # null takes the tokenizer's own
     eos_token: str | None = None  # null takes the tokenizer's own
     trust_remote_code: bool = False  # runs code from the model's repository
@@ -87,6 +91,8 @@ class DatasetSource:
     train_split: str = "train"
     format: Format = Format.auto  # auto: detected from the first document's keys, and printed
     text_field: str = "text"  # format=text: the field that holds the document
+    # Keys of documents and of their turns that are left out, such as [tools]; others that mean something are refused
+    ignore_keys: list[str] = field(default_factory=list)
     max_documents: int | None = None  # takes the first this many; null takes all
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
 
@@ -105,6 +111,9 @@ class DatasetConfig(DatasetSource):
     train_on: TrainOn = TrainOn.auto  # auto: the assistant's turns where there are roles, everything in plain text
     overlong: Overlong = Overlong.cut  # TRL cuts too; the number of cut documents is printed either way
     system_prompt: str | None = None  # put before conversations that have no system turn of their own
+    # The text of a special token, such as </s>, in a turn: refuse the document, keep it as the token, or as_text. auto:
+    # as_text in conversations, whose tokens the chat template writes; keep in texts, which have theirs written out
+    special_tokens_in_content: SpecialText = SpecialText.auto
     parts: dict[str, MixturePart] = field(default_factory=dict)  # source=mixture only
     validation_split: str | None = None  # a split of the same data set
     validation_path: str | None = None  # files: other files

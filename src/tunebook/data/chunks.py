@@ -22,12 +22,13 @@ from itertools import accumulate
 from multiprocessing import connection, get_context, parent_process
 from typing import TYPE_CHECKING
 
-from tunebook.config.choices import Overlong, TrainOn
+from tunebook.config.choices import Overlong, SpecialText, TrainOn
 from tunebook.data.corpus import CorpusKind
 from tunebook.data.encode import Document, Encoder
 from tunebook.data.fitting import fit
 from tunebook.data.prepared import PartCounts
 from tunebook.errors import DataError, TunebookError
+from tunebook.model.tokenizer import fix_template_date
 
 if TYPE_CHECKING:
     import datasets
@@ -51,6 +52,8 @@ class ChunkSettings:
     overlong: Overlong
     max_length: int  # tokens
     vocab_size: int | None  # of the model; None if not known
+    special_text: SpecialText = SpecialText.auto
+    template_date: str | None = None  # of a worker, which has a clock of its own; None: set already
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +112,9 @@ class ChunkEncoder:
 
     def __init__(self, settings: ChunkSettings) -> None:
         self.settings = settings
-        self._encoder = Encoder(settings.kind, settings.train_on, settings.tokenizer)
+        if settings.tokenizer is not None and settings.template_date is not None:
+            fix_template_date(settings.tokenizer, settings.template_date)
+        self._encoder = Encoder(settings.kind, settings.train_on, settings.tokenizer, settings.special_text)
 
     def encode(self, stream: bytes) -> Chunk:
         """One chunk. Raises: DataError for a document that cannot be encoded, naming it."""
@@ -117,6 +122,7 @@ class ChunkEncoder:
 
         rows = pa.ipc.open_stream(stream).read_all().to_pylist()
         self._encoder.notes.clear()
+        self._encoder.first.clear()
         fitted = [
             fit(document, self.settings.max_length, self.settings.overlong) for document in self._encoder.encode(rows)
         ]
@@ -131,6 +137,7 @@ class ChunkEncoder:
             num_cut=sum(one.was_cut for one in fitted),
             num_tokens_lost=sum(one.num_tokens_lost for one in fitted),
             notes=+self._encoder.notes,
+            first=dict(self._encoder.first),
         )
         counts.dropped.update(reason for one in fitted for reason in one.dropped)
         return Chunk(stream=_to_stream(_to_batch(pieces, lengths)), counts=counts)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 Row = dict[str, Any]  # one document: the columns of its kind
 Progress = Callable[[int], None]  # called with the number of documents written so far
 
+IGNORED_LABEL = -100  # of a token that the loss does not count: what PyTorch's cross entropy skips
 CONTENT_HASH = "content_hash"  # a column only while a corpus is being put together
 ROWS_PER_BATCH = 1000  # documents held in memory at once
 

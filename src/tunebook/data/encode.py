@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tunebook.config.choices import TrainOn
-from tunebook.data.corpus import CorpusKind, Row
-from tunebook.data.formats import IGNORED_LABEL
-from tunebook.data.span_tokens import SpanTokenizer
-from tunebook.data.template import ConversationRenderer, Rendered, Span
+from tunebook.config.choices import SpecialText, TrainOn
+from tunebook.data.corpus import IGNORED_LABEL, CorpusKind, Row
+from tunebook.data.span_tokens import SpanTokenizer, Tokenised
+from tunebook.data.special_tokens import Span, SpecialTokens
+from tunebook.data.template import ConversationRenderer, Rendered
 from tunebook.errors import DataError, RequestError
 from tunebook.model.tokenizer import stop_token_ids
 
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 REWRITTEN = "earlier assistant turns not trained on, because the chat template changes them once more turns follow"
+LEFT_OUT = "the chat template leaves out reasoning or other parts of earlier answers, which are not trained on"
+LEFT_OUT_OF_ALL = "the chat template leaves out reasoning or other parts of earlier answers"
+SPECIAL_AS_TEXT = "a special token's text in a turn, tokenised as text (dataset.special_tokens_in_content=as_text)"
+SPECIAL_KEPT = "a special token's text, taken for the token (dataset.special_tokens_in_content=keep)"
 STRADDLING = "a token reaches over the boundary between prompt and answer, and counts as the answer's"
 
 
@@ -40,13 +44,20 @@ class Document:
 
 
 class Encoder:
-    """Tokenises and masks documents of one kind; `notes` counts what a person should be told.
+    """Tokenises and masks documents of one kind.
 
-    Raises: RequestError when `train_on` asks for turns that this kind of document does not have, or conversations are
-    to be rendered without a chat template.
+    `notes` counts documents by what a person should know of them, `first` holds the first of each. Raises: RequestError
+    when `train_on` asks for turns that this kind of document does not have, or conversations are to be rendered without
+    a chat template.
     """
 
-    def __init__(self, kind: CorpusKind, train_on: TrainOn, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    def __init__(
+        self,
+        kind: CorpusKind,
+        train_on: TrainOn,
+        tokenizer: PreTrainedTokenizerBase | None,
+        special_text: SpecialText = SpecialText.auto,
+    ) -> None:
         if train_on is TrainOn.assistant and kind is CorpusKind.text:
             raise RequestError(
                 "dataset.train_on=assistant: these documents are plain text, in which nobody is the assistant; type "
@@ -54,6 +65,7 @@ class Encoder:
                 problem_id="train-on-without-roles",
             )
         self.notes: Counter[str] = Counter()
+        self.first: dict[str, str] = {}
         self._everything = train_on is TrainOn.everything
         methods: dict[CorpusKind, Callable[[Sequence[Row]], list[Document]]] = {
             CorpusKind.conversation: self._conversations,
@@ -70,10 +82,20 @@ class Encoder:
         self._bos_id: int | None = tokenizer.bos_token_id
         self._bos_token = tokenizer.bos_token
         self._stop_ids = stop_token_ids(tokenizer)
-        if kind is CorpusKind.conversation:
+        is_conversation = kind is CorpusKind.conversation
+        if special_text is SpecialText.auto:
+            special_text = SpecialText.as_text if is_conversation else SpecialText.keep
+        self._special_text = special_text
+        if is_conversation:
             # The template writes the special tokens; a tokenizer adding its own would double them.
             self._tokenizer = SpanTokenizer(self._backend)
             self._renderer = ConversationRenderer(tokenizer)
+            self._special = self._renderer.special
+            return
+        self._special = SpecialTokens(tokenizer)
+        self._adds_eos = self._backend.encode("a").ids[-1:] == [self._eos_id]
+        if special_text is SpecialText.as_text:
+            self._backend = self._special.plain_backend()
 
     def encode(self, rows: Sequence[Row]) -> list[Document]:
         """The rows as documents, in order. Raises: DataError naming the row's `origin`."""
@@ -81,25 +103,58 @@ class Encoder:
 
     def _conversations(self, rows: Sequence[Row]) -> list[Document]:
         rendered = [self._render(row) for row in rows]
-        tokenised = self._tokenizer.tokenise([one.text for one in rendered], [one.spans for one in rendered])
         documents = []
-        for row, one, tokens in zip(rows, rendered, tokenised, strict=True):
-            ids = tokens.ids
-            self._refuse_two_bos(ids, row["origin"], "the chat template writes it twice; correct the template")
+        for row, one, tokens in zip(rows, rendered, self._tokenise(rendered), strict=True):
+            ids, origin = tokens.ids, row["origin"]
+            self._refuse_two_bos(ids, origin, "the chat template writes it twice; correct the template")
             if self._everything:
-                self._require_stop(ids, row["origin"])
+                self._require_stop(ids, origin)
                 labels = all_labels(ids)
             else:
-                labels = self._labels_of_ranges(ids, tokens.ranges, row["origin"])
-            self.notes[REWRITTEN] += one.num_rewritten > 0
-            self.notes[STRADDLING] += tokens.num_straddling
+                labels = self._labels_of_ranges(ids, tokens.ranges, origin)
+            self._note(REWRITTEN, origin, one.num_rewritten > 0)
+            self._note(LEFT_OUT_OF_ALL if self._everything else LEFT_OUT, origin, one.leaves_out)
+            self._note(STRADDLING, origin, tokens.num_straddling)
             documents.append(Document(ids, labels))
         return documents
 
     def _render(self, row: Row) -> Rendered:
-        if self._everything:  # then it does not matter where the assistant's turns are
-            return Rendered(text=self._renderer.text(row["messages"], row["origin"]), spans=[])
-        return self._renderer.render(row["messages"], row["origin"])
+        # Where everything is trained on it does not matter where the assistant's turns are.
+        render = self._renderer.whole if self._everything else self._renderer.render
+        rendered = render(row["messages"], row["origin"])
+        self._account_for_special(rendered.special, row["origin"])
+        if rendered.special is not None and self._special_text is SpecialText.keep:
+            text, spans = self._special.show(rendered.text, rendered.spans)
+            return replace(rendered, text=text, spans=spans, special=None)
+        return rendered
+
+    def _tokenise(self, rendered: Sequence[Rendered]) -> list[Tokenised]:
+        plain = [one for one in rendered if one.special is None]
+        tokenised = iter(self._tokenizer.tokenise([one.text for one in plain], [one.spans for one in plain]))
+        return [
+            next(tokenised)
+            if one.special is None
+            else self._tokenizer.tokenise_apart(self._special, one.text, one.spans)
+            for one in rendered
+        ]
+
+    def _account_for_special(self, token: str | None, origin: str) -> None:
+        """Note a document that holds the text of a special token. Raises: DataError where such are to be refused."""
+        if token is None:
+            return
+        if self._special_text is SpecialText.refuse:
+            raise DataError(
+                f"{origin}: it holds the text of the special token {token!r}, which dataset.special_tokens_in_content="
+                "refuse forbids; take it out, or type =as_text to train on it as text or =keep as the token",
+                problem_id="special-token-in-content",
+            )
+        note = SPECIAL_KEPT if self._special_text is SpecialText.keep else SPECIAL_AS_TEXT
+        self._note(note, f"{origin}, {token}")
+
+    def _note(self, note: str, origin: str, count: int = 1) -> None:
+        if count:
+            self.notes[note] += count
+            self.first.setdefault(note, origin)
 
     def _labels_of_ranges(self, ids: list[int], ranges: list[Span], origin: str) -> list[int]:
         labels = [IGNORED_LABEL] * len(ids)
@@ -114,6 +169,7 @@ class Encoder:
     def _texts(self, rows: Sequence[Row]) -> list[Document]:
         documents = []
         for row, encoding in zip(rows, self._backend.encode_batch([row["text"] for row in rows]), strict=True):
+            self._account_for_special(self._special.first_in(row["text"]), row["origin"])
             ids = self._ended(encoding.ids)
             self._refuse_two_bos(ids, row["origin"], "the text begins with it and the tokenizer adds one; remove it")
             documents.append(Document(ids, all_labels(ids)))
@@ -129,11 +185,14 @@ class Encoder:
         wholes = self._backend.encode_batch([row["prompt"] + row["completion"] for row in rows])
         documents = []
         for row, prompt, whole in zip(rows, prompts, wholes, strict=True):
+            origin = row["origin"]
+            self._account_for_special(self._special.first_in(row["prompt"] + row["completion"]), origin)
             ids = self._ended(whole.ids)
-            self._refuse_two_bos(ids, row["origin"], "the prompt begins with it and the tokenizer adds one; remove it")
-            prompt_ids = prompt.ids[:-1] if prompt.ids[-1:] == [self._eos_id] else prompt.ids
+            self._refuse_two_bos(ids, origin, "the prompt begins with it and the tokenizer adds one; remove it")
+            # One that the tokenizer adds is not part of the prompt; one that the prompt itself ends with is.
+            prompt_ids = prompt.ids[:-1] if self._adds_eos else prompt.ids
             num_same = num_shared(prompt_ids, ids)
-            self.notes[STRADDLING] += num_same < len(prompt_ids)
+            self._note(STRADDLING, origin, num_same < len(prompt_ids))
             labels = all_labels(ids)
             if not self._everything:
                 labels[:num_same] = [IGNORED_LABEL] * num_same

@@ -12,12 +12,14 @@ from pathlib import Path
 from tunebook.config.book import is_in_book, resolve_path
 from tunebook.config.choices import Source
 from tunebook.config.schema import DatasetConfig, sources_of
-from tunebook.errors import RequestError
+from tunebook.errors import DataError
 
 LINES_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
-JSON_SUFFIXES = (".json", ".json.gz")  # a JSON array, or one document per line
+JSON_SUFFIXES = (".json", ".json.gz")  # an array, an object that holds one, or one document per line
 PARQUET_SUFFIXES = (".parquet", ".parquet.gz")
-SUFFIXES = LINES_SUFFIXES + JSON_SUFFIXES + PARQUET_SUFFIXES
+CSV_SUFFIXES = (".csv", ".csv.gz")
+TSV_SUFFIXES = (".tsv", ".tsv.gz")
+SUFFIXES = LINES_SUFFIXES + JSON_SUFFIXES + PARQUET_SUFFIXES + CSV_SUFFIXES + TSV_SUFFIXES
 
 _WILDCARDS = "*?["
 
@@ -31,24 +33,23 @@ class DataFile:
     label: str  # for a document's origin: the name, with folders only where several files share it
 
 
-def what_is_not_there(config: DatasetConfig) -> list[str]:
-    """Why the files that a configuration names cannot be read here, in words; nothing where they can."""
+def what_is_not_there(config: DatasetConfig) -> DataError | None:
+    """Why the files that a configuration names cannot be trained on here; None where they can."""
     sources = sources_of(config).items()
     named = {f"{key}.path": source.path for key, source in sources if source.source is Source.files}
-    found = []
     for key, text in (named | {"dataset.validation_path": config.validation_path}).items():
         try:
             if text:
                 find_files(text, key)
-        except RequestError as error:
-            found.append(error.message)
-    return found
+        except DataError as error:
+            return error
+    return None
 
 
 def find_files(text: str, key: str) -> list[DataFile]:
     """The files that a path or glob names, in alphabetical order; `key` is where it was configured.
 
-    Raises: RequestError for a folder, for nothing found, and for a file that is neither JSON nor Parquet.
+    Raises: DataError for a folder, for nothing found, and for a kind of file that holds no documents.
     """
     pattern = resolve_path(text)
     if pattern.is_file():
@@ -64,7 +65,7 @@ def find_files(text: str, key: str) -> list[DataFile]:
         raise _not_found_error(pattern, key)
     for path in paths:
         if not path.name.lower().endswith(SUFFIXES):
-            raise RequestError(
+            raise DataError(
                 f"{key}: {path} is not a kind of file that documents are read from; they end in {', '.join(SUFFIXES)}",
                 problem_id="data-file-kind",
             )
@@ -94,11 +95,11 @@ def _location(path: Path, text: str) -> str:
     return f"book:{path.relative_to(resolve_path('book:')).as_posix()}"
 
 
-def _folder_error(folder: Path, key: str) -> RequestError:
+def _folder_error(folder: Path, key: str) -> DataError:
     names = sorted(path.name for path in folder.iterdir() if path.name.lower().endswith(SUFFIXES))
     ending = next((suffix for name in names for suffix in SUFFIXES if name.lower().endswith(suffix)), ".jsonl")
     found = f"it holds {_listing(names)}" if names else f"it holds no file ending in {', '.join(SUFFIXES)}"
-    return RequestError(
+    return DataError(
         f"{key}: {folder} is a folder, and files of it may be meant for training or for testing: {found}. "
         f"Name a file, or a glob such as '{folder / f'*{ending}'}'; a folder in the layout of the hub is "
         f"dataset.source=hub dataset.name={folder}",
@@ -106,7 +107,7 @@ def _folder_error(folder: Path, key: str) -> RequestError:
     )
 
 
-def _not_found_error(pattern: Path, key: str) -> RequestError:
+def _not_found_error(pattern: Path, key: str) -> DataError:
     folder = pattern.parent
     while not folder.is_dir() and any(character in str(folder) for character in _WILDCARDS):
         folder = folder.parent
@@ -124,7 +125,7 @@ def _not_found_error(pattern: Path, key: str) -> RequestError:
     else:
         existing = next(parent for parent in folder.parents if parent.is_dir())
         advice = f"The folder {folder} does not exist; {existing} does"
-    return RequestError(
+    return DataError(
         f"{key}: {what} {pattern}. {advice}. Relative paths start where the command is typed ({Path.cwd()})",
         problem_id="data-file-not-found",
     )

@@ -61,7 +61,9 @@ def made_from(config: RunConfig) -> dict[str, Any]:
         "libraries": {name: version(name) for name in _LIBRARIES},
         "corpus": corpus_identity(config.dataset, vocab_size=vocab_size, eos_token_id=eos_token_id),
         "tokenizer": tokenizer_files_hash(config.model) if needs_tokenizer(config.dataset) else None,
+        "template_date": config.model.template_date,
         "train_on": config.dataset.train_on.name,
+        "special_tokens_in_content": config.dataset.special_tokens_in_content.name,
         "overlong": config.dataset.overlong.name,
         "max_length": config.training.max_length,
     }

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tunebook.config.choices import Overlong
+from tunebook.data.corpus import IGNORED_LABEL
 from tunebook.data.encode import Document
-from tunebook.data.formats import IGNORED_LABEL
 
 TOO_LONG = "longer than training.max_length (dataset.overlong=drop)"
 NOTHING_TRAINED = "nothing left to train on after cutting to training.max_length"

@@ -1,7 +1,7 @@
 """How one document is written down: the formats, how one is detected, and how each becomes a row of a corpus kind.
 
 To add a format: a member of `config.choices.Format`, a function that turns a record into a row, and a line in SPECS.
-Null counts as absent, because Parquet has every column in every row. Keys that a format does not know are ignored.
+Null counts as absent, because Parquet has every column in every row. What becomes of other keys: `keys.py`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 
 from tunebook.config.choices import Format
 from tunebook.data.corpus import CorpusKind, Row
+from tunebook.data.keys import KeyAccount
 from tunebook.data.problems import DocumentError
+from tunebook.data.token_documents import TOKEN_KEYS, token_row
 from tunebook.data.turns import Turn, check_conversation, check_text, make_turn, read_turns
 from tunebook.errors import nearest
 
 Record = Mapping[str, Any]
-
-IGNORED_LABEL = -100  # what PyTorch's cross entropy skips
-_LARGEST_TOKEN_ID = 2**31 - 1  # token ids are stored in 32 bits
+Convert = Callable[[Record, KeyAccount], tuple[CorpusKind, Row]]
 
 TEXT_FIELD = "<dataset.text_field>"  # stands for the configured field in SPECS
 
@@ -30,7 +30,7 @@ class FormatSpec:
 
     needs: tuple[str, ...]
     may_have: tuple[str, ...] = ()
-    convert: Callable[[Record], tuple[CorpusKind, Row]] | None = None  # None: needs settings, see Normaliser
+    convert: Convert | None = None  # None: needs settings, see Normaliser
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,18 +45,30 @@ class FormatSettings:
 class Normaliser:
     """Turns the records of one source into rows of one kind; both are settled by the first document when not named."""
 
-    def __init__(self, format: Format, settings: FormatSettings) -> None:
+    def __init__(self, format: Format, settings: FormatSettings, account: KeyAccount | None = None) -> None:
         self.format = format
         self.settings = settings
+        self.account = account or KeyAccount(known_columns(settings.text_field))
         self.kind: CorpusKind | None = None
         self.was_detected = format is Format.auto
+        self._read_keys = {
+            format: frozenset(_needed_keys(format, settings.text_field)).union(spec.may_have)
+            for format, spec in SPECS.items()
+        }
 
     def row(self, record: Record) -> Row:
         """One record as a row, without its origin. Raises: DocumentError."""
+        self.account.begin_document()
+        record = self.account.without_ignored(record)
         if self.format is Format.auto:
             self.format = detect_format(record, self.settings.text_field)
         self._check_keys(record)
-        kind, row = self._convert(record)
+        read = self._read_keys[self.format]
+        self.account.check_document(record, read, is_text=self.format is Format.text)
+        try:
+            kind, row = self._convert(record)
+        finally:  # a key that is refused often explains what else is wrong, such as an empty text beside a tool call
+            self.account.raise_if_refused()
         if self.kind is None:
             self.kind = kind
         elif kind is not self.kind:
@@ -68,10 +80,10 @@ class Normaliser:
             field = self.settings.text_field
             return CorpusKind.text, {"text": check_text(record[field], f"'{field}'")}
         if self.format is Format.pretokenized:
-            return CorpusKind.tokens, _token_row(record, self.settings.vocab_size)
+            return CorpusKind.tokens, token_row(record, self.settings.vocab_size)
         convert = SPECS[self.format].convert
         assert convert is not None, f"{self.format} has no conversion"
-        kind, row = convert(record)
+        kind, row = convert(record, self.account)
         if kind is CorpusKind.conversation and self.settings.system_prompt is not None:
             turns = row["messages"]
             if turns[0]["role"] != "system":
@@ -107,6 +119,12 @@ def detect_format(record: Record, text_field: str) -> Format:
     if matching:
         return matching[0]
     formats = "\n".join(f"    {format.value}: {', '.join(_needed_keys(format, text_field))}" for format in SPECS)
+    if record.get("chosen") is not None and record.get("rejected") is not None:
+        raise DocumentError(
+            "it is a pair of answers to prefer one of ('chosen', 'rejected'), and supervised fine-tuning learns one "
+            "answer: write the chosen one as 'completion' beside 'prompt', or as the last of 'messages'",
+            problem_id="data-unknown-format",
+        )
     raise DocumentError(
         f"its format is not known: its keys are: {_keys(record)}. The formats, and the keys each needs:\n{formats}\n"
         "  Rename its keys, or for plain text say dataset.format=text dataset.text_field=KEY",
@@ -145,19 +163,21 @@ def _is_blank(value: object) -> bool:
     return value is None or (isinstance(value, str) and not value.strip())
 
 
-def _from_turns(field: str) -> Callable[[Record], tuple[CorpusKind, Row]]:
-    def convert(record: Record) -> tuple[CorpusKind, Row]:
-        turns = read_turns(record[field], field)
+def _from_turns(field: str) -> Convert:
+    def convert(record: Record, account: KeyAccount) -> tuple[CorpusKind, Row]:
+        turns = read_turns(record[field], field, account)
         return _conversation(_system_turns(record) + turns if turns else turns)
 
     return convert
 
 
-def _from_alpaca(record: Record) -> tuple[CorpusKind, Row]:
+def _from_alpaca(record: Record, account: KeyAccount) -> tuple[CorpusKind, Row]:
     """`input` follows the instruction after an empty line; `history` holds earlier [question, answer] pairs."""
     turns = _system_turns(record)
     history = record.get("history")
-    for pair in [] if history is None else history:
+    if history is not None and not isinstance(history, list):
+        raise DocumentError("'history' must be a list of [question, answer] pairs")
+    for pair in history or []:
         if not isinstance(pair, list) or len(pair) != 2:
             raise DocumentError("'history' must be a list of [question, answer] pairs")
         turns += [make_turn("user", pair[0], "history"), make_turn("assistant", pair[1], "history")]
@@ -168,65 +188,35 @@ def _from_alpaca(record: Record) -> tuple[CorpusKind, Row]:
     return _conversation(turns)
 
 
-def _from_prompt_completion(record: Record) -> tuple[CorpusKind, Row]:
+def _from_prompt_completion(record: Record, account: KeyAccount) -> tuple[CorpusKind, Row]:
     """Two texts, or two lists of turns, of which only the completion's are trained on."""
     prompt, completion = record["prompt"], record["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
-        before = [{**turn, "train": False} for turn in read_turns(prompt, "prompt")]
-        after = read_turns(completion, "completion")
+        before = _system_turns(record) + read_turns(prompt, "prompt", account, is_prompt=True)
+        after = read_turns(completion, "completion", account)
         if not any(turn["role"] == "assistant" for turn in after):
             raise DocumentError("'completion' has no assistant turn, so nothing to train on")
         return _conversation(before + after)
     if isinstance(prompt, list) or isinstance(completion, list):
         raise DocumentError("'prompt' and 'completion' must be two texts or two lists of turns, not one of each")
+    if not _is_blank(record.get("system")):
+        raise DocumentError("'system' goes with turns: put it at the beginning of 'prompt', as the model is to read it")
     row = {"prompt": check_text(prompt, "'prompt'"), "completion": check_text(completion, "'completion'")}
     return CorpusKind.prompt_completion, row
 
 
-def _token_row(record: Record, vocab_size: int | None) -> Row:
-    """Labels are those of the same position, as in transformers; without any, every token is trained on."""
-    input_ids = _integers(record["input_ids"], "input_ids")
-    limit = _LARGEST_TOKEN_ID if vocab_size is None else vocab_size - 1
-    _check_range(input_ids, "input_ids", 0, limit)
-    if record.get("labels") is None:
-        return {"input_ids": input_ids, "labels": list(input_ids)}
-    labels = _integers(record["labels"], "labels")
-    if len(labels) != len(input_ids):
-        raise DocumentError(
-            f"'labels' has {len(labels)} entries and 'input_ids' {len(input_ids)}; they must be as many"
-        )
-    _check_range([label for label in labels if label != IGNORED_LABEL], "labels", 0, limit)
-    # The first label is never predicted from anything, so it alone trains nothing.
-    if all(label == IGNORED_LABEL for label in labels[1:]):
-        raise DocumentError(f"every label after the first is {IGNORED_LABEL}, so nothing to train on")
-    return {"input_ids": input_ids, "labels": labels}
-
-
-def _integers(value: object, field: str) -> list[int]:
-    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
-        raise DocumentError(f"'{field}' must be a list of whole numbers")
-    if not value:
-        raise DocumentError(f"'{field}' is empty")
-    return value
-
-
-def _check_range(token_ids: list[int], field: str, smallest: int, largest: int) -> None:
-    outside = next((token_id for token_id in token_ids if not smallest <= token_id <= largest), None)
-    if outside is not None:
-        raise DocumentError(
-            f"'{field}' holds {outside}, but the vocabulary goes from {smallest} to {largest}; "
-            "were these tokens made by another tokenizer?"
-        )
-
-
 # In the order of detection: the most telling keys first.
 SPECS: dict[Format, FormatSpec] = {
-    Format.pretokenized: FormatSpec(needs=("input_ids",), may_have=("labels",)),
+    Format.pretokenized: FormatSpec(
+        needs=("input_ids",), may_have=TOKEN_KEYS
+    ),
     Format.sharegpt: FormatSpec(
         needs=("conversations",), may_have=("system",), convert=_from_turns("conversations")
     ),
     Format.messages: FormatSpec(needs=("messages",), may_have=("system",), convert=_from_turns("messages")),
-    Format.prompt_completion: FormatSpec(needs=("prompt", "completion"), convert=_from_prompt_completion),
+    Format.prompt_completion: FormatSpec(
+        needs=("prompt", "completion"), may_have=("system",), convert=_from_prompt_completion
+    ),
     Format.alpaca: FormatSpec(
         needs=("instruction", "output"), may_have=("input", "system", "history"), convert=_from_alpaca
     ),

@@ -11,13 +11,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tunebook.config.book import resolve_path
 from tunebook.config.schema import DatasetSource
+from tunebook.data import hub_files
 from tunebook.data.corpus import ROWS_PER_BATCH
 from tunebook.data.file_hashes import CACHE_VARIABLE
 from tunebook.data.files import hash_folder
+from tunebook.data.json_file import Record
+from tunebook.data.keys import KeyAccount
+from tunebook.data.problems import DocumentProblems
+from tunebook.data.readers import Part
 from tunebook.errors import DataError, RequestError, did_you_mean
 from tunebook.model.hub import local_problem
 from tunebook.record.disk import is_disk_full, no_space
@@ -64,35 +69,35 @@ def find_repository(source: DatasetSource, key: str) -> Repository:
         return Repository(name=source.name, folder=snapshot, revision=snapshot.name, sha256=None)
 
 
-def load_split(
-    source: DatasetSource, repository: Repository, split: str, key: str, cache_dir: Path
-) -> datasets.Dataset:
-    """One split of a data set, downloaded where need be; `key` is where the data set is configured.
+def split_parts(
+    source: DatasetSource, repository: Repository, split: str, key: str, cache_dir: Path, account: KeyAccount
+) -> Iterator[Part]:
+    """The documents of one split, downloaded where need be; `key` is where the data set is configured.
 
-    Raises: RequestError for an unknown split or subset, DataError where the files are broken.
+    JSON and CSV are read by Tunebook's own readers: `datasets` guesses types from text, and makes dates, numbers and
+    missing values of it. Raises: RequestError for an unknown split or subset, DataError where the files are broken.
     """
     if repository.folder is not None and _is_saved_to_disk(repository.folder):
-        return _load_saved(source, repository.folder, split, key)
+        yield _table_part(_load_saved(source, repository.folder, split, key), source, split, account)
+        return
+    own_cache = cache_dir if repository.folder is not None else None
     try:
-        builder = _prepare_builder(source, repository, key, cache_dir)
+        builder = _load_builder(source, repository, key, cache_dir)
+        with _local_problems(repository.name, own_cache):
+            files = hub_files.text_files(builder, key, own_cache)
+        if files is None:
+            _prepare(source, repository, builder, key, cache_dir)
     except _unreachable_errors() as error:
         snapshot = None if repository.folder else _cached_snapshot(repository.name, repository.revision)
         if snapshot is None:
             raise unreachable_error(source, key, error) from error
-        builder = _prepare_builder(source, replace(repository, folder=snapshot), key, cache_dir)
-    _check_split(source, split, list(builder.info.splits or {}), key)
-    return builder.as_dataset(split=split)
-
-
-def iterate_rows(dataset: datasets.Dataset, columns: frozenset[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Every row with its number, from 1; only columns that some format reads, where there are any."""
-    wanted = [name for name in dataset.column_names if name in columns]
-    table = dataset.select_columns(wanted) if wanted else dataset
-    number = 0
-    for batch in table.iter(batch_size=ROWS_PER_BATCH):
-        for values in zip(*batch.values(), strict=True):
-            number += 1
-            yield number, dict(zip(batch, values, strict=True))
+        yield from split_parts(source, replace(repository, folder=snapshot), split, key, cache_dir, account)
+        return
+    _check_split(source, split, list(builder.info.splits or files or {}), key)
+    if files is not None:
+        yield from hub_files.split_parts(files, split, split_location(source, split), account)
+        return
+    yield _table_part(builder.as_dataset(split=split), source, split, account)
 
 
 def split_location(source: DatasetSource, split: str) -> str:
@@ -116,27 +121,61 @@ def unreachable_error(source: DatasetSource, key: str, error: Exception) -> Requ
     )
 
 
-def _prepare_builder(
-    source: DatasetSource, repository: Repository, key: str, cache_dir: Path
-) -> datasets.DatasetBuilder:
-    """The data set's files turned into Arrow by the `datasets` library."""
+def _table_part(dataset: datasets.Dataset, source: DatasetSource, split: str, account: KeyAccount) -> Part:
+    """A split that has types of its own, such as Parquet's."""
+    location = split_location(source, split)
+    records = _iterate_rows(dataset, account)
+    return Part(problems=DocumentProblems(location, "row"), records=records, label=location)
+
+
+def _iterate_rows(dataset: datasets.Dataset, account: KeyAccount) -> Iterator[Record]:
+    """Every row with its number, from 1; of a column that is not read only the missing values are counted."""
+    names = dataset.column_names
+    wanted = account.wanted_columns(names)
+    for name in names:
+        if name not in wanted:
+            batches = dataset.select_columns([name]).with_format("arrow").iter(batch_size=ROWS_PER_BATCH)
+            account.count_column(name, len(dataset) - sum(batch.column(0).null_count for batch in batches))
+    number = 0
+    for batch in dataset.select_columns(wanted).iter(batch_size=ROWS_PER_BATCH):
+        for values in zip(*batch.values(), strict=True):
+            number += 1
+            yield number, dict(zip(batch, values, strict=True))
+
+
+def _load_builder(source: DatasetSource, repository: Repository, key: str, cache_dir: Path) -> datasets.DatasetBuilder:
+    """What knows the data set's files and splits."""
     import datasets
-    from datasets.exceptions import DatasetGenerationError
 
     try:
         with _local_problems(repository.name, cache_dir if repository.folder is not None else None):
             if repository.folder is not None:
                 # What is made from a folder belongs to this run; what is made from the hub is shared by all.
-                builder = datasets.load_dataset_builder(str(repository.folder), source.subset, cache_dir=str(cache_dir))
-            else:
-                builder = datasets.load_dataset_builder(repository.name, source.subset, revision=repository.revision)
-            builder.download_and_prepare()
+                return datasets.load_dataset_builder(str(repository.folder), source.subset, cache_dir=str(cache_dir))
+            return datasets.load_dataset_builder(repository.name, source.subset, revision=repository.revision)
     except _unreachable_errors():
         raise
     except FileNotFoundError as error:
         raise RequestError(
             f"{key}.name={source.name} holds no files of documents ({_first_line(error)})", problem_id="hub-not-found"
         ) from error
+    except ValueError as error:  # an unknown or missing subset; the message lists those there are
+        raise RequestError(
+            f"{key}.subset={source.subset or 'null'} of {source.name}: {error}", problem_id="hub-unknown-split"
+        ) from error
+
+
+def _prepare(
+    source: DatasetSource, repository: Repository, builder: datasets.DatasetBuilder, key: str, cache_dir: Path
+) -> None:
+    """Have the data set's files turned into Arrow by the `datasets` library."""
+    from datasets.exceptions import DatasetGenerationError
+
+    try:
+        with _local_problems(repository.name, cache_dir if repository.folder is not None else None):
+            builder.download_and_prepare()
+    except _unreachable_errors():
+        raise
     except DatasetGenerationError as error:
         cause = error.__cause__ or error
         if isinstance(cause, _unreachable_errors()):
@@ -144,11 +183,6 @@ def _prepare_builder(
         raise DataError(
             f"{key}.name={source.name}: its files cannot be read: {_summary(cause)}", problem_id="data-file-broken"
         ) from error
-    except ValueError as error:  # an unknown or missing subset; the message lists those there are
-        raise RequestError(
-            f"{key}.subset={source.subset or 'null'} of {source.name}: {error}", problem_id="hub-unknown-split"
-        ) from error
-    return builder
 
 
 @contextmanager

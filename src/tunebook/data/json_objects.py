@@ -8,18 +8,49 @@ from typing import Any
 from tunebook.data.problems import DocumentError
 
 
+class RepeatedKeyError(ValueError):
+    """An object has one key twice: Python would keep the last value, other readers the first."""
+
+
+def _object_of_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = dict.fromkeys(name for name in names if names.count(name) > 1)
+        listed = " and ".join(f"'{name}'" for name in repeated)
+        raise RepeatedKeyError(f"the key {listed} stands twice in one JSON object; keep one value")
+    return made
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_object_of_unique_keys)
+
+
 def parse_object(text: str) -> dict[str, Any]:
     """One JSON object. Raises: DocumentError saying at which column and what is wrong."""
     try:
-        value = json.loads(text)
+        value = DECODER.decode(text)
     except json.JSONDecodeError as error:
         near = error.doc[max(0, error.pos - 15) : error.pos + 15]
         hint = "; JSONL needs each document whole on one line" if text.strip() in ("{", "[") else ""
         message = f"broken JSON at column {error.pos + 1}: {lower_first(error.msg)}, near {near!r}{hint}"
         raise DocumentError(message, problem_id="data-broken-json") from error
+    except RepeatedKeyError as error:
+        raise DocumentError(str(error), problem_id="data-repeated-key") from error
     except (RecursionError, ValueError) as error:
         raise DocumentError(f"JSON that cannot be read: {error}", problem_id="data-broken-json") from error
     return check_object(value, might_escape="\\u" in text)
+
+
+def continues_on_the_next_line(line: str) -> bool:
+    """Whether a line is the beginning of a JSON value that is written over several lines."""
+    try:
+        json.loads(line)
+    except json.JSONDecodeError as error:
+        # A string cannot go on in the next line, so an open one is a line that was cut off.
+        return error.pos >= len(line.rstrip()) and not error.msg.startswith("Unterminated string")
+    except (RecursionError, ValueError):
+        return False
+    return False
 
 
 def check_object(value: object, *, might_escape: bool) -> dict[str, Any]:

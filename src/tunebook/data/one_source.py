@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -14,8 +14,10 @@ from tunebook.data import hub
 from tunebook.data.corpus import CorpusKind, Loaded, Progress, Row, SourceRecord, write_rows
 from tunebook.data.files import DataFile, find_files, hash_file
 from tunebook.data.formats import FormatSettings, Normaliser, known_columns
+from tunebook.data.json_file import Record
+from tunebook.data.keys import KeyAccount
 from tunebook.data.problems import DocumentError, DocumentProblems
-from tunebook.data.readers import Record, read_records
+from tunebook.data.readers import Part, read_records
 from tunebook.data.synthetic import load_synthetic
 from tunebook.errors import DataError, RequestError
 
@@ -37,12 +39,13 @@ class Loader:
         """Where the documents of one source go: `dataset.parts.chat`, `train` -> dataset.parts.chat.train.arrow."""
         return self.cache_dir / f"{key.replace('/', '_')}.{part}.arrow"
 
-    def normaliser(self, source: DatasetSource) -> Normaliser:
-        """A new one for a source."""
+    def normaliser(self, source: DatasetSource, key: str) -> Normaliser:
+        """A new one for the source configured under `key`."""
         settings = FormatSettings(
             text_field=source.text_field, system_prompt=self.system_prompt, vocab_size=self.vocab_size
         )
-        return Normaliser(source.format, settings)
+        account = KeyAccount(known_columns(source.text_field), source.ignore_keys, key)
+        return Normaliser(source.format, settings, account)
 
 
 def load_source(source: DatasetSource, key: str, loader: Loader) -> Loaded:
@@ -53,9 +56,8 @@ def load_source(source: DatasetSource, key: str, loader: Loader) -> Loaded:
             problem_id="max-documents",
         )
     if source.source is Source.files:
-        return load_files(
-            source, find_files(required_path(source, key), f"{key}.path"), loader.file(key, "train"), loader
-        )
+        files = find_files(required_path(source, key), f"{key}.path")
+        return load_files(source, key, files, loader.file(key, "train"), loader)
     if source.source is Source.hub:
         return load_hub_split(source, source.train_split, key, loader)
     if source.source is Source.synthetic:
@@ -83,23 +85,17 @@ def required_path(source: DatasetSource, key: str) -> str:
     return source.path
 
 
-def load_files(source: DatasetSource, files: list[DataFile], arrow_file: Path, loader: Loader) -> Loaded:
-    """The documents of some files, up to `source.max_documents`."""
-    normaliser = loader.normaliser(source)
+def load_files(source: DatasetSource, key: str, files: list[DataFile], arrow_file: Path, loader: Loader) -> Loaded:
+    """The documents of some files, up to `source.max_documents`; `key` is where they are configured."""
+    normaliser = loader.normaliser(source, key)
     all_problems = [DocumentProblems(str(file.path)) for file in files]
-    columns = known_columns(source.text_field)
-
-    def rows() -> Iterator[Row]:
-        for file, problems in zip(files, all_problems, strict=True):
-            records = read_records(file.path, problems, columns)
-            yield from _read_rows(records, normaliser, problems, file.label)
-            if problems.num_documents == 0:
-                raise DataError(
-                    f"{file.path} is empty: {problems.num_blank_lines:,} blank lines and no document",
-                    problem_id="data-file-empty",
-                )
-
-    dataset, kind = _write(rows(), normaliser, source.max_documents, arrow_file, loader.progress, files[0].location)
+    parts = (
+        Part(problems=problems, records=read_records(file.path, problems, normaliser.account), label=file.label)
+        for file, problems in zip(files, all_problems, strict=True)
+    )
+    dataset, kind = _write(
+        _read_parts(parts, normaliser), normaliser, source.max_documents, arrow_file, loader.progress, files[0].location
+    )
     for problems in all_problems:  # `max_documents` may have ended the reading before the end of a file
         problems.raise_if_any()
     # Files behind the last document that `max_documents` allows were not read.
@@ -114,26 +110,25 @@ def load_files(source: DatasetSource, files: list[DataFile], arrow_file: Path, l
         )
         for file, problems in read
     ]
-    notes = _format_notes(normaliser, read[0][0].location)
-    notes += [
-        f"{file.location}: skipped {problems.num_blank_lines:,} blank line{'s' if problems.num_blank_lines > 1 else ''}"
-        for file, problems in read
-        if problems.num_blank_lines
-    ]
+    notes = _source_notes(normaliser, read[0][0].location, len(dataset))
+    for file, problems in read:
+        blank = problems.num_blank_lines
+        notes += [f"{file.location}: skipped {blank:,} blank line{'s' if blank > 1 else ''}"] if blank else []
+        notes += [f"{file.location}: {note}" for note in problems.notes]
     return Loaded(kind=kind, dataset=dataset, records=records, notes=notes)
 
 
 def load_hub_split(source: DatasetSource, split: str, key: str, loader: Loader) -> Loaded:
     """The documents of one split, up to `source.max_documents`."""
     repository = hub.find_repository(source, key)
-    table = hub.load_split(source, repository, split, key, loader.cache_dir / "hub")
     location = hub.split_location(source, split)
-    normaliser = loader.normaliser(source)
-    problems = DocumentProblems(location, "row")
-    rows = _read_rows(hub.iterate_rows(table, known_columns(source.text_field)), normaliser, problems, location)
+    normaliser = loader.normaliser(source, key)
+    parts = list(hub.split_parts(source, repository, split, key, loader.cache_dir / "hub", normaliser.account))
     file = loader.file(key, "train" if split == source.train_split else "validation")
+    rows = _read_parts(parts, normaliser)
     dataset, kind = _write(rows, normaliser, source.max_documents, file, loader.progress, location)
-    problems.raise_if_any()
+    for part in parts:
+        part.problems.raise_if_any()
     record = SourceRecord(
         location=location,
         revision=repository.revision,
@@ -141,7 +136,20 @@ def load_hub_split(source: DatasetSource, split: str, key: str, loader: Loader) 
         format=normaliser.format.value,
         num_documents=len(dataset),
     )
-    return Loaded(kind=kind, dataset=dataset, records=[record], notes=_format_notes(normaliser, location))
+    notes = _source_notes(normaliser, location, len(dataset))
+    notes += [f"{part.label}: {note}" for part in parts for note in part.problems.notes]
+    return Loaded(kind=kind, dataset=dataset, records=[record], notes=notes)
+
+
+def _read_parts(parts: Iterable[Part], normaliser: Normaliser) -> Iterator[Row]:
+    """The rows of files or of a split, one after the other. Raises: DataError where one has no document."""
+    for part in parts:
+        yield from _read_rows(part.records, normaliser, part.problems, part.label)
+        if part.problems.num_documents == 0:
+            raise DataError(
+                f"{part.problems.location} is empty: {part.problems.num_blank_lines:,} blank lines and no document",
+                problem_id="data-file-empty",
+            )
 
 
 def _read_rows(
@@ -179,7 +187,9 @@ def _write(
     return dataset, normaliser.kind
 
 
-def _format_notes(normaliser: Normaliser, location: str) -> list[str]:
-    if not normaliser.was_detected:
-        return []
-    return [f"{location}: format {normaliser.format.value}, by the keys of its first document"]
+def _source_notes(normaliser: Normaliser, location: str, num_documents: int) -> list[str]:
+    """How the documents were understood, and which of their keys were not read."""
+    notes = [f"{location}: {note}" for note in normaliser.account.notes(num_documents)]
+    if normaliser.was_detected:
+        notes.insert(0, f"{location}: format {normaliser.format.value}, by the keys of its first document")
+    return notes

@@ -167,16 +167,19 @@ def _settings(config: RunConfig, corpus: Corpus, vocab_size: int | None) -> tupl
     from tunebook.data.chunks import ChunkSettings
     from tunebook.data.corpus import CorpusKind
     from tunebook.data.template import template_hash
-    from tunebook.model.tokenizer import has_padding_token, load_tokenizer, needs_padding, tokenizer_hash
+    from tunebook.model.tokenizer import has_padding_token, load_tokenizer, needs_padding, tokenizer_hash, writes_date
 
     tokenizer = None
-    about: dict[str, Any] = {"tokenizer_sha256": None, "chat_template_sha256": None, "can_pad": None}
+    about: dict[str, Any] = {
+        "tokenizer_sha256": None, "chat_template_sha256": None, "template_date": None, "can_pad": None,
+    }  # fmt: skip
     if corpus.kind is not CorpusKind.tokens:
         assert needs_tokenizer(config.dataset)
         tokenizer = load_tokenizer(config.model, is_padded=needs_padding(config))
         about = {
             "tokenizer_sha256": tokenizer_hash(tokenizer),
             "chat_template_sha256": template_hash(tokenizer),
+            "template_date": config.model.template_date if writes_date(tokenizer) else None,
             "can_pad": has_padding_token(tokenizer),
         }
     settings = ChunkSettings(
@@ -186,6 +189,8 @@ def _settings(config: RunConfig, corpus: Corpus, vocab_size: int | None) -> tupl
         overlong=config.dataset.overlong,
         max_length=config.training.max_length,
         vocab_size=vocab_size,
+        special_text=config.dataset.special_tokens_in_content,
+        template_date=config.model.template_date,
     )
     return settings, about
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 PREPARED_FILE = "prepared.json"
 ARROW_FILE = "data-00000-of-00001.arrow"
 LENGTHS_FILE = "lengths.npy"
-FORMAT = 3  # of prepared.json
+FORMAT = 4  # of prepared.json
 
 _MOST_BINS = 20
 
@@ -51,6 +51,7 @@ class PartCounts:
     longest: int = 0
     dropped: Counter[str] = field(default_factory=Counter)  # by reason: documents, or pieces of split ones
     notes: Counter[str] = field(default_factory=Counter)  # documents by what else a person should know of them
+    first: dict[str, str] = field(default_factory=dict)  # of each note: the first document
     lengths: Histogram = field(default_factory=lambda: Histogram(edges=[], counts=[]))
 
     @property
@@ -68,6 +69,7 @@ class PartCounts:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.dropped.update(other.dropped)
         self.notes.update(other.notes)
+        self.first = other.first | self.first
 
     def measure(self, lengths: npt.NDArray[np.int32]) -> None:
         """Set what follows from all kept documents' lengths."""
@@ -107,6 +109,7 @@ class Prepared:
     max_length: int  # tokens
     tokenizer_sha256: str | None  # None for documents that came as tokens
     chat_template_sha256: str | None
+    template_date: str | None  # that the chat template writes as today's; None where it writes none
     can_pad: bool | None  # whether the tokenizer has a padding token; None for documents that came as tokens
     records: list[SourceRecord]
     notes: list[str]  # of reading the sources
@@ -173,7 +176,7 @@ def load_prepared(folder: Path, *, was_cached: bool = True) -> Prepared:
         **{
             name: content[name]
             for name in ("fingerprint", "content_sha256", "kind", "max_length", "tokenizer_sha256",
-                         "chat_template_sha256", "can_pad", "notes", "made_from", "seconds")
+                         "chat_template_sha256", "template_date", "can_pad", "notes", "made_from", "seconds")
         },
     )  # fmt: skip
 

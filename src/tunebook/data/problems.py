@@ -25,6 +25,7 @@ class DocumentProblems:
         self.num_problems = 0
         self.num_documents = 0
         self.num_blank_lines = 0
+        self.notes: list[str] = []  # what else a person should know of the file
         self._shown: list[tuple[str, DocumentError]] = []
 
     def place(self, number: int, detail: str = "") -> str:

@@ -1,23 +1,30 @@
-"""Strict streaming readers: a file becomes numbered JSON objects, and everything unreadable a problem with its place.
+"""Strict streaming readers: a file becomes numbered documents, and everything unreadable a problem with its place.
 
-JSONL is read line by line, a JSON array item by item, Parquet batch by batch: memory does not grow with the file.
+JSONL is read line by line, a JSON array item by item, CSV row by row, Parquet batch by batch: memory does not grow with
+the file. Nothing is guessed from the text: a CSV field is text, and a date in JSON stays as it is written.
 """
 
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 import shutil
+import sys
 import tempfile
 import zlib
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, cast
 
-from tunebook.data.files import JSON_SUFFIXES, PARQUET_SUFFIXES
-from tunebook.data.json_array import read_array
-from tunebook.data.json_objects import parse_object
+from tunebook.data.files import CSV_SUFFIXES, JSON_SUFFIXES, PARQUET_SUFFIXES, TSV_SUFFIXES
+from tunebook.data.json_file import Record, holds_array, read_array, read_object
+from tunebook.data.json_objects import continues_on_the_next_line, parse_object
+from tunebook.data.keys import KeyAccount
 from tunebook.data.problems import DocumentError, DocumentProblems
-from tunebook.errors import DataError, RequestError
+from tunebook.errors import DataError
 
 UTF8_BOM = b"\xef\xbb\xbf"
 
@@ -30,29 +37,50 @@ _FOREIGN_STARTS = {
     b"PK\x03\x04": "is a zip archive: unpack it",
 }
 
-Record = tuple[int, dict[str, Any]]  # a document's number in its file, from 1, and its keys
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Documents that are reported on together: those of a file, or of a split of the hub."""
+
+    problems: DocumentProblems
+    records: Iterator[Record]
+    label: str  # for a document's origin
 
 
-def read_records(path: Path, problems: DocumentProblems, columns: frozenset[str] | None = None) -> Iterator[Record]:
-    """Every JSON object of a file with its number; unreadable ones are added to `problems`.
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a file is written where its name alone does not say so, as for files of the hub."""
 
-    `columns` limits what is read of Parquet. Raises: DataError where the file as a whole cannot be read or is empty,
-    RequestError where it may not be opened.
+    suffix: str | None = None  # read as a file of this ending
+    delimiter: str | None = None  # of CSV
+    field: str | None = None  # the key of a JSON object that its documents stand under
+
+
+def read_records(
+    path: Path, problems: DocumentProblems, keys: KeyAccount | None = None, layout: Layout | None = None
+) -> Iterator[Record]:
+    """Every document of a file with its number; unreadable ones are added to `problems`.
+
+    `keys` says which keys documents have, and is told of columns that are not read. Raises: DataError where the file
+    as a whole cannot be read or is empty.
     """
-    name = path.name.lower()
+    keys, layout = keys or KeyAccount(), layout or Layout()
+    name = layout.suffix or path.name.lower()
     try:
         if path.stat().st_size == 0:
             raise DataError(f"{path} is empty (0 bytes); it needs one document per line", problem_id="data-file-empty")
         if name.endswith(PARQUET_SUFFIXES):
-            yield from _read_parquet(path, problems, columns)
+            yield from _read_parquet(path, problems, keys)
             return
         with _open(path) as stream:
             start = stream.peek(64).removeprefix(UTF8_BOM)  # type: ignore[attr-defined]
             _refuse_foreign(path, start)
-            if name.endswith(JSON_SUFFIXES) and start.lstrip().startswith(b"["):
-                yield from read_array(stream, problems)
+            if name.endswith(CSV_SUFFIXES + TSV_SUFFIXES):
+                delimiter = layout.delimiter or ("\t" if name.endswith(TSV_SUFFIXES) else ",")
+                yield from _read_csv(stream, problems, delimiter)
             else:
-                yield from _read_lines(stream, problems)
+                is_json = name.endswith(JSON_SUFFIXES)
+                yield from _read_json(stream, problems, keys.known, layout.field, is_json=is_json)
     except gzip.BadGzipFile as error:
         raise DataError(
             f"{path} is not gzip, which its name says it is: give it a name without .gz, or copy it again",
@@ -64,9 +92,8 @@ def read_records(path: Path, problems: DocumentProblems, columns: frozenset[str]
             problem_id="data-file-broken",
         ) from error
     except OSError as error:
-        raise RequestError(
-            f"{path} cannot be read: {error.strerror or error}", problem_id="data-file-not-found"
-        ) from error
+        message = f"{path} cannot be read: {error.strerror or error}"
+        raise DataError(message, problem_id="data-file-not-found") from error
 
 
 def _open(path: Path) -> IO[bytes]:
@@ -77,6 +104,41 @@ def _refuse_foreign(path: Path, start: bytes) -> None:
     for signature, advice in _FOREIGN_STARTS.items():
         if start.startswith(signature):
             raise DataError(f"{path} {advice}", problem_id="data-file-broken")
+
+
+def _read_json(
+    stream: IO[bytes], problems: DocumentProblems, known_keys: frozenset[str], field: str | None, *, is_json: bool
+) -> Iterator[Record]:
+    """JSON in whichever layout the file has. `is_json`: by its name it need not have one document per line.
+
+    Raises: DataError for a file of lines that is one JSON value over several.
+    """
+    first = ""
+    while not first.strip() and (line := stream.readline()):
+        first = line.removeprefix(UTF8_BOM).decode(errors="replace")
+    is_one_value = bool(first.strip()) and continues_on_the_next_line(first)
+    is_object = field is not None or (not is_one_value and _is_array_on_one_line(first, stream, known_keys))
+    stream.seek(0)
+    if is_json and first.lstrip().startswith("["):
+        yield from read_array(stream, problems)
+    elif is_object or (is_json and is_one_value):
+        yield from read_object(stream, problems, known_keys, field)
+    elif is_one_value:
+        raise DataError(
+            f"{problems.location} is one JSON value over several lines, and a file with its ending has one document on "
+            "each; give it a name ending in .json, or write it anew with `jq -c`",
+            problem_id="data-broken-json",
+        )
+    else:
+        yield from _read_lines(stream, problems)
+
+
+def _is_array_on_one_line(first: str, rest: IO[bytes], known_keys: frozenset[str]) -> bool:
+    """Whether a file's only line is an object that holds the documents."""
+    try:
+        return holds_array(parse_object(first), known_keys) and not any(line.strip() for line in rest)
+    except DocumentError:
+        return False
 
 
 def _read_lines(stream: IO[bytes], problems: DocumentProblems) -> Iterator[Record]:
@@ -106,7 +168,45 @@ def _decode(line: bytes, num_bytes_before: int) -> str:
         ) from error
 
 
-def _read_parquet(path: Path, problems: DocumentProblems, columns: frozenset[str] | None) -> Iterator[Record]:
+def _read_csv(stream: IO[bytes], problems: DocumentProblems, delimiter: str) -> Iterator[Record]:
+    """The rows of a table with a header, every field as the text it is.
+
+    Raises: DataError for a header that names a column twice, and where quotes or the encoding are broken.
+    """
+    problems.unit = "row"
+    csv.field_size_limit(sys.maxsize)  # 128 KiB otherwise, which a long document has
+    with io.TextIOWrapper(stream, "utf-8-sig", newline="") as text:
+        rows = csv.reader(text, delimiter=delimiter, strict=True)
+        try:
+            header = next((row for row in rows if row), [])
+            _refuse_repeated_columns(header, problems.location)
+            for number, row in enumerate((row for row in rows if row), 1):
+                if len(row) == len(header):
+                    yield number, dict(zip(header, row, strict=True))
+                else:
+                    message = f"{len(row)} fields, the header has {len(header)}; quote those that hold a {delimiter!r}"
+                    problems.add(number, DocumentError(message), f" (line {rows.line_num})")
+        except csv.Error as error:
+            message = f"{problems.location}, line {rows.line_num}: broken CSV: {error}"
+            raise DataError(message, problem_id="data-file-broken") from error
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{problems.location}: not UTF-8 after line {rows.line_num}: byte 0x{error.object[error.start]:02x}; "
+                "convert it, such as with `iconv -f LATIN1 -t UTF-8`",
+                problem_id="data-not-utf8",
+            ) from error
+
+
+def _refuse_repeated_columns(names: list[str], location: str) -> None:
+    repeated = [f"'{name}'" for name, count in Counter(names).items() if count > 1]
+    if repeated:
+        raise DataError(
+            f"{location}: there are several columns {' and '.join(repeated)}; rename all but one",
+            problem_id="data-repeated-key",
+        )
+
+
+def _read_parquet(path: Path, problems: DocumentProblems, keys: KeyAccount) -> Iterator[Record]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -119,11 +219,15 @@ def _read_parquet(path: Path, problems: DocumentProblems, columns: frozenset[str
             stream = unpacked
         try:
             file = pq.ParquetFile(stream)
-            wanted = [name for name in file.schema_arrow.names if columns is None or name in columns]
-            # With no column that any format knows, read all: the error names the columns there are.
+            names = file.schema_arrow.names
+            _refuse_repeated_columns(names, str(path))
+            wanted = keys.wanted_columns(names)
             number = 0
-            for batch in file.iter_batches(batch_size=1000, columns=wanted or None):
-                for record in batch.to_pylist():
+            for batch in file.iter_batches(batch_size=1000):
+                for name in names:
+                    if name not in wanted:
+                        keys.count_column(name, batch.num_rows - batch.column(name).null_count)
+                for record in batch.select(wanted).to_pylist():
                     number += 1
                     yield number, record
         except (pa.ArrowException, UnicodeDecodeError) as error:

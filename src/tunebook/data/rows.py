@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tunebook.data.formats import IGNORED_LABEL
+from tunebook.data.corpus import IGNORED_LABEL
 from tunebook.data.sampler import Row
 
 if TYPE_CHECKING:

@@ -24,7 +24,17 @@ from tunebook.errors import DataError, RequestError
 __all__ = ["Corpus", "CorpusKind", "SourceRecord", "corpus_identity", "load_corpus"]
 
 # What of DatasetSource and DatasetConfig decides the documents; paths and names are covered by their hashes.
-_SOURCE_FIELDS = ("source", "subset", "train_split", "format", "text_field", "max_documents", "synthetic", "weight")
+_SOURCE_FIELDS = (
+    "source",
+    "subset",
+    "train_split",
+    "format",
+    "text_field",
+    "max_documents",
+    "synthetic",
+    "weight",
+    "ignore_keys",
+)
 _CORPUS_FIELDS = ("system_prompt", "validation_split", "validation_share")
 
 
@@ -167,4 +177,4 @@ def _load_validation(config: DatasetConfig, loader: Loader) -> Loaded | None:
             )
     else:  # the format named is that of the hub's rows or of the parts
         everything = replace(everything, format=Format.auto)
-    return load_files(everything, files, loader.file("dataset", "validation"), loader)
+    return load_files(everything, "dataset", files, loader.file("dataset", "validation"), loader)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tunebook.data.pieces import CutText, piece_tokenizer
-from tunebook.data.template import Span
+from tunebook.data.special_tokens import Span, SpecialTokens
 from tunebook.errors import TunebookError
 
 BY_LIBRARY = "TUNEBOOK_TOKENIZE_BY_LIBRARY"  # set to anything in the environment, every text goes to the tokenizer
@@ -48,6 +48,10 @@ class SpanTokenizer:
             done[number] = theirs
         return [one for one in done if one is not None]
 
+    def tokenise_apart(self, special: SpecialTokens, text: str, spans: list[Span]) -> Tokenised:
+        """A text that hides the text of special tokens, which become tokens of their letters."""
+        return _by_offsets(*special.encode_apart(text, spans))
+
     def _by_pieces(self, text: str, spans: list[Span]) -> Tokenised | None:
         if self._pieces is None:
             return None
@@ -72,7 +76,7 @@ def _differs(text: str) -> TunebookError:
     )
 
 
-def _by_offsets(encoding: Any, spans: list[Span]) -> Tokenised:
+def _by_offsets(encoding: Any, spans: Sequence[Span]) -> Tokenised:
     if not spans:
         return Tokenised(encoding.ids, [])
     offsets = encoding.offsets

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from tunebook.config.schema import SyntheticConfig
 from tunebook.data.corpus import (
+    IGNORED_LABEL,
     CorpusKind,
     Loaded,
     Progress,
@@ -22,7 +23,6 @@ from tunebook.data.corpus import (
     hash_bytes,
     write_batches,
 )
-from tunebook.data.formats import IGNORED_LABEL
 from tunebook.errors import RequestError
 
 if TYPE_CHECKING:

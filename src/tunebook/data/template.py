@@ -3,27 +3,30 @@
 A template that marks the assistant's words with `{% generation %}` is asked. Any other is compared with itself: what it
 writes for the turns before an answer, ready for the answer, must be how the whole text begins, so the answer is what
 follows up to the token that ends it. That also holds what training promises to generation: the model is trained to
-write exactly what follows the prompt it will be given.
+write exactly what follows the prompt it will be given. Special tokens that somebody typed into a turn are hidden from
+the template meanwhile (`special_tokens.py`), and what it leaves out of a conversation is an error
+(`template_content.py`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tunebook.config.override_text import typed
+from tunebook.data.special_tokens import Span, SpecialTokens
+from tunebook.data.template_content import ContentCheck, Missing
+from tunebook.data.template_content import Messages as Messages  # of whoever renders them
 from tunebook.errors import DataError, RequestError
 from tunebook.model.tokenizer import stop_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Messages = Sequence[dict[str, Any]]
-Span = tuple[int, int]  # characters of a rendered text: start, end
-
+_MOST_SHOWN = 40  # characters of a turn in a message
 _GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -34,6 +37,8 @@ class Rendered:
     text: str
     spans: list[Span]
     num_rewritten: int = 0  # assistant turns left out: the template changes them once more turns follow
+    leaves_out: bool = False  # part of earlier answers that are not trained on, as templates do by design
+    special: str | None = None  # the first special token whose text a turn holds, for which there are placeholders
 
 
 def require_template(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -67,6 +72,7 @@ class ConversationRenderer:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         self._template = require_template(tokenizer)
+        _refuse_random(self._template)
         self.is_marked = _GENERATION_MARKER.search(self._template) is not None
         self._render_jinja: Any = render_jinja_template
         self._variables = dict(tokenizer.special_tokens_map)
@@ -74,38 +80,115 @@ class ConversationRenderer:
         self._special_tokens = [token.content for token in tokenizer.added_tokens_decoder.values()]
         longest_first = sorted(self.stop_tokens, key=len, reverse=True)
         self._stop = re.compile("|".join(map(re.escape, longest_first)))
+        self.special = SpecialTokens(tokenizer)
+        self._content = ContentCheck(lambda messages: self._render(messages)[0])
 
     def prompt(self, messages: Messages) -> str:
-        """The messages, ready for the assistant's answer. Raises: DataError when the template refuses them."""
-        return self._render_or_explain(messages, "this prompt", add_generation_prompt=True)[0]
+        """The messages, ready for the assistant's answer.
 
-    def text(self, messages: Messages, origin: str) -> str:
-        """A whole conversation as text. Raises: DataError naming `origin` when the template refuses it."""
-        return self._render_or_explain(messages, origin)[0]
+        Raises: DataError when the template refuses them, or leaves one of them out.
+        """
+        text = self._render_or_explain(messages, "this prompt", add_generation_prompt=True)[0]
+        self._check(self._content.missing(messages, text), messages, "this prompt", ())
+        return text
+
+    def prompt_tokens(self, messages: Messages) -> list[int]:
+        """The tokens of `prompt`; the text of a special token in a turn is text, as it was in the training."""
+        shown, _ = self._hide(messages, "this prompt")
+        ids: list[int] = self.special.encode_apart(self.prompt(shown), [])[0].ids
+        return ids
+
+    def whole(self, messages: Messages, origin: str) -> Rendered:
+        """A whole conversation without the spans, where every token is trained on. Raises: as `render`."""
+        shown, special = self._hide(messages, origin)
+        text = self._text(shown, origin)
+        missing = self._content.missing(shown, text)
+        self._check(missing, shown, origin, _assistant_turns(shown)[-1:])
+        return Rendered(text=text, spans=[], leaves_out=bool(missing), special=special)
 
     def render(self, messages: Messages, origin: str) -> Rendered:
         """A whole conversation; `train` of each message says whether the loss may count it.
 
-        Raises: DataError naming `origin` when the template refuses the conversation, or the assistant's turns cannot
-        be found in the text, or they do not end with a token that generation stops at.
+        Raises: DataError naming `origin` when the template refuses the conversation or leaves part of it out, or the
+        assistant's turns cannot be found in the text, or they do not end with a token that generation stops at.
         """
-        wanted = [i for i, message in enumerate(messages) if message["role"] == "assistant" and message["train"]]
-        if self.is_marked:
-            marked = self._marked(messages, wanted, origin)
-            if marked is not None:
-                return marked
-        text = self.text(messages, origin)
-        found = [self._locate(messages, turn, text, origin) for turn in wanted]
+        shown, special = self._hide(messages, origin)
+        return replace(self._with_spans(shown, origin), special=special)
+
+    def _hide(self, messages: Messages, origin: str) -> tuple[Messages, str | None]:
+        """The messages with the text of special tokens hidden from the template, and the first such token."""
+        special = next((found for turn in messages if (found := self.special.first_in(turn["content"]))), None)
+        if special is None:
+            return messages, None
+        shown = self._text(messages, origin)
+        # First all of it. A template that writes something else then reads such text itself, as some do `</think>`:
+        # what it reads is left to it, and only what it writes around turns is hidden.
+        for names in (None, [name for name in self.stop_tokens if name in self._special_tokens]):
+            try:
+                hidden = [{**turn, "content": self.special.hide(turn["content"], names)} for turn in messages]
+            except DataError as error:
+                raise DataError(f"{origin}: {error.message}", problem_id=error.problem_id) from error
+            if self.special.show(self._text(hidden, origin), [])[0] == shown:
+                return hidden, special
+        raise DataError(
+            f"{origin}: a turn holds the text of the special token {special!r}, and the chat template writes something "
+            "else without it, so which tokens are the template's own cannot be told; take it out of the document",
+            problem_id="special-token-in-content",
+        )
+
+    def _with_spans(self, messages: Messages, origin: str) -> Rendered:
+        text = self._text(messages, origin)
+        missing = self._content.missing(messages, text)
+        self._check(missing, messages, origin, _assistant_turns(messages)[-1:])
+        wanted = [i for i in _assistant_turns(messages) if messages[i]["train"]]
+        marked = self._marked(messages, wanted, text, origin) if self.is_marked else None
+        if marked is not None:
+            found: list[Span | None] = [*marked]
+        else:
+            found = [self._locate(messages, turn, text, origin) for turn in wanted]
         spans = [span for span in found if span is not None]
         if wanted and not spans and wanted[-1] == max(_assistant_turns(messages)):
             raise self._cannot_find(messages, wanted[-1], text, origin)
-        return Rendered(text=text, spans=spans, num_rewritten=len(wanted) - len(spans))
+        trained = {turn for turn, span in zip(wanted, found, strict=True) if span is not None}
+        self._check(missing, messages, origin, trained)
+        return Rendered(text=text, spans=spans, num_rewritten=len(wanted) - len(spans), leaves_out=bool(missing))
 
-    def _marked(self, messages: Messages, wanted: list[int], origin: str) -> Rendered | None:
+    def _text(self, messages: Messages, origin: str) -> str:
+        """A whole conversation as text. Raises: DataError naming `origin` when the template refuses it."""
+        return self._render_or_explain(messages, origin)[0]
+
+    def _check(self, missing: Sequence[Missing], messages: Messages, origin: str, trained: Collection[int]) -> None:
+        """Raises: DataError for the first turn that is left out of what the model reads, or of what it is `trained` on.
+
+        Of earlier answers that are not trained on, templates leave out parts by design.
+        """
+        for one in missing:
+            role = messages[one.turn]["role"]
+            if role != "assistant" or one.what == "turn" or one.turn in trained:
+                raise self._leaves_out(one, messages[one.turn], origin)
+
+    def _leaves_out(self, missing: Missing, turn: dict[str, Any], origin: str) -> DataError:
+        content = self.special.show(turn["content"], [])[0]
+        shown = content if len(content) <= _MOST_SHOWN else f"{content[:_MOST_SHOWN]}..."
+        what = (
+            f"the reasoning of turn {missing.turn + 1}" if missing.what == "reasoning" else f"turn {missing.turn + 1}"
+        )
+        advice = {
+            "system": "or put its text into the first user turn (it is the document's own, or dataset.system_prompt)",
+            "tool": "or take documents with tool turns out",
+            "assistant": "or take out what it leaves out",
+        }.get(turn["role"], "or change the turn")
+        return DataError(
+            f"{origin}: the chat template does not write {what} ({turn['role']}): {shown!r}, so the model would be "
+            f"trained on another conversation. Name a template that writes it with model.chat_template=FILE, {advice}",
+            problem_id="template-leaves-out",
+        )
+
+    def _marked(self, messages: Messages, wanted: list[int], whole: str, origin: str) -> list[Span] | None:
         """By the template's own markers; None where these do not hold the assistant's words one to one."""
         text, spans = self._render_or_explain(messages, origin, marked=True)
         turns = _assistant_turns(messages)
-        if len(spans) != len(turns):
+        if len(spans) != len(turns) or text != whole:
             return None
         kept = []
         for turn, (start, end) in zip(turns, spans, strict=True):
@@ -118,13 +201,13 @@ class ConversationRenderer:
             if self._stop.search(text, position + len(content), end) is None:
                 raise self._no_stop(text[start:end], origin, advice="with the turn's end before {% endgeneration %}")
             kept.append((start, end))
-        return Rendered(text=text, spans=kept)
+        return kept
 
     def _locate(self, messages: Messages, turn: int, text: str, origin: str) -> Span | None:
         """Where one assistant turn is in the whole text, its end token included; None if it is not there as written."""
         prompt = self._prompt_before(messages, turn)
         is_last = turn == len(messages) - 1
-        as_written = text if is_last else self.text(messages[: turn + 1], origin)
+        as_written = text if is_last else self._text(messages[: turn + 1], origin)
         if prompt is None or not text.startswith(prompt) or not as_written.startswith(prompt):
             return None
         # Everything after the first token that generation stops at would never be written by the model.
@@ -198,6 +281,26 @@ class ConversationRenderer:
             "template that marks the assistant's words with {% generation %} ... {% endgeneration %} by "
             "model.chat_template=FILE, or train on every token with dataset.train_on=everything",
             problem_id="assistant-not-found",
+        )
+
+
+def _refuse_random(template: str) -> None:
+    """Raises: RequestError for a template that writes something else each time."""
+    if not re.search(r"\b(random|lipsum)\b", template):
+        return
+    from jinja2 import TemplateSyntaxError, nodes
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    try:
+        parsed = _compile_jinja_template(template).environment.parse(template)
+    except TemplateSyntaxError:  # reported where it is rendered
+        return
+    found = [node.name for node in parsed.find_all((nodes.Filter, nodes.Name)) if node.name in ("random", "lipsum")]
+    if found:
+        raise RequestError(
+            f"the chat template draws by chance ({found[0]}), so the same documents would be other tokens each time; "
+            "name one that does not with model.chat_template=FILE",
+            problem_id="chat-template-random",
         )
 
 

@@ -15,7 +15,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from tunebook.data.formats import IGNORED_LABEL
+from tunebook.data.corpus import IGNORED_LABEL
 from tunebook.data.prepared import Prepared, PreparedPart
 
 if TYPE_CHECKING:
@@ -67,7 +67,10 @@ def summary_lines(prepared: Prepared) -> list[str]:
             limit = f"training.max_length={prepared.max_length}"
             lines.append(f"    cut or split to {limit}: {share}; tokens lost: {counts.num_tokens_lost:,}")
         lines += [f"    dropped: {count:,} {reason}" for reason, count in counts.dropped.most_common()]
-        lines += [f"    note: {note}: {count:,}" for note, count in counts.notes.most_common() if count]
+        lines += [
+            f"    note: {note}: {count:,} (the first: {counts.first[note]})"
+            for note, count in counts.notes.most_common()
+        ]
     return [*lines, *(f"  note: {note}" for note in prepared.notes)]
 
 
@@ -100,7 +103,10 @@ def render_counts(prepared: Prepared) -> RenderableType:
     for reason in sorted({reason for count in counts for reason in count.dropped}):
         table.add_row(Text(f"  {reason}", style="yellow"), *(f"{count.dropped[reason]:,}" for count in counts))
     for note in sorted({note for count in counts for note in count.notes}):
-        table.add_row(Text(f"note: {note}", style="yellow"), *(f"{count.notes[note]:,}" for count in counts))
+        first = next(count.first[note] for count in counts if note in count.first)
+        table.add_row(
+            Text(f"note: {note}; the first: {first}", style="yellow"), *(f"{count.notes[note]:,}" for count in counts)
+        )
     return Group(table, "")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from tunebook.config.base_model import read_dtype
@@ -48,8 +49,15 @@ MODEL_FILE = "model.yaml"  # stands in the place of run.yaml there
 def model_config(target: Target) -> ModelConfig:
     """A model that no run configures; an adapter's is its base, with the tokenizer beside the adapter if it has one.
 
-    Raises: RequestError for an adapter whose base is not known or not here.
+    Its template writes the date that it wrote in the training. Raises: RequestError for an adapter whose base is not
+    known or not here.
     """
+    model = _named_model(target)
+    date = target.origin.template_date if target.origin else None
+    return model if date is None else replace(model, template_date=date)
+
+
+def _named_model(target: Target) -> ModelConfig:
     if target.folder is None:
         return ModelConfig(name=target.hub_name)
     if not is_adapter(target.folder):

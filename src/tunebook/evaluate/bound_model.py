@@ -71,7 +71,7 @@ def tokenizer_of_run(model: ModelConfig, folder: Path | None) -> ModelConfig:
     """Where the tokenizer is: saved beside the weights, which holds wherever the run is copied, or else the base's."""
     if folder is None or not has_vocabulary(folder):
         return model
-    return ModelConfig(path=str(folder), trust_remote_code=model.trust_remote_code)
+    return ModelConfig(path=str(folder), trust_remote_code=model.trust_remote_code, template_date=model.template_date)
 
 
 def load_padded_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:

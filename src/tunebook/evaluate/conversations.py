@@ -59,7 +59,7 @@ def read_conversations(file: Path, system_prompt: str | None) -> list[Conversati
     problems = DocumentProblems(str(file))
     normaliser = Normaliser(Format.auto, FormatSettings(system_prompt=system_prompt))
     conversations = []
-    for number, record in read_records(file, problems):
+    for number, record in read_records(file, problems, normaliser.account):
         try:
             turns = _turns_with_answer(normaliser.row(record))
         except DocumentError as error:

@@ -33,6 +33,48 @@ DATA: dict[str, Explanation] = {
         advice="Type TUNEBOOK_TOKENIZE_BY_LIBRARY=1 before the command: every text then goes to the tokenizer. Please "
         "report the text and the tokenizer's name.",
     ),
+    "data-repeated-key": Explanation(
+        summary="A JSON object, or the header of a table, has one key twice.",
+        why="Programs differ in which of the two values they take, so which one is meant cannot be known.",
+        advice="Keep one of the values.",
+    ),
+    "data-key-not-supported": Explanation(
+        summary="Documents have a key that means something, and training would leave it out.",
+        why="Tool calls, reasoning, images, labels and settings of the template change what an answer follows from. "
+        "Trained on without them, a model learns something else than the data says.",
+        advice="Take the key out of the data, or type dataset.ignore_keys=[KEY] to train without it. Keys that mean "
+        "nothing to training are counted in a note and need nothing.",
+    ),
+    "data-several-arrays": Explanation(
+        summary="A JSON file with documents under several keys.",
+        why="One of them may be meant for testing, so they are not joined.",
+        advice="Write those to train on into a file of their own: jq -c '.train[]' FILE > train.jsonl",
+    ),
+    "hub-file-options": Explanation(
+        summary="A data set's card describes its JSON or CSV files by an option that is not read here.",
+        why="Tunebook reads such files itself, since the `datasets` library makes dates, numbers and missing values of "
+        "texts. Of the card's options it knows `field` of JSON and `sep` of CSV.",
+        advice="Bring the files to JSONL and name them by dataset=jsonl dataset.path=FILE_OR_GLOB.",
+    ),
+    "special-token-in-content": Explanation(
+        summary="A document holds the text of a special token, such as </s> or <|im_end|>.",
+        why="The tokenizer makes the token of it. In a turn it would end the answer, or let a user's text control the "
+        "model; nothing tells whether that is meant.",
+        advice="dataset.special_tokens_in_content=as_text trains on it as text, which auto does in conversations; "
+        "=keep takes it for the token, which auto does in plain text and in prompt and completion; =refuse stops.",
+    ),
+    "template-leaves-out": Explanation(
+        summary="The chat template does not write part of a conversation.",
+        why="Templates leave out turns that they do not know, such as the system's or a tool's, and reasoning. The "
+        "model would be trained on a conversation that nobody wrote. Of earlier answers that are not trained on "
+        "a template may leave out parts; such documents are counted in a note.",
+        advice="Name a template that writes it with model.chat_template=FILE, or take it out of the documents.",
+    ),
+    "chat-template-random": Explanation(
+        summary="The chat template draws by chance.",
+        why="The same documents would be other tokens in each preparation, under one fingerprint.",
+        advice="Name a template without the filter `random` and without `lipsum` by model.chat_template=FILE.",
+    ),
     "data-file-not-found": Explanation(
         summary="A data file does not exist or cannot be read.",
         why="Relative paths start where the command is typed. A folder is refused because its files may be meant for "
@@ -41,7 +83,7 @@ DATA: dict[str, Explanation] = {
     ),
     "data-file-kind": Explanation(
         summary="A file of a kind that documents are not read from.",
-        why="The kind is told by the ending: .jsonl, .json, .parquet, also .gz.",
+        why="The kind is told by the ending: .jsonl, .json, .csv, .tsv, .parquet, also .gz.",
         advice="Convert or rename the file.",
     ),
     "data-file-empty": Explanation(

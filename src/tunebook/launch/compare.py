@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tunebook.config.override_text import split_values
-from tunebook.errors import RequestError
+from tunebook.errors import DataError, RequestError
 from tunebook.launch.draft import Draft, draft_run
 
 _PARTS = ("weights", "gradients", "optimizer", "buffers", "activations", "overhead", "total")
@@ -22,7 +22,7 @@ def compare_plans(
 ) -> int:
     """Print a row for each value; the exit code is 0 as soon as one of them can run.
 
-    Raises: RequestError for what is no KEY=VALUE,VALUE.
+    Raises: RequestError for what is no KEY=VALUE,VALUE, DataError where only the data is missing.
     """
     key, values = split_compared(compared)
     drafts = {value: draft_run(recipe, [*overrides, f"{key}={value}"], recipes_dirs) for value in values}
@@ -36,7 +36,11 @@ def compare_plans(
     console.print(table)
     for said, alike in _notes(drafts).items():
         console.print(Text(f"{', '.join(alike)}: {said}"), soft_wrap=True)
-    return min(draft.exit_code for draft in drafts.values())
+    code = min(draft.exit_code for draft in drafts.values())
+    for draft in drafts.values():
+        if code == DataError.exit_code:
+            draft.raise_if_data_is_missing()
+    return code
 
 
 def _table(key: str, drafts: dict[str, Draft], parts: tuple[str, ...]) -> Table:

@@ -15,8 +15,9 @@ from tunebook.config.compose import Composition, compose
 from tunebook.config.decisions import ChoiceValue
 from tunebook.config.rules import check
 from tunebook.config.schema import RunConfig
+from tunebook.data.files import what_is_not_there
 from tunebook.doctor.remembered import slow_links
-from tunebook.errors import DoesNotFitError, Problem, RequestError, RulesError
+from tunebook.errors import DataError, DoesNotFitError, Problem, RequestError, RulesError
 from tunebook.hardware.detect import Machine, detect_machine
 from tunebook.plan.batch import BatchPlan, solve_batch
 from tunebook.plan.host_memory import HostPlan, plan_host_memory
@@ -43,6 +44,7 @@ class Draft:
     host: HostPlan | None = None
     time: TimePlan | None = None
     error: RequestError | None = None  # why it does not compose, or its batch cannot be solved
+    missing_data: DataError | None = None  # why its files cannot be trained on here; it is planned without them
 
     def raise_errors(self) -> None:
         """Raise what is wrong with the request. Raises: RequestError, or RulesError with every broken rule at once."""
@@ -68,13 +70,19 @@ class Draft:
             return False
         return self.memory.fits if self.memory is not None else None
 
+    def raise_if_data_is_missing(self) -> None:
+        """Raises: DataError where its files are not here, as the training would."""
+        if self.missing_data is not None:
+            raise self.missing_data
+
     @property
     def exit_code(self) -> int:
         """Of a command that only plans."""
         try:
             self.raise_errors()
             self.raise_if_too_large()
-        except (RequestError, DoesNotFitError) as error:
+            self.raise_if_data_is_missing()
+        except (RequestError, DoesNotFitError, DataError) as error:
             return error.exit_code
         return 0
 
@@ -104,6 +112,7 @@ def draft_run(
 def draft_composition(composition: Composition, machine: Machine) -> Draft:
     """Plan what was composed as far as it goes, on a machine; what is wrong with it is kept, not raised."""
     draft = Draft(recipe=composition.config.recipe, machine=machine, composition=composition)
+    draft.missing_data = what_is_not_there(composition.config.dataset)
     try:
         draft.resolution = resolve_auto(composition.config, machine)
         config = draft.resolution.config
@@ -169,7 +178,8 @@ def _problems_json(draft: Draft, advice: str | None) -> list[dict[str, Any]]:
         {"id": p.id, "key": p.key, "message": p.message, "fix": p.fix, "is_error": p.is_error, "place": p.place}
         for p in draft.problems
     ]
-    errors: list[RequestError | DoesNotFitError] = [draft.error] if draft.error else []
+    errors: list[RequestError | DoesNotFitError | DataError] = [draft.error] if draft.error else []
+    errors += [draft.missing_data] if draft.missing_data else []
     try:
         draft.raise_if_too_large(advice)
     except DoesNotFitError as error:

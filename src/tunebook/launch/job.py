@@ -209,6 +209,7 @@ def set_up_folder(job: Job, plan: BatchPlan, prepared: Prepared, folder: Path) -
         model=known,
         tokenizer_sha256=prepared.tokenizer_sha256,
         chat_template_sha256=prepared.chat_template_sha256,
+        template_date=prepared.template_date,
         dataset={
             "records": [asdict(record) for record in prepared.records],
             "fingerprint": prepared.fingerprint,

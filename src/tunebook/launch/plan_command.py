@@ -9,7 +9,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from tunebook.data.files import what_is_not_there
 from tunebook.launch.changes import Fitting, changes_that_fit
 from tunebook.launch.draft import Draft, draft_json, draft_run
 from tunebook.launch.job import Job, show_job
@@ -29,7 +28,7 @@ def plan_command(
     """Print the choices, the batch, the launch command for `folder`, the memory and the time, or all as JSON.
 
     JSON is printed whatever is wrong: problems are among its keys. Otherwise raises: RequestError or RulesError for a
-    wrong request, DoesNotFitError (after printing) for a plan that cannot fit.
+    wrong request, and after printing DoesNotFitError for a plan that cannot fit, DataError for files that are missing.
     """
     draft = draft_run(recipe, overrides, recipes_dirs)
     is_in_doubt = draft.fits is False or (draft.memory is not None and draft.memory.is_in_doubt)
@@ -44,14 +43,15 @@ def plan_command(
     assert draft.memory is not None and draft.host is not None and draft.time is not None
     job = Job(resolution=draft.resolution, problems=draft.problems, plan=draft.batch)
     show_job(job, console, folder or Path(job.config.outputs) / (recipe or WITHOUT_RECIPE) / "<time>")
-    for absent in what_is_not_there(job.config.dataset):
-        console.print(Text(f"note: planned without the data, which cannot be read here: {absent}"), soft_wrap=True)
+    if draft.missing_data is not None:
+        console.print("note: planned without the data, which is missing")
     show_memory(draft.memory, console)
     show_host_memory(draft.host, console)
     show_time(draft.time, console)
     if is_in_doubt:
         _show_changes(fitting, console, draft)
     draft.raise_if_too_large("what would fit is listed with the plan" if fitting else "no change that was tried would")
+    draft.raise_if_data_is_missing()
     return 0
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,10 +63,38 @@ def load_tokenizer(model: ModelConfig, *, is_padded: bool = True) -> PreTrainedT
         tokenizer.pad_token = vocabulary.require("model.pad_token", model.pad_token)
     if model.chat_template is not None:
         tokenizer.chat_template = read_chat_template(model.chat_template)
+    fix_template_date(tokenizer, model.template_date)
     _check_eos(tokenizer, vocabulary, folder)
     if is_padded:
         _check_padding(tokenizer, vocabulary, folder)
     return tokenizer
+
+
+def writes_date(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template asks for today's date."""
+    return any("strftime_now" in template for template in _templates(tokenizer))
+
+
+def fix_template_date(tokenizer: PreTrainedTokenizerBase, template_date: str) -> None:
+    """Have the chat template write `template_date` (YYYY-MM-DD, midnight) as today's date, in this process.
+
+    transformers gives a compiled template a clock of its own, which no argument reaches, and compiles each text once:
+    it is set there, for whoever renders it, lm-evaluation-harness included.
+    """
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    day = datetime.fromisoformat(template_date)
+    for template in _templates(tokenizer):
+        if "strftime_now" in template:
+            with suppress(TemplateSyntaxError):  # reported where the template is used
+                _compile_jinja_template(template).globals["strftime_now"] = day.strftime
+
+
+def _templates(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The texts of its chat templates: none, one, or several by name."""
+    templates: str | dict[str, str] | None = tokenizer.chat_template
+    return [] if templates is None else [templates] if isinstance(templates, str) else list(templates.values())
 
 
 def has_padding_token(tokenizer: PreTrainedTokenizerBase) -> bool:

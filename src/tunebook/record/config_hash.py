@@ -47,6 +47,10 @@ ADDED_LATER = {
     "model.one_pass_head": False,
     "precision.fp8_scaling": "tensorwise",
     "model.facts.measured.unreached": [],
+    "model.template_date": "2024-07-26",
+    "dataset.ignore_keys": [],
+    "dataset.parts.*.ignore_keys": [],
+    "dataset.special_tokens_in_content": "auto",
 }
 
 
@@ -101,22 +105,23 @@ def comparable_config(config: RunConfig) -> dict[str, Any]:
 def _without(config: RunConfig, keys: tuple[str, ...], book_folder: str | None = None) -> dict[str, Any]:
     canonical: dict[str, Any] = _canonical(dataclasses.asdict(config), f"{book_folder or book_root()}/")
     for key in keys:
-        node, name = _place(canonical, key)
-        node.pop(name, None)
+        for node, name in _places(canonical, key):
+            node.pop(name, None)
     for key, before in ADDED_LATER.items():
-        node, name = _place(canonical, key)
-        if name in node and node[name] == before:
-            del node[name]
+        for node, name in _places(canonical, key):
+            if name in node and node[name] == before:
+                del node[name]
     return canonical
 
 
-def _place(canonical: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
-    """The section that holds a key, and the key's name in it; an empty one where there is no such section."""
+def _places(canonical: dict[str, Any], key: str) -> list[tuple[dict[str, Any], str]]:
+    """The sections that hold a key, and the key's name in each; `*` stands for every section there is."""
     *sections, name = key.split(".")
-    node = canonical
+    nodes = [canonical]
     for section in sections:
-        node = node.get(section) or {}
-    return node, name
+        found = [list(node.values()) if section == "*" else [node.get(section)] for node in nodes]
+        nodes = [node for each in found for node in each if node]
+    return [(node, name) for node in nodes]
 
 
 def _canonical(value: Any, book_folder: str) -> Any:

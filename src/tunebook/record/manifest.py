@@ -61,6 +61,7 @@ def start_manifest(
     model: dict[str, Any] | None = None,
     tokenizer_sha256: str | None = None,
     chat_template_sha256: str | None = None,
+    template_date: str | None = None,
     dataset: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Write the manifest of a run that is about to start, and return it.
@@ -89,6 +90,7 @@ def start_manifest(
         "model": describe_model(config.model, weights_fingerprint(config.model)) | (model or {}),
         "tokenizer_sha256": tokenizer_sha256,
         "chat_template_sha256": chat_template_sha256,
+        "template_date": template_date,
         "system_prompt_sha256": system_prompt_hash(config.dataset.system_prompt),
         "dataset": dataset,
         "hardware": describe_hardware(nccl),

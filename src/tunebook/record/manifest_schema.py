@@ -127,6 +127,10 @@ class Manifest(BaseModel):
     model: Model
     tokenizer_sha256: str | None
     chat_template_sha256: str | None
+    template_date: str | None = Field(
+        default=None,
+        description="that the chat template writes as today's; null or not there: none",
+    )
     system_prompt_sha256: str
     dataset: Dataset | None
     hardware: Hardware

@@ -31,6 +31,7 @@ class Origin:
     chat_template_sha256: str | None
     system_prompt: str | None
     weights_fingerprint: str | None = None  # of the weights that it started from; older folders do not say
+    template_date: str | None = None  # that the chat template wrote as today's; None where it writes none
 
 
 def origin_of(run: Path) -> Origin:
@@ -46,6 +47,7 @@ def origin_of(run: Path) -> Origin:
         chat_template_sha256=manifest["chat_template_sha256"],
         system_prompt=config.dataset.system_prompt,
         weights_fingerprint=recorded_fingerprint(manifest),
+        template_date=manifest.get("template_date"),
     )
 
 

@@ -237,6 +237,7 @@ def _checked(draft: Draft, options: SweepOptions, is_started: bool) -> RunConfig
     if is_started and resolution.problem is not None:
         raise RequestError(resolution.why_not_runnable, problem_id=resolution.problem.id)
     check_launch(resolution.config, options)
+    draft.raise_if_data_is_missing()
     return resolution.config
 
 

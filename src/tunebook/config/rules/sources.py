@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
+from datetime import date
 
 from tunebook.config.base_model import model_folder_problem, why_not_causal
 from tunebook.config.book import is_in_book, resolve_path
-from tunebook.config.choices import Format, LauncherName, Source, TrainOn
+from tunebook.config.choices import Format, LauncherName, Source, SpecialText, TrainOn
 from tunebook.config.override_text import typed
 from tunebook.config.rules.frame import Finding, Level, Rule, another_model, rule
 from tunebook.config.schema import DatasetSource, ModelConfig, RunConfig, sources_of
 
 # As huggingface_hub checks it, whose import a plan does not wait for. Some old models have no owner.
+_DAY = re.compile(r"\d{4}-\d{2}-\d{2}", re.ASCII)
 _HUB_NAME = re.compile(r"(\b[\w.-]{1,96}\b/)?\b[\w.-]{1,96}\b", re.ASCII)
 
 
@@ -214,7 +217,8 @@ def tokenizer_name_form(config: RunConfig) -> Finding | None:
     "dataset-field-ignored",
     level=Level.warning,
     summary="A data field is set that the chosen source does not read.",
-    why="dataset.path belongs to source=files, dataset.name to source=hub, dataset.parts to source=mixture.",
+    why="dataset.path belongs to source=files, dataset.name to source=hub, dataset.parts to source=mixture. "
+    "Generated documents have no keys, and documents of tokens no text.",
     advice="Set dataset.source to the one that reads the field, or remove the field.",
 )
 def dataset_field_ignored(config: RunConfig) -> Iterator[Finding]:
@@ -227,6 +231,18 @@ def dataset_field_ignored(config: RunConfig) -> Iterator[Finding]:
             message = f"dataset.source={data.source.name} does not read dataset.{field}"
             fix = f"dataset.{field}=" + ("{}" if field == "parts" else "null")
             yield Finding(key=f"dataset.{field}", message=message, fix=f"{fix} or dataset.source={reader.name}")
+    if data.ignore_keys and data.source is Source.synthetic:
+        message = "generated documents have no keys to ignore"
+        yield Finding(key="dataset.ignore_keys", message=message, fix="dataset.ignore_keys=[]")
+    if data.ignore_keys and data.source is Source.mixture and not data.validation_path:
+        message = "each part of a mixture has its own: dataset.parts.NAME.ignore_keys"
+        yield Finding(key="dataset.ignore_keys", message=message, fix="dataset.ignore_keys=[]")
+    is_tokens = all(
+        one.source is Source.synthetic or one.format is Format.pretokenized for one in sources_of(data).values()
+    )
+    if data.special_tokens_in_content is not SpecialText.auto and is_tokens:
+        key = "dataset.special_tokens_in_content"
+        yield Finding(key=key, message="the documents are tokens already", fix=f"{key}=auto")
 
 
 @rule(
@@ -336,6 +352,23 @@ def chat_template_not_found(config: RunConfig) -> Finding | None:
     return Finding(key="model.chat_template", message=message, fix="model.chat_template=null")
 
 
+@rule(
+    "template-date-form",
+    summary="model.template_date is no date.",
+    why="A chat template that writes today's date writes this one, so that a run gives the same tokens on every day.",
+    advice="Give a day as YYYY-MM-DD, such as 2024-07-26.",
+)
+def template_date_form(config: RunConfig) -> Finding | None:
+    """A day that is none."""
+    text = config.model.template_date
+    if _DAY.fullmatch(text):
+        with suppress(ValueError):
+            date.fromisoformat(text)
+            return None
+    message = f"{text!r} is no day written as YYYY-MM-DD"
+    return Finding(key="model.template_date", message=message, fix="model.template_date=2024-07-26")
+
+
 RULES: tuple[Rule, ...] = (
     model_not_named,
     model_name_is_folder,
@@ -353,4 +386,5 @@ RULES: tuple[Rule, ...] = (
     train_on_without_roles,
     system_prompt_ignored,
     chat_template_not_found,
+    template_date_form,
 )

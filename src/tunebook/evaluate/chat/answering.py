@@ -83,10 +83,7 @@ class ChatModel:
 
     def encode(self, messages: Messages) -> list[int]:
         """The messages as tokens, ready for the answer. Raises: DataError when the template refuses them."""
-        text = self._renderer.prompt(messages)
-        # The template writes the special tokens, as in training; the tokenizer adding its own would double BOS.
-        tokens: list[int] = self._tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
-        return tokens
+        return self._renderer.prompt_tokens(messages)
 
     def seed(self, seed: int) -> None:
         """Start drawing anew."""

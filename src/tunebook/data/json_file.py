@@ -1,0 +1,262 @@
+"""Reading a JSON file whose documents are not one per line, item by item, without holding the whole file.
+
+Three layouts: an array of documents; an object that holds such an array under a key of any name (`{"data": [...]}`);
+and one document written over several lines.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterator
+from typing import IO, Any
+
+from tunebook.data.json_objects import DECODER, RepeatedKeyError, check_object, lower_first
+from tunebook.data.problems import DocumentError, DocumentProblems
+from tunebook.errors import DataError
+
+Record = tuple[int, dict[str, Any]]  # a document's number in its file, from 1, and its keys
+
+_CHUNK_BYTES = 1 << 20
+_LONGEST_TOKEN = 16  # characters: an error this close to the end of what was read may be an item cut in two
+_SPACE = " \t\r\n"
+
+
+def read_array(stream: IO[bytes], problems: DocumentProblems) -> Iterator[Record]:
+    """The objects of a JSON array with their numbers, from 1.
+
+    Items that are no objects are added to `problems` and the reading goes on; after broken JSON it cannot, since
+    nothing tells where the next item starts.
+    """
+    problems.unit = "item"
+    text = _Text(stream)
+    try:
+        text.skip("[")
+        yield from _items(text, problems)
+        if text.next_character():
+            raise text.error("extra text after the closing ]", 0)
+    except DocumentError as error:
+        problems.add(text.item, error, f" (line {text.line})")
+
+
+def holds_array(value: dict[str, Any], known_keys: frozenset[str]) -> bool:
+    """Whether an object is no document (it has none of `known_keys`) but holds an array of objects."""
+    return (
+        bool(known_keys)
+        and known_keys.isdisjoint(value)
+        and any(isinstance(item, list) and item and isinstance(item[0], dict) for item in value.values())
+    )
+
+
+def read_object(
+    stream: IO[bytes], problems: DocumentProblems, known_keys: frozenset[str], field: str | None = None
+) -> Iterator[Record]:
+    """The documents of a file that is one JSON object: the array of objects under `field`, or under any key.
+
+    An object with one of `known_keys`, those that documents have, is a document itself, unless `field` is named.
+    Raises: DataError where objects stand under several keys: one of them may be meant for testing.
+    """
+    problems.unit = "item"
+    text = _Text(stream)
+    pairs: dict[str, Any] = {}  # all but the array
+    array_key: str | None = None
+    try:
+        text.skip("{")
+        while text.next_character() not in ("}", ""):
+            key = text.take_key()
+            may_hold = key == field if field is not None else bool(known_keys) and known_keys.isdisjoint({*pairs, key})
+            if text.next_character() == "[" and may_hold:
+                text.skip("[")
+                if text.next_character() != "{":
+                    pairs[key] = _values(text)
+                elif array_key is None:
+                    array_key = key
+                    yield from _items(text, problems)
+                else:
+                    raise _several_arrays(problems.location, array_key, key)
+            else:
+                pairs[key] = text.take_value()
+            text.skip_separator("}")
+        text.skip("}")
+        if text.next_character():
+            raise text.error("a second JSON value after the first; write one per line, as with `jq -c . FILE`", 0)
+        if array_key is None:
+            text.item = 1
+            yield 1, check_object(pairs, might_escape=True)
+        else:
+            _account_for(pairs, array_key, problems, known_keys if field is None else frozenset())
+    except RepeatedKeyError as error:
+        problems.add(text.item, _repeated(error), f" (line {text.line})")
+    except DocumentError as error:
+        problems.add(text.item, error, f" (line {text.line})")
+
+
+def _items(text: _Text, problems: DocumentProblems) -> Iterator[Record]:
+    """The objects of an array whose opening bracket was read. Raises: DocumentError where the JSON is broken."""
+    while text.next_character() not in ("]", ""):
+        text.item += 1
+        place = f" (line {text.line})"
+        try:
+            value = text.take_value()
+        except RepeatedKeyError as error:
+            problems.add(text.item, _repeated(error), place)
+        else:
+            try:
+                yield text.item, check_object(value, might_escape=True)
+            except DocumentError as error:
+                problems.add(text.item, error, place)
+        text.skip_separator("]")
+    text.skip("]")
+
+
+def _values(text: _Text) -> list[object]:
+    """The values of an array whose opening bracket was read."""
+    values = []
+    while text.next_character() not in ("]", ""):
+        values.append(text.take_value())
+        text.skip_separator("]")
+    text.skip("]")
+    return values
+
+
+def _repeated(error: RepeatedKeyError) -> DocumentError:
+    return DocumentError(str(error), problem_id="data-repeated-key")
+
+
+def _several_arrays(location: str, first: str, second: str) -> DataError:
+    return DataError(
+        f"{location} is one JSON object with documents under '{first}' and under '{second}', and one of them may be "
+        f"meant for testing; write those to train on into a file of their own: jq -c '.{first}[]' FILE > train.jsonl",
+        problem_id="data-several-arrays",
+    )
+
+
+def _account_for(pairs: dict[str, Any], array_key: str, problems: DocumentProblems, known_keys: frozenset[str]) -> None:
+    """Note what stands beside the array. Raises: DocumentError where that is a document of its own."""
+    both = sorted(known_keys & pairs.keys())
+    if both:
+        raise DocumentError(
+            f"the file is one JSON object with documents under '{array_key}' and a document's own key '{both[0]}'; "
+            "write the documents alone into a file of their own"
+        )
+    others = f"; keys of the file not read: {', '.join(pairs)}" if pairs else ""
+    problems.notes.append(f"its documents are the array under '{array_key}'{others}")
+
+
+class _Text:
+    """The decoded text of a stream from one position on, read further when needed; counts lines."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        self._buffer = ""
+        self._position = 0
+        self._num_bytes = 0
+        self._at_end = False
+        self.line = 1
+        self.item = 0  # the number of the one that is read, from 1
+
+    def next_character(self) -> str:
+        """The next character that is no white space, or an empty string at the end."""
+        while True:
+            while self._position < len(self._buffer):
+                character = self._buffer[self._position]
+                if character not in _SPACE:
+                    return character
+                self._advance(self._position + 1)
+            if not self._read_more(_CHUNK_BYTES):
+                return ""
+
+    def skip(self, expected: str) -> None:
+        """Go past one character. Raises: DocumentError when another one is there."""
+        found = self.next_character()
+        if found != expected:
+            raise self.error(f"expecting {expected!r}, found {found!r}", 0)
+        self._advance(self._position + 1)
+
+    def skip_separator(self, closing: str) -> None:
+        """Go past the comma between two items; leaves the closing bracket."""
+        following = self.next_character()
+        if following == closing:
+            return
+        if not following:
+            raise self.error(f"it ends without the closing {closing}", 0)
+        self.skip(",")
+        if self.next_character() == closing:
+            raise self.error(f"a comma before the closing {closing}", 0)
+
+    def take_key(self) -> str:
+        """The key of an object's next value, with the colon."""
+        key = self.take_value()
+        if not isinstance(key, str):
+            raise self.error(f"a key is a text in double quotes, not {key!r}", 0)
+        self.skip(":")
+        return key
+
+    def take_value(self) -> object:
+        """The next JSON value. Raises: DocumentError where it is broken; RepeatedKeyError, after going past it."""
+        chunk_bytes = _CHUNK_BYTES
+        while True:
+            try:
+                value, end = DECODER.raw_decode(self._buffer, self._position)
+            except json.JSONDecodeError as error:
+                is_cut = error.msg.startswith("Unterminated string") or error.pos >= len(self._buffer) - _LONGEST_TOKEN
+                offset = error.pos - self._position
+                # Doubling keeps the repeated parsing of one huge item linear in its size.
+                chunk_bytes *= 2
+                if is_cut and self._read_more(chunk_bytes):
+                    continue
+                raise self.error(lower_first(error.msg), offset) from error
+            except RepeatedKeyError:
+                self._go_past_repeated()
+                raise
+            except (RecursionError, ValueError) as error:
+                raise self.error(str(error), 0) from error
+            if end == len(self._buffer) and self._read_more(chunk_bytes):
+                continue  # a number may go on
+            self._advance(end)
+            return value
+
+    def _go_past_repeated(self) -> None:
+        """Go past a value that has a key twice, whose end a decoder that allows it finds."""
+        chunk_bytes = _CHUNK_BYTES
+        while True:
+            try:
+                _, end = json.JSONDecoder().raw_decode(self._buffer, self._position)
+            except ValueError as error:
+                chunk_bytes *= 2
+                if not self._read_more(chunk_bytes):
+                    raise self.error(str(error), 0) from error
+            else:
+                self._advance(end)
+                return
+
+    def error(self, message: str, offset: int) -> DocumentError:
+        """A problem `offset` characters from here, with the text around it; moves there."""
+        position = self._position + offset
+        near = self._buffer[max(0, position - 15) : position + 15]
+        self._advance(position)
+        return DocumentError(f"broken JSON: {message}, near {near!r}", problem_id="data-broken-json")
+
+    def _advance(self, position: int) -> None:
+        self.line += self._buffer.count("\n", self._position, position)
+        self._position = position
+
+    def _read_more(self, num_bytes: int) -> bool:
+        if self._at_end:
+            return False
+        data = self._stream.read(num_bytes)
+        self._at_end = not data
+        try:
+            decoded = self._decoder.decode(data, final=self._at_end)
+        except UnicodeDecodeError as error:
+            offset = self._num_bytes + len(data) - len(error.object) + error.start
+            raise DocumentError(
+                f"not UTF-8: byte 0x{error.object[error.start]:02x} at offset {offset} in the file; convert it, such "
+                "as with `iconv -f LATIN1 -t UTF-8`",
+                problem_id="data-not-utf8",
+            ) from error
+        self._num_bytes += len(data)
+        self._buffer = self._buffer[self._position :] + decoded
+        self._position = 0
+        return bool(decoded) or self._read_more(num_bytes)

@@ -1,0 +1,180 @@
+"""Every key of a document is accounted for: read by its format, refused because it means something that training would
+leave out, left out on request (`dataset.ignore_keys`), or counted in a note.
+
+Names are those that data sets of OpenAI's, TRL's, axolotl's, LLaMA-Factory's and ms-swift's formats use.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from tunebook.data.problems import DocumentError
+
+# Of a turn: whether the loss counts it. All but the last say yes by 1 or true.
+LOSS_FLAGS = ("train", "trainable", "training", "loss", "loss_mask", "loss_weight", "loss_scale", "weight", "masked")
+INVERSE_FLAG = "masked"
+
+_TOOLS = "tools and tool calls are not written into the text yet, and without them the model would learn other answers"
+_REASONING = (
+    "reasoning under a key of its own is not written into the text yet, and without it the model would learn to answer "
+    "without thinking"
+)
+_MEDIA = "images, audio and video cannot be trained on, and without them the answer does not follow from the question"
+_TEMPLATE = "settings of the chat template are not passed on yet, and without them it would write another text"
+_NAME = "the names of speakers and of called tools are not passed to the chat template yet"
+_PREFERENCE = (
+    "a label says whether the answer is a good one, and this training would learn the bad ones too: keep the good ones"
+)
+_OTHER_SYSTEM = "a system prompt belongs under the key 'system'"
+_WHOLE_DOCUMENT = "whole documents have no weight of their own here: put the flag on each turn, or leave documents out"
+_TOKEN_LEVEL = "only documents that are tokens already (input_ids) have one"
+_PART_OF_A_TURN = "the loss counts a turn whole or not at all: write train: true or train: false"
+
+_ANYWHERE = {
+    **dict.fromkeys(
+        ("tools", "functions", "tool_calls", "tool_call", "function_call", "function_calls"), _TOOLS
+    ),
+    **dict.fromkeys(
+        ("reasoning_content", "reasoning", "reasoning_text", "thinking", "thought", "thoughts",
+         "chain_of_thought", "cot", "complex_cot"), _REASONING,
+    ),
+    **dict.fromkeys(
+        ("image", "images", "image_url", "image_urls", "image_path", "image_paths", "pixel_values", "audio", "audios",
+         "audio_path", "audio_paths", "video", "videos", "video_path", "video_paths"), _MEDIA,
+    ),
+    **dict.fromkeys(("chat_template_kwargs", "chat_template", "template_kwargs"), _TEMPLATE),
+}  # fmt: skip
+_OF_DOCUMENTS = _ANYWHERE | {
+    "documents": _TEMPLATE,
+    "label": _PREFERENCE,
+    "system": "texts without turns have no system prompt: put it into the text",
+    **dict.fromkeys(("system_prompt", "system_message"), _OTHER_SYSTEM),
+    "history": "only documents of instruction and output have one: put earlier turns into the conversation",
+    **dict.fromkeys((*LOSS_FLAGS, "sample_weight", "document_weight"), _WHOLE_DOCUMENT),
+    **dict.fromkeys(
+        ("completion_mask", "assistant_masks", "assistant_mask", "attention_mask", "position_ids", "token_type_ids"),
+        _TOKEN_LEVEL,
+    ),
+}
+_OF_TURNS = _ANYWHERE | {
+    **dict.fromkeys(("name", "tool_call_id", "recipient", "channel"), _NAME),
+    "mask": "it is not known whether 1 trains on the turn or masks it: write train: true or train: false",
+    **dict.fromkeys(("train_detail", "training_detail"), _PART_OF_A_TURN),
+}
+_OF_TEXTS = frozenset({"label"})  # the class of a text, as in classification data, which a language model may ignore
+
+
+class KeyAccount:
+    """Which keys the documents of one source have, and what becomes of each.
+
+    `known`: those that some format reads; `ignored`: `ignore_keys` of the source configured under `key`.
+    """
+
+    def __init__(self, known: Collection[str] = (), ignored: Sequence[str] = (), key: str = "dataset") -> None:
+        self.known = frozenset(known)
+        self._ignored = frozenset(ignored)
+        self._key = key
+        self._not_read: Counter[str] = Counter()  # documents by key
+        self._not_read_of_turns: Counter[str] = Counter()
+        self._left_out: Counter[str] = Counter()
+        # Of the document that is read: keys of its turns that are counted, and what is refused: key -> (what, meaning)
+        self._in_this_document: set[str] = set()
+        self._refused: dict[str, tuple[str, str]] = {}
+
+    def wanted_columns(self, names: Sequence[str]) -> list[str]:
+        """The columns of a table whose values decide something: all of them where no format knows any."""
+        if self.known.isdisjoint(names):
+            return [name for name in names if name not in self._ignored]
+        return [
+            name
+            for name in names
+            if name not in self._ignored and (name in self.known or name.lower() in _OF_DOCUMENTS)
+        ]
+
+    def count_column(self, name: str, num_documents: int) -> None:
+        """Note a column that is not read, and how many documents have a value in it."""
+        (self._left_out if name in self._ignored else self._not_read)[name] += num_documents
+
+    def without_ignored(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A document, or a turn of one, without the keys that are to be ignored."""
+        if self._ignored.isdisjoint(record):
+            return record
+        self._left_out.update(key for key in self._ignored & record.keys() if record[key] is not None)
+        return {key: value for key, value in record.items() if key not in self._ignored}
+
+    def begin_document(self) -> None:
+        """Forget the last document."""
+        self._in_this_document.clear()
+        self._refused.clear()
+
+    def check_document(self, record: Mapping[str, Any], read: Collection[str], *, is_text: bool = False) -> None:
+        """Account for the keys of a document that its format does not read."""
+        for key, value in record.items():
+            if key in read or value is None:
+                continue
+            meaning = None if is_text and key.lower() in _OF_TEXTS else _OF_DOCUMENTS.get(key.lower())
+            if meaning is None or is_empty(value) or (key.lower() in LOSS_FLAGS and value in (1, True)):
+                self._not_read[key] += 1
+            else:
+                self._refused[key] = f"'{key}'", meaning
+
+    def check_turn(self, turn: Mapping[str, Any], read: Collection[str], place: str) -> None:
+        """Account for the keys of a turn that are not read; `place` says which turn."""
+        for key, value in turn.items():
+            if key in read or value is None:
+                continue
+            meaning = _OF_TURNS.get(key.lower())
+            if meaning is not None and not is_empty(value):
+                self._refused.setdefault(key, (f"'{key}' of {place}", meaning))
+            elif key not in self._in_this_document:
+                self._in_this_document.add(key)
+                self._not_read_of_turns[key] += 1
+
+    def raise_if_refused(self) -> None:
+        """Raises: DocumentError naming every key of the document that means something and would be left out."""
+        if not self._refused:
+            return
+        by_meaning: dict[str, list[str]] = {}
+        for what, meaning in self._refused.values():
+            by_meaning.setdefault(meaning, []).append(what)
+        reasons = [
+            f"{' and '.join(whats)} {'is' if len(whats) == 1 else 'are'} not supported: {meaning}"
+            for meaning, whats in by_meaning.items()
+        ]
+        raise DocumentError(
+            f"{'; '.join(reasons)}. Take {'it' if len(self._refused) == 1 else 'them'} out of the data, or type "
+            f"{self._key}.ignore_keys=[{','.join(self._refused)}] to train without",
+            problem_id="data-key-not-supported",
+        )
+
+    def notes(self, num_documents: int) -> list[str]:
+        """What a person should know: keys that were not read, and those of `ignore_keys` with or without effect."""
+        notes = []
+        for counts, what in (
+            (self._not_read, "keys not read"),
+            (self._not_read_of_turns, "keys of turns not read"),
+            (self._left_out, f"left out by {self._key}.ignore_keys"),
+        ):
+            if counts:
+                # A table counts whole batches, of which a limit may have taken a part.
+                listed = (f"{key} ({_documents(min(count, num_documents))})" for key, count in counts.most_common())
+                notes.append(f"{what}: {', '.join(listed)}")
+        absent = sorted(self._ignored - self._left_out.keys())
+        if absent:
+            notes.append(f"{self._key}.ignore_keys: no document has {', '.join(absent)}")
+        return notes
+
+
+def is_empty(value: object) -> bool:
+    """Whether a value says nothing: data sets write null, a blank text, an empty list or an empty JSON text."""
+    if isinstance(value, str):
+        return value.strip() in ("", "[]", "{}", "null")
+    if isinstance(value, list | tuple):
+        return all(map(is_empty, value))
+    return value is None or value == {}
+
+
+def _documents(count: int) -> str:
+    return f"{count:,} document{'s' if count != 1 else ''}"

@@ -1,0 +1,94 @@
+"""Whether a chat template writes what a conversation says: templates leave out turns they do not know, such as a tool's
+or the system's, and reasoning.
+
+Two looks at each conversation. Which turns a template writes, and in which order, mostly depends on the roles alone: it
+is tried once for each sequence of roles, with contents that stand nowhere else. Then every content is looked for in the
+text, in that order, since some templates cut contents, such as what stands before `</think>`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Messages = Sequence[dict[str, Any]]
+RenderMessages = Callable[[Messages], str]
+
+# What ends reasoning that is written into the content, and what begins it.
+_REASONING_ENDS = re.compile(r"</think(?:ing)?>|</reasoning>|\[/THINK\]|<\|end_of_thought\|>")
+_REASONING_BEGINS = re.compile(r"<think(?:ing)?>|<reasoning>|\[THINK\]|<\|begin_of_thought\|>")
+
+
+@dataclass(frozen=True)
+class Missing:
+    """One turn that the template does not write as it is."""
+
+    turn: int  # its index
+    what: Literal["turn", "content", "reasoning"]  # the template leaves out such turns, this content, or its reasoning
+
+
+class ContentCheck:
+    """Compares conversations with what one template writes. `render`: messages -> text; it may raise anything."""
+
+    def __init__(self, render: RenderMessages) -> None:
+        self._render = render
+        self._orders: dict[tuple[str, ...], list[int] | None] = {}
+
+    def missing(self, messages: Messages, text: str) -> list[Missing]:
+        """The turns that `text`, which the template wrote of the messages, does not hold as they are."""
+        order = self._order(messages)
+        found = [Missing(turn, "turn") for turn in range(len(messages)) if turn not in order]
+        position = 0
+        for turn in order:
+            content = messages[turn]["content"].strip()
+            end = _end_of(content, text, position)
+            if end is None:
+                reasoning, answer = _split(content)
+                thought = _end_of(reasoning, text, position)
+                end = None if thought is None else _end_of(answer, text, thought)
+                if end is None:
+                    end = _end_of(answer, text, position)
+                    found.append(Missing(turn, "content" if end is None else "reasoning"))
+            position = end or position
+        return sorted(found, key=lambda missing: missing.turn)
+
+    def _order(self, messages: Messages) -> list[int]:
+        """The turns in the order in which the template writes them, without those that it leaves out."""
+        roles = tuple(message["role"] for message in messages)
+        if roles not in self._orders:
+            self._orders[roles] = self._try(roles)
+        order = self._orders[roles]
+        return list(range(len(messages))) if order is None else order
+
+    def _try(self, roles: tuple[str, ...]) -> list[int] | None:
+        """`_order` for contents that stand nowhere else; None where the template refuses these."""
+        marks = [f"zq{number:05d}qz" for number in range(len(roles))]
+        try:
+            text = self._render([{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)])
+        except Exception:  # templates raise anything, from their own messages to TypeError
+            return None
+        places = {number: text.find(mark) for number, mark in enumerate(marks)}
+        return sorted((number for number, place in places.items() if place >= 0), key=lambda number: places[number])
+
+
+def _split(content: str) -> tuple[str, str]:
+    """Reasoning that is written into a content, without its marks, and the answer after it."""
+    ends = list(_REASONING_ENDS.finditer(content))
+    if not ends:
+        return "", content
+    reasoning = _REASONING_BEGINS.sub("", content[: ends[-1].start()], count=1)
+    return reasoning.strip(), content[ends[-1].end() :].strip()
+
+
+def _end_of(content: str, text: str, position: int) -> int | None:
+    """Where a content ends in the text, from a position on, as it is, as JSON, or with other white space."""
+    for written in (content, json.dumps(content, ensure_ascii=False)[1:-1], json.dumps(content)[1:-1]):
+        place = text.find(written, position)
+        if place >= 0:
+            return place + len(written)
+    words = content.split()
+    other = re.compile(r"\s+".join(map(re.escape, words))).search(text, position)
+    return None if other is None else other.end()

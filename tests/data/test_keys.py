@@ -1,0 +1,201 @@
+"""Every key of a document is read, refused, left out on request or counted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tunebook.config.choices import Format, Source
+from tunebook.config.schema import DatasetConfig
+from tunebook.data.formats import FormatSettings, Normaliser, known_columns
+from tunebook.data.keys import KeyAccount, is_empty
+from tunebook.data.problems import DocumentError
+from tunebook.data.sources import Corpus, load_corpus
+from tunebook.errors import DataError
+
+ASK = {"role": "user", "content": "q"}
+ANSWER = {"role": "assistant", "content": "a"}
+CHAT: dict[str, Any] = {"messages": [ASK, ANSWER]}
+PAIR: dict[str, Any] = {"prompt": "q", "completion": "a"}
+CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def load(tmp_path: Path, records: list[dict[str, Any]], **options: Any) -> Corpus:
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return load_corpus(DatasetConfig(path=str(path), **options), cache_dir=tmp_path / "cache")
+
+
+def normalise(record: dict[str, Any], ignored: tuple[str, ...] = ()) -> dict[str, Any]:
+    account = KeyAccount(known_columns("text"), ignored)
+    return Normaliser(Format.auto, FormatSettings(), account).row(record)
+
+
+def without(record: dict[str, Any], key: str) -> dict[str, Any]:
+    """A record without a key of its own and of its turns."""
+    return {
+        name: [without(turn, key) for turn in value] if name in ("messages", "conversations") else value
+        for name, value in record.items()
+        if name != key
+    }
+
+
+def with_turn(**keys: Any) -> dict[str, Any]:
+    return {"messages": [ASK, {**ANSWER, **keys}]}
+
+
+@pytest.mark.parametrize(
+    ("record", "key"),
+    [
+        ({**CHAT, "tools": [CALL]}, "tools"),
+        ({**CHAT, "tools": '[{"name": "f"}]'}, "tools"),
+        ({**CHAT, "functions": [CALL]}, "functions"),
+        (with_turn(tool_calls=[CALL]), "tool_calls"),
+        ({"messages": [ASK, {"role": "assistant", "content": "", "tool_calls": [CALL]}]}, "tool_calls"),
+        ({"messages": [ASK, {"role": "assistant", "content": None, "function_call": CALL}]}, "function_call"),
+        ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", "tool_calls": [CALL]}]},
+         "tool_calls"),
+        (with_turn(reasoning_content="because"), "reasoning_content"),
+        (with_turn(Thinking="because"), "Thinking"),
+        ({"instruction": "q", "output": "a", "reasoning": "because"}, "reasoning"),
+        ({**CHAT, "image": "cat.jpg"}, "image"),
+        ({**PAIR, "images": [{"bytes": "..."}]}, "images"),
+        ({"text": "a", "audio": "a.wav"}, "audio"),
+        ({**PAIR, "label": False}, "label"),
+        ({**CHAT, "label": 1}, "label"),
+        ({**CHAT, "chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        ({**CHAT, "documents": [{"title": "t", "text": "x"}]}, "documents"),
+        ({**CHAT, "system_prompt": "Be brief."}, "system_prompt"),
+        ({"text": "a", "system": "Be brief."}, "system"),
+        ({**CHAT, "history": [["q", "a"]]}, "history"),
+        ({**CHAT, "weight": 0.5}, "weight"),
+        ({**CHAT, "train": False}, "train"),
+        ({**PAIR, "completion_mask": [0, 1]}, "completion_mask"),
+        ({"messages": [ASK, {**ANSWER, "name": "Ada"}]}, "name"),
+        ({"messages": [ASK, {"role": "tool", "content": "18 C", "tool_call_id": "1"}, ANSWER]}, "tool_call_id"),
+        (with_turn(train_detail=[{"begin_offset": 0, "end_offset": 1, "train": False}]), "train_detail"),
+        (with_turn(mask=1), "mask"),
+    ],
+)  # fmt: skip
+def test_a_key_that_means_something_is_refused_and_can_be_left_out(record: dict[str, Any], key: str) -> None:
+    with pytest.raises(DocumentError, match=rf"'{key}'.* not supported: .*dataset\.ignore_keys=\[{key}\]") as caught:
+        normalise(record)
+    assert caught.value.problem_id == "data-key-not-supported"
+    if all(turn.get("content", "a") for turn in record.get("messages", [])):  # a call alone is no answer
+        assert normalise(record, ignored=(key,)) == normalise(without(record, key))
+
+
+def test_all_keys_of_a_document_that_are_refused_are_named_together() -> None:
+    record = {**with_turn(tool_calls=[CALL], reasoning_content="because"), "tools": [CALL]}
+    with pytest.raises(DocumentError) as caught:
+        normalise(record)
+    message = caught.value.message
+    assert message.startswith("'tools' and 'tool_calls' of turn 2 (assistant) are not supported: ")
+    assert "'reasoning_content' of turn 2 (assistant) is not supported: " in message
+    assert message.endswith("Take them out of the data, or type "
+                            "dataset.ignore_keys=[tools,tool_calls,reasoning_content] to train without")  # fmt: skip
+
+
+@pytest.mark.parametrize("nothing", [None, "", " ", "[]", "{}", "null", [], {}, [None], ["", []]])
+def test_a_key_without_a_value_means_nothing(nothing: Any) -> None:
+    assert is_empty(nothing)
+    assert normalise({**with_turn(tool_calls=nothing), "tools": nothing, "image": nothing}) == normalise(CHAT)
+
+
+def test_flags_of_a_document_that_change_nothing_are_no_problem() -> None:
+    assert normalise({**CHAT, "weight": 1.0, "train": True}) == normalise(CHAT)
+
+
+def test_the_class_of_a_text_is_only_counted(tmp_path: Path) -> None:
+    """As in data for classification, on which language models are trained, too."""
+    corpus = load(tmp_path, [{"text": "good film", "label": 1}, {"text": "bad film", "label": 0}])
+    assert f"{tmp_path}/in.jsonl: keys not read: label (2 documents)" in corpus.notes
+
+
+def test_keys_that_nobody_reads_are_counted_by_documents(tmp_path: Path) -> None:
+    records = [
+        {**with_turn(id=1, timestamp="t"), "meta": {"a": 1}, "id": 1},
+        {"messages": [{**ASK, "id": 1}, {**ANSWER, "id": 2}], "meta": None, "id": 2},
+        {**CHAT, "meta": {}, "prompt": "q"},
+    ]
+    notes = load(tmp_path, records).notes
+    assert f"{tmp_path}/in.jsonl: keys not read: meta (2 documents), id (2 documents), prompt (1 document)" in notes
+    assert f"{tmp_path}/in.jsonl: keys of turns not read: id (2 documents), timestamp (1 document)" in notes
+
+
+def test_what_is_left_out_on_request_is_counted_and_what_is_not_there_is_named(tmp_path: Path) -> None:
+    corpus = load(tmp_path, [{**CHAT, "tools": [CALL]}, CHAT], ignore_keys=["tools", "tols"])
+    assert f"{tmp_path}/in.jsonl: left out by dataset.ignore_keys: tools (1 document)" in corpus.notes
+    assert f"{tmp_path}/in.jsonl: dataset.ignore_keys: no document has tols" in corpus.notes
+
+
+def test_the_line_and_the_key_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"in\.jsonl, line 2: 'tools' is not supported") as caught:
+        load(tmp_path, [CHAT, {**CHAT, "tools": [CALL]}])
+    assert caught.value.exit_code == 4
+
+
+@pytest.mark.parametrize("is_hub", [False, True])
+def test_columns_of_tables_are_accounted_for_too(tmp_path: Path, is_hub: bool) -> None:
+    def corpus_of(rows: list[dict[str, Any]], name: str, **options: Any) -> Corpus:
+        folder = tmp_path / name
+        folder.mkdir()
+        pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
+        place: dict[str, Any] = {"path": str(folder / "train.parquet")}
+        if is_hub:
+            place = {"source": Source.hub, "name": str(folder)}
+        return load_corpus(DatasetConfig(**place, **options), cache_dir=tmp_path / f"{name}-cache")
+
+    rows = [{**CHAT, "id": number or None, "tools": None} for number in range(3)]
+    assert any(note.endswith(": keys not read: id (2 documents)") for note in corpus_of(rows, "none").notes)
+    rows[1]["tools"] = '[{"name": "f"}]'
+    with pytest.raises(DataError, match=r"row 2: 'tools' is not supported"):
+        corpus_of(rows, "some")
+    left_out = corpus_of(rows, "left_out", ignore_keys=["tools"])
+    assert any(note.endswith(": left out by dataset.ignore_keys: tools (1 document)") for note in left_out.notes)
+
+
+@pytest.mark.parametrize(
+    "off",
+    [
+        {"loss": False}, {"trainable": False}, {"loss_mask": 0}, {"loss_weight": 0.0}, {"training": False},
+        {"loss_scale": 0}, {"masked": True}, {"weight": 0, "loss": False, "masked": True},
+    ],
+)  # fmt: skip
+def test_the_flags_of_other_tools_are_honoured(off: dict[str, Any]) -> None:
+    turns = normalise({"messages": [ASK, {**ANSWER, **off}, ASK, {**ANSWER, "loss": True, "masked": False}]})
+    assert [turn["train"] for turn in turns["messages"]] == [False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"loss_weight": 0.3}, r"turn 2 \(assistant\) has loss_weight: 0\.3; it can be 0 or 1"),
+        ({"loss_mask": [0, 1]}, r"has loss_mask: \[0, 1\]; it can be 0 or 1"),
+        ({"trainable": "false"}, r"has trainable: 'false'; it can be 0 or 1"),
+        ({"masked": True, "loss": 1}, r"has loss: 1 and masked: True, which contradict each other"),
+    ],
+)
+def test_flags_that_cannot_be_honoured_are_refused(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(DocumentError, match=message):
+        normalise(with_turn(**flags))
+
+
+def test_a_prompt_is_not_trained_on_and_cannot_ask_to_be() -> None:
+    turns = normalise({"prompt": [ASK, ANSWER, ASK], "completion": [ANSWER], "system": "Be brief."})["messages"]
+    assert [turn["train"] for turn in turns] == [False, False, False, False, True]
+    assert turns[0] == {"role": "system", "content": "Be brief.", "train": False}
+    with pytest.raises(DocumentError, match="only turns of the completion can be"):
+        normalise({"prompt": [ASK, {**ANSWER, "loss": True}, ASK], "completion": [ANSWER]})
+    with pytest.raises(DocumentError, match="'system' goes with turns"):
+        normalise({**PAIR, "system": "Be brief."})
+
+
+def test_pairs_to_prefer_from_are_named() -> None:
+    with pytest.raises(DocumentError, match="a pair of answers to prefer one of"):
+        normalise({"prompt": "q", "chosen": "a", "rejected": "b"})
