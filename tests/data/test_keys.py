@@ -68,6 +68,7 @@ def with_turn(**keys: Any) -> dict[str, Any]:
         ({"text": "a", "audio": "a.wav"}, "audio"),
         ({**PAIR, "label": False}, "label"),
         ({**CHAT, "label": 1}, "label"),
+        ({**CHAT, "rejected": [ANSWER]}, "rejected"),
         ({**CHAT, "chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
         ({**CHAT, "documents": [{"title": "t", "text": "x"}]}, "documents"),
         ({**CHAT, "system_prompt": "Be brief."}, "system_prompt"),

@@ -16,8 +16,9 @@ from lm_eval.api.instance import Instance
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from tunebook.errors import DataError
 from tunebook.evaluate.batch_size import BatchSize
-from tunebook.evaluate.harness import HarnessSettings, Prompting, load_tasks, run_task
+from tunebook.evaluate.harness import HarnessSettings, Prompting, load_tasks, requests_of, run_task
 from tunebook.evaluate.progress import AnswerProgress
 from tunebook.evaluate.request_model import RequestModel
 from tunebook.evaluate.task_files import read_task_file
@@ -114,6 +115,33 @@ def test_a_prompt_begins_as_in_training_with_one_bos_or_none(
     begins = adding_bos(trained, add_special_tokens=False)["input_ids"]
     assert any(row[: len(begins)] == begins for row in prompts)
     assert all(row.count(BOS) == len(start.split()) for row in prompts)
+
+
+@pytest.mark.parametrize(
+    ("system", "message"),
+    [
+        ("", r"does not write turn 1 \(system\): 'c c'"),
+        ("{{ raise_exception('no system') }}", "refuses this conversation"),
+    ],
+)
+def test_a_system_prompt_that_the_template_does_not_write_is_refused(
+    system: str, message: str, adding_bos: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """The harness itself would ask without it."""
+    data, file = tmp_path / "rows.jsonl", tmp_path / "task.yaml"
+    data.write_text(json.dumps({"question": "a b", "right": "c"}) + "\n")
+    file.write_text(WRITTEN.replace("DATA", str(data)).replace("CACHE", str(tmp_path / "cache")))
+    settings = HarnessSettings(
+        num_fewshot=None, limit=None, system_prompt="c c", items_folder=tmp_path, cache_folder=tmp_path / "cache"
+    )
+    body = "{{ message.role }}: {{ message.content }} </s> "
+    adding_bos.chat_template = TEMPLATE.replace(
+        body, f"{{% if message.role == 'system' %}}{system}{{% else %}}{body}{{% endif %}}"
+    )
+    prompting = Prompting(tokenizer=adding_bos, max_length=64)
+    (task,) = load_tasks([read_task_file(file)], prompting, settings).tasks.values()
+    with pytest.raises(DataError, match=message):
+        requests_of(task, prompting, settings)
 
 
 def test_an_answer_ends_where_training_taught_it_to_also_where_the_models_settings_do_not_say_so(

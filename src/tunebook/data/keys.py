@@ -27,6 +27,9 @@ _NAME = "the names of speakers and of called tools are not passed to the chat te
 _PREFERENCE = (
     "a label says whether the answer is a good one, and this training would learn the bad ones too: keep the good ones"
 )
+_PAIR = (
+    "it belongs to a pair of answers to prefer one of, which this training cannot: write the one to learn as last turn"
+)
 _OTHER_SYSTEM = "a system prompt belongs under the key 'system'"
 _WHOLE_DOCUMENT = "whole documents have no weight of their own here: put the flag on each turn, or leave documents out"
 _TOKEN_LEVEL = "only documents that are tokens already (input_ids) have one"
@@ -49,6 +52,7 @@ _ANYWHERE = {
 _OF_DOCUMENTS = _ANYWHERE | {
     "documents": _TEMPLATE,
     "label": _PREFERENCE,
+    **dict.fromkeys(("chosen", "rejected"), _PAIR),
     "system": "texts without turns have no system prompt: put it into the text",
     **dict.fromkeys(("system_prompt", "system_message"), _OTHER_SYSTEM),
     "history": "only documents of instruction and output have one: put earlier turns into the conversation",

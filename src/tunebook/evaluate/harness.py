@@ -131,6 +131,7 @@ def run_task(model: Any, loaded: LoadedTask, settings: HarnessSettings) -> dict[
     from lm_eval.tasks import TaskManager
 
     has_template = _has_template(loaded, model.tokenizer)
+    _require_system_prompt(model.tokenizer, settings.system_prompt if has_template else None)
     with _without_environment_report():
         results: dict[str, Any] = simple_evaluate(
             model=model,
@@ -157,6 +158,7 @@ def requests_of(
     from lm_eval.utils import handle_non_serializable, hash_string
 
     has_template = _has_template(loaded, prompting.tokenizer)
+    _require_system_prompt(prompting.tokenizer, settings.system_prompt if has_template else None)
     _seed()
     loaded.task.set_fewshot_seed(seed=SEEDS["fewshot"])
     loaded.task.build_all_requests(
@@ -293,6 +295,15 @@ def _set_fewshot(task: Any, num_fewshot: int | None) -> None:
 def _has_template(loaded: LoadedTask, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the harness is to put the prompts through the chat template."""
     return not loaded.is_rendered and tokenizer.chat_template is not None
+
+
+def _require_system_prompt(tokenizer: PreTrainedTokenizerBase, system_prompt: str | None) -> None:
+    """Raises: DataError for one that the template leaves out or refuses: the harness would go on without it."""
+    from tunebook.data.template import ConversationRenderer
+
+    if system_prompt is not None:
+        talk = [{"role": "system", "content": system_prompt}, {"role": "user", "content": "a question"}]
+        ConversationRenderer(tokenizer).prompt(talk)
 
 
 def _chat_template(tokenizer: PreTrainedTokenizerBase) -> Any:

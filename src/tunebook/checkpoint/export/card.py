@@ -159,6 +159,8 @@ def _data(config: RunConfig, record: RunRecord) -> list[tuple[str, str]]:
     if train:
         rows.append(("trained on", _counts(train)))
     rows.append(("loss on", _LOSS_ON[config.dataset.train_on]))
+    if (record.manifest or {}).get("template_date"):
+        rows.append(("today, as the chat template wrote it", str((record.manifest or {})["template_date"])))
     if found.get("content_sha256"):
         rows.append(("SHA-256 of the tokens", str(found["content_sha256"])[:16]))
     return rows
