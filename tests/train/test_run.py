@@ -63,6 +63,13 @@ def test_packed_padded_and_accumulated_steps_have_the_same_loss(config, run, cha
     assert losses(run(short_rows, "short")[2]) == pytest.approx(packed, rel=2e-5)
 
 
+def test_a_step_whose_tokens_were_not_counted_is_not_trained_on(config, run, monkeypatch):
+    monkeypatch.setattr(RecipeTrainer, "_get_num_items_in_batch", lambda *_: None)
+    folder, code, _ = run(config)
+    assert code == 7
+    assert "number of trained-on tokens of this step is not known" in outcome(folder)["reason"]
+
+
 def test_the_first_loss_is_that_of_the_documents_one_by_one(config, run, changed):
     folder, _, lines = run(changed(config, training={"max_steps": 1}))
     order = epoch_order(24, config.training.seed, 0)[:8].tolist()

@@ -84,7 +84,7 @@ class DatasetSource:
     """One place documents come from, and how they are written there."""
 
     source: Source = Source.files
-    path: str | None = None  # files: a file or a glob; .jsonl or .parquet, also .gz; `book:recipes/...` is in this book
+    path: str | None = None  # files: a file or a glob, see data/files.py; `book:recipes/...` is in this book
     name: str | None = None  # hub: organisation/name, or a folder in the hub's layout
     subset: str | None = None  # hub: the configuration of a data set that has several
     revision: str | None = None  # hub: commit or tag; null takes the newest and records which it was

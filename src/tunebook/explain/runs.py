@@ -63,6 +63,12 @@ DATA: dict[str, Explanation] = {
         advice="dataset.special_tokens_in_content=as_text trains on it as text, which auto does in conversations; "
         "=keep takes it for the token, which auto does in plain text and in prompt and completion; =refuse stops.",
     ),
+    "tokens-not-counted": Explanation(
+        summary="The trainer did not count the trained-on tokens of a step.",
+        why="Without that number each micro-batch would weigh alike, and the gradient would depend on how a step is cut "
+        "into passes. transformers leaves it out for models that say that their own loss does not take it.",
+        advice="Install the versions of the lock; if they are, please report the model's class.",
+    ),
     "template-leaves-out": Explanation(
         summary="The chat template does not write part of a conversation.",
         why="Templates leave out turns that they do not know, such as the system's or a tool's, and reasoning. The "

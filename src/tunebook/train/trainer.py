@@ -30,7 +30,7 @@ from tunebook.checkpoint.save import CheckpointSaver
 from tunebook.checkpoint.together import on_first_rank
 from tunebook.data.rows import DocumentRows
 from tunebook.data.sampler import RankBatches
-from tunebook.errors import TunebookError
+from tunebook.errors import InvalidTrainingError, TunebookError
 from tunebook.train.callbacks import loss_not_finite
 from tunebook.train.head_on_host import gather_before_use
 from tunebook.train.loss_scale import keep_scale_on_host
@@ -70,6 +70,9 @@ class RecipeTrainer(SFTTrainer):
         self._is_saving = False
         self._is_universal = False  # whether what is loaded was made for another number of ranks
         super().__init__(*args, **kwargs)
+        # The loss below is divided by the trained-on tokens of the whole step, whatever the model's own loss is given:
+        # Gemma 3n's and 4's is not, and upstream would then weigh each micro-batch alike.
+        self.model_accepts_loss_kwargs = True
         if self.is_fsdp_enabled and isinstance(self.accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
             gather_before_use(self.model)
             keep_scale_on_host(self.accelerator)
@@ -109,10 +112,18 @@ class RecipeTrainer(SFTTrainer):
         """Upstream's loss: summed over this micro-batch, per trained-on token of the whole step over all ranks.
 
         DDP, FSDP and ZeRO average gradients over the ranks, so each rank's loss counts for as many. A mixture of
-        experts adds a loss of its own and goes upstream's way.
+        experts adds a loss of its own and goes upstream's way. Raises: InvalidTrainingError where the step's tokens are
+        not known: each micro-batch would count alike, however few of its tokens are trained on.
         """
+        if num_items_in_batch is None and model.training:
+            raise InvalidTrainingError(
+                "the number of trained-on tokens of this step is not known, so its micro-batches cannot be weighted by "
+                "theirs: the gradient would depend on how the step is cut. This is a defect of Tunebook, or another "
+                "version of transformers is installed than the lock has",
+                problem_id="tokens-not-counted",
+            )
         with one_pass_head() if self.has_one_pass_head else nullcontext():
-            if self.aux_loss_enabled or return_outputs or num_items_in_batch is None:
+            if self.aux_loss_enabled or return_outputs:
                 return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[no-untyped-call]
             inputs["use_cache"] = False
             outputs = model(**inputs, fused_lm_head=True)
