@@ -65,8 +65,8 @@ DATA: dict[str, Explanation] = {
     ),
     "tokens-not-counted": Explanation(
         summary="The trainer did not count the trained-on tokens of a step.",
-        why="Without that number each micro-batch would weigh alike, and the gradient would depend on how a step is cut "
-        "into passes. transformers leaves it out for models that say that their own loss does not take it.",
+        why="Without that number each micro-batch would weigh alike, and the gradient would depend on how a step is "
+        "cut. transformers leaves it out for models that say that their own loss does not take it.",
         advice="Install the versions of the lock; if they are, please report the model's class.",
     ),
     "template-leaves-out": Explanation(
