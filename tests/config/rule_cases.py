@@ -415,6 +415,18 @@ CASES = [
         {"peft.modules_to_save": ["lm_head", "embed_tokens"]},
         fsdp(Strategy.fsdp) | LORA,
     ),
+    case(
+        "tied-matrix-trained-apart",
+        "embed_tokens: embeddings and output head are one matrix in this model, and two of ",
+        {"peft.modules_to_save": ["embed_tokens"]},
+        LORA,
+    ),
+    case(
+        "tied-matrix-trained-apart",
+        "one matrix in this model",
+        {"peft.target_modules": ["q_proj", "embed_tokens"]},
+        LORA,
+    ),
     case("adapter-without-targets", "self_attn, mlp leave no", {"peft.modules_to_save": ["self_attn", "mlp"]}, LORA),
     case(
         "adapter-module-unknown",
@@ -425,7 +437,7 @@ CASES = [
     case(
         "adapter-module-unknown",
         "has no nonesuch",
-        {"peft.modules_to_save": ["nonesuch", "embed_tokens"]},
+        {"peft.modules_to_save": ["nonesuch", "norm"]},
         {"peft.method": PeftMethod.lora},
     ),
     case("adapter-settings-ignored", "method=full", {"peft.target_modules": ["q_proj"]}),

@@ -179,6 +179,7 @@ def test_warnings_are_the_ones_a_run_can_live_with():
         "row-length-without-packing",
         "sharding-on-one-rank",
         "system-prompt-ignored",
+        "tied-matrix-trained-apart",
         "time-limit-too-short-for-a-slow-start",
         "warm-up-ignored",
         "warm-up-longer-than-run",

@@ -165,6 +165,59 @@ def test_an_adapter_stays_beside_16_bits_and_answers_as_it_was_trained(tmp_path:
         assert not torch.equal(loaded(row).logits, in_bf16().eval()(row).logits)
 
 
+@pytest.mark.parametrize(
+    "trained",
+    [
+        {"modules_to_save": ["embed_tokens"]},
+        {"modules_to_save": ["lm_head"]},
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+    ],
+    ids=["embeddings", "head", "both", "adapter_on_embeddings"],
+)
+@pytest.mark.filterwarnings(
+    "ignore:Model (has|with) `tie_word_embeddings=True`", "ignore:Setting `save_embedding_layers`"
+)
+def test_one_matrix_of_a_tied_pair_that_was_trained_stays_what_it_became(
+    tmp_path: Path, trained: dict[str, list[str]]
+) -> None:
+    def tied() -> PreTrainedModel:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+        architecture = AutoConfig.for_model("llama", vocab_size=64, tie_word_embeddings=True, **sizes)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(architecture)
+        return model.eval()
+
+    row = torch.arange(12)[None]
+    adapted: Any = get_peft_model(
+        tied(), LoraConfig(**{"task_type": "CAUSAL_LM", "r": 4, "target_modules": ["q_proj"]} | trained)
+    )
+    for weight in adapted.parameters():
+        if weight.requires_grad:
+            torch.nn.init.normal_(weight, std=0.1)
+    adapted.save_pretrained(tmp_path / "adapter")
+    with torch.no_grad():
+        expected = adapted.eval()(row).logits
+        assert (expected - tied()(row).logits).abs().max() > 0.01
+        model = with_adapter(tied(), tmp_path / "adapter", PeftMethod.lora)
+        model.tie_weights()  # as lm-eval does
+        # One product more or less per weight: fp32's eps is 1.2e-7, of logits of about 1.
+        torch.testing.assert_close(model(row).logits, expected, atol=1e-5, rtol=1e-5)
+        assert model.config.tie_word_embeddings is False
+        model.save_pretrained(tmp_path / "merged")
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+        assert torch.equal(loaded(row).logits, model(row).logits)
+    plain = with_adapter(tied(), _plain_adapter(tied(), tmp_path), PeftMethod.lora)
+    assert plain.config.tie_word_embeddings is True
+    assert plain.all_tied_weights_keys
+
+
+def _plain_adapter(model: PreTrainedModel, folder: Path) -> Path:
+    lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"])
+    get_peft_model(model, lora).save_pretrained(folder / "plain")
+    return folder / "plain"
+
+
 @pytest.fixture
 def with_tower() -> Any:
     """A model of images and text, and a run of it whose plan found what text does not reach."""

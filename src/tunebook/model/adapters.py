@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunebook.config.choices import Compute, MasterWeights, PeftMethod, Strategy
+from tunebook.config.estimate.parameters import EMBEDDINGS
 from tunebook.config.schema import RunConfig, ZeroConfig
 from tunebook.config.unreached import expression, stand_for, unreached_of
 from tunebook.errors import RequestError
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
 ADAPTER_FILE = "adapter_config.json"
 # What PEFT 0.21 says of ranks for parameters, such as stacked experts, which it seeks among modules. It does use them.
 IGNORED_PATTERNS = "The following (rank|alpha)_pattern keys did not match any targeted module"
+# What it says of an adapter on one matrix of a tied pair: see `merged`.
+UNTIED = "Model (has|with) `tie_word_embeddings=True`"
 _SHARDS_PARAMETERS = (Strategy.zero3, Strategy.fsdp, Strategy.fsdp_grad_op, Strategy.hsdp)
+_BASE_EMBEDDINGS = tuple(f"{name}.base_layer.weight" for name in EMBEDDINGS)
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
@@ -120,6 +124,7 @@ def with_adapter(base: PreTrainedModel, folder: Path, method: PeftMethod) -> Pre
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
         warnings.filterwarnings("ignore", message="Found missing adapter keys", category=UserWarning)
         warnings.filterwarnings("ignore", message=IGNORED_PATTERNS, category=RuntimeWarning)
+        warnings.filterwarnings("ignore", message=UNTIED, category=UserWarning)
         warnings.filterwarnings("ignore", message="Some weights of .* were not initialized", category=UserWarning)
         adapted: Any = PeftModel.from_pretrained(base, str(folder), ignore_mismatched_sizes=True)
     _require_whole_adapter(adapted, stored, folder)
@@ -128,8 +133,37 @@ def with_adapter(base: PreTrainedModel, folder: Path, method: PeftMethod) -> Pre
         adapted.tie_weights = lambda: None
         beside: PreTrainedModel = adapted
         return beside
-    model: PreTrainedModel = adapted.merge_and_unload()
-    return model
+    return merged(adapted)
+
+
+def merged(adapted: Any) -> PreTrainedModel:
+    """A model with its adapter merged into it.
+
+    Where one matrix of a tied pair (embeddings and output head) was trained and the other not, or each for itself, the
+    model has two afterwards, and its configuration says so (`tie_word_embeddings`) for whoever saves or loads it.
+    """
+    import torch
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    pair: tuple[Any, Any] = adapted.get_input_embeddings(), adapted.get_output_embeddings()
+    for matrix, other in (pair, pair[::-1]):
+        # Merged in place, an adapter on one of the two would change both.
+        if isinstance(matrix, BaseTunerLayer) and other is not None and other.weight is matrix.weight:
+            other.weight = torch.nn.Parameter(other.weight.detach().clone(), requires_grad=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Input and output embeddings are no longer", category=UserWarning)
+        model: Any = adapted.merge_and_unload()
+    tied = {
+        name: other
+        for name, other in model.all_tied_weights_keys.items()
+        if model.get_parameter(name) is model.get_parameter(other)
+    }
+    if tied != model.all_tied_weights_keys:
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = False
+        model.all_tied_weights_keys = tied
+    whole: PreTrainedModel = model
+    return whole
 
 
 def _adapter_files(folder: Path) -> list[Path]:
@@ -154,6 +188,8 @@ def adapter_shapes(adapted: Any) -> Shapes:
 
 def _require_whole_adapter(adapted: Any, stored: Shapes, folder: Path) -> None:
     expected = adapter_shapes(adapted)
+    # Beside an adapter on the embeddings PEFT writes the base's own, which it takes for changed.
+    stored = {name: shape for name, shape in stored.items() if not name.endswith(_BASE_EMBEDDINGS)}
     require_complete(
         missing=sorted(set(expected) - set(stored)),
         unexpected=sorted(set(stored) - set(expected)),

@@ -91,6 +91,23 @@ def test_a_merged_adapter_is_added_to_its_base(layouts: Any, lora_run: Path, bas
     assert 0 < exported.origin.check["difference"] < exported.origin.check["allowed"] == 1e-4
 
 
+@pytest.mark.parametrize("saved", [["embed_tokens"], ["embed_tokens", "lm_head"]])
+def test_a_tied_matrix_that_was_trained_apart_is_written_beside_the_other(
+    layouts: Any, base: Path, tmp_path: Path, export: Any, saved: list[str]
+) -> None:
+    assert json.loads((base / "config.json").read_text())["tie_word_embeddings"]
+    run = layouts.write_run(tmp_path / "outputs" / "tiny" / "saved", base, peft="lora", modules_to_save=saved)
+    layouts.write_checkpoint(run, "adapter")
+    exported = export(run, merge=True, dtype="fp32")
+    found, adapter = load_file(exported.folder / "model.safetensors"), layouts.trained(run, "adapter")
+    embeddings = load_file(base / "model.safetensors")["model.embed_tokens.weight"].float()
+    assert torch.equal(found["model.embed_tokens.weight"], adapter["base_model.model.model.embed_tokens.weight"])
+    head = adapter["base_model.model.lm_head.weight"] if "lm_head" in saved else embeddings
+    assert torch.equal(found["lm_head.weight"], head)
+    assert json.loads((exported.folder / "config.json").read_text())["tie_word_embeddings"] is False
+    assert exported.origin.check["difference"] < exported.origin.check["allowed"] == 1e-4
+
+
 @pytest.fixture
 def lora_over(layouts: Any, tmp_path: Path) -> tuple[Path, Path]:
     """A run with an adapter whose manifest says which weights it was trained on, and the folder of those."""

@@ -39,7 +39,7 @@ from tunebook.checkpoint.export.write import compare_with_model, without_tied, w
 from tunebook.config.base_model import read_dtype
 from tunebook.config.choices import PeftMethod
 from tunebook.config.schema import RunConfig
-from tunebook.model.adapters import with_adapter
+from tunebook.model.adapters import merged, with_adapter
 from tunebook.model.token_ids import agree_on_tokens
 from tunebook.record.run_record import RunRecord
 
@@ -160,7 +160,7 @@ def write_merged(work: Work, folder: Path) -> Written:
     assert work.blueprint.adapter is not None
     adapted = with_trained(base, work.blueprint.adapter, work.weights)
     own = logits_of(adapted)
-    model: Any = in_format(adapted.merge_and_unload(), dtype)
+    model: Any = in_format(merged(adapted), dtype)
     del base, adapted
     expected = logits_of(model)
     agree_on_tokens(model, work.blueprint.tokenizer)

@@ -19,7 +19,7 @@ from tunebook.config.choices import Attention, MasterWeights, PeftMethod
 from tunebook.config.choices import Weights as Origin
 from tunebook.config.schema import AttentionConfig, ModelConfig, PeftSettings, RunConfig
 from tunebook.errors import RequestError
-from tunebook.model.adapters import ADAPTER_FILE, IGNORED_PATTERNS, adapter_config
+from tunebook.model.adapters import ADAPTER_FILE, IGNORED_PATTERNS, UNTIED, adapter_config
 from tunebook.model.hub import hub_problem
 from tunebook.model.load import architecture_from_facts, check_model, load_architecture, load_model, model_location
 from tunebook.model.token_ids import agree_on_tokens, trainer_tokenizer
@@ -165,6 +165,7 @@ def quiet_peft() -> Iterator[None]:
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
         warnings.filterwarnings("ignore", message="The PEFT config's `base_model_name_or_path`", category=UserWarning)
         warnings.filterwarnings("ignore", message=IGNORED_PATTERNS, category=RuntimeWarning)
+        warnings.filterwarnings("ignore", message=UNTIED, category=UserWarning)
         yield
 
 

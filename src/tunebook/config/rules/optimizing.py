@@ -15,7 +15,7 @@ from tunebook.config.choices import (
     Strategy,
     Weights,
 )
-from tunebook.config.estimate.parameters import HEADS, PRODUCTS_OF, has_experts, last_name, linear_layers
+from tunebook.config.estimate.parameters import EMBEDDINGS, HEADS, PRODUCTS_OF, has_experts, last_name, linear_layers
 from tunebook.config.override_text import typed_list
 from tunebook.config.rules.frame import Finding, Level, Rule, rule
 from tunebook.config.rules.quantised import quantiser_of
@@ -159,6 +159,36 @@ def whole_tied_head_under_fsdp(config: RunConfig) -> Finding | None:
         message=f"{heads[0]} is the embeddings, to which accelerate cannot tie PEFT's copy of it again",
         fix=f"parallelism.cpu_ram_efficient_loading=false or {rest}",
     )
+
+
+@rule(
+    "tied-matrix-trained-apart",
+    level=Level.warning,
+    summary="An adapter run trains the embeddings or the output head of a model in which both are one matrix.",
+    why="PEFT trains a copy of what is named and leaves the other as it was, so the model has two matrices afterwards. "
+    "A merged model says so in its config.json (tie_word_embeddings: false) and is larger by one of them.",
+    advice="Leave it so, or take both out of the adapter to keep them one.",
+)
+def tied_matrix_trained_apart(config: RunConfig) -> Iterator[Finding]:
+    """Either of the two in either list."""
+    facts, peft = config.model.facts, config.peft
+    if peft.method is PeftMethod.full or facts is None or not facts.tie_word_embeddings:
+        return
+    if whole_tied_head_under_fsdp.find(config) is not None:  # an error already
+        return
+    for field in ("modules_to_save", "target_modules"):
+        asked: list[str] = getattr(peft, field)
+        # An adapter on the head is an error of its own.
+        heads = HEADS if field == "modules_to_save" else ()
+        named = [name for name in asked if last_name(name) in (*heads, *EMBEDDINGS)]
+        if named:
+            key, rest = f"peft.{field}", [name for name in asked if name not in named]
+            size = facts.vocab_size * facts.hidden_size / 1e6
+            message = (
+                f"{' and '.join(named)}: embeddings and output head are one matrix in this model, and two of "
+                f"{size:,.1f} million weights after training"
+            )
+            yield Finding(key=key, message=message, fix=typed_list(key, rest))
 
 
 @rule(
@@ -375,6 +405,7 @@ RULES: tuple[Rule, ...] = (
     adapter_without_targets,
     adapter_dropout_on_experts,
     whole_tied_head_under_fsdp,
+    tied_matrix_trained_apart,
     adapter_settings_ignored,
     qlora_random_weights,
     bitsandbytes_optimizer_without_gpu,
