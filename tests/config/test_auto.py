@@ -288,6 +288,28 @@ def test_a_model_that_leaks_is_padded(undecided, machine):
     assert check(resolution.config) == []
 
 
+@pytest.mark.parametrize(
+    ("auto_map", "mode"),
+    [
+        ({"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}, PackingMode.padded),
+        ({"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}, PackingMode.isolated),
+        (None, PackingMode.isolated),
+    ],
+    ids=["model", "tokenizer", "none"],
+)
+def test_a_model_of_code_of_its_own_is_padded_whatever_its_class_is_called(
+    undecided, machine, tmp_path, auto_map, mode
+):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "auto_map": auto_map}))
+    undecided.model.name, undecided.model.path = None, str(tmp_path)
+    undecided.model.trust_remote_code = True
+    resolution = resolve_auto(undecided, machine(H200))
+    assert resolution.config.packing.mode is mode
+    assert ("code of its own" in whys(resolution)["packing.mode"]) is (mode is PackingMode.padded)
+    undecided.packing.mode = PackingMode.isolated  # asked for: the leak probe decides
+    assert resolve_auto(undecided, machine(H200)).config.packing.mode is PackingMode.isolated
+
+
 def test_bf16_master_weights_compute_in_bf16(undecided, machine):
     undecided.precision.master_weights = MasterWeights.bf16
     undecided.model.facts.dtype = "float32"

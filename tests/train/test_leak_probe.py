@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen2Model
+from transformers import AutoConfig, Qwen2Model
 
-from tunebook.config.choices import Attention, PackingMode
+from tunebook.config.choices import Attention, Compute, PackingMode
 from tunebook.record.manifest import read_manifest, start_manifest
 from tunebook.train import leak_probe
 from tunebook.train.leak_probe import LeakProbe, TrainingForward
@@ -39,6 +41,7 @@ def test_isolated_rows_pass_and_what_was_measured_is_recorded(probed, attention)
     assert entry["checked"] is entry["sees_leaks"] is True
     assert (entry["ranks"], entry["worst_rank"]) == (1, 0)
     assert entry["moved"] <= entry["alone"] <= entry["tolerance"]["logits"] == 32 * 128 * 2.0**-24
+    assert entry["moved"] <= entry["tolerance"]["moved"] == 2.0**-20
     assert entry["leaking"] > 1000 * entry["tolerance"]["logits"]
     assert entry["loss_difference"] <= entry["tolerance"]["loss"]
     assert entry["tokens_together"] == entry["tokens_apart"] == 78
@@ -101,6 +104,49 @@ def test_positions_that_are_reset_one_token_late_are_caught(probed, monkeypatch)
     monkeypatch.setattr(RecipeTrainer, "_prepare_inputs", late)
     entry = refused(*probed())
     assert entry["moved"] > 0.01
+
+
+@pytest.fixture
+def small_model(tiny_model, tmp_path):
+    """The folder of a small model of another architecture, with the tiny one's tokenizer."""
+
+    def write(kind, **sizes):
+        folder = tmp_path / kind
+        shutil.copytree(tiny_model, folder)
+        vocabulary = json.loads((tiny_model / "config.json").read_text())["vocab_size"]
+        ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+        AutoConfig.for_model(kind, vocab_size=vocabulary, **sizes, **ends).save_pretrained(folder)
+        return {"path": str(folder)}
+
+    return write
+
+
+def test_a_leak_that_rounding_in_16_bits_could_hide_is_caught(probed, small_model):
+    """Bloom's attention knows no positions, so that packed documents are one to it."""
+    bloom = small_model("bloom", hidden_size=64, n_head=4, n_layer=4)
+    eager = {"implementation": Attention.eager}
+    entry = refused(*probed(model=bloom, precision={"compute": Compute.bf16}, attention=eager))
+    assert entry["tolerance"]["moved"] < entry["moved"] < entry["tolerance"]["logits"]
+
+
+def test_an_architecture_that_says_itself_that_it_cannot_pack_ends_the_run(probed, small_model):
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    lfm2 = small_model("lfm2", layer_types=["conv", "full_attention"], num_key_value_heads=4, **sizes)
+    code, reason, entry, lines = probed(model=lfm2)
+    assert (code, entry, lines) == (7, None, [])
+    assert "can't keep packed sequences apart" in reason
+    assert "packing=padded" in reason
+
+
+def test_a_probe_that_could_not_see_a_leak_ends_the_run(probed, monkeypatch):
+    measure = leak_probe.measure_isolation
+    monkeypatch.setattr(
+        leak_probe, "measure_isolation", lambda *arguments: replace(measure(*arguments), leaking=2.0**-20)
+    )
+    code, reason, entry, lines = probed()
+    assert (code, lines, entry["sees_leaks"]) == (7, [], False)
+    assert "cannot be told" in reason
+    assert "packing=padded, which needs no proof" in reason
 
 
 def test_padded_rows_need_no_proof(probed):

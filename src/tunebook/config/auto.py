@@ -14,7 +14,7 @@ from tunebook.config.auto_hardware import decide_hardware
 from tunebook.config.auto_kernels import decide_attention, decide_compiling, decide_head
 from tunebook.config.auto_parallelism import decide_strategy
 from tunebook.config.auto_passes import decide_passes
-from tunebook.config.base_model import read_dtype, read_facts
+from tunebook.config.base_model import brings_code, read_dtype, read_facts
 from tunebook.config.choices import (
     Attention,
     Compute,
@@ -166,6 +166,8 @@ def _packing(config: RunConfig) -> tuple[PackingMode, str]:
     kernel, facts = config.attention.implementation, config.model.facts
     if facts is not None and leaks(config):
         return PackingMode.padded, f"{facts.architecture} cannot keep packed documents apart"
+    if brings_code(config.model):
+        return PackingMode.padded, "the model brings code of its own, which may let packed documents see each other"
     way = "by their lengths (varlen)" if kernel in WITHOUT_MASK else "by a block mask"
     if kernel is Attention.sdpa_by_document:
         way = "by computing document by document"

@@ -140,6 +140,15 @@ def _is_refused_anyway(model: ModelConfig, config: dict[str, Any]) -> bool:
     return quantiser not in (None, OWN_QUANTISER) or _why_not_causal(model, config) is not None
 
 
+def brings_code(model: ModelConfig) -> bool:
+    """Whether the model's class is its repository's own, or may be, where its config.json is not at hand."""
+    if not model.trust_remote_code:
+        return False
+    config = read_config(model)
+    auto_map = {} if config is None else config.get("auto_map") or {}
+    return config is None or any(str(name).startswith("AutoModel") for name in auto_map)
+
+
 def _brings_code(model: ModelConfig, config: dict[str, Any]) -> bool:
     return model.trust_remote_code and bool(config.get("auto_map"))
 

@@ -31,6 +31,12 @@ SPREADING: dict[str, Explanation] = {
         "manifest.json under parallelism_found.",
         advice="Use precision=bf16. If the installed packages are not those of the lock, install them first.",
     ),
+    "leak-not-seen": Explanation(
+        summary="The leak probe cannot tell whether packed documents see each other.",
+        why="Before its first step a run changes one document of a packed row and looks whether the logits of the "
+        "other move. In this model they hardly would even if it saw all of the first, so that nothing is proven.",
+        advice="Type packing=padded: rows of one document each need no proof.",
+    ),
     "leak": Explanation(
         summary="Documents that share a packed row see each other.",
         why="Then the model learns to continue a document from a stranger's, and no loss curve shows it. Before the "

@@ -2,7 +2,8 @@
 
 Two documents of random tokens share a row. If the row is isolated, the second one's logits are those it has alone, stay
 as they are when every token of the first is replaced, and the row's loss is the sum of the documents' own. What a leak
-would look like is measured too, on the same tokens as one document: a probe that could not see it proves nothing.
+would look like is measured too, on the same tokens as one document: a probe that could not see it proves nothing, and
+the run is refused.
 
 Distances are relative: for each token the norm of the difference of two logit vectors over that of the logits about
 their mean; the largest over the tokens counts. So they do not depend on the size of the vocabulary or of the logits.
@@ -29,6 +30,12 @@ _UNIT_ROUNDOFF = {Compute.fp32: 2.0**-24, Compute.fp16: 2.0**-11, Compute.bf16: 
 _TF32_UNIT_ROUNDOFF = 2.0**-11
 # Rounding errors of 100 layers add up to about sqrt(2 x 100) of one, and kernels choose tiles by a row's length.
 _LOGIT_ROUNDOFFS = 32.0
+# Replacing the other document changes no shape, so no kernel and no order of sums: isolated logits stay what they are.
+# Only where experts are chosen does another document change how many tokens each gets, and so how its products are cut.
+# Measured: 0 for 20 dense architectures, 4.2e-8 with experts in fp32; 31 architectures that leak moved by 1.2e-3 in
+# fp32 and 6.5e-3 in bf16 at least, far below what `_LOGIT_ROUNDOFFS` allows (tests/bench/results/isolation.jsonl).
+_MOVED_ROUNDOFFS = 0.5
+_MOVED_FP32_ROUNDOFFS = 16.0
 _LOSS_ROUNDOFFS = 8.0  # a mean over many tokens, in which single errors cancel
 # Products in 16 bits or TF32 are summed in fp32, whose rounding is nothing beside theirs. In fp32 the sum itself is
 # rounded at each of its terms, which comes to sqrt(K) roundoffs for K terms: 128 for the 16,384 that a feed-forward
@@ -68,20 +75,24 @@ class Isolation:
 class Tolerance:
     """What rounding alone may do; derived from the precision that products are computed in."""
 
-    logits: float
+    moved: float  # of logits in rows of the same shape
+    logits: float  # in rows of other shapes
     loss: float
 
     def sees_leaks(self, found: Isolation) -> bool:
         """Whether a leak would have been well above rounding."""
-        return found.leaking > 2 * self.logits
+        return found.leaking > 2 * self.moved
 
 
 def tolerance(compute: Compute, *, uses_tf32: bool) -> Tolerance:
     """The tolerance for a precision."""
     roundoff = _UNIT_ROUNDOFF[compute]
-    if compute is Compute.fp32:
-        roundoff = _TF32_UNIT_ROUNDOFF if uses_tf32 else _FP32_SUM_ROUNDOFFS * roundoff
-    return Tolerance(logits=_LOGIT_ROUNDOFFS * roundoff, loss=_LOSS_ROUNDOFFS * roundoff)
+    moved = _MOVED_ROUNDOFFS * roundoff
+    if compute is Compute.fp32 and uses_tf32:
+        roundoff, moved = _TF32_UNIT_ROUNDOFF, _MOVED_ROUNDOFFS * _TF32_UNIT_ROUNDOFF
+    elif compute is Compute.fp32:
+        roundoff, moved = _FP32_SUM_ROUNDOFFS * roundoff, _MOVED_FP32_ROUNDOFFS * roundoff
+    return Tolerance(moved=moved, logits=_LOGIT_ROUNDOFFS * roundoff, loss=_LOSS_ROUNDOFFS * roundoff)
 
 
 def compile_kernels(forward: Forward, lengths: tuple[int, int] = LENGTHS) -> None:
@@ -125,7 +136,7 @@ def _distance(logits: torch.Tensor, others: torch.Tensor) -> float:
 def leaks(found: Isolation, allowed: Tolerance) -> list[str]:
     """What is wrong, in words; empty where the documents are isolated. A number that is not finite is wrong."""
     wrong = []
-    if not found.moved <= allowed.logits:
+    if not found.moved <= allowed.moved:
         wrong.append(f"the second document's logits move by {found.moved:.2g} when the first one changes")
     if not found.alone <= allowed.logits:
         wrong.append(f"they differ by {found.alone:.2g} from those that it has alone")

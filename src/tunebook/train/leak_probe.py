@@ -70,6 +70,9 @@ class LeakProbe(TrainerCallback):
         )
         if wrong := leaks(ranks[worst], allowed):
             raise self._leak(wrong, ranks[worst], allowed, worst)
+        blind = [rank for rank, one in enumerate(ranks) if not allowed.sees_leaks(one)]
+        if blind:
+            raise self._blind(blind[0], ranks[blind[0]], allowed)
 
     def _measure(self) -> tuple[Isolation, float, float]:
         """What was found, the seconds of the passes that compile kernels, and those of the probe itself."""
@@ -80,7 +83,16 @@ class LeakProbe(TrainerCallback):
         lengths = LENGTHS_FOR_FLEX if is_flex else LENGTHS
         with torch.no_grad(), _in_evaluation_mode(model), _generators_kept(), plain_products(model):
             start = time.monotonic()
-            compile_kernels(forward, lengths)
+            try:
+                compile_kernels(forward, lengths)
+            except ValueError as error:
+                if "packed" not in str(error):
+                    raise
+                raise InvalidTrainingError(
+                    f"{type(self.trainer.model).__name__} cannot be trained on packed rows as it is installed here: "
+                    f"{error} Nothing was trained. Or type packing=padded",
+                    problem_id="leak",
+                ) from error
             middle = time.monotonic()
             found = measure_isolation(forward, vocab_size, lengths)
             forget_parameter_order(model)  # training has a backward pass too
@@ -95,10 +107,19 @@ class LeakProbe(TrainerCallback):
         return InvalidTrainingError(
             f"documents that share a packed row see each other: {'; '.join(wrong)} (rank {rank}, "
             f"{type(self.trainer.model).__name__}, attention={implementation}). Rounding in "
-            f"{self.config.precision.compute.value} explains at most {allowed.logits:.2g} in logits and "
-            f"{allowed.loss:.2g} in the loss; seeing all of the other document makes {found.leaking:.2g}. Nothing was "
-            "trained. Try packing=padded, or another attention, such as attention=sdpa",
+            f"{self.config.precision.compute.value} explains at most {allowed.moved:.2g} where only the other document "
+            f"changes, {allowed.logits:.2g} between rows of other lengths and {allowed.loss:.2g} in the loss. Nothing "
+            "was trained. Try packing=padded, or another attention, such as attention=sdpa",
             problem_id="leak",
+        )
+
+    def _blind(self, rank: int, found: Isolation, allowed: Tolerance) -> InvalidTrainingError:
+        return InvalidTrainingError(
+            "whether documents that share a packed row see each other cannot be told: seeing all of the other one "
+            f"would change logits by {found.leaking:.2g} only, and rounding in {self.config.precision.compute.value} "
+            f"may change them by {allowed.moved:.2g} (rank {rank}, {type(self.trainer.model).__name__}). Nothing was "
+            "trained. Type packing=padded, which needs no proof",
+            problem_id="leak-not-seen",
         )
 
 
