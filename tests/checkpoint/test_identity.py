@@ -128,6 +128,30 @@ def test_what_cannot_be_loaded_is_refused_whatever_is_allowed(
     assert fix in refused
 
 
+@pytest.mark.parametrize(
+    ("own_peft", "key", "value", "text", "fix"),
+    [
+        ("full", "optimizer__name", "adamw_8bit", "optimizer.name was adamw_8bit and is adamw", "optimizer.name=adamw"),
+        ("lora", "peft__rank", 4, "peft.rank was 4 and is 16", "peft.rank=4"),
+        ("lora", "peft__target_modules", ["q_proj"], "target_modules was ['q_proj'] and is []", "modules=[q_proj]"),
+    ],
+)
+def test_an_optimizer_or_adapter_of_other_tensors_is_refused_whatever_is_allowed(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path, identity: Identity,
+    own_peft: str, key: str, value: object, text: str, fix: str,
+) -> None:  # fmt: skip
+    own = replace(identity, peft=own_peft)
+    theirs = replace(own, settings=with_settings(identity, **{key: value}))
+    refused = refusal(make_checkpoint, tmp_path, theirs, own, *ResumeAnyway)
+    assert refused.startswith("checkpoint-of-another-run: ")
+    assert text in refused
+    assert fix in refused
+
+
+def test_an_adapters_settings_are_nothing_to_a_whole_model(said: Callable[..., str], identity: Identity) -> None:
+    assert said(settings=with_settings(identity, peft__rank=4)) == ""
+
+
 def test_a_model_that_was_moved_is_the_same(said: Callable[..., str], identity: Identity) -> None:
     assert said(model=identity.model | {"name": "/elsewhere"}) == ""
     assert "is of the model" in said(model=identity.model | {"config_sha256": "1" * 64})

@@ -41,6 +41,14 @@ def test_checkpoints_kept_one_more_in_writing_and_the_model_at_the_end(tmp_path:
     assert "3 checkpoints of 34.49 GiB (training.keep_checkpoints=2" in space.why
 
 
+def test_the_best_checkpoint_is_kept_too(tmp_path: Path) -> None:
+    words = ["training.evaluate_every_steps=10", "training.save_every_steps=10", "dataset.validation_share=0.05"]
+    config = resolved("qwen3b_zero2", "parallelism=ddp", *words, "training.load_best_at_end=true")
+    space = checkpoint_space(config, tmp_path)
+    assert space.needed == P * (4 + 4 * 12)
+    assert "4 checkpoints of 34.49 GiB (training.keep_checkpoints=2, the best and the one in writing)" in space.why
+
+
 def test_only_the_model_at_the_end_where_nothing_is_saved_meanwhile(tmp_path: Path) -> None:
     config = resolved("qwen3b_zero2", "parallelism=ddp", "training.save_every_steps=null")
     assert checkpoint_space(config, tmp_path).needed == P * 4
@@ -111,8 +119,8 @@ def spaces_of(*words: str) -> list[Space]:
          "training.save_every_steps=null (nothing to resume from) still needs 17.24 GiB"),
         (("training.save_every_steps=null",), 6 * P - 1, "another disk: outputs=FOLDER (11.5 GiB), HF_HOME=FOLDER "),
         (("training.keep_checkpoints=1",), 30 * P - 1, "training.save_every_steps=null (nothing to resume from), "),
-        (("training.load_best_at_end=true",), 30 * P - 1, "another disk: outputs=FOLDER (115 GiB), HF_HOME=FOLDER in "
-         "front of the command (5.748 GiB); training.keep_checkpoints=1 still needs 86.22 GiB"),
+        (("training.load_best_at_end=true",), 30 * P - 1, "another disk: outputs=FOLDER (149.4 GiB), HF_HOME=FOLDER in "
+         "front of the command (5.748 GiB); training.keep_checkpoints=1 still needs 120.7 GiB"),
     ],
     ids=["one", "none", "too_small", "already_none", "already_one", "best"],
 )  # fmt: skip

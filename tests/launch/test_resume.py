@@ -133,6 +133,8 @@ def test_a_run_that_began_from_a_named_folder_is_gone_on_with_by_the_same_words(
     spelt.training.resume = f"{tmp_path}/source/../source"
     assert unfinished_run(spelt) == folder
     other = copy.deepcopy(begun_elsewhere)
+    other.training.resume_anyway = [ResumeAnyway.best]  # which was there when it began
+    assert unfinished_run(other) == folder
     other.training.resume_anyway = [ResumeAnyway.data]
     assert unfinished_run(other) is None
     assert unfinished_run(config) == folder  # auto: whatever it began from

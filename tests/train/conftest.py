@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+from contextlib import contextmanager
 from dataclasses import replace
 from unittest import mock
 
@@ -37,6 +39,7 @@ from tunebook.config.schema import (
 )
 from tunebook.data.prepare import prepare
 from tunebook.record.metrics import read_metrics
+from tunebook.train.callbacks import Records
 from tunebook.train.run import run_rank
 from tunebook.train.signals import StopRequest
 
@@ -118,3 +121,34 @@ def changed():
         return replace(config, **parts)
 
     return change
+
+
+@pytest.fixture
+def stopping_after(monkeypatch):
+    """A context in which a run is asked to stop in a step, after which it saves."""
+
+    @contextmanager
+    def stop(step):
+        def ask(self, args, state, control, **kwargs):
+            if state.global_step == step - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Records, "on_step_begin", ask, raising=False)
+            yield
+
+    return stop
+
+
+@pytest.fixture
+def stopped(run, stopping_after):
+    """Train a configuration and stop it after a step; returns its folder."""
+
+    def train(config, step, name="run"):
+        with stopping_after(step):
+            folder, code, lines = run(config, name)
+        assert code == 6
+        assert len([line for line in lines if "loss" in line]) == step
+        return folder
+
+    return train

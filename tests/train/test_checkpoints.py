@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import shutil
-import signal
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -39,37 +36,6 @@ def reason(folder):
 
 def steps(folder):
     return sorted(int(path.name.split("-")[1]) for path in (folder / "checkpoints").glob("checkpoint-*"))
-
-
-@pytest.fixture
-def stopping_after(monkeypatch):
-    """A context in which a run is asked to stop in a step, after which it saves."""
-
-    @contextmanager
-    def stop(step):
-        def ask(self, args, state, control, **kwargs):
-            if state.global_step == step - 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Records, "on_step_begin", ask, raising=False)
-            yield
-
-    return stop
-
-
-@pytest.fixture
-def stopped(run, stopping_after):
-    """Train a configuration and stop it after a step; returns its folder."""
-
-    def train(config, step, name="run"):
-        with stopping_after(step):
-            folder, code, lines = run(config, name)
-        assert code == 6
-        assert len(losses(lines)) == step
-        return folder
-
-    return train
 
 
 @of_upstream

@@ -35,10 +35,12 @@ def outcome(folder):
 
 def test_upstream_still_has_the_methods_we_override():
     checkpoints = ("_save_checkpoint", "_get_output_dir", "_push_from_checkpoint", "_load_best_model")
-    losses = ("compute_loss", "log", "compute_loss_context_manager")
-    for name in ("get_train_dataloader", "evaluate", "create_model_card", *losses, *checkpoints):
+    resuming = ("create_scheduler", "_load_optimizer_and_scheduler", "_issue_warnings_after_load")
+    losses = ("compute_loss", "log", "compute_loss_context_manager", "_determine_best_metric")
+    for name in ("get_train_dataloader", "evaluate", "create_model_card", *losses, *checkpoints, *resuming):
         ours, theirs = (inspect.signature(getattr(kind, name)) for kind in (RecipeTrainer, SFTTrainer))
         assert list(ours.parameters) == list(theirs.parameters), name
+    assert callable(SFTTrainer._run_epoch)  # ours hands on whatever it is given
 
 
 def test_a_run_leaves_records_and_a_model_that_loads(config, run, changed):

@@ -40,12 +40,17 @@ def choose_checkpoint(config: RunConfig, run: Path, own: Identity, say: Callable
 
 
 def require_verified(checkpoint: Path) -> None:
-    """Refuse a checkpoint that is not what was written; each rank reads a share of it. Raises: DataError."""
+    """Refuse a best checkpoint that is not what was written; each rank reads a share of it. Raises: DataError."""
     why = on_first_rank(lambda: why_not_complete(checkpoint))
     if why is None:
         why = _wrong_anywhere(checkpoint, on_first_rank(lambda: read_record(checkpoint)))
     if why is not None:
-        raise DataError(f"{checkpoint} cannot be loaded: {why}", problem_id="checkpoint-damaged")
+        raise DataError(
+            f"{checkpoint} cannot be loaded: {why}. It is the best by validation loss, so no other is taken in its "
+            "place. Restore it from a copy and type the same command again; or remove it, and let the best of those "
+            "that are left take its place: 'training.resume_anyway=[best]'",
+            problem_id="checkpoint-damaged",
+        )
 
 
 def _first_sound(found: list[Candidate], config: RunConfig, own: Identity, say: Callable[[str], None]) -> Path | None:

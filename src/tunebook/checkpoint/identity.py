@@ -13,7 +13,7 @@ from typing import Any
 
 from tunebook.checkpoint.record import CheckpointRecord, Identity
 from tunebook.config.choices import Offload, PeftMethod, ResumeAnyway, Strategy
-from tunebook.config.override_text import as_typed
+from tunebook.config.override_text import as_typed, typed, typed_list
 from tunebook.config.schema import RunConfig
 from tunebook.data.prepared import Prepared
 from tunebook.errors import RequestError
@@ -42,6 +42,9 @@ _NOT_COMPARED = (
     "model.facts",
     "model.weights",  # where they come from before the first step
 )
+# Keys that decide which tensors a checkpoint's optimizer and adapter consist of. Another value fits none of them.
+_OF_ADAPTERS = ("peft.rank", "peft.target_modules", "peft.modules_to_save")
+_DECIDE_TENSORS = ("optimizer.name", *_OF_ADAPTERS)
 _NUM_KEYS_TOLD = 6
 
 
@@ -110,6 +113,11 @@ def differences(theirs: Identity, own: Identity) -> Iterator[Difference]:
         yield Difference(text=", ".join(keys[:_NUM_KEYS_TOLD]) + more, allowed_by=ResumeAnyway.config)
 
 
+def has_same_data(theirs: Identity, own: Identity) -> bool:
+    """Whether two runs train and validate on the same tokens, so that their validation losses can be compared."""
+    return theirs.data_sha256 == own.data_sha256
+
+
 def gone_on_from(theirs: Identity, own: Identity) -> Identity:
     """What the further checkpoints of a run belong to that goes on from a checkpoint.
 
@@ -141,6 +149,9 @@ def _cannot_load(theirs: Identity, own: Identity) -> Iterator[Difference]:
     if theirs.peft != own.peft:
         told = f"it was trained with peft={theirs.peft}, and this run with peft={own.peft}"
         yield Difference(text=told, allowed_by=None, fix=f"Go on with peft={theirs.peft}. {from_weights}")
+    for key, then, now in _other_tensors(theirs, own):
+        fix = typed_list(key, then) if isinstance(then, list) else typed(key, as_typed(then))
+        yield Difference(text=_change(key, then, now), allowed_by=None, fix=f"Go on with {fix}. {from_weights}")
     if layout(theirs) != layout(own):
         told = f"it was saved by parallelism={theirs.strategy}, and this run has parallelism={own.strategy}"
         if theirs.strategy == own.strategy:
@@ -151,6 +162,19 @@ def _cannot_load(theirs: Identity, own: Identity) -> Iterator[Difference]:
     elif theirs.world_size != own.world_size and (why := _why_rigid(theirs)):
         told = f"it holds the shards of {_ranks(theirs.world_size)}, and this run has {_ranks(own.world_size)}; {why}"
         yield Difference(text=told, allowed_by=None, fix=f"Go on with {_ranks(theirs.world_size)}. {from_weights}")
+
+
+def _other_tensors(theirs: Identity, own: Identity) -> Iterator[tuple[str, Any, Any]]:
+    """The keys of `_DECIDE_TENSORS` with another value than a checkpoint's, and both values."""
+    before, here = dict(_flat(theirs.settings)), dict(_flat(own.settings))
+    keys = _DECIDE_TENSORS if own.peft != PeftMethod.full.name else ("optimizer.name",)
+    for key in keys:
+        if key in before and key in here and before[key] != here[key]:
+            yield key, before[key], here[key]
+
+
+def _change(key: str, before: Any, now: Any) -> str:
+    return f"{key} was {as_typed(before)} and is {as_typed(now)}"
 
 
 def _has_other_base(theirs: Identity, own: Identity) -> bool:
@@ -198,11 +222,11 @@ def _changed_keys(theirs: dict[str, Any], own: dict[str, Any]) -> Iterator[str]:
     """Each key whose value differs, as `key=theirs and here own`."""
     flat_theirs, flat_own = dict(_flat(theirs)), dict(_flat(own))
     for key in sorted(flat_theirs.keys() | flat_own.keys()):
-        if any(key == skipped or key.startswith(f"{skipped}.") for skipped in _NOT_COMPARED):
+        if any(key == skipped or key.startswith(f"{skipped}.") for skipped in (*_NOT_COMPARED, *_DECIDE_TENSORS)):
             continue
         before, now = flat_theirs.get(key, "absent"), flat_own.get(key, "absent")
         if before != now:
-            yield f"{key} was {as_typed(before)} and is {as_typed(now)}"
+            yield _change(key, before, now)
 
 
 def _flat(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -11,15 +11,19 @@ from tunebook.checkpoint.record import CHECKPOINTS_FOLDER, named_as_checkpoints
 from tunebook.checkpoint.verify import why_not_complete
 
 
+def is_complete(checkpoint: Path) -> bool:
+    """Whether a folder is a complete checkpoint: its record is there and every file has its size."""
+    return why_not_complete(checkpoint) is None
+
+
 def newest_checkpoint(run: Path) -> Path | None:
-    """The newest complete checkpoint of a run folder: its record is there and every file has its size."""
-    found = named_as_checkpoints(run / CHECKPOINTS_FOLDER)
-    return next((path for path in found if why_not_complete(path) is None), None)
+    """The newest complete checkpoint of a run folder."""
+    return next(filter(is_complete, named_as_checkpoints(run / CHECKPOINTS_FOLDER)), None)
 
 
 def complete_checkpoints(checkpoints: Path) -> list[Path]:
     """Every complete checkpoint of a folder of checkpoints, newest first."""
-    return [path for path in named_as_checkpoints(checkpoints) if why_not_complete(path) is None]
+    return [path for path in named_as_checkpoints(checkpoints) if is_complete(path)]
 
 
 def passed_over(run: Path) -> dict[Path, str]:

@@ -239,3 +239,4 @@ class ResumeAnyway(Enum):
     data = "data"
     template = "template"
     world_size = "world_size"
+    best = "best"  # its best checkpoint so far is gone: those that are left are ranked

@@ -362,7 +362,7 @@ class TrainingConfig:
     keep_checkpoints: int = 2  # the newest this many, and the best
     save_in_background: bool = True  # training waits for a checkpoint's writing alone, not for its flushing and hashing
     evaluate_every_steps: int | None = None  # validation loss; null: at the end, if there is a validation part
-    load_best_at_end: bool = False  # by validation loss
+    load_best_at_end: bool = False  # model/ is the saved step with the lowest validation loss; false: the last step
     early_stopping_patience: int | None = None  # validations without improvement; null: never stop early
     resume: str = "auto"  # auto, never, or a checkpoint folder
     resume_anyway: list[ResumeAnyway] = field(default_factory=list)  # what may differ from the checkpoint gone on from

@@ -59,16 +59,20 @@ def checkpoint_space(config: RunConfig | None, outputs: Path) -> Space:
     if config is None or facts is None or config.peft.method is not PeftMethod.full:
         return space
     weight, optimizer = checkpoint_bytes(config)
-    kept = config.training.keep_checkpoints if config.training.save_every_steps else 0
+    training = config.training
+    kept = training.keep_checkpoints if training.save_every_steps else 0
     model, one = facts.num_parameters * weight, facts.num_parameters * (weight + optimizer)
     why = f"the model at the end ({size_text(model)})"
     if not kept:
         return replace(space, needed=model, why=why)
-    why += f" and {kept + 1} checkpoints of {size_text(one)} (training.keep_checkpoints={kept} and the one in writing)"
-    with_less = [("training.keep_checkpoints=1", model + 2 * one)] if kept > 1 else []
-    if not config.training.load_best_at_end:  # which is loaded from a checkpoint
+    is_ranked = training.load_best_at_end or training.early_stopping_patience is not None
+    more, which = (2, "the best and the one in writing") if is_ranked else (1, "and the one in writing")
+    which = f"training.keep_checkpoints={kept}{', ' if is_ranked else ' '}{which}"
+    why += f" and {kept + more} checkpoints of {size_text(one)} ({which})"
+    with_less = [("training.keep_checkpoints=1", model + (1 + more) * one)] if kept > 1 else []
+    if not training.load_best_at_end:  # which is loaded from a checkpoint
         with_less.append(("training.save_every_steps=null (nothing to resume from)", model))
-    return replace(space, needed=model + (kept + 1) * one, why=why, with_less=tuple(with_less))
+    return replace(space, needed=model + (kept + more) * one, why=why, with_less=tuple(with_less))
 
 
 def checkpoint_bytes(config: RunConfig) -> tuple[int, int]:

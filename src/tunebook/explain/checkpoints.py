@@ -30,12 +30,28 @@ CHECKPOINTS: dict[str, Explanation] = {
         why="Going on from it would give a result that belongs to neither run: the order of documents, the learning "
         "rate or the random numbers would change in the middle.",
         advice="Start with what the checkpoint was saved with, or name what may differ, such as "
-        "'training.resume_anyway=[config]'; the words are config, data, template and world_size.",
+        "'training.resume_anyway=[config]'; the words are config, data, template, world_size and best (see "
+        "best-checkpoint-missing).",
+    ),
+    "best-checkpoint-missing": Explanation(
+        summary="training.load_best_at_end=true, and there is no best checkpoint to load.",
+        why="Only steps with both a validation loss and a checkpoint are ranked, and the best of them is kept. "
+        "Something else removed or changed its folder, or no step had both. The last model is not taken in its place.",
+        advice="Restore the folder from a copy and type the same command again. To take the best of the checkpoints "
+        "that are left: 'training.resume_anyway=[best]'. To take one by its step: tunebook export RUN --checkpoint "
+        "STEP.",
+    ),
+    "checkpoint-not-loaded": Explanation(
+        summary="A checkpoint's weights do not fill the model, though every file is as it was written.",
+        why="Libraries load weights by name and only warn about names that they do not find: the rest of the model "
+        "would keep other weights. Versions of transformers differ in how some architectures are named.",
+        advice="Resume with the versions of the packages that the checkpoint's complete.json names.",
     ),
     "checkpoint-of-another-run": Explanation(
-        summary="A checkpoint of another model or strategy, which cannot be loaded.",
-        why="Each strategy saves its shards in its own way, and an adapter fits its base only. ZeRO's shards can be "
-        "cut anew for another number of ranks, but not what is kept on NVMe disks, which each rank saves as its files.",
+        summary="A checkpoint of another model, strategy, optimizer or adapter, which cannot be loaded.",
+        why="Each strategy saves its shards in its own way, an adapter fits its base and its own rank only, and each "
+        "optimizer has a state of its own. ZeRO's shards can be cut anew for another number of ranks, but not what is "
+        "kept on NVMe disks, which each rank saves as its files.",
         advice="Go on with the model, strategy and number of ranks that the message names; or export its weights with "
         "`tunebook export` and start from them: model.path=FOLDER.",
     ),

@@ -51,7 +51,8 @@ def began_alike(config: RunConfig, folder: Path) -> bool:
     begun = named_by(theirs) if theirs is not None else None
     if theirs is None or begun is None or begun.resolve() != named.resolve():
         return False
-    return set(theirs.training.resume_anyway) == set(config.training.resume_anyway)
+    # `best` is about checkpoints that are gone now, and not about where a run began.
+    return not (set(theirs.training.resume_anyway) ^ set(config.training.resume_anyway)) - {ResumeAnyway.best}
 
 
 def decided_otherwise(config: RunConfig, folder: Path, sha256: str, asked: Collection[str]) -> list[str]:

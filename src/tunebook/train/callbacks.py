@@ -11,6 +11,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather, reduce
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import SaveStrategy
 
 from tunebook.checkpoint.save import CheckpointSaver
 from tunebook.data.sampler import RankBatches
@@ -21,12 +22,19 @@ from tunebook.train.progress import TrainingProgress
 from tunebook.train.signals import StopRequest
 
 _GIB = 1024**3
+VALIDATION_LOSS = "eval_validation_loss"  # as the trainer logs it
+_SEEN = "tunebook_seen"  # in a checkpoint's trainer_state.json, under stateful_callbacks
 
 
-def loss_not_finite(step: int) -> InvalidTrainingError:
+def validation_losses(state: TrainerState) -> dict[int, float]:
+    """Each validation loss by its step, in order; a checkpoint keeps them, so those before a resume are among them."""
+    return {int(entry["step"]): entry[VALIDATION_LOSS] for entry in state.log_history if VALIDATION_LOSS in entry}
+
+
+def loss_not_finite(step: int, which: str = "loss") -> InvalidTrainingError:
     """The error for a loss that is no number; the last good checkpoint is added where the run ends."""
     return InvalidTrainingError(
-        f"the loss is not finite at step {step}: the weights after it are worthless. Usual causes: a learning rate "
+        f"the {which} is not finite at step {step}: the weights after it are worthless. Usual causes: a learning rate "
         "that is too high, fp16 with a base model trained in bf16 (precision=fp32 or bf16), damaged data (tunebook "
         "data shows it)",
         problem_id="loss-not-finite",
@@ -34,7 +42,10 @@ def loss_not_finite(step: int) -> InvalidTrainingError:
 
 
 class FiniteLoss(TrainerCallback):
-    """Stops the run at the first logged loss or gradient norm that is not finite, before anything is saved."""
+    """Stops the run at the first logged loss or gradient norm that is not finite, before anything is saved.
+
+    A validation loss that is not finite can be ranked with no other, and stops the run too.
+    """
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Logged values are the same on every rank, so all ranks raise together."""
@@ -42,6 +53,8 @@ class FiniteLoss(TrainerCallback):
         for name in ("loss", "grad_norm"):
             if name in logs and not math.isfinite(logs[name]):
                 raise loss_not_finite(state.global_step)
+        if not math.isfinite(logs.get(VALIDATION_LOSS, 0.0)):
+            raise loss_not_finite(state.global_step, "validation loss")
 
 
 class StopOnRequest(TrainerCallback):
@@ -73,6 +86,35 @@ class StopOnRequest(TrainerCallback):
     ) -> None:
         """The last save is complete before upstream waits for its uploads. Raises: as `on_step_end`."""
         self.saver.settle()
+
+
+class EarlyStopping(TrainerCallback):
+    """Ends the training once `patience` validations in a row were no better than the best before them.
+
+    Counted anew each time from the losses that every checkpoint keeps, so a resume changes nothing. Upstream's callback
+    starts to count at zero after a resume, and its restored form has the patience of the checkpoint, not of run.yaml.
+    The last step is saved, as at the planned end of a training.
+    """
+
+    def __init__(self, patience: int) -> None:
+        self.patience = patience
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """A run that was stopped, or killed, at the step that ended it is over."""
+        control.should_training_stop |= self.is_over(state)
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Every rank has the same losses."""
+        if self.is_over(state):
+            control.should_training_stop = True
+            control.should_save |= args.save_strategy != SaveStrategy.NO
+
+    def is_over(self, state: TrainerState) -> bool:
+        """Whether the last `patience` validation losses are no better than the best before them."""
+        losses = list(validation_losses(state).values())
+        return bool(losses) and len(losses) - 1 - losses.index(min(losses)) >= self.patience
 
 
 class LogToTheEnd(TrainerCallback):
@@ -112,21 +154,30 @@ class Records(TrainerCallback):
         self._seconds = 0.0  # training time since the last logged step
         self._saving_seconds = 0.0  # that training stood still since the last logged step
         self._logged_step = 0
+        self._first_step = 0  # steps that an earlier run, or attempt, has done
+        self._before: dict[str, int] | None = None  # what those went through; None: by this run's own schedule
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Start the clock; a resumed run starts at its step."""
-        self._logged_step = state.global_step
+        self._logged_step = self._first_step = state.global_step
+        stored: Any = state.stateful_callbacks
+        self._before = stored.get(_SEEN)
         self._last = time.perf_counter()
         if self.progress is not None:
             self.progress.start(state.global_step, state.max_steps)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Count the step's time, its data loading included."""
+        """Count the step's time, its data loading included. What was seen so far goes into the next checkpoint.
+
+        A resumed run with another batch cannot work it out: its own schedule never was that of the steps before.
+        """
         now = time.perf_counter()
         self._seconds += now - self._last
         self._last = now
+        stored: Any = state.stateful_callbacks
+        stored[_SEEN] = self._seen(state.global_step)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Saving is not training time, which stands still for it: what it took is told by the next line."""
@@ -143,16 +194,16 @@ class Records(TrainerCallback):
         logs = kwargs["logs"]
         if "loss" in logs:
             self._write_step(logs, state)
-        elif "eval_validation_loss" in logs:
+        elif VALIDATION_LOSS in logs:
             line = {
                 "step": state.global_step,
-                "validation_loss": logs["eval_validation_loss"],
+                "validation_loss": logs[VALIDATION_LOSS],
                 "validation_tokens": int(logs["eval_validation_tokens"]),
             }
             if self.writer is not None:
                 self.writer.write(line)
             if self.progress is not None:
-                self.progress.validated(state.global_step, logs["eval_validation_loss"])
+                self.progress.validated(state.global_step, logs[VALIDATION_LOSS])
         self._last = time.perf_counter()
 
     def on_train_end(
@@ -162,6 +213,14 @@ class Records(TrainerCallback):
         if self.progress is not None:
             self.progress.stop()
 
+    def _seen(self, step: int) -> dict[str, int]:
+        before = self._before
+        if before is None:
+            earlier = self.batches.totals(0, self._first_step)
+            before = {"tokens": earlier.tokens, "documents": earlier.documents}
+        since = self.batches.totals(self._first_step, step)
+        return {"tokens": before["tokens"] + since.tokens, "documents": before["documents"] + since.documents}
+
     def _write_step(self, logs: dict[str, Any], state: TrainerState) -> None:
         memory = _memory_of_every_rank()
         if self.writer is None:
@@ -169,7 +228,7 @@ class Records(TrainerCallback):
         step = state.global_step
         num_steps = step - self._logged_step
         totals = self.batches.totals(self._logged_step, step)
-        seen = self.batches.totals(0, step)
+        seen = self._seen(step)
         seconds, self._seconds, self._logged_step = self._seconds, 0.0, step
         saving, self._saving_seconds = self._saving_seconds, 0.0
         speed = totals.tokens / seconds / self.batches.world_size if seconds else 0.0
@@ -178,12 +237,12 @@ class Records(TrainerCallback):
             {
                 "step": step,
                 "num_steps": num_steps,
-                "epoch": round(seen.documents / self.batches.schedule.num_documents, 4),
+                "epoch": round(seen["documents"] / self.batches.schedule.num_documents, 4),
                 "loss": logs["loss"],
                 "grad_norm": logs.get("grad_norm"),
                 "learning_rate": logs["learning_rate"],
-                "tokens_seen": seen.tokens,
-                "documents_seen": seen.documents,
+                "tokens_seen": seen["tokens"],
+                "documents_seen": seen["documents"],
                 "tokens_per_second_per_gpu": round(speed, 1),
                 "padding_share": round(1 - totals.tokens / max(1, totals.computed_tokens), 4),
                 "mfu": round(model_flops_utilisation(speed, self.flops_per_token, self.peak_tflops), 4)

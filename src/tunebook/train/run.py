@@ -7,6 +7,7 @@ rank into exit code 1.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import traceback
@@ -18,12 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from transformers import EarlyStoppingCallback, PreTrainedModel, PrinterCallback
+from transformers import PreTrainedModel, PrinterCallback
 from trl import SFTConfig
 
 from tunebook.checkpoint.candidates import same_command
 from tunebook.checkpoint.choose import choose_checkpoint
-from tunebook.checkpoint.identity import gone_on_from, identity_of
+from tunebook.checkpoint.identity import differences, gone_on_from, has_same_data, identity_of
 from tunebook.checkpoint.newest import newest_checkpoint
 from tunebook.checkpoint.record import read_record
 from tunebook.checkpoint.resharding import link_in_flat_order
@@ -34,7 +35,7 @@ from tunebook.config.frozen import load_config
 from tunebook.config.schema import RunConfig
 from tunebook.data.prepared import Prepared, PreparedPart, load_prepared
 from tunebook.data.sampler import RankBatches, Schedule, StepSize
-from tunebook.errors import DoesNotFitError, InvalidTrainingError, StoppedError, TunebookError
+from tunebook.errors import DataError, DoesNotFitError, InvalidTrainingError, StoppedError, TunebookError
 from tunebook.hardware.peaks import peak_of
 from tunebook.model.adapters import adapter_config, freeze_unreached, keep_in_fp32, trains_in_fp32
 from tunebook.model.compiled_layers import compile_layers
@@ -55,12 +56,20 @@ from tunebook.record.metrics import MetricsWriter, read_metrics
 from tunebook.record.run_folder import FINISHED, write_outcome
 from tunebook.record.start_up import StartClock
 from tunebook.train.arguments import row_multiple, tracker_environment, trainer_arguments
-from tunebook.train.callbacks import FiniteLoss, LogToTheEnd, Records, StopOnRequest
+from tunebook.train.callbacks import (
+    EarlyStopping,
+    FiniteLoss,
+    LogToTheEnd,
+    Records,
+    StopOnRequest,
+    validation_losses,
+)
 from tunebook.train.death import AGREED_ENDINGS
 from tunebook.train.leak_probe import LeakProbe
 from tunebook.train.memory_ran_out import memory_ran_out
 from tunebook.train.progress import TrainingProgress
 from tunebook.train.quiet import quiet_libraries
+from tunebook.train.restoring import RestoredState
 from tunebook.train.signals import StopRequest
 from tunebook.train.spread import ParallelismCheck, bound_deepspeed_groups, join_ranks
 from tunebook.train.start_record import StartRecord
@@ -118,18 +127,19 @@ def train(folder: Path, request: StopRequest, clock: StartClock) -> Ending:
     schedule = schedule_of(config, plan, lengths)
     clock.passed("data")
     trainer = _build_trainer(config, plan, prepared, schedule, folder, clock)
-    stopping = StopOnRequest(request, trainer.saver)
+    patience = config.training.early_stopping_patience
+    stopping = trainer.stopping = StopOnRequest(request, trainer.saver)
     trainer.add_callback(stopping)
-    trainer.add_callback(LogToTheEnd(may_stop_early=config.training.early_stopping_patience is not None))
+    trainer.add_callback(LogToTheEnd(may_stop_early=patience is not None))
     with MetricsWriter(folder) if trainer.args.process_index == 0 else nullcontext() as writer:
         trainer.add_callback(_records(config, trainer, writer))
         trainer.add_callback(FiniteLoss())  # after the records, so that the bad step is among them
         resumed = _resumed(config, trainer, folder)
+        if patience is not None:
+            trainer.add_callback(EarlyStopping(patience))  # goes by the state that was restored
         if writer is not None and (folder / MANIFEST_FILE).exists():
             update_manifest(folder, {"hardware": {"nccl": nccl_version()}, "model": _loaded_model(trainer)})
-        _run_to_its_end(trainer, resumed, folder)
-        if prepared.validation is not None and not config.training.evaluate_every_steps and not stopping.is_stopping:
-            trainer.evaluate()
+        _run_to_its_end(config, trainer, resumed, folder)
     trainer.accelerator.wait_for_everyone()  # rank 0 may still be saving, and must not be killed for it
     if stopping.is_stopping:
         raise StoppedError(
@@ -137,24 +147,42 @@ def train(folder: Path, request: StopRequest, clock: StartClock) -> Ending:
             f"{newest_checkpoint(folder)}; {same_command(config)} goes on from there",
             problem_id="stopped",
         )
+    if config.training.load_best_at_end and trainer.best_step is None:
+        raise _no_best(folder)
     trainer.save_final_model(folder / "model")
     return _told_ending(config, trainer)
 
 
+def _no_best(folder: Path) -> DataError:
+    """The error for a training without a checkpoint that could be loaded as the best."""
+    return DataError(
+        f"training.load_best_at_end=true, and no step of the run has both a validation loss and a checkpoint in "
+        f"{folder / 'checkpoints'}, so there is no model/ to write. To take the last checkpoint: tunebook export "
+        f"{folder}",
+        problem_id="best-checkpoint-missing",
+    )
+
+
 def _told_ending(config: RunConfig, trainer: RecipeTrainer) -> Ending:
     """How a training ended that nobody stopped, told by the first rank where there is more to it than the last step."""
-    state, best = trainer.state, trainer.best_step
-    score = f"{state.best_metric:.4f}" if state.best_metric is not None else "not recorded"
-    model = f"model/ is checkpoint-{best} ({score})" if best is not None else None
-    reason = FINISHED
+    state, best, losses = trainer.state, trainer.best_step, validation_losses(trainer.state)
+    lowest = min(losses, key=lambda step: (losses[step], step), default=0)
+    reason, text, better = FINISHED, None, ""
+    score = state.best_metric if state.best_metric is not None else math.nan
+    model = f"model/ is checkpoint-{best} ({score:.4f})"
+    if best is not None:
+        if losses.get(lowest, math.inf) < score:
+            every = f"training.save_every_steps={config.training.save_every_steps}"
+            better = f"; step {lowest} had {losses[lowest]:.4f} and has no checkpoint ({every})"
+        text = f"{model}, the best by validation loss{better}"
     if state.global_step < state.max_steps:
         patience = config.training.early_stopping_patience or 0
         evaluations = "1 evaluation" if patience == 1 else f"{patience} evaluations"
-        reason = (
+        last = f"the best was {losses[lowest]:.4f}, and model/ is that of the last step"
+        text = reason = (
             f"stopped early after step {state.global_step}: no better validation loss in {evaluations}; "
-            f"{model or f'the best was {score}, and model/ is that of the last step'}"
+            f"{last if best is None else model + better}"
         )
-    text = reason if reason != FINISHED else model and f"{model}, the best by validation loss"
     if text is not None and trainer.args.process_index == 0:
         print(text, flush=True)
     return Ending(reason=reason, step=state.global_step, best_step=best)
@@ -169,19 +197,30 @@ def _resumed(config: RunConfig, trainer: RecipeTrainer, folder: Path) -> Path | 
 
     resumed = choose_checkpoint(config, folder, trainer.saver.identity, say)
     if resumed is not None:
-        record = read_record(resumed)
+        record, own = read_record(resumed), trainer.saver.identity
+        is_same = has_same_data(record.identity, own)
+        trainer.add_callback(RestoredState(config.training, trainer, resumed, has_same_data=is_same, say=say))
         trainer.saver.resumed_step = record.step
-        trainer.saver.identity = gone_on_from(record.identity, trainer.saver.identity)
+        trainer.saver.identity = gone_on_from(record.identity, own)
         say(f"going on after {resumed}: every file in it was read, and is what was written")
+        if changes := "; ".join(difference.text for difference in differences(record.identity, own)):
+            say(
+                f"changed from step {record.step + 1} on (training.resume_anyway): {changes}. Kept from the "
+                "checkpoint: the weights, the optimizer's moments and step count, and the state of the random numbers"
+            )
         resumed = trainer.loadable(resumed)
     return resumed
 
 
-def _run_to_its_end(trainer: RecipeTrainer, resumed: Path | None, folder: Path) -> None:
+def _run_to_its_end(config: RunConfig, trainer: RecipeTrainer, resumed: Path | None, folder: Path) -> None:
+    """Train, and validate at the end if nothing says how often. Raises: as `train`."""
+    is_validated_once = trainer.validation_batches is not None and not config.training.evaluate_every_steps
     try:
         with trainer.saver.settled():
             trainer.train(resume_from_checkpoint=str(resumed) if resumed else None)
             trainer.require_finite_loss()
+        if is_validated_once and not (trainer.stopping and trainer.stopping.is_stopping):
+            trainer.evaluate()
     except InvalidTrainingError as error:
         raise InvalidTrainingError(f"{error.message}. {_last_good(folder)}", problem_id=error.problem_id) from error
 
@@ -210,7 +249,6 @@ def _build_trainer(
     batches = RankBatches(
         schedule, num_steps=plan.total_steps, micro_batch_size=plan.micro_batch_size, rank=rank, world_size=ranks
     )
-    patience = config.training.early_stopping_patience
     trainer = RecipeTrainer(
         model=model,
         args=arguments,
@@ -219,7 +257,6 @@ def _build_trainer(
         eval_dataset=validation.load() if validation is not None else None,
         peft_config=adapter_config(config),
         filler_token_id=tokenizer.eos_token_id,
-        callbacks=[EarlyStoppingCallback(patience)] if patience is not None else None,
         train_batches=batches,
         validation_batches=_validation_batches(config, plan, validation, rank, ranks) if validation else None,
         autocast_dtype=autocast_dtype(config),

@@ -5,7 +5,10 @@ Overridden (a test pins the signatures): `get_train_dataloader` (our sampler dec
 `compute_loss` and `log` (upstream waits for every GPU after each forward pass, for three numbers that are logged),
 `compute_loss_context_manager` (accelerate runs FSDP2 without autocast), `_save_checkpoint`, `_get_output_dir`,
 `_push_from_checkpoint` and `_load_best_model` (checkpoints are complete or not there, and verified before a load),
-`create_model_card` (upstream's knows nothing of the run, and takes the folder of the checkpoints for a model).
+`_determine_best_metric` (only saved steps are ranked), `create_scheduler` and `_load_optimizer_and_scheduler`
+(run.yaml's hyperparameters apply after a resume), `_run_epoch` (a resumed run may be over already),
+`_issue_warnings_after_load` (weights that were not loaded are an error), `create_model_card` (upstream's knows nothing
+of the run, and takes the folder of the checkpoints for a model).
 """
 
 from __future__ import annotations
@@ -31,11 +34,12 @@ from tunebook.checkpoint.together import on_first_rank
 from tunebook.data.rows import DocumentRows
 from tunebook.data.sampler import RankBatches
 from tunebook.errors import InvalidTrainingError, TunebookError
-from tunebook.train.callbacks import loss_not_finite
+from tunebook.train.callbacks import StopOnRequest, loss_not_finite
 from tunebook.train.head_on_host import gather_before_use
 from tunebook.train.loss_scale import keep_scale_on_host
 from tunebook.train.offloaded_weights import leave_weights
 from tunebook.train.one_pass_head import one_pass_head
+from tunebook.train.restoring import Hyperparameters, apply_hyperparameters, hyperparameters, load_stored_weights
 from tunebook.train.token_totals import TokenTotals
 
 
@@ -65,7 +69,10 @@ class RecipeTrainer(SFTTrainer):
         self.row_multiple = row_multiple  # in tokens
         self.has_one_pass_head = has_one_pass_head  # see `one_pass_head`
         self.saver = saver
-        self.best_step: int | None = None  # of the checkpoint that was loaded at the end, where the best one was
+        self.best_step: int | None = None  # step of the best checkpoint, once it is loaded at the end
+        self.stopping: StopOnRequest | None = None
+        self._written: Hyperparameters = []  # as run.yaml says, before a checkpoint is loaded
+        self._loaded_from: Path | None = None
         self._totals = TokenTotals()
         self._is_saving = False
         self._is_universal = False  # whether what is loaded was made for another number of ranks
@@ -195,6 +202,15 @@ class RecipeTrainer(SFTTrainer):
             self._is_saving = False
         self.saver.finish(step, self.state.best_global_step)
 
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """As upstream, but a step without a checkpoint cannot be loaded at the end and is not ranked."""
+        return self.control.should_save and super()._determine_best_metric(metrics, trial)
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """As upstream, but no step follows if a callback ended the training when it began: upstream does one first."""
+        if not self.control.should_training_stop:
+            super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
+
     def _get_output_dir(self, trial: Any) -> str:
         """Where upstream makes and looks for checkpoints: while one is written, out of sight."""
         if self._is_saving:
@@ -238,29 +254,46 @@ class RecipeTrainer(SFTTrainer):
             }
             if self.deepspeed is not None:  # the engine is there already, and has read that
                 self.deepspeed._config.load_universal_checkpoint = self._is_universal
-        if not self._is_universal:
-            return checkpoint
-        return on_first_rank(lambda: write_universal(checkpoint, self.saver.unfinished))
+        self._loaded_from = checkpoint
+        if self._is_universal:
+            self._loaded_from = on_first_rank(lambda: write_universal(checkpoint, self.saver.unfinished))
+        return self._loaded_from
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """As upstream. The optimizer is complete now, and no checkpoint is loaded yet."""
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        self._written = hyperparameters(self.optimizer)
+        return scheduler
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """As upstream, and what DeepSpeed's universal checkpoints do not give back (as of 0.19).
+        """As upstream, then run.yaml's hyperparameters: the checkpoint's would silently replace them.
 
-        From them all groups of ZeRO-3 get the weight decay of the first, and one tensor that counts the steps of all,
-        which every group's update counts up; and it lies on the CPU, where a fused update on a GPU does not take it.
+        Universal checkpoints of DeepSpeed 0.19 restore one tensor that counts the steps of all groups of ZeRO-3, which
+        every group's update increments; and it lies on the CPU, where a fused update on a GPU does not take it.
         """
         super()._load_optimizer_and_scheduler(checkpoint)
-        if not self._is_universal:
+        if checkpoint is None:
             return
-        assert self.optimizer is not None
-        for group, decay in zip(self.optimizer.param_groups, (self.args.weight_decay, 0.0), strict=False):
-            group["weight_decay"] = decay
+        apply_hyperparameters(self._written, self.optimizer, self.lr_scheduler)
         engine: Any = self.deepspeed
-        for parameter, state in engine.optimizer.optimizer.state.items():
-            if isinstance(state.get("step"), torch.Tensor):
-                state["step"] = state["step"].to(parameter.device, copy=True)
+        if engine is None:
+            return
+        if hasattr(engine.optimizer, "clip_grad"):
+            engine.optimizer.clip_grad = engine.gradient_clipping()  # ZeRO-1 and 2 restore it, too
+        if self._is_universal:
+            for parameter, state in engine.optimizer.optimizer.state.items():
+                if isinstance(state.get("step"), torch.Tensor):
+                    state["step"] = state["step"].to(parameter.device, copy=True)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Load the weights that upstream did not find in the checkpoint by their names: it warns and keeps others."""
+        assert self._loaded_from is not None
+        load_stored_weights(self.model, self._loaded_from, load_result)
 
     def _load_best_model(self) -> None:
-        """As upstream, after every rank has seen that it is complete and what was written."""
+        """As upstream, after every rank has seen that it is complete and what was written. Not before a requeue."""
+        if self.stopping is not None and self.stopping.is_stopping:
+            return
         self.saver.settle()
         best = Path(str(self.state.best_model_checkpoint))
         require_verified(best)

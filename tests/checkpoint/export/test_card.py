@@ -71,7 +71,7 @@ def test_the_best_model_is_of_its_own_step_and_loss(layouts: Any, run: Path, exp
     layouts.write_checkpoint(run, "whole", step=2).rename(run / "model")
     exported = export(run).folder
     text = (exported / "README.md").read_text()
-    assert "| steps | 2, the best by validation loss of the 3 that were trained |" in text
+    assert "| steps | 2, the best by validation loss of the saved steps, of 3 trained |" in text
     assert "| validation loss | 7.0000 at step 2 |" in text
     assert "| loss | 3.0000 at step 1, 2.0000 at step 2 |" in text
     assert "| exported from | model (whole safetensors), step 2 |" in text

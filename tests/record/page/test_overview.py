@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tunebook.record.page.numbers import format_value
 from tunebook.record.page.overview import (
     NO_RECIPE,
     build_overview,
@@ -101,6 +102,21 @@ def test_an_early_stop_and_the_best_model_are_among_the_facts(make_run) -> None:
     record.manifest["status"]["reason"] = None
     facts = dict(build_overview(record, summarise(record)).facts)
     assert facts["Optimizer steps"] == "6 of 240; model/ is checkpoint-3, the best by validation loss"
+
+
+def test_the_validation_loss_of_a_best_model_is_its_own(make_run) -> None:
+    record = read_run(make_run())
+    assert record.manifest is not None
+    losses = {line["step"]: line["validation_loss"] for line in record.validation}
+    figures = build_overview(record, summarise(record)).figures
+    (before,) = (figure for figure in figures if figure.label == "validation loss")
+    assert before.note == f"best of {len(losses)}"
+    worst = max(losses, key=lambda step: losses[step])
+    record.manifest["status"]["best_step"] = worst
+    figures = build_overview(record, summarise(record)).figures
+    (figure,) = (figure for figure in figures if figure.label == "validation loss")
+    assert figure.value == format_value(losses[worst])
+    assert figure.note == f"of model/, which is checkpoint-{worst}"
 
 
 def test_no_recipe_is_made_up_of_a_folders_name(make_run) -> None:

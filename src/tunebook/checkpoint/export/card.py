@@ -210,7 +210,7 @@ def _of_the_best(origin: ExportOrigin, record: RunRecord) -> str:
     done = record.status.get("step")
     if origin.source != _FINAL or origin.step is None or record.status.get("best_step") is None:
         return ""
-    return f", the best by validation loss of the {done} that were trained"
+    return f", the best by validation loss of the saved steps, of {done} trained"
 
 
 def _step(origin: ExportOrigin) -> str:

@@ -204,6 +204,13 @@ def _steps(record: RunRecord, summary: Summary) -> str:
     return steps
 
 
+def _loss_of_the_best(record: RunRecord) -> float | None:
+    """The validation loss of the checkpoint that was loaded at the end; None if none was, or it is of another run."""
+    best = record.status.get("best_step")
+    found = [line["validation_loss"] for line in record.validation if best is not None and line["step"] == best]
+    return found[-1] if found else None
+
+
 def describe_duration(summary: Summary) -> str:
     """The time of all attempts together: 1 min 16 s, 2 attempts."""
     if summary.seconds is None:
@@ -226,7 +233,10 @@ def _figures(record: RunRecord, summary: Summary) -> list[Figure]:
     if summary.final_loss is not None:
         note = f"from {format_value(summary.first_loss)}; mean of the last {summary.num_final_steps} logged"
         figures.append(Figure(label="training loss", value=format_value(summary.final_loss), note=note))
-    if summary.best_validation_loss is not None:
+    if (of_model := _loss_of_the_best(record)) is not None:
+        note = f"of model/, which is checkpoint-{record.status['best_step']}"
+        figures.append(Figure(label="validation loss", value=format_value(of_model), note=note))
+    elif summary.best_validation_loss is not None:
         best = format_value(summary.best_validation_loss)
         figures.append(Figure(label="validation loss", value=best, note=f"best of {len(record.validation)}"))
     if summary.tokens_per_second_per_gpu is not None:

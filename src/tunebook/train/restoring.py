@@ -1,0 +1,165 @@
+"""What a resumed run takes from run.yaml instead of its checkpoint, and what it must not lose of the checkpoint.
+
+torch and DeepSpeed store hyperparameters in an optimizer's state, so loading a checkpoint restores the old ones. The
+moments and step counts of the checkpoint are kept; learning rate, weight decay, betas and epsilon are run.yaml's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from tunebook.checkpoint.newest import is_complete
+from tunebook.checkpoint.record import checkpoint_path
+from tunebook.checkpoint.together import on_first_rank
+from tunebook.config.choices import ResumeAnyway
+from tunebook.config.schema import TrainingConfig
+from tunebook.errors import DataError
+from tunebook.train.callbacks import VALIDATION_LOSS, validation_losses
+
+Hyperparameters: TypeAlias = list[dict[str, Any]]  # by parameter group
+
+_BASE_RATE = "initial_lr"  # where a scheduler stores a group's learning rate before its factor
+
+
+def hyperparameters(optimizer: Any) -> Hyperparameters:
+    """What the constructor of an optimizer was given for each group, and the rate that a scheduler starts from.
+
+    Other keys of a group are state, such as the step count of some optimizers.
+    """
+    inner = optimizer
+    while hasattr(inner, "optimizer"):  # accelerate's and DeepSpeed's wrappers
+        inner = inner.optimizer
+    names = (inner.defaults.keys() - {"lr"}) | {_BASE_RATE}
+    return [{name: group[name] for name in names & group.keys()} for group in optimizer.param_groups]
+
+
+def apply_hyperparameters(written: Hyperparameters, optimizer: Any, scheduler: Any) -> None:
+    """Put hyperparameters back into an optimizer, and the rate of the next step, after a checkpoint was loaded.
+
+    The rate is the schedule's own value at the number of steps that the scheduler has counted, to the last bit.
+    """
+    assert isinstance(scheduler, LambdaLR), f"every schedule of transformers we offer is one, not {type(scheduler)}"
+    scheduler.base_lrs = [group[_BASE_RATE] for group in written]
+    rates = [
+        base * factor(scheduler.last_epoch)
+        for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    ]
+    for group, values, rate in zip(optimizer.param_groups, written, rates, strict=True):
+        group.update(values | {"lr": rate})
+    scheduler._last_lr = rates
+
+
+def load_stored_weights(model: Any, folder: Path, load_result: Any) -> None:
+    """Load a checkpoint's weights through transformers where they did not fill a model by their stored names.
+
+    Some architectures are stored under other names than they have in memory: experts one by one, which are one tensor
+    in the model. `load_result` is what `load_state_dict` reported. Raises: DataError for weights that are still absent.
+    """
+    if not (_not_loaded(model, load_result) or load_result.unexpected_keys):
+        return
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32  # which holds the values of the others exactly
+    stored = type(model).from_pretrained(folder, dtype=dtype)
+    again = model.load_state_dict(stored.state_dict(), strict=False)
+    if wrong := [*_not_loaded(model, again), *again.unexpected_keys]:
+        raise DataError(
+            f"{folder} does not fill the model: {len(wrong)} weights differ by name, such as {wrong[0]}; the weights "
+            "in memory would be of two models. Resume with the versions of transformers and Tunebook that saved it, "
+            "which its complete.json names",
+            problem_id="checkpoint-not-loaded",
+        )
+
+
+def _not_loaded(model: Any, load_result: Any) -> list[str]:
+    """Missing weights, without those tied to one that was loaded."""
+    missing = set(load_result.missing_keys)
+    tied = [{*pair} for pair in getattr(model, "all_tied_weights_keys", {}).items()]
+    return sorted(missing - {name for pair in tied if pair - missing for name in pair})
+
+
+class RestoredState(TrainerCallback):
+    """Corrects the trainer's state that was loaded from the checkpoint `resumed`, before the first step.
+
+    Upstream restores the intervals of the run that saved it, and drops a best checkpoint that it does not find where
+    it once was. `trainer` is ours; `say` prints on the first rank. Where the data are not those of the checkpoint
+    (`has_same_data`), its validation losses can be compared with no later ones.
+    """
+
+    def __init__(
+        self,
+        training: TrainingConfig,
+        trainer: Any,
+        resumed: Path,
+        *,
+        has_same_data: bool,
+        say: Callable[[str], None],
+    ) -> None:
+        self.training = training
+        self.trainer = trainer
+        self.resumed = resumed
+        self.has_same_data = has_same_data
+        self.say = say
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Raises: DataError where the best checkpoint so far is gone, on every rank."""
+        state.compute_steps(args, state.max_steps)  # type: ignore[no-untyped-call]
+        counted = (entry["num_tokens"] for entry in reversed(state.log_history) if "num_tokens" in entry)
+        self.trainer._total_train_tokens = next(counted, 0)
+        if not self.has_same_data:
+            self._forget_validation(state)
+        if args.metric_for_best_model is not None:
+            self._find_best(state)
+
+    def _forget_validation(self, state: TrainerState) -> None:
+        if num_losses := len(validation_losses(state)):
+            self.say(
+                f"validation losses up to step {state.global_step} ({num_losses}) were measured on other data: they "
+                "count neither for the best model nor for early stopping"
+            )
+        state.log_history = [entry for entry in state.log_history if VALIDATION_LOSS not in entry]
+        state.best_global_step = state.best_metric = state.best_model_checkpoint = None
+
+    def _find_best(self, state: TrainerState) -> None:
+        """Say where the best checkpoint is, or rank those that are there if no step was ranked, or by request."""
+        best = state.best_global_step
+        folders = [self.trainer.saver.folder, self.resumed.parent]
+        if state.best_model_checkpoint is not None:
+            folders.append(Path(state.best_model_checkpoint).parent)
+        losses = validation_losses(state)
+        steps = losses.keys() | ({best} if best is not None else set())
+        there = on_first_rank(lambda: _complete(steps, folders))
+        if best not in there:
+            is_allowed = best is None or ResumeAnyway.best in self.training.resume_anyway
+            if self.training.load_best_at_end and not is_allowed:
+                raise _best_is_gone(state, self.resumed.parent)
+            best = min(losses.keys() & there.keys(), key=lambda step: (losses[step], step), default=None)
+            state.best_global_step, state.best_metric = best, losses[best] if best is not None else None
+            if self.training.load_best_at_end and losses:
+                which = "none" if best is None else f"checkpoint-{best} ({losses[best]:.4f})"
+                self.say(f"best checkpoint so far by validation loss, of those that are there: {which}")
+        state.best_model_checkpoint = str(there[best]) if best is not None else None
+
+
+def _complete(steps: Collection[int], folders: list[Path]) -> dict[int, Path]:
+    """The first complete checkpoint of each step, in the order of the folders."""
+    paths = {step: [checkpoint_path(folder, step) for folder in folders] for step in steps}
+    found = {step: next(filter(is_complete, places), None) for step, places in paths.items()}
+    return {step: path for step, path in found.items() if path is not None}
+
+
+def _best_is_gone(state: TrainerState, folder: Path) -> DataError:
+    return DataError(
+        f"the best validation loss so far was {state.best_metric:.4f} at step {state.best_global_step}, and there is "
+        f"no complete checkpoint-{state.best_global_step} in {folder}, so training.load_best_at_end=true could not "
+        "load it. Restore it from a copy; or let the best of those that are there take its place: "
+        "'training.resume_anyway=[best]'",
+        problem_id="best-checkpoint-missing",
+    )

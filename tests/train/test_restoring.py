@@ -1,0 +1,378 @@
+"""Resumed runs: run.yaml's hyperparameters, the best checkpoint, the patience of early stopping, every weight."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import Qwen3MoeConfig
+
+from tunebook.config.choices import PackingMode, PeftMethod, ResumeAnyway, ScheduleName
+from tunebook.train.callbacks import Records
+from tunebook.train.restoring import apply_hyperparameters, hyperparameters
+from tunebook.train.trainer import RecipeTrainer
+
+CONFIG = [ResumeAnyway.config]
+RANKED = {"global_samples": 4, "evaluate_every_steps": 1, "save_every_steps": 2, "keep_checkpoints": 1, "max_steps": 6}
+
+
+def outcome(folder):
+    return json.loads((folder / "outcome-0.json").read_text())
+
+
+def steps(folder):
+    return sorted(int(path.name.split("-")[1]) for path in (folder / "checkpoints").glob("checkpoint-*"))
+
+
+def weights(folder):
+    (file,) = folder.glob("*.safetensors")
+    return load_file(file)
+
+
+def is_same(one, other):
+    first, second = weights(one), weights(other)
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def rates(lines):
+    return [line["learning_rate"] for line in lines if "loss" in line]
+
+
+@pytest.fixture
+def validating(monkeypatch):
+    """Let the validation loss of each step be one of a list."""
+
+    def use(*losses):
+        def evaluate(trainer, *args, **kwargs):
+            metrics = {"eval_validation_loss": losses[trainer.state.global_step - 1], "eval_validation_tokens": 7}
+            trainer.log(dict(metrics))
+            trainer.control = trainer.callback_handler.on_evaluate(
+                trainer.args, trainer.state, trainer.control, metrics
+            )
+            return metrics
+
+        monkeypatch.setattr(RecipeTrainer, "evaluate", evaluate)
+
+    return use
+
+
+@pytest.fixture
+def ranked(config, changed):
+    """Saves every second step of six, validates each, and loads the best."""
+
+    def build(**training):
+        training = RANKED | {"load_best_at_end": True} | training
+        return changed(config, dataset={"validation_share": 0.3}, training=training)
+
+    return build
+
+
+# Hyperparameters
+
+
+@pytest.mark.parametrize(
+    ("factor", "expected"),
+    [(lambda step: 1.0, 0.3), (lambda step: 0.5**step, 0.3 * 0.5**3), (lambda step: max(0.0, 1 - step / 6), 0.15)],
+    ids=["constant", "halved", "linear"],
+)
+def test_a_loaded_optimizer_gets_the_written_hyperparameters_and_keeps_its_moments(factor, expected):
+    def make(rate, decay, betas, schedule):
+        weight = torch.nn.Parameter(torch.ones(3))
+        groups = [{"params": [weight], "weight_decay": decay}]
+        optimizer = torch.optim.AdamW(groups, lr=rate, betas=betas)
+        return weight, optimizer, LambdaLR(optimizer, schedule)
+
+    weight, earlier, schedule = make(0.1, 0.5, (0.9, 0.999), lambda step: max(0.0, 1 - step / 3))
+    for _ in range(3):
+        weight.grad = torch.full((3,), 2.0)
+        earlier.step()
+        schedule.step()
+    assert earlier.param_groups[0]["lr"] == 0.0  # the end of the earlier schedule
+    _, optimizer, scheduler = make(0.3, 0.01, (0.8, 0.95), factor)
+    written = hyperparameters(optimizer)
+    optimizer.load_state_dict(earlier.state_dict())
+    scheduler.load_state_dict(schedule.state_dict())
+    apply_hyperparameters(written, optimizer, scheduler)
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["initial_lr"], group["weight_decay"], group["betas"]) == (
+        expected,
+        0.3,
+        0.01,
+        (0.8, 0.95),
+    )
+    assert scheduler.get_last_lr() == [expected]
+    state = optimizer.state[group["params"][0]]
+    assert (float(state["step"]), state["exp_avg"][0].item()) == (3, pytest.approx(2 * (1 - 0.9**3)))
+    optimizer.step()
+    scheduler.step()
+    assert scheduler.get_last_lr() == [0.3 * factor(4)]
+
+
+SCHEDULES = {
+    "cosine": {"name": ScheduleName.cosine, "warmup_steps": 2},
+    "linear": {"name": ScheduleName.linear},
+    "constant": {"name": ScheduleName.constant},
+    "warmup": {"name": ScheduleName.constant_with_warmup, "warmup_steps": 5},
+    "floor": {"name": ScheduleName.cosine_with_min_lr, "min_learning_rate": 1e-4},
+}
+
+
+@pytest.mark.parametrize(("name", "rate"), [("cosine", 1e-2), *((name, 3e-3) for name in SCHEDULES)])
+def test_the_rates_after_a_resume_are_those_of_the_written_schedule(config, run, changed, name, rate):
+    """Twice as long as before: the earlier schedule had come to its end."""
+    schedule = SCHEDULES[name]
+    short = changed(config, schedule=schedule, training={"save_every_steps": 3, "max_steps": 3})
+    earlier, code, _ = run(short, "earlier")
+    assert code == 0
+    longer = changed(short, optimizer={"learning_rate": rate}, training={"max_steps": 6})
+    _, code, whole = run(longer, "whole")
+    assert code == 0
+    resumed = changed(longer, training={"resume": str(earlier), "resume_anyway": CONFIG})
+    folder, code, lines = run(resumed, "later")
+    assert code == 0, outcome(folder)["reason"]
+    assert rates(lines) == rates(whole)[3:]  # every digit
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft over transformers
+@pytest.mark.parametrize("peft", [{}, {"peft": {"method": PeftMethod.lora, "rank": 4}}], ids=["full", "lora"])
+def test_every_changed_hyperparameter_applies_and_is_reported(config, run, changed, monkeypatch, capfd, peft):
+    config = changed(config, **peft, training={"save_every_steps": 3, "max_steps": 3})
+    earlier, code, _ = run(config, "earlier")
+    assert code == 0
+    groups = []
+    monkeypatch.setattr(
+        Records, "on_train_end", lambda self, *_, optimizer, **kwargs: groups.extend(optimizer.param_groups)
+    )
+    other = {"learning_rate": 1e-5, "weight_decay": 0.2, "beta1": 0.7, "beta2": 0.9, "epsilon": 1e-6}
+    resumed = changed(
+        config, optimizer=other, training={"max_steps": 5, "resume": str(earlier), "resume_anyway": CONFIG}
+    )
+    _, code, lines = run(resumed, "later")
+    assert code == 0
+    assert rates(lines) == [1e-5, 1e-5]
+    found = [(group["lr"], group["weight_decay"], group["betas"], group["eps"]) for group in groups if group["params"]]
+    assert found[0] == (1e-5, 0.2, (0.7, 0.9), 1e-6)
+    assert {decay for _, decay, _, _ in found[1:]} <= {0.0}  # norms and biases
+    said = " ".join(capfd.readouterr().out.split())
+    assert "changed from step 4 on (training.resume_anyway): optimizer.beta1 was 0.9 and is 0.7" in said
+    assert "Kept from the checkpoint: the weights, the optimizer's moments and step count" in said
+
+
+def test_intervals_are_those_of_run_yaml_and_not_of_the_checkpoint(config, run, changed, stopped):
+    first = changed(config, training={"save_every_steps": 5, "log_every_steps": 3, "num_epochs": 4})
+    earlier = stopped(changed(first, training={"log_every_steps": 1}), 2, "earlier")
+    assert steps(earlier) == [2]
+    later = {"save_every_steps": 3, "log_every_steps": 4, "keep_checkpoints": 9, "resume": str(earlier)}
+    folder, code, lines = run(changed(first, training=later), "later")
+    assert code == 0
+    assert steps(folder) == [3, 6, 9, 12]
+    assert [line["step"] for line in lines] == [4, 8, 12]
+
+
+def test_what_was_seen_before_another_batch_size_stays_counted(config, run, changed, stopped):
+    _, _, each = run(config, "whole")
+    earlier = stopped(config, 2, "earlier")
+    smaller = changed(
+        config, training={"global_samples": 4, "max_steps": 4, "resume": str(earlier), "resume_anyway": CONFIG}
+    )
+    _, code, lines = run(smaller, "later")
+    assert code == 0
+    assert [line["documents_seen"] for line in lines] == [8 + 8 + 4, 8 + 8 + 4 + 4]
+    assert lines[0]["tokens_seen"] > each[1]["tokens_seen"]
+
+
+# The best checkpoint
+
+
+def test_a_better_step_without_a_checkpoint_does_not_take_the_best_one_away(run, ranked, validating, capsys):
+    validating(3.0, 2.0, 1.9, 2.5, 1.0, 2.2)
+    folder, code, _ = run(ranked())
+    assert code == 0, outcome(folder)["reason"]
+    assert steps(folder) == [2, 6]
+    assert outcome(folder)["best_step"] == 2
+    assert is_same(folder / "model", folder / "checkpoints" / "checkpoint-2")
+    assert (
+        "model/ is checkpoint-2 (2.0000), the best by validation loss; step 5 had 1.0000 and has no checkpoint "
+        "(training.save_every_steps=2)"
+    ) in " ".join(capsys.readouterr().out.split())
+
+
+def test_of_equal_losses_the_first_is_the_best(run, ranked, validating):
+    validating(1.0, 2.0, 1.0, 2.0, 1.0, 2.0)
+    folder, code, _ = run(ranked())
+    assert (code, outcome(folder)["best_step"], steps(folder)) == (0, 2, [2, 6])
+
+
+def test_a_validation_loss_that_is_not_finite_ends_the_run(run, ranked, validating):
+    validating(3.0, 2.0, 2.5, float("nan"), 1.0, 1.0)
+    folder, code, lines = run(ranked())
+    assert code == 7
+    assert "the validation loss is not finite at step 4" in outcome(folder)["reason"]
+    assert outcome(folder)["reason"].endswith("checkpoint-2")
+    assert steps(folder) == [2]
+    assert lines[-1]["not_finite"] == ["validation_loss"]
+    assert not (folder / "model").exists()
+
+
+@pytest.mark.parametrize("stop", [1, 3, 6])
+@pytest.mark.parametrize(
+    "losses", [(3.0, 2.0, 4.0, 2.5, 4.0, 2.2), (3.0, 2.0, 4.0, 1.5, 1.7, 1.2)], ids=["early", "late"]
+)
+def test_the_best_is_that_of_the_run_that_nobody_stopped(run, ranked, validating, stopped, stop, losses):
+    validating(*losses)
+    whole, code, _ = run(ranked(), "whole")
+    assert code == 0
+    folder = stopped(ranked(), stop)
+    assert not (folder / "model").exists()
+    folder, code, _ = run(ranked())
+    assert code == 0, outcome(folder)["reason"]
+    assert outcome(folder)["best_step"] == outcome(whole)["best_step"]
+    assert is_same(folder / "model", whole / "model")
+
+
+def test_a_run_that_is_stopped_at_a_step_out_of_turn_ranks_that_step_too(run, ranked, validating, stopped):
+    validating(3.0, 2.0, 1.0, 2.0, 2.0, 2.0)
+    stopped(ranked(), 3)
+    folder, code, _ = run(ranked())
+    assert (code, outcome(folder)["best_step"], steps(folder)) == (0, 3, [3, 6])
+    assert is_same(folder / "model", folder / "checkpoints" / "checkpoint-3")
+
+
+def test_a_best_checkpoint_that_is_gone_is_an_error_and_its_place_is_taken_on_request(
+    run, ranked, validating, stopped, capfd
+):
+    validating(3.0, 1.0, 4.0, 2.5, 4.0, 3.5)
+    folder = stopped(ranked(), 4)
+    assert steps(folder) == [2, 4]
+    shutil.rmtree(folder / "checkpoints" / "checkpoint-2")
+    for _ in range(2):
+        folder, code, _ = run(ranked())
+        assert code == 4
+        assert "no complete checkpoint-2 in" in outcome(folder)["reason"]
+        assert "'training.resume_anyway=[best]'" in outcome(folder)["reason"]
+        assert not (folder / "model").exists()
+    folder, code, _ = run(ranked(resume_anyway=[ResumeAnyway.best]))
+    assert (code, outcome(folder)["best_step"]) == (0, 4)
+    assert is_same(folder / "model", folder / "checkpoints" / "checkpoint-4")
+    assert "of those that are there: checkpoint-4 (2.5000)" in " ".join(capfd.readouterr().out.split())
+
+
+def test_the_best_of_another_folder_is_loaded_from_there_wherever_that_lies_now(
+    run, ranked, validating, stopped, tmp_path
+):
+    validating(3.0, 1.0, 4.0, 2.5, 4.0, 3.5)
+    earlier = stopped(ranked(), 4, "earlier").rename(tmp_path / "moved")
+    folder, code, _ = run(ranked(resume=str(earlier)), "later")
+    assert (code, outcome(folder)["best_step"], steps(folder)) == (0, 2, [6])
+    assert is_same(folder / "model", earlier / "checkpoints" / "checkpoint-2")
+
+
+def test_losses_on_other_data_are_not_compared(run, ranked, changed, validating, stopped, documents, tmp_path, capfd):
+    file = tmp_path / "data.jsonl"
+    shutil.copy(documents, file)
+    validating(3.0, 1.0, 4.0, 2.5, 4.0, 3.5)
+    both = {"early_stopping_patience": 3}
+    stopped(changed(ranked(**both), dataset={"path": str(file)}), 4)
+    file.write_text("\n".join(reversed(file.read_text().splitlines())) + "\n")
+    other = changed(ranked(**both, resume_anyway=[ResumeAnyway.data]), dataset={"path": str(file)})
+    folder, code, _ = run(other)
+    assert (code, outcome(folder)["best_step"], outcome(folder)["step"]) == (0, 6, 6)
+    assert "validation losses up to step 4 (4) were measured on other data" in " ".join(capfd.readouterr().out.split())
+
+
+def test_saved_steps_are_ranked_by_a_run_that_first_asks_for_the_best_when_it_resumes(run, ranked, validating, stopped):
+    validating(3.0, 1.0, 4.0, 2.5, 4.0, 3.5)
+    stopped(ranked(load_best_at_end=False, keep_checkpoints=9), 4, "earlier")
+    later = ranked(
+        resume=str(run(ranked(load_best_at_end=False, keep_checkpoints=9), "earlier")[0]), resume_anyway=CONFIG
+    )
+    folder, code, _ = run(later, "later")
+    assert (code, outcome(folder)["best_step"]) == (0, 2)
+
+
+def test_without_any_ranked_step_there_is_no_model(run, ranked, validating, monkeypatch):
+    validating(3.0, 1.0, 4.0, 2.5, 4.0, 3.5)
+    monkeypatch.setattr(RecipeTrainer, "_determine_best_metric", lambda *args, **kwargs: False)
+    folder, code, _ = run(ranked())
+    assert code == 4
+    assert f"tunebook export {folder}" in outcome(folder)["reason"]
+    assert not (folder / "model").exists()
+
+
+# Early stopping
+
+
+@pytest.mark.parametrize(("stop", "loads_best"), [(2, True), (4, True), (5, True), (3, False), (5, False)])
+def test_patience_is_kept_over_a_stop(run, ranked, validating, stopped, stop, loads_best):
+    """Also where the request to stop comes in the step that ends the training."""
+    validating(3.0, 1.0, 4.0, 2.5, 4.0, 3.5, 3.0, 3.0)
+    patient = ranked(early_stopping_patience=3, max_steps=8, load_best_at_end=loads_best)
+    whole, code, _ = run(patient, "whole")
+    assert (code, outcome(whole)["step"]) == (0, 5)
+    assert steps(whole) == [2, 5]  # the last step is saved out of turn
+    stopped(patient, stop)
+    folder, code, lines = run(patient)
+    assert code == 0, outcome(folder)["reason"]
+    assert outcome(folder)["reason"] == outcome(whole)["reason"]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5]
+    assert is_same(folder / "model", whole / "model")
+
+
+@pytest.mark.parametrize(("before", "after", "last"), [(None, 2, 5), (9, 2, 5), (3, 4, 6), (9, 1, 4)])
+def test_patience_of_run_yaml_applies_after_a_resume(run, ranked, validating, stopped, before, after, last):
+    """With a patience of 1 the training was over before it was resumed."""
+    validating(3.0, 1.0, 0.9, 2.5, 4.0, 3.5, 3.0, 3.0)
+    earlier = stopped(ranked(early_stopping_patience=before, max_steps=6), 4, "earlier")
+    later = ranked(early_stopping_patience=after, max_steps=6, resume=str(earlier), resume_anyway=CONFIG)
+    folder, code, _ = run(later, "later")
+    assert code == 0, outcome(folder)["reason"]
+    assert outcome(folder)["step"] == last
+    assert outcome(folder)["reason"].startswith(f"stopped early after step {last}") == (last < 6)
+
+
+def test_the_step_that_stops_early_can_be_the_only_one_that_is_saved(run, ranked, validating):
+    validating(1.0, 2.0, 3.0, 2.5, 4.0, 3.5)
+    folder, code, _ = run(ranked(early_stopping_patience=2, save_every_steps=5))
+    assert (code, outcome(folder)["best_step"], steps(folder)) == (0, 3, [3])
+    assert "model/ is checkpoint-3 (3.0000); step 1 had 1.0000 and has no checkpoint" in outcome(folder)["reason"]
+
+
+# Weights
+
+
+@pytest.fixture
+def experts(config, changed, tiny_model, tmp_path):
+    """A mixture of experts, which are one tensor in the model and are stored one by one."""
+    folder = tmp_path / "moe"
+    shutil.copytree(tiny_model, folder)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16, "num_hidden_layers": 2}
+    kept = json.loads((folder / "config.json").read_text())
+    more = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_experts": 4}
+    ids = {name: kept[name] for name in ("vocab_size", "eos_token_id", "pad_token_id")}
+    made = Qwen3MoeConfig(**sizes, **more, **ids, num_experts_per_tok=2, tie_word_embeddings=True)
+    made.architectures = ["Qwen3MoeForCausalLM"]
+    made.save_pretrained(folder)
+    return changed(config, model={"path": str(folder)}, packing={"mode": PackingMode.padded})
+
+
+def test_experts_are_resumed_to_the_same_bits(run, experts, stopped):
+    whole, code, lines = run(experts, "whole")
+    assert code == 0, outcome(whole)["reason"]
+    assert any(".experts.0." in name for name in weights(whole / "model"))
+    stopped(experts, 3)
+    folder, code, resumed = run(experts)
+    assert code == 0, outcome(folder)["reason"]
+    assert [line["loss"] for line in resumed] == [line["loss"] for line in lines]
+    assert is_same(whole / "model", folder / "model")
+
+
+def test_the_experts_of_the_best_step_are_loaded(run, experts, changed, validating):
+    validating(3.0, 1.0, 4.0, 2.5, 4.0, 3.5)
+    ranked = changed(experts, dataset={"validation_share": 0.3}, training=RANKED | {"load_best_at_end": True})
+    folder, code, _ = run(ranked)
+    assert code == 0, outcome(folder)["reason"]
+    assert is_same(folder / "model", folder / "checkpoints" / "checkpoint-2")
