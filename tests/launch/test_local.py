@@ -52,6 +52,11 @@ def test_the_allocators_segments_grow_unless_the_user_says_how(inherited, expect
     assert "PYTORCH_ALLOC_CONF" not in rank_environment(config_of("quickstart"), {})
 
 
+def test_what_wandb_is_told_reaches_ranks_elsewhere():
+    told = {"WANDB_MODE": "offline", "WANDB_ENTITY": "us", "WANDB_BASE_URL": "https://wandb.example.org"}
+    assert handed_on(told | {"WANDB_DIR": "/of/this/machine"}) == told
+
+
 def test_segments_do_not_grow_in_windows(monkeypatch):
     monkeypatch.setattr("platform.release", lambda: "5.15.167.4-microsoft-standard-WSL2")
     assert "PYTORCH_ALLOC_CONF" not in rank_environment(config_of("qwen05b_single"), {})

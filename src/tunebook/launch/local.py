@@ -32,7 +32,8 @@ TORCHRUN = "torch.distributed.run"
 _FIRST = {signal.SIGTERM: signal.SIGTERM, signal.SIGUSR1: signal.SIGUSR1, signal.SIGHUP: signal.SIGTERM}
 _HANDED_ON = (
     *("HF_HOME", "HF_HUB_CACHE", "HF_TOKEN", "HF_HUB_OFFLINE"),
-    *("WANDB_API_KEY", "OMP_NUM_THREADS", "PYTHONPATH"),
+    *("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_MODE"),
+    *("OMP_NUM_THREADS", "PYTHONPATH"),
 )
 _HANDED_ON_AS = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "TUNEBOOK_")
 _OF_THE_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is its older name

@@ -27,6 +27,7 @@ from tunebook.record.provenance import (
 from tunebook.record.run_folder import FINISHED, trained_outcome
 
 MANIFEST_FILE = "manifest.json"
+WANDB_RUN_ID = "wandb_run_id"  # one over all attempts
 FORMAT = 1  # raised when a key changes its meaning or goes away
 # What the run measured, noted by hash when it ends. Later evaluations (`tunebook eval`) write files of other names.
 RESULT_FILES = (METRICS_FILE, "evaluation/after.json")
@@ -69,8 +70,9 @@ def start_manifest(
     `command` trains the same again; `typed` is the command line that led to it. `model` adds to what the configuration
     says (the revision that the hub answered with), or is known better; `dataset` is `{records, fingerprint,
     content_sha256, counts}` of the prepared data. A run that goes on in its folder keeps the status of its earlier
-    attempts under `earlier_attempts`.
+    attempts under `earlier_attempts`, and its id at wandb.
     """
+    earlier = read_manifest(folder) if (folder / MANIFEST_FILE).is_file() else None
     manifest = {
         "format": FORMAT,
         "recipe": config.recipe,
@@ -83,7 +85,7 @@ def start_manifest(
             "ended": None,
             "seconds": None,
         },
-        "earlier_attempts": _earlier_attempts(folder),
+        "earlier_attempts": [*earlier["earlier_attempts"], earlier["status"]] if earlier is not None else [],
         "code": describe_code(book_root()),
         "environment": describe_environment(config.hardware.generation.name),
         "config_sha256": config_hash(config),
@@ -100,6 +102,8 @@ def start_manifest(
     }
     if typed is not None:
         manifest["typed"] = describe_command(typed)
+    if earlier is not None and earlier.get(WANDB_RUN_ID) is not None:
+        manifest[WANDB_RUN_ID] = earlier[WANDB_RUN_ID]
     _write(folder, manifest)
     return manifest
 
@@ -208,14 +212,6 @@ def describe_model(model: ModelConfig, fingerprint: str | None = None) -> dict[s
 def recorded_fingerprint(manifest: dict[str, Any]) -> str | None:
     """The fingerprint of the weights that a run started from; None where it has none or was made before there were."""
     return recorded_in(manifest.get("model") or {})
-
-
-def _earlier_attempts(folder: Path) -> list[dict[str, Any]]:
-    if not (folder / MANIFEST_FILE).is_file():
-        return []
-    earlier = read_manifest(folder)
-    attempts: list[dict[str, Any]] = earlier["earlier_attempts"]
-    return [*attempts, earlier["status"]]
 
 
 def _write(folder: Path, manifest: dict[str, Any]) -> None:

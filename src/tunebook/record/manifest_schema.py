@@ -139,6 +139,7 @@ class Manifest(BaseModel):
     command: list[str] = Field(description="that trains the same again; in older manifests what was typed")
     typed: list[str] | None = Field(default=None, description="the command line that led to it")
     start_up: StartUp | None = None
+    wandb_run_id: str | None = Field(default=None, description="with tracking=wandb: one id over all attempts")
     files_sha256: dict[str, str] | None = Field(
         default=None, description="of what the run measured, by name, when it ended; older runs lack it"
     )

@@ -75,14 +75,6 @@ def row_multiple(config: RunConfig) -> int | None:
     return ALIGNMENT if config.precision.compute is Compute.fp8 else None
 
 
-def tracker_environment(config: RunConfig, folder: Path) -> dict[str, str]:
-    """What the trackers read from the environment instead of the arguments."""
-    return {
-        TrackerName.wandb: {"WANDB_PROJECT": config.tracking.project},
-        TrackerName.tensorboard: {"TENSORBOARD_LOGGING_DIR": str(folder / "tensorboard")},
-    }.get(config.tracking.name, {})
-
-
 def _optimizer(config: RunConfig) -> dict[str, Any]:
     optimizer = config.optimizer
     return {

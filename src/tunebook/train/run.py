@@ -13,6 +13,7 @@ import sys
 import traceback
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ from tunebook.record.manifest import MANIFEST_FILE, update_manifest
 from tunebook.record.metrics import MetricsWriter, read_metrics
 from tunebook.record.run_folder import FINISHED, write_outcome
 from tunebook.record.start_up import StartClock
-from tunebook.train.arguments import row_multiple, tracker_environment, trainer_arguments
+from tunebook.train.arguments import row_multiple, trainer_arguments
 from tunebook.train.callbacks import (
     EarlyStopping,
     FiniteLoss,
@@ -73,6 +74,7 @@ from tunebook.train.restoring import RestoredState
 from tunebook.train.signals import StopRequest
 from tunebook.train.spread import ParallelismCheck, bound_deepspeed_groups, join_ranks
 from tunebook.train.start_record import StartRecord
+from tunebook.train.tracking import set_up_tracking
 from tunebook.train.trainer import RecipeTrainer
 
 
@@ -235,7 +237,8 @@ def _build_trainer(
 ) -> RecipeTrainer:
     assert plan.total_steps is not None
     validation = prepared.validation
-    os.environ.update(tracker_environment(config, folder))
+    is_first_rank = os.environ.get("RANK", "0") == "0"
+    set_up_tracking(config.tracking, folder, is_first_rank=is_first_rank, say=partial(print, flush=True))
     arguments, model = _load(config, plan, folder, clock, has_validation=validation is not None)
     tokenizer = trainer_tokenizer(config)
     rank, ranks = arguments.process_index, arguments.world_size
