@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import itertools
 import os
 import shutil
@@ -18,7 +19,7 @@ import pytest
 from tunebook.checkpoint import save
 from tunebook.checkpoint.newest import newest_checkpoint
 from tunebook.checkpoint.record import FileEntry, Identity
-from tunebook.checkpoint.save import CheckpointSaver
+from tunebook.checkpoint.save import CheckpointSaver, publish_folder, seal_files
 from tunebook.checkpoint.verify import verified_record
 from tunebook.errors import DoesNotFitError, TunebookError
 
@@ -398,3 +399,57 @@ def test_a_read_only_folder_is_named_and_what_is_in_it_stays(
     disk.set_read_only(False)
     assert save_step(saver, 8) == newest_checkpoint(disk.folder)
     assert names(saver) == ["checkpoint-4", "checkpoint-8"]
+
+
+@pytest.fixture
+def unfinished(tmp_path: Path) -> Path:
+    """A model that was written, but not flushed."""
+    folder = tmp_path / ".model.unfinished"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(b"new")
+    (folder / "sub" / "config.json").write_bytes(b"{}")
+    return folder
+
+
+def test_every_file_and_folder_is_flushed_before_a_folder_gets_its_name(
+    unfinished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def note_fsync(descriptor: int) -> None:
+        events.append(os.path.relpath(Path(f"/proc/self/fd/{descriptor}").readlink(), tmp_path))
+        fsync(descriptor)
+
+    def note_rename(path: Path, target: Path) -> Path:
+        events.append(f"{path.name} -> {target.name}")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(Path, "rename", note_rename)
+    files = seal_files(unfinished)
+    assert files == {
+        "model.safetensors": FileEntry(size=3, sha256=hashlib.sha256(b"new").hexdigest()),
+        "sub/config.json": FileEntry(size=2, sha256=hashlib.sha256(b"{}").hexdigest()),
+    }
+    publish_folder(unfinished, tmp_path / "model")
+    files_flushed, folders_flushed, rest = events[:2], events[2:4], events[4:]
+    assert sorted(files_flushed) == [".model.unfinished/model.safetensors", ".model.unfinished/sub/config.json"]
+    assert folders_flushed == [".model.unfinished/sub", ".model.unfinished"]
+    assert rest == [".model.unfinished -> model", "."]
+
+
+def test_a_folder_of_that_name_is_replaced_whole(unfinished: Path, tmp_path: Path) -> None:
+    before = tmp_path / "model"
+    before.mkdir()
+    (before / "old.safetensors").write_bytes(b"old")
+    publish_folder(unfinished, before)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert sorted(path.name for path in before.iterdir()) == ["model.safetensors", "sub"]
+
+
+def test_what_cannot_be_flushed_gets_no_name(unfinished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", failing(errno.EIO))
+    with pytest.raises(OSError, match="Input/output error"):
+        seal_files(unfinished)
+    assert not (tmp_path / "model").exists()

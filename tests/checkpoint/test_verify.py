@@ -10,8 +10,9 @@ import pytest
 
 from tunebook.checkpoint.newest import complete_checkpoints, newest_checkpoint, passed_over
 from tunebook.checkpoint.record import FORMAT, NewerRecordError, UnreadableRecordError, read_record
-from tunebook.checkpoint.verify import verified_record, why_not_complete, wrong_hash
+from tunebook.checkpoint.verify import require_unchanged_model, verified_record, why_not_complete, wrong_hash
 from tunebook.errors import DataError
+from tunebook.record.atomic_files import sha256_text
 
 MakeCheckpoint = Callable[..., Path]
 FILES = {"trainer_state.json": b"{}", "global_step4/bf16_optim.pt": b"0123456789", ".metadata": b"m", "empty": b""}
@@ -136,3 +137,40 @@ def test_the_newest_complete_one_and_what_is_newer(make_checkpoint: MakeCheckpoi
     assert complete_checkpoints(tmp_path / "checkpoints") == [made[1], made[2], made[0]]
     assert [path.name for path in passed_over(tmp_path)] == ["checkpoint-20", "checkpoint-12"]
     assert passed_over(tmp_path)[made[3]] == "optimizer.pt is missing"
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    """A run whose manifest records its model."""
+    (tmp_path / "model").mkdir()
+    recorded = {}
+    for name, text in (("model.safetensors", "weights"), ("config.json", "{}")):
+        (tmp_path / "model" / name).write_text(text)
+        recorded[name] = {"size": len(text), "sha256": sha256_text(text)}
+    (tmp_path / "manifest.json").write_text(json.dumps({"format": 1, "model_files": recorded}))
+    return tmp_path
+
+
+def test_a_model_is_compared_with_what_its_run_recorded(trained: Path) -> None:
+    require_unchanged_model(trained, by_hash=True)
+    weights = trained / "model" / "model.safetensors"
+    weights.write_text("others.")  # of the same size
+    require_unchanged_model(trained)
+    with pytest.raises(DataError, match=r"model\.safetensors is not what was written.*--checkpoint STEP"):
+        require_unchanged_model(trained, by_hash=True)
+    weights.write_text("cut")
+    with pytest.raises(DataError, match=r"model\.safetensors has 3 bytes and was written with 7"):
+        require_unchanged_model(trained)
+    weights.unlink()
+    with pytest.raises(DataError, match=r"model\.safetensors is missing and was written with 7"):
+        require_unchanged_model(trained)
+
+
+def test_settings_of_a_model_may_change_and_older_runs_recorded_nothing(trained: Path) -> None:
+    (trained / "model" / "config.json").write_text('{"pad_token_id": 0}')
+    require_unchanged_model(trained, by_hash=True)
+    (trained / "model" / "model.safetensors").write_text("cut")
+    (trained / "manifest.json").write_text(json.dumps({"format": 1}))
+    require_unchanged_model(trained, by_hash=True)
+    (trained / "manifest.json").unlink()
+    require_unchanged_model(trained, by_hash=True)

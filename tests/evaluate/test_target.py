@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tunebook.errors import RequestError
+from tunebook.errors import DataError, RequestError
 from tunebook.evaluate.target import Target, find_named_model, find_target
 from tunebook.record.origin import ORIGIN_FILE
 
@@ -38,6 +38,16 @@ def test_a_run_is_found_by_folder_recipe_time_and_latest(run: Path, outputs: Pat
     model = model_folder(run / "model")
     for text in (str(run), "tiny", f"tiny/{run.name}", "latest", str(outputs / "tiny")):
         assert find_target(text, outputs) == Target(run=run, folder=model), text
+
+
+def test_a_model_that_is_not_what_its_run_wrote_is_refused_however_it_is_named(run: Path, outputs: Path) -> None:
+    model = model_folder(run / "model")
+    manifest = json.loads((run / "manifest.json").read_text())
+    manifest["model_files"] = {"model.safetensors": {"size": 7, "sha256": "0" * 64}}
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    for text in ("tiny", str(model)):
+        with pytest.raises(DataError, match=r"model\.safetensors has 0 bytes and was written with 7"):
+            find_target(text, outputs)
 
 
 @pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])

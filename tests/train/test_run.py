@@ -19,6 +19,8 @@ from tunebook.data.sampler import epoch_order
 from tunebook.errors import InvalidTrainingError, RequestError, StoppedError
 from tunebook.model.adapters import holds_model, is_adapter, with_adapter
 from tunebook.model.load import load_model
+from tunebook.record.atomic_files import sha256_file
+from tunebook.record.manifest import read_manifest, start_manifest
 from tunebook.train import run as train_run
 from tunebook.train.callbacks import Records
 from tunebook.train.signals import StopRequest
@@ -255,6 +257,24 @@ def test_a_model_that_cannot_be_written_to_its_end_is_not_there(config, run, cha
     assert outcome(folder)["reason"] == "RuntimeError: no"
     assert not (folder / "model").exists()
     assert list(folder.glob(".model*")) == []
+
+
+def test_the_manifest_records_the_model_that_was_written(config, run, changed, tmp_path):
+    folder = tmp_path / "run"
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "old.safetensors").write_bytes(b"of an earlier attempt")
+    (folder / ".model.replaced-1").mkdir()
+    start_manifest(folder, config, world_size=1, command=["tunebook", "train"])
+    folder, code, _ = run(changed(config, training={"max_steps": 1}))
+    assert code == 0
+    files = {path.name: path for path in (folder / "model").iterdir()}
+    recorded = read_manifest(folder)["model_files"]
+    assert recorded.keys() == files.keys() >= {"model.safetensors", "config.json", "tokenizer.json"}
+    for name, path in files.items():
+        assert recorded[name] == {"size": path.stat().st_size, "sha256": sha256_file(path)}
+    assert list(folder.glob(".model*")) == []
+    again = start_manifest(folder, config, world_size=1, command=["tunebook", "train"])  # only to evaluate it
+    assert again["model_files"] == recorded
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft 0.21 over transformers 5.23

@@ -162,11 +162,10 @@ class CheckpointSaver:
 
     def _complete(self, step: int, best_step: int | None) -> None:
         """What follows the writing, on every rank: in the background in its thread."""
-        rank, num_ranks = rank_and_size()
         try:
-            self._seal_and_publish(step, rank, num_ranks)
+            self._seal_and_publish(step)
         except BaseException:
-            if rank == 0:
+            if rank_and_size()[0] == 0:
                 self.abandon(step)
             raise
         on_first_rank(
@@ -174,13 +173,9 @@ class CheckpointSaver:
             self._group,
         )
 
-    def _seal_and_publish(self, step: int, rank: int, num_ranks: int) -> None:
-        unfinished, group = checkpoint_path(self.unfinished, step), self._group
-        sizes = on_first_rank(lambda: _files_to_record(unfinished), group)
-        mine = share_of(sizes, rank, num_ranks)
-        shares = on_every_rank(lambda: {name: _seal(unfinished / name) for name in mine}, group)
-        files = {name: entry for share in shares for name, entry in share.items()}
-        on_first_rank(lambda: self._publish(step, files), group)
+    def _seal_and_publish(self, step: int) -> None:
+        files = seal_files(checkpoint_path(self.unfinished, step), self._group)
+        on_first_rank(lambda: self._publish(step, files), self._group)
         self._saved.add(step)
 
     def _is_trusted(self, step: int) -> bool:
@@ -207,8 +202,7 @@ class CheckpointSaver:
     def _publish(self, step: int, files: dict[str, FileEntry]) -> None:
         """Give a checkpoint whose files are on the disk its name, then its record. For the first rank."""
         unfinished, final = checkpoint_path(self.unfinished, step), checkpoint_path(self.folder, step)
-        for folder, _, _ in os.walk(unfinished, topdown=False):
-            flush_folder(Path(folder))
+        _flush_folders(unfinished)
         # A folder that is named but has no record yet is told apart, by this file, from one that never had any.
         atomic_write_json(unfinished / PENDING_FILE, self._record(step, files).to_json())
         if final.exists():
@@ -233,8 +227,39 @@ class CheckpointSaver:
             stall_seconds=round(self._stall.seconds, 3),
             versions=_versions(),
             identity=self.identity,
-            files=dict(sorted(files.items())),
+            files=files,
         )
+
+
+def seal_files(folder: Path, group: Group = None) -> dict[str, FileEntry]:
+    """Flush and hash every file of a folder that all ranks see and share out; by its path in it. A collective.
+
+    Raises: OSError, TunebookError, on every rank.
+    """
+    sizes = on_first_rank(lambda: _files_to_record(folder), group)
+    mine = share_of(sizes, *rank_and_size())
+    shares = on_every_rank(lambda: {name: _seal(folder / name) for name in mine}, group)
+    return dict(sorted((name, entry) for share in shares for name, entry in share.items()))
+
+
+def publish_folder(unfinished: Path, final: Path) -> None:
+    """Give a folder whose files are sealed its name, in place of one that has it. For one process. Raises: OSError.
+
+    Killed at any moment, the folder of that name is whole, or there is none.
+    """
+    _flush_folders(unfinished)
+    aside = final.with_name(f".{final.name}.replaced-{secrets.token_hex(4)}")
+    if final.exists():
+        final.rename(aside)
+    unfinished.rename(final)
+    flush_folder(final.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _flush_folders(top: Path) -> None:
+    """A folder and those below it: the names of their files."""
+    for folder, _, _ in os.walk(top, topdown=False):
+        flush_folder(Path(folder))
 
 
 def _files_to_record(unfinished: Path) -> dict[str, int]:
@@ -243,7 +268,7 @@ def _files_to_record(unfinished: Path) -> dict[str, int]:
     if found.others or not found.sizes:
         what = f"{found.others[0]} in it is no regular file" if found.others else "nothing was written"
         raise TunebookError(
-            f"the checkpoint in {unfinished} cannot be completed: {what}; the one before is still the newest",
+            f"what was saved in {unfinished} cannot be completed: {what}; the checkpoint before is still the newest",
             problem_id="checkpoint-not-written",
         )
     return found.sizes

@@ -19,6 +19,10 @@ from tunebook.checkpoint.record import (
 )
 from tunebook.errors import DataError
 from tunebook.record.atomic_files import sha256_file
+from tunebook.record.manifest import MANIFEST_FILE, MODEL_FILES, read_manifest
+
+MODEL_FOLDER = "model"  # of a run: its trained model
+_WEIGHTS = ".safetensors"
 
 
 def why_not_complete(checkpoint: Path) -> str | None:
@@ -76,3 +80,30 @@ def verified_record(checkpoint: Path) -> CheckpointRecord:
         f"{checkpoint} cannot be used: {why}; name an older checkpoint, or restore this one from a copy",
         problem_id="checkpoint-damaged",
     )
+
+
+def require_unchanged_model(run: Path, *, by_hash: bool = False) -> None:
+    """Refuse the weights in a run's `model/` if they are not what was written: by size, or by hash, which reads them.
+
+    Nothing is compared in older runs, which recorded nothing. Raises: DataError saying what is wrong.
+    """
+    recorded = read_manifest(run).get(MODEL_FILES) if (run / MANIFEST_FILE).is_file() else None
+    weights = {name: FileEntry(**entry) for name, entry in (recorded or {}).items() if name.endswith(_WEIGHTS)}
+    why = _wrong_size(run / MODEL_FOLDER, weights)
+    if why is None and by_hash:
+        why = wrong_hash(run / MODEL_FOLDER, weights.items())
+    if why is not None:
+        raise DataError(
+            f"{run / MODEL_FOLDER} cannot be used: {why}; restore it from a copy, or make a model of a checkpoint: "
+            f"tunebook export {run} --checkpoint STEP",
+            problem_id="model-changed",
+        )
+
+
+def _wrong_size(folder: Path, files: dict[str, FileEntry]) -> str | None:
+    for name, entry in files.items():
+        size = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if size != entry.size:
+            found = "is missing" if size is None else f"has {size:,} bytes"
+            return f"{name} {found} and was written with {entry.size:,} bytes"
+    return None

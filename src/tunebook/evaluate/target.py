@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tunebook.checkpoint.verify import MODEL_FOLDER, require_unchanged_model
 from tunebook.errors import RequestError
 from tunebook.evaluate.finished import checkpoints_of, choose_run, has_weights
 from tunebook.model.adapters import holds_model
@@ -44,6 +45,8 @@ def find_target(text: str, outputs: Path) -> Target:
         run = next((folder for folder in named.parents if (folder / RUN_FILE).is_file()), None)
         if holds_model(named) or run is not None:
             require_weights(named)
+            if run is not None and named == run / MODEL_FOLDER:
+                require_unchanged_model(run)
             return Target(run=run, folder=named, origin=None if run else read_origin(named))
     try:
         run = choose_run(text, outputs, lambda line: print(line, file=sys.stderr))
@@ -83,13 +86,14 @@ def require_weights(folder: Path) -> None:
 
 
 def _model_of(run: Path) -> Path:
-    model = run / "model"
+    model = run / MODEL_FOLDER
     if not holds_model(model):
         raise RequestError(
             f"{run} has no model/ folder: the run did not finish. Name one of its checkpoints: {checkpoints_of(run)}",
             problem_id="run-without-model",
         )
     require_weights(model)
+    require_unchanged_model(run)
     return model
 
 

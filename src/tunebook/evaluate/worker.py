@@ -14,6 +14,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from tunebook.checkpoint.verify import MODEL_FOLDER, require_unchanged_model
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import EvaluationConfig
 from tunebook.errors import RequestError, TunebookError
@@ -88,7 +89,8 @@ def _evaluation_of(request: argparse.Namespace) -> Evaluation:
     named = request.task or config.evaluation.tasks
     model: Path | None = request.model
     if model is None and request.when == AFTER:
-        model = run / "model"
+        model = run / MODEL_FOLDER
+        require_unchanged_model(run)
     if model is not None and not holds_model(model):
         raise RequestError(
             f"{model} has neither config.json nor adapter_config.json, so there is no model to "

@@ -240,6 +240,12 @@ RUNS: dict[str, Explanation] = {
         why="Tunebook writes its records whole, so something else changed the file, or a newer version wrote it.",
         advice="Restore the file from a copy, or remove what the message names.",
     ),
+    "model-changed": Explanation(
+        summary="The weights in a run's model/ folder are not those that the run wrote.",
+        why="The manifest records the size and SHA-256 of each file when it was on the disk. A copy may have been cut "
+        "off, or something else wrote there; scores and exports would be of other weights than the run says.",
+        advice="Restore the folder from a copy, or export a checkpoint: tunebook export RUN --checkpoint STEP.",
+    ),
     "model-not-written": Explanation(
         summary="The training ended, but the folder of the trained model holds no weights.",
         why="A run that says finished must leave a model: gathering the parts of a sharded one did not work.",

@@ -28,6 +28,7 @@ from tunebook.record.run_folder import FINISHED, trained_outcome
 
 MANIFEST_FILE = "manifest.json"
 WANDB_RUN_ID = "wandb_run_id"  # one over all attempts
+MODEL_FILES = "model_files"  # size and SHA-256 of each file in model/, by its path there
 FORMAT = 1  # raised when a key changes its meaning or goes away
 # What the run measured, noted by hash when it ends. Later evaluations (`tunebook eval`) write files of other names.
 RESULT_FILES = (METRICS_FILE, "evaluation/after.json")
@@ -70,7 +71,7 @@ def start_manifest(
     `command` trains the same again; `typed` is the command line that led to it. `model` adds to what the configuration
     says (the revision that the hub answered with), or is known better; `dataset` is `{records, fingerprint,
     content_sha256, counts}` of the prepared data. A run that goes on in its folder keeps the status of its earlier
-    attempts under `earlier_attempts`, and its id at wandb.
+    attempts under `earlier_attempts`, its id at wandb, and what model/ is, if it was trained already.
     """
     earlier = read_manifest(folder) if (folder / MANIFEST_FILE).is_file() else None
     manifest = {
@@ -102,8 +103,7 @@ def start_manifest(
     }
     if typed is not None:
         manifest["typed"] = describe_command(typed)
-    if earlier is not None and earlier.get(WANDB_RUN_ID) is not None:
-        manifest[WANDB_RUN_ID] = earlier[WANDB_RUN_ID]
+    manifest |= {key: value for key in (WANDB_RUN_ID, MODEL_FILES) if (value := (earlier or {}).get(key)) is not None}
     _write(folder, manifest)
     return manifest
 
@@ -112,7 +112,7 @@ def update_manifest(folder: Path, facts: dict[str, Any]) -> dict[str, Any]:
     """Add facts that were learnt later; a section that is there already is added to, not replaced."""
     manifest = read_manifest(folder)
     for key, value in facts.items():
-        is_section = isinstance(value, dict) and isinstance(manifest.get(key), dict)
+        is_section = key != MODEL_FILES and isinstance(value, dict) and isinstance(manifest.get(key), dict)
         manifest[key] = manifest[key] | value if is_section else value
     _write(folder, manifest)
     return manifest

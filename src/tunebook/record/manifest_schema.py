@@ -111,6 +111,13 @@ class StartUp(Section):
     first_step_s: float | None = Field(description="the sum of all phases: to the end of the first step")
 
 
+class File(Section):
+    """What a file was when it was written."""
+
+    size: int = Field(ge=0, description="bytes")
+    sha256: str
+
+
 class Manifest(BaseModel):
     """`manifest.json` of a run folder."""
 
@@ -139,6 +146,9 @@ class Manifest(BaseModel):
     command: list[str] = Field(description="that trains the same again; in older manifests what was typed")
     typed: list[str] | None = Field(default=None, description="the command line that led to it")
     start_up: StartUp | None = None
+    model_files: dict[str, File] | None = Field(
+        default=None, description="of model/, by their paths in it; not there before it is written, nor in older runs"
+    )
     wandb_run_id: str | None = Field(default=None, description="with tracking=wandb: one id over all attempts")
     files_sha256: dict[str, str] | None = Field(
         default=None, description="of what the run measured, by name, when it ended; older runs lack it"

@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ from tunebook.plan.batch import BatchPlan, row_length, schedule_of, solve_batch
 from tunebook.plan.flops import attended_length_tokens, flops_per_token
 from tunebook.record.disk import disk_full, is_disk_full
 from tunebook.record.files import PREPARED_FILE
-from tunebook.record.manifest import MANIFEST_FILE, update_manifest
+from tunebook.record.manifest import MANIFEST_FILE, MODEL_FILES, update_manifest
 from tunebook.record.metrics import MetricsWriter, read_metrics
 from tunebook.record.run_folder import FINISHED, write_outcome
 from tunebook.record.start_up import StartClock
@@ -151,7 +151,9 @@ def train(folder: Path, request: StopRequest, clock: StartClock) -> Ending:
         )
     if config.training.load_best_at_end and trainer.best_step is None:
         raise _no_best(folder)
-    trainer.save_final_model(folder / "model")
+    files = trainer.save_final_model(folder / "model")
+    if trainer.args.process_index == 0 and (folder / MANIFEST_FILE).exists():
+        update_manifest(folder, {MODEL_FILES: {name: asdict(entry) for name, entry in files.items()}})
     return _told_ending(config, trainer)
 
 

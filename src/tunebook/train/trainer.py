@@ -26,10 +26,10 @@ from trl import SFTTrainer
 from trl.models.activation_offloading import OffloadActivations
 
 from tunebook.checkpoint.choose import require_verified
-from tunebook.checkpoint.record import checkpoint_path, read_record, step_of
+from tunebook.checkpoint.record import FileEntry, checkpoint_path, read_record, step_of
 from tunebook.checkpoint.resharding import needs_universal, write_universal
 from tunebook.checkpoint.room import estimate_bytes
-from tunebook.checkpoint.save import CheckpointSaver
+from tunebook.checkpoint.save import CheckpointSaver, publish_folder, seal_files
 from tunebook.checkpoint.together import on_first_rank
 from tunebook.data.rows import DocumentRows
 from tunebook.data.sampler import RankBatches
@@ -302,34 +302,33 @@ class RecipeTrainer(SFTTrainer):
         self.state.best_model_checkpoint = str(best)
         self.best_step = step_of(best)
 
-    def save_final_model(self, folder: Path) -> None:
+    def save_final_model(self, folder: Path) -> dict[str, FileEntry]:
         """Write the trained model as one Hugging Face folder, gathered from all ranks: all of it, or nothing.
 
-        FSDP's checkpoints are sharded by default, and upstream then writes no whole model at the end without a word.
+        Its files are on the disk when it gets its name; returns what they are. FSDP's checkpoints are sharded by
+        default, and upstream then writes no whole model at the end without a word.
         Raises: TunebookError when no weights have been written.
         """
-        beside = folder.with_name(f".{folder.name}.unfinished")
+        unfinished = folder.with_name(f".{folder.name}.unfinished")
         if self.is_world_process_zero():
-            shutil.rmtree(beside, ignore_errors=True)
+            for left in (unfinished, *folder.parent.glob(f".{folder.name}.replaced-*")):
+                shutil.rmtree(left, ignore_errors=True)
         if self.is_fsdp_enabled:
             self.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
         try:
-            self.save_model(str(beside))
-            if self.is_world_process_zero():
-                _require_weights(beside)
+            self.save_model(str(unfinished))
+            on_first_rank(lambda: _require_weights(unfinished, folder))
+            files = seal_files(unfinished)
+            on_first_rank(lambda: publish_folder(unfinished, folder))
         except BaseException:
             if self.is_world_process_zero():
-                shutil.rmtree(beside, ignore_errors=True)
+                shutil.rmtree(unfinished, ignore_errors=True)
             raise
-        self.accelerator.wait_for_everyone()
-        if self.is_world_process_zero():
-            shutil.rmtree(folder, ignore_errors=True)
-            beside.rename(folder)
-        self.accelerator.wait_for_everyone()
+        return files
 
 
-def _require_weights(folder: Path) -> None:
-    if not any(folder.glob("*.safetensors")):
+def _require_weights(unfinished: Path, folder: Path) -> None:
+    if not any(unfinished.glob("*.safetensors")):
         raise TunebookError(
             f"the training is done, but no weights were written to {folder}; the newest folder in "
             f"{folder.parent / 'checkpoints'} holds them, if checkpoints were asked for",

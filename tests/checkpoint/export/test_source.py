@@ -10,6 +10,7 @@ import pytest
 
 from tunebook.checkpoint.export.source import choose_source
 from tunebook.errors import DataError, RequestError
+from tunebook.record.atomic_files import sha256_file
 from tunebook.record.run_record import read_run
 
 
@@ -40,6 +41,21 @@ def test_the_model_is_of_the_step_that_was_loaded_at_the_end(
     for named in (None, str(run / "model")):
         source = choose_source(read_run(run), named)
         assert (source.name_in(run), source.step) == ("model", step)
+
+
+def test_a_model_with_other_weights_than_its_run_wrote_is_not_exported(layouts: Any, run: Path) -> None:
+    layouts.write_checkpoint(run, "whole", step=2).rename(run / "model")
+    (weights,) = (run / "model").glob("*.safetensors")
+    manifest = json.loads((run / "manifest.json").read_text())
+    manifest["model_files"] = {weights.name: {"size": weights.stat().st_size, "sha256": sha256_file(weights)}}
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    assert choose_source(read_run(run), None).name_in(run) == "model"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    for named in (None, str(run / "model")):
+        with pytest.raises(DataError, match="is not what was written"):
+            choose_source(read_run(run), named)
 
 
 def test_a_step_a_name_and_a_path_mean_the_same(layouts: Any, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Which folder of a run is exported: the one that is named, the trained model, or the newest complete checkpoint.
 
-A checkpoint is taken only after every hash in its record holds, so its pickles are those that the run wrote.
+A checkpoint is taken only after every hash in its record holds, so its pickles are those that the run wrote; the model
+only if its weights are those that the run's manifest records.
 """
 
 from __future__ import annotations
@@ -16,12 +17,10 @@ from tunebook.checkpoint.record import (
     named_as_checkpoints,
     step_of,
 )
-from tunebook.checkpoint.verify import verified_record
+from tunebook.checkpoint.verify import MODEL_FOLDER, require_unchanged_model, verified_record
 from tunebook.errors import RequestError
 from tunebook.model.adapters import holds_model
 from tunebook.record.run_record import RunRecord
-
-MODEL_FOLDER = "model"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,15 +41,20 @@ def choose_source(run: RunRecord, checkpoint: str | None) -> Source:
     if checkpoint is None:
         model = run.folder / MODEL_FOLDER
         if holds_model(model):
-            return Source(folder=model, step=run.model_step, record=None)
+            return _model(run, model)
         newest = newest_checkpoint(run.folder)
         if newest is None:
             raise _nothing_in(run.folder)
         return _checkpoint(newest)
     folder = _named(run.folder, checkpoint)
     if folder == run.folder / MODEL_FOLDER:
-        return Source(folder=folder, step=run.model_step, record=None)
+        return _model(run, folder)
     return _checkpoint(folder)
+
+
+def _model(run: RunRecord, folder: Path) -> Source:
+    require_unchanged_model(run.folder, by_hash=True)
+    return Source(folder=folder, step=run.model_step, record=None)
 
 
 def _checkpoint(folder: Path) -> Source:
