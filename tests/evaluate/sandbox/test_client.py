@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 
@@ -11,7 +12,16 @@ from tunebook.errors import DataError, RequestError
 from tunebook.evaluate.sandbox import client
 from tunebook.evaluate.sandbox.backends import Backend
 from tunebook.evaluate.sandbox.client import run_programs
-from tunebook.evaluate.sandbox.jobs import Beat, Handover, Outcome, Program, Status, read_job, runner_version
+from tunebook.evaluate.sandbox.jobs import (
+    MAX_RESULT_BYTES,
+    Beat,
+    Handover,
+    Outcome,
+    Program,
+    Status,
+    read_job,
+    runner_version,
+)
 
 
 def sample(id="p", source="x = 1", test="assert x == 1", **more):
@@ -123,6 +133,33 @@ def test_a_damaged_result(runner, content, message):
     with pytest.raises(DataError, match=f"is damaged .*{message}.*evaluate again") as caught:
         run_programs([sample()], runner(damage))
     assert caught.value.problem_id == "sandbox-damaged"
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        (os.mkfifo, "it is no regular file"),
+        (lambda file: file.symlink_to("/etc/hostname"), "it is a link"),
+        (lambda file: file.mkdir(), "it is no regular file"),
+        (lambda file: file.write_bytes(b" " * (MAX_RESULT_BYTES + 1)), "it is larger than 1 MiB"),
+    ],
+    ids=["pipe", "link", "folder", "size"],
+)
+def test_a_runner_that_was_taken_over_can_only_end_the_evaluation(runner, place, message):
+    """It neither hangs nor reads what it should not."""
+    backend = runner(lambda handover, program, number: place(handover.results / f"{program.id}.json"))
+    with pytest.raises(DataError, match=f"is damaged .*{message}") as caught:
+        run_programs([sample()], backend)
+    assert caught.value.problem_id == "sandbox-damaged"
+
+
+def test_a_heartbeat_that_is_none_is_damage_too(runner):
+    def spoil(handover, program, number):
+        (handover.folder / "runner.json").unlink()
+        (handover.folder / "runner.json").mkdir()
+
+    with pytest.raises(DataError, match=r"runner\.json is damaged \(it is no regular file\)"):
+        run_programs([sample()], runner(spoil))
 
 
 def test_a_result_about_another_program(runner):

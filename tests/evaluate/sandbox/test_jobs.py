@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import stat
+from dataclasses import asdict, replace
 
 import pytest
 
 from tunebook.evaluate.sandbox.jobs import (
+    MAX_JOB_BYTES,
+    MAX_RESULT_BYTES,
     RUNNER_MODULES,
     Beat,
     Handover,
@@ -18,6 +21,7 @@ from tunebook.evaluate.sandbox.jobs import (
     read_job,
     read_result,
     runner_version,
+    write_json,
 )
 from tunebook.evaluate.sandbox.judge import CHECKER, FOLDER, SOLUTION
 
@@ -96,6 +100,64 @@ def test_what_is_no_json_object_is_refused(handover, content):
     (handover.results / "a-1.json").write_bytes(content)
     with pytest.raises(ValueError):
         read_result(handover.results / "a-1.json")
+
+
+def huge(file):
+    with file.open("wb") as stream:
+        stream.truncate(MAX_RESULT_BYTES + 1)
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        (lambda file: file.symlink_to(file.with_name("other.json")), "it is a link"),
+        (lambda file: file.symlink_to("/nowhere"), "it is a link"),
+        (lambda file: file.symlink_to("/dev/zero"), "it is a link"),
+        (os.mkfifo, "it is no regular file"),
+        (lambda file: file.mkdir(), "it is no regular file"),
+        (huge, "it is larger than 1 MiB"),
+        (lambda file: file.write_text("[" * 100_000), "nested too deeply"),
+        (lambda file: file.write_text(json.dumps(asdict(OUTCOME)).replace("1.5", "1" + "0" * 400)), "`seconds` is 1"),
+    ],
+    ids=["link", "dangling", "device", "pipe", "folder", "size", "depth", "number"],
+)  # fmt: skip
+def test_what_no_runner_writes_is_neither_followed_nor_waited_for_nor_read_whole(handover, place, message):
+    write_json(handover.results / "other.json", asdict(OUTCOME))
+    file = handover.results / "a-1.json"
+    place(file)
+    with pytest.raises(ValueError, match=message):
+        read_result(file)
+
+
+def test_a_folder_in_place_of_which_there_is_a_link_is_neither_read_nor_written(handover, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    write_json(elsewhere / "a-1.json", asdict(OUTCOME))
+    for folder in (handover.results, handover.jobs):
+        folder.rmdir()
+        folder.symlink_to(elsewhere)
+    with pytest.raises(ValueError, match="it is a link, lies in one"):
+        read_result(handover.results / "a-1.json")
+    with pytest.raises(NotADirectoryError):
+        handover.write_job(PROGRAM, expires=0.0)
+    assert [path.name for path in elsewhere.iterdir()] == ["a-1.json"]
+
+
+def test_a_job_may_be_larger_than_a_result(handover):
+    program = replace(PROGRAM, test="assert x\n" * (MAX_RESULT_BYTES // 8))
+    handover.write_job(program, expires=1.0)
+    assert read_job(handover.jobs / "a-1.json") == (program, 1.0)
+    with (handover.jobs / "a-1.json").open("r+b") as stream:
+        stream.truncate(MAX_JOB_BYTES + 1)
+    with pytest.raises(ValueError, match="it is larger than 64 MiB"):
+        read_job(handover.jobs / "a-1.json")
+
+
+def test_the_folder_itself_may_be_named_by_a_link(handover, tmp_path_factory):
+    link = tmp_path_factory.mktemp("named") / "handover"
+    link.symlink_to(handover.folder)
+    beat = Beat(time=1.5, version="v", wall="users", num_workers=2)
+    handover.write_beat(beat)
+    assert Handover(link).read_beat() == beat
 
 
 def test_old_results_that_nobody_fetched_are_swept_away(handover):

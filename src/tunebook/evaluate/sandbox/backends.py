@@ -28,6 +28,7 @@ RUNNER_LOG = "runner.log"
 START_SERVICE = "docker compose up -d --build sandbox"
 DEAD_AFTER_S = 10 * BEAT_S
 START_WITHIN_S = 30.0
+_SAID_BYTES = 1000  # of a runner's log that a message quotes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +44,7 @@ class Backend:
         """What to look at when it fails: the service's log, or what our own runner said."""
         if self.name == "service":
             return f"see `docker compose logs sandbox`, start it again with `{START_SERVICE}` and evaluate again"
-        log = self.handover.folder / RUNNER_LOG
-        said = log.read_text(errors="replace").strip()[-1000:] if log.exists() else ""
-        return f"its runner said: {said or 'nothing'}; evaluate again"
+        return f"its runner said: {_end_of(self.handover.folder / RUNNER_LOG) or 'nothing'}; evaluate again"
 
     def record(self) -> dict[str, Any]:
         """What an evaluation records of how its programs were executed."""
@@ -159,8 +158,17 @@ def _start_runner(folder: Path, wall: str) -> tuple[subprocess.Popen[bytes], Bea
             return process, beat
         time.sleep(0.02)
     _end(process)
-    said = log.read_text(errors="replace").strip().removeprefix("sandbox: ")
-    return f"{wall}: {said[-1000:] or 'its runner did not start'}"
+    return f"{wall}: {_end_of(log).removeprefix('sandbox: ') or 'its runner did not start'}"
+
+
+def _end_of(log: Path) -> str:
+    """The last that a runner said; nothing of a log that is not there or is a link, which no runner makes."""
+    try:
+        with os.fdopen(os.open(log, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as stream:
+            stream.seek(max(0, stream.seek(0, os.SEEK_END) - _SAID_BYTES))
+            return stream.read(_SAID_BYTES).decode(errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

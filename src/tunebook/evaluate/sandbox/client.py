@@ -6,12 +6,13 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from tunebook.errors import DataError, RequestError
 from tunebook.evaluate.sandbox.backends import Backend, is_alive
-from tunebook.evaluate.sandbox.jobs import Handover, Outcome, Program, Status, read_result
+from tunebook.evaluate.sandbox.jobs import RUNNER_FILE, Handover, Outcome, Program, Status, read_result
 
 POLL_S = 0.005
 PATIENCE_S = 60.0  # beyond a program's own time limit; others may be served before it
@@ -90,8 +91,9 @@ class _Session:
                     time.sleep(POLL_S)
         finally:
             for number, result in self._waiting.items():
-                (self._handover.jobs / f"{self._id(number)}.json").unlink(missing_ok=True)
-                result.unlink(missing_ok=True)
+                for left in (self._handover.jobs / f"{self._id(number)}.json", result):
+                    with suppress(OSError):  # such as a folder of that name, which was reported
+                        left.unlink()
 
     def _id(self, number: int) -> str:
         return f"{self._name}-{number:07d}"
@@ -120,11 +122,7 @@ class _Session:
             except FileNotFoundError:
                 continue
             except ValueError as error:
-                raise DataError(
-                    f"{file} is damaged ({error}); the runner writes it in one step, so something else changed it: see "
-                    "that nothing else writes there, and evaluate again",
-                    problem_id="sandbox-damaged",
-                ) from error
+                raise _damaged(file, error) from error
             file.unlink(missing_ok=True)
             del self._waiting[number]
             if self._is_final(number, outcome):
@@ -149,8 +147,11 @@ class _Session:
         return True
 
     def _check(self, last_change: float) -> None:
-        """Give up on a runner that is dead or judges nothing. Raises: RequestError."""
-        beat = self._handover.read_beat()
+        """Give up on a runner that is dead or judges nothing. Raises: RequestError, DataError."""
+        try:
+            beat = self._handover.read_beat()
+        except ValueError as error:
+            raise _damaged(self._handover.folder / RUNNER_FILE, error) from error
         if beat is None or not is_alive(beat):
             raise RequestError(
                 f"the sandbox ({self._backend.name}) ended with {len(self._waiting)} programs at hand; "
@@ -164,3 +165,11 @@ class _Session:
                 f"{self._backend.how_to_see_why()}",
                 problem_id="sandbox-dead",
             )
+
+
+def _damaged(file: Path, error: ValueError) -> DataError:
+    return DataError(
+        f"{file} is damaged ({error}); the runner writes it in one step, so something else changed it: see that "
+        "nothing else writes there, and evaluate again",
+        problem_id="sandbox-damaged",
+    )

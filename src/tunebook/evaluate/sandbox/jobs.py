@@ -7,6 +7,10 @@
 
 Each file is written beside its destination and renamed, so that nobody reads half of one. Nothing is flushed to the
 disk: after a crash of the machine an evaluation starts again.
+
+Neither side trusts what it finds there: a runner that was taken over could put a link in place of a file or folder, a
+pipe that never ends, or a file that fills the memory. Links are not followed, only regular files are read, and no more
+of them than a limit.
 """
 
 from __future__ import annotations
@@ -15,9 +19,10 @@ import hashlib
 import json
 import os
 import secrets
+import stat
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -25,6 +30,8 @@ from typing import Any
 
 RUNNER_FILE = "runner.json"
 BEAT_S = 1.0  # how often the runner says that it is alive
+MAX_JOB_BYTES = 64 << 20  # tests with many cases take a few MiB
+MAX_RESULT_BYTES = 1 << 20  # what a verdict keeps of messages and output is below 0.1 MiB
 
 # What the runner consists of: the image of the sandbox must hold the same as the checkout.
 RUNNER_MODULES = (
@@ -95,10 +102,10 @@ class Handover:
     """The hand-over folder, seen from either side."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.jobs = folder / "jobs"
-        self.claimed = folder / "claimed"
-        self.results = folder / "results"
+        self.folder = folder.resolve()  # whoever named it may have named a link
+        self.jobs = self.folder / "jobs"
+        self.claimed = self.folder / "claimed"
+        self.results = self.folder / "results"
 
     def make_folders(self) -> None:
         """Make the folders below, open to the owner and the group of the hand-over folder and to nobody else."""
@@ -142,7 +149,7 @@ class Handover:
         """Remove results that nobody fetched: who waited for them was killed."""
         for result in self.results.glob("*.json"):
             with suppress(FileNotFoundError):
-                if time.time() - result.stat().st_mtime > older_than_s:
+                if time.time() - result.lstat().st_mtime > older_than_s:
                     result.unlink()
 
     def write_beat(self, beat: Beat) -> None:
@@ -170,7 +177,7 @@ def job_id(claimed: Path) -> str:
 
 def read_job(file: Path) -> tuple[Program, float]:
     """A program and until when it is wanted. Raises: ValueError for a file that is no job."""
-    fields = read_object(file)
+    fields = read_object(file, MAX_JOB_BYTES)
     program = typed(fields, "program", dict)
     return Program(
         id=typed(program, "id", str),
@@ -198,31 +205,69 @@ def read_result(file: Path) -> Outcome:
 def typed(fields: Mapping[str, Any], key: str, kind: type) -> Any:
     """One field, which must be of a type; a whole number also serves as a float. Raises: ValueError."""
     value = fields.get(key)
-    if kind is float and type(value) is int:
+    if kind is float and type(value) is int and abs(value) < 2**63:
         value = float(value)
     if type(value) is not kind:
         raise ValueError(f"`{key}` is {value!r:.40}, not {kind.__name__}")
     return value
 
 
-def read_object(file: Path) -> dict[str, Any]:
-    """A JSON object. Raises: ValueError for anything else (JSONDecodeError and UnicodeDecodeError are ones)."""
-    value = json.loads(file.read_bytes().decode())
+def read_object(file: Path, most_bytes: int = MAX_RESULT_BYTES) -> dict[str, Any]:
+    """A JSON object. Raises: FileNotFoundError, ValueError for anything else (JSONDecodeError is one)."""
+    try:
+        value = json.loads(_read(file, most_bytes).decode())
+    except RecursionError as error:
+        raise ValueError("its objects are nested too deeply") from error
     if not isinstance(value, dict):
         raise ValueError("it is no JSON object")
     return value
 
 
-def write_json(file: Path, value: Any) -> None:
-    """Replace a file in one step; its group may read and write it, and nobody else."""
-    # The name starts with a dot, which `jobs/*.json` does not match.
-    beside = file.with_name(f".{file.name}.{os.getpid()}-{secrets.token_hex(4)}")
+def _read(file: Path, most_bytes: int) -> bytes:
+    """A regular file's content, through no link. Raises: FileNotFoundError, ValueError for everything else."""
     try:
-        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o660)
-        with os.fdopen(descriptor, "w", encoding="ascii") as stream:
-            os.fchmod(descriptor, 0o660)  # whatever the umask is
-            json.dump(value, stream)  # ASCII, because programs may hold halves of surrogate pairs
-        beside.replace(file)
-    except BaseException:
-        beside.unlink(missing_ok=True)
+        with _opened(file.parent) as folder:
+            # A pipe that nobody writes to would be waited for.
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            descriptor = os.open(file.name, flags, dir_fd=folder)
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise ValueError("it is no regular file")
+            with os.fdopen(descriptor, "rb", closefd=False) as stream:
+                content = stream.read(most_bytes + 1)
+        finally:
+            os.close(descriptor)
+    except FileNotFoundError:
         raise
+    except OSError as error:
+        raise ValueError(f"it is a link, lies in one, or cannot be read: {error.strerror}") from error
+    if len(content) > most_bytes:
+        raise ValueError(f"it is larger than {most_bytes >> 20} MiB")
+    return content
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    """A descriptor of a folder that is no link. Raises: OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Replace a file in one step, in a folder that is no link; its group may read and write it, and nobody else."""
+    # The name starts with a dot, which `jobs/*.json` does not match.
+    beside = f".{file.name}.{os.getpid()}-{secrets.token_hex(4)}"
+    with _opened(file.parent) as folder:
+        try:
+            descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o660, dir_fd=folder)
+            with os.fdopen(descriptor, "w", encoding="ascii") as stream:
+                os.fchmod(descriptor, 0o660)  # whatever the umask is
+                json.dump(value, stream)  # ASCII, because programs may hold halves of surrogate pairs
+            os.rename(beside, file.name, src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            with suppress(FileNotFoundError):
+                os.unlink(beside, dir_fd=folder)
+            raise

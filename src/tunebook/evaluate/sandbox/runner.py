@@ -85,7 +85,7 @@ def _prepare(handover: Handover) -> TextIO:
     try:
         if folder.stat().st_mode & 0o007:
             raise HandoverError(f"{folder} is open to every user, so programs could forge results: chmod o= {folder}")
-        lock = (folder / "lock").open("w")
+        lock = os.fdopen(os.open(folder / "lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666), "w")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         handover.make_folders()
         handover.take_back()
