@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tunebook.checkpoint.verify import verified_record
+from tunebook.record.metrics import read_metrics
 
 CASES = {"ddp": 2, "ddp_lora": 2}
 KILLS_OF_CASE = 3
@@ -95,3 +96,24 @@ def test_another_run_is_refused_before_anything_starts(run, whole, tmp_path, ove
     assert message in " ".join(ended.output.split())
     assert "Traceback" not in ended.output
     assert not (tmp_path / "quickstart").exists()
+
+
+def test_zero_resumes_with_the_written_hyperparameters_as_ddp_does(run, read_run, tmp_path):
+    """DeepSpeed restores those of the checkpoint, and the clipping with them."""
+    other = ["optimizer.learning_rate=4e-4", "optimizer.weight_decay=0.5", "optimizer.beta2=0.9"]
+    other += ["training.max_grad_norm=0.05", "training.resume_anyway=[config]", "schedule.warmup_steps=5"]
+    found = {}
+    for strategy in ("ddp", "zero2"):
+        first, later = (tmp_path / strategy / name for name in ("first", "later"))
+        own = [f"parallelism={strategy}", "packing=padded", "training.save_every_steps=4"]
+        ended = run(command(first, *own, "training.max_steps=4"), timeout_s=600)
+        assert ended.exit_code == 0, ended.output
+        resumed = f"training.resume={first / 'quickstart' / 'latest'}"
+        ended = run(command(later, *own, resumed, *other), timeout_s=600)
+        assert ended.exit_code == 0, ended.output
+        assert "optimizer.learning_rate was 0.0012 and is 0.0004" in " ".join(ended.output.split())
+        found[strategy] = read_run(later / "quickstart" / "latest")
+    zero2, ddp = ([line["learning_rate"] for line in read_metrics(found[name].folder)] for name in ("zero2", "ddp"))
+    assert len(zero2) == 4
+    assert zero2 == ddp
+    assert found["zero2"].losses == pytest.approx(found["ddp"].losses, rel=1e-5)
