@@ -3,7 +3,8 @@
     python tests/bench/gpu_checkpoints.py --output DIR [--gpus 2] [--only NAME ...] [--layers 8] [--deadline-s 340]
 
 Of each strategy the same twelve steps are trained: `whole` and `again` without a stop, `stopped` until SIGTERM after
-about half of them, `resumed` in its folder, and `fewer`, on one GPU from the checkpoint that `whole` saved half-way.
+about half of them, `resumed` in its folder, `fewer`, on one GPU from the checkpoint that `whole` saved half-way, and
+`changed`, from that checkpoint with another learning rate and weight decay, which must be those that are used.
 Losses on GPUs need not repeat bit for bit, so the difference of `resumed` from `whole` stands beside that of `again`.
 Random weights of the real architecture, cut to some whole layers, on generated documents, and said so in each line.
 Runs share the GPUs: seconds are those of a busy machine. `--cpu` tries the same with the quickstart's small model.
@@ -44,6 +45,8 @@ CASES: dict[str, tuple[bool, list[str]]] = {  # whether it takes all GPUs, and w
     "fsdp_full": (True, ["parallelism=fsdp", "parallelism.state_dict=full"]),
     "zero1": (True, ["parallelism=zero1"]),
     "zero2_offload": (True, ["parallelism=zero2_offload"]),
+    "adamw_8bit": (False, ["parallelism=single", "optimizer.name=adamw_8bit"]),  # needs bitsandbytes
+    "fsdp_grad_op": (True, ["parallelism=fsdp_grad_op"]),
     "lora": (True, ["parallelism=ddp", "peft=lora", "optimizer.learning_rate=1e-3"]),
 }
 ON_FEWER = ("ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp_full")
@@ -53,6 +56,7 @@ QUICKSTART = ["quickstart", "hardware=cpu", "training.global_samples=16"]
 COMMON = [f"training.max_steps={STEPS}", f"training.save_every_steps={HALF}", "training.keep_checkpoints=2",
           "training.log_every_steps=1", "training.evaluate_every_steps=null", "evaluation=none",
           "schedule.warmup_steps=2", "schedule.warmup_share=null"]  # fmt: skip
+CHANGED = ["optimizer.learning_rate=5e-6", "optimizer.weight_decay=0.05"]
 _TICK_S = 0.02
 
 
@@ -66,6 +70,7 @@ class Ended:
     first_step_after_s: float | None  # from the start of the command to the first step that was logged by it
     last_words: str
     losses: dict[int, float] = field(default_factory=dict)  # by step
+    rates: dict[int, float] = field(default_factory=dict)  # learning rates by step
     records: list[dict[str, Any]] = field(default_factory=list)  # of the checkpoints, oldest first
 
     def from_step(self, step: int) -> list[float]:
@@ -118,15 +123,18 @@ class Bench:
             ]
             whole, again, stopped = (future.result() for future in first)
             second = [pool.submit(self.train, case, "stopped", words, gpus, is_second=True)]
+            from_half = f"training.resume={whole.folder / 'checkpoints' / f'checkpoint-{HALF}'}"
+            changes = [from_half, *CHANGED, "training.resume_anyway=[config]"]
+            changing = pool.submit(self.train, case, "changed", [*unsaved, *changes], gpus)
             if case in ON_FEWER and gpus > 1:
-                from_half = f"training.resume={whole.folder / 'checkpoints' / f'checkpoint-{HALF}'}"
                 anyway = "training.resume_anyway=[world_size]"
                 second.append(pool.submit(self.train, case, "fewer", [*words, from_half, anyway], 1))
             resumed, *fewer = (future.result() for future in second)
+            changed = changing.result()
         line = {"case": case, "gpus": gpus, "overrides": [*self.shared[1:], *words]} | self.described
-        line |= compared(whole, again, stopped, resumed, fewer[0] if fewer else None)
+        line |= compared(whole, again, stopped, resumed, fewer[0] if fewer else None) | rates(whole, changed)
         line |= costs(whole, resumed, measured(self.logs / f"{case}-whole")) | {"machine": machine_versions()}
-        for ended in (whole, again, stopped, *fewer):
+        for ended in (whole, again, stopped, changed, *fewer):
             shutil.rmtree(ended.folder, ignore_errors=True)
         with self.writing, (self.arguments.output / "results.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -204,8 +212,8 @@ def last_step(folder: Path) -> int:
     return max(losses_of(folder), default=0)
 
 
-def losses_of(folder: Path) -> dict[int, float]:
-    """The loss of each step."""
+def losses_of(folder: Path, key: str = "loss") -> dict[int, float]:
+    """The loss of each step, or what else is logged of it."""
     file = folder / "metrics.jsonl"
     found = {}
     for text in file.read_text().splitlines() if file.exists() else []:
@@ -214,7 +222,7 @@ def losses_of(folder: Path) -> dict[int, float]:
         except ValueError:  # being written
             continue
         if "loss" in line:
-            found[line["step"]] = line["loss"]
+            found[line["step"]] = line[key]
     return found
 
 
@@ -229,6 +237,7 @@ def read_ended(folder: Path, terminal: Path, exit_code: int | str, wall_s: float
         first_step_after_s=after_s,
         last_words="" if exit_code in (0, 6) else " ".join(" ".join(words[-6:]).split())[-600:],
         losses=losses_of(folder),
+        rates=losses_of(folder, "learning_rate"),
         records=sorted(records, key=lambda record: int(record["step"])),
     )
 
@@ -248,6 +257,15 @@ def compared(whole: Ended, again: Ended, stopped: Ended, resumed: Ended, fewer: 
     line["losses"] = {name: [round(loss, 7) for loss in ended.from_step(0)] for name, ended in runs.items()}
     failed = {name: ended.last_words for name, ended in runs.items() if ended.last_words}
     return line | ({"said": failed} if failed else {})
+
+
+def rates(whole: Ended, changed: Ended) -> dict[str, Any]:
+    """The learning rates after the change, each over that of the same step of the run without one."""
+    found = {
+        step: rate / whole.rates[step] for step, rate in changed.rates.items() if step > HALF and whole.rates[step]
+    }
+    line = {"changed_exit_code": changed.exit_code, "changed": CHANGED, "changed_rate_shares": list(found.values())}
+    return line | ({"changed_said": changed.last_words} if changed.last_words else {})
 
 
 def difference(run: Ended, whole: Ended, after: int) -> dict[str, Any] | None:

@@ -286,7 +286,7 @@ def measured(folder: Path) -> dict[str, Any]:
         found = {key: content.get(key) for key in ("attention", "packing")}
     if manifest.exists():
         content = json.loads(manifest.read_text())
-        found |= {"parallelism_found": content.get("parallelism_found")}
+        found |= {key: content.get(key) for key in ("parallelism_found", "leak_probe")}
     lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     lines = [line for line in lines if "loss" in line]
     if not lines:
