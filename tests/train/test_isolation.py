@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -103,6 +105,9 @@ def test_the_tolerance_follows_the_precision():
     assert moved == [2.0**-20, 2.0**-12, 2.0**-9, 2.0**-9]
     assert tolerance(Compute.fp32, uses_tf32=True).logits == 32 * 2.0**-11
     assert tolerance(Compute.fp32, uses_tf32=True).moved == 2.0**-12
+    experts = [tolerance(one, uses_tf32=False, has_experts=True) for one in formats]
+    assert [one.moved for one in experts] == [2.0**-16, 2.0**-6, 2.0**-3, 2.0**-3]
+    assert [one.logits for one in experts] == logits
     assert tolerance(Compute.bf16, uses_tf32=True).loss == 8 * 2.0**-8
 
 
@@ -122,3 +127,38 @@ def test_documents_differ_in_every_token_and_keep_their_lengths(lengths):
     pair, joined = [first, second], [first + second]
     assert model.rows == [pair, pair, [second], joined, pair, [first], [second]]
     assert min(LENGTHS_FOR_FLEX) >= 128  # below which flex_attention takes the kernel of decoding
+
+
+MEASURED = Path(__file__).resolve().parents[1] / "bench" / "results" / "isolation.jsonl"
+OF_EXPERTS = {"qwen3_moe", "Qwen2MoeForCausalLM", "MixtralForCausalLM", "OlmoeForCausalLM", "DeepseekV3ForCausalLM"}
+
+
+def recorded():
+    """What was measured: the line, its format, and whether it is tf32."""
+    for text in MEASURED.read_text().splitlines():
+        line = json.loads(text)
+        form = line.get("format") or next(
+            (one for one in ("fp32", "fp16", "tf32") if line["way"].endswith(one)), "bf16"
+        )
+        yield line, Compute.fp32 if form == "tf32" else Compute[form], form == "tf32"
+
+
+def test_the_bounds_are_above_all_that_was_measured_of_isolated_documents():
+    isolated = [one for one in recorded() if one[0].get("known") != "leaks"]
+    assert len(isolated) > 60
+    for line, compute, uses_tf32 in isolated:
+        is_of_experts = (line.get("kind") or line["architecture"]) in OF_EXPERTS or "Moe" in line.get(
+            "architecture", ""
+        )
+        allowed = tolerance(compute, uses_tf32=uses_tf32, has_experts=is_of_experts)
+        assert line["moved"] <= allowed.moved / (1 if is_of_experts else 2), line
+        assert line["alone"] <= allowed.logits, line
+        assert line["leaking"] > 2 * allowed.moved, line
+
+
+def test_the_bounds_are_below_all_that_was_measured_of_leaks():
+    """But of mixtures of experts, whose rounding in 16 bits may be as large."""
+    leaking = [one for one in recorded() if one[0].get("known") == "leaks" and "Moe" not in one[0]["architecture"]]
+    assert len(leaking) > 60
+    for line, compute, uses_tf32 in leaking:
+        assert line["moved"] > 3 * tolerance(compute, uses_tf32=uses_tf32).moved, line

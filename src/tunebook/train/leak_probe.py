@@ -21,6 +21,7 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from tunebook.config.choices import Attention, PackingMode, Switch
+from tunebook.config.estimate.parameters import has_experts
 from tunebook.config.schema import RunConfig
 from tunebook.errors import InvalidTrainingError
 from tunebook.model.fp8_layers import plain_products
@@ -55,8 +56,12 @@ class LeakProbe(TrainerCallback):
         if self.config.packing.mode is not PackingMode.isolated:
             self._record(state, {"checked": False, "why": "padded rows hold one document each"})
             return
-        precision = self.config.precision
-        allowed = tolerance(precision.compute, uses_tf32=precision.tf32 is Switch.enabled)
+        precision, facts = self.config.precision, self.config.model.facts
+        allowed = tolerance(
+            precision.compute,
+            uses_tf32=precision.tf32 is Switch.enabled,
+            has_experts=facts is not None and has_experts(facts),
+        )
         found, warm_up_s, probe_s = self._measure()
         ranks: list[Isolation] = gather_object([found])
         worst = max(range(len(ranks)), key=lambda rank: _severity(ranks[rank], allowed))
