@@ -4,9 +4,10 @@
     check_image.py image FOLDER                              once Tunebook is; writes FOLDER/image.json
 
 `packages` holds torch, its architectures, the attention package and every installed version against the locks and
-generation.env. It is apart from `image` because it takes seconds and does not depend on Tunebook's own sources. No GPU
-and no driver is needed: torch says what it was compiled for without one, flash-attn links CUDA's runtime but not the
-driver's library, and which GPUs its kernels are for is read from the file.
+generation.env. It is apart from `image` because it takes seconds and does not depend on Tunebook's own sources, but for
+record/locks.py, which the build mounts beside it. No GPU and no driver is needed: torch says what it was compiled for
+without one, flash-attn links CUDA's runtime but not the driver's library, and which GPUs its kernels are for is read
+from the file.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import importlib.util
 import json
 import mmap
 import os
+import platform
 import shlex
 import struct
 import subprocess
@@ -27,9 +29,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
-PROJECT = "tunebook"
+from tunebook.record.locks import (
+    LOCKED_PYTHON,
+    PROJECT,
+    generation_versions,
+    installed_versions,
+    lock_differences,
+    locked_versions,
+    python_difference,
+)
+
 NO_ATTENTION = "none"
 # Of each kind of attention package: the modules that must import, and the one of them that holds the GPU's code.
 ATTENTION_MODULES = {"flash-attn-2": (("flash_attn", "flash_attn_2_cuda"), "flash_attn_2_cuda")}
@@ -52,51 +62,32 @@ def read_settings(file: Path) -> dict[str, str]:
     return dict(word.split("=", 1) for word in words)
 
 
-def locked_versions(lock: str) -> dict[str, str]:
-    """Each package of a lock that is for this Python and machine, by its canonical name, with its version."""
-    locked: dict[str, str] = {}
-    for line in lock.splitlines():
-        if not line or line[0] in " #":
-            continue
-        requirement = Requirement(line.rstrip("\\ "))
-        if requirement.marker is None or requirement.marker.evaluate():
-            (pin,) = requirement.specifier
-            locked[canonicalize_name(requirement.name)] = pin.version
-    return locked
-
-
 def expected_versions(generation: Path, installed: Mapping[str, str]) -> dict[str, str]:
-    """What the locks of a generation's folder ask for; which of the cpu's locks count depends on torch's build."""
-    locks = [generation.parent / "requirements-build.lock", generation / "requirements.lock"]
-    if generation.name == "cpu":
-        is_cpu_build = installed.get("torch", "").endswith("+cpu")
-        locks.append(generation / ("requirements-torch-cpu.lock" if is_cpu_build else "requirements-cuda.lock"))
+    """What an image must hold: what a run needs, what builds packages, and the attention package where there is one."""
+    expected = locked_versions((generation.parent / "requirements-build.lock").read_text(encoding="utf-8"))
+    expected |= generation_versions(generation, installed)
     if (attention := generation / "requirements-attention.lock").is_file():
-        locks.append(attention)
-    expected: dict[str, str] = {}
-    for lock in locks:
-        expected |= locked_versions(lock.read_text(encoding="utf-8"))
+        expected |= locked_versions(attention.read_text(encoding="utf-8"))
     return expected
-
-
-def installed_versions() -> dict[str, str]:
-    """Every distribution that this Python finds, by its canonical name."""
-    return {canonicalize_name(found.name): found.version for found in importlib.metadata.distributions()}
 
 
 def version_problems(expected: Mapping[str, str], installed: Mapping[str, str]) -> list[str]:
     """Where what is installed is not what is locked, in either direction; Tunebook itself is in no lock."""
     problems = []
-    for name in sorted(expected.keys() | installed.keys()):
-        if name == PROJECT:
-            continue
-        if name not in installed:
-            problems.append(f"{name} {expected[name]} is locked but not installed")
-        elif name not in expected:
-            problems.append(f"{name} {installed[name]} is installed but in no lock")
-        elif installed[name] != expected[name]:
-            problems.append(f"{name} {installed[name]} is installed, but {expected[name]} is locked")
+    for name, found in lock_differences(expected, installed).items():
+        if found["installed"] is None:
+            problems.append(f"{name} {found['locked']} is locked but not installed")
+        elif found["locked"] is None:
+            problems.append(f"{name} {found['installed']} is installed but in no lock")
+        else:
+            problems.append(f"{name} {found['installed']} is installed, but {found['locked']} is locked")
     return problems
+
+
+def python_problems() -> list[str]:
+    """Whether this Python is the one that records compare a run's interpreter with."""
+    version = platform.python_version()
+    return [f"Python is {version}, but the locks are for {LOCKED_PYTHON}"] if python_difference(version) else []
 
 
 def runs_on(arch_list: Iterable[str], capability: str) -> bool:
@@ -208,7 +199,8 @@ def check_packages(generation: Path) -> tuple[dict[str, object], list[str]]:
     """The facts about what is installed, and every problem with it."""
     settings = read_settings(generation / "generation.env")
     installed = installed_versions()
-    problems = version_problems(expected_versions(generation, installed), installed)
+    expected = expected_versions(generation, installed)
+    problems = version_problems(expected, installed) + python_problems()
     torch = torch_facts()
     problems += torch_problems(settings, torch) + attention_problems(settings) + pip_problems()
     facts = {
@@ -221,6 +213,7 @@ def check_packages(generation: Path) -> tuple[dict[str, object], list[str]]:
         "attention": settings["ATTENTION"],
         "lock_sha256": sha256_file(generation / "requirements.lock"),
         "num_packages": len(installed),
+        "packages": expected,
     }
     return facts | {"torch_build": asdict(torch)}, problems
 

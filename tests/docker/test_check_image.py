@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import platform
+import re
+import shutil
 import struct
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -69,6 +74,19 @@ def test_on_cpu_the_build_of_torch_decides_which_lock_counts(check_image: Module
     assert "nvidia-cublas" in registry
 
 
+def test_the_build_finds_what_the_check_imports_where_it_is_mounted(tmp_path: Path) -> None:
+    """Tunebook is not installed in that stage; without .pth files its own checkout is not found here either."""
+    mounts = re.findall(r"source=(\S+\.py),target=/build/(\S+\.py)", (DOCKER / "Dockerfile").read_text())
+    assert len(mounts) == 2
+    for source, target in mounts:
+        (tmp_path / target).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(DOCKER.parent / source, tmp_path / target)
+    packages = {"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(pytest.__file__).parents[1])}
+    command = [sys.executable, "-B", "-S", str(tmp_path / "check_image.py")]
+    done = subprocess.run(command, env=packages, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr.partition(":")[0]) == (2, "The image checks its own claim, while it is built")
+
+
 # --- versions
 
 
@@ -80,6 +98,28 @@ def test_what_differs_from_the_lock_is_named_in_both_directions(check_image: Mod
         "requests 2.0 is installed but in no lock",
         "trl 1.15.0 is installed, but 1.16.0 is locked",
     ]
+
+
+def test_another_interpreter_than_the_locks_is_a_problem(
+    check_image: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "python_version", lambda: "3.11.2")
+    assert check_image.python_problems() == []
+    monkeypatch.setattr(platform, "python_version", lambda: "3.12.3")
+    assert check_image.python_problems() == ["Python is 3.12.3, but the locks are for 3.11"]
+
+
+def test_the_facts_list_what_is_locked_for_the_runs_in_the_image(
+    check_image: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = check_image.TorchFacts(version="2.13.0+cpu", cuda=None, arch_list=[])
+    monkeypatch.setattr(check_image, "torch_facts", lambda: torch)
+    monkeypatch.setattr(check_image, "pip_problems", list)
+    monkeypatch.setattr(check_image, "installed_versions", lambda: {"torch": "2.13.0+cpu", "trl": "1.15.0"})
+    facts, problems = check_image.check_packages(DOCKER / "cpu")
+    assert "trl 1.15.0 is installed, but 1.16.0 is locked" in problems
+    assert facts["packages"]["torch"] == "2.13.0+cpu"
+    assert facts["packages"]["trl"] == "1.16.0"
 
 
 def test_another_local_version_of_torch_is_another_torch(check_image: ModuleType) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from importlib.metadata import version
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,18 @@ def test_what_is_different_here_is_told_with_what_it_was(make_run: MakeRun) -> N
     assert any("environment.python: 3." in line and line.endswith("then 3.9.0") for line in told)
     assert "  hardware.driver: none, then 580.1" in told
     assert not any("host" in line or "topology" in line for line in told)
+
+
+def test_a_package_is_told_once_and_a_lock_that_was_not_installed_is_not_claimed(make_run: MakeRun) -> None:
+    packages = {"torch": "2.11.0"}
+    lock = {"name": "cpu", "sha256": "2" * 64, "differences": {"torch": {"installed": "2.11.0", "locked": "2.13.0"}},
+            "reason": None}  # fmt: skip
+    run = make_run(manifest={"environment": {"packages": packages, "lock": lock, "lock_sha256": None}})
+    told = list(told_differences(find_original(str(run), Path("outputs")).manifest, config_of(run)))
+    assert [line for line in told if "torch" in line] == [
+        f"  environment.packages.torch: {version('torch')}, then 2.11.0"
+    ]
+    assert not any("environment.lock." in line for line in told)
 
 
 def test_where_nothing_differs_that_is_told_too(make_run: MakeRun) -> None:

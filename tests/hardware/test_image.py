@@ -48,6 +48,13 @@ def test_an_image_for_gpus(tmp_path: Path) -> None:
     assert (found.generation, found.min_driver, found.attention) == ("ampere", 580, "flash-attn-2")
     assert found.compute_capabilities == ((8, 0), (8, 6), (8, 9))
     assert found.is_for_gpus
+    assert found.packages is None  # an image of an earlier version
+
+
+def test_the_locked_packages_that_the_build_found(tmp_path: Path) -> None:
+    found = image(tmp_path, AMPERE | {"packages": {"torch": "2.13.0", "pip": "26.3"}})
+    assert found is not None
+    assert found.packages == {"torch": "2.13.0", "pip": "26.3"}
 
 
 def test_the_image_without_gpus(tmp_path: Path) -> None:
@@ -88,6 +95,8 @@ def test_what_torchs_flags_run_on(
     [
         ("{", "Expecting property name"),
         ("[]", "it holds no keys"),
+        (AMPERE | {"packages": ["torch"]}, "packages is ['torch'], and no versions by package"),
+        (AMPERE | {"packages": {"torch": 2}}, "packages is {'torch': 2}, and no versions by package"),
         ({}, "it has no key 'attention'"),
         (AMPERE | {"min_driver": "580"}, "min_driver is '580', and no whole number"),
         (AMPERE | {"torch": None}, "torch is None, and no text"),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from tunebook.config.book import book_root
+from tunebook.record import provenance
+from tunebook.record.atomic_files import sha256_file
+from tunebook.record.locks import installed_versions
 from tunebook.record.provenance import (
     describe_code,
     describe_command,
@@ -159,10 +163,95 @@ def test_in_an_image_the_lock_is_the_one_it_was_built_from(image_file: Path, mon
     }  # fmt: skip
 
 
+def test_an_image_whose_packages_are_as_its_build_found_them_has_its_lock(
+    image_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = installed_versions()
+    found.pop("tunebook", None)
+    image_file.write_text(json.dumps(json.loads(image_file.read_text()) | {"packages": found}))
+    monkeypatch.setattr(platform, "python_version", lambda: "3.11.2")
+    environment = describe_environment("cpu")
+    assert environment["lock"] == {"name": "ampere", "sha256": "1" * 64, "differences": {}, "reason": None}
+    assert environment["lock_sha256"] == "1" * 64
+    changed = found | {"torch": "2.13.0", "flash-attn": "2.8.3.post2"}
+    changed.pop("pytest")  # the lock of what checks the project may be installed besides
+    image_file.write_text(json.dumps(json.loads(image_file.read_text()) | {"packages": changed}))
+    environment = describe_environment("cpu")
+    assert environment["lock_sha256"] is None
+    assert environment["lock"]["differences"] == {
+        "flash-attn": {"installed": None, "locked": "2.8.3.post2"},
+        "torch": {"installed": found["torch"], "locked": "2.13.0"},
+    }
+
+
+def test_an_image_that_does_not_list_its_packages_has_the_lock_that_its_build_checked(image_file: Path) -> None:
+    environment = describe_environment("cpu")
+    assert environment["lock_sha256"] == "1" * 64
+    assert environment["lock"]["differences"] is None
+    assert "its build compared them" in environment["lock"]["reason"]
+
+
+@pytest.fixture
+def book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A book with one lock, in which torch is what runs here."""
+    (tmp_path / "docker" / "hopper").mkdir(parents=True)
+    monkeypatch.setattr(provenance, "book_root", lambda: tmp_path)
+    monkeypatch.setattr(provenance, "installed_packages", lambda: [("Torch", "2.11.0"), ("numpy", "2.4.6")])
+    monkeypatch.setattr(platform, "python_version", lambda: "3.11.9")
+    monkeypatch.delenv("TUNEBOOK_IMAGE_FILE", raising=False)
+    return tmp_path
+
+
+def test_the_lock_is_claimed_where_nothing_differs_from_it(book: Path) -> None:
+    lock = book / "docker" / "hopper" / "requirements.lock"
+    lock.write_text("numpy==2.4.6\ntorch==2.11.0 \\\n    --hash=sha256:00\n")
+    environment = describe_environment("hopper")
+    expected = {"name": "hopper", "sha256": sha256_file(lock), "differences": {}, "reason": None}
+    assert (environment["lock"], environment["lock_sha256"]) == (expected, sha256_file(lock))
+
+
+@pytest.mark.parametrize(
+    ("locked", "python", "expected"),
+    [
+        ("torch==2.13.0\nnumpy==2.4.6", "3.11.9", {"torch": ("2.11.0", "2.13.0")}),
+        ("torch==2.11.0", "3.11.9", {"numpy": ("2.4.6", None)}),
+        ("torch==2.11.0\nnumpy==2.4.6\ntrl==1.16.0", "3.11.9", {"trl": (None, "1.16.0")}),
+        ("torch==2.11.0\nnumpy==2.4.6", "3.12.3", {"python": ("3.12.3", "3.11")}),
+    ],
+)
+def test_anything_that_differs_is_listed_and_then_no_lock_is_claimed(
+    book: Path, monkeypatch: pytest.MonkeyPatch, locked: str, python: str, expected: dict[str, tuple[str, str]]
+) -> None:
+    lock = book / "docker" / "hopper" / "requirements.lock"
+    lock.write_text(locked)
+    monkeypatch.setattr(platform, "python_version", lambda: python)
+    environment = describe_environment("hopper")
+    found = {name: (one["installed"], one["locked"]) for name, one in environment["lock"]["differences"].items()}
+    assert (found, environment["lock_sha256"]) == (expected, None)
+    assert environment["lock"]["sha256"] == sha256_file(lock)  # that it was compared with
+
+
+def test_where_the_book_has_no_lock_that_is_the_reason(book: Path) -> None:
+    environment = describe_environment("volta")
+    assert environment["lock_sha256"] is None
+    assert environment["lock"] == {
+        "name": "volta", "sha256": None, "differences": None,
+        "reason": "there is no docker/volta/requirements.lock in the book",
+    }  # fmt: skip
+
+
+def test_a_lock_that_cannot_be_read_is_the_reason_and_stops_no_run(book: Path) -> None:
+    (book / "docker" / "hopper" / "requirements.lock").write_text("torch==2.11.0 ; extra == 'gpu'\n")
+    environment = describe_environment("hopper")
+    assert (environment["lock_sha256"], environment["lock"]["differences"]) == (None, None)
+    assert environment["lock"]["reason"] == "docker/hopper: the marker 'extra == 'gpu'' of a lock cannot be read"
+
+
 def test_generations_that_share_an_image_share_its_lock() -> None:
-    assert describe_environment("ada")["lock_sha256"] == describe_environment("ampere")["lock_sha256"]
-    assert describe_environment("turing")["lock_sha256"] == describe_environment("volta")["lock_sha256"]
-    assert describe_environment("turing")["lock_sha256"] is not None
+    for generation, image in (("ada", "ampere"), ("turing", "volta")):
+        found = describe_environment(generation)["lock"]
+        assert (found["name"], found["sha256"]) == (image, describe_environment(image)["lock"]["sha256"])
+        assert found["sha256"] is not None
 
 
 def test_commands_are_recorded_without_the_home_and_book_folders(monkeypatch: pytest.MonkeyPatch) -> None:

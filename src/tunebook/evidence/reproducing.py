@@ -51,9 +51,10 @@ from tunebook.record.provenance import describe_code, describe_environment, desc
 from tunebook.record.run_folder import WITHOUT_RECIPE, create_run_folder, remove_if_empty, resolve_run
 from tunebook.record.run_record import RunRecord, read_run
 
-# Of what is compared before the run: what can change a loss or a speed, less what is always another.
+# Of what is compared before the run: what can change a loss or a speed, less what is always another. The lock is left
+# out because its differences are those of the packages.
 _HERE = ("code", "environment", "hardware")
-_NOT_TOLD = ("hardware.host", "hardware.topology", "code.reason", "environment.installed_sha256")
+_NOT_TOLD = ("hardware.host", "hardware.topology", "code.reason", "environment.installed_sha256", "environment.lock.")
 # Why there may be nothing to hold a run against, by `problem_id`.
 _NOTHING_RECORDED = ("no-evidence", "evidence-of-other-config", "evidence-without-recipe")
 

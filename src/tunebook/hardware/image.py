@@ -40,6 +40,7 @@ class Image:
     git_commit: str | None
     git_diff_sha256: str | None  # None: nothing was changed since the commit
     base_image: str | None
+    packages: Mapping[str, str] | None = None  # locked versions, which the build found installed; older images lack it
 
     @property
     def is_for_gpus(self) -> bool:
@@ -94,6 +95,7 @@ def _image(facts: dict[str, Any]) -> Image:
         git_commit=_text_or_none(facts, "git_commit"),
         git_diff_sha256=_text_or_none(facts, "git_diff_sha256"),
         base_image=_text_or_none(facts, "base_image"),
+        packages=_versions(facts),
     )
 
 
@@ -125,6 +127,13 @@ def _texts(facts: dict[str, Any], key: str) -> list[str]:
     values = _value(facts, key)
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         raise ValueError(f"{key} is {values!r}, and no list of texts")
+    return values
+
+
+def _versions(facts: dict[str, Any]) -> dict[str, str] | None:
+    values = facts.get("packages")
+    if values is not None and not (isinstance(values, dict) and all(isinstance(one, str) for one in values.values())):
+        raise ValueError(f"packages is {values!r}, and no versions by package")
     return values
 
 

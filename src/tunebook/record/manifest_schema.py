@@ -47,12 +47,33 @@ class Code(Section):
     reason: str | None
 
 
+class PackageDifference(Section):
+    """A package whose installed version is not the lock's; null for one that is missing on that side."""
+
+    installed: str | None
+    locked: str | None
+
+
+class Lock(Section):
+    """The lock of the hardware generation, and where what was installed is not what it says."""
+
+    name: str = Field(description="its folder below docker/, or the generation of the image")
+    sha256: str | None = Field(description="of requirements.lock; null where the book has none")
+    differences: dict[str, PackageDifference] | None = Field(
+        description="by package, `python` for the interpreter; empty: the lock was installed; null: not compared"
+    )
+    reason: str | None = Field(description="why nothing was compared")
+
+
 class Environment(Section):
     """What was installed, and what was set for it."""
 
     image_digest: str | None
     image: dict[str, Any] | None
-    lock_sha256: str | None
+    lock_sha256: str | None = Field(
+        description="of the lock where nothing differs from it, else null; older runs, without `lock`, did not compare"
+    )
+    lock: Lock | None = Field(default=None, description="older runs lack it")
     installed_sha256: str
     python: str
     packages: dict[str, str] = Field(description="versions of those that can change a loss or a speed")

@@ -8,13 +8,13 @@ identifies the machine or its user.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import os
 import platform
 import re
 import shutil
 import socket
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,18 @@ from tunebook.hardware.generations import GENERATIONS
 from tunebook.hardware.image import Image, read_image
 from tunebook.hardware.topology import ask_topology
 from tunebook.record.atomic_files import sha256_file, sha256_text
+from tunebook.record.locks import (
+    PACKAGES,
+    Difference,
+    generation_versions,
+    installed_packages,
+    installed_versions,
+    lock_differences,
+    optional_versions,
+    python_difference,
+)
 
 IMAGE_DIGEST_VARIABLE = "TUNEBOOK_IMAGE_DIGEST"  # set where a published image is used: it cannot know its own digest
-# What can change a loss or a speed; `installed_sha256` covers the rest.
-PACKAGES = (
-    "tunebook", "torch", "triton", "transformers", "tokenizers", "trl", "accelerate", "datasets", "peft", "deepspeed",
-    "liger-kernel", "flash-attn", "flash-attn-4", "torchao", "bitsandbytes", "safetensors", "numpy", "lm-eval", "ray",
-    "submitit", "hydra-core", "omegaconf",
-)  # fmt: skip
 # Variables by which libraries compute in another format, at another speed or in other memory, where somebody set them.
 _VARIABLES = (
     "NCCL_", "GLOO_", "PYTORCH_", "CUBLAS_", "CUDNN_", "NVIDIA_TF32_OVERRIDE", "CUDA_LAUNCH_BLOCKING",
@@ -86,23 +90,61 @@ def why_not_committed(file: Path) -> str | None:
 
 
 def describe_environment(generation: str) -> dict[str, Any]:
-    """Image, lock hash, Python and package versions, and what is set for libraries in the environment.
+    """Image, lock, Python and package versions, and what is set for libraries in the environment.
 
-    `generation` is the one that the lock is for.
+    `generation` is the one that the lock is for. `lock_sha256` is the lock's hash only where nothing differs from it.
     """
     image = read_image()
-    installed = sorted({f"{found.name.lower()}=={found.version}" for found in importlib.metadata.distributions()})
+    packages = installed_packages()
+    installed = installed_versions(packages)
+    lock = _describe_image_lock(image, installed) if image else _describe_lock(generation, installed)
+    # The build of an image that does not list its packages has compared them all the same, or it would have failed.
+    is_installed = lock["differences"] == {} or (image is not None and image.packages is None)
     return {
         "image_digest": os.environ.get(IMAGE_DIGEST_VARIABLE) or None,
         "image": describe_image(image) if image else None,
-        "lock_sha256": image.lock_sha256 if image else _lock_sha256(generation),
-        "installed_sha256": sha256_text("\n".join(installed)),
+        "lock_sha256": lock["sha256"] if is_installed else None,
+        "lock": lock,
+        "installed_sha256": sha256_text(
+            "\n".join(sorted({f"{name.lower()}=={version}" for name, version in packages}))
+        ),
         "python": platform.python_version(),
-        "packages": _package_versions(),
+        "packages": {name: installed[name] for name in PACKAGES if name in installed},
         "variables": {
             name: shorten_paths(text) for name, text in sorted(os.environ.items()) if name.startswith(_VARIABLES)
         },
     }
+
+
+def _describe_lock(generation: str, installed: Mapping[str, str]) -> dict[str, Any]:
+    """The lock that serves a generation, and what differs from it; `reason` says why that is unknown."""
+    facts = GENERATIONS.get(Generation.__members__.get(generation, Generation.auto))
+    docker = book_root() / "docker"
+    folder = docker / (facts.image.name if facts else generation)
+    file = folder / "requirements.lock"
+    lock: dict[str, Any] = {"name": folder.name, "sha256": None, "differences": None, "reason": None}
+    if not file.is_file():
+        return lock | {"reason": f"there is no docker/{folder.name}/requirements.lock in the book"}
+    lock["sha256"] = sha256_file(file)
+    try:
+        wanted, optional = generation_versions(folder, installed), optional_versions(docker, folder)
+    except ValueError as error:
+        return lock | {"reason": f"docker/{folder.name}: {error}"}
+    return lock | {"differences": _with_python(lock_differences(wanted, installed, optional))}
+
+
+def _describe_image_lock(image: Image, installed: Mapping[str, str]) -> dict[str, Any]:
+    """The lock that an image was built from, and what differs now from what its build found."""
+    lock: dict[str, Any] = {"name": image.generation, "sha256": image.lock_sha256, "differences": None, "reason": None}
+    if image.packages is None:
+        return lock | {"reason": "the image does not list its packages; its build compared them with the lock"}
+    docker = book_root() / "docker"
+    differences = lock_differences(image.packages, installed, optional_versions(docker, docker / image.generation))
+    return lock | {"differences": _with_python(differences)}
+
+
+def _with_python(differences: dict[str, Difference]) -> dict[str, Difference]:
+    return python_difference(platform.python_version()) | differences
 
 
 def describe_image(image: Image) -> dict[str, Any]:
@@ -157,13 +199,6 @@ def shorten_paths(text: str) -> str:
     return re.sub(rf"{re.escape(home)}(?=/|$)", "~", text) if home != "/" else text
 
 
-def _lock_sha256(generation: str) -> str | None:
-    """The hash of the lock that serves a generation, where the book has it."""
-    facts = GENERATIONS.get(Generation.__members__.get(generation, Generation.auto))
-    lock = book_root() / "docker" / (facts.image.name if facts else generation) / "requirements.lock"
-    return sha256_file(lock) if lock.is_file() else None
-
-
 def _git(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:
     # In a container the mounted checkout belongs to another user, which git refuses without safe.directory.
     command = ["git", "-c", f"safe.directory={checkout.resolve()}", "-C", str(checkout), *arguments]
@@ -185,13 +220,3 @@ def _hash_difference(checkout: Path) -> str | None:
         content = sha256_file(file) if file.is_file() else "not a file"
         digest.update(f"\0{name}\0{content}".encode(errors="surrogateescape"))
     return digest.hexdigest()
-
-
-def _package_versions() -> dict[str, str]:
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions

@@ -63,12 +63,14 @@ def test_the_manifest_says_what_the_container_holds_and_keeps_the_commit_of_the_
     inside = {"code": OF_THE_IMAGE, "environment": environment(of_a_later_version=1)}
     note_inside(config, folder, {"kind": "hello", "code": code_hash(), "inside": inside})
     after = read_manifest(folder)
-    assert after["environment"] == environment(image_digest=DIGEST, variables=None), "an earlier version told none"
+    assert after["environment"] == environment(image_digest=DIGEST, variables=None, lock=None), "an earlier version"
     assert after["code"] == before["code"] != OF_THE_IMAGE
 
 
 def test_other_code_in_the_container_is_the_runs_code(folder):
-    found = environment(variables={"NCCL_ALGO": "Ring"})
+    differences = {"torch": {"installed": "2.11.0", "locked": "2.13.0"}}
+    lock = {"name": "cpu", "sha256": "2" * 64, "differences": differences, "reason": None}
+    found = environment(variables={"NCCL_ALGO": "Ring"}, lock=lock, lock_sha256=None)
     inside = {"code": OF_THE_IMAGE, "environment": found}
     note_inside(config_of("launcher.container_image=x"), folder, {"kind": "hello", "code": "5" * 64, "inside": inside})
     after = read_manifest(folder)

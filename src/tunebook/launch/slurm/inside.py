@@ -47,7 +47,7 @@ def note_inside(config: RunConfig, folder: Path, hello: Message) -> None:
     environment = {name: value for name, value in inside["environment"].items() if name in known}
     _, _, last = (settings.container_image or "").rpartition("@")  # before it a user's name may have one, too
     digest = last if last.startswith("sha256:") else environment.get("image_digest")
-    facts = {"environment": {"variables": None} | environment | {"image_digest": digest}}
+    facts = {"environment": {"variables": None, "lock": None} | environment | {"image_digest": digest}}
     if hello["code"] != code_hash():  # otherwise the commit that was found outside is the code's, too
         facts["code"] = inside["code"]
     update_manifest(folder, facts)

@@ -1,0 +1,181 @@
+"""Locks against installed packages: on made-up distributions, and on the project's own locks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.markers import Marker, default_environment
+
+from tunebook.record.locks import (
+    LOCKED_PYTHON,
+    by_importance,
+    describe_differences,
+    generation_versions,
+    installed_packages,
+    installed_versions,
+    lock_differences,
+    locked_versions,
+    marker_environment,
+    marker_holds,
+    matters,
+    optional_versions,
+    python_difference,
+)
+
+
+def distribution(folder: Path, name: str, version: str, origin: dict[str, object] | None = None) -> None:
+    """What pip leaves of an installed package; `origin` where it did not come from a registry."""
+    info = folder / f"{name}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    if origin is not None:
+        (info / "direct_url.json").write_text(json.dumps(origin))
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that is all that Python looks for packages in."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "first"), str(tmp_path / "second")])
+    return tmp_path
+
+
+def test_a_lock_is_read_for_this_machine_and_by_canonical_name() -> None:
+    lock = (
+        "# Written by `make lock`\n"
+        "Antlr4_Runtime==4.9.3 \\\n    --hash=sha256:00 \\\n    --hash=sha256:01\n    # via hydra\n"
+        "colorama==0.4.6 ; sys_platform == 'win32' \\\n    --hash=sha256:02\n"
+        "triton==3.7.1 ; sys_platform == 'linux' \\\n    --hash=sha256:03\n"
+    )
+    assert locked_versions(lock) == {"antlr4-runtime": "4.9.3", "triton": "3.7.1"}
+
+
+ENVIRONMENTS = [
+    {"sys_platform": "linux", "platform_machine": "x86_64", "python_full_version": "3.11.2"},
+    {"sys_platform": "linux", "platform_machine": "aarch64", "python_full_version": "3.12.0"},
+    {"sys_platform": "win32", "platform_machine": "AMD64", "python_full_version": "3.15.0"},
+    {"sys_platform": "emscripten", "platform_machine": "wasm32", "python_full_version": "3.13.1"},
+    {"sys_platform": "linux", "platform_machine": "x86_64", "platform_python_implementation": "PyPy"},
+]
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+def test_every_marker_of_the_locks_is_read_as_packaging_reads_it(
+    project_root: Path, environment: dict[str, str]
+) -> None:
+    locks = [*(project_root / "docker").glob("*.lock"), *(project_root / "docker").glob("*/*.lock")]
+    lines = [line for lock in locks for line in lock.read_text().splitlines() if line[:1] not in ("", " ", "#")]
+    markers = {line.rstrip("\\ ").partition(" ; ")[2] for line in lines} - {""}
+    assert len(markers) > 8
+    here = marker_environment()
+    asked = here | environment
+    assert {marker: marker_holds(marker, asked) for marker in markers} == {
+        marker: Marker(marker).evaluate(asked) for marker in markers
+    }
+
+
+def test_the_environment_of_markers_is_packagings() -> None:
+    here = marker_environment()
+    assert {name: default_environment()[name] for name in here} == here
+
+
+@pytest.mark.parametrize("marker", ["extra == 'gpu'", "python_version in '3.11'", "sys_platform", "f() == 'x'"])
+def test_a_marker_that_is_not_understood_is_no_silent_yes_or_no(marker: str) -> None:
+    with pytest.raises(ValueError, match="cannot be read"):
+        marker_holds(marker, marker_environment())
+
+
+def test_of_two_versions_the_imported_one_counts(installed: Path) -> None:
+    distribution(installed / "first", "Torch", "2.11.0")
+    distribution(installed / "second", "torch", "2.13.0")
+    distribution(installed / "second", "Antlr4_Runtime", "4.9.3")
+    assert sorted(installed_packages()) == [("Antlr4_Runtime", "4.9.3"), ("Torch", "2.11.0"), ("torch", "2.13.0")]
+    assert installed_versions() == {"torch": "2.11.0", "antlr4-runtime": "4.9.3"}
+
+
+def test_what_came_from_a_repository_or_a_folder_is_not_the_locked_file(installed: Path) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    distribution(installed / "first", "trl", "1.16.0", {"vcs_info": {"vcs": "git", "commit_id": commit}})
+    distribution(installed / "first", "peft", "0.21.2", {"dir_info": {"editable": True}})
+    distribution(installed / "first", "flash-attn", "2.8.3.post2", {"archive_info": {}})  # a wheel named by its path
+    distribution(installed / "first", "tunebook", "0.1.0", {"dir_info": {"editable": True}})
+    (installed / "first" / "broken-1.0.dist-info").mkdir()
+    assert installed_versions() == {
+        "trl": "1.16.0 (commit 0123456789ab)", "peft": "0.21.2 (from a folder)", "flash-attn": "2.8.3.post2",
+        "tunebook": "0.1.0",
+    }  # fmt: skip
+
+
+def test_every_difference_is_named_in_both_directions_and_optional_packages_may_be_missing() -> None:
+    locked = {"torch": "2.13.0", "numpy": "2.4.6", "rich": "15.0.0"}
+    optional = {"pytest": "9.2.0", "pip": "26.3", "ray": "2.60.0"}
+    found = {
+        "torch": "2.13.0+cpu", "rich": "15.0.0", "pytest": "9.2.0", "pip": "24.0", "wandb": "0.31.0", "tunebook": "1",
+    }  # fmt: skip
+    assert lock_differences(locked, found, optional) == {
+        "numpy": {"installed": None, "locked": "2.4.6"},
+        "pip": {"installed": "24.0", "locked": "26.3"},
+        "torch": {"installed": "2.13.0+cpu", "locked": "2.13.0"},
+        "wandb": {"installed": "0.31.0", "locked": None},
+    }
+
+
+@pytest.mark.parametrize(
+    ("version", "differs"), [("3.11.2", False), ("3.11", False), ("3.1.9", True), ("3.12.3", True)]
+)
+def test_the_interpreter_is_compared_by_its_minor_version(version: str, differs: bool) -> None:
+    expected = {"python": {"installed": version, "locked": "3.11"}} if differs else {}
+    assert python_difference(version) == expected
+
+
+def test_the_locked_interpreter_is_that_of_the_images_and_of_the_resolver(project_root: Path) -> None:
+    assert f"/lib/python{LOCKED_PYTHON}/" in (project_root / "docker/Dockerfile").read_text()
+    assert f'OLDEST_PYTHON = "{LOCKED_PYTHON}"' in (project_root / "docker/make_locks.py").read_text()
+
+
+def test_the_build_of_torch_decides_which_lock_of_the_cpu_counts(project_root: Path) -> None:
+    folder = project_root / "docker/cpu"
+    own, registry = ({"torch": version} for version in ("2.13.0+cpu", "2.13.0"))
+    assert generation_versions(folder, own)["torch"] == "2.13.0+cpu"
+    assert "nvidia-cublas" not in generation_versions(folder, own)
+    assert generation_versions(folder, registry)["torch"] == "2.13.0"
+    assert generation_versions(folder, registry)["nvidia-cublas"] == "13.1.1.3"
+    assert generation_versions(project_root / "docker/hopper", own)["torch"] == "2.13.0"  # a CPU build does not serve
+
+
+def test_what_has_a_lock_of_its_own_may_be_missing(project_root: Path) -> None:
+    optional = optional_versions(project_root / "docker", project_root / "docker/hopper")
+    assert {name: optional[name] for name in ("pip", "pytest", "ray", "flash-attn")} == {
+        "pip": "26.3", "pytest": "9.2.0", "ray": "2.60.0", "flash-attn": "2.8.3.post2",
+    }  # fmt: skip
+    assert "flash-attn" not in optional_versions(project_root / "docker", project_root / "docker/volta")
+    assert "flash-attn-4" in generation_versions(project_root / "docker/hopper", {})
+
+
+def test_differences_are_told_with_torch_first() -> None:
+    differences: dict[str, dict[str, str | None]] = {
+        "bitsandbytes": {"installed": None, "locked": "0.50.2"},
+        "python": {"installed": "3.12.3", "locked": "3.11"},
+        "aiohttp": {"installed": "3.14.0", "locked": "3.14.5"},
+        "torch": {"installed": "2.11.0", "locked": "2.13.0"},
+        "wandb": {"installed": "0.31.0", "locked": None},
+    }
+    assert describe_differences(differences) == [
+        "torch 2.11.0 where the lock has 2.13.0", "no bitsandbytes where the lock has 0.50.2",
+        "python 3.12.3 where the lock has 3.11", "aiohttp 3.14.0 where the lock has 3.14.5",
+        "wandb 0.31.0 where the lock has none",
+    ]  # fmt: skip
+    assert describe_differences(differences, 1) == ["torch 2.11.0 where the lock has 2.13.0", "and 4 more"]
+    assert describe_differences({}) == []
+    assert by_importance(["b", "python", "a", "torch"]) == ["torch", "python", "a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_important"),
+    [("torch", True), ("python", True), ("nvidia-cudnn-cu13", True), ("cuda-bindings", True), ("nvidia-ml-py", False),
+     ("pytest", False)],
+)  # fmt: skip
+def test_what_can_change_a_result_is_known(name: str, is_important: bool) -> None:
+    assert matters(name) is is_important
