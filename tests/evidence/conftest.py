@@ -101,6 +101,8 @@ def started(number: int) -> str:
 
 def _change_manifest(folder: Path, changes: dict[str, dict[str, Any]], gpus: int, command: dict[str, Any]) -> None:
     manifest = read_manifest(folder) | command
+    lock = manifest["environment"]["lock"] | {"differences": {}}  # whatever is installed here
+    manifest["environment"] |= {"lock": lock, "lock_sha256": lock["sha256"]}
     manifest["code"] = {"git_commit": "a" * 40, "git_diff_sha256": None, "is_clean": True, "reason": None}
     config = load_config(folder / RUN_FILE)
     manifest |= {"config_sha256": config_hash(config), "seed": config.training.seed}

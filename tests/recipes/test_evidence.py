@@ -55,3 +55,18 @@ def test_the_books_table_of_recipes_names_it(folder: Path) -> None:
     ]
     assert len(rows) == 1
     assert rows[0].endswith(f"| {cell(recipe, files, [read_evidence(file) for file in files])} |")
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.parent.name}/{file.stem}")
+def test_a_lock_is_claimed_only_where_every_package_was_the_locks(file: Path) -> None:
+    software = read_evidence(file).software
+    assert software.lock is not None, "correct it: python -m tunebook.evidence.software"
+    assert (software.lock_sha256 is None) == (software.deviation() is not None)
+
+
+def test_the_evidence_of_gpus_says_which_torch_it_was_recorded_with() -> None:
+    on_gpus = [found for found in map(read_evidence, FILES) if found.hardware.gpu is not None]
+    assert len(on_gpus) >= 18
+    for found in on_gpus:
+        if found.software.packages["torch"] == "2.11.0":
+            assert found.software.main_deviation() == "torch 2.11.0 where the lock has 2.13.0, and more"

@@ -72,10 +72,28 @@ def section(files: Sequence[Path], evidence: Sequence[Evidence]) -> str:
         "| evidence | what was run | final loss | tokens/s/GPU | GiB | score | loss may differ by |",
         "|---|---|---|---|---|---|---|",
         *(_row(file, found) for file, found in zip(files, evidence, strict=True)), "",
+        *_packages(files, evidence),
         *(f"![loss of {file.stem}](evidence/{plot_file(file).name})" for file in files), "",
         END,
     ]  # fmt: skip
     return "\n".join(lines)
+
+
+def _packages(files: Sequence[Path], evidence: Sequence[Evidence]) -> list[str]:
+    """A paragraph for files that were not recorded with the packages of their lock; none where all were."""
+    by_deviation: dict[str, list[str]] = {}
+    for file, found in zip(files, evidence, strict=True):
+        if (deviation := found.software.deviation()) is not None:
+            by_deviation.setdefault(deviation, []).append(file.stem)
+    if not by_deviation:
+        return []
+    lines = [f"- {', '.join(stems)}: {deviation}" for deviation, stems in by_deviation.items()]
+    return [
+        "Packages that differ from the lock, or are not known to agree with it:",
+        "",
+        *lines,
+        "",
+    ]
 
 
 def _row(file: Path, found: Evidence) -> str:

@@ -74,18 +74,29 @@ def write_evidence(content: dict[str, Any], folder: Path) -> Path:
 
     Raises: RequestError where a file of that name is there.
     """
-    evidence = Evidence.model_validate(content | {"content_sha256": content_hash(content)})
-    hardware = evidence.hardware
-    file = folder / f"{hardware.generation}-{hardware.gpus}-{evidence.label}.json"
+    sealed = content | {"content_sha256": content_hash(content)}
+    hardware = Evidence.model_validate(sealed).hardware
+    file = folder / f"{hardware.generation}-{hardware.gpus}-{sealed['label']}.json"
     if file.exists():
         raise RequestError(
             f"{file} is there already; remove it if this takes its place, or choose another --label",
             problem_id="evidence-exists",
         )
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(evidence.model_dump(mode="json"), indent=2, ensure_ascii=False, allow_nan=False)
-    atomic_write_text(file, _NUMBERS.sub(_on_one_line, text) + "\n")
+    _write(sealed, file)
     return file
+
+
+def rewrite_evidence(content: dict[str, Any], file: Path) -> None:
+    """Write a file again with a statement corrected, checked and sealed with its new hash."""
+    sealed = content | {"content_sha256": content_hash(content)}
+    Evidence.model_validate(sealed)
+    _write(sealed, file)
+
+
+def _write(sealed: dict[str, Any], file: Path) -> None:
+    text = json.dumps(sealed, indent=2, ensure_ascii=False, allow_nan=False)
+    atomic_write_text(file, _NUMBERS.sub(_on_one_line, text) + "\n")
 
 
 def _on_one_line(numbers: re.Match[str]) -> str:

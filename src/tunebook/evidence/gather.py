@@ -17,7 +17,7 @@ from tunebook.config.compose import compose
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
-from tunebook.evidence.schema import Hardware, Inputs, Ran, Results, Score, Software
+from tunebook.evidence.schema import Hardware, Inputs, Ran, Results, Score
 from tunebook.evidence.unchanged import require_unchanged
 from tunebook.model.weights_fingerprint import recorded_in
 from tunebook.plan.batch import world_size
@@ -151,19 +151,6 @@ def gather_inputs(record: RunRecord, config: RunConfig) -> Inputs:
         chat_template_sha256=manifest["chat_template_sha256"],
         data_sha256=data.get("content_sha256"),
         data_fingerprint=data.get("fingerprint"),
-    )
-
-
-def gather_software(record: RunRecord) -> Software:
-    """The code and packages; a run of no commit is refused before this is asked."""
-    assert record.manifest is not None
-    environment = record.manifest["environment"]
-    return Software(
-        git_commit=str(record.manifest["code"]["git_commit"]),
-        lock_sha256=environment["lock_sha256"],
-        image_digest=environment["image_digest"],
-        python=environment["python"],
-        packages=environment["packages"],
     )
 
 

@@ -32,13 +32,17 @@ def row_start(recipe: str) -> str:
 
 
 def cell(recipe: str, files: Sequence[Path], evidence: Sequence[Evidence]) -> str:
-    """A link per file, named by its hardware and what GPUs computed in, and what it was run with."""
+    """A link per file, named by its hardware and what GPUs computed in, what it was run with, and by which packages."""
     told = []
-    for file, found, name in zip(files, evidence, _names(evidence), strict=True):
+    deviations = [found.software.main_deviation() for found in evidence]
+    is_shared = len(evidence) > 1 and len(set(deviations)) == 1
+    for file, found, name, deviation in zip(files, evidence, _names(evidence), deviations, strict=True):
         ran = found.ran
         layers = "" if ran.layers.startswith("all") else f", {ran.layers} layers"
-        told.append(f"[{name}](recipes/{recipe}/evidence/{file.name}) ({ran.weights} weights{layers})")
-    return ", ".join(told)
+        packages = "" if deviation is None or is_shared else f"; {deviation}"
+        told.append(f"[{name}](recipes/{recipe}/evidence/{file.name}) ({ran.weights} weights{layers}{packages})")
+    shared = f"; all with {deviations[0]}" if is_shared and deviations[0] is not None else ""
+    return ", ".join(told) + shared
 
 
 def _names(evidence: Sequence[Evidence]) -> list[str]:

@@ -18,12 +18,12 @@ from tunebook.evidence.gather import (
     gather_inputs,
     gather_ran,
     gather_results,
-    gather_software,
     typed_overrides,
 )
 from tunebook.evidence.machines import machine_of_manifest
 from tunebook.evidence.meaning import require_meant
 from tunebook.evidence.schema import FORMAT, Repeat, Results
+from tunebook.evidence.software import gather_software
 from tunebook.evidence.tolerances import work_out
 from tunebook.evidence.whole import require_every_loss, require_whole
 from tunebook.record.atomic_files import sha256_file
@@ -73,7 +73,7 @@ def record_evidence(records: Sequence[RunRecord], label: str, recipes_dirs: list
         "results": results[0].model_dump(mode="json"),
         "tolerances": {key: found.model_dump(mode="json") for key, found in work_out(results, config).items()},
         "inputs": inputs.model_dump(mode="json"),
-        "software": gather_software(first).model_dump(mode="json"),
+        "software": gather_software(manifest).model_dump(mode="json"),
     }
     return write_evidence(content, evidence_folder(config.recipe, recipes_dirs))
 
@@ -158,10 +158,11 @@ def _require_same(records: Sequence[RunRecord]) -> None:
     """All of one thing, split in one way, by the same software, on one kind of machine."""
     first, *others = ((record, config_of(record.folder)) for record in records)
     inputs, hardware = gather_inputs(*first), gather_hardware(*first)
-    software = gather_software(first[0]).model_dump(exclude={"image_digest"})  # of the same lock, wherever it is
+    # Of the same lock, wherever it is.
+    software = gather_software(first[0].manifest or {}).model_dump(exclude={"image_digest"})
     for other in others:
         found_inputs = gather_inputs(*other)
-        found_software = gather_software(other[0]).model_dump(exclude={"image_digest"})
+        found_software = gather_software(other[0].manifest or {}).model_dump(exclude={"image_digest"})
         if differing := [
             *input_differences(inputs, found_inputs),
             *split_differences(inputs, found_inputs),

@@ -12,6 +12,10 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from tunebook.record.locks import describe_differences
+from tunebook.record.manifest_schema import PackageDifference
+
+_NOT_COMPARED = "packages not compared with a lock"
 FORMAT = 1  # raised when a key changes its meaning or goes away
 
 
@@ -68,14 +72,51 @@ class Inputs(Section):
     )
 
 
+class Lock(Section):
+    """The lock of the hardware generation, and where the run was not made with it."""
+
+    name: str = Field(description="its folder below docker/")
+    sha256: str | None = Field(description="of requirements.lock")
+    differences: dict[str, PackageDifference] = Field(
+        description="by package, `python` for the interpreter: those that can change a loss, a speed or the memory"
+    )
+    num_other_differences: int | None = Field(ge=0, description="of all other packages; null where that is unknown")
+    num_unknown: int = Field(ge=0, description="packages of the lock of which nobody recorded what was installed")
+
+
 class Software(Section):
     """The code and packages that ran."""
 
     git_commit: str
-    lock_sha256: str | None
+    lock_sha256: str | None = Field(description="of the lock, where nothing differs from it; see `lock`")
+    lock: Lock | None = Field(
+        default=None, description="null where packages and lock were not compared, as in older files"
+    )
     image_digest: str | None
     python: str
     packages: dict[str, str]
+
+    def deviation(self) -> str | None:
+        """Where the packages are not known to be those of the lock, in words; None where they are those."""
+        if self.lock is None:
+            return _NOT_COMPARED
+        parts = describe_differences(self._differences())
+        if self.lock.num_other_differences:
+            parts.append(f"{self.lock.num_other_differences} other packages that are not the lock's")
+        if self.lock.num_unknown:
+            parts.append(f"versions not recorded of {self.lock.num_unknown} packages of the lock")
+        return ", ".join(parts) or None
+
+    def main_deviation(self) -> str | None:
+        """The most important difference from the lock, for a line of a table; None where none is known."""
+        if self.lock is None:
+            return _NOT_COMPARED
+        parts = describe_differences(self._differences())
+        return f"{parts[0]}, and more" if len(parts) > 1 else next(iter(parts), None)
+
+    def _differences(self) -> dict[str, dict[str, str | None]]:
+        assert self.lock is not None
+        return {name: one.model_dump() for name, one in self.lock.differences.items()}
 
 
 class Score(Section):

@@ -26,7 +26,8 @@ from tunebook.evidence.compare import (
 from tunebook.evidence.files import evidence_files, read_evidence
 from tunebook.evidence.gather import config_of, gather_hardware, gather_inputs, gather_ran, gather_results
 from tunebook.evidence.meaning import command_of
-from tunebook.evidence.schema import Evidence, Hardware, Inputs, Ran, Results
+from tunebook.evidence.schema import Evidence, Hardware, Inputs, Ran, Results, Software
+from tunebook.evidence.software import gather_software, packages_row
 from tunebook.evidence.tolerances import judged_by, work_out
 from tunebook.evidence.whole import num_resumed
 from tunebook.record.run_folder import WITHOUT_RECIPE
@@ -76,6 +77,7 @@ class Recorded:
     what: str
     claim: Claim
     inputs: Inputs
+    software: Software
 
 
 def verify(record: RunRecord, recipes_dirs: list[Path], against: Path | None = None) -> Verification:
@@ -98,6 +100,7 @@ def recorded_evidence(
         what=f"recorded on {found.recorded}: {describe(found.ran)}",
         claim=Claim(results=found.results, hardware=found.hardware, tolerances=judged_by(found)),
         inputs=found.inputs,
+        software=found.software,
     )
 
 
@@ -110,6 +113,7 @@ def recorded_run(original: RunRecord, recipes_dirs: list[Path]) -> Recorded:
         what=describe(gather_ran(original, config, recipes_dirs)),
         claim=Claim(results=results, hardware=hardware, tolerances=tolerances, num_resumed=num_resumed(original)),
         inputs=gather_inputs(original, config),
+        software=gather_software(original.manifest or {}),
     )
 
 
@@ -124,14 +128,15 @@ def hold_against(recorded: Recorded, record: RunRecord) -> Verification:
         )
     is_split_alike = not split_differences(recorded.inputs, inputs)
     rows = compare(recorded.claim, results, hardware, is_split_alike=is_split_alike, num_resumed=num_resumed(record))
-    prepared = preparation_row(recorded.inputs, inputs)
+    software = gather_software(record.manifest or {})
+    in_words = (preparation_row(recorded.inputs, inputs), packages_row(recorded.software, software))
     return Verification(
         name=recorded.name,
         what=recorded.what,
         claim=recorded.claim,
         results=results,
         hardware=hardware,
-        rows=rows if prepared is None else [*rows, prepared],
+        rows=[*rows, *(row for row in in_words if row is not None)],
     )
 
 

@@ -23,8 +23,9 @@ EVIDENCE: dict[str, Explanation] = {
     "evidence-broken": Explanation(
         summary="An evidence file cannot be used.",
         why="It is missing, was changed after it was written (its hash tells), or was written by a newer version.",
-        advice="Take it back from git, or record two runs again. Evidence is never corrected by hand. What a newer "
-        "version wrote is read by that version, or a later one.",
+        advice="Take it back from git, or record two runs again. Evidence is never corrected by hand: what "
+        "earlier versions said of its packages is corrected by `python -m tunebook.evidence.software FILE...`. What a "
+        "newer version wrote is read by that version, or a later one.",
     ),
     "evidence-card": Explanation(
         summary="The recipe's card cannot show evidence, so none is written.",

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,6 +43,29 @@ def test_a_finished_run_has_no_banner_and_its_numbers(make_run) -> None:
         "Optimizer steps": "240 of 240", "Tokens seen": "818,880", "Started": "21 November 2026, 07:18 UTC",
         "Took": "1 min 42 s", "Exit code": "0",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("differences", "expected"),
+    [
+        ({}, "those of the lock of cpu"),
+        ({"torch": {"installed": "2.11.0", "locked": "2.13.0"}}, "torch 2.11.0 where the lock has 2.13.0"),
+        (
+            {name: {"installed": None, "locked": "1"} for name in ("a", "b", "c", "d", "e", "torch")},
+            "no torch where the lock has 1, no a where the lock has 1, no b where the lock has 1, "
+            "no c where the lock has 1, and 2 more",
+        ),
+        (None, "not compared with the lock: there is none"),
+    ],
+)
+def test_packages_that_are_not_the_locks_are_in_the_head(make_run, differences: Any, expected: str) -> None:
+    folder = make_run()
+    manifest = json.loads((folder / "manifest.json").read_text())
+    lock = {"name": "cpu", "sha256": None, "differences": differences, "reason": "there is none"}
+    manifest["environment"]["lock"] = lock
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    record = read_run(folder)
+    assert dict(build_overview(record, summarise(record)).facts)["Packages"] == expected
 
 
 @pytest.mark.parametrize(

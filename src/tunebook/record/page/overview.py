@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tunebook.config.choices import Generation
+from tunebook.record.locks import describe_differences
 from tunebook.record.page.numbers import TIMES, Unit, format_count, format_duration, format_value
 from tunebook.record.page.summary import Summary, main_score
 from tunebook.record.run_record import RunRecord
@@ -23,7 +24,7 @@ _STATE_WORDS = {
     "unknown": "no manifest",
 }
 
-
+_NUM_DIFFERENCES = 4  # packages that the head names; the manifest below has all
 NO_RECIPE = "none (own model and data)"
 
 
@@ -159,6 +160,7 @@ def _facts(record: RunRecord, summary: Summary) -> list[tuple[str, str]]:
         ("Recipe", recipe_of(record) or NO_RECIPE),
         ("Model", _describe_model(manifest)),
         ("Hardware", describe_machine(record)),
+        *_packages(manifest),
         ("Strategy", _strategy(record.config)),
         (
             "Precision, attention, packing",
@@ -171,6 +173,18 @@ def _facts(record: RunRecord, summary: Summary) -> list[tuple[str, str]]:
         ("Exit code", _exit_code(status)),
     ]
     return [(name, value or "not recorded") for name, value in facts]
+
+
+def _packages(manifest: dict[str, Any]) -> list[tuple[str, str]]:
+    """Whether the lock was installed, and what else was; nothing of a run that did not compare them."""
+    lock = (manifest.get("environment") or {}).get("lock")
+    if lock is None:
+        return []
+    differences = lock["differences"]
+    if differences is None:
+        return [("Packages", f"not compared with the lock: {lock['reason']}")]
+    told = ", ".join(describe_differences(differences, _NUM_DIFFERENCES))
+    return [("Packages", told or f"those of the lock of {lock['name']}")]
 
 
 def recipe_of(record: RunRecord) -> str | None:

@@ -1,0 +1,146 @@
+"""The code and packages that evidence was recorded with, and where they are not those of the lock that it names.
+
+Evidence from before runs compared their packages names the lock of its hardware generation whatever was installed.
+`python -m tunebook.evidence.software recipes/*/evidence/*.json` corrects that statement from what the files hold, and
+draws the cards and the README's table anew. What nobody recorded stays unknown.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tunebook.config.book import book_root
+from tunebook.config.choices import Generation
+from tunebook.errors import RequestError, TunebookError
+from tunebook.evidence.card import update_card
+from tunebook.evidence.compare import Row, Verdict
+from tunebook.evidence.files import read_evidence, rewrite_evidence
+from tunebook.evidence.overview import update_overview
+from tunebook.evidence.schema import Evidence, Lock, Software
+from tunebook.hardware.generations import GENERATIONS
+from tunebook.record.atomic_files import read_json, sha256_file
+from tunebook.record.locks import PACKAGES, PROJECT, generation_versions, lock_differences, matters, python_difference
+
+_NCCL = "nvidia-nccl"  # how the package that brings NCCL begins, in each version of CUDA
+
+
+def gather_software(manifest: dict[str, Any]) -> Software:
+    """The code and packages of a run; one of no commit is refused before this is asked."""
+    environment = manifest["environment"]
+    lock = _lock_of(environment)
+    return Software(
+        git_commit=str(manifest["code"]["git_commit"]),
+        lock_sha256=None if lock is None else environment["lock_sha256"],
+        lock=lock,
+        image_digest=environment["image_digest"],
+        python=environment["python"],
+        packages=environment["packages"],
+    )
+
+
+def _lock_of(environment: dict[str, Any]) -> Lock | None:
+    """The lock that a run was compared with; None where it was not, as in manifests of earlier versions."""
+    found = environment.get("lock")
+    if found is None or (found["differences"] is None and environment["lock_sha256"] is None):
+        return None
+    differences = found["differences"] or {}  # of an image that lists no packages: its build found none
+    important = {name: one for name, one in differences.items() if matters(name)}
+    return Lock(
+        name=found["name"], sha256=found["sha256"], differences=important,
+        num_other_differences=len(differences) - len(important), num_unknown=0,
+    )  # fmt: skip
+
+
+def packages_row(recorded: Software, found: Software) -> Row | None:
+    """What is shown where the evidence or the run was not made with the packages of its lock; None where both were."""
+    then, now = recorded.deviation(), found.deviation()
+    if then is None and now is None:
+        return None
+    return Row(
+        name="packages", expected=None, found=None, difference=None, tolerance=None, verdict=Verdict.shown,
+        why=f"recorded: {then or 'as locked'}; this run: {now or 'as locked'}",
+    )  # fmt: skip
+
+
+def corrected(content: dict[str, Any], docker: Path) -> dict[str, Any]:
+    """The content of an evidence file whose lock was never compared with its packages, with what is known of that.
+
+    Known are the packages that every manifest named, the interpreter and NCCL. Raises: RequestError where the lock that
+    the file names is not in the folder `docker`.
+    """
+    software, hardware = content["software"], content["hardware"]
+    facts = GENERATIONS[Generation[hardware["generation"]]]
+    folder = docker / facts.image.name
+    file = folder / "requirements.lock"
+    if not file.is_file() or sha256_file(file) != software["lock_sha256"]:
+        raise RequestError(
+            f"the evidence names a lock of hash {software['lock_sha256']}, and {file} is another: check out commit "
+            f"{software['git_commit'][:12]} in another folder and name its docker folder with --docker",
+            problem_id="evidence-broken",
+        )
+    locked = generation_versions(folder, software["packages"])
+    known = _known_versions(software, hardware, locked)
+    named = {name: version for name, version in locked.items() if name in known}
+    installed = {name: version for name, version in known.items() if version is not None}
+    differences = python_difference(software["python"]) | lock_differences(named, installed)
+    lock = Lock.model_validate(
+        {"name": folder.name, "sha256": software["lock_sha256"], "differences": differences,
+         "num_other_differences": None, "num_unknown": len(locked) - len(named)}
+    )  # fmt: skip
+    restated = {"git_commit": software["git_commit"], "lock_sha256": None, "lock": lock.model_dump(mode="json")}
+    return content | {"software": restated | {key: value for key, value in software.items() if key not in restated}}
+
+
+def _known_versions(
+    software: dict[str, Any], hardware: dict[str, Any], locked: Mapping[str, str]
+) -> dict[str, str | None]:
+    """Installed versions that a file tells, by package; None of one that was not installed.
+
+    Manifests have named every installed package of PACKAGES since before there was evidence.
+    """
+    known: dict[str, str | None] = {name: software["packages"].get(name) for name in PACKAGES if name != PROJECT}
+    if hardware["nccl"] is not None:
+        known |= {name: hardware["nccl"] for name in locked if name.startswith(_NCCL)}
+    return known
+
+
+def correct_files(files: Sequence[Path], docker: Path) -> list[Path]:
+    """Correct every file that needs it, and draw the cards and the book's table anew; returns those changed."""
+    changed = []
+    for file in files:
+        evidence: Evidence = read_evidence(file)  # whole and unedited
+        if evidence.software.lock is None and evidence.software.lock_sha256 is not None:
+            rewrite_evidence(corrected(read_json(file), docker), file)
+            changed.append(file)
+    for folder in sorted({file.parent for file in files}):
+        recipe = folder.parent
+        recorded = sorted(folder.glob("*.json"))
+        update_card(recipe / "README.md", recorded)
+        update_overview(recipe.parents[1] / "README.md", recipe.name, recorded)
+    return changed
+
+
+def main(arguments: list[str]) -> int:
+    """Correct the files that are named; `--docker FOLDER` has the locks of an earlier commit."""
+    docker = book_root() / "docker"
+    if arguments[:1] == ["--docker"]:
+        docker, arguments = Path(arguments[1]), arguments[2:]
+    if not arguments:
+        print(__doc__, file=sys.stderr)
+        return RequestError.exit_code
+    try:
+        changed = correct_files([Path(name) for name in arguments], docker)
+    except TunebookError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        return error.exit_code
+    for file in changed:
+        print(f"{file}: {read_evidence(file).software.deviation()}")
+    print(f"{len(changed)} of {len(arguments)} files corrected")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
