@@ -102,9 +102,9 @@ class Software(Section):
             return _NOT_COMPARED
         parts = describe_differences(self._differences())
         if self.lock.num_other_differences:
-            parts.append(f"{self.lock.num_other_differences} other packages that are not the lock's")
+            parts.append(f"other packages that differ: {self.lock.num_other_differences}")
         if self.lock.num_unknown:
-            parts.append(f"versions not recorded of {self.lock.num_unknown} packages of the lock")
+            parts.append(f"packages of the lock with no recorded version: {self.lock.num_unknown}")
         return ", ".join(parts) or None
 
     def main_deviation(self) -> str | None:
