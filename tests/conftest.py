@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -174,6 +175,38 @@ def small_qwen2() -> Callable[..., PreTrainedModel]:
         return model
 
     return make
+
+
+@pytest.fixture(scope="session")
+def relative_difference() -> Callable[[torch.Tensor, torch.Tensor], float]:
+    """How far a tensor is from another one, by their norms, as a share of the other one's.
+
+    Two passes through a library's kernels need not agree in every bit: sums are taken in another order where tensors
+    lie otherwise or another machine's kernels are chosen. What then differs is a few roundings in the number format.
+    """
+
+    def of(found: torch.Tensor, expected: torch.Tensor) -> float:
+        difference = (found.double() - expected.double()).norm() / expected.double().norm()
+        return float(difference.detach())
+
+    return of
+
+
+@pytest.fixture
+def same_bits() -> Iterator[None]:
+    """A run computes the same bits each time: one thread, whose sums have one order, and deterministic algorithms.
+
+    The same kernel is then given tensors of the same shapes, which torch's allocator aligns alike (to 64 bytes, as MKL
+    and oneDNN need to repeat themselves).
+    """
+    import torch
+
+    threads, was_deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(was_deterministic)
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

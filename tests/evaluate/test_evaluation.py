@@ -20,7 +20,11 @@ TaskFile = Callable[[str], Path]
 KnownRun = Callable[..., Path]
 
 
-def test_a_model_over_several_devices_answers_as_on_one(known_run: KnownRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_over_several_devices_answers_as_on_one(
+    known_run: KnownRun,
+    monkeypatch: pytest.MonkeyPatch,
+    relative_difference: Callable[[torch.Tensor, torch.Tensor], float],
+) -> None:
     config = load_config(known_run([]) / "run.yaml")
     asked: list[Any] = []
     original = AutoModelForCausalLM.from_pretrained
@@ -35,7 +39,8 @@ def test_a_model_over_several_devices_answers_as_on_one(known_run: KnownRun, mon
     assert asked == [None, "auto"]
     tokens = torch.tensor([[2, 3, 4, 5]])
     with torch.no_grad():
-        assert torch.equal(sharded(tokens).logits, whole(tokens).logits)
+        difference = relative_difference(sharded(tokens).logits, whole(tokens).logits)
+    assert difference < 32 * torch.finfo(torch.float32).eps  # sums in another order
     assert trained_architecture(config, None).max_position_embeddings == 64
 
 

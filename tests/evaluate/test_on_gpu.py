@@ -96,7 +96,9 @@ def test_weights_are_left_alone_where_nothing_is_converted() -> None:
 
 
 def test_logits_are_the_same_whether_converted_weights_are_kept_or_not(
-    monkeypatch: pytest.MonkeyPatch, small_qwen2: Callable[..., PreTrainedModel]
+    monkeypatch: pytest.MonkeyPatch,
+    small_qwen2: Callable[..., PreTrainedModel],
+    relative_difference: Callable[[torch.Tensor, torch.Tensor], float],
 ) -> None:
     model = small_qwen2(vocab_size=64, num_key_value_heads=2)
     found = []
@@ -106,4 +108,4 @@ def test_logits_are_the_same_whether_converted_weights_are_kept_or_not(
         with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
             found.append(model(torch.arange(12)[None]).logits)
     assert found[0].dtype is torch.bfloat16
-    assert torch.equal(*found)
+    assert relative_difference(*found) < torch.finfo(torch.bfloat16).eps / 2  # of one number; two passes differ less

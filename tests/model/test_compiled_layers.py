@@ -19,6 +19,8 @@ from tunebook.model.compiled_layers import compile_layers
 from tunebook.model.varlen_attention import register
 
 pytestmark = pytest.mark.usefixtures("own_compiler")
+# Compiled and plain layers may sum in another order, a few roundings of fp32; another dropout or weight changes much.
+ROUNDING = 32 * torch.finfo(torch.float32).eps
 INPUTS = {"input_ids": torch.arange(3, 12)[None], "position_ids": torch.arange(9)[None]}
 
 
@@ -122,7 +124,7 @@ def test_activations_are_recomputed_where_fsdp_has_given_the_blocks_another_clas
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # asked by peft
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["whole", "sharded"])
 def test_blocks_with_adapters_are_recomputed_outside_their_graph_with_the_same_dropout(
-    small_qwen2, one_gloo_rank, is_sharded
+    small_qwen2, one_gloo_rank, relative_difference, is_sharded
 ):
     called: list[str] = []
 
@@ -154,11 +156,11 @@ def test_blocks_with_adapters_are_recomputed_outside_their_graph_with_the_same_d
     (expected_loss, expected, num_kept), (loss, found, num_kept_compiled) = (
         trained(is_compiled=is_compiled) for is_compiled in (False, True)
     )
-    assert torch.equal(loss, expected_loss)
+    assert relative_difference(loss, expected_loss) < ROUNDING
     assert found
     assert list(found) == list(expected)
     for name, gradient in found.items():
-        assert torch.equal(gradient, expected[name]), name
+        assert relative_difference(gradient, expected[name]) < ROUNDING, name
     assert called
     assert "tag_activation_checkpoint" not in called, "no compiler divides what is recomputed"
     assert num_kept_compiled == num_kept, "nothing of a block is kept"
@@ -169,7 +171,7 @@ PARTITIONED = "aot_eager_decomp_partition"  # decides what is kept as the compil
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
-def test_what_costs_little_is_computed_again_and_gives_the_same_gradients(small_qwen2):
+def test_what_costs_little_is_computed_again_and_gives_the_same_gradients(small_qwen2, relative_difference):
     def trained(recomputes):
         torch._dynamo.reset()
         model = small_qwen2(num_hidden_layers=3, intermediate_size=48)
@@ -192,7 +194,7 @@ def test_what_costs_little_is_computed_again_and_gives_the_same_gradients(small_
     assert [shape[-2:] for shape in stored].count(inner) == 3 * 3
     assert [shape[-2:] for shape in selective].count(inner) == 3 * 2
     for name, gradient in found.items():
-        assert torch.equal(gradient, expected[name]), name
+        assert relative_difference(gradient, expected[name]) < ROUNDING, name
 
 
 def test_torch_knows_the_reasons_that_are_taken_from_it():

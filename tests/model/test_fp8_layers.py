@@ -16,6 +16,8 @@ from tunebook.model.fp8_layers import (
     plain_products,
 )
 
+# Of two passes in fp32, whose sums may be in another order.
+ROUNDING = 32 * torch.finfo(torch.float32).eps
 INPUTS = {"input_ids": torch.arange(3, 19)[None], "position_ids": torch.arange(16)[None]}
 CONVERTED = [f"model.layers.{layer}.mlp.{name}_proj" for layer in range(2) for name in ("gate", "up")]
 
@@ -105,7 +107,7 @@ class TestConverted:
 
     @pytest.mark.usefixtures("own_compiler")
     @pytest.mark.parametrize("is_compiled", [False, True], ids=["plain", "compiled"])
-    def test_plain_products_are_those_of_the_model_that_was_converted(self, model, is_compiled):
+    def test_plain_products_are_those_of_the_model_that_was_converted(self, model, relative_difference, is_compiled):
         converted, plain = model(), logits(model())
         convert_to_fp8(converted, Fp8Scaling.tensorwise, emulate=True)
         in_fp8 = logits(converted)
@@ -114,9 +116,10 @@ class TestConverted:
         with torch.no_grad():
             for _ in range(2):  # what was compiled inside is not used outside, nor the other way round
                 with plain_products(converted):
-                    assert torch.equal(logits(converted), plain)
+                    assert relative_difference(logits(converted), plain) < ROUNDING
                     assert count_fp8_layers(converted) == 0
-                assert torch.equal(logits(converted), in_fp8)
+                # Where a sum's last bit decides how a number is rounded to fp8; without fp8 it is more.
+                assert relative_difference(logits(converted), in_fp8) < 1e-3
         assert count_fp8_layers(converted) == 4
 
     def test_plain_products_end_with_an_error_too(self, model):

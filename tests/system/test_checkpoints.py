@@ -41,8 +41,12 @@ def test_with_another_number_of_ranks_the_losses_are_the_same_but_for_roundings(
     assert max(line["largest_difference"] for line in lines) <= 1e-6
 
 
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # whose sums have one order, so that equal ranks compute the same bits
+
+
 def command(outputs: Path, *overrides: str) -> list[str]:
     words = ["tunebook", "train", "quickstart", "evaluation=none", "training.max_steps=8", f"outputs={outputs}"]
+    words.append("training.deterministic=true")
     return [*words, "parallelism=ddp", "hardware=cpu", "hardware.gpus_per_node=2", *overrides]
 
 
@@ -50,7 +54,7 @@ def command(outputs: Path, *overrides: str) -> list[str]:
 def whole(run, read_run, tmp_path_factory):
     """A run of two ranks that nobody stopped, with its last two checkpoints."""
     outputs = tmp_path_factory.mktemp("whole")
-    ended = run(command(outputs, "training.save_every_steps=2"))
+    ended = run(command(outputs, "training.save_every_steps=2"), **ONE_THREAD)
     assert ended.exit_code == 0, ended.output
     found = read_run(outputs / "quickstart" / "latest")
     assert found.checkpoints == ["checkpoint-6", "checkpoint-8"]
@@ -70,7 +74,8 @@ def test_a_named_run_is_gone_back_in_to_the_same_bits(run, read_run, whole, tmp_
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    ended = run(command(tmp_path / "outputs", f"training.resume={earlier}", "training.save_every_steps=2"))
+    words = command(tmp_path / "outputs", f"training.resume={earlier}", "training.save_every_steps=2")
+    ended = run(words, **ONE_THREAD)
     assert ended.exit_code == 0, ended.output
     words = " ".join(ended.output.split())
     assert "checkpoint-8 is passed over: rng_state_1.pth is not what was written" in words

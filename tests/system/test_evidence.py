@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # whose sums have one order
 TWO_RANKS = ("parallelism=ddp", "hardware=cpu", "hardware.gpus_per_node=2")
 
 
@@ -22,10 +23,10 @@ def test_the_quickstart_agrees_with_its_evidence(quickstart, run):
 )
 def test_a_run_is_made_again_from_its_manifest_to_the_last_bit(run, read_run, tmp_path, ranks):
     words = ["evaluation=none", "training.max_steps=6", "training.deterministic=true", "training.resume=never", *ranks]
-    first = run(["tunebook", "train", "quickstart", *words, f"outputs={tmp_path}"])
+    first = run(["tunebook", "train", "quickstart", *words, f"outputs={tmp_path}"], **ONE_THREAD)
     assert first.exit_code == 0, first.output
     original = (tmp_path / "quickstart" / "latest").resolve()
-    again = run(["tunebook", "reproduce", str(original), f"--outputs={tmp_path}"])
+    again = run(["tunebook", "reproduce", str(original), f"--outputs={tmp_path}"], **ONE_THREAD)
     assert again.exit_code == 0, again.output
     assert "code, packages and machine are as they were" in again.output
     assert f"agrees with quickstart/{original.name}" in again.output

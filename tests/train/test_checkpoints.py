@@ -19,6 +19,7 @@ from tunebook.record.metrics import by_schedule
 from tunebook.train.callbacks import Records
 from tunebook.train.trainer import RecipeTrainer
 
+pytestmark = pytest.mark.usefixtures("same_bits")  # a resumed run repeats what the kernels of another run computed
 NUM_STEPS = 6
 LORA = {"peft": {"method": PeftMethod.lora, "rank": 4, "dropout": 0.2}}  # what it drops is drawn at random
 PADDED = {"packing": {"mode": PackingMode.padded}, "training": {"micro_batch_size": 4, "save_every_steps": 2}}

@@ -90,7 +90,7 @@ def test_padded_rows_are_multiples_of_16_tokens_too(fp8, run, changed, monkeypat
     assert {length % 16 for _, length in lengths} == {0}
 
 
-def test_it_goes_on_from_a_checkpoint_to_the_same_bits(fp8, run, changed, tmp_path):
+def test_it_goes_on_from_a_checkpoint_to_the_same_bits(fp8, run, changed, tmp_path, same_bits):
     saved = changed(fp8, training={"max_steps": 4, "save_every_steps": 2})
     folder, code, _ = run(saved, name="whole")
     assert code == 0

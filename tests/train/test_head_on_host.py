@@ -89,4 +89,4 @@ def test_without_adapters_and_without_fsdp_nothing_changes(small_qwen2):
     add_fused_lm_head(model)
     expected = loss_of(model)
     gather_before_use(model)
-    assert torch.equal(loss_of(model), expected)
+    torch.testing.assert_close(loss_of(model), expected)  # two passes, whose sums may be in another order

@@ -155,7 +155,7 @@ def test_padded_rows_need_no_proof(probed):
     assert entry == {"checked": False, "why": "padded rows hold one document each"}
 
 
-def test_the_run_is_the_same_with_the_probe_and_without(config, run, changed, monkeypatch):
+def test_the_run_is_the_same_with_the_probe_and_without(config, run, changed, monkeypatch, same_bits):
     asked = changed(config, training={"max_steps": 3})
     with_probe = run(asked, "with")[2]
     monkeypatch.setattr(LeakProbe, "on_train_begin", lambda *arguments, **words: None)

@@ -15,6 +15,9 @@ from tunebook.train.offloaded_weights import leave_weights
 
 HIDDEN, INNER = 256, 1024
 WEIGHTS = {(HIDDEN, INNER), (INNER, HIDDEN)}
+# Of gradients by products in bf16: a weight that was moved and is back may have other strides, for which another kernel
+# sums in another order, and that changes less than one rounding of every number. A wrong weight changes all of it.
+ROUNDING = torch.finfo(torch.bfloat16).eps / 2
 
 
 class Block(nn.Module):
@@ -64,14 +67,14 @@ def one_pass(model, offloading, dtype=torch.float32):
     return moved, stays, [getattr(one.grad, "_local_tensor", one.grad) for one in model.parameters()]
 
 
-def test_weights_that_fsdp_gathers_stay_and_the_gradients_are_the_same(one_gloo_rank, offloading):
+def test_weights_that_fsdp_gathers_stay_and_the_gradients_are_the_same(one_gloo_rank, offloading, relative_difference):
     moved, _, before = one_pass(sharded(blocks()), offloading)
     assert moved >= WEIGHTS, "what upstream does: once this fails, it is not needed any more"
     leave_weights(offloading)
     moved, stays, gradients = one_pass(sharded(blocks()), offloading)
     assert moved == {(8, HIDDEN), (8, INNER)} and stays >= WEIGHTS
     assert len(gradients) == len(before) == 4
-    assert all(torch.equal(one, other) for one, other in zip(gradients, before, strict=True))
+    assert max(map(relative_difference, gradients, before)) < ROUNDING
 
 
 def test_nothing_is_remembered_of_where_a_gathered_weight_was(one_gloo_rank, offloading):
@@ -94,7 +97,7 @@ def test_adapters_over_frozen_weights_are_no_different(one_gloo_rank, offloading
     assert [one is None for one in gradients] == [True, False, True, False]
 
 
-def test_weights_that_were_put_elsewhere_stay_there(offloading):
+def test_weights_that_were_put_elsewhere_stay_there(offloading, relative_difference):
     """As DeepSpeed casts a model, and lays its weights end to end, when TRL has looked up where they are."""
     model = blocks()
     offloading.update_model_params(model)
@@ -110,7 +113,7 @@ def test_weights_that_were_put_elsewhere_stay_there(offloading):
     leave_weights(offloading)
     moved, stays, gradients = one_pass(model, offloading, torch.bfloat16)
     assert moved == {(8, HIDDEN), (8, INNER)} and stays >= WEIGHTS
-    assert all(torch.equal(one, other) for one, other in zip(gradients, before, strict=True))
+    assert max(map(relative_difference, gradients, before)) < ROUNDING
 
 
 def test_copies_that_autocast_makes_go_as_before(offloading):

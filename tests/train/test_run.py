@@ -186,7 +186,7 @@ def test_a_loss_that_is_not_finite_ends_with_7_and_names_the_checkpoint(config, 
     assert not (folder / "model").exists()
 
 
-def test_a_request_to_stop_saves_and_the_next_start_goes_on_exactly(config, run, changed, monkeypatch):
+def test_a_request_to_stop_saves_and_the_next_start_goes_on_exactly(config, run, changed, monkeypatch, same_bits):
     whole = losses(run(config, "whole")[2])
 
     def stop_at_two(self, args, state, control, **kwargs):

@@ -208,7 +208,7 @@ SAVED_WHOLE = {"modules_to_save": ["k_proj", "lm_head"]}
     ids=["plain", "plain-to-fp32", "plain-of-fp32", "rslora", "all-linear", "saved-whole"],
 )
 def test_merged_weights_are_what_peft_makes_of_them_bit_for_bit(
-    layouts: Any, tmp_path: Path, export: Any, settings: Any, base_dtype: str, dtype: str | None
+    layouts: Any, tmp_path: Path, export: Any, same_bits: None, settings: Any, base_dtype: str, dtype: str | None
 ) -> None:
     base = layouts.write_base(tmp_path / "base", layouts.TINY | {"tie_word_embeddings": False}, base_dtype)
     run = layouts.write_run(tmp_path / "outputs" / "tiny" / "lora", base, peft="lora", **settings)
