@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tunebook.cli_words import settings, split, task_names
+from tunebook.cli_words import named_run, settings, split, task_names
 from tunebook.errors import RequestError
 
 
@@ -27,6 +29,16 @@ def test_a_bare_word_is_the_first_setting_and_an_unknown_one_is_refused() -> Non
     with pytest.raises(RequestError, match=r"no setting 'siute' here\. Did you mean 'suite'") as raised:
         settings(["siute=quick"], ("run", "suite"))
     assert raised.value.problem_id == "unknown-key"
+
+
+def test_a_run_is_named_alone_or_as_a_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("latest", "run=latest", "run=/a/b=c", "model=x/y", "other=x")
+    assert [named_run(word) for word in words] == ["latest", "latest", "/a/b=c", "x/y", "other=x"]
+    (tmp_path / "run=1").mkdir()
+    assert named_run("run=1") == "run=1"  # a folder of that name
+    with pytest.raises(RequestError, match=r"'run=' names no run; type run=FOLDER"):
+        named_run("run=")
 
 
 def test_tasks_in_either_spelling_and_both() -> None:

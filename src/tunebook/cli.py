@@ -10,6 +10,7 @@ import errno
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, NoReturn
@@ -17,6 +18,7 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer.models import CommandInfo
 
 from tunebook.cli_options import (
     AllowMismatch,
@@ -235,7 +237,9 @@ def fetch(
 def chat(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[run=RUN]", help="A run, a recipe, a checkpoint, a model folder or a model's name."),
+        typer.Argument(
+            metavar="[run=RUN | model=MODEL]", help="A run, a recipe, a checkpoint, a model folder or a model's name."
+        ),
     ] = None,
     prompt: Annotated[str | None, typer.Option("--prompt", help="Answer this and stop.")] = None,
     system: Annotated[
@@ -253,7 +257,10 @@ def chat(
     from tunebook.evaluate.chat import chat_command
     from tunebook.record.run_folder import LATEST
 
-    target = settings(words, ("run",)).get("run", LATEST)
+    said = settings(words, ("run", "model"))
+    if len(said) == 2:
+        raise RequestError("run= and model= both say what is talked to; type one of them", problem_id="run-and-model")
+    target = next(iter(said.values()), LATEST)
     refuse_wrong_image()
     code = chat_command(
         target,
@@ -349,9 +356,15 @@ def list_recipes(recipes_dir: RecipesDir = None) -> None:
 
 @app.command()
 def explain(
-    id: Annotated[str, typer.Argument(metavar="ID", help="The id that a message ends with; `all` lists them.")],
+    id: Annotated[
+        str,
+        typer.Argument(
+            metavar="ID|NAME",
+            help="The id that a message ends with (`all` lists them), or another tool's name: lora_r.",
+        ),
+    ],
 ) -> None:
-    """Say what a rule or an error means, why it exists, and what to do."""
+    """Say what a rule or an error means, why it exists, and what to do, or what a key of another tool is here."""
     from tunebook.explain import all_ids
     from tunebook.explain import explain as text_of
 
@@ -385,6 +398,22 @@ def _end_with(error: TunebookError, errors: Console) -> NoReturn:
     sys.exit(error.exit_code)
 
 
+def _refuse(error: Exception, show: Callable[[], None], errors: Console) -> NoReturn:
+    """End for a command line that cannot be read, with what to type instead where that is known."""
+    from tunebook.cli_foreign import advice
+
+    commands = [name for group in (app, records_app) for name in map(_name_of, group.registered_commands)]
+    if (instead := advice(error, sys.argv[1:], commands)) is None:
+        show()
+    else:
+        errors.print(Text(f"error: {instead}", style="red"))
+    sys.exit(RequestError.exit_code)
+
+
+def _name_of(command: CommandInfo) -> str:
+    return command.name or str(getattr(command.callback, "__name__", ""))
+
+
 def main() -> None:
     """Run the command line and end with the exit code of what happened."""
     errors = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -404,10 +433,7 @@ def main() -> None:
         show = getattr(error, "show", None)  # click's usage errors
         if show is None:
             raise
-        show()
-        if type(error).__name__ == "NoSuchOption":
-            errors.print("Settings are typed as key=value, without dashes, such as training.max_steps=20")
-        sys.exit(2)
+        _refuse(error, show, errors)
     if code == _TYPER_INTERRUPTED:
         errors.print(Text("interrupted", style="red"))
         sys.exit(StoppedError.exit_code)

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tunebook.cli_options import ExportFormat, Outputs, RecipesDir
+from tunebook.cli_words import named_run
 
 records_app = typer.Typer()
 
@@ -30,7 +31,7 @@ def report(
     from tunebook.record.report import write_report
     from tunebook.record.run_folder import resolve_runs
 
-    folders = resolve_runs(runs, outputs)
+    folders = resolve_runs(list(map(named_run, runs)), outputs)
     file = output or (folders[0] / "report.html" if len(folders) == 1 else outputs / "comparison.html")
     write_report(folders, file, makes_folder=output is None)
     make_console().print(Text(f"written: {file}"), soft_wrap=True)
@@ -50,7 +51,14 @@ def verify(
     from tunebook.evidence.command import verify_command
 
     code = verify_command(
-        runs, outputs, recipes_dir or [], make_console(), record=record, label=label, against=against, as_json=as_json
+        list(map(named_run, runs)),
+        outputs,
+        recipes_dir or [],
+        make_console(),
+        record=record,
+        label=label,
+        against=against,
+        as_json=as_json,
     )
     raise typer.Exit(code)
 
@@ -65,7 +73,7 @@ def reproduce(
     """Run again what a run's manifest says, after telling what is different here, and compare; exit 5 if it differs."""
     from tunebook.evidence.reproducing import reproduce_command
 
-    raise typer.Exit(reproduce_command(run, outputs, recipes_dir or [], make_console(), dry_run=dry_run))
+    raise typer.Exit(reproduce_command(named_run(run), outputs, recipes_dir or [], make_console(), dry_run=dry_run))
 
 
 @records_app.command()
@@ -78,7 +86,7 @@ def diff(
     """Show what is not the same in two runs: configuration, manifest, and what came out."""
     from tunebook.evidence.command import diff_command
 
-    raise typer.Exit(diff_command((one, other), outputs, make_console(), as_json=as_json))
+    raise typer.Exit(diff_command((named_run(one), named_run(other)), outputs, make_console(), as_json=as_json))
 
 
 @records_app.command()
@@ -104,7 +112,7 @@ def export(
     from tunebook.checkpoint.export.command import export_command
 
     export_command(
-        run,
+        named_run(run),
         outputs,
         make_console(),
         checkpoint=checkpoint,

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from tunebook.errors import RequestError, did_you_mean
+
+# The settings of commands that compose nothing, by the first name of their entry in config.foreign.
+_OF_OTHER_TOOLS = {"model_name_or_path": "model", "eval_tasks": "tasks"}
 
 
 def split(words: list[str] | None) -> tuple[str | None, list[str]]:
@@ -25,11 +30,37 @@ def settings(words: list[str] | None, known: tuple[str, ...]) -> dict[str, str]:
             key, value = known[0], word
         if key not in known:
             raise RequestError(
-                f"there is no setting '{key}' here.{did_you_mean(key, known)} Settings: {', '.join(known)}",
+                f"there is no setting '{key}' here.{_instead(key, value, known)} Settings: {', '.join(known)}",
                 problem_id="unknown-key",
             )
         said[key] = value
     return said
+
+
+def _instead(key: str, value: str, known: tuple[str, ...]) -> str:
+    """What another tool's name for a setting is here, or the nearest spelling."""
+    from tunebook.config.foreign import find_key
+    from tunebook.config.override_text import typed
+
+    entry = find_key(key)
+    setting = _OF_OTHER_TOOLS.get(entry.names[0][0]) if entry is not None else None
+    return f" Type {typed(setting, value)} instead." if setting in known and setting else did_you_mean(key, known)
+
+
+def named_run(word: str) -> str:
+    """The run that a word names, also as `run=RUN` where it is a command's only setting.
+
+    Raises: RequestError where nothing follows.
+    """
+    key, has_value, value = word.partition("=")
+    if not has_value or key not in ("run", "runs", "model") or Path(word).exists():
+        return word
+    if not value:
+        raise RequestError(
+            f"'{word}' names no run; type {key}=FOLDER, {key}=RECIPE for its newest run, or {key}=latest",
+            problem_id="unknown-run",
+        )
+    return value
 
 
 def task_names(said: dict[str, str]) -> list[str] | None:

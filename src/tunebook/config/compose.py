@@ -22,8 +22,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from tunebook.config.book import book_root
+from tunebook.config.foreign import answer_key
 from tunebook.config.messages import (
     OverrideError,
+    added_or_removed,
     all_of,
     explain_composition,
     explain_missing,
@@ -131,12 +133,7 @@ def parse_overrides(overrides: list[str]) -> list[Override]:
     parsed: list[Override] = []
     for text in overrides:
         if text.startswith(("+", "~")):
-            raise OverrideError(
-                text,
-                f"override '{text}': keys can be set, not added or removed; type '{text.lstrip('+~')}' instead"
-                + ("" if "=" in text else ", with '=' and a value (null for none)"),
-                problem_id="override-form",
-            )
+            raise added_or_removed(text)
         if text.startswith("="):
             raise unreadable_override(text)
         try:
@@ -149,7 +146,7 @@ def parse_overrides(overrides: list[str]) -> list[Override]:
 
 
 def _check_override(override: Override, text: str) -> None:
-    key = override.key_or_group
+    key, typed_value = override.key_or_group, text.partition("=")[2]
     if key in ("recipe", "recipes"):
         raise OverrideError(
             text,
@@ -157,15 +154,15 @@ def _check_override(override: Override, text: str) -> None:
             problem_id="override-form",
         )
     if key.startswith("hydra"):
-        raise OverrideError(
-            text, f"override '{text}': Hydra's own keys are set by Tunebook", problem_id="override-form"
-        )
+        instead = f"; {foreign}" if (foreign := answer_key(key, typed_value)) is not None else ""
+        message = f"override '{text}': Hydra's own keys are set by Tunebook{instead}"
+        raise OverrideError(text, message, problem_id="override-form")
     if override.is_sweep_override():
         raise several_values(key, text)
     if key in GROUPS and (choice := override.value()) not in group_choices(key):
         if isinstance(choice, dict):
             return
-        raise unknown_choice(key, str(choice), f"override '{text}'", word=text)
+        raise unknown_choice(key, typed_value, f"override '{text}'", word=text)
 
 
 def _is_open(override: Override) -> bool:

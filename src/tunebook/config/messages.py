@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 
+from tunebook.config.foreign import answer_choice, answer_key
 from tunebook.config.origins import Origins
 from tunebook.config.override_text import split_values, typed, typed_list
 from tunebook.config.recipe_files import choice_schema, group_choices
@@ -58,6 +59,8 @@ def unreadable_override(text: str) -> OverrideError:
         near = nearest(text, all_keys())
         hint = f"; did you mean '{near}=VALUE'?" if near else ""
         message = f"'{text}' is no override: write key=value{hint} (a recipe's name comes first)"
+        if near != text and (foreign := answer_key(text, None)) is not None:
+            message = f"'{text}' is no override, which is written key=value, and {foreign}"
     elif not key:
         message = f"'{text}' has no key before it: write key=value, without spaces round the ="
     else:
@@ -77,9 +80,24 @@ def _typed_anew(key: str, value: str) -> str:
     return typed_list(key, filter(None, entries))  # after a last comma there is none, and an empty one names nothing
 
 
+def added_or_removed(text: str) -> OverrideError:
+    """An override by which Hydra adds a key to a configuration or takes one out."""
+    word = text.lstrip("+~")
+    key, has_value, value = word.partition("=")
+    if (foreign := answer_key(key, value)) is not None and key not in all_keys() and key not in GROUPS:
+        return OverrideError(text, f"override '{text}': {foreign}", problem_id="unknown-key")
+    message = f"override '{text}': keys can be set, not added or removed; type '{word}' instead" + (
+        "" if has_value else ", with '=' and a value (null for none)"
+    )
+    return OverrideError(text, message, problem_id="override-form")
+
+
 def several_values(key: str, text: str) -> OverrideError:
-    """An override that a sweep would take, where one run was asked for."""
+    """An override that a sweep would take, where one run was asked for, or a list of another tool's key."""
     value = text.split("=", 1)[1]
+    if key not in GROUPS and key not in all_keys() and not schemas_of(key):
+        message = answer_key(key, value) or f"there is no key '{key}'.{_guess_elsewhere(key)}"
+        return OverrideError(text, f"override '{text}': {message}", problem_id="unknown-key")
     described = type_of(key)
     instead = ""
     if described.startswith("a list"):
@@ -97,16 +115,24 @@ def several_values(key: str, text: str) -> OverrideError:
 def unknown_choice(group: str, choice: str, place: str, *, word: str | None = None) -> RequestError:
     """A group has no such file; `word` is the override that asked for it."""
     known = group_choices(group)
-    message = (
-        f"{place}: there is no {group} '{choice}'.{did_you_mean(choice, known)} Choices of {group}: {', '.join(known)}"
-    )
+    near = nearest(choice, known)
+    foreign = answer_choice(group, choice, is_near_another=near is not None)
+    if foreign is not None:
+        hint = f"; {foreign}" if foreign.startswith("type ") else f". {foreign}"
+    else:
+        hint = f". Did you mean '{near}'?" if near else "."
+    message = f"{place}: there is no {group} '{choice}'{hint} Choices of {group}: {', '.join(known)}"
     if word is not None:
         return OverrideError(word, message, problem_id="unknown-choice")
     return RequestError(message, problem_id="unknown-choice")
 
 
 def unknown_key(key: str, owner: type | None, origins: Origins) -> RequestError:
-    """A key that the schema at its place does not have."""
+    """A key that the schema at its place does not have: another tool's name for something, or a misspelling."""
+    override = origins.override(key)
+    asked = override.key_or_group if override is not None and override.key_or_group.startswith(key) else key
+    if asked not in all_keys() and (foreign := answer_key(asked, origins.value(key))) is not None:
+        return _wrong(key, foreign, origins, problem_id="unknown-key")
     parent, _, name = key.rpartition(".")
     elsewhere = _other_choices(parent, name, owner)
     if elsewhere:

@@ -9,6 +9,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
 from tunebook.config.book import book_root
+from tunebook.config.override_text import as_typed
 from tunebook.config.recipe_files import RecipeFile
 from tunebook.config.schema import GROUPS
 
@@ -35,6 +36,19 @@ class Origins:
             name = override.key_or_group
             if name not in GROUPS and (key == name or key.startswith(f"{name}.") or name.startswith(f"{key}.")):
                 return override
+        return None
+
+    def value(self, key: str) -> str | None:
+        """What was typed for a dotted key, or stands for it in a recipe, as text; None where nothing does."""
+        override = self.override(key)
+        if override is not None:
+            return (override.input_line or "").partition("=")[2]
+        for recipe in self.recipes:
+            if _contains(recipe.body, key.split(".")):
+                body: Any = recipe.body
+                for part in key.split("."):
+                    body = body[part]
+                return as_typed(body)
         return None
 
     def of(self, key: str) -> str:

@@ -7,6 +7,7 @@ test finds ids without one.
 
 from __future__ import annotations
 
+from tunebook.config.foreign import all_names, describe
 from tunebook.config.rules import RULES
 from tunebook.config.rules.environment import EXPLANATIONS
 from tunebook.config.rules.frame import Explanation
@@ -55,12 +56,18 @@ def all_ids() -> list[str]:
 
 
 def explain(id: str) -> str:
-    """What an id means, why, and what to do. Raises: RequestError for one that does not exist, with the nearest."""
+    """What an id means, why, and what to do, or what a key of another tool is here.
+
+    Raises: RequestError for one that does not exist, with the nearest.
+    """
     texts = _texts()
     text = texts.get(id)
+    if text is None and (foreign := describe(id)) is not None:
+        return foreign
     if text is None:
         raise RequestError(
-            f"there is nothing called '{id}' to explain.{did_you_mean(id, texts)} Every id: tunebook explain all",
+            f"there is nothing called '{id}' to explain.{did_you_mean(id, [*texts, *all_names()])} Every id: tunebook "
+            "explain all",
             problem_id="unknown-id",
         )
     return f"{id}\n\n{text.summary}\n\nWhy: {text.why}\n\nWhat to do: {text.advice}"
