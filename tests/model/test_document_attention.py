@@ -47,7 +47,7 @@ def test_another_document_in_the_row_changes_nothing(model_pair, row):
         inputs["input_ids"][0, : LENGTHS[0]] = 5
         moved = (ours(**inputs, **places, use_cache=False).logits - before).abs()
     assert moved[:, : LENGTHS[0]].max() > 0.01
-    assert moved[:, LENGTHS[0] :].max() == 0
+    assert moved[:, LENGTHS[0] :].max() < 1e-6  # two passes, whose sums may be in another order
 
 
 def test_no_call_sees_more_than_a_document_or_is_given_a_mask(row, monkeypatch):

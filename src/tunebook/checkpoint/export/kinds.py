@@ -107,8 +107,9 @@ def write_whole(work: Work, folder: Path) -> Written:
     own = logits_of(reference)
     for name, parameter in reference.named_parameters():
         parameter.data = parameter.data.to(formats[name])
-    require_same(found, logits_of(reference))
-    check = compare(found, own, _narrowest(list(formats.values())))
+    narrowest = _narrowest(list(formats.values()))
+    require_same(found, logits_of(reference), narrowest, folder, hashes)
+    check = compare(found, own, narrowest)
     return Written(hashes=hashes, num_parameters=_count(work.weights, names), check=check)
 
 
@@ -145,7 +146,7 @@ def write_adapter(work: Work, folder: Path) -> Written:
     written = with_adapter(load_base(work.config, dtype), folder, PeftMethod.qlora)  # beside the base, not merged
     found = logits_of(answering(written))
     if work.dtype is None:
-        require_same(found, own)
+        require_same(found, own, dtype, folder, hashes)
     check = compare(found, own, _narrowest([work.dtype or dtype, dtype]))
     return Written(hashes=hashes, num_parameters=count, check=check)
 
@@ -174,7 +175,7 @@ def write_merged(work: Work, folder: Path) -> Written:
     del model, weights
     gc.collect()
     found = logits_of(load_written(folder, work.config))
-    require_same(found, expected)
+    require_same(found, expected, dtype, folder, hashes)
     check = compare(found, own, dtype)
     return Written(hashes=hashes, num_parameters=count, check=check, base_was_dequantised=is_quantised)
 
