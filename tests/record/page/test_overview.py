@@ -48,7 +48,7 @@ def test_a_finished_run_has_no_banner_and_its_numbers(make_run) -> None:
 @pytest.mark.parametrize(
     ("differences", "expected"),
     [
-        ({}, "those of the lock of cpu"),
+        ({}, "as in the cpu lock"),
         ({"torch": {"installed": "2.11.0", "locked": "2.13.0"}}, "torch 2.11.0 where the lock has 2.13.0"),
         (
             {name: {"installed": None, "locked": "1"} for name in ("a", "b", "c", "d", "e", "torch")},

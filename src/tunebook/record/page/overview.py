@@ -184,7 +184,7 @@ def _packages(manifest: dict[str, Any]) -> list[tuple[str, str]]:
     if differences is None:
         return [("Packages", f"not compared with the lock: {lock['reason']}")]
     told = ", ".join(describe_differences(differences, _NUM_DIFFERENCES))
-    return [("Packages", told or f"those of the lock of {lock['name']}")]
+    return [("Packages", told or f"as in the {lock['name']} lock")]
 
 
 def recipe_of(record: RunRecord) -> str | None:
