@@ -91,6 +91,9 @@ def test_a_command_of_another_tool_is_answered_with_ours(answer: Answer, words: 
         ("report --learning_rate 1", "there is no option '--learning_rate'."),
         ("export latest merge=true to=out",
          "'merge=true': options have dashes; type --merge\n'to=out': options have dashes; type --to out\n"),
+        ("export latest merge=false", "'merge=false': options have dashes; type nothing\n"),
+        ("train quickstart --lr 1e-4 --seed 3 --lr 2e-4", "Type training.seed=3. "),
+        ("chat --model org/name", "there is no option '--model'; type model=org/name\n"),
         ("explain --lora_r", "type: tunebook explain lora_r\n"),
     ],
 )  # fmt: skip

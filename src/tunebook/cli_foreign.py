@@ -6,6 +6,7 @@ It is asked once the parser has refused a command line, with the parser's own er
 from __future__ import annotations
 
 import shlex
+from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,11 @@ from tunebook.errors import did_you_mean
 
 _COMPOSING = ("train", "plan", "doctor", "data", "sweep", "parity", "fetch")  # commands that take settings of a run
 # Of other commands: the settings that they take as key=value words.
-_SETTINGS = {"eval": ("run", "model", "suite", "tasks", "task"), "fetch": ("suite", "tasks", "task"), "chat": ("run",)}
+_SETTINGS = {
+    "eval": ("run", "model", "suite", "tasks", "task"),
+    "fetch": ("suite", "tasks", "task"),
+    "chat": ("run", "model"),
+}
 _OF_RUNS = ("report", "verify", "reproduce", "diff", "export")
 _HOW_SETTINGS_ARE_TYPED = "Settings are typed as key=value, without dashes, such as training.max_steps=20"
 
@@ -41,7 +46,7 @@ def advice(error: Exception, arguments: Sequence[str], commands: Iterable[str]) 
 
 def _of_command(arguments: list[str], commands: Iterable[str]) -> str:
     """A command that there is not: another tool's, a recipe's name, or a misspelling."""
-    place = next(index for index, word in enumerate(arguments) if not word.startswith("-"))
+    place = next((index for index, word in enumerate(arguments) if not word.startswith("-")), 0)
     name, rest = arguments[place], arguments[place + 1 :]
     entry = find_command(name.lower())
     if entry is not None and entry.forms:
@@ -82,32 +87,29 @@ def _separate(words: list[str], own: dict[str, bool]) -> tuple[list[str], list[t
     """The words that the command takes, and the options that it does not have, with the value that follows each."""
     kept: list[str] = []
     foreign: list[tuple[str, str | None]] = []
-    left = iter(words)
-    for word in left:
+    left = deque(words)
+    while left:
+        word = left.popleft()
         name, has_value, value = word.partition("=")
-        follows = words[words.index(word) + 1 :][:1]
         if not word.startswith("-") or word == "-":
             kept.append(word)
         elif name in own:
             kept.append(word)
-            if own[name] and not has_value and follows:
-                kept.append(next(left, ""))
+            if own[name] and not has_value and left:
+                kept.append(left.popleft())
         elif has_value:
             foreign.append((name, value))
-        elif _takes_next(name, follows):
-            foreign.append((name, next(left, None)))
         else:
-            foreign.append((name, None))
+            foreign.append((name, left.popleft() if left and _takes(name, left[0]) else None))
     return kept, foreign
 
 
-def _takes_next(option: str, follows: list[str]) -> bool:
-    """Whether the word after an option is its value and not another option, a setting, or a word of its own."""
-    entry = find_option(option)
-    if not follows or (entry is not None and not entry.takes_value):
-        return False
-    is_number = follows[0][1:].replace(".", "", 1).isdigit()
-    return entry is not None or ("=" not in follows[0] and (not follows[0].startswith("-") or is_number))
+def _takes(option: str, word: str) -> bool:
+    """Whether the word after an option is its value and not another option or a setting."""
+    if (entry := find_option(option)) is not None:
+        return entry.takes_value
+    is_number = word[1:].replace(".", "", 1).isdigit()
+    return "=" not in word and (not word.startswith("-") or is_number)
 
 
 def _answer_option(command: str, option: str, value: str | None, words: list[str], own: dict[str, bool]) -> str | None:
@@ -146,7 +148,8 @@ def _of_extra_words(context: Any, arguments: list[str]) -> str | None:
         key, has_value, value = word.partition("=")
         option = f"--{key.replace('_', '-')}"
         if has_value and option in own:
-            instead = f"{option} {shlex.quote(value)}" if own[option] else option
+            is_off = value.lower() in ("false", "0", "no")
+            instead = f"{option} {shlex.quote(value)}" if own[option] else "nothing" if is_off else option
             lines.append(f"'{word}': options have dashes; type {instead}")
     return "\n".join(lines) or None
 
@@ -163,8 +166,8 @@ def _filled(entry: Foreign, *, command: str = "", words: Sequence[str] = (), val
         "stem": file.stem,
         "folder": str(file.parent),
     }
-    template = entry.forms[0].type or ""
-    return " ".join(template.format_map(known).split())
+    words_of_template = (entry.forms[0].type or "").split(" ")
+    return " ".join(filter(None, (word.format_map(known) for word in words_of_template)))
 
 
 def _sentence(entry: Foreign) -> str:

@@ -201,5 +201,6 @@ def test_the_command_says_what_it_changed(
     assert "torch 2.11.0 where the lock has 2.13.0" in capsys.readouterr().out
     assert main([str(tmp_path / "nothing.json")]) == 4
     assert "nothing.json is not there" in capsys.readouterr().err
-    assert main([]) == 2
-    assert "python -m tunebook.evidence.software" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert (ended.value.code, "required: FILE" in capsys.readouterr().err) == (2, True)

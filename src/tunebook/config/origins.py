@@ -42,7 +42,8 @@ class Origins:
         """What was typed for a dotted key, or stands for it in a recipe, as text; None where nothing does."""
         override = self.override(key)
         if override is not None:
-            return (override.input_line or "").partition("=")[2]
+            is_of_a_section = not override.key_or_group.startswith(key)  # whose value is all of its keys
+            return None if is_of_a_section else (override.input_line or "").partition("=")[2]
         for recipe in self.recipes:
             if _contains(recipe.body, key.split(".")):
                 body: Any = recipe.body

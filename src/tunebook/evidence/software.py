@@ -7,6 +7,7 @@ draws the cards and the README's table anew. What nobody recorded stays unknown.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -124,21 +125,19 @@ def correct_files(files: Sequence[Path], docker: Path) -> list[Path]:
 
 
 def main(arguments: list[str]) -> int:
-    """Correct the files that are named; `--docker FOLDER` has the locks of an earlier commit."""
-    docker = book_root() / "docker"
-    if arguments[:1] == ["--docker"]:
-        docker, arguments = Path(arguments[1]), arguments[2:]
-    if not arguments:
-        print(__doc__, file=sys.stderr)
-        return RequestError.exit_code
+    """Correct the files that are named."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    parser.add_argument("--docker", type=Path, default=book_root() / "docker", help="the locks of an earlier commit")
+    asked = parser.parse_args(arguments)
     try:
-        changed = correct_files([Path(name) for name in arguments], docker)
+        changed = correct_files(asked.files, asked.docker)
     except TunebookError as error:
         print(f"error: {error.message}", file=sys.stderr)
         return error.exit_code
     for file in changed:
         print(f"{file}: {read_evidence(file).software.deviation()}")
-    print(f"{len(changed)} of {len(arguments)} files corrected")
+    print(f"{len(changed)} of {len(asked.files)} files corrected")
     return 0
 
 

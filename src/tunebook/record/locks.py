@@ -112,8 +112,9 @@ def installed_packages() -> list[tuple[str, str]]:
     found = []
     for distribution in importlib.metadata.distributions():
         metadata = distribution.metadata  # parsed at each access, which is most of the time this takes
-        if metadata is not None and metadata["Name"]:
-            name, version = metadata["Name"], metadata["Version"] or "unknown"
+        if metadata is not None and "Name" in metadata:
+            name = metadata["Name"]
+            version = metadata["Version"] if "Version" in metadata else "unknown"  # noqa: SIM401  (no get in its type)
             found.append((name, version if name == PROJECT else version + _local_source(distribution)))
     return found
 
@@ -126,6 +127,8 @@ def _local_source(distribution: importlib.metadata.Distribution) -> str:
     try:
         origin = json.loads(distribution.read_text("direct_url.json") or "{}")
     except ValueError:
+        return ""
+    if not isinstance(origin, dict):
         return ""
     if commit := (origin.get("vcs_info") or {}).get("commit_id"):
         return f" (commit {commit[:12]})"
