@@ -206,7 +206,7 @@ def test_a_file_that_lies_elsewhere_or_was_changed_is_named_without_preparing(
     record = {"location": str(tmp_path / "chats.jsonl"), "revision": None, "sha256": "0" * 64, "format": "sharegpt"}
     manifest["dataset"]["records"] = [record]
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(RequestError, match=r"dataset\.path.*chats\.jsonl"):
+    with pytest.raises(DataError, match=r"dataset\.path.*chats\.jsonl"):
         require_same_files(manifest, config)
     (tmp_path / "chats.jsonl").write_text("{}\n")
     with pytest.raises(RequestError, match=r"chats\.jsonl, which the run read, is not here as it was"):

@@ -286,7 +286,7 @@ def choose_recorded(original: Original, config: RunConfig, recipes_dirs: list[Pa
 def require_same_files(manifest: dict[str, Any], config: RunConfig) -> None:
     """Whether the data's files are here as they were, without preparing them; the hub is not asked.
 
-    Raises: RequestError for a file that is not there, or is another.
+    Raises: DataError for a file that is not there, RequestError for another.
     """
     dataset = config.dataset
     places = {"dataset": dataset} | {f"dataset.parts.{name}": part for name, part in dataset.parts.items()}
