@@ -11,6 +11,7 @@ from rich.console import Console
 
 from tunebook.config import schema
 from tunebook.config.choices import Overlong
+from tunebook.data.encode import SPECIAL_AS_TEXT
 from tunebook.data.prepare import prepare
 from tunebook.data.view import TRAINED_STYLE, render_document, show_prepared, spread, summary_lines
 from tunebook.model.tokenizer import load_tokenizer
@@ -53,6 +54,13 @@ def test_a_run_is_told_in_few_lines_and_of_everything_lost(run_config: Configs) 
     assert all(note.startswith("  note: ") for note in notes)
     assert any("format messages, by the keys of its first document" in note for note in notes)
     assert summary_lines(prepare(config))[0] == "Data (prepared earlier)"
+
+
+def test_what_a_person_should_know_of_documents_is_counted_with_the_first(run_config: Configs) -> None:
+    config = run_config([[("user", "Hi"), ("assistant", "Yo")], [("user", "</s>"), ("assistant", "Yo")]])
+    note = f"{SPECIAL_AS_TEXT}: 1 (the first: train.jsonl:2, </s>)"
+    assert f"    note: {note}" in summary_lines(prepare(config))
+    assert f"  note: train: {note}" in [line.rstrip() for line in show(config, 0).splitlines()]
 
 
 def test_the_last_bin_of_the_histogram_ends_with_the_longest(run_config: Configs) -> None:

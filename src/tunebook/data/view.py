@@ -102,12 +102,12 @@ def render_counts(prepared: Prepared) -> RenderableType:
     table.add_row("dropped", *(f"{count.num_dropped:,}" for count in counts))
     for reason in sorted({reason for count in counts for reason in count.dropped}):
         table.add_row(Text(f"  {reason}", style="yellow"), *(f"{count.dropped[reason]:,}" for count in counts))
-    for note in sorted({note for count in counts for note in count.notes}):
-        first = next(count.first[note] for count in counts if note in count.first)
-        table.add_row(
-            Text(f"note: {note}; the first: {first}", style="yellow"), *(f"{count.notes[note]:,}" for count in counts)
-        )
-    return Group(table, "")
+    notes = [
+        Text(f"  note: {name}: {note}: {count.notes[note]:,} (the first: {count.first[note]})", style="yellow")
+        for name, count in zip(parts, counts, strict=True)
+        for note in sorted(count.notes)
+    ]
+    return Group(table, *notes, "")
 
 
 def render_histogram(name: str, part: PreparedPart) -> RenderableType:
