@@ -43,7 +43,14 @@ from tunebook.cli_records import make_console, records_app
 from tunebook.cli_words import settings, split, task_names
 from tunebook.config.book import path_too_long
 from tunebook.errors import DoesNotFitError, RequestError, StoppedError, TunebookError
+from tunebook.launch.other_launchers import (
+    is_read_only,
+    refuse_inside_launcher,
+    removal_notice,
+    remove_other_launchers,
+)
 from tunebook.record.disk import is_disk_full
+from tunebook.second_interrupt import watching_interrupts
 
 app = typer.Typer(
     name="tunebook",
@@ -391,6 +398,14 @@ def _interrupt_on_request() -> None:
         signal.signal(signal.SIGHUP, interrupt)
 
 
+def _leave_other_launchers(words: list[str], errors: Console) -> None:
+    """Make sure that nothing another launcher set reaches what this command does. Raises: RequestError inside one."""
+    refuse_inside_launcher(words, os.environ)
+    removed = remove_other_launchers(os.environ)
+    if removed and not is_read_only(words):
+        errors.print(Text(removal_notice(removed), style="yellow"))
+
+
 def _end_with(error: TunebookError, errors: Console) -> NoReturn:
     errors.print(Text(f"error: {error.message}", style="red"))
     if error.problem_id is not None and "tunebook explain" not in error.message:
@@ -419,7 +434,9 @@ def main() -> None:
     errors = Console(stderr=True, soft_wrap=True, highlight=False)
     _interrupt_on_request()
     try:
-        code = app(standalone_mode=False)
+        _leave_other_launchers(sys.argv[1:], errors)
+        with watching_interrupts():
+            code = app(standalone_mode=False)
     except TunebookError as error:
         _end_with(error, errors)
     except typer.Abort:

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 
-from tunebook.launch.descendants import adopting_orphans, children_of, end_children
+from tunebook.launch.descendants import adopting_orphans, children_of, descendants_of, end_children
 
 # Starts a child in a session of its own, says who that is, and dies.
 PARENT = """
@@ -48,3 +48,21 @@ def test_children_for_other_reasons_are_left_alone():
     end_children(exclude={*children_of(os.getpid())}, timeout_s=0)
     assert other.poll() is None
     other.communicate(b"\n")
+
+
+def test_all_that_is_below_a_process_is_found():
+    program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(flush=True); input()'])"
+    process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process.stdout.readline()
+    (child,) = children_of(process.pid)
+    assert descendants_of(process.pid) == [child]
+    assert set(descendants_of(os.getpid())) >= {process.pid, child}
+    process.communicate(b"\n")
+
+
+def test_what_has_become_urgent_is_not_waited_for():
+    with adopting_orphans():
+        before = set(children_of(os.getpid()))
+        process = orphan(STUBBORN)
+        end_children(exclude=before, timeout_s=600, is_urgent=lambda: True)
+        assert process not in children_of(os.getpid())

@@ -11,6 +11,7 @@ import pytest
 from tunebook.config.auto import resolve_auto
 from tunebook.config.compose import compose
 from tunebook.hardware.detect import Machine
+from tunebook.launch import descendants
 from tunebook.launch.local import TORCHRUN, StopRequests, handed_on, rank_environment, run_and_wait
 
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
@@ -141,6 +142,40 @@ def test_a_third_request_kills(request_stops):
     counter = request_stops(signal.SIGINT, signal.SIGINT, signal.SIGINT)
     end = run_and_wait(program(counter, "never"), {})
     assert (end.exit_code, end.stopped_by) == (-signal.SIGKILL, "SIGINT")
+
+
+def test_a_second_request_ends_also_what_cannot_hear_it(request_stops, monkeypatch):
+    """A rank that waits for others in a library's code runs no handler."""
+    monkeypatch.setattr("tunebook.launch.local._SECOND_WITHIN_S", 0.1)
+    counter = request_stops(signal.SIGINT, signal.SIGINT)
+    end = run_and_wait(program(counter, "never"), {}, stop_timeout_s=600)
+    assert (end.exit_code, end.stopped_by) == (-signal.SIGKILL, "SIGINT")
+
+
+# Leaves a process behind that takes no notice of SIGTERM, and ends once that runs.
+LEAVES_BEHIND = """
+import pathlib, subprocess, sys, time
+rank = "import pathlib, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); " \\
+       "pathlib.Path(sys.argv[1]).touch(); time.sleep(600)"
+subprocess.Popen([sys.executable, "-c", rank, sys.argv[1]], start_new_session=True)
+while not pathlib.Path(sys.argv[1]).exists():
+    time.sleep(0.02)
+"""
+
+
+def test_a_second_request_waits_for_nothing_that_was_left_behind(tmp_path, monkeypatch):
+    """torchrun has ended, and a rank of it takes its time to save."""
+    asked = []
+
+    def end_children(*, is_urgent, **_):
+        while not is_urgent():
+            os.kill(os.getpid(), signal.SIGINT)
+            asked.append(signal.SIGINT)
+        descendants.end_children(is_urgent=is_urgent, **_)
+
+    monkeypatch.setattr("tunebook.launch.local.end_children", end_children)
+    end = run_and_wait([sys.executable, "-c", LEAVES_BEHIND, str(tmp_path / "there")], {}, stop_timeout_s=600)
+    assert (end.exit_code, end.stopped_by, len(asked)) == (0, "SIGINT", 2)
 
 
 def test_torchrun_is_passed_over_and_its_ranks_are_asked(request_stops):

@@ -1,5 +1,6 @@
 """A node's agent on the line with its launcher."""
 
+import signal
 import socket
 from types import SimpleNamespace
 
@@ -95,3 +96,14 @@ def test_a_node_looks_at_its_machine_before_it_calls(monkeypatch):
     with pytest.raises(TunebookError, match="no answer"):
         take_part(SimpleNamespace(launcher=launcher), "head:29400", 1, lambda text: None)
     assert order == ["look", "call"]
+
+
+def test_a_second_request_ends_the_ranks_here_and_waits_for_no_launcher(lines):
+    """As where node 0 hangs: it has been told, and says nothing."""
+    own, launcher = lines
+    ended = []
+    ranks = SimpleNamespace(poll=lambda: -9 if ended else None, kill=lambda: ended.append("killed"), send=None)
+    agent = Agent(line=own, stop_timeout_s=600, asked=[signal.SIGINT, signal.SIGINT], is_overdue=lambda: True)
+    assert agent.follow(ranks) == -9
+    assert agent.wait_for_end(-9) is None
+    assert [message["kind"] for message in launcher.receive(20)] == ["asked", "asked", "ended"]

@@ -69,3 +69,29 @@ def test_one_node_without_the_image_ends_the_wait_for_it(follow, tmp_path):
     assert end.failure.problem_id == "container-not-started"
     assert "launcher.container_image=tunebook:cpu on node2, and says above why" in end.failure.message
     assert end.failure.exit_code == 2
+
+
+# A node that calls, is told to go, and then hangs with its line open; it presses Ctrl-C twice.
+HANGS = """
+import json, os, signal, socket, sys, time
+for node in (0, 1):
+    line = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+    hello = {"kind": "hello", "token": "word", "node": node, "ranks": [node], "host": "a", "address": "127.0.0.1",
+             "reached_at": "127.0.0.1", "port": 4000, "versions": "", "code": "", "problems": [], "place": None}
+    line.sendall(json.dumps(hello).encode() + b"\\n")
+    globals()[f"line_{node}"] = line
+line.makefile("rb").readline()
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+for _ in range(2):
+    os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(0.5)
+time.sleep(600)
+"""
+
+
+def test_a_second_request_waits_for_no_node_that_hangs(follow, monkeypatch):
+    monkeypatch.setattr("tunebook.launch.local._SECOND_WITHIN_S", 0.1)
+    monkeypatch.setattr(nodes, "_CUT_OFF_S", 0.2)
+    monkeypatch.setattr(nodes, "KILL_AFTER_S", 600)
+    end = follow(sys.executable, "-c", HANGS, "PORT")
+    assert (end.stopped_by, end.exit_code) == (signal.SIGINT.name, -signal.SIGKILL)

@@ -14,6 +14,7 @@ from tunebook.record import provenance
 from tunebook.record.atomic_files import sha256_file
 from tunebook.record.locks import installed_versions
 from tunebook.record.provenance import (
+    _VARIABLES,
     describe_code,
     describe_command,
     describe_environment,
@@ -109,17 +110,18 @@ def test_the_environment_names_image_and_packages(monkeypatch: pytest.MonkeyPatc
 
 def test_the_environment_names_what_is_set_for_the_libraries_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
-        if name.startswith(("NCCL_", "GLOO_", "PYTORCH_", "OMP_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_")):
+        if name.startswith(_VARIABLES):
             monkeypatch.delenv(name)
     assert describe_environment("cpu")["variables"] == {}
     monkeypatch.setenv("HOME", "/home/someone")
     found = {"NCCL_CONF_FILE": "/home/someone/nccl.conf", "PYTORCH_ALLOC_CONF": "expandable_segments:False",
-             "NVIDIA_TF32_OVERRIDE": "0", "HF_TOKEN": "hf_1", "NVIDIA_VISIBLE_DEVICES": "all"}  # fmt: skip
+             "NVIDIA_TF32_OVERRIDE": "0", "HF_TOKEN": "hf_1", "NVIDIA_VISIBLE_DEVICES": "all",
+             "TORCH_COMPILE_DISABLE": "1", "TORCHDYNAMO_DISABLE": "1", "TORCH_HOME": "/t"}  # fmt: skip
     for name, text in found.items():
         monkeypatch.setenv(name, text)
     assert describe_environment("cpu")["variables"] == {
         "NCCL_CONF_FILE": "~/nccl.conf", "NVIDIA_TF32_OVERRIDE": "0",
-        "PYTORCH_ALLOC_CONF": "expandable_segments:False",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:False", "TORCH_COMPILE_DISABLE": "1", "TORCHDYNAMO_DISABLE": "1",
     }  # fmt: skip
 
 

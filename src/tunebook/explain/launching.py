@@ -5,6 +5,16 @@ from __future__ import annotations
 from tunebook.config.rules.frame import Explanation
 
 LAUNCHING: dict[str, Explanation] = {
+    "inside-launcher": Explanation(
+        summary="The command runs inside torchrun, accelerate launch, deepspeed, mpirun or srun.",
+        why="Those start a command once for each process. Tunebook is a launcher itself: every copy would prepare the "
+        "data and start ranks of its own, or a single rank would wait for others that never come. What those launchers "
+        "say about precision and strategy is not read: it would be in no record of the run.",
+        advice="Type the command without the other launcher and say the number of ranks with hardware.gpus_per_node, "
+        "the strategy with parallelism and the precision with precision.compute. mpirun and srun may start one copy on "
+        "each node of a run on several, each with its own launcher.node_rank. Where no launcher is at work, unset the "
+        "variable that the message names.",
+    ),
     "port-in-use": Explanation(
         summary="The port that the nodes of a run call is in use on node 0.",
         why="Another program listens there, often another run.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -40,15 +40,25 @@ def children_of(process: int) -> list[int]:
     return found
 
 
-def end_children(*, exclude: Collection[int] = (), timeout_s: float = 0) -> None:
-    """Wait for adopted children to end, each asked once by SIGTERM; after `timeout_s` they are killed.
+def descendants_of(process: int) -> list[int]:
+    """The processes below a process that still run, those that it started itself first."""
+    found = children_of(process)
+    for child in found:  # grows meanwhile
+        found += children_of(child)
+    return found
+
+
+def end_children(
+    *, exclude: Collection[int] = (), timeout_s: float = 0, is_urgent: Callable[[], bool] = lambda: False
+) -> None:
+    """Wait for adopted children to end, each asked once by SIGTERM; after `timeout_s`, or once it is urgent, killed.
 
     `exclude` are the children that this process has for other reasons.
     """
     asked: set[int] = set()
     end = time.monotonic() + timeout_s
     while left := _reap(exclude):
-        is_late = time.monotonic() >= end
+        is_late = time.monotonic() >= end or is_urgent()
         for process in left:
             if is_late or process not in asked:
                 asked.add(process)

@@ -12,6 +12,7 @@ import platform
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,12 +24,13 @@ from tunebook.config.schema import RunConfig
 from tunebook.errors import TunebookError
 from tunebook.launch.descendants import adopting_orphans, children_of, end_children
 from tunebook.launch.logs import Failure
+from tunebook.launch.other_launchers import without_other_launchers
 from tunebook.parent_death import stopping_with_parent
 from tunebook.train.signals import RequestCount
 
 TORCHRUN = "torch.distributed.run"
 # What is sent on for a request: 1 finish the step and save, 2 end without saving (a rank takes a second request by
-# SIGINT as that), 3 and later kill. Those after the first come by Ctrl-C alone.
+# SIGINT as that, and is killed if it cannot), 3 and later kill. Those after the first come by Ctrl-C alone.
 _FIRST = {signal.SIGTERM: signal.SIGTERM, signal.SIGUSR1: signal.SIGUSR1, signal.SIGHUP: signal.SIGTERM}
 _HANDED_ON = (
     *("HF_HOME", "HF_HUB_CACHE", "HF_TOKEN", "HF_HUB_OFFLINE"),
@@ -38,6 +40,7 @@ _HANDED_ON = (
 _HANDED_ON_AS = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "TUNEBOOK_")
 _OF_THE_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is its older name
 POLL_S = 0.2
+_SECOND_WITHIN_S = 2.0  # to end after a second request: a rank that waits in a library's code never hears of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +82,18 @@ def run_and_wait(
         started.append(start_command(command, environment, keep_open, log=log))
         for number in pending:
             started[0].send(number)
-        exit_code = started[0].process.wait()
-        end_children(exclude=before, timeout_s=stop_timeout_s)
+        exit_code = _wait_for(started[0], requests)
+        end_children(exclude=before, timeout_s=stop_timeout_s, is_urgent=lambda: requests.is_urgent)
     return ProcessEnd(exit_code=exit_code, stopped_by=requests.first)
+
+
+def _wait_for(started: Started, requests: StopRequests) -> int:
+    """The command's exit code, once it has ended; it is killed some time after a second request."""
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            return started.process.wait(POLL_S)
+        if requests.overdue_s > 0:
+            started.kill()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,8 +146,11 @@ def start_command(
 
 
 def rank_environment(config: RunConfig, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the ranks of one node: what must be set before torch is imported, unless the user set it."""
-    environment = dict(inherited)
+    """The environment of the ranks of one node: what must be set before torch is imported, unless the user set it.
+
+    Without the variables of other launchers: srun sets some for its tasks, Ray for its workers.
+    """
+    environment = without_other_launchers(inherited)
     # The tokenizers library warns about forks that the data loader may do; preparing is over by then.
     environment.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Threads that wait by spinning starve each other where something else runs on the same cores: with other work on
@@ -188,6 +203,19 @@ class StopRequests:
         self.first: str | None = None
         self._hand_on = hand_on
         self._count = RequestCount()
+        self._second_at: float | None = None
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether a second request has come: nothing is waited for any more."""
+        return self._second_at is not None
+
+    @property
+    def overdue_s(self) -> float:
+        """For how long everything should have ended that a second request was handed on to; 0 while it has time."""
+        if self._second_at is None:
+            return 0.0
+        return max(0.0, time.monotonic() - self._second_at - _SECOND_WITHIN_S)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -208,5 +236,7 @@ class StopRequests:
             return
         self.first = self.first or signal.Signals(number).name
         is_first, is_second = turn == 1, turn == 2
+        if is_second:
+            self._second_at = time.monotonic()
         sent = _FIRST.get(signal.Signals(number), signal.SIGINT) if is_first else signal.SIGINT
         self._hand_on(sent if is_first or is_second else signal.SIGKILL)

@@ -64,6 +64,7 @@ class Agent:
     say: Callable[[str], None] = lambda text: None
     asked: list[signal.Signals] = field(default_factory=list)  # requests to stop that this process got itself
     notices: list[Notice] = field(default_factory=list)  # may be added to by a thread
+    is_overdue: Callable[[], bool] = lambda: False  # whether a second request of this process should have ended it
 
     def __post_init__(self) -> None:
         self._is_answered = False
@@ -121,14 +122,14 @@ class Agent:
                 self._hand_on(self.asked.pop(0), ranks)
             while self.notices:
                 self.line.send("notice", **asdict(self.notices.pop(0)))
-            if kill_at is not None and time.monotonic() > kill_at:
+            if (kill_at is not None and time.monotonic() > kill_at) or self.is_overdue():
                 ranks.kill()
         return exit_code
 
     def wait_for_end(self, exit_code: int, why: str | None = None) -> int | None:
         """Say how the ranks ended and wait for the launcher's word: the run's exit code, or None when it is gone."""
         self.line.send("ended", exit_code=exit_code, why=why)
-        while not self.line.is_closed:
+        while not self.line.is_closed and not self.is_overdue():
             for message in self.line.receive(POLL_S):
                 if message["kind"] == "end":
                     return int(message["exit_code"])
@@ -164,7 +165,8 @@ def take_part(
     """
     launcher = config.launcher
     asked: list[signal.Signals] = []
-    with StopRequests(asked.append).listening(), adopting_orphans():
+    requests = StopRequests(asked.append)
+    with requests.listening(), adopting_orphans():
         line = _call_in(config, meet, node, say, asked, config_sha256, evaluation)
         agent = Agent(
             line=line,
@@ -172,6 +174,7 @@ def take_part(
             meet=meet,
             answer_within_s=min(_ANSWER_WITHIN_S, launcher.start_timeout_s),
             asked=asked,
+            is_overdue=lambda: requests.overdue_s > 0,
         )
         if config_sha256 is not None:  # somebody typed this here, and looks on
             agent.say = say
@@ -185,8 +188,11 @@ def take_part(
         before = set(children_of(os.getpid()))
         ranks = _start(config, go, node, line, evaluation)
         exit_code = agent.follow(ranks)
-        end_children(exclude=before, timeout_s=launcher.stop_timeout_s if exit_code < 0 else 0)
+        timeout_s = launcher.stop_timeout_s if exit_code < 0 else 0
+        end_children(exclude=before, timeout_s=timeout_s, is_urgent=lambda: requests.is_urgent)
         code = agent.wait_for_end(exit_code)
+        if code is None and requests.is_urgent:
+            raise StoppedError(f"stopped twice by {requests.first}, without a word from {meet}", problem_id="stopped")
         return code if code is not None else _end_alone(config, folder)
 
 

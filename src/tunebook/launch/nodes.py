@@ -6,6 +6,7 @@ import os
 import secrets
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +22,7 @@ from tunebook.launch.roll_call import KILL_AFTER_S, RollCall, node_missing
 from tunebook.launch.slurm.container import why_not_started
 
 _LINGER_S = 10.0  # for a command that has nothing left to do
+_CUT_OFF_S = 2.0  # for nodes to say that their ranks were killed; one that hangs, or is out of reach, says nothing
 
 
 def new_token() -> str:
@@ -72,17 +74,21 @@ def run_on_nodes(
             return ProcessEnd(exit_code=roll.failure.exit_code, stopped_by=None, failure=roll.failure)
         said_before = log.stat().st_size if log.is_file() else 0
         started = start_command(command, {**environment, TOKEN_VARIABLE: roll.token}, keep_open, log=log)
-        while not roll.is_over:
+        is_cut_off = False
+        while not roll.is_over and requests.overdue_s < _CUT_OFF_S:
             roll.poll(POLL_S)
+            if requests.overdue_s > 0 and not is_cut_off:
+                roll.stop(signal.SIGKILL)
+                is_cut_off = True
             # Only the others would come, and srun would wait for them, and they for the one that is missing.
             if not roll.is_running and (error := why_not_started(config, log, said_before)) is not None:
                 roll.give_up(error)
             elif started.poll() is not None and not roll.is_running:
                 _ended_early(roll, command, started)
         roll.end(exit_code_of())
-        _end(started, roll)
+        _end(started, roll, requests)
         roll.close(started.process.returncode)
-        end_children(exclude=before, timeout_s=_LINGER_S)
+        end_children(exclude=before, timeout_s=_LINGER_S, is_urgent=lambda: requests.is_urgent)
     return ProcessEnd(
         exit_code=started.process.returncode,
         stopped_by=requests.first or roll.stopped_by,
@@ -101,8 +107,11 @@ def _ended_early(roll: RollCall, command: list[str], started: Started) -> None:
     roll.give_up(node_missing(why))
 
 
-def _end(started: Started, roll: RollCall) -> None:
-    """Wait for a command whose nodes have ended; then ask it, then kill it. Nodes that call meanwhile are sent home."""
+def _end(started: Started, roll: RollCall, requests: StopRequests) -> None:
+    """Wait for a command whose nodes have ended; then ask it, then kill it. Nodes that call meanwhile are sent home.
+
+    After a second request to stop it is killed at once.
+    """
     patience_s = _LINGER_S if roll.failure else KILL_AFTER_S
     if roll.stopped_by is not None and not roll.has_been_running:
         started.process.terminate()  # who has not called yet hears of the stop by this
@@ -110,7 +119,9 @@ def _end(started: Started, roll: RollCall) -> None:
         if number is not None:
             started.process.send_signal(number)
         end = time.monotonic() + (patience_s if number is None else _LINGER_S)
-        while time.monotonic() < end:
+        while time.monotonic() < end and not (requests.is_urgent and number is not signal.SIGKILL):
             if started.poll() is not None:
                 return
             roll.poll(POLL_S)
+    with suppress(subprocess.TimeoutExpired):
+        started.process.wait(POLL_S)

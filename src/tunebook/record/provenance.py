@@ -37,9 +37,11 @@ from tunebook.record.locks import (
 
 IMAGE_DIGEST_VARIABLE = "TUNEBOOK_IMAGE_DIGEST"  # set where a published image is used: it cannot know its own digest
 # Variables by which libraries compute in another format, at another speed or in other memory, where somebody set them.
+# Those of other launchers never reach a run (launch.other_launchers).
 _VARIABLES = (
     "NCCL_", "GLOO_", "PYTORCH_", "CUBLAS_", "CUDNN_", "NVIDIA_TF32_OVERRIDE", "CUDA_LAUNCH_BLOCKING",
-    "CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS",
+    "CUDA_DEVICE_MAX_CONNECTIONS", "OMP_", "MKL_", "KMP_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE",
+    "TORCH_ALLOW_TF32_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "TRITON_", "FLASH_ATTENTION_", "DS_",
 )  # fmt: skip
 _CODE_FOLDERS = ("src", "hydra_configs", "recipes", "docker")  # untracked files elsewhere do not change a run
 _COMMAND_TIMEOUT_S = 20

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from tunebook.errors import RequestError, TunebookError, did_you_mean
 from tunebook.evaluate.chat.session import Session
+from tunebook.second_interrupt import forget_interrupts
 
 PROMPT = "> "
 HELP = """\
@@ -139,5 +140,6 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
     before = signal.signal(signal.SIGINT, note)
     try:
         yield lambda: bool(requests)
+        forget_interrupts()
     finally:
         signal.signal(signal.SIGINT, before)

@@ -20,6 +20,7 @@ from tunebook.errors import RequestError, StoppedError, TunebookError
 from tunebook.launch.attempt import Attempt
 from tunebook.launch.calling import folder_problem
 from tunebook.launch.lock import working_in
+from tunebook.launch.other_launchers import removal_notice, remove_other_launchers
 from tunebook.launch.resume import is_trained
 from tunebook.launch.slurm.client import JobState, patient_job_state, patient_requeue
 from tunebook.record.files import RUN_FILE
@@ -35,6 +36,8 @@ _BY_SLURM = "SIGUSR1"  # what the job script asks Slurm to send before it takes 
 def carry_out_turn(folder: Path, asked: Sequence[signal.Signals] = ()) -> int:
     """Carry out one turn of the job; its exit code is the run's. `asked` holds requests to stop that no step took."""
     console = Console(width=160)
+    if removed := remove_other_launchers(os.environ):  # of the shell that sbatch was typed in, or of the site's own
+        console.print(removal_notice(removed), markup=False, highlight=False, soft_wrap=True)
     try:
         if problem := folder_problem(folder):
             raise RequestError(problem, problem_id="folder-not-shared")

@@ -1,0 +1,106 @@
+"""A second Ctrl-C always ends the command, whatever it is doing.
+
+The commands handle Ctrl-C themselves: most end, those with ranks, trials or jobs let them save first. Python runs
+such a handler in the main thread only, between two of its own instructions. A main thread that waits in a library's
+code would never get there. So a thread of its own counts the signals, as the system delivers them, and ends the
+process and everything below it.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import NoReturn
+
+from tunebook.errors import StoppedError
+from tunebook.launch.descendants import descendants_of
+from tunebook.train.signals import RequestCount
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PLAIN_WITHIN_S = 1.0  # after the second request, where nothing handles it but Python's KeyboardInterrupt
+_HANDLED_WITHIN_S = 10.0  # where the command handles it: its ranks are killed after 2 s, then the records written
+_SAME_WITHIN_S = 0.3  # one Ctrl-C: a worker that is forked in this moment may write to the pipe as well
+_END_OF_WATCH = b"\0"  # no signal has this number
+_SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides it
+
+
+class _Watch:
+    """Ends this process soon after its second request to stop."""
+
+    def __init__(self) -> None:
+        self.reading, self.writing = os.pipe()
+        os.set_blocking(self.writing, False)
+        self.thread = threading.Thread(target=self._listen, daemon=True, name="second-interrupt")
+        self.forget()
+
+    def forget(self) -> None:
+        """The requests so far were for something that has ended, and the command goes on."""
+        self._count = RequestCount()
+        self._last = float("-inf")
+        self._end_at: float | None = None
+
+    def _listen(self) -> None:
+        while True:
+            left_s = None if self._end_at is None else max(0.0, self._end_at - time.monotonic())
+            if select.select([self.reading], [], [], left_s)[0]:
+                numbers = os.read(self.reading, 64)
+                if _END_OF_WATCH in numbers:
+                    return
+                for number in numbers:
+                    self._take(number)
+            elif self._end_at is not None:  # or it was forgotten meanwhile
+                end_at_once()
+
+    def _take(self, number: int) -> None:
+        before, self._last = self._last, time.monotonic()
+        is_same = self._last - before < _SAME_WITHIN_S
+        if number in _SIGNALS and not is_same and self._count.take(number) == 2:
+            is_plain = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            self._end_at = time.monotonic() + (_PLAIN_WITHIN_S if is_plain else _HANDLED_WITHIN_S)
+
+
+_watches: list[_Watch] = []
+
+
+@contextmanager
+def watching_interrupts() -> Iterator[None]:
+    """Let a second Ctrl-C end this process while this block runs (main thread only)."""
+    watch = _Watch()
+    before = signal.set_wakeup_fd(watch.writing, warn_on_full_buffer=False)
+    # A forked worker gets the terminal's Ctrl-C too, and would write to the same pipe.
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+    watch.thread.start()
+    _watches.append(watch)
+    try:
+        yield
+    finally:
+        _watches.remove(watch)
+        signal.set_wakeup_fd(before)
+        os.write(watch.writing, _END_OF_WATCH)
+        watch.thread.join()
+        os.close(watch.reading)
+        os.close(watch.writing)
+
+
+def forget_interrupts() -> None:
+    """Count anew: the last Ctrl-C has ended what it was meant for, such as an answer in a chat."""
+    for watch in _watches:
+        watch.forget()
+
+
+def end_at_once() -> NoReturn:
+    """End this process and everything below it, without any clean-up."""
+    for process in descendants_of(os.getpid()):
+        with suppress(OSError):
+            os.kill(process, signal.SIGKILL)
+    # No stream and no console: the main thread may hold their locks.
+    with suppress(OSError):
+        if os.isatty(2):
+            os.write(2, _SHOW_CURSOR)
+        os.write(2, b"\ninterrupted twice: ended at once, and nothing more was saved or recorded\n")
+    os._exit(StoppedError.exit_code)

@@ -1,0 +1,64 @@
+"""Variables of other launchers train nothing else, and a command inside another launcher says what to type."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+COMMAND = ["tunebook", "train", "quickstart", "evaluation=none", "training.max_steps=3", "hardware=cpu",
+           "parallelism=single"]  # fmt: skip
+LEFT_OVER = {
+    "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533",
+    "ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_USE_FSDP": "true",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4", "FSDP_OFFLOAD_PARAMS": "true", "PARALLELISM_CONFIG_TP_SIZE": "2",
+    "PET_NNODES": "2", "TORCHELASTIC_MAX_RESTARTS": "3", "DEEPSPEED_TIMEOUT": "1",
+}  # fmt: skip
+
+
+def losses_of(outputs: Path) -> list[float]:
+    lines = (outputs / "quickstart" / "latest" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+@pytest.fixture(scope="module")
+def usual_losses(run, tmp_path_factory):
+    outputs = tmp_path_factory.mktemp("usual")
+    ended = run([*COMMAND, f"outputs={outputs}"])
+    assert ended.exit_code == 0, ended.output
+    assert "removed from the environment" not in ended.output
+    return losses_of(outputs)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_left_over_changes_nothing_and_is_named_once(run, tmp_path, usual_losses, ranks):
+    split = [] if ranks == 1 else ["parallelism=ddp", "hardware.gpus_per_node=2"]
+    ended = run([*COMMAND, *split, f"outputs={tmp_path}"], **LEFT_OVER)
+    assert ended.exit_code == 0, ended.output
+    assert ended.output.count(f"removed from the environment: {', '.join(sorted(LEFT_OVER))}.") == 1
+    assert ended.output.count("removed from the environment") == 1
+    assert losses_of(tmp_path) == pytest.approx(usual_losses, rel=1e-5)
+    manifest = json.loads((tmp_path / "quickstart" / "latest" / "manifest.json").read_text())
+    assert not set(manifest["environment"]["variables"]) & set(LEFT_OVER)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "name"),
+    [
+        (["torchrun", "--standalone", "--nproc_per_node", "2", "--no-python"], "torchrun"),
+        (["torchrun", "--standalone", "--nproc_per_node", "1", "--no-python"], "torchrun"),
+        (
+            ["accelerate", "launch", "--cpu", "--num_processes", "1", "--mixed_precision", "bf16", "--no_python"],
+            "accelerate launch",
+        ),
+    ],
+    ids=["torchrun of two", "torchrun of one", "accelerate of one"],
+)
+def test_inside_another_launcher_nothing_begins(run, tmp_path, launcher, name):
+    outputs = tmp_path / "outputs"
+    ended = run([*launcher, *COMMAND, f"outputs={outputs}"])
+    assert ended.exit_code != 0
+    assert f"error: this command runs inside {name} (" in ended.output
+    assert f"`{' '.join(COMMAND)} outputs={outputs}`" in ended.output
+    assert not outputs.exists()
