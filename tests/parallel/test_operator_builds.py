@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -250,3 +251,46 @@ def test_without_flocks_the_file_alone_has_to_do(baton, folder, monkeypatch):
     assert baton.try_acquire()  # by the clock of the file system, all the same
     baton.release()
     assert (folder / HOLDER_FILE).read_text() == "another one's note"
+
+
+def wait_for_output(capsys, is_it):
+    said, end = "", time.monotonic() + WITHIN_S
+    while not is_it(said):
+        assert time.monotonic() < end, said
+        time.sleep(0.01)
+        said += capsys.readouterr().out
+    return said
+
+
+@pytest.mark.parametrize("is_there", [False, True], ids=["first time", "again"])
+def test_an_operator_that_takes_its_time_is_named_with_what_it_costs(folder, baton, monkeypatch, capsys, is_there):
+    library = folder / "deepspeed_shm_comm.so"
+    if is_there:  # of another version of torch or of the compiler
+        library.touch()
+    monkeypatch.setattr(operator_builds, "_COMPILES_AFTER_S", 0.05)
+    monkeypatch.setattr(operator_builds, "_MISSING_AFTER_S", 0.05)
+    assert baton.try_acquire()
+    said = wait_for_output(capsys, lambda said: "\n" in said)
+    assert said == (
+        "compiling DeepSpeed's operator deepspeed_shm_comm: takes 1 to 4 minutes on two cores, the first time only; it "
+        f"is kept in {folder}\n"
+    )
+    library.touch()
+    baton.release()
+    assert re.fullmatch(r"compiled deepspeed_shm_comm in \d+ s\n", capsys.readouterr().out)
+
+
+def test_nothing_is_said_of_an_operator_that_is_there(folder, baton, monkeypatch, capsys):
+    (folder / "deepspeed_shm_comm.so").touch()
+    monkeypatch.setattr(operator_builds, "_MISSING_AFTER_S", 0.0)
+    assert baton.try_acquire()
+    baton.release()
+    assert capsys.readouterr().out == ""
+
+
+def test_a_compilation_that_failed_is_not_called_done(baton, monkeypatch, capsys):
+    monkeypatch.setattr(operator_builds, "_MISSING_AFTER_S", 0.0)
+    assert baton.try_acquire()
+    wait_for_output(capsys, lambda said: "compiling" in said)
+    baton.release()
+    assert capsys.readouterr().out == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -180,3 +181,30 @@ def test_a_loss_that_is_not_finite_names_the_step_and_the_last_good_checkpoint(r
     assert reason in ended.output
     assert invalid.checkpoints == ["checkpoint-2", "checkpoint-3"]
     assert not (invalid.folder / "model").exists()
+
+
+STALLS = {
+    "stopped": ("os.kill(os.getpid(), 19)", "has not run for"),
+    "waiting for something else": ("time.sleep(10_000)", "runs, and did not come to where the others waited"),
+    # vfork, whose parent waits in the kernel as for a disk
+    "in an uninterruptible wait": (
+        "__import__('ctypes').CDLL(None).syscall(56, 0x4000 | 17, 0, 0, 0, 0) == 0 and time.sleep(10_000)",
+        "has been in an uninterruptible wait (state D)",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", STALLS)
+def test_a_rank_that_stalls_is_named_with_the_last_it_reported(start, read_run, tmp_path, rank_1_with, how):
+    fault, said = STALLS[how]
+    words = command(tmp_path, *TWO_RANKS, "launcher.timeout_s=8")
+    running = start(words, **rank_1_with(f"time.sleep(2); {fault}"))  # the pulse of its third step is written first
+    ended = running.wait(120)
+    assert ended.exit_code == 1, ended.output
+    reason = str(read_run(latest(tmp_path)).status["reason"])
+    assert reason in ended.output
+    assert f"rank 1 on {socket.gethostname()} (process " in reason
+    assert said in reason
+    assert "the last that it reported was step 3, then in broken (" in reason
+    assert "launcher.timeout_s=8 s. Rank 0 says: RuntimeError" in reason
+    assert ranks_of(latest(tmp_path).resolve()) == []

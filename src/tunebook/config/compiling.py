@@ -1,9 +1,15 @@
 """How torch compiles a transformer block: for what compiles them, and for what only counts what they keep.
 
-torch keeps its settings for the whole process, so blocks of one kind are compiled in one.
+torch keeps its settings for the whole process, so blocks of one kind are compiled in one. Also what the terminal says
+of compilations, which take long in silence.
 """
 
 from __future__ import annotations
+
+import os
+
+from tunebook.config.choices import Attention
+from tunebook.config.schema import RunConfig
 
 # What of a block's inputs stays open: all that is handed to its forward pass, and nothing that hangs on the block
 # itself. `dynamic=True` leaves that open too where FSDP has wrapped the block, whose numbers torch does not take for
@@ -38,3 +44,30 @@ def set_up_compiler(*, recomputes: bool) -> None:
     torch.compiler.config.dynamic_sources = _OPEN
     for reason in _REASONS_TO_KEEP:
         setattr(functorch, reason, not recomputes)
+
+
+def compilation_notice(config: RunConfig) -> str | None:
+    """What the first passes of a run compile, for how long, and where it is kept; None for nothing.
+
+    DeepSpeed's operators are not among it: they are compiled earlier, and each is named when that begins.
+    """
+    attention = config.attention.implementation
+    parts = []
+    if config.model.compile_layers:
+        parts.append("torch.compile the model's blocks (8 to 98 s on an H200, longer on a CPU)")
+    if attention is Attention.flex_attention:
+        parts.append("torch.compile the attention (seconds to a minute)")
+    if attention in (Attention.flash_attention_4, Attention.varlen_attention_4):
+        parts.append("flash-attn 4 a kernel for each new shape (seconds each)")
+    if config.model.liger_kernel:
+        parts.append("Triton the kernels of Liger (some seconds)")
+    if not parts:
+        return None
+    return f"the first steps compile, in silence: {'; '.join(parts)}. Kept in {_kernel_cache()} for the next run"
+
+
+def _kernel_cache() -> str:
+    """Where torch keeps what it has compiled."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    return os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()

@@ -42,6 +42,16 @@ LAUNCHING: dict[str, Explanation] = {
         advice="Correct on the named node what the message says, then start again on all. While node 0 still prepares "
         "start that node alone again; a run that is at work without it goes on.",
     ),
+    "rank-stalled": Explanation(
+        summary="A rank stood still, and the others waited for it in vain.",
+        why="Every step needs every rank. One that was stopped (SIGSTOP, a debugger), whose machine hangs, or that "
+        "waits for a disk, a network file system or a driver that does not answer, fails nothing itself; the others "
+        "give up after launcher.timeout_s. Each rank writes every few seconds how far it is (logs/pulse-*.json in the "
+        "run folder): the one that stood still is named by that, with the last step it reported.",
+        advice="Look at the named process on its host: `ps -o pid,stat,wchan:32,cmd -p PROCESS` (T: stopped, D: in an "
+        "uninterruptible wait), `dmesg`, the disk and the network file systems that it uses. The same command goes on "
+        "from the newest checkpoint. Where a rank is only slow, raise launcher.timeout_s.",
+    ),
     "node-missing": Explanation(
         summary="A node did not come up, or was lost.",
         why="Every step needs every rank, so the run ends for all of them, saved where that was possible.",

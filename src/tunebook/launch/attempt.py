@@ -40,6 +40,7 @@ from tunebook.launch.logs import (
     where,
 )
 from tunebook.launch.nodes import new_token, own_addresses, run_on_nodes
+from tunebook.launch.pulse import PulseWatch
 from tunebook.launch.resume import is_trained
 from tunebook.launch.roll_call import RollCall
 from tunebook.launch.show import show_command, show_end
@@ -152,10 +153,14 @@ class Attempt:
     def _start_ranks(self) -> ProcessEnd:
         config, folder = self.config, self.folder
         note_launch(folder, self.clock)
-        if not has_callers(config):
+        ranks = world_size(config)
+        watch = PulseWatch(folder, ranks, config.launcher, is_shared=config.hardware.num_nodes > 1)
+        if has_callers(config):
+            make_logs(folder)
+            end = self._start_nodes(watch)
+        else:
             command = ranks_command(config, folder)
             show_command(command, self.console)
-            ranks = config.hardware.gpus_per_node or 1
             self.hosts = dict.fromkeys(range(ranks), socket.gethostname())
             log = None
             if ranks > 1:
@@ -163,25 +168,46 @@ class Attempt:
                 log = torchrun_log(folder, 0)
             environment = rank_environment(config, os.environ)
             timeout_s = config.launcher.stop_timeout_s
-            return run_and_wait(command, environment, [self.lock], log=log, stop_timeout_s=timeout_s)
-        make_logs(folder)
+            end = run_and_wait(
+                command, environment, [self.lock], log=log, stop_timeout_s=timeout_s, find_stall=watch.look
+            )
+        if end.failure is None and end.stopped_by is None and self._read_outcomes().exit_code == 1:
+            return replace(end, failure=watch.cause())
+        return end
+
+    def _start_nodes(self, watch: PulseWatch) -> ProcessEnd:
+        """Start ranks that call in, on nodes or through Ray."""
+        config, folder = self.config, self.folder
         roll = self.roll or new_roll_call(config)
         if config.launcher.name is LauncherName.ray:
             roll.on_go = lambda attempt: clear_outcomes(folder) if attempt else None
         command = ranks_command(config, folder, meeting_place(roll))
         show_command(command, self.console)
-        end = self._run_on_nodes(command, roll, lambda: self._read_outcomes().exit_code)
+        end = self._run_on_nodes(command, roll, lambda: self._read_outcomes().exit_code, watch.look)
         self.hosts = roll.hosts
         return end
 
-    def _run_on_nodes(self, command: list[str], roll: RollCall, exit_code_of: Callable[[], int]) -> ProcessEnd:
+    def _run_on_nodes(
+        self,
+        command: list[str],
+        roll: RollCall,
+        exit_code_of: Callable[[], int],
+        find_stall: Callable[[], TunebookError | None] = lambda: None,
+    ) -> ProcessEnd:
         config, folder = self.config, self.folder
         if is_contained(config):
             roll.on_go = lambda attempt: note_inside(config, folder, roll.hello_of(0))
         environment, keep_open = dict(os.environ), [self.lock]
         try:
             return run_on_nodes(
-                command, environment, roll, config, folder, exit_code_of=exit_code_of, keep_open=keep_open
+                command,
+                environment,
+                roll,
+                config,
+                folder,
+                exit_code_of=exit_code_of,
+                keep_open=keep_open,
+                find_stall=find_stall,
             )
         finally:
             remove_containers(config, folder)
@@ -194,6 +220,10 @@ class Attempt:
         reason = outcome.reason
         if end.failure is not None:
             said = reason if outcome.time is not None else "no rank could save"
+            if end.failure.problem_id == "rank-stalled" and outcome.time is not None:
+                # Without the guess that it was killed: it was, from here or by torchrun, for standing still.
+                said = f"Rank {outcome.rank} says: {read_json(outcome_file(self.folder, outcome.rank))['reason']}"
+                said += f". After that, {self._what_goes_on(newest_checkpoint(self.folder))}"
             return replace(outcome, reason=f"{end.failure.message}. {said}")
         if outcome.exit_code != 1:
             return outcome

@@ -13,6 +13,7 @@ from tunebook.parent_death import prctl
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _POLL_S = 0.1
+_DEAD_WITHIN_S = 20.0  # after a kill: letting go of a large memory takes seconds
 
 
 @contextmanager
@@ -53,12 +54,18 @@ def end_children(
 ) -> None:
     """Wait for adopted children to end, each asked once by SIGTERM; after `timeout_s`, or once it is urgent, killed.
 
-    `exclude` are the children that this process has for other reasons.
+    `exclude` are the children that this process has for other reasons. One that a kill does not end, since it waits in
+    the kernel for a disk or a driver, is left after some seconds.
     """
     asked: set[int] = set()
     end = time.monotonic() + timeout_s
+    killed_at: float | None = None
     while left := _reap(exclude):
         is_late = time.monotonic() >= end or is_urgent()
+        if is_late:
+            killed_at = killed_at or time.monotonic()
+            if time.monotonic() - killed_at > _DEAD_WITHIN_S:
+                return
         for process in left:
             if is_late or process not in asked:
                 asked.add(process)

@@ -62,10 +62,12 @@ def run_and_wait(
     *,
     log: Path | None = None,
     stop_timeout_s: float = 60,
+    find_stall: Callable[[], TunebookError | None] = lambda: None,
 ) -> ProcessEnd:
     """Run a command to its end; the file descriptors `keep_open` stay open in it, `log` takes its standard error.
 
-    What it leaves behind when it is killed gets `stop_timeout_s` to save and end, and is killed then.
+    What it leaves behind when it is killed gets `stop_timeout_s` to save and end, and is killed then. `find_stall` is
+    asked again and again for a reason why it will never end: then it is killed.
     """
     started: list[Started] = []
     pending: list[signal.Signals] = []
@@ -82,17 +84,25 @@ def run_and_wait(
         started.append(start_command(command, environment, keep_open, log=log))
         for number in pending:
             started[0].send(number)
-        exit_code = _wait_for(started[0], requests)
-        end_children(exclude=before, timeout_s=stop_timeout_s, is_urgent=lambda: requests.is_urgent)
-    return ProcessEnd(exit_code=exit_code, stopped_by=requests.first)
+        exit_code, stall = _wait_for(started[0], requests, find_stall)
+        is_urgent = stall is not None
+        end_children(exclude=before, timeout_s=stop_timeout_s, is_urgent=lambda: is_urgent or requests.is_urgent)
+    return ProcessEnd(exit_code=exit_code, stopped_by=requests.first, failure=stall)
 
 
-def _wait_for(started: Started, requests: StopRequests) -> int:
-    """The command's exit code, once it has ended; it is killed some time after a second request."""
+def _wait_for(
+    started: Started, requests: StopRequests, find_stall: Callable[[], TunebookError | None]
+) -> tuple[int, TunebookError | None]:
+    """The command's exit code, once it has ended, and the stall for which it was killed, if it was.
+
+    It is also killed some time after a second request.
+    """
+    stall: TunebookError | None = None
     while True:
         with suppress(subprocess.TimeoutExpired):
-            return started.process.wait(POLL_S)
-        if requests.overdue_s > 0:
+            return started.process.wait(POLL_S), stall
+        stall = stall or find_stall()
+        if requests.overdue_s > 0 or stall is not None:
             started.kill()
 
 

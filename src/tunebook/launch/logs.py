@@ -36,13 +36,18 @@ def make_logs(folder: Path) -> None:
     """Make the folder of the logs, without those of an earlier attempt."""
     logs = folder / LOG_FOLDER
     logs.mkdir(exist_ok=True)
-    for file in logs.glob("*.log"):
-        file.unlink(missing_ok=True)
+    for pattern in ("*.log", "pulse-*.json"):
+        for file in logs.glob(pattern):
+            file.unlink(missing_ok=True)
 
 
 def outcome_file(folder: Path, rank: int) -> Path:
     """Where a rank says how it ended (see `record.run_folder`)."""
     return folder / f"outcome-{rank}.json"
+
+
+# An entry of that table: the root cause, or one of the others.
+_ENTRY = re.compile(r"^ *rank\s*: (\d+) \(local_rank: \d+\)\n *exitcode\s*: (-?\d+)", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,14 +82,28 @@ def first_failure(folder: Path) -> Failure | None:
     return min(found, key=lambda failure: (not failure.is_by_signal, failure.exit_code < 0), default=None)
 
 
-def last_lines(file: Path) -> list[str]:
+def failed_by_themselves(folder: Path) -> set[int]:
+    """The ranks that ended badly before torchrun ended the others."""
+    found = set()
+    for file in (folder / LOG_FOLDER).glob("torchrun-*.log"):
+        for rank, exit_code in _ENTRY.findall(file.read_text(errors="replace")):
+            if int(exit_code) not in (-signal.SIGTERM, -signal.SIGKILL):
+                found.add(int(rank))
+    return found
+
+
+def last_text(file: Path) -> str:
     """The end of a log; empty where there is none."""
     if not file.is_file():
-        return []
+        return ""
     with file.open("rb") as stream:
         stream.seek(max(0, file.stat().st_size - _LONGEST_TAIL))
-        lines = stream.read().decode(errors="replace").splitlines()
-    return [line for line in lines if line.strip()][-_NUM_LAST_LINES:]
+        return stream.read().decode(errors="replace")
+
+
+def last_lines(file: Path) -> list[str]:
+    """The last lines of a log that are not empty."""
+    return [line for line in last_text(file).splitlines() if line.strip()][-_NUM_LAST_LINES:]
 
 
 def quote_log(file: Path, folder: Path) -> str:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tunebook.config.schema import RunConfig
+from tunebook.errors import TunebookError
 from tunebook.launch.calling import TOKEN_VARIABLE
 from tunebook.launch.descendants import adopting_orphans, children_of, end_children
 from tunebook.launch.line import is_loopback
@@ -56,10 +57,12 @@ def run_on_nodes(
     *,
     exit_code_of: Callable[[], int],
     keep_open: Sequence[int] = (),
+    find_stall: Callable[[], TunebookError | None] = lambda: None,
 ) -> ProcessEnd:
     """Run a command that makes nodes call `roll`, to the end of all of them; nothing of it is left then.
 
-    `exit_code_of` reads the run's exit code from its folder, for the nodes to end with.
+    `exit_code_of` reads the run's exit code from its folder, for the nodes to end with. `find_stall` is asked again and
+    again for a reason why the ranks will never end: then they are killed.
     """
     launcher = config.launcher
     log = launcher_log(folder)
@@ -80,6 +83,8 @@ def run_on_nodes(
             if requests.overdue_s > 0 and not is_cut_off:
                 roll.stop(signal.SIGKILL)
                 is_cut_off = True
+            if roll.is_running and roll.failure is None and (stall := find_stall()) is not None:
+                roll.give_up(stall, timeout_s=_CUT_OFF_S)
             # Only the others would come, and srun would wait for them, and they for the one that is missing.
             if not roll.is_running and (error := why_not_started(config, log, said_before)) is not None:
                 roll.give_up(error)

@@ -18,6 +18,7 @@ from tunebook.errors import StoppedError
 from tunebook.launch.commands import DIES_WITH_PARENT
 from tunebook.launch.logs import rank_log, where
 from tunebook.launch.meeting import StartWatch, meet
+from tunebook.launch.pulse import PulseWriter
 from tunebook.parent_death import ask_to_stop_when_parent_dies, die_with_parent
 from tunebook.record.run_folder import write_outcome
 from tunebook.record.start_up import StartClock, process_begun
@@ -40,14 +41,16 @@ def main() -> int:
     clock.passed("start_python")
     request = StopRequest()
     with request.listening():
+        num_ranks = int(os.environ["WORLD_SIZE"])
         watch = StartWatch(
             folder,
             rank=rank,
-            num_ranks=int(os.environ["WORLD_SIZE"]),
+            num_ranks=num_ranks,
             start_timeout_s=launcher.start_timeout_s,
             alone_timeout_s=launcher.stop_timeout_s,
         )
         watch.start()
+        PulseWriter(folder, rank, num_ranks, clock, launcher).start()
         code = _meet_and_train(folder, rank, request, watch, clock)
     for number in StopRequest.signals:
         signal.signal(number, signal.SIG_IGN)  # there is nothing left to stop, and the end is written down

@@ -25,6 +25,7 @@ import logging
 import os
 import shlex
 import socket
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -41,6 +42,8 @@ _PROCESSES = Path("/proc")  # where it is not Linux's, nobody is seen
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of a machine, unlike its name
 _POLL_S = 0.2
 _SAID_AFTER_S = 5.0
+# To see that nothing has to be compiled takes a moment, on a slow disk longer; one that is not there has to be.
+_COMPILES_AFTER_S, _MISSING_AFTER_S = 3.0, 1.0
 _SAME_MOMENT_S = 30.0  # who begins says so, and makes torch's lock file right after it
 
 
@@ -64,6 +67,7 @@ class TurnBaton(FileBaton):
         self._left_by_us = False  # by a process of this machine, since nobody else can hold what we hold
         self._begun = self._turn_begun = 0.0  # when this process began to wait, and to wait for the present holder
         self._has_said = False
+        self._compilation: _Compilation | None = None
 
     def try_acquire(self) -> bool:
         """Wait for the turn of this process; always true. Raises: TunebookError when it does not come."""
@@ -76,6 +80,7 @@ class TurnBaton(FileBaton):
                 self._left_by_us = self._left_by_us and self._lock.exists()  # or it was taken away by hand
                 self._write_holder(f"{_machine()} process {os.getpid()} on {socket.gethostname()}")
                 if super().try_acquire():
+                    self._compilation = _Compilation(self._lock.parent)
                     return True
                 self._write_holder("")  # should this process be killed while it waits, that file was not its
                 if self._is_left_behind():
@@ -88,6 +93,8 @@ class TurnBaton(FileBaton):
 
     def release(self) -> None:
         """Let the next one have its turn."""
+        if self._compilation is not None:
+            self._compilation.end()
         try:
             with suppress(FileNotFoundError):  # another machine may have taken it for one that was left behind
                 super().release()
@@ -208,6 +215,35 @@ class TurnBaton(FileBaton):
             say = _say if self._has_flock else _log
             say(f"waiting for {who} to compile {self._operator}, while there is {self._lock}")
         time.sleep(_POLL_S)
+
+
+class _Compilation:
+    """Says on the terminal that an operator is being compiled, which takes minutes in silence, and how long it took.
+
+    torch compiles nothing where the folder holds the operator as it is to be: then nothing is said.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._library = folder, folder / f"{folder.name}.so"
+        self._begun = time.monotonic()
+        self._has_said = False
+        self._timer = threading.Timer(_COMPILES_AFTER_S if self._library.exists() else _MISSING_AFTER_S, self._say_so)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def end(self) -> None:
+        """It is there now, or has failed, which the process itself reports."""
+        self._timer.cancel()
+        self._timer.join()
+        if self._has_said and self._library.exists():
+            _say(f"compiled {self._folder.name} in {time.monotonic() - self._begun:.0f} s")
+
+    def _say_so(self) -> None:
+        self._has_said = True
+        _say(
+            f"compiling DeepSpeed's operator {self._folder.name}: takes 1 to 4 minutes on two cores, the first time "
+            f"only; it is kept in {self._folder}"
+        )
 
 
 def _processes_in(folder: Path) -> list[int]:

@@ -24,6 +24,7 @@ class StartClock:
     def __init__(self, begun: float | None = None) -> None:
         self.begun = time.time() if begun is None else begun
         self.phases: dict[str, float] = {}
+        self.step: int | None = None  # the last finished optimizer step, once there are any
         self._last = self.begun
 
     def passed(self, phase: str) -> None:

@@ -32,6 +32,7 @@ from tunebook.checkpoint.resharding import link_in_flat_order
 from tunebook.checkpoint.save import CheckpointSaver
 from tunebook.checkpoint.together import group_apart, on_first_rank
 from tunebook.config.choices import Checkpointing, Compute, Generation, PackingMode, PeftMethod, Switch
+from tunebook.config.compiling import compilation_notice
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import RunConfig
 from tunebook.data.prepared import Prepared, PreparedPart, load_prepared
@@ -129,6 +130,8 @@ def train(folder: Path, request: StopRequest, clock: StartClock) -> Ending:
     schedule = schedule_of(config, plan, lengths)
     clock.passed("data")
     trainer = _build_trainer(config, plan, prepared, schedule, folder, clock)
+    if trainer.args.process_index == 0 and (notice := compilation_notice(config)) is not None:
+        print(notice, flush=True)
     patience = config.training.early_stopping_patience
     stopping = trainer.stopping = StopOnRequest(request, trainer.saver)
     trainer.add_callback(stopping)

@@ -1,4 +1,4 @@
-"""Counts the last phases of a rank's start: wrapping the model, the checks of what was wrapped, the first step."""
+"""Counts the last phases of a rank's start (wrapping the model, the checks of that, the first step), then steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tunebook.record.start_up import StartClock, note_first_step
 
 
 class StartRecord(TrainerCallback):
-    """Goes before the callbacks that check the wrapped model, and is silent after the first step."""
+    """Goes before the callbacks that check the wrapped model; after the first step it only counts steps."""
 
     def __init__(self, clock: StartClock, folder: Path) -> None:
         self.clock = clock
@@ -33,7 +33,8 @@ class StartRecord(TrainerCallback):
             self.clock.passed("checks")
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """The first step has ended; a GPU is waited for, once."""
+        """A step has ended; for the first one a GPU is waited for, once."""
+        self.clock.step = state.global_step
         if self._is_over:
             return
         self._is_over = True
