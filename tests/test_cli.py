@@ -297,3 +297,22 @@ def test_a_signal_interrupts_the_command_and_ends_its_workers_in_silence(words, 
         [sys.executable, "-c", PROGRAM, *words], capture_output=True, text=True, timeout=30, env=dict(os.environ)
     )
     assert (done.returncode, done.stderr) == (code, "")
+
+
+@pytest.mark.parametrize("value", ["main\ntouch injected", "main\r", "main\u2028x", "main\x1b]0;x\x07"], ids=ascii)
+def test_a_recipe_with_a_line_break_for_a_job_script_ends_with_2_and_shows_none(run, tmp_path, monkeypatch, value):
+    monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path / "cache"))
+    head = "# @package _global_\ndefaults:\n  - quickstart\n  - override /launcher: slurm\n  - _self_\n"
+    (tmp_path / "evil.yaml").write_text(f"{head}launcher:\n  partition: {json.dumps(value)}\n")
+    code, out, said = run("train", "evil", "--recipes-dir", str(tmp_path), "--dry-run")
+    assert code == 2
+    assert "#SBATCH" not in out
+    assert "tunebook explain control-characters" in out + said
+    assert not any(sign in out + said for sign in "\r\u2028\x1b\x07")
+
+
+def test_an_error_repeats_what_was_typed_without_what_a_terminal_obeys(run):
+    code, _, said = run("train", "quickstart", "training.\x1b[2Jseed=3")
+    assert code == 2
+    assert "\x1b" not in said
+    assert "training.\\x1b[2Jseed" in said

@@ -196,7 +196,9 @@ print_settings() {
 
 print_setting() { # print_setting NAME VALUE; compose takes what is between single quotes as it is
   case $2 in
-    *[\'$'\n']*) refuse "$1: compose cannot read a name with a quote or a line break in it: $2" "Use another folder." ;;
+    *[\'[:cntrl:]]*)
+      refuse "$1: compose cannot read a name with a quote or a line break in it: $2" "Use another folder."
+      ;;
     *[!A-Za-z0-9_./:@+,-]*) printf "%s='%s'\n" "$1" "$2" ;;
     *) printf '%s=%s\n' "$1" "$2" ;;
   esac

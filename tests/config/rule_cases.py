@@ -556,5 +556,6 @@ CASES = [
         SLURM | {"launcher.container_image": "image", "launcher.container_runtime": ContainerRuntime.docker},
     ),
     case("ray-variable-form", "'NCCL_DEBUG' is not of the form", {"launcher.env_vars": ["A=1", "NCCL_DEBUG"]}, RAY),
+    case("control-characters", r"main\\n#x holds a line break", {"launcher.partition": "main\n#x"}, SLURM),
     case("ray-address-form", "neither auto, local nor HOST:PORT", {"launcher.address": "ray://head:10001"}, RAY),
 ]

@@ -38,6 +38,7 @@ from tunebook.config.rules import (
     quantised,
     running,
     sources,
+    texts,
 )
 from tunebook.config.rules.frame import Level, Rule
 from tunebook.config.schema import (
@@ -50,7 +51,7 @@ from tunebook.config.schema import (
 
 from .rule_cases import CASES, DDP, IN_TOKENS, ON_1, PADDED_DDP, SLURM, fsdp
 
-MODULES = (numbers, sources, batch, precision, attention, parallelism, optimizing, quantised, running, launching)
+MODULES = (numbers, sources, batch, precision, attention, parallelism, optimizing, quantised, running, launching, texts)
 # What the config.json of some models says, each in a folder of this name.
 MODELS = {
     "masked": {"model_type": "bert", "architectures": ["BertForMaskedLM"]},

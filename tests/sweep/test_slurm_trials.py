@@ -126,6 +126,16 @@ def test_a_script_is_read_as_it_is_meant_whatever_the_folder_and_the_options_hol
     assert srun[-4:] == [f"--output={escaped}/%j_%t_log.out", f"--error={escaped}/%j_%t_log.err", "python", "job"]
 
 
+def test_no_sign_of_a_folder_cuts_a_line_in_two(tmp_path: Path) -> None:
+    """Python takes more signs for line breaks than the shell, which would run what follows them as a command."""
+    with pytest.raises(RequestError, match="the sweep's command="):
+        _Executor(tmp_path, [], settings())._make_submission_file_text("python 'a\u2028touch x'", "uid")
+    with pytest.raises(RequestError, match="an option of sbatch="):
+        _Executor(tmp_path, ["--partition=a\u2028b"], settings())._make_submission_file_text("python", "uid")
+    with pytest.raises(RequestError, match="the sweep's folder="):
+        _Executor(tmp_path / "a\u2028b", [], settings())
+
+
 @pytest.mark.parametrize(
     ("said", "exit_code"),
     [

@@ -9,6 +9,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
 from tunebook.config.book import book_root
+from tunebook.config.control_characters import shown
 from tunebook.config.override_text import as_typed
 from tunebook.config.recipe_files import RecipeFile
 from tunebook.config.schema import GROUPS
@@ -56,7 +57,7 @@ class Origins:
         """The place that set a dotted key, as a user would look for it."""
         override = self.override(key)
         if override is not None:
-            return f"override '{override.input_line}'"
+            return f"override '{shown(override.input_line or '')}'"
         for recipe in self.recipes:
             if _contains(recipe.body, key.split(".")):
                 return str(recipe.file)

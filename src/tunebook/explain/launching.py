@@ -66,6 +66,12 @@ LAUNCHING: dict[str, Explanation] = {
         advice="Make or fetch the image on every node (`make image`, `make pull`), or name one with its registry: "
         "launcher.container_image=REGISTRY.EXAMPLE/NAME:TAG. launcher.container_python names the Python in it.",
     ),
+    "container-mount": Explanation(
+        summary="A folder cannot be named to a container.",
+        why="pyxis separates mounts by commas and the two sides of one by a colon, docker by a colon. A folder with "
+        "one of these signs in its name would be cut there, and the run would get another folder, or an empty one.",
+        advice="Use a folder without commas and colons in its path; a link to it is enough.",
+    ),
     "folder-not-shared": Explanation(
         summary="A node does not see the run folder or the prepared data.",
         why="The launcher writes both before the ranks start, and every node reads them.",

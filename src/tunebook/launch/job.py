@@ -14,6 +14,7 @@ from rich.text import Text
 from tunebook.checkpoint.candidates import expected_checkpoint
 from tunebook.checkpoint.identity import identity_of
 from tunebook.config.auto import Resolution
+from tunebook.config.control_characters import require_printable
 from tunebook.config.decisions import asked_keys
 from tunebook.config.frozen import config_to_yaml
 from tunebook.config.rules import check_environment
@@ -108,6 +109,7 @@ def run_job(job: Job, console: Console, *, folder: Path | None = None, clock: St
         return join_run(config, console)
     if folder is not None:
         folder = folder.expanduser().absolute()
+        require_printable("--run-folder", folder)
         check_run_folder(config, folder, asked)
     check_outputs(folder or Path(config.outputs))
     clock.passed("checks")

@@ -18,6 +18,7 @@ import submitit
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 from tunebook.checkpoint.candidates import same_command
+from tunebook.config.control_characters import require_printable
 from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.errors import RequestError, TunebookError
 from tunebook.launch.slurm.client import (
@@ -226,6 +227,7 @@ class _Executor(submitit.SlurmExecutor):
             super().__init__(folder=folder, max_num_timeout=1000)
         except RuntimeError as error:
             raise TunebookError(f"submitit: {error}", problem_id="slurm-not-found") from error
+        require_printable("the sweep's folder", folder)
         # Its own options for these would be wrong where there is a % in the folder, and a sign that sbatch reads.
         logs = [f"--{name}={output_pattern(folder, f'%j_0_log.{end}')}" for name, end in _LOGS.items()]
         self._options = [*(word for word in options if not word.startswith("--signal=")), *logs]
@@ -237,7 +239,9 @@ class _Executor(submitit.SlurmExecutor):
         )
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
-        lines = super()._make_submission_file_text(command, uid).splitlines()
+        require_printable("the sweep's command", command)
+        # Not at the other signs that Python takes for line breaks: the shell and sbatch do not.
+        lines = super()._make_submission_file_text(command, uid).removesuffix("\n").split("\n")
         own = [line for line in lines if _is_kept(line)]
         place = own.index("# Parameters") + 1
         # srun no longer takes the cores from the job, and would use one.

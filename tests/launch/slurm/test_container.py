@@ -236,3 +236,16 @@ def test_programs_that_no_container_would_execute_are_refused_before_the_trainin
     refuse_code_inside(in_docker(tasks, "evaluation.confirm_run_unsafe_code=true"))
     refuse_code_inside(in_docker(tasks, "launcher.container_mounts=[/handover]"))
     refuse_code_inside(in_docker("evaluation.tasks=[gsm8k]"))
+
+
+@pytest.mark.parametrize("name", ["a:b", "a,b", "a\nb"])
+@pytest.mark.parametrize("runtime", ["pyxis", "docker"])
+def test_a_folder_that_no_option_can_name_is_refused(monkeypatch, tmp_path, name, runtime):
+    """pyxis and docker would mount another folder, or an empty one, without a word."""
+    monkeypatch.chdir(tmp_path)
+    config = config_of(
+        "quickstart", "launcher.container_image=registry.example/x:1", f"launcher.container_runtime={runtime}"
+    )
+    with pytest.raises(RequestError) as caught:
+        in_container(config, tmp_path / name, COMMAND)
+    assert caught.value.problem_id == ("control-characters" if "\n" in name else "container-mount")

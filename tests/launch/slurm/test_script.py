@@ -7,6 +7,7 @@ import pytest
 
 from tunebook.config.auto import resolve_auto
 from tunebook.config.compose import compose
+from tunebook.errors import RequestError
 from tunebook.hardware.detect import Machine
 from tunebook.launch.slurm.script import job_script, option_lines, option_words, unusable_sign
 
@@ -59,14 +60,32 @@ def test_the_shell_reads_it_whatever_the_folders_are_called(monkeypatch, tmp_pat
     assert answer.stdout == f"{place}|4|-m|tunebook.launch.slurm|{place / 'run'}|", answer.stderr
 
 
-def test_a_title_of_several_lines_stays_a_comment():
+@pytest.mark.parametrize("sign", ["\n", "\r", "\0", "\x1b", "\t", "\x85", "\u2028", "\u2029"], ids=ascii)
+@pytest.mark.parametrize(
+    "part", ["title", "recipe", "partition", "account", "time_limit", "extra_args", "folder", "python", "cwd"]
+)
+def test_no_part_of_a_script_may_begin_another_line(monkeypatch, sign, part):
     """sbatch reads no option after a line that is none, and the node would run it."""
     config = config_of("quickstart", "launcher=slurm")
-    config.title = "first\necho second\r\nthird"
-    lines = job_script(config, Path("/runs/a\nb")).splitlines()
-    assert lines[1] == "# first echo second  third: the job of /runs/a b"
-    assert [line for line in lines[:4] if not line.startswith("#")] == []
-    assert "#SBATCH --nodes=1" in lines
+    text = f"x{sign}touch /tmp/injected"
+    folder, python = "/runs/a", "python"
+    if part in ("title", "recipe"):
+        setattr(config, part, text)
+    elif part == "extra_args":
+        config.launcher.extra_args = [f"--comment={text}"]
+    elif part == "folder":
+        folder = f"/runs/{text}"
+    elif part == "python":
+        python = text
+    elif part == "cwd":
+        monkeypatch.setattr(Path, "cwd", lambda: Path(f"/home/{text}"))
+    else:
+        setattr(config.launcher, part, text)
+    with pytest.raises(RequestError) as caught:
+        job_script(config, Path(folder), python)
+    assert (caught.value.exit_code, caught.value.problem_id) == (2, "control-characters")
+    assert sign not in caught.value.message
+    assert f"(U+{ord(sign):04X}), which could begin another line" in caught.value.message
 
 
 @pytest.mark.parametrize(
@@ -93,6 +112,8 @@ def test_the_signs_of_a_folder_are_not_slurms():
     assert "--output=/runs/50%%j/slurm-%j.out" in options
 
 
-@pytest.mark.parametrize(("path", "sign"), [("/a\\b", "a backslash"), ("/a\nb", "a line break"), ("/a%b #'", None)])
+@pytest.mark.parametrize(
+    ("path", "sign"), [("/a\\b", "a backslash"), ("/a\nb", "a line break (U+000A)"), ("/a%b #'", None)]
+)
 def test_paths_that_slurm_cannot_print_to(path, sign):
     assert unusable_sign(Path(path)) == sign

@@ -20,6 +20,7 @@ from tunebook.config.rules import (
     quantised,
     running,
     sources,
+    texts,
 )
 from tunebook.config.rules.environment import check_environment
 from tunebook.config.rules.frame import Rule
@@ -40,6 +41,7 @@ RULES: tuple[Rule, ...] = (
     *quantised.RULES,
     *running.RULES,
     *launching.RULES,
+    *texts.RULES,
 )
 
 

@@ -7,6 +7,7 @@ judged by the machine it is called on: the ranks look for themselves.
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import socket
 from collections.abc import Iterator
@@ -255,5 +256,5 @@ def _nvme_problems(config: RunConfig, settings: ZeroConfig) -> Iterator[Problem]
             yield Problem(id="nvme-too-small", key="parallelism.nvme_path", message=message, fix=fix)
     if not folder.is_dir():
         message = f"there is no folder {settings.nvme_path} on this machine"
-        fix = f"mkdir -p {settings.nvme_path} or parallelism.nvme_path=FOLDER"
+        fix = f"mkdir -p {shlex.quote(settings.nvme_path)} or parallelism.nvme_path=FOLDER"
         yield Problem(id="nvme-path-not-found", key="parallelism.nvme_path", message=message, fix=fix)

@@ -12,6 +12,7 @@ from pathlib import Path
 from tunebook.config.book import is_in_book, resolve_path
 from tunebook.config.cache import CACHE_VARIABLE, cache_root
 from tunebook.config.choices import ContainerRuntime, Generation
+from tunebook.config.control_characters import require_printable
 from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.errors import RequestError
 from tunebook.evaluate.code.checks import has_code
@@ -99,7 +100,21 @@ def container_mounts(config: RunConfig, folder: Path) -> list[str]:
         places.append(str(resolve_path(config.model.path)))
     seen = [Path(place) for place in places]
     places += [str(place) for place in _read_from(config) if not any(place.is_relative_to(other) for other in seen)]
-    return list(dict.fromkeys([*places, *_named_folders().values()]))
+    mounts = list(dict.fromkeys([*places, *_named_folders().values()]))
+    for place in mounts:
+        _require_mountable(place)
+    return mounts
+
+
+def _require_mountable(place: str) -> None:
+    """Refuse a folder that a container's option cannot name: it would get others, or none. Raises: RequestError."""
+    require_printable("a folder for the container", place)
+    if found := next((sign for sign in ",:" if sign in place), None):
+        raise RequestError(
+            f"a container cannot get the folder {place}: pyxis and docker take the '{found}' in it for the end of a "
+            "name; use a folder without, or a link to it that has none",
+            problem_id="container-mount",
+        )
 
 
 def _read_from(config: RunConfig) -> list[Path]:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from tunebook.config.choices import Generation
+from tunebook.config.control_characters import control_character, require_printable
 from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.launch.commands import JOB_SCRIPT, job_body
 
@@ -31,8 +32,7 @@ def unusable_sign(folder: Path) -> str | None:
     A backslash turns the signs after % off for the whole path, also that of the job's number (`man sbatch`, filename
     pattern), and options in a script end with their line.
     """
-    names = {"\\": "a backslash", "\n": "a line break", "\r": "a line break"}
-    return next((name for sign, name in names.items() if sign in str(folder)), None)
+    return "a backslash" if "\\" in str(folder) else control_character(str(folder))
 
 
 def job_options(config: RunConfig, folder: Path | None = None) -> dict[str, str | None]:
@@ -68,13 +68,19 @@ def option_words(config: RunConfig, folder: Path | None = None) -> list[str]:
 
 
 def job_script(config: RunConfig, folder: Path, python: str = sys.executable) -> str:
-    """The script that `sbatch` is given: one task per node, of which the first starts everything."""
+    """The script that `sbatch` is given: one task per node, of which the first starts everything.
+
+    Raises: RequestError for a control character in anything that it is made of.
+    """
     settings = config.launcher
     assert isinstance(settings, SlurmConfig)
+    parts = {"title": config.title, "the run folder": str(folder), "the working folder": str(Path.cwd())}
+    for what, text in (parts | {"Python": python}).items():
+        require_printable(what, text)
     lines = [
         _HEAD,
-        f"# {_one_line(config.title) or 'A run'}: the job of {_one_line(str(folder))}",
-        f"# Submitted by tunebook train; again by hand: sbatch {_one_line(shlex.quote(str(folder / JOB_SCRIPT)))}",
+        f"# {config.title or 'A run'}: the job of {folder}",
+        f"# Submitted by tunebook train; again by hand: sbatch {shlex.quote(str(folder / JOB_SCRIPT))}",
         *option_lines(option_words(config, folder)),
         "",
         f"# Slurm sends USR1 {settings.stop_timeout_s} s before the time limit, and on preemption where set to; the",
@@ -88,7 +94,12 @@ def job_script(config: RunConfig, folder: Path, python: str = sys.executable) ->
 
 
 def option_lines(words: list[str]) -> list[str]:
-    """Options as sbatch reads them from a script: what stands for something else there is between quotes."""
+    """Options as sbatch reads them from a script: what stands for something else there is between quotes.
+
+    Raises: RequestError for a control character: no quotes keep sbatch from ending an option with its line.
+    """
+    for word in words:
+        require_printable("an option of sbatch", word)
     return [f"#SBATCH {_quoted(word)}" for word in words]
 
 
@@ -101,8 +112,3 @@ def _quoted(word: str) -> str:
         name, equals, value = "", "", word
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')
     return f'{name}{equals}"{escaped}"'
-
-
-def _one_line(text: str) -> str:
-    """The text without line breaks: sbatch stops reading options at the first line that is no comment, and runs it."""
-    return text.replace("\n", " ").replace("\r", " ")

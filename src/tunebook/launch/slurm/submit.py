@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import time
 from collections.abc import Iterator
@@ -56,7 +57,7 @@ def submit(config: RunConfig, folder: Path, console: Console) -> str:
     state = _state_if_told(job_id)
     lines = [
         f"submitted as job {job_id}" + (f", {state.text()}" if state is not None else ""),
-        f"  what it prints:  tail -F {output}",
+        f"  what it prints:  tail -F {shlex.quote(str(output))}",
         f"  how it stands:   squeue --job {job_id}",
         f"  stop and save:   scancel --batch --signal=TERM {job_id}",
         f"  take it back while it waits: scancel {job_id}",

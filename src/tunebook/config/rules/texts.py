@@ -1,0 +1,52 @@
+"""Rules about texts: none holds a control character where it may reach a script, a header, a variable or a command."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from tunebook.config.control_characters import control_character, shown, without_control_characters
+from tunebook.config.override_text import typed, typed_list
+from tunebook.config.rules.frame import Finding, Rule, rule
+from tunebook.config.schema import RunConfig
+
+# Texts for the model and names inside data files: they reach no script, and may hold anything.
+_FREE = ("dataset.system_prompt", "model.pad_token", "model.eos_token", "dataset.text_field")
+
+
+def _texts(value: Any, key: str) -> Iterator[tuple[str, list[str], bool]]:
+    """Every text of a configuration, with its key: names of entries too; whether it is a list's."""
+    if isinstance(value, str):
+        yield key, [value], False
+    elif isinstance(value, list):
+        yield key, [item for item in value if isinstance(item, str)], True
+    elif isinstance(value, dict):
+        for name, entry in value.items():
+            yield key, [str(name)], False
+            yield from _texts(entry, f"{key}.{name}")
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from _texts(getattr(value, field.name), f"{key}.{field.name}" if key else field.name)
+
+
+@rule(
+    "control-characters",
+    summary="A value holds a line break or another control character.",
+    why="Values reach job scripts, options of sbatch and containers, environment variables and command lines. A line "
+    "break there ends a comment or an option, and what follows would be run as a command; an escape would be obeyed by "
+    "a terminal. Unicode's line separators, and signs that show a text in another order, are refused as well.",
+    advice="Type the value without it. A system prompt may have several lines: dataset.system_prompt is not looked at.",
+)
+def control_characters(config: RunConfig) -> Iterator[Finding]:
+    """In any text but those that only a model or a data file sees."""
+    for key, values, is_list in _texts(config, ""):
+        found = next((control_character(value) for value in values if control_character(value)), None)
+        if found is None or key in _FREE or key.endswith(".text_field"):
+            continue
+        clean = [without_control_characters(value) for value in values]
+        message = f"{', '.join(map(shown, values))} holds {found}"
+        yield Finding(key=shown(key), message=message, fix=typed_list(key, clean) if is_list else typed(key, clean[0]))
+
+
+RULES: tuple[Rule, ...] = (control_characters,)

@@ -1,0 +1,100 @@
+"""Control characters: which they are, how they are shown, and that no value of a configuration holds one."""
+
+import pytest
+
+from tunebook.config.choices import LauncherName
+from tunebook.config.compose import compose
+from tunebook.config.control_characters import control_character, require_printable, shown, without_control_characters
+from tunebook.config.rules import check
+from tunebook.config.schema import MixturePart, RayConfig, SlurmConfig
+from tunebook.errors import RequestError
+
+SIGNS = {
+    "\n": "a line break (U+000A)",
+    "\r": "a carriage return (U+000D)",
+    "\0": "a NUL (U+0000)",
+    "\x1b": "an escape (U+001B)",
+    "\x0b": "a control character (U+000B)",
+    "\x85": "a line break (NEL) (U+0085)",
+    "\u2028": "a line separator (U+2028)",
+    "\u2029": "a paragraph separator (U+2029)",
+    "\u202e": "a control character (U+202E)",  # shows what follows from right to left
+    "\udce9": "a control character (U+DCE9)",  # a byte that is no UTF-8, as Python reads it from a command line
+}
+# Of every group a value that goes elsewhere, and where it goes.
+PLACES = {
+    "title": "title",
+    "outputs": "outputs",
+    "model.path": "model.path",
+    "model.name": "model.name",
+    "dataset.path": "dataset.path",
+    "tracking.project": "tracking.project",
+    "training.resume": "training.resume",
+    "training.push_to_hub": "training.push_to_hub",
+    "launcher.partition": "launcher.partition",
+    "launcher.account": "launcher.account",
+    "launcher.time_limit": "launcher.time_limit",
+    "launcher.container_image": "launcher.container_image",
+    "launcher.container_python": "launcher.container_python",
+    "launcher.master_address": "launcher.master_address",
+}
+LISTS = ["launcher.extra_args", "launcher.container_mounts", "evaluation.tasks", "peft.target_modules"]
+
+
+@pytest.mark.parametrize(("sign", "name"), SIGNS.items(), ids=[ascii(sign) for sign in SIGNS])
+def test_each_is_named_shown_and_refused(sign, name):
+    text = f"main{sign}x"
+    assert control_character(text) == name
+    assert without_control_characters(text) == "mainx"
+    assert shown(text) == f"main{ascii(sign)[1:-1]}x"
+    with pytest.raises(RequestError, match=r"^--name=main\\\S+x holds .* type it without: 'mainx'$") as caught:
+        require_printable("--name", text)
+    assert caught.value.problem_id == "control-characters"
+
+
+@pytest.mark.parametrize("text", ["", "main", "a b#'\"$`\\;&|", "größe", "数据", "a\u00a0b", "🙂", "a\u200bb"])
+def test_other_text_is_left_alone(text):
+    assert (control_character(text), shown(text), without_control_characters(text)) == (None, text, text)
+    require_printable("--name", text)
+
+
+def found_in(config):
+    return {problem.key: problem for problem in check(config) if problem.id == "control-characters"}
+
+
+@pytest.mark.parametrize("key", PLACES)
+def test_no_text_of_a_configuration_holds_one(sound, changed, key):
+    config = changed(sound, {"launcher": SlurmConfig(name=LauncherName.slurm), key: "a\u2028touch /tmp/injected"})
+    problem = found_in(config)[key]
+    assert problem.is_error
+    assert problem.message == "a\\u2028touch /tmp/injected holds a line separator (U+2028)"
+    assert problem.fix == f"'{key}=\"atouch /tmp/injected\"'"
+
+
+@pytest.mark.parametrize("key", LISTS)
+def test_nor_does_an_entry_of_a_list(sound, changed, key):
+    config = changed(sound, {"launcher": SlurmConfig(name=LauncherName.slurm), key: ["/good", "/bad\nrm x"]})
+    assert found_in(config)[key].message == "/good, /bad\\nrm x holds a line break (U+000A)"
+
+
+def test_nor_a_variable_of_rays_workers_nor_the_name_of_a_part(sound, changed):
+    ray = RayConfig(name=LauncherName.ray, env_vars=["A=1\nB=2"])
+    parts = {"chat\x1b[2J": MixturePart(path="a\rb")}
+    found = found_in(changed(sound, {"launcher": ray, "dataset.parts": parts}))
+    assert set(found) == {"launcher.env_vars", "dataset.parts", "dataset.parts.chat\\x1b[2J.path"}
+
+
+@pytest.mark.parametrize("key", ["dataset.system_prompt", "model.pad_token", "model.eos_token", "dataset.text_field"])
+def test_texts_that_only_a_model_or_a_data_file_sees_may_hold_them(sound, changed, key):
+    assert found_in(changed(sound, {key: "Be brief.\nBe kind."})) == {}
+
+
+def test_what_is_said_of_an_override_repeats_none(tmp_path):
+    composition = compose("quickstart", ["launcher=slurm", 'launcher.partition="main\x1b[2J\nx"'])
+    (problem,) = [
+        problem
+        for problem in check(composition.config, composition.origins.set_by)
+        if problem.key.endswith("partition")
+    ]
+    assert control_character(problem.text().replace("\n    fix:", " fix:")) is None
+    assert "override 'launcher.partition=\"main\\x1b[2J\\nx\"'" in problem.text()
