@@ -43,6 +43,7 @@ from tunebook.cli_records import make_console, records_app
 from tunebook.cli_words import settings, split, task_names
 from tunebook.config.book import path_too_long
 from tunebook.config.control_characters import shown
+from tunebook.config.secrets import without_secrets
 from tunebook.errors import DoesNotFitError, RequestError, StoppedError, TunebookError
 from tunebook.launch.other_launchers import (
     is_read_only,
@@ -408,8 +409,8 @@ def _leave_other_launchers(words: list[str], errors: Console) -> None:
 
 
 def _end_with(error: TunebookError, errors: Console) -> NoReturn:
-    # Values are repeated as they were typed; a terminal must not obey what is in them.
-    message = "\n".join(map(shown, error.message.split("\n")))
+    # Values are repeated as they were typed; a terminal must not obey what is in them, nor a log keep a token.
+    message = without_secrets("\n".join(map(shown, error.message.split("\n"))))
     errors.print(Text(f"error: {message}", style="red"))
     if error.problem_id is not None and "tunebook explain" not in error.message:
         errors.print(Text(f"more: tunebook explain {error.problem_id}"))

@@ -264,3 +264,14 @@ def test_commands_are_recorded_without_the_home_and_book_folders(monkeypatch: py
     ]  # fmt: skip
     assert describe_command(["/x/tunebook/__main__.py", "plan"]) == ["tunebook", "plan"]
     assert shorten_paths("/home/someone") == "~"
+
+
+def test_no_secret_is_recorded_of_a_command_line_or_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef0123")
+    monkeypatch.setenv("NCCL_SECRET", "something-secret-and-long")
+    monkeypatch.setenv("NCCL_DEBUG_FILE", "/tmp/0123456789abcdef0123")
+    words = ["tunebook", "train", "--recipes-dir", "/x/0123456789abcdef0123", "seed=1"]
+    assert describe_command(words) == ["tunebook", "train", "--recipes-dir", "/x/***", "seed=1"]
+    variables = describe_environment("cpu")["variables"]
+    assert variables["NCCL_DEBUG_FILE"] == "/tmp/***"
+    assert "NCCL_SECRET" not in variables

@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from tunebook.config.book import book_root
 from tunebook.config.foreign import answer_key
+from tunebook.config.interpolation import guard_resolvers
 from tunebook.config.messages import (
     OverrideError,
     added_or_removed,
@@ -30,6 +31,7 @@ from tunebook.config.messages import (
     explain_composition,
     explain_missing,
     explain_value,
+    secret_in_configuration,
     several_values,
     unknown_choice,
     unknown_key,
@@ -44,7 +46,8 @@ from tunebook.config.recipe_files import (
     store_recipes,
 )
 from tunebook.config.schema import CHOICE_SCHEMAS, GROUPS, RunConfig
-from tunebook.config.walk import unknown_keys
+from tunebook.config.secrets import is_secret_name, secret_in
+from tunebook.config.walk import texts_of, unknown_keys
 from tunebook.errors import RequestError
 
 # The one dictionary with keys of the user's own. Hydra's override cannot add a typed entry to it, so overrides below it
@@ -187,6 +190,7 @@ def _typed(tree: DictConfig, origins: Origins) -> RunConfig:
     """The composed tree as dataclasses, with every key known and every required value there."""
     with open_dict(tree):
         del tree["hydra"]
+    guard_resolvers()
     try:
         tree = _merge_open(tree, origins.overrides)
         for key, owner in unknown_keys(tree):
@@ -197,4 +201,17 @@ def _typed(tree: DictConfig, origins: Origins) -> RunConfig:
     except (OmegaConfBaseException, OverflowError) as error:  # the latter for whole numbers of hundreds of digits
         raise explain_value(error, origins) from error
     assert isinstance(config, RunConfig)
+    _refuse_secrets(config, origins)
     return config
+
+
+def _refuse_secrets(config: RunConfig, origins: Origins) -> None:
+    """Raises: RequestError for a text that holds a secret of the environment, however it came to be there."""
+    for key, values, _ in texts_of(config):
+        for value in values:
+            if found := secret_in(value):
+                raise secret_in_configuration(key, found, origins)
+    for variable in getattr(config.launcher, "env_vars", []):
+        name, _, value = variable.partition("=")
+        if value and is_secret_name(name):
+            raise secret_in_configuration("launcher.env_vars", f"a value for {name}", origins)

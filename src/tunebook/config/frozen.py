@@ -6,7 +6,7 @@ On a machine without that folder, or after it was moved, they start at the worki
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from tunebook.config.choices import LauncherName, Strategy
+from tunebook.config.interpolation import escaped, to_object
 from tunebook.config.placing import place_paths, typed_in
 from tunebook.config.schema import (
     FsdpConfig,
@@ -25,8 +26,10 @@ from tunebook.config.schema import (
     SlurmConfig,
     ZeroConfig,
 )
+from tunebook.config.walk import texts_of
 from tunebook.errors import RequestError
 
+_INTERPOLATION = "${"  # how one begins
 PARALLELISM_SCHEMAS: dict[Strategy, type[ParallelismConfig]] = {
     Strategy.single: ParallelismConfig,
     Strategy.ddp: ParallelismConfig,
@@ -51,10 +54,28 @@ TYPED_IN_KEY = "typed_in"
 
 
 def config_to_yaml(config: RunConfig) -> str:
-    """A configuration as YAML text that `load_config` reads back equal, and where its relative paths start."""
+    """A configuration as YAML text that `load_config` reads back equal, and where its relative paths start.
+
+    Its values are final: a `${` in one is a text, and stays one wherever it is read.
+    """
+    if any(_INTERPOLATION in text for _, texts, _ in texts_of(config) for text in texts):
+        config = _escaped(config)
     text: str = OmegaConf.to_yaml(OmegaConf.structured(config))
     folder = typed_in(config)
     return text if folder is None else text + OmegaConf.to_yaml(OmegaConf.create({TYPED_IN_KEY: str(folder)}))
+
+
+def _escaped(value: Any) -> Any:
+    """A copy of a configuration, or of a part of it, in whose texts OmegaConf finds no interpolation."""
+    if isinstance(value, str):
+        return escaped(value) if _INTERPOLATION in value else value
+    if isinstance(value, list):
+        return [_escaped(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _escaped(item) for name, item in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{field.name: _escaped(getattr(value, field.name)) for field in fields(value)})
+    return value
 
 
 def typed_in_of(file: Path) -> Path | None:
@@ -77,7 +98,7 @@ def load_config(file: Path) -> RunConfig:
         config = OmegaConf.structured(RunConfig)
         config.parallelism = PARALLELISM_SCHEMAS[Strategy[parts["parallelism"]["strategy"]]]
         config.launcher = LAUNCHER_SCHEMAS[LauncherName[parts["launcher"]["name"]]]
-        merged: Any = OmegaConf.to_object(OmegaConf.merge(config, parts | plain))
+        merged: Any = to_object(OmegaConf.merge(config, parts | plain))
     except FileNotFoundError as error:
         raise RequestError(f"{file} is not there, so this is no run folder", problem_id="no-run-folder") from error
     except (OmegaConfBaseException, YAMLError, KeyError, TypeError, AttributeError) as error:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import re
 
 from tunebook.config.foreign import answer_choice, answer_key
+from tunebook.config.interpolation import outside_error
 from tunebook.config.origins import Origins
 from tunebook.config.override_text import split_values, typed, typed_list
 from tunebook.config.recipe_files import choice_schema, group_choices
 from tunebook.config.schema import CHOICE_SCHEMAS, GROUPS
+from tunebook.config.secrets import without_secrets
 from tunebook.config.walk import all_keys, describe_type, field_types, schemas_of
 from tunebook.errors import RequestError, did_you_mean, nearest
 
@@ -220,6 +222,9 @@ def explain_value(error: BaseException, origins: Origins) -> RequestError:
     if cause is error and not getattr(error, "full_key", None) and told is None:
         return RequestError(str(error).splitlines()[0], problem_id="cannot-compose")
     key = str(getattr(cause, "full_key", None) or (told and told[1]))
+    if (outside := outside_error(error)) is not None:
+        message = f"{key} {outside.message}; type {outside.advice.replace('{key}', key)}"
+        return _wrong(key, message, origins, problem_id=outside.problem_id)
     message = str(getattr(cause, "msg", None) or cause).splitlines()[0]
     if "not in" in message and "Key" in message:
         return unknown_key(key, getattr(cause, "object_type", None), origins)
@@ -236,6 +241,16 @@ def explain_value(error: BaseException, origins: Origins) -> RequestError:
         value = found.group(1) if found else None
     said = f"{key}={_shortened(value)} is not" if value is not None else f"{key} must be"
     return _wrong(key, f"{said} {type_of(key)}{_near_value(key, value)}", origins, problem_id="wrong-type")
+
+
+def secret_in_configuration(key: str, found: str, origins: Origins) -> RequestError:
+    """A text that must not be written down; it is not repeated, not even as it was typed."""
+    place = without_secrets(origins.of(key)) if key != "launcher.env_vars" else "launcher.env_vars"
+    return RequestError(
+        f"{place}: {key} holds {found}, and a configuration is written to run.yaml, manifest.json and the report. "
+        "Leave it out: HF_TOKEN and WANDB_API_KEY reach the ranks by themselves; set others on the machines of the run",
+        problem_id="secret-in-configuration",
+    )
 
 
 def _shortened(value: str) -> str:

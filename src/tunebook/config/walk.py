@@ -1,4 +1,4 @@
-"""Walks over the schema and over composed trees: which keys there are, of what type, and which do not belong."""
+"""Walks over the schema, composed trees and configurations: keys, their types and texts, and which do not belong."""
 
 from __future__ import annotations
 
@@ -81,6 +81,21 @@ def keys_under(prefix: str, node: type) -> Iterator[str]:
 def all_keys() -> set[str]:
     """Every dotted key of a run's configuration, over all choices of all groups."""
     return set(keys_under("", RunConfig))
+
+
+def texts_of(value: Any, key: str = "") -> Iterator[tuple[str, list[str], bool]]:
+    """Every text of a configuration, with its key: names of entries too; whether it is a list's."""
+    if isinstance(value, str):
+        yield key, [value], False
+    elif isinstance(value, list):
+        yield key, [item for item in value if isinstance(item, str)], True
+    elif isinstance(value, dict):
+        for name, entry in value.items():
+            yield key, [str(name)], False
+            yield from texts_of(entry, f"{key}.{name}")
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from texts_of(getattr(value, field.name), f"{key}.{field.name}" if key else field.name)
 
 
 def unknown_keys(tree: DictConfig, prefix: str = "") -> Iterator[tuple[str, type]]:

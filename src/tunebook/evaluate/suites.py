@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from tunebook.config.book import book_root, recipe_folders
+from tunebook.config.interpolation import to_object
 from tunebook.config.schema import EvaluationConfig, RunConfig
 from tunebook.errors import RequestError, did_you_mean
 from tunebook.evaluate.task_files import is_task_file
@@ -56,7 +57,7 @@ def _read_group(file: Path) -> EvaluationConfig | None:
         merged = OmegaConf.merge(OmegaConf.structured(EvaluationConfig), values)
         if OmegaConf.is_missing(merged, "tasks"):
             return None
-        settings = OmegaConf.to_object(merged)
+        settings = to_object(merged)
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise RequestError(
             f"{file} is no evaluation group: {str(error).splitlines()[0]}; its keys are those of `evaluation`",

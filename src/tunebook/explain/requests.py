@@ -2,9 +2,33 @@
 
 from __future__ import annotations
 
+from tunebook.config.interpolation import ALLOWED
 from tunebook.config.rules.frame import Explanation
 
 COMPOSING: dict[str, Explanation] = {
+    "interpolation-refused": Explanation(
+        summary="A value takes its text from where a configuration may not read.",
+        why="`${...}` may name another key, and `${oc.env:NAME}` a few variables of the environment: "
+        f"{ALLOWED}. What is read is written to run.yaml, manifest.json and the report, which are there to be shared; "
+        "a recipe of somebody else could take a token there. The clock and the machine are in no record, so a run that "
+        "reads them could not be repeated.",
+        advice="Type the value itself, or let the shell put a variable in: `training.seed=$SEED`. Tokens are read from "
+        "the environment where they are needed (HF_TOKEN, WANDB_API_KEY).",
+    ),
+    "variable-not-set": Explanation(
+        summary="A value takes its text from an environment variable that is not set here.",
+        why="`${oc.env:NAME}` stands for the value of NAME where the command is typed.",
+        advice="Set the variable before the command (`export NAME=VALUE`), type the key's value itself, or state a "
+        "default in the recipe: `${oc.env:NAME,VALUE}`.",
+    ),
+    "secret-in-configuration": Explanation(
+        summary="A value of the configuration holds a token or a password.",
+        why="It equals the value of a variable whose name says that it is secret (such as HF_TOKEN or DB_PASSWORD), or "
+        "has the form of an access token. Every value of a configuration is written to run.yaml, manifest.json and the "
+        "report, which are there to be shared, and the command line is recorded as well.",
+        advice="Leave it out. HF_TOKEN and WANDB_API_KEY are taken from the environment and reach the ranks, also on "
+        "other nodes and in containers. Set other secrets in the environment of the machines that the ranks run on.",
+    ),
     "unknown-key": Explanation(
         summary="A key that the configuration does not have.",
         why="The configuration is closed: a misspelt key would otherwise be ignored in silence, and the run would "

@@ -12,6 +12,7 @@ from typing import Any
 
 from tunebook.config.book import book_root, resolve_path
 from tunebook.config.schema import ModelConfig, RunConfig
+from tunebook.config.secrets import without_secrets
 from tunebook.errors import DataError
 from tunebook.model.weights_fingerprint import recorded_in, weights_fingerprint
 from tunebook.record.atomic_files import atomic_write_json, read_json, sha256_file, sha256_text
@@ -138,7 +139,7 @@ def finish_manifest(
     status = {
         "state": state.name,
         "exit_code": exit_code,
-        "reason": reason,
+        "reason": without_secrets(reason) if reason is not None else None,
         "ended": ended.isoformat(timespec="seconds"),
         "seconds": round((ended - started).total_seconds(), 1),
         "step": step,

@@ -20,6 +20,7 @@ from typing import Any
 
 from tunebook.config.book import BOOK_PREFIX, book_root
 from tunebook.config.choices import Generation
+from tunebook.config.secrets import is_secret_name, without_secrets
 from tunebook.hardware.generations import GENERATIONS
 from tunebook.hardware.image import Image, read_image
 from tunebook.hardware.topology import ask_topology
@@ -113,7 +114,9 @@ def describe_environment(generation: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": {name: installed[name] for name in PACKAGES if name in installed},
         "variables": {
-            name: shorten_paths(text) for name, text in sorted(os.environ.items()) if name.startswith(_VARIABLES)
+            name: shorten_paths(without_secrets(text))
+            for name, text in sorted(os.environ.items())
+            if name.startswith(_VARIABLES) and not is_secret_name(name)
         },
     }
 
@@ -187,10 +190,10 @@ def host_fingerprint() -> str:
 
 
 def describe_command(arguments: list[str]) -> list[str]:
-    """The command line with the program's bare name and its paths shortened."""
+    """The command line with the program's bare name and its paths shortened, without secrets."""
     program, *rest = arguments
     name = "tunebook" if Path(program).name == "__main__.py" else Path(program).name
-    return [name, *map(shorten_paths, rest)]
+    return [name, *(shorten_paths(without_secrets(word)) for word in rest)]
 
 
 def shorten_paths(text: str) -> str:

@@ -3,31 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
-from typing import Any
 
 from tunebook.config.control_characters import control_character, shown, without_control_characters
 from tunebook.config.override_text import typed, typed_list
 from tunebook.config.rules.frame import Finding, Rule, rule
 from tunebook.config.schema import RunConfig
+from tunebook.config.walk import texts_of
 
 # Texts for the model and names inside data files: they reach no script, and may hold anything.
 _FREE = ("dataset.system_prompt", "model.pad_token", "model.eos_token", "dataset.text_field")
-
-
-def _texts(value: Any, key: str) -> Iterator[tuple[str, list[str], bool]]:
-    """Every text of a configuration, with its key: names of entries too; whether it is a list's."""
-    if isinstance(value, str):
-        yield key, [value], False
-    elif isinstance(value, list):
-        yield key, [item for item in value if isinstance(item, str)], True
-    elif isinstance(value, dict):
-        for name, entry in value.items():
-            yield key, [str(name)], False
-            yield from _texts(entry, f"{key}.{name}")
-    elif is_dataclass(value):
-        for field in fields(value):
-            yield from _texts(getattr(value, field.name), f"{key}.{field.name}" if key else field.name)
 
 
 @rule(
@@ -40,7 +24,7 @@ def _texts(value: Any, key: str) -> Iterator[tuple[str, list[str], bool]]:
 )
 def control_characters(config: RunConfig) -> Iterator[Finding]:
     """In any text but those that only a model or a data file sees."""
-    for key, values, is_list in _texts(config, ""):
+    for key, values, is_list in texts_of(config):
         found = next((control_character(value) for value in values if control_character(value)), None)
         if found is None or key in _FREE or key.endswith(".text_field"):
             continue

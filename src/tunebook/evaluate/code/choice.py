@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from tunebook.config.interpolation import to_object
 from tunebook.config.rules.numbers import RANGES
 from tunebook.config.schema import CodeConfig, EvaluationConfig
 from tunebook.errors import RequestError, did_you_mean
@@ -45,7 +46,7 @@ def _take(code: CodeConfig, word: str) -> CodeConfig:
         )
     try:
         said = OmegaConf.from_dotlist([f"{name}={text}"])
-        taken = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(code), said))
+        taken = to_object(OmegaConf.merge(OmegaConf.structured(code), said))
     except OmegaConfBaseException as error:
         raise RequestError(
             f"{word} cannot be read: {str(error).splitlines()[0]}; try {PREFIX}num_samples=20, {PREFIX}temperature=0.8 "

@@ -1,0 +1,132 @@
+"""`${...}` reads other keys and a few variables; a token of the environment reaches no configuration and no file."""
+
+from dataclasses import replace
+
+import pytest
+
+from tunebook.config.auto import resolve_auto
+from tunebook.config.compose import compose
+from tunebook.config.frozen import config_to_yaml, load_config
+from tunebook.config.interpolation import escaped, may_read
+from tunebook.errors import RequestError
+from tunebook.evaluate.code.choice import take_options
+from tunebook.hardware.detect import Machine
+from tunebook.record.config_hash import config_hash
+
+NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
+TOKEN = "abcdefghijklmnopqrstuvwxyz0123456789"
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+
+
+@pytest.mark.parametrize(
+    "name", ["HOME", "USER", "SCRATCH", "SLURM_JOB_ID", "DATA_DIR", "HF_HOME", "MY_DATA_PATH", "TEAM_SCRATCH"]
+)
+def test_variables_that_say_where_things_are_may_be_read(name):
+    assert may_read(name)
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN", "PATHS", "WANDB_API_KEY", "SECRET_DIR", "AWS_SECRET_ACCESS_KEY", "X", ""])
+def test_others_may_not(name):
+    assert not may_read(name)
+
+
+REFUSED = {
+    "plain": "${oc.env:HF_TOKEN}",
+    "with a default": "${oc.env:HF_TOKEN,none}",
+    "of no variable": "${oc.env:NOT_THERE}",
+    "inside a text": "a ${oc.env:HF_TOKEN} b",
+    "decoded": "${oc.decode:${oc.env:HF_TOKEN}}",
+    "a name put together": "${oc.env:HF_${training.resume}}",
+    "a resolver put together": "${oc.${tracking.project}:HF_TOKEN}",
+    "the clock": "${now:%Y-%m-%d}",
+    "hydra's": "${hydra:job.num}",
+    "python's": "${python_version:major}",
+}
+
+
+def refused(recipe, words, dirs):
+    with pytest.raises(RequestError) as caught:
+        compose(recipe, words, dirs)
+    assert (caught.value.exit_code, caught.value.problem_id) == (2, "interpolation-refused")
+    assert TOKEN not in caught.value.message
+    return caught.value.message
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_on_the_command_line(how):
+    words = ["training.resume=TOKEN", "tracking.project=env", f'title="{REFUSED[how]}"']
+    assert refused("quickstart", words, []).startswith("override 'title=")
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_in_a_recipe_and_in_what_it_builds_on(tmp_path, how):
+    head = "# @package _global_\ndefaults:\n  - {}\n  - _self_\n"
+    values = f"training:\n  resume: TOKEN\ntracking:\n  project: env\ntitle: '{REFUSED[how]}'\n"
+    (tmp_path / "evil.yaml").write_text(head.format("quickstart") + values)
+    (tmp_path / "child.yaml").write_text(head.format("evil"))
+    for name in ("evil", "child"):
+        assert refused(name, [], [tmp_path]).startswith(f"{tmp_path / 'evil.yaml'}: title takes ")
+
+
+def test_what_may_be_read_is_listed_with_what_to_type():
+    message = refused("quickstart", ["title=${oc.env:HF_TOKEN}"], [])
+    assert "It may read HOME, USER, " in message
+    assert "names that end in _DIR, _PATH" in message
+    assert message.endswith("type title=VALUE")
+
+
+@pytest.mark.parametrize(("name", "key"), [("DATA_DIR", "dataset.path"), ("SLURM_JOB_ID", "training.seed")])
+def test_a_variable_that_is_not_set_is_named_with_what_to_type(monkeypatch, name, key):
+    monkeypatch.delenv(name, raising=False)
+    with pytest.raises(RequestError) as caught:
+        compose("quickstart", [f"{key}=${{oc.env:{name}}}"])
+    assert (caught.value.exit_code, caught.value.problem_id) == (2, "variable-not-set")
+    assert caught.value.message == (
+        f"override '{key}=${{oc.env:{name}}}': {key} takes ${{oc.env:{name}}}, and {name} is not set; type export "
+        f"{name}=VALUE before the command, or {key}=VALUE; a recipe may state a default: ${{oc.env:{name},VALUE}}"
+    )
+
+
+def test_allowed_variables_keys_and_defaults_are_read(monkeypatch):
+    monkeypatch.setenv("SCRATCH", "/scratch/me")
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.delenv("STORE", raising=False)
+    words = ["outputs=${oc.env:SCRATCH}/runs", "training.seed=${oc.env:SLURM_JOB_ID}", "title=${tracking.project}"]
+    config = compose("quickstart", [*words, "tracking.project=${oc.env:STORE,elsewhere}"]).config
+    assert (config.outputs, config.training.seed, config.title) == ("/scratch/me/runs", 17, "elsewhere")
+
+
+@pytest.mark.parametrize("text", ["${oc.env:HF_TOKEN}", "a ${b", "${", r"\${x}", r"\\${x}", r"a\b ${x} \${y}", "${{}}"])
+def test_a_text_that_looks_like_one_stays_a_text(tmp_path, text):
+    """An escaped one is a text; the ranks, which read run.yaml, must not take it for what it looks like."""
+    config = resolve_auto(compose("quickstart", []).config, NO_GPU).config
+    config = replace(config, title=text, tracking=replace(config.tracking, project=text))
+    (tmp_path / "run.yaml").write_text(config_to_yaml(config))
+    found = load_config(tmp_path / "run.yaml")
+    assert (found.title, found.tracking.project) == (text, text)
+    assert TOKEN not in (tmp_path / "run.yaml").read_text()
+    assert config_hash(found) == config_hash(config)
+
+
+def test_an_escaped_one_is_composed_as_the_text_it_stands_for():
+    assert compose("quickstart", [r"title=\${oc.env:HF_TOKEN}"]).config.title == "${oc.env:HF_TOKEN}"
+    assert escaped("${a}") == r"\${a}"
+
+
+def test_a_run_folder_of_somebody_else_reads_nothing_either(tmp_path):
+    config = resolve_auto(compose("quickstart", []).config, NO_GPU).config
+    text = config_to_yaml(replace(config, title="TITLE")).replace("TITLE", "${oc.env:HF_TOKEN}")
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(RequestError, match=r"takes \$\{oc.env:HF_TOKEN\} from the environment") as caught:
+        load_config(tmp_path / "run.yaml")
+    assert TOKEN not in caught.value.message
+
+
+def test_nor_does_an_option_of_an_evaluation(sound):
+    with pytest.raises(RequestError, match=r"cannot be read: .*takes") as caught:
+        take_options(sound.evaluation, ["--code", "evaluation.code.temperature=${oc.env:HF_TOKEN}"])
+    assert TOKEN not in caught.value.message
