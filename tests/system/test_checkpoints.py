@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
+import pickle
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tunebook.checkpoint.verify import verified_record
+from tunebook.record.atomic_files import sha256_file
 from tunebook.record.metrics import read_metrics
 
 CASES = {"ddp": 2, "ddp_lora": 2}
@@ -122,3 +127,139 @@ def test_zero_resumes_with_the_written_hyperparameters_as_ddp_does(run, read_run
     assert len(zero2) == 4
     assert zero2 == ddp
     assert found["zero2"].losses == pytest.approx(found["ddp"].losses, rel=1e-5)
+
+
+class RunsCode:
+    def __reduce__(self):
+        return (os.system, (f"touch {PROOF}",))
+
+
+PROOF = "code_of_a_checkpoint_ran"
+
+
+@pytest.fixture(scope="module")
+def of_zero(run, read_run, tmp_path_factory):
+    """A run of ZeRO-2 on two ranks, with a checkpoint in its middle."""
+    outputs = tmp_path_factory.mktemp("zero")
+    ended = run(command(outputs, "parallelism=zero2", "training.save_every_steps=4"), timeout_s=600)
+    assert ended.exit_code == 0, ended.output
+    return read_run(outputs / "quickstart" / "latest")
+
+
+def test_a_checkpoint_of_zero_is_resumed_to_the_same_losses(run, read_run, of_zero, tmp_path):
+    named = f"training.resume={of_zero.folder / 'checkpoints' / 'checkpoint-4'}"
+    ended = run(command(tmp_path, "parallelism=zero2", "training.save_every_steps=4", named), timeout_s=600)
+    assert ended.exit_code == 0, ended.output
+    assert "complete.json proves that, and not who wrote it; what would run code is refused" in ended.output
+    assert read_run(tmp_path / "quickstart" / "latest").losses == of_zero.losses[4:]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        ("global_step4/mp_rank_00_model_states.pt", 2),
+        ("global_step4/zero_pp_rank_1_mp_rank_00_optim_states.pt", 2),
+        ("global_step4/zero_pp_rank_1_mp_rank_00_optim_states.pt", 1),  # through DeepSpeed's universal checkpoint
+        ("rng_state_1.pth", 2),
+    ],
+)
+def test_code_in_a_checkpoint_of_zero_is_not_run_though_its_record_fits(run, of_zero, tmp_path, name, ranks):
+    checkpoint = tmp_path / "checkpoint-4"
+    shutil.copytree(of_zero.folder / "checkpoints" / "checkpoint-4", checkpoint)
+    content = torch.load(checkpoint / name, weights_only=False)
+    torch.save(content | {"evil": RunsCode()}, checkpoint / name)
+    record = json.loads((checkpoint / "complete.json").read_text())
+    record["files"][name] = {"size": (checkpoint / name).stat().st_size, "sha256": sha256_file(checkpoint / name)}
+    (checkpoint / "complete.json").write_text(json.dumps(record))
+    words = ["parallelism=zero2", f"hardware.gpus_per_node={ranks}", "training.save_every_steps=4"]
+    words += ["training.resume_anyway=[world_size]"] if ranks == 1 else []
+    ended = run(command(tmp_path / "outputs", *words, f"training.resume={checkpoint}"), timeout_s=600)
+    assert ended.exit_code == 4, ended.output
+    assert f"{checkpoint / name} names posix.system, which no checkpoint of a run does" in ended.output
+    assert not list(tmp_path.rglob(PROOF))
+    assert not (Path.cwd() / PROOF).exists()
+
+
+# What a rank of FSDP does with its shards, without the Trainer, which runs FSDP on GPUs alone.
+FSDP = """
+import sys
+from types import SimpleNamespace
+from tunebook.train.death import RankEnd
+
+end = RankEnd()
+
+import torch
+from accelerate import FullyShardedDataParallelPlugin, PartialState
+from accelerate.utils import fsdp_utils
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+from tunebook.checkpoint.unpickling import restricted_unpickling
+from tunebook.errors import DataError
+
+source, folder, what = sys.argv[1:]
+state = PartialState(cpu=True)
+plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+rank = SimpleNamespace(process_index=state.process_index, num_processes=2, wait_for_everyone=state.wait_for_everyone)
+
+def make(seed):
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * seed, betas=(0.5, 0.6))
+    model(torch.tensor([[seed, 2, 3]])).logits.sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+def flat(model, optimizer):
+    states = [value for entry in optimizer.state_dict()["state"].values() for value in entry.values()]
+    tensors = [*model.parameters(), *states]
+    return [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+model, optimizer = make(1)
+saved = flat(model, optimizer)
+if what == "save":
+    fsdp_utils.save_fsdp_model(plugin, rank, model, folder)
+    fsdp_utils.save_fsdp_optimizer(plugin, rank, optimizer, model, folder)
+other, its_optimizer = make(2)
+try:
+    with restricted_unpickling():
+        fsdp_utils.load_fsdp_model(plugin, rank, other, folder)
+        fsdp_utils.load_fsdp_optimizer(plugin, rank, its_optimizer, other, folder)
+except DataError as error:
+    print(f"rank {state.process_index}: refused: {error.message}", flush=True)
+else:
+    same = all(torch.equal(one, two) for one, two in zip(saved, flat(other, its_optimizer), strict=True))
+    rate = its_optimizer.param_groups[0]["lr"]
+    print(f"rank {state.process_index}: same {same}, rate {rate}, of {len(saved)} tensors", flush=True)
+state.destroy_process_group()
+end.leave(0)
+"""
+
+
+def test_fsdps_shards_are_resumed_and_run_no_code(run, project_root, tmp_path):
+    (tmp_path / "resume.py").write_text(FSDP)
+    spec = importlib.util.spec_from_file_location(
+        "layouts", project_root / "tests" / "checkpoint" / "export" / "layouts.py"
+    )
+    layouts = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(layouts)
+    base, folder = layouts.write_base(tmp_path / "base", layouts.TINY, "float32"), tmp_path / "shards"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    words = [*torchrun, str(tmp_path / "resume.py"), str(base), str(folder)]
+    ended = run([*words, "save"])
+    assert ended.exit_code == 0, ended.output
+    for rank in (0, 1):
+        assert f"rank {rank}: same True, rate 0.1, of " in ended.output
+    (optimizers,) = folder.glob("optimizer*")
+    (models,) = folder.glob("pytorch_model_fsdp_0")
+    for place in (models, optimizers):
+        whole = (place / ".metadata").read_bytes()
+        (place / ".metadata").write_bytes(pickle.dumps(RunsCode()))
+        ended = run([*words, "load"], cwd=tmp_path)
+        assert ended.exit_code == 0, ended.output
+        assert f"refused: {place / '.metadata'} names posix.system" in ended.output
+        (place / ".metadata").write_bytes(whole)
+    assert not list(tmp_path.rglob(PROOF))

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.numpy import load_file
 from trl import SFTTrainer
 
@@ -15,6 +16,7 @@ from tunebook.checkpoint import save
 from tunebook.checkpoint.newest import newest_checkpoint
 from tunebook.checkpoint.verify import verified_record
 from tunebook.config.choices import PackingMode, PeftMethod, ResumeAnyway
+from tunebook.record.atomic_files import sha256_file
 from tunebook.record.metrics import by_schedule
 from tunebook.train.callbacks import Records
 from tunebook.train.trainer import RecipeTrainer
@@ -327,3 +329,28 @@ def test_what_is_uploaded_is_complete_and_named_by_its_step(config, run, changed
     folder, code, _ = run(changed(config, training={"save_every_steps": 2, "push_to_hub": "me/tiny"}))
     assert code == 0, reason(folder)
     assert uploaded == [(2, 2), (4, 4), (6, 6), "waited for"]
+
+
+class RunsCode:
+    def __reduce__(self):
+        return (os.system, ("touch ran",))
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_code_in_a_checkpoint_is_not_run_though_its_record_fits(
+    config, run, stopped, changed, monkeypatch, tmp_path, name
+):
+    """Whoever can change a file can write its hash anew: complete.json proves damage, not origin."""
+    folder = stopped(config, 3)
+    checkpoint = newest_checkpoint(folder)
+    content = torch.load(checkpoint / name, weights_only=False)
+    torch.save(content | {"evil": RunsCode()}, checkpoint / name)
+    record = json.loads((checkpoint / "complete.json").read_text())
+    record["files"][name] = {"size": (checkpoint / name).stat().st_size, "sha256": sha256_file(checkpoint / name)}
+    (checkpoint / "complete.json").write_text(json.dumps(record))
+    monkeypatch.chdir(tmp_path)
+    _, code, _ = run(config)
+    assert (code, (tmp_path / "ran").exists()) == (4, False)
+    assert reason(folder).startswith(f"{checkpoint / name} names posix.system, which no checkpoint of a run does")
+    assert "proves that it was not damaged, not who wrote it" in reason(folder)
+    assert reason(folder).endswith("or start anew with training.resume=never")

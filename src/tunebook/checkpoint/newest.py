@@ -1,6 +1,6 @@
 """Which checkpoints of a run are complete, told without reading their files: by record and sizes. Cheap.
 
-Before one is loaded its hashes are verified besides (`checkpoint.verify`), because loading a pickle runs code.
+Before one is loaded its hashes are verified besides (`checkpoint.verify`): a changed file may have the size of the old.
 """
 
 from __future__ import annotations

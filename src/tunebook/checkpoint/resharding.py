@@ -15,6 +15,7 @@ from typing import Any
 
 from tunebook.checkpoint.export.zero_weights import PartitionedWeights
 from tunebook.checkpoint.record import Identity
+from tunebook.checkpoint.unpickling import restricted_unpickling
 from tunebook.config.choices import Strategy
 from tunebook.errors import TunebookError
 from tunebook.parallel.deepspeed import zero_stage
@@ -31,8 +32,8 @@ def needs_universal(theirs: Identity, own: Identity) -> bool:
 def write_universal(checkpoint: Path, place: Path) -> Path:
     """Write the universal form of a ZeRO checkpoint into a new folder in `place`; its path. For one process.
 
-    DeepSpeed unpickles what it reads: every file must have been seen to be what was written. Takes the memory of one
-    rank's shard and the disk space of the checkpoint. Raises: OSError, TunebookError for shards it cannot put together.
+    Takes the memory of one rank's shard and the disk space of the checkpoint. Raises: OSError, TunebookError for
+    shards that it cannot put together, DataError for one that would run code.
     """
     from deepspeed.checkpoint import ds_to_universal
 
@@ -53,9 +54,9 @@ def write_universal(checkpoint: Path, place: Path) -> Path:
         inject_missing_state=True,  # what only Megatron writes
     )
     try:
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        with restricted_unpickling(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             ds_to_universal.main(arguments)
-    except OSError:
+    except (OSError, TunebookError):
         raise
     except Exception as error:
         raise _not_resharded(checkpoint, f"{type(error).__name__}: {error}") from error

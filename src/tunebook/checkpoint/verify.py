@@ -1,7 +1,9 @@
 """Whether a checkpoint still is what was written: its files and their sizes (cheap), then every hash.
 
 A checkpoint is loaded only after all of it holds. A file that the record does not list counts as damage as well: what
-loads a checkpoint goes by the names of the files it finds, and most of them are pickles, which run code.
+loads a checkpoint goes by the names of the files it finds. All of this proves that nothing was damaged, and not who
+wrote it: whoever can change a file can change its hash in the record. So what is loaded may run no code
+(`checkpoint.unpickling`).
 """
 
 from __future__ import annotations

@@ -8,9 +8,20 @@ CHECKPOINTS: dict[str, Explanation] = {
     "checkpoint-damaged": Explanation(
         summary="A checkpoint is not what was written.",
         why="Its record, complete.json, lists every file with its size and SHA-256, and one is missing, added, cut off "
-        "or changed. Most files are pickles, which run code when they are loaded, so nothing of it is loaded.",
+        "or changed, so nothing of it is loaded. The record proves damage, not origin: who can change a file can write "
+        "its hash anew.",
         advice="Name an older checkpoint, or restore this one from a copy. With training.resume=auto a run goes back "
         "to the newest that is whole, by itself.",
+    ),
+    "checkpoint-unsafe": Explanation(
+        summary="A file of a checkpoint would run code when it is loaded.",
+        why="The states of optimizers, of DeepSpeed and of torch.distributed.checkpoint are pickles, which are "
+        "programs. Those of a run name a few classes, and this file names something else, so it is loaded no further "
+        "and nothing of it has run. That its hash stands in complete.json proves that it was not damaged, and not who "
+        "wrote it: whoever made the file can write its hash.",
+        advice="Do not use this checkpoint, and ask where it comes from. Go on from one of your own with "
+        "training.resume=FOLDER, or start anew with training.resume=never. If it was written by another version of "
+        "DeepSpeed or torch, go on with that version.",
     ),
     "checkpoint-not-written": Explanation(
         summary="A checkpoint could not be written.",
@@ -63,9 +74,8 @@ CHECKPOINTS: dict[str, Explanation] = {
     ),
     "checkpoint-not-usable": Explanation(
         summary="The folder that training.resume names is no checkpoint that a run can go on from.",
-        why="A checkpoint has a record, complete.json, written last. Without one nobody can tell whether it is whole, "
-        "or who wrote the pickles in it, which run code when they are loaded. Checkpoints of other programs, and of "
-        "Tunebook before it wrote records, have none.",
+        why="A checkpoint has a record, complete.json, written last. Without one nobody can tell whether it is whole. "
+        "Checkpoints of other programs, and of Tunebook before it wrote records, have none.",
         advice="Name a run folder or one of its checkpoints. Where the folder holds weights as safetensors, start from "
         "them with a new optimizer: model.path=FOLDER.",
     ),

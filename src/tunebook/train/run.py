@@ -27,10 +27,11 @@ from tunebook.checkpoint.candidates import same_command
 from tunebook.checkpoint.choose import choose_checkpoint
 from tunebook.checkpoint.identity import differences, gone_on_from, has_same_data, identity_of
 from tunebook.checkpoint.newest import newest_checkpoint
-from tunebook.checkpoint.record import read_record
+from tunebook.checkpoint.record import RECORD_FILE, read_record
 from tunebook.checkpoint.resharding import link_in_flat_order
 from tunebook.checkpoint.save import CheckpointSaver
 from tunebook.checkpoint.together import group_apart, on_first_rank
+from tunebook.checkpoint.unpickling import restricted_unpickling
 from tunebook.config.choices import Checkpointing, Compute, Generation, PackingMode, PeftMethod, Switch
 from tunebook.config.compiling import compilation_notice
 from tunebook.config.frozen import load_config
@@ -209,7 +210,10 @@ def _resumed(config: RunConfig, trainer: RecipeTrainer, folder: Path) -> Path | 
         trainer.add_callback(RestoredState(config.training, trainer, resumed, has_same_data=is_same, say=say))
         trainer.saver.resumed_step = record.step
         trainer.saver.identity = gone_on_from(record.identity, own)
-        say(f"going on after {resumed}: every file in it was read, and is what was written")
+        say(
+            f"going on after {resumed}: every file in it was read, and is what was written. {RECORD_FILE} proves that, "
+            "and not who wrote it; what would run code is refused"
+        )
         if changes := "; ".join(difference.text for difference in differences(record.identity, own)):
             say(
                 f"changed from step {record.step + 1} on (training.resume_anyway): {changes}. Kept from the "
@@ -223,7 +227,7 @@ def _run_to_its_end(config: RunConfig, trainer: RecipeTrainer, resumed: Path | N
     """Train, and validate at the end if nothing says how often. Raises: as `train`."""
     is_validated_once = trainer.validation_batches is not None and not config.training.evaluate_every_steps
     try:
-        with trainer.saver.settled():
+        with restricted_unpickling(), trainer.saver.settled():
             trainer.train(resume_from_checkpoint=str(resumed) if resumed else None)
             trainer.require_finite_loss()
         if is_validated_once and not (trainer.stopping and trainer.stopping.is_stopping):

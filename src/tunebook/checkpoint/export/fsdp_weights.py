@@ -1,49 +1,24 @@
 """FSDP's sharded checkpoints (`torch.distributed.checkpoint`), read tensor by tensor in one process without a group.
 
-accelerate 1.15 saves `{"model": state_dict}` (`save_fsdp_model`), so every name begins with `model.`. The list of what
-is where, `.metadata`, is a pickle that torch loads with Python's own unpickler; here it is loaded with one that knows
-only the classes of such a list.
+accelerate 1.15 saves `{"model": state_dict}` (`save_fsdp_model`), so every name begins with `model.`. Nothing in them
+runs code: see `checkpoint.unpickling`.
 """
 
 from __future__ import annotations
 
-import pickle
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunebook.checkpoint.export.stored_weights import damaged
+from tunebook.checkpoint.unpickling import METADATA_FILE, load_list, restricted_unpickling, root_cause
 from tunebook.model.weight_files import Shapes
 
 if TYPE_CHECKING:
     import torch
 
 _PREFIX = "model."
-_METADATA = ".metadata"
-# Besides the classes of torch.distributed.checkpoint's own lists: what stands for shapes, formats and paths in them.
-_KNOWN = {
-    ("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"), ("pathlib", "Path"), ("pathlib._local", "PosixPath"),
-}  # fmt: skip
-_KNOWN_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-_KNOWN_CLASSES = (
-    "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties",
-    "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING", "_StorageInfo", "_StoragePrefix",
-)  # fmt: skip
-
-
-class _Unpickler(pickle.Unpickler):
-    """Loads what a list of tensors is made of and refuses everything else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_list = module in _KNOWN_MODULES and name in _KNOWN_CLASSES
-        import torch
-
-        is_format = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_list or is_format or (module, name) in _KNOWN:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it wants {module}.{name}, which no list of tensors needs")
 
 
 class ShardedWeights:
@@ -62,7 +37,7 @@ class ShardedWeights:
                 self.shapes[name.removeprefix(_PREFIX)] = tuple(entry.size)
                 self.dtypes[name.removeprefix(_PREFIX)] = entry.properties.dtype
         if not self.shapes:
-            raise damaged(folder / _METADATA, "it lists no tensor of a model")
+            raise damaged(folder / METADATA_FILE, "it lists no tensor of a model")
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Some of the tensors, one at a time."""
@@ -74,11 +49,11 @@ class ShardedWeights:
         for name in names:
             tensor = torch.empty(self.shapes[name], dtype=self.dtypes[name])
             try:
-                with warnings.catch_warnings():  # that no group of processes is asked is meant
+                with restricted_unpickling(), warnings.catch_warnings():  # that no group of processes is asked is meant
                     warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
                     load({_PREFIX + name: tensor}, storage_reader=reader, no_dist=True)
             except (Exception, CheckpointException) as error:  # the latter is none of the former
-                cause = _root(error)
+                cause = root_cause(error)
                 if not isinstance(cause, Exception):  # Ctrl-C comes wrapped, too
                     raise cause from error
                 raise damaged(self._folder, f"{name}: {type(cause).__name__}: {cause}") from error
@@ -87,10 +62,10 @@ class ShardedWeights:
 
 def read_metadata(folder: Path) -> Any:
     """The list of what is where. Raises: RequestError for a damaged one, or for one that holds anything else."""
-    file = folder / _METADATA
+    file = folder / METADATA_FILE
     try:
         with file.open("rb") as stream:
-            return _Unpickler(stream).load()
+            return load_list(stream)
     except Exception as error:  # a pickle that is cut off raises whatever its bytes happen to mean
         raise damaged(file, error) from error
 
@@ -111,12 +86,3 @@ def _reader(folder: Path) -> Any:
             return metadata
 
     return Reader(folder)
-
-
-def _root(error: BaseException) -> BaseException:
-    failures = getattr(error, "failures", None)  # of a CheckpointException: by rank, the error and its traceback
-    if not failures:
-        return error
-    first: Any = next(iter(failures.values()))
-    cause: BaseException = first[0] if isinstance(first, tuple) else first
-    return cause

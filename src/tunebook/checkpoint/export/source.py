@@ -1,7 +1,7 @@
 """Which folder of a run is exported: the one that is named, the trained model, or the newest complete checkpoint.
 
-A checkpoint is taken only after every hash in its record holds, so its pickles are those that the run wrote; the model
-only if its weights are those that the run's manifest records.
+A checkpoint is taken only after every hash in its record holds, so it is not damaged, and its pickles run no code; the
+model only if its weights are those that the run's manifest records.
 """
 
 from __future__ import annotations

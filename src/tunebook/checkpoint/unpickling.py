@@ -1,0 +1,153 @@
+"""Loading a checkpoint runs no code from it: its pickles may name the few classes that checkpoints are made of.
+
+`complete.json` proves that a checkpoint is what was written, not who wrote it: whoever changes a file can write its
+hash anew. A pickle is a program, and two libraries load theirs with Python's own unpickler: DeepSpeed its states
+(`weights_only=False`), torch.distributed.checkpoint its list of tensors (`.metadata`) and the values beside them. While
+`restricted_unpickling` is open, they are loaded as the Trainer loads its own files, with torch's `weights_only`.
+"""
+
+from __future__ import annotations
+
+import pickle
+import pickletools
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tunebook.errors import DataError
+
+METADATA_FILE = ".metadata"
+# Besides tensors and Python's own types, what DeepSpeed 0.19 puts into its states.
+_OF_DEEPSPEED = (
+    ("deepspeed.utils.tensor_fragment", "fragment_address"),
+    ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
+    ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
+    ("deepspeed.runtime.zero.config", "ZeroStageEnum"),
+)
+# Besides the classes of torch.distributed.checkpoint's own lists: what stands for shapes, formats and paths in them.
+_OF_LISTS = {
+    ("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"), ("pathlib", "Path"), ("pathlib._local", "PosixPath"),
+}  # fmt: skip
+_LIST_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+_LIST_CLASSES = (
+    "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties",
+    "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING", "_StorageInfo", "_StoragePrefix",
+)  # fmt: skip
+# What torch says of a name that `weights_only` does not load (torch 2.10 to 2.13).
+_REFUSED = re.compile(r"GLOBAL ([\w.]+) (?:was not an allowed|whose module)|load unsupported (?:GLOBAL|class) ([\w.]+)")
+
+
+class _ListUnpickler(pickle.Unpickler):
+    """Loads what a list of tensors is made of and refuses everything else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_list = module in _LIST_MODULES and name in _LIST_CLASSES
+        import torch
+
+        is_format = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_list or is_format or (module, name) in _OF_LISTS:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it wants {module}.{name}, which no list of tensors needs")
+
+
+def load_list(stream: Any) -> Any:
+    """The list of what is where in a checkpoint of torch.distributed.checkpoint. Raises: whatever its bytes mean."""
+    return _ListUnpickler(stream).load()
+
+
+@contextmanager
+def restricted_unpickling() -> Iterator[None]:
+    """Nothing that is loaded in here by torch, DeepSpeed or torch.distributed.checkpoint runs code of a file.
+
+    Raises: DataError for a file that names anything else, also where a library has wrapped that.
+    """
+    import torch
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    filesystem: Any = import_module("torch.distributed.checkpoint.filesystem")
+    upstream = torch.load, filesystem.pickle
+    refused: list[DataError] = []
+
+    def load_list_of_file(stream: Any) -> Any:
+        try:
+            return load_list(stream)
+        except pickle.UnpicklingError as error:
+            wanted = re.search(r"it wants (\S+),", str(error))
+            refused.append(_unsafe(_name_of(stream), wanted[1] if wanted else None))
+            raise refused[-1] from error
+
+    torch.load = _load_restricted(torch.load)
+    filesystem.pickle = SimpleNamespace(**vars(pickle) | {"load": load_list_of_file})
+    try:
+        yield
+    except CheckpointException as error:  # no Exception, and it holds one for each rank
+        cause = refused[0] if refused else root_cause(error)
+        if isinstance(cause, DataError):
+            raise cause from error
+        raise
+    finally:
+        torch.load, filesystem.pickle = upstream
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The first rank's error in one of torch.distributed.checkpoint; any other error as it is."""
+    failures = getattr(error, "failures", None)  # by rank, the error and its traceback
+    if not failures:
+        return error
+    first: Any = next(iter(failures.values()))
+    cause: BaseException = first[0] if isinstance(first, tuple) else first
+    return cause
+
+
+def _load_restricted(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def load(file: Any, map_location: Any = None, *_pickle_module: Any, **options: Any) -> Any:
+        """As `torch.load`, whoever asks for it and however."""
+        import torch
+
+        options |= {"weights_only": True}
+        options.pop("pickle_module", None)
+        with torch.serialization.safe_globals(_deepspeeds_classes()):
+            try:
+                return upstream(file, map_location, **options)
+            except pickle.UnpicklingError as error:
+                if (refused := _REFUSED.search(str(error))) is not None:
+                    raise _unsafe(_name_of(file), refused[1] or refused[2]) from error
+                if _is_beyond_weights(str(error)):
+                    raise _unsafe(_name_of(file), None) from error
+                # No pickle at all. What torch says would advise to load it without restrictions.
+                raise pickle.UnpicklingError(f"{_name_of(file)} is no file that torch has written") from error
+
+    return load
+
+
+def _is_beyond_weights(said: str) -> bool:
+    """Whether torch met an instruction of pickles that files of its own do not have, rather than no instruction."""
+    found = re.search(r"Unsupported operand (\d+)", said)
+    return found is not None and any(code.code == chr(int(found[1])) for code in pickletools.opcodes)
+
+
+def _deepspeeds_classes() -> list[Any]:
+    """The classes of DeepSpeed's states, where DeepSpeed is at work."""
+    return [getattr(sys.modules[module], name) for module, name in _OF_DEEPSPEED if module in sys.modules]
+
+
+def _name_of(file: Any) -> str:
+    """A file's path, or what a stream is a part of."""
+    name = file if isinstance(file, Path) else getattr(file, "name", file)
+    return str(name) if isinstance(name, str | Path) else "a value in a .distcp file of the checkpoint"
+
+
+def _unsafe(file: str, wanted: str | None) -> DataError:
+    what = f"names {wanted}" if wanted else "holds something"
+    return DataError(
+        f"{file} {what}, which no checkpoint of a run does, and loading it could run any code; nothing of it was run. "
+        "Its record proves that it was not damaged, not who wrote it. Take a checkpoint that you know where it comes "
+        "from (training.resume=FOLDER), or start anew with training.resume=never",
+        problem_id="checkpoint-unsafe",
+    )
