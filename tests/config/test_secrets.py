@@ -42,6 +42,7 @@ def test_other_names(name):
         ("quickstart", None),
         ("tunebook", None),
         ("hf_hub", None),
+        ("/data/sk-learn-datasets-2024-small", None),
         ("/secrets/token-file", None),
         ("a sentence that stands in a variable", None),
     ],

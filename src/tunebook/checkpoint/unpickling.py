@@ -106,7 +106,7 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def _load_restricted(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    def load(file: Any, map_location: Any = None, *_pickle_module: Any, **options: Any) -> Any:
+    def load(f: Any, map_location: Any = None, *_pickle_module: Any, **options: Any) -> Any:
         """As `torch.load`, whoever asks for it and however."""
         import torch
 
@@ -114,14 +114,14 @@ def _load_restricted(upstream: Callable[..., Any]) -> Callable[..., Any]:
         options.pop("pickle_module", None)
         with torch.serialization.safe_globals(_deepspeeds_classes()):
             try:
-                return upstream(file, map_location, **options)
+                return upstream(f, map_location, **options)
             except pickle.UnpicklingError as error:
                 if (refused := _REFUSED.search(str(error))) is not None:
-                    raise _unsafe(_name_of(file), refused[1] or refused[2]) from error
+                    raise _unsafe(_name_of(f), refused[1] or refused[2]) from error
                 if _is_beyond_weights(str(error)):
-                    raise _unsafe(_name_of(file), None) from error
+                    raise _unsafe(_name_of(f), None) from error
                 # No pickle at all. What torch says would advise to load it without restrictions.
-                raise pickle.UnpicklingError(f"{_name_of(file)} is no file that torch has written") from error
+                raise pickle.UnpicklingError(f"{_name_of(f)} is no file that torch has written") from error
 
     return load
 

@@ -13,7 +13,7 @@ _SECRET_NAME = re.compile(
 )
 # As their makers write them: Hugging Face, OpenAI and the like, GitHub, Slack, AWS.
 _SECRET_TEXT = re.compile(
-    r"\bhf_[A-Za-z0-9]{30,}|\bsk-[A-Za-z0-9_-]{20,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{30,}"
+    r"\bhf_[A-Za-z0-9]{30,}|\bsk-(?:proj-|ant-|svcacct-)?[A-Za-z0-9_]{20,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{30,}"
     r"|\bxox[abp]-[A-Za-z0-9-]{20,}|\bAKIA[0-9A-Z]{16}\b"
 )
 _SHORTEST = 16  # characters: a shorter value may be a word that stands elsewhere for itself

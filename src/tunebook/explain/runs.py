@@ -260,8 +260,9 @@ RUNS: dict[str, Explanation] = {
     ),
     "stopped": Explanation(
         summary="The run was stopped on request.",
-        why="Ctrl-C or SIGTERM ends a run after the step it is in. Ctrl-C after that ends it without saving; SIGTERM "
-        "and a closed terminal may come several times and count once. Slurm asks so before it takes a job away, and "
+        why="Ctrl-C or SIGTERM ends a run after the step it is in. Ctrl-C after that ends it without saving, at once: "
+        "ranks that do not hear it within 2 s, since they wait for others, are killed. SIGTERM and a closed terminal "
+        "may come several times and count once. Slurm asks so before it takes a job away, and "
         "Ray before it takes a machine away: ranks then have launcher.stop_timeout_s to save and end, or until the "
         "machine goes where that is sooner.",
         advice="Start it again, without training.resume=never: it goes on from its newest checkpoint where one was "
