@@ -11,7 +11,7 @@ from tunebook.config.schema import RunConfig
 from tunebook.config.walk import texts_of
 
 # Texts for the model and names inside data files: they reach no script, and may hold anything.
-_FREE = ("dataset.system_prompt", "model.pad_token", "model.eos_token", "dataset.text_field")
+_FREE = ("system_prompt", "pad_token", "eos_token", "text_field", "ignore_keys")
 
 
 @rule(
@@ -26,7 +26,7 @@ def control_characters(config: RunConfig) -> Iterator[Finding]:
     """In any text but those that only a model or a data file sees."""
     for key, values, is_list in texts_of(config):
         found = next((control_character(value) for value in values if control_character(value)), None)
-        if found is None or key in _FREE or key.endswith(".text_field"):
+        if found is None or key.rpartition(".")[2] in _FREE:
             continue
         clean = [without_control_characters(value) for value in values]
         message = f"{', '.join(map(shown, values))} holds {found}"
