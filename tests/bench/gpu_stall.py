@@ -75,7 +75,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "exit_code": process.returncode,
         "seconds_to_the_end": round(time.monotonic() - at, 1),
         "names_the_rank": any(f"rank {STOPPED_RANK}" in text for text in printed),
-        "printed": printed[-12:],
+        "said": printed[next((at for at, text in enumerate(printed) if text.startswith("error:")), -3) :],
         "machine": machine_versions(),
     }
 
