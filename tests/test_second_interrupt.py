@@ -61,8 +61,13 @@ def send(running, number):
 
 def is_at_work(process):
     with suppress(OSError):  # it is gone, rather than dead and not yet buried
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return state_of(process) != "Z"
     return False
+
+
+def state_of(process):
+    """R for running, S for waiting, Z for dead; of its main thread."""
+    return Path(f"/proc/{process}/task/{process}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 @pytest.fixture
@@ -76,7 +81,10 @@ def start():
             [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0, text=True
         )
         started.append(running)
-        return running, int(running.stdout.readline())
+        child = int(running.stdout.readline())
+        while state_of(running.pid) == "R":  # from its print to where it waits
+            time.sleep(0.01)
+        return running, child
 
     yield begin
     for running in started:

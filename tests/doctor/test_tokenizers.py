@@ -97,11 +97,19 @@ def test_a_template_without_markers_whose_answers_are_found(config: RunConfig) -
 def test_a_template_that_rewrites_earlier_answers(config: RunConfig) -> None:
     is_earlier = "message.role == 'assistant' and not loop.last"
     set_template(
-        config, CHATML.replace("{{ message.content }}", "{{ '...' if " + is_earlier + " else message.content }}")
+        config, CHATML.replace("{{ message.content }}", "{{ '...' if " + is_earlier + " }}{{ message.content }}")
     )
     found = only(look(config), "tokenizer-template")
     assert (found.level, found.data["num_found"]) == (Level.warning, 1)
     assert "{% generation %}" in found.fix
+
+
+def test_a_template_that_leaves_out_earlier_answers(config: RunConfig) -> None:
+    is_earlier = "message.role == 'assistant' and not loop.last"
+    set_template(
+        config, CHATML.replace("{{ message.content }}", "{{ '...' if " + is_earlier + " else message.content }}")
+    )
+    assert only(look(config), "template-leaves-out").level is Level.error
 
 
 def test_a_template_that_never_ends_a_turn(config: RunConfig) -> None:

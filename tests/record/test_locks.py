@@ -95,6 +95,13 @@ def test_of_two_versions_the_imported_one_counts(installed: Path) -> None:
     assert installed_versions() == {"torch": "2.11.0", "antlr4-runtime": "4.9.3"}
 
 
+def test_the_copies_that_setuptools_brings_for_itself_are_not_installed(installed: Path) -> None:
+    distribution(installed / "first", "setuptools", "82.0.1")
+    distribution(installed / "first" / "setuptools" / "_vendor", "zipp", "3.23.0")
+    sys.path.append(str(installed / "first" / "setuptools" / "_vendor"))  # as `import setuptools` does
+    assert installed_versions() == {"setuptools": "82.0.1"}
+
+
 def test_what_came_from_a_repository_or_a_folder_is_not_the_locked_file(installed: Path) -> None:
     commit = "0123456789abcdef0123456789abcdef01234567"
     distribution(installed / "first", "trl", "1.16.0", {"vcs_info": {"vcs": "git", "commit_id": commit}})

@@ -108,9 +108,14 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def installed_packages() -> list[tuple[str, str]]:
-    """Name and version of every distribution that this Python finds, in the order in which it looks for them."""
+    """Name and version of every distribution that this Python finds, in the order in which it looks for them.
+
+    Without the copies that setuptools brings for itself: importing it, as DeepSpeed does, appends their folder to
+    `sys.path`.
+    """
     found = []
-    for distribution in importlib.metadata.distributions():
+    paths = [entry for entry in sys.path if Path(entry).name != "_vendor"]
+    for distribution in importlib.metadata.distributions(path=paths):
         metadata = distribution.metadata  # parsed at each access, which is most of the time this takes
         if metadata is not None and "Name" in metadata:
             name = metadata["Name"]
