@@ -309,6 +309,22 @@ def test_reasoning_of_earlier_answers_may_be_left_out_and_is_reported(tiny_token
     assert not renderer.render(talk("Hi", "Yo", "Go", "so</think>Ok"), "a:1").leaves_out
 
 
+@pytest.mark.parametrize(
+    ("first", "question", "last"),
+    [
+        ("<think>ok</think>Sure.", "And now?", "<think>ok</think>Sure."),  # the same again
+        ("<think>ok</think>Sure.", "Is that ok? Sure.", "<think>hm</think>Yes."),  # quoted by the next question
+        ("<think>ok</think>Sure.", "And now?", "<think>Is it ok?</think>Sure."),
+    ],
+)
+def test_reasoning_that_is_left_out_may_stand_in_a_later_turn(
+    tiny_tokenizer: Tokenizers, first: str, question: str, last: str
+) -> None:
+    rendered = ConversationRenderer(tiny_tokenizer(template=THINKING)).render(talk("Hi", first, question, last), "a:1")
+    assert rendered.leaves_out
+    assert trained_texts(rendered) == [f"{last}<|im_end|>"]
+
+
 def test_a_prompt_whose_system_turn_is_left_out_is_an_error(tiny_tokenizer: Tokenizers) -> None:
     renderer = ConversationRenderer(tiny_tokenizer(template=DROPS_SYSTEM))
     with pytest.raises(DataError, match=r"this prompt: the chat template does not write turn 1 \(system\)"):

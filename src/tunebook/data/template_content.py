@@ -3,7 +3,8 @@ or the system's, and reasoning.
 
 Two looks at each conversation. Which turns a template writes, and in which order, mostly depends on the roles alone: it
 is tried once for each sequence of roles, with contents that stand nowhere else. Then every content is looked for in the
-text, in that order, since some templates cut contents, such as what stands before `</think>`.
+text, in that order, since some templates cut contents, such as what stands before `</think>`. That goes from the end to
+the beginning: reasoning is left out of earlier answers, and a later one may say the same.
 """
 
 from __future__ import annotations
@@ -41,18 +42,21 @@ class ContentCheck:
         """The turns that `text`, which the template wrote of the messages, does not hold as they are."""
         order = self._order(messages)
         found = [Missing(turn, "turn") for turn in range(len(messages)) if turn not in order]
-        position = 0
-        for turn in order:
+        end = len(text)
+        for turn in reversed(order):
             content = messages[turn]["content"].strip()
-            end = _end_of(content, text, position)
-            if end is None:
+            start = _start_of(content, text, end)
+            if start is None and messages[turn]["role"] == "assistant":
                 reasoning, answer = _split(content)
-                thought = _end_of(reasoning, text, position)
-                end = None if thought is None else _end_of(answer, text, thought)
-                if end is None:
-                    end = _end_of(answer, text, position)
-                    found.append(Missing(turn, "content" if end is None else "reasoning"))
-            position = end or position
+                after = _start_of(answer, text, end)
+                start = None if after is None else _start_of(reasoning, text, after)
+                if after is not None and start is None:
+                    found.append(Missing(turn, "reasoning"))
+                    start = after
+            if start is None:
+                found.append(Missing(turn, "content"))
+            else:
+                end = start
         return sorted(found, key=lambda missing: missing.turn)
 
     def _order(self, messages: Messages) -> list[int]:
@@ -83,12 +87,11 @@ def _split(content: str) -> tuple[str, str]:
     return reasoning.strip(), content[ends[-1].end() :].strip()
 
 
-def _end_of(content: str, text: str, position: int) -> int | None:
-    """Where a content ends in the text, from a position on, as it is, as JSON, or with other white space."""
+def _start_of(content: str, text: str, end: int) -> int | None:
+    """The last place before `end` where a content starts in the text: as it is, as JSON, or with other white space."""
     for written in (content, json.dumps(content, ensure_ascii=False)[1:-1], json.dumps(content)[1:-1]):
-        place = text.find(written, position)
+        place = text.rfind(written, 0, end)
         if place >= 0:
-            return place + len(written)
-    words = content.split()
-    other = re.compile(r"\s+".join(map(re.escape, words))).search(text, position)
-    return None if other is None else other.end()
+            return place
+    places = re.finditer(r"\s+".join(map(re.escape, content.split())), text[:end])
+    return max((place.start() for place in places), default=None)
