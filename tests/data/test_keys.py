@@ -81,6 +81,15 @@ def with_turn(**keys: Any) -> dict[str, Any]:
         ({"messages": [ASK, {"role": "tool", "content": "18 C", "tool_call_id": "1"}, ANSWER]}, "tool_call_id"),
         (with_turn(train_detail=[{"begin_offset": 0, "end_offset": 1, "train": False}]), "train_detail"),
         (with_turn(mask=1), "mask"),
+        (with_turn(Train=False), "Train"),
+        (with_turn(reasoning_details=[{"type": "reasoning.text", "text": "because"}]), "reasoning_details"),
+        ({**CHAT, "masked": True}, "masked"),
+        ({**CHAT, "kto_tag": False}, "kto_tag"),
+        ({**CHAT, "rejected_response": "b"}, "rejected_response"),
+        ({"input_ids": [1, 2, 3], "response_mask": [0, 0, 1]}, "response_mask"),
+        ({"input_ids": [1, 2, 3], "token_weights": [0.5, 0, 1]}, "token_weights"),
+        ({"input_ids": [1, 2, 3], "segment_ids": [1, 1, 2]}, "segment_ids"),
+        ({"input_ids": [1, 2, 3], "cu_seqlens": [0, 2, 3, 3]}, "cu_seqlens"),
     ],
 )  # fmt: skip
 def test_a_key_that_means_something_is_refused_and_can_be_left_out(record: dict[str, Any], key: str) -> None:
@@ -102,14 +111,24 @@ def test_all_keys_of_a_document_that_are_refused_are_named_together() -> None:
                             "dataset.ignore_keys=[tools,tool_calls,reasoning_content] to train without")  # fmt: skip
 
 
-@pytest.mark.parametrize("nothing", [None, "", " ", "[]", "{}", "null", [], {}, [None], ["", []]])
+@pytest.mark.parametrize(
+    "nothing",
+    [None, "", " ", "[]", "{}", "null", [], {}, [None], ["", []], {"name": None, "arguments": ""}, [{"id": None}]],
+)
 def test_a_key_without_a_value_means_nothing(nothing: Any) -> None:
     assert is_empty(nothing)
     assert normalise({**with_turn(tool_calls=nothing), "tools": nothing, "image": nothing}) == normalise(CHAT)
 
 
 def test_flags_of_a_document_that_change_nothing_are_no_problem() -> None:
-    assert normalise({**CHAT, "weight": 1.0, "train": True}) == normalise(CHAT)
+    flags = {"weight": 1.0, "train": True, "masked": False, "sample_weight": 1.0, "document_weight": 1}
+    assert normalise({**CHAT, **flags}) == normalise(CHAT)
+
+
+def test_what_a_tokenizer_returns_in_addition_is_only_counted() -> None:
+    tokens = {"input_ids": [1, 2, 3]}
+    others = {"special_tokens_mask": [1, 0, 0], "tokens": ["a", "b", "c"], "length": 3, "sources": [7, 8]}
+    assert normalise({**tokens, **others}) == normalise(tokens)
 
 
 def test_the_class_of_a_text_is_only_counted(tmp_path: Path) -> None:
@@ -157,6 +176,8 @@ def test_columns_of_tables_are_accounted_for_too(tmp_path: Path, is_hub: bool) -
     rows[1]["tools"] = '[{"name": "f"}]'
     with pytest.raises(DataError, match=r"row 2: 'tools' is not supported"):
         corpus_of(rows, "some")
+    with pytest.raises(DataError, match=r"row 1: 'response_mask' is not supported: it has a number for each token"):
+        corpus_of([{"input_ids": [1, 2, 3], "response_mask": [0, 0, 1]}], "tokens")
     left_out = corpus_of(rows, "left_out", ignore_keys=["tools"])
     assert any(note.endswith(": left out by dataset.ignore_keys: tools (1 document)") for note in left_out.notes)
 

@@ -38,6 +38,11 @@ def test_padding_is_left_out() -> None:
 
 def test_what_says_nothing_more_is_no_problem() -> None:
     assert labels(position_ids=list(range(7)), token_type_ids=[0] * 7, seq_lengths=[7], attention_mask=[1] * 7) == IDS
+    assert labels(position_ids=list(range(3, 10))) == IDS
+    for positions in ([1, 1, *range(7), 0], [0, 0, *range(7), 7]):  # as collators number padding
+        padded = {"input_ids": [0, 0, *IDS, 0], "attention_mask": [0, 0, *[1] * 7, 0], "position_ids": positions}
+        for lengths in ([7], [10]):
+            assert token_row({**padded, "seq_lengths": lengths}, vocab_size=None)["labels"] == IDS
     assert labels(labels=[-100, *IDS[1:]], completion_mask=[0, 1, 1, 1, 1, 1, 1]) == [-100, *IDS[1:]]
 
 
@@ -53,6 +58,9 @@ def test_what_says_nothing_more_is_no_problem() -> None:
         ({"attention_mask": [1, 1, 0, 1, 1, 1, 1]}, "'attention_mask' is 0 at position 2, between tokens"),
         ({"attention_mask": [0] * 7}, "'attention_mask' is 0 everywhere"),
         ({"position_ids": [0, 1, 2, 3, 0, 1, 2]}, "several documents are packed into this row"),
+        ({"position_ids": [5, 6, 7, 1, 2, 3, 4]}, "several documents are packed into this row"),
+        ({"position_ids": 0}, "'position_ids' must be a list of whole numbers"),
+        ({"position_ids": [0, 1]}, "'position_ids' has 2 entries and 'input_ids' 7"),
         ({"seq_lengths": [4, 3]}, "several documents are packed into this row"),
         ({"token_type_ids": [0, 0, 0, 0, 1, 1, 1]}, "'token_type_ids' is not 0 everywhere"),
     ],

@@ -15,6 +15,7 @@ from tunebook.data.problems import DocumentError
 # Of a turn: whether the loss counts it. All but the last say yes by 1 or true.
 LOSS_FLAGS = ("train", "trainable", "training", "loss", "loss_mask", "loss_weight", "loss_scale", "weight", "masked")
 INVERSE_FLAG = "masked"
+_WEIGHTS = (*LOSS_FLAGS, "sample_weight", "document_weight")  # of a document: those of 1 say nothing
 
 _TOOLS = "tools and tool calls are not written into the text yet, and without them the model would learn other answers"
 _REASONING = (
@@ -33,6 +34,14 @@ _PAIR = (
 _OTHER_SYSTEM = "a system prompt belongs under the key 'system'"
 _WHOLE_DOCUMENT = "whole documents have no weight of their own here: put the flag on each turn, or leave documents out"
 _TOKEN_LEVEL = "only documents that are tokens already (input_ids) have one"
+_PER_TOKEN = (
+    "it has a number for each token, such as a mask, a weight or the document that it is of, and nothing says which: "
+    "rename a mask that is 1 where the loss counts to 'loss_mask'"
+)
+_PACKED = (
+    "it says that several documents are packed into one, and each would read the others: write each as a document of "
+    "its own, Tunebook packs them (packing.mode)"
+)
 _PART_OF_A_TURN = "the loss counts a turn whole or not at all: write train: true or train: false"
 
 _ANYWHERE = {
@@ -40,34 +49,38 @@ _ANYWHERE = {
         ("tools", "functions", "tool_calls", "tool_call", "function_call", "function_calls"), _TOOLS
     ),
     **dict.fromkeys(
-        ("reasoning_content", "reasoning", "reasoning_text", "thinking", "thought", "thoughts",
-         "chain_of_thought", "cot", "complex_cot"), _REASONING,
+        ("reasoning_content", "reasoning", "reasoning_text", "reasoning_details", "reasoning_trace", "thinking",
+         "thinking_content", "thinking_blocks", "thought", "thoughts", "chain_of_thought", "cot", "complex_cot"),
+        _REASONING,
     ),
     **dict.fromkeys(
         ("image", "images", "image_url", "image_urls", "image_path", "image_paths", "pixel_values", "audio", "audios",
-         "audio_path", "audio_paths", "video", "videos", "video_path", "video_paths"), _MEDIA,
+         "audio_url", "audio_path", "audio_paths", "video", "videos", "video_url", "video_path", "video_paths"), _MEDIA,
     ),
     **dict.fromkeys(("chat_template_kwargs", "chat_template", "template_kwargs"), _TEMPLATE),
 }  # fmt: skip
 _OF_DOCUMENTS = _ANYWHERE | {
     "documents": _TEMPLATE,
-    "label": _PREFERENCE,
-    **dict.fromkeys(("chosen", "rejected"), _PAIR),
-    "system": "texts without turns have no system prompt: put it into the text",
+    **dict.fromkeys(("label", "kto_tag"), _PREFERENCE),
+    **dict.fromkeys(("chosen", "rejected", "rejected_response", "rejected_messages"), _PAIR),
+    "system": "conversations have one under the key 'system', in small letters; texts have none: put it into the text",
     **dict.fromkeys(("system_prompt", "system_message"), _OTHER_SYSTEM),
     "history": "only documents of instruction and output have one: put earlier turns into the conversation",
-    **dict.fromkeys((*LOSS_FLAGS, "sample_weight", "document_weight"), _WHOLE_DOCUMENT),
+    **dict.fromkeys(_WEIGHTS, _WHOLE_DOCUMENT),
     **dict.fromkeys(
         ("completion_mask", "assistant_masks", "assistant_mask", "attention_mask", "position_ids", "token_type_ids"),
         _TOKEN_LEVEL,
     ),
+    **dict.fromkeys(("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k"), _PACKED),
 }
 _OF_TURNS = _ANYWHERE | {
     **dict.fromkeys(("name", "tool_call_id", "recipient", "channel"), _NAME),
     "mask": "it is not known whether 1 trains on the turn or masks it: write train: true or train: false",
     **dict.fromkeys(("train_detail", "training_detail"), _PART_OF_A_TURN),
+    **dict.fromkeys(LOSS_FLAGS, "a flag is read in small letters alone: write train: true or train: false"),
 }
 _OF_TEXTS = frozenset({"label"})  # the class of a text, as in classification data, which a language model may ignore
+_SAYS_NOTHING_OF_THE_LOSS = frozenset({"special_tokens_mask", "offset_mapping"})  # what tokenizers return in addition
 
 
 class KeyAccount:
@@ -88,8 +101,11 @@ class KeyAccount:
         self._refused: dict[str, tuple[str, str]] = {}
 
     def wanted_columns(self, names: Sequence[str]) -> list[str]:
-        """The columns of a table whose values decide something: all of them where no format knows any."""
-        if self.known.isdisjoint(names):
+        """The columns of a table whose values decide something.
+
+        These are all of them where no format knows any, and beside tokens, where any list may be a mask.
+        """
+        if self.known.isdisjoint(names) or "input_ids" in names:
             return [name for name in names if name not in self._ignored]
         return [
             name
@@ -115,11 +131,16 @@ class KeyAccount:
 
     def check_document(self, record: Mapping[str, Any], read: Collection[str], *, is_text: bool = False) -> None:
         """Account for the keys of a document that its format does not read."""
+        token_ids = record.get("input_ids")  # of a document that is tokens, others have none
+        num_tokens = len(token_ids) if isinstance(token_ids, list) else 0
         for key, value in record.items():
             if key in read or value is None:
                 continue
-            meaning = None if is_text and key.lower() in _OF_TEXTS else _OF_DOCUMENTS.get(key.lower())
-            if meaning is None or is_empty(value) or (key.lower() in LOSS_FLAGS and value in (1, True)):
+            name = key.lower()
+            meaning = None if is_text and name in _OF_TEXTS else _OF_DOCUMENTS.get(name)
+            if _has_a_number_for_each(num_tokens, value) and name not in _SAYS_NOTHING_OF_THE_LOSS:
+                meaning = meaning or _PER_TOKEN
+            if meaning is None or is_empty(value) or (name in _WEIGHTS and value == (name != INVERSE_FLAG)):
                 self._not_read[key] += 1
             else:
                 self._refused[key] = f"'{key}'", meaning
@@ -175,9 +196,13 @@ def is_empty(value: object) -> bool:
     """Whether a value says nothing: data sets write null, a blank text, an empty list or an empty JSON text."""
     if isinstance(value, str):
         return value.strip() in ("", "[]", "{}", "null")
-    if isinstance(value, list | tuple):
-        return all(map(is_empty, value))
-    return value is None or value == {}
+    if isinstance(value, dict):  # Parquet writes every key of an object, so an absent one is an object of nulls
+        value = list(value.values())
+    return all(map(is_empty, value)) if isinstance(value, list | tuple) else value is None
+
+
+def _has_a_number_for_each(num_tokens: int, value: object) -> bool:
+    return isinstance(value, list) and len(value) == num_tokens and all(isinstance(one, int | float) for one in value)
 
 
 def _documents(count: int) -> str:

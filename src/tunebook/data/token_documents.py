@@ -25,7 +25,7 @@ def token_row(record: Record, vocab_size: int | None) -> Row:
     limit = _LARGEST_TOKEN_ID if vocab_size is None else vocab_size - 1
     _check_range(input_ids, "input_ids", 0, limit)
     kept = _without_padding(record, len(input_ids))
-    _refuse_packed(record, kept.stop - kept.start)
+    _refuse_packed(record, kept, len(input_ids))
     labels = _masked(record, input_ids)
     if record.get("labels") is not None:
         labels = _given_labels(record, masked=labels)
@@ -74,12 +74,14 @@ def _without_padding(record: Record, num_tokens: int) -> slice:
     return slice(start, stop)
 
 
-def _refuse_packed(record: Record, num_tokens: int) -> None:
+def _refuse_packed(record: Record, kept: slice, num_tokens: int) -> None:
     """Refuse rows that hold several documents: they would be one document here, each reading the others."""
-    lengths, positions = record.get("seq_lengths"), record.get("position_ids")
-    is_packed = (lengths is not None and lengths != [num_tokens]) or (
-        positions is not None and [position for position in positions if position == 0] != [0]
-    )
+    is_packed = record.get("seq_lengths") not in (None, [kept.stop - kept.start], [num_tokens])
+    if record.get("position_ids") is not None:
+        positions = _integers(record["position_ids"], "position_ids")
+        _check_length(positions, "position_ids", num_tokens)
+        positions = positions[kept]
+        is_packed = is_packed or positions != list(range(positions[0], positions[0] + len(positions)))
     if is_packed:
         raise DocumentError(
             "'seq_lengths' or 'position_ids' say that several documents are packed into this row; write each as a "
