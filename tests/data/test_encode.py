@@ -228,3 +228,17 @@ def test_an_eos_that_the_tokenizer_adds_is_no_part_of_the_prompt(tiny_tokenizer:
     assert [trained_text(tokenizer, document) for document in documents] == ["yo</s>", "yo</s>"]
     assert [document.input_ids.count(tokenizer.eos_token_id) for document in documents] == [1, 2]
     assert STRADDLING not in encoder.notes
+
+
+def test_no_token_that_the_tokenizer_adds_is_part_of_the_prompt(tiny_tokenizer: Tokenizers) -> None:
+    """A tokenizer may end texts with another token than the EOS of the model."""
+    tokenizer = tiny_tokenizer(eos_token="<|im_end|>")
+    added = tokenizer.convert_tokens_to_ids("</s>")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A </s>", special_tokens=[("</s>", added)])
+    encoder = Encoder(CorpusKind.prompt_completion, TrainOn.auto, tokenizer)
+    rows = [{"prompt": "ab", "completion": completion, "origin": "a:1"} for completion in ("cd", "</s>cd")]
+    assert [trained_text(tokenizer, document) for document in encoder.encode(rows)] == [
+        "cd</s><|im_end|>",
+        "</s>cd</s><|im_end|>",
+    ]
+    assert not encoder.notes[STRADDLING]

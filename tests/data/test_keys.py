@@ -84,6 +84,7 @@ def with_turn(**keys: Any) -> dict[str, Any]:
         (with_turn(Train=False), "Train"),
         (with_turn(reasoning_details=[{"type": "reasoning.text", "text": "because"}]), "reasoning_details"),
         ({**CHAT, "masked": True}, "masked"),
+        ({**PAIR, "weight": "0"}, "weight"),
         ({**CHAT, "kto_tag": False}, "kto_tag"),
         ({**CHAT, "rejected_response": "b"}, "rejected_response"),
         ({"input_ids": [1, 2, 3], "response_mask": [0, 0, 1]}, "response_mask"),
@@ -123,6 +124,8 @@ def test_a_key_without_a_value_means_nothing(nothing: Any) -> None:
 def test_flags_of_a_document_that_change_nothing_are_no_problem() -> None:
     flags = {"weight": 1.0, "train": True, "masked": False, "sample_weight": 1.0, "document_weight": 1}
     assert normalise({**CHAT, **flags}) == normalise(CHAT)
+    table = {"weight": "1", "train": "True", "loss_weight": "1.0", "masked": "False"}  # as in CSV
+    assert normalise({**CHAT, **table}) == normalise(CHAT)
 
 
 def test_what_a_tokenizer_returns_in_addition_is_only_counted() -> None:

@@ -271,7 +271,8 @@ def test_a_table_of_text_is_read_as_it_is_written(tmp_path: Path) -> None:
     [
         (b"text,id\na,1\nb\n", r"row 2 \(line 3\): 1 fields, the header has 2; quote those that hold a ','"),
         (b'text,id\n"a,1\n', "line 2: broken CSV: unexpected end of data"),
-        (b"text,id\ncaf\xe9,1\n", "not UTF-8 after line 0: byte 0xe9; convert it"),
+        (b"text,id\ncaf\xe9,1\n", r"line 2: not UTF-8: byte 0xe9 at byte 4 of the line \(offset 11 in the file\)"),
+        (b'text\n"a\nb"\n' + b"c\n" * 9000 + b"\xff\n", r"line 9004: not UTF-8: byte 0xff at byte 1 of the line"),
     ],
 )
 def test_a_broken_table_is_named(tmp_path: Path, content: bytes, message: str) -> None:

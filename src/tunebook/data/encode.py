@@ -93,7 +93,8 @@ class Encoder:
             self._special = self._renderer.special
             return
         self._special = SpecialTokens(tokenizer)
-        self._adds_eos = self._backend.encode("a").ids[-1:] == [self._eos_id]
+        is_added = self._backend.encode("a").special_tokens_mask[::-1]
+        self._num_added_at_end = is_added.index(0) if 0 in is_added else 0
         if special_text is SpecialText.as_text:
             self._backend = self._special.plain_backend()
 
@@ -189,8 +190,8 @@ class Encoder:
             self._account_for_special(self._special.first_in(row["prompt"] + row["completion"]), origin)
             ids = self._ended(whole.ids)
             self._refuse_two_bos(ids, origin, "the prompt begins with it and the tokenizer adds one; remove it")
-            # One that the tokenizer adds is not part of the prompt; one that the prompt itself ends with is.
-            prompt_ids = prompt.ids[:-1] if self._adds_eos else prompt.ids
+            # What the tokenizer adds is not part of the prompt; an EOS that the prompt itself ends with is.
+            prompt_ids = prompt.ids[: len(prompt.ids) - self._num_added_at_end]
             num_same = num_shared(prompt_ids, ids)
             self._note(STRADDLING, origin, num_same < len(prompt_ids))
             labels = all_labels(ids)

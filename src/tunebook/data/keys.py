@@ -140,7 +140,7 @@ class KeyAccount:
             meaning = None if is_text and name in _OF_TEXTS else _OF_DOCUMENTS.get(name)
             if _has_a_number_for_each(num_tokens, value) and name not in _SAYS_NOTHING_OF_THE_LOSS:
                 meaning = meaning or _PER_TOKEN
-            if meaning is None or is_empty(value) or (name in _WEIGHTS and value == (name != INVERSE_FLAG)):
+            if meaning is None or is_empty(value) or (name in _WEIGHTS and _is_full_weight(name, value)):
                 self._not_read[key] += 1
             else:
                 self._refused[key] = f"'{key}'", meaning
@@ -199,6 +199,11 @@ def is_empty(value: object) -> bool:
     if isinstance(value, dict):  # Parquet writes every key of an object, so an absent one is an object of nulls
         value = list(value.values())
     return all(map(is_empty, value)) if isinstance(value, list | tuple) else value is None
+
+
+def _is_full_weight(name: str, value: object) -> bool:
+    """Whether a flag or weight leaves a document as it is; CSV writes them as text."""
+    return str(value).lower() in (("0", "0.0", "false") if name == INVERSE_FLAG else ("1", "1.0", "true"))
 
 
 def _has_a_number_for_each(num_tokens: int, value: object) -> bool:

@@ -190,11 +190,20 @@ def _read_csv(stream: IO[bytes], problems: DocumentProblems, delimiter: str) -> 
             message = f"{problems.location}, line {rows.line_num}: broken CSV: {error}"
             raise DataError(message, problem_id="data-file-broken") from error
         except UnicodeDecodeError as error:
-            raise DataError(
-                f"{problems.location}: not UTF-8 after line {rows.line_num}: byte 0x{error.object[error.start]:02x}; "
-                "convert it, such as with `iconv -f LATIN1 -t UTF-8`",
-                problem_id="data-not-utf8",
-            ) from error
+            raise _not_utf8(stream, problems.location) from error
+
+
+def _not_utf8(stream: IO[bytes], location: str) -> DataError:
+    """What to say of a table that is not UTF-8: its text is decoded ahead of its rows, so the line is looked for."""
+    stream.seek(0)
+    num_bytes_before = 0
+    for number, line in enumerate(stream, 1):
+        try:
+            _decode(line, num_bytes_before)
+        except DocumentError as error:
+            return DataError(f"{location}, line {number}: {error.message}", problem_id=error.problem_id)
+        num_bytes_before += len(line)
+    raise AssertionError("every line is UTF-8, the whole is not")
 
 
 def _refuse_repeated_columns(names: list[str], location: str) -> None:
