@@ -315,6 +315,7 @@ def test_reasoning_of_earlier_answers_may_be_left_out_and_is_reported(tiny_token
         ("<think>ok</think>Sure.", "And now?", "<think>ok</think>Sure."),  # the same again
         ("<think>ok</think>Sure.", "Is that ok? Sure.", "<think>hm</think>Yes."),  # quoted by the next question
         ("<think>ok</think>Sure.", "And now?", "<think>Is it ok?</think>Sure."),
+        ("<think>Hi</think>Sure.", "And now?", "<think>And now?</think>Yes."),  # the question itself
     ],
 )
 def test_reasoning_that_is_left_out_may_stand_in_a_later_turn(

@@ -41,23 +41,14 @@ class ContentCheck:
     def missing(self, messages: Messages, text: str) -> list[Missing]:
         """The turns that `text`, which the template wrote of the messages, does not hold as they are."""
         order = self._order(messages)
-        found = [Missing(turn, "turn") for turn in range(len(messages)) if turn not in order]
-        end = len(text)
+        left_out = [Missing(turn, "turn") for turn in range(len(messages)) if turn not in order]
+        readings = [_Reading(len(text), ())]
         for turn in reversed(order):
+            is_answer = messages[turn]["role"] == "assistant"
             content = messages[turn]["content"].strip()
-            start = _start_of(content, text, end)
-            if start is None and messages[turn]["role"] == "assistant":
-                reasoning, answer = _split(content)
-                after = _start_of(answer, text, end)
-                start = None if after is None else _start_of(reasoning, text, after)
-                if after is not None and start is None:
-                    found.append(Missing(turn, "reasoning"))
-                    start = after
-            if start is None:
-                found.append(Missing(turn, "content"))
-            else:
-                end = start
-        return sorted(found, key=lambda missing: missing.turn)
+            readings = _best([longer for one in readings for longer in one.before(turn, content, text, is_answer)])
+        found = min(readings, key=_Reading.cost).missing
+        return sorted([*left_out, *found], key=lambda missing: missing.turn)
 
     def _order(self, messages: Messages) -> list[int]:
         """The turns in the order in which the template writes them, without those that it leaves out."""
@@ -76,6 +67,41 @@ class ContentCheck:
             return None
         places = {number: text.find(mark) for number, mark in enumerate(marks)}
         return sorted((number for number, place in places.items() if place >= 0), key=lambda number: places[number])
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """One way to find the contents of the last turns in a text: all of them after `start`, but for what is missing."""
+
+    start: int
+    missing: tuple[Missing, ...]
+
+    def cost(self) -> tuple[int, int]:
+        """How many contents are missing, and how many reasonings."""
+        num_contents = sum(one.what == "content" for one in self.missing)
+        return num_contents, len(self.missing) - num_contents
+
+    def before(self, turn: int, content: str, text: str, is_answer: bool) -> list[_Reading]:
+        """The ways to find the content of the turn before as well."""
+        start = _start_of(content, text, self.start)
+        if start is not None:
+            return [_Reading(start, self.missing)]
+        reasoning, answer = _split(content)
+        after = _start_of(answer, text, self.start) if is_answer and answer != content else None
+        if after is None:
+            return [_Reading(self.start, (*self.missing, Missing(turn, "content")))]
+        readings = [_Reading(after, (*self.missing, Missing(turn, "reasoning")))]
+        start = _start_of(reasoning, text, after)  # it may be that of an earlier turn, which then is not found
+        return readings if start is None else [*readings, _Reading(start, self.missing)]
+
+
+def _best(readings: list[_Reading]) -> list[_Reading]:
+    """Those that leave more of the text to the turns before than any that misses as little."""
+    kept: list[_Reading] = []
+    for one in sorted(readings, key=lambda reading: (-reading.start, reading.cost())):
+        if not kept or one.cost() < kept[-1].cost():
+            kept.append(one)
+    return kept
 
 
 def _split(content: str) -> tuple[str, str]:
