@@ -187,6 +187,19 @@ def test_documents_under_a_key_of_the_file_are_read(tmp_path: Path, name: str, i
     assert problems.notes == [f"its documents are the array under '{key}'; keys of the file not read: {others}"]
 
 
+@pytest.mark.parametrize("key", ["system_prompt", "tools", "chat_template_kwargs"])
+def test_a_key_for_all_documents_of_a_file_that_means_something_is_refused(tmp_path: Path, key: str) -> None:
+    for value, is_refused in (("be brief", True), ("", False), (None, False)):
+        path = write(tmp_path, json.dumps({key: value, "data": RECORDS}), "data.json")
+        problems = DocumentProblems(str(path))
+        list(read_records(path, problems, KNOWN))
+        if not is_refused:
+            problems.raise_if_any()
+            continue
+        with pytest.raises(DataError, match=f"for all of them, '{key}', which is not supported there"):
+            problems.raise_if_any()
+
+
 def test_a_document_over_several_lines_is_one_document(tmp_path: Path) -> None:
     document = {"id": 1, "messages": [{"role": "user", "content": "a"}], "tools": [{"name": "f"}]}
     path = write(tmp_path, json.dumps(document, indent=2), "data.json")

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 from tunebook.data.json_objects import DECODER, RepeatedKeyError, check_object, lower_first
+from tunebook.data.keys import meaning_of
 from tunebook.data.problems import DocumentError, DocumentProblems
 from tunebook.errors import DataError
 
@@ -132,13 +133,21 @@ def _several_arrays(location: str, first: str, second: str) -> DataError:
 
 
 def _account_for(pairs: dict[str, Any], array_key: str, problems: DocumentProblems, known_keys: frozenset[str]) -> None:
-    """Note what stands beside the array. Raises: DocumentError where that is a document of its own."""
+    """Note what stands beside the array. Raises: DocumentError for a document's own key, and one with a meaning."""
     both = sorted(known_keys & pairs.keys())
     if both:
         raise DocumentError(
             f"the file is one JSON object with documents under '{array_key}' and a document's own key '{both[0]}'; "
             "write the documents alone into a file of their own"
         )
+    for key, value in pairs.items():
+        if (meaning := meaning_of(key, value)) is not None:
+            raise DocumentError(
+                f"the file is one JSON object with documents under '{array_key}' and, for all of them, '{key}', which "
+                f"is not supported there: {meaning}. Write it into each document, or write the documents alone into a "
+                f"file: jq -c '.{array_key}[]' FILE > train.jsonl",
+                problem_id="data-key-not-supported",
+            )
     others = f"; keys of the file not read: {', '.join(pairs)}" if pairs else ""
     problems.notes.append(f"its documents are the array under '{array_key}'{others}")
 

@@ -137,10 +137,10 @@ class KeyAccount:
             if key in read or value is None:
                 continue
             name = key.lower()
-            meaning = None if is_text and name in _OF_TEXTS else _OF_DOCUMENTS.get(name)
+            meaning = None if is_text and name in _OF_TEXTS else meaning_of(key, value)
             if _has_a_number_for_each(num_tokens, value) and name not in _SAYS_NOTHING_OF_THE_LOSS:
                 meaning = meaning or _PER_TOKEN
-            if meaning is None or is_empty(value) or (name in _WEIGHTS and _is_full_weight(name, value)):
+            if meaning is None:
                 self._not_read[key] += 1
             else:
                 self._refused[key] = f"'{key}'", meaning
@@ -192,6 +192,13 @@ class KeyAccount:
         return notes
 
 
+def meaning_of(key: str, value: object) -> str | None:
+    """Why a key of a document that is not read cannot be left out; None where nothing is lost without it."""
+    name = key.lower()
+    says_nothing = is_empty(value) or (name in _WEIGHTS and _is_full_weight(name, value))
+    return None if says_nothing else _OF_DOCUMENTS.get(name)
+
+
 def is_empty(value: object) -> bool:
     """Whether a value says nothing: data sets write null, a blank text, an empty list or an empty JSON text."""
     if isinstance(value, str):
@@ -206,8 +213,9 @@ def _is_full_weight(name: str, value: object) -> bool:
     return str(value).lower() in (("0", "0.0", "false") if name == INVERSE_FLAG else ("1", "1.0", "true"))
 
 
-def _has_a_number_for_each(num_tokens: int, value: object) -> bool:
-    return isinstance(value, list) and len(value) == num_tokens and all(isinstance(one, int | float) for one in value)
+def _has_a_number_for_each(num_tokens: int, value: Any) -> bool:
+    is_long_enough = isinstance(value, list) and 0 < len(value) == num_tokens
+    return is_long_enough and all(isinstance(one, int | float) for one in value)
 
 
 def _documents(count: int) -> str:
