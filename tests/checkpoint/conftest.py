@@ -12,9 +12,9 @@ import pytest
 from tunebook.checkpoint.record import Identity
 from tunebook.config.auto import resolve_auto
 from tunebook.config.compose import compose
+from tunebook.config.identity import HASH_VERSION, config_hash, result_settings
 from tunebook.config.schema import RunConfig
 from tunebook.hardware.detect import Machine
-from tunebook.record.config_hash import config_hash, hashed_settings
 from tunebook.record.manifest import describe_model
 
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
@@ -43,7 +43,8 @@ def identity(resolved: RunConfig) -> Identity:
         world_size=2,
         model=describe_model(config.model),
         config_sha256=config_hash(config),
-        settings=hashed_settings(config),
+        hash_version=HASH_VERSION,
+        settings=result_settings(config),
         data_sha256="d" * 64,
         tokenizer_sha256="e" * 64,
         chat_template_sha256="f" * 64,

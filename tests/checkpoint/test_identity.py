@@ -13,10 +13,10 @@ import pytest
 from tunebook.checkpoint.identity import differences, gone_on_from, identity_of, require_same
 from tunebook.checkpoint.record import Identity, read_record
 from tunebook.config.choices import Offload, PeftMethod, ResumeAnyway, StateDict, Strategy
+from tunebook.config.identity import result_settings
 from tunebook.config.schema import FsdpConfig, ParallelismConfig, RunConfig, ZeroConfig
 from tunebook.data.prepared import PartCounts, Prepared, PreparedPart
 from tunebook.errors import RequestError
-from tunebook.record.config_hash import hashed_settings
 
 MakeCheckpoint = Callable[..., Path]
 
@@ -158,7 +158,7 @@ def test_a_model_that_was_moved_is_the_same(said: Callable[..., str], identity: 
 
 
 def identity_with(identity: Identity, config: RunConfig, parallelism: ParallelismConfig, ranks: int) -> Identity:
-    settings = hashed_settings(replace(config, parallelism=parallelism))
+    settings = result_settings(replace(config, parallelism=parallelism))
     return replace(identity, strategy=parallelism.strategy.name, world_size=ranks, settings=settings)
 
 

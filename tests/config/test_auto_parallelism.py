@@ -23,10 +23,10 @@ from tunebook.config.choices import (
 from tunebook.config.compose import compose
 from tunebook.config.estimate import estimate_memory, fits_into
 from tunebook.config.frozen import PARALLELISM_SCHEMAS, config_to_yaml, load_config
+from tunebook.config.identity import config_hash
 from tunebook.config.rules import check
 from tunebook.config.schema import FsdpConfig, ModelFacts, ParallelismConfig, ZeroConfig
 from tunebook.hardware.detect import Machine
-from tunebook.record.config_hash import config_hash
 
 H200 = ("NVIDIA H200", (9, 0))
 V100 = ("Tesla V100-SXM2-32GB", (7, 0))

@@ -7,11 +7,11 @@ import pytest
 from tunebook.config.auto import resolve_auto
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml, load_config
+from tunebook.config.identity import config_hash
 from tunebook.config.interpolation import escaped, may_read
 from tunebook.errors import RequestError
 from tunebook.evaluate.code.choice import take_options
 from tunebook.hardware.detect import Machine
-from tunebook.record.config_hash import config_hash
 
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
 TOKEN = "abcdefghijklmnopqrstuvwxyz0123456789"

@@ -14,9 +14,9 @@ from omegaconf.errors import UnsupportedValueType
 from tunebook.config.book import as_word, placed, resolve_path
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml, load_config, typed_in_of
+from tunebook.config.identity import config_hash
 from tunebook.config.placing import place_paths, typed_in
 from tunebook.config.schema import ModelConfig, RunConfig
-from tunebook.record.config_hash import config_hash
 
 RELATIVE = ["model.path=m/base", "dataset.path='chats/*.jsonl'", "dataset.validation_path=held_out.jsonl",
             "model.chat_template=my.jinja", "model.tokenizer=m/words", "evaluation.tasks=[gsm8k,my.yaml]"]  # fmt: skip

@@ -14,7 +14,7 @@ LAYERS = [f"model.layers.{number}.{part}" for number in range(12) for part in ("
 TOWER = [f"model.tower.layers.{number}.fc.weight" for number in range(3)] + ["model.tower.norm.weight"]
 WITH_TOWER = MeasuredLayers(
     num_layers=24, parameters=300_000_000, linear_inputs=1, adapter_parameters=1000,
-    unreached=["model.projector", "model.tower"], unreached_parameters=1_234_567,
+    unreached_parameters=1_234_567,
 )  # fmt: skip
 EVERYTHING = ["model.embed.weight", *LAYERS, *TOWER, "head.weight"]
 
@@ -48,9 +48,9 @@ def test_a_part_of_a_name_is_not_that_part():
 
 def test_it_is_told_with_how_much_it_is(undecided, machine):
     h200 = machine(("NVIDIA H200", (9, 0)))
-    assert "model.facts.measured.unreached" not in {choice.key for choice in resolve_auto(undecided, h200).choices}
-    undecided.model.facts.measured = WITH_TOWER
-    (choice,) = [one for one in resolve_auto(undecided, h200).choices if one.key == "model.facts.measured.unreached"]
+    assert "model.facts.unreached" not in {choice.key for choice in resolve_auto(undecided, h200).choices}
+    undecided.model.facts.measured, undecided.model.facts.unreached = WITH_TOWER, ["model.projector", "model.tower"]
+    (choice,) = [one for one in resolve_auto(undecided, h200).choices if one.key == "model.facts.unreached"]
     assert choice.value == "model.projector, model.tower"
     assert choice.why == "text reaches none of these 1,234,567 of 494,032,768 parameters: they are not trained"
 

@@ -14,6 +14,7 @@ from rich.console import Console
 
 import tunebook.evidence.reproducing as reproducing
 from tunebook.config.compose import compose, parse_overrides
+from tunebook.config.identity import config_hash
 from tunebook.config.schema import ModelConfig
 from tunebook.errors import DataError, RequestError, RulesError, StoppedError
 from tunebook.evidence.gather import config_of, read_finished
@@ -30,7 +31,6 @@ from tunebook.evidence.reproducing import (
 )
 from tunebook.launch.draft import draft_run
 from tunebook.model.weights_fingerprint import weights_fingerprint
-from tunebook.record.config_hash import config_hash
 
 from .conftest import H200, MakeRun
 

@@ -13,12 +13,12 @@ from tunebook.config.auto import resolve_auto
 from tunebook.config.choices import ResumeAnyway, Strategy
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml
+from tunebook.config.identity import HASH_VERSION, config_hash, result_settings
 from tunebook.config.schema import RunConfig
 from tunebook.hardware.detect import Machine
 from tunebook.launch.likeness import on_another_machine
 from tunebook.launch.resume import unfinished_run
 from tunebook.plan.batch import world_size
-from tunebook.record.config_hash import config_hash, hashed_settings
 from tunebook.record.manifest import FORMAT
 
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
@@ -38,7 +38,8 @@ def stop(tmp_path: Path, make_checkpoint: Callable[..., Path]) -> Stop:
     def make(config: RunConfig, name: str = NAME) -> Path:
         folder = tmp_path / "quickstart" / name
         folder.mkdir(parents=True)
-        manifest = {"format": FORMAT, "config_sha256": config_hash(config), "status": {"state": "stopped"}}
+        manifest = {"format": FORMAT, "config_sha256": config_hash(config), "hash_version": HASH_VERSION}
+        manifest["status"] = {"state": "stopped"}
         (folder / "manifest.json").write_text(json.dumps(manifest))
         (folder / "run.yaml").write_text(config_to_yaml(config))
         identity = Identity(
@@ -47,7 +48,8 @@ def stop(tmp_path: Path, make_checkpoint: Callable[..., Path]) -> Stop:
             world_size=world_size(config),
             model={"name": "m", "revision": None, "config_sha256": None, "weights": "pretrained"},
             config_sha256=config_hash(config),
-            settings=hashed_settings(config),
+            hash_version=HASH_VERSION,
+            settings=result_settings(config),
             data_sha256="0" * 64,
             tokenizer_sha256=None,
             chat_template_sha256=None,

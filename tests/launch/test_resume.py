@@ -11,11 +11,11 @@ from tunebook.config.auto import resolve_auto
 from tunebook.config.choices import Checkpointing, ResumeAnyway
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml
+from tunebook.config.identity import HASH_VERSION, config_hash
 from tunebook.errors import DataError, RequestError
 from tunebook.hardware.detect import Machine
 from tunebook.launch.lock import working_in
 from tunebook.launch.resume import check_run_folder, unfinished_run
-from tunebook.record.config_hash import config_hash
 from tunebook.record.manifest import FORMAT
 from tunebook.record.run_folder import write_outcome
 
@@ -32,7 +32,8 @@ def make_run(make_checkpoint):
     def make(config, tmp_path, name, state, steps=(), sha256=None):
         folder = tmp_path / "quickstart" / name
         folder.mkdir(parents=True)
-        manifest = {"format": FORMAT, "config_sha256": sha256 or config_hash(config), "status": {"state": state}}
+        manifest = {"format": FORMAT, "config_sha256": sha256 or config_hash(config), "hash_version": HASH_VERSION}
+        manifest["status"] = {"state": state}
         (folder / "manifest.json").write_text(json.dumps(manifest))
         for step in steps:
             make_checkpoint(folder, step)
@@ -76,10 +77,29 @@ def test_a_run_that_differs_only_in_what_auto_decided_is_named_with_what_to_type
     earlier.training.seed += 1  # which nobody left open
     (folder / "run.yaml").write_text(config_to_yaml(earlier))
     (folder / "manifest.json").write_text(
-        json.dumps({"format": FORMAT, "config_sha256": config_hash(earlier), "status": {"state": "stopped"}})
+        json.dumps(
+            {
+                "format": FORMAT,
+                "config_sha256": config_hash(earlier),
+                "hash_version": HASH_VERSION,
+                "status": {"state": "stopped"},
+            }
+        )
     )
     said.clear()
     assert unfinished_run(config, said.append) is None and said == []
+
+
+def test_a_run_with_a_hash_of_version_1_is_known_by_its_configuration(config, tmp_path, make_run):
+    folder = make_run(config, tmp_path, "2026-01-01T00-00-00Z", "stopped", steps=(5,), sha256="0" * 64)
+    freeze(folder, config)
+    assert unfinished_run(config) is None
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["hash_version"]  # as before there was another version
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert unfinished_run(config) == folder
+    config.training.seed += 1
+    assert unfinished_run(config) is None
 
 
 def test_a_finished_run_after_the_stopped_one_settles_it(config, tmp_path, make_run):

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tunebook.config.choices import Compute, PeftMethod
 from tunebook.config.compose import compose
-from tunebook.config.model_facts import MeasuredLayers, ModelFacts
+from tunebook.config.model_facts import ModelFacts
 from tunebook.errors import RequestError
 from tunebook.model.adapters import (
     adapter_config,
@@ -242,11 +242,7 @@ def with_tower() -> Any:
     }  # fmt: skip
     architecture = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision, mm_tokens_per_image=4)
     config = compose("quickstart", []).config
-    measured = MeasuredLayers(
-        num_layers=2, parameters=1, linear_inputs=1, adapter_parameters=1,
-        unreached=["model.vision_tower", "model.multi_modal_projector"],
-    )  # fmt: skip
-    config.model.facts = ModelFacts(measured=measured)
+    config.model.facts = ModelFacts(unreached=["model.vision_tower", "model.multi_modal_projector"])
     return AutoModelForCausalLM.from_config(architecture), config
 
 

@@ -75,6 +75,6 @@ def test_a_tower_that_no_text_reaches_is_not_computed() -> None:
     facts = qwen_3b()
     facts.measured = MeasuredLayers(
         num_layers=36, parameters=2_000_000_000, linear_inputs=1, adapter_parameters=1,
-        unreached=["model.tower"], unreached_parameters=400_000_000,
+        unreached_parameters=400_000_000,
     )  # fmt: skip
     assert flops_per_token(facts, attended_length=0) == 6 * (3_085_938_688 - 400_000_000)

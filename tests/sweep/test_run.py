@@ -17,8 +17,7 @@ from rich.console import Console
 
 from tunebook.errors import RequestError
 from tunebook.hardware.detect import detect_machine
-from tunebook.record.config_hash import config_hash
-from tunebook.sweep import planning, run
+from tunebook.sweep import planning
 from tunebook.sweep.folder import SweepFolder, working_on
 from tunebook.sweep.options import SweepOptions
 from tunebook.sweep.run import sweep_command
@@ -247,17 +246,6 @@ def test_a_host_with_other_memory_goes_on_with_the_same_sweep(
     assert started(tmp_path) == [f"trial-{number:03d}" for number in (0, 1, 1)]
     assert sweep(tmp_path, console, "hardware.memory_gib=9", *words) == 4  # which was typed
     assert len(list((tmp_path / "quickstart").iterdir())) == 2
-
-
-def test_a_sweep_of_before_memory_was_left_out_goes_on(
-    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ("optimizer.learning_rate=0.2", "training.seed=0,13")
-    with monkeypatch.context() as before:
-        before.setattr(run, "hash_anywhere", lambda config, asked: config_hash(config))
-        assert sweep(tmp_path, console, *words) == 4
-    assert sweep(tmp_path, console, *words) == 4
-    assert started(tmp_path) == [f"trial-{number:03d}" for number in (0, 1, 1)]
 
 
 def test_training_resume_never_starts_anew(tmp_path: Path, console: Console) -> None:

@@ -9,7 +9,7 @@ from datetime import datetime
 import pytest
 
 from tunebook.config.frozen import config_to_yaml, load_config
-from tunebook.record.config_hash import config_hash
+from tunebook.config.identity import config_hash
 from tunebook.record.metrics import read_metrics
 
 NUM_STEPS = 1250

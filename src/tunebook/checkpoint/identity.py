@@ -13,6 +13,7 @@ from typing import Any
 
 from tunebook.checkpoint.record import CheckpointRecord, Identity
 from tunebook.config.choices import Offload, PeftMethod, ResumeAnyway, Strategy
+from tunebook.config.identity import HASH_VERSION, changed_settings, config_hash, flat, result_settings
 from tunebook.config.override_text import as_typed, typed, typed_list
 from tunebook.config.schema import RunConfig
 from tunebook.data.prepared import Prepared
@@ -21,13 +22,12 @@ from tunebook.model.weights_fingerprint import recorded_in
 from tunebook.parallel.deepspeed import zero_stage
 from tunebook.parallel.fsdp import is_fsdp
 from tunebook.plan.batch import world_size
-from tunebook.record.config_hash import config_hash, hashed_settings
 from tunebook.record.manifest import describe_model
 
 # Keys that change no weight of a run that goes on, or that are compared in another way.
 _NOT_COMPARED = (
     "recipe",
-    "title",
+    "title",  # earlier checkpoints hold it
     "evaluation",
     "training.save_every_steps",
     "training.keep_checkpoints",
@@ -68,7 +68,8 @@ def identity_of(config: RunConfig, prepared: Prepared, fingerprint: str | None) 
         world_size=world_size(config),
         model=describe_model(config.model, fingerprint),
         config_sha256=config_hash(config),
-        settings=hashed_settings(config),
+        hash_version=HASH_VERSION,
+        settings=result_settings(config),
         data_sha256=prepared.content_sha256,
         tokenizer_sha256=prepared.tokenizer_sha256,
         chat_template_sha256=prepared.chat_template_sha256,
@@ -166,7 +167,7 @@ def _cannot_load(theirs: Identity, own: Identity) -> Iterator[Difference]:
 
 def _other_tensors(theirs: Identity, own: Identity) -> Iterator[tuple[str, Any, Any]]:
     """The keys of `_DECIDE_TENSORS` with another value than a checkpoint's, and both values."""
-    before, here = dict(_flat(theirs.settings)), dict(_flat(own.settings))
+    before, here = dict(flat(theirs.settings)), dict(flat(own.settings))
     keys = _DECIDE_TENSORS if own.peft != PeftMethod.full.name else ("optimizer.name",)
     for key in keys:
         if key in before and key in here and before[key] != here[key]:
@@ -219,19 +220,7 @@ def _ranks(count: int) -> str:
 
 
 def _changed_keys(theirs: dict[str, Any], own: dict[str, Any]) -> Iterator[str]:
-    """Each key whose value differs, as `key=theirs and here own`."""
-    flat_theirs, flat_own = dict(_flat(theirs)), dict(_flat(own))
-    for key in sorted(flat_theirs.keys() | flat_own.keys()):
-        if any(key == skipped or key.startswith(f"{skipped}.") for skipped in (*_NOT_COMPARED, *_DECIDE_TENSORS)):
-            continue
-        before, now = flat_theirs.get(key, "absent"), flat_own.get(key, "absent")
-        if before != now:
+    """Each key whose value differs, with both values."""
+    for key, before, now in changed_settings(theirs, own):
+        if not any(key == skipped or key.startswith(f"{skipped}.") for skipped in (*_NOT_COMPARED, *_DECIDE_TENSORS)):
             yield _change(key, before, now)
-
-
-def _flat(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

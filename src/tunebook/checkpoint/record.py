@@ -40,7 +40,8 @@ class Identity:
     world_size: int
     model: dict[str, Any]
     config_sha256: str
-    settings: dict[str, Any]  # the whole configuration in canonical form, to say which keys differ
+    hash_version: int = 1  # of config_sha256; earlier checkpoints do not say
+    settings: dict[str, Any]  # every setting that changes the result, to say which keys differ
     data_sha256: str
     tokenizer_sha256: str | None
     chat_template_sha256: str | None

@@ -100,7 +100,7 @@ def _tell_unreached(decisions: Decisions) -> None:
     named = ", ".join(parts[:_MOST_PARTS]) + (" and others" if len(parts) > _MOST_PARTS else "")
     number = facts.measured.unreached_parameters
     why = f"text reaches none of these {number:,} of {facts.num_parameters:,} parameters: they are not trained"
-    decisions.choices.append(Choice(key="model.facts.measured.unreached", value=named, why=why))
+    decisions.choices.append(Choice(key="model.facts.unreached", value=named, why=why))
 
 
 def _host_memory_gib(config: RunConfig, machine: Machine, problem: Problem | None) -> float | None:

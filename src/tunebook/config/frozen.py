@@ -53,6 +53,15 @@ _SINCE_DECIDED = (("model", "compile_layers", False), ("model", "one_pass_head",
 TYPED_IN_KEY = "typed_in"
 
 
+def bring_up_to_date(parts: dict[str, Any]) -> None:
+    """Give a configuration that an earlier version wrote as plain values the form that it has today."""
+    for section, key, before in _SINCE_DECIDED:
+        parts[section].setdefault(key, before)
+    facts = parts["model"].get("facts") or {}
+    if "unreached" in (measured := facts.get("measured") or {}):
+        facts["unreached"] = measured.pop("unreached")
+
+
 def config_to_yaml(config: RunConfig) -> str:
     """A configuration as YAML text that `load_config` reads back equal, and where its relative paths start.
 
@@ -93,8 +102,7 @@ def load_config(file: Path) -> RunConfig:
         plain: Any = OmegaConf.to_container(OmegaConf.load(file))
         folder = plain.pop(TYPED_IN_KEY, None)
         parts = {field.name: plain.pop(field.name) for field in fields(RunConfig) if field.name in plain}
-        for section, key, before in _SINCE_DECIDED:
-            parts[section].setdefault(key, before)
+        bring_up_to_date(parts)
         config = OmegaConf.structured(RunConfig)
         config.parallelism = PARALLELISM_SCHEMAS[Strategy[parts["parallelism"]["strategy"]]]
         config.launcher = LAUNCHER_SCHEMAS[LauncherName[parts["launcher"]["name"]]]

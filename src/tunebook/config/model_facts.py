@@ -24,10 +24,7 @@ class MeasuredLayers:
     # Of the whole model's: numbers in the largest, such as all experts of a layer where they are stacked. Null where
     # nobody has looked: a matrix of layers like Llama's, or the embeddings
     largest_parameter: int | None = None
-    # What no text reaches, such as a tower for images, by names as `config.unreached` writes them; and how many numbers
-    # that is. It is not trained
-    unreached: list[str] = field(default_factory=list)
-    unreached_parameters: int = 0
+    unreached_parameters: int = 0  # numbers in `ModelFacts.unreached`
     # What transformers lets the architecture attend with, by the names of `Attention`; empty where nobody has looked
     attention: list[str] = field(default_factory=list)
     # By the names that `peft.target_modules` finds them by: numbers that go in and come out, all added up, of the
@@ -59,4 +56,7 @@ class ModelFacts:
     max_position_embeddings: int = MISSING  # tokens
     tie_word_embeddings: bool = MISSING
     dtype: str = MISSING  # of the published weights: float32, float16 or bfloat16
-    measured: MeasuredLayers | None = None  # null: layers as Llama has them, for which there are formulas
+    # What no text reaches, such as a tower for images, by names as `config.unreached` writes them: it is not trained
+    unreached: list[str] = field(default_factory=list)
+    # null: layers as Llama has them, for which there are formulas
+    measured: MeasuredLayers | None = field(default=None, metadata={"identity": False})

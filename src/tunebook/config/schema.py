@@ -2,12 +2,14 @@
 
 Rules of this file: every field says its unit and, where it has a default, why that one. `MISSING` means "a group file,
 the recipe or the user must say"; `None` means "absent", or "decided by Tunebook" where the comment says so. Nothing
-here checks across fields: that is `config.rules`. Nothing here imports torch.
+here checks across fields: that is `config.rules`. Nothing here imports torch. A field that does not change the result
+of a run says so in its metadata: `config.identity` leaves it out of the run's hash.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import Field, dataclass, field
+from typing import Any
 
 from omegaconf import MISSING
 
@@ -41,6 +43,19 @@ from tunebook.config.choices import (
 )
 from tunebook.config.model_facts import ModelFacts as ModelFacts  # part of the schema, whoever asks for it
 
+_SAME_RESULT = {"identity": False}
+_SAME_LOSS = {"identity": False, "evidence": True}  # how a loss is computed: changes speed and memory
+
+
+def is_identity(setting: Field[Any]) -> bool:
+    """Whether another value of a field makes another run."""
+    return bool(setting.metadata.get("identity", True))
+
+
+def describes_claim(setting: Field[Any]) -> bool:
+    """Whether another value of a field changes a run's losses, speed or memory."""
+    return is_identity(setting) or bool(setting.metadata.get("evidence", False))
+
 
 @dataclass(kw_only=True)
 class ModelConfig:
@@ -63,7 +78,7 @@ class ModelConfig:
     compile_layers: bool | None = None
     # The output head's gradients worked out with its logits, which are not computed once more in the backward pass, in
     # tiles of the whole vocabulary (1.2 GiB for 4,096 tokens and 151,936 words); null: where it was seen working
-    one_pass_head: bool | None = None
+    one_pass_head: bool | None = field(default=None, metadata=_SAME_LOSS)
     facts: ModelFacts | None = None  # null: read from the model's config.json
 
 
@@ -120,7 +135,8 @@ class DatasetConfig(DatasetSource):
     validation_share: float = 0.0  # 0 to 0.5 of the documents held out, by a hash of their content
     mean_tokens: float | None = None  # per document; for planning before the data is there
     num_documents: int | None = None  # for planning before the data is there
-    num_workers: int | None = None  # processes that tokenise; null uses every core
+    # Processes that tokenise; null uses every core
+    num_workers: int | None = field(default=None, metadata=_SAME_RESULT)
 
 
 def sources_of(data: DatasetConfig) -> dict[str, DatasetSource]:
@@ -360,13 +376,16 @@ class TrainingConfig:
     log_every_steps: int = 1
     save_every_steps: int | None = None  # null: only at the end
     keep_checkpoints: int = 2  # the newest this many, and the best
-    save_in_background: bool = True  # training waits for a checkpoint's writing alone, not for its flushing and hashing
+    # Training waits for a checkpoint's writing alone, not for its flushing and hashing
+    save_in_background: bool = field(default=True, metadata=_SAME_RESULT)
     evaluate_every_steps: int | None = None  # validation loss; null: at the end, if there is a validation part
     load_best_at_end: bool = False  # model/ is the saved step with the lowest validation loss; false: the last step
     early_stopping_patience: int | None = None  # validations without improvement; null: never stop early
-    resume: str = "auto"  # auto, never, or a checkpoint folder
-    resume_anyway: list[ResumeAnyway] = field(default_factory=list)  # what may differ from the checkpoint gone on from
-    push_to_hub: str | None = None  # organisation/name that every save is uploaded to; null: nothing leaves the machine
+    resume: str = field(default="auto", metadata=_SAME_RESULT)  # auto, never, or a checkpoint folder
+    # What may differ from the checkpoint that is resumed
+    resume_anyway: list[ResumeAnyway] = field(default_factory=list, metadata=_SAME_RESULT)
+    # organisation/name that every save is uploaded to; null: nothing leaves the machine
+    push_to_hub: str | None = field(default=None, metadata=_SAME_RESULT)
 
 
 @dataclass(kw_only=True)
@@ -374,7 +393,7 @@ class RunConfig:
     """One run, whole: what `run.yaml` holds and every rank reads."""
 
     recipe: str | None = None  # set by the command line
-    title: str = ""  # one line for lists and reports
+    title: str = field(default="", metadata=_SAME_RESULT)  # one line for lists and reports
     model: ModelConfig = MISSING
     dataset: DatasetConfig = MISSING
     parallelism: ParallelismConfig = MISSING
@@ -386,11 +405,12 @@ class RunConfig:
     peft: PeftSettings = MISSING
     optimizer: OptimizerConfig = MISSING
     schedule: ScheduleConfig = MISSING
-    launcher: LauncherConfig = MISSING
-    tracking: TrackingConfig = MISSING
+    launcher: LauncherConfig = field(default=MISSING, metadata=_SAME_RESULT)
+    tracking: TrackingConfig = field(default=MISSING, metadata=_SAME_RESULT)
     evaluation: EvaluationConfig = MISSING
     training: TrainingConfig = MISSING
-    outputs: str = "outputs"  # folder that run folders are made in; relative to where the command is typed
+    # Folder that run folders are made in; relative to where the command is typed
+    outputs: str = field(default="outputs", metadata=_SAME_RESULT)
 
 
 GROUPS = (

@@ -41,7 +41,7 @@ def stand_for(patterns: Collection[str], name: str) -> bool:
 
 def unreached_of(facts: ModelFacts | None) -> list[str]:
     """What is known of a model to be out of reach; nothing where nobody has looked."""
-    return [] if facts is None or facts.measured is None else facts.measured.unreached
+    return [] if facts is None else facts.unreached
 
 
 def _compiled(patterns: Collection[str]) -> re.Pattern[str]:

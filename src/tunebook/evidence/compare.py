@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
 from typing import Any
 
 from tunebook.config.choices import Weights
+from tunebook.config.identity import changed_settings, flat_differences
 from tunebook.evidence.schema import Hardware, Inputs, Results, Tolerance
 from tunebook.evidence.tolerances import LOSS, MEMORY, SPEED, at_steps, loss_difference, relative, score_key
 
@@ -71,31 +72,6 @@ class Row:
         }
 
 
-def flat(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of nested sections with its dotted key."""
-    if isinstance(node, dict) and node:
-        for key, value in node.items():
-            yield from flat(value, f"{path}.{key}" if path else str(key))
-    else:
-        yield path, node
-
-
-def flat_differences(one: Any, other: Any, path: str = "", missing: Any = None) -> list[tuple[str, Any, Any]]:
-    """Dotted keys whose values are not the same, with both; `missing` stands for a key that only one of them has.
-
-    What is empty in one of them is not named besides the keys that the other has there.
-    """
-    first, second = dict(flat(one, path)), dict(flat(other, path))
-    keys = sorted(first.keys() | second.keys())
-    filled = {key[:end] for key in keys for end, letter in enumerate(key) if letter == "."}
-    pairs = ((key, first.get(key, missing), second.get(key, missing)) for key in keys)
-    return [
-        (key, mine, yours)
-        for key, mine, yours in pairs
-        if mine != yours and not (key in filled and {} in (mine, yours))
-    ]
-
-
 def named_differences(differing: list[tuple[str, Any, Any]]) -> str:
     """The first few keys that are not the same, with both values, and how many more."""
     named = [f"{key} is {two}, recorded with {one}" for key, one, two in differing[:_NUM_NAMED]]
@@ -105,7 +81,7 @@ def named_differences(differing: list[tuple[str, Any, Any]]) -> str:
 
 def config_differences(one: dict[str, Any], other: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     """What two comparable configurations do not have in common; how a step is split does not count."""
-    return [found for found in flat_differences(one, other) if not is_split(found[0])]
+    return [found for found in changed_settings(one, other) if not is_split(found[0])]
 
 
 def input_differences(one: Inputs, other: Inputs) -> list[tuple[str, Any, Any]]:
@@ -153,7 +129,7 @@ def preparation_row(one: Inputs, other: Inputs) -> Row | None:
 
 def split_differences(one: Inputs, other: Inputs) -> list[tuple[str, Any, Any]]:
     """What decides the speed and the memory, and no loss: how a step was split and computed in two runs."""
-    differing = flat_differences(one.config, other.config)
+    differing = changed_settings(one.config, other.config)
     return [found for found in differing if is_split(found[0]) and not found[0].startswith("evaluation")]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from tunebook.evidence.compare import flat_differences
+from tunebook.config.identity import flat_differences
 from tunebook.evidence.tolerances import relative
 from tunebook.record.page.comparison import config_differences
 from tunebook.record.page.summary import Summary, summarise
@@ -35,7 +35,7 @@ def differences(one: RunRecord, other: RunRecord) -> dict[str, list[tuple[str, A
 
 
 def _manifest_differences(one: dict[str, Any], other: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    found = flat_differences(one, other, missing=NOT_SET)
+    found = flat_differences(one, other, absent=lambda key: NOT_SET)
     return [difference for difference in found if not f"{difference[0]}.".startswith(_EVERY_RUNS_OWN)]
 
 

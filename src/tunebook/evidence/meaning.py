@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 from tunebook.config.choices import LauncherName
 from tunebook.config.frozen import typed_in_of
+from tunebook.config.identity import comparable_config
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
 from tunebook.evidence.compare import config_differences, input_differences, named_differences
 from tunebook.evidence.machines import machine_of_evidence
 from tunebook.evidence.schema import Evidence, Inputs
 from tunebook.launch.draft import Draft, draft_run
-from tunebook.record.config_hash import comparable_config
 from tunebook.record.files import RUN_FILE
 from tunebook.record.run_folder import WITHOUT_RECIPE
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from tunebook.config.book import book_root
+from tunebook.config.identity import flat_differences
 from tunebook.config.recipe_files import load_recipes
 from tunebook.errors import RequestError
-from tunebook.evidence.compare import flat_differences, input_differences, split_differences
+from tunebook.evidence.compare import input_differences, split_differences
 from tunebook.evidence.files import check_label, evidence_folder, write_evidence
 from tunebook.evidence.gather import (
     config_of,

@@ -19,13 +19,22 @@ from rich.text import Text
 from tunebook.config.book import book_root
 from tunebook.config.choices import Source
 from tunebook.config.frozen import typed_in_of
+from tunebook.config.identity import (
+    HASH_VERSION,
+    changed_settings,
+    comparable_config,
+    config_hash,
+    flat_differences,
+    has_hash,
+    result_settings,
+)
 from tunebook.config.override_text import quoted
 from tunebook.config.placing import typed_in
 from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.data.file_hashes import remembered_hash
 from tunebook.data.files import SUFFIXES, find_files
 from tunebook.errors import RequestError, StoppedError
-from tunebook.evidence.compare import config_differences, flat_differences, named_differences
+from tunebook.evidence.compare import config_differences, named_differences
 from tunebook.evidence.gather import config_of, gather_hardware, gather_inputs, read_finished, typed_words
 from tunebook.evidence.machines import machine_of_manifest
 from tunebook.evidence.show import show_verification
@@ -36,7 +45,6 @@ from tunebook.launch.draft import draft_run
 from tunebook.launch.job import Job, plan_job, prepare_data, run_job
 from tunebook.model.load import model_location
 from tunebook.model.weights_fingerprint import told, weights_fingerprint
-from tunebook.record.config_hash import comparable_config, config_hash, has_hash, hashed_settings
 from tunebook.record.files import RUN_FILE
 from tunebook.record.intact import naming
 from tunebook.record.manifest import (
@@ -229,6 +237,12 @@ def require_same_config(original: Original, config: RunConfig, recipes_dirs: lis
         return []
     if manifest["seed"] != config.training.seed:
         raise _otherwise(manifest, f"training.seed is {config.training.seed}, recorded with {manifest['seed']}")
+    version = manifest.get("hash_version", 1)
+    if version != HASH_VERSION:
+        return [
+            f"WARNING: the manifest notes its configuration by a hash of version {version}, and this Tunebook writes "
+            f"{HASH_VERSION}: whether the same command still trains the same is not known without the run's folder"
+        ]
     if has_hash(config, manifest["config_sha256"]):
         return []
     machine = machine_of_manifest(manifest["hardware"])
@@ -240,7 +254,7 @@ def require_same_config(original: Original, config: RunConfig, recipes_dirs: lis
             "and is another for the recorded machine too (the run's whole folder would tell which key)",
         )
     _require_equal(manifest, there.config, config)
-    decided = named_differences(flat_differences(hashed_settings(there.config), hashed_settings(config)))
+    decided = named_differences(changed_settings(result_settings(there.config), result_settings(config)))
     return [f"WARNING: this machine is another than the run's, and decides what was left open otherwise: {decided}"]
 
 

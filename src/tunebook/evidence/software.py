@@ -113,8 +113,12 @@ def correct_files(files: Sequence[Path], docker: Path) -> list[Path]:
     changed = []
     for file in files:
         evidence: Evidence = read_evidence(file)  # whole and unedited
+        content = read_json(file)
         if evidence.software.lock is None and evidence.software.lock_sha256 is not None:
-            rewrite_evidence(corrected(read_json(file), docker), file)
+            content = corrected(content, docker)
+        content["inputs"]["config"] = evidence.inputs.config  # in the form of today
+        if content != read_json(file):
+            rewrite_evidence(content, file)
             changed.append(file)
     for folder in sorted({file.parent for file in files}):
         recipe = folder.parent

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tunebook.config.identity import HASH_VERSION, has_hash
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
-from tunebook.evidence.compare import flat
-from tunebook.record.config_hash import ADDED_LATER, NOT_HASHED, SAME_LOSS, has_hash
 from tunebook.record.files import RUN_FILE
 from tunebook.record.manifest import changed_files
-
-_ANY_VALUE_HASHES_ALIKE = (*NOT_HASHED, *SAME_LOSS, *ADDED_LATER)
 
 
 def require_unchanged(folder: Path, frozen: dict[str, Any], config: RunConfig, manifest: dict[str, Any]) -> None:
@@ -25,7 +21,8 @@ def require_unchanged(folder: Path, frozen: dict[str, Any], config: RunConfig, m
     for name, noted, frozen_value in said:
         if noted != frozen_value:
             raise _changed(folder, f"its manifest says {name} {noted}, and {RUN_FILE} {frozen_value}")
-    if has_every_key(frozen, config) and not has_hash(config, manifest["config_sha256"]):
+    is_known = manifest.get("hash_version", 1) == HASH_VERSION  # nobody recomputes the hashes of other versions
+    if is_known and not has_hash(config, manifest["config_sha256"]):
         raise _changed(folder, f"{RUN_FILE} has not the hash that its manifest noted at the start")
     if changed := changed_files(folder, manifest):
         raise RequestError(
@@ -33,15 +30,6 @@ def require_unchanged(folder: Path, frozen: dict[str, Any], config: RunConfig, m
             "end, so nobody knows what was measured; take the file back from a copy, or train again",
             problem_id="run-changed",
         )
-
-
-def has_every_key(frozen: dict[str, Any], config: RunConfig) -> bool:
-    """Whether a run.yaml was written with all settings that there are today.
-
-    An older one was hashed without those that came later, so its hash says nothing any more.
-    """
-    since = {key for key, _ in flat(asdict(config))} - {key for key, _ in flat(frozen)}
-    return all(f"{key}.".startswith(tuple(f"{known}." for known in _ANY_VALUE_HASHES_ALIKE)) for key in since)
 
 
 def _changed(folder: Path, why: str) -> RequestError:

@@ -19,11 +19,11 @@ from tunebook.checkpoint.newest import newest_checkpoint
 from tunebook.checkpoint.record import Identity, read_record
 from tunebook.config.choices import ResumeAnyway
 from tunebook.config.frozen import load_config
+from tunebook.config.identity import CAPACITIES, config_hash, found_capacities, result_settings
 from tunebook.config.override_text import as_typed, typed
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
 from tunebook.plan.batch import world_size
-from tunebook.record.config_hash import CAPACITIES, config_hash, found_capacities, hashed_settings
 from tunebook.record.files import RUN_FILE
 
 # What `auto` decides by estimates that get better: how much a pass computes and what it keeps. No loss depends on it.
@@ -87,8 +87,8 @@ def on_another_machine(config: RunConfig, folder: Path, sha256: str, asked: Coll
 def _going_on(config: RunConfig, folder: Path, theirs: Identity) -> str:
     """What to type to go on from a checkpoint whose run differs in its machine, or why that cannot be."""
     # Of the data and the model no more is known here than that the configurations name the same.
-    settings, strategy = hashed_settings(config), config.parallelism.strategy.name
-    own = replace(theirs, strategy=strategy, world_size=world_size(config), settings=settings)
+    strategy = config.parallelism.strategy.name
+    own = replace(theirs, strategy=strategy, world_size=world_size(config), settings=result_settings(config))
     found = list(differences(theirs, own))
     impossible = next((difference for difference in found if difference.allowed_by is None), None)
     if impossible is not None:

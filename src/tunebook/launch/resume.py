@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from tunebook.checkpoint.newest import newest_checkpoint, passed_over
+from tunebook.config.identity import config_hash
 from tunebook.config.schema import RunConfig
 from tunebook.errors import DataError, RequestError
 from tunebook.launch.likeness import began_alike, decided_otherwise, is_same_run, on_another_machine
 from tunebook.launch.lock import LOCK_FILE, is_worked_in
 from tunebook.plan.batch import world_size
-from tunebook.record.config_hash import config_hash
-from tunebook.record.manifest import MANIFEST_FILE, RunState, read_manifest
+from tunebook.record.manifest import MANIFEST_FILE, RunState, hash_of_run, read_manifest
 from tunebook.record.run_folder import WITHOUT_RECIPE, find_runs, is_run, read_outcomes
 
 # One that was invalid would end the same way again.
@@ -48,7 +48,7 @@ def unfinished_run(
             manifest = _read_manifest(folder)
         except DataError:
             continue  # a damaged record of another run must not stop this one
-        sha256, has_ended = manifest["config_sha256"], not _is_unfinished(folder, manifest)
+        sha256, has_ended = hash_of_run(folder, manifest), not _is_unfinished(folder, manifest)
         if has_ended and sha256 != wanted:
             ended.append((folder, sha256))  # perhaps with other memory: looked into only where it matters
             continue
@@ -113,8 +113,9 @@ def _why_taken(config: RunConfig, folder: Path, asked: Collection[str]) -> str |
     state = manifest["status"]["state"]
     if config.training.resume == "never":
         return f"it holds a run ({state}), and training.resume=never says not to go on with one"
-    if not is_same_run(config, folder, manifest["config_sha256"], asked):
-        words = decided_otherwise(config, folder, manifest["config_sha256"], asked)
+    sha256 = hash_of_run(folder, manifest)
+    if not is_same_run(config, folder, sha256, asked):
+        words = decided_otherwise(config, folder, sha256, asked)
         add = f"; add {' '.join(words)} to go on with it, which is decided otherwise now" if words else ""
         return f"it holds a run ({state}) of another configuration, which is in {folder / 'run.yaml'}{add}"
     if state == RunState.finished.name:

@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.text import Text
 
 from tunebook.config.choices import LauncherName
+from tunebook.config.identity import config_hash
 from tunebook.config.rules.environment import address_warning
 from tunebook.config.schema import RunConfig
 from tunebook.launch.node import take_part
 from tunebook.launch.roll_call import RollCall
-from tunebook.record.config_hash import config_hash
 
 
 def has_later_nodes(config: RunConfig) -> bool:

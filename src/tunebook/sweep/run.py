@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
 from tunebook.checkpoint.candidates import same_command
-from tunebook.config.schema import RunConfig
+from tunebook.config.identity import hash_anywhere
 from tunebook.errors import RequestError
 from tunebook.launch.show import preparing
-from tunebook.record.config_hash import config_hash, hash_anywhere
 from tunebook.record.run_folder import WITHOUT_RECIPE
 from tunebook.sweep.folder import Request, SweepFolder, create, newest_with, working_on
 from tunebook.sweep.launching import CommandOf, RunHere, RunTrial, TrialList, TrialSource, work_off
@@ -85,7 +83,7 @@ def _at_work(plan: SweepPlan, console: Console) -> Iterator[tuple[SweepFolder, T
         gpus_per_trial=plan.division.gpus_per_trial if plan.division else None,
     )
     outputs, recipe = Path(config.outputs), plan.recipe or WITHOUT_RECIPE
-    earlier = _earlier(request, config) if config.training.resume != "never" else None
+    earlier = newest_with(request, outputs, recipe) if config.training.resume != "never" else None
     if earlier is not None:
         with working_on(earlier):
             source = _source(plan, earlier)
@@ -100,13 +98,6 @@ def _at_work(plan: SweepPlan, console: Console) -> Iterator[tuple[SweepFolder, T
     with working_on(folder):
         console.print(Text(f"sweep of {plan.num_trials} trials: {folder.path}\n{plan.describe()}"), soft_wrap=True)
         yield folder, _source(plan, folder)
-
-
-def _earlier(request: Request, config: RunConfig) -> SweepFolder | None:
-    """The newest sweep that was asked for the same; before the memory of the machine was left out, it was hashed."""
-    outputs, recipe = Path(config.outputs), request.recipe or WITHOUT_RECIPE
-    hashed_then = replace(request, config_sha256=config_hash(config))
-    return newest_with(request, outputs, recipe) or newest_with(hashed_then, outputs, recipe)
 
 
 def _source(plan: SweepPlan, folder: SweepFolder) -> TrialSource:

@@ -65,7 +65,7 @@ def test_it_is_asked_once_for_the_same_file_in_the_same_environment(file, asked,
     assert (facts.measured.parameters, facts.measured.adapter_parameters) == (400, 90)
     assert (facts.measured.linear_parameters, facts.measured.active_parameters) == (300, 350)
     assert facts.measured.largest_parameter == 200
-    assert (facts.measured.unreached, facts.measured.unreached_parameters) == (["model.tower"], 70)
+    assert (facts.unreached, facts.measured.unreached_parameters) == (["model.tower"], 70)
     assert meta_device.measured_facts(file) == facts
     assert asked == [(file, False)]
     file.write_text('{"model_type": "x", "vocab_size": 33}')

@@ -92,7 +92,6 @@ def _facts(answer: dict[str, Any]) -> ModelFacts:
     layers = MeasuredLayers(
         **{name: int(measured[name]) for name in _COUNTED},
         attention=[str(name) for name in measured["attention"]],
-        unreached=[str(name) for name in measured["unreached"]],
         adapters=_numbers(measured["adapters"], 2),
         expert_adapters=_numbers(measured["expert_adapters"], 2),
         saved=_numbers(measured["saved"], 6),
@@ -100,8 +99,11 @@ def _facts(answer: dict[str, Any]) -> ModelFacts:
         saved_beside_experts=_numbers(measured["saved_beside_experts"], 6),
     )
     kinds = {"architecture": str, "dtype": str, "tie_word_embeddings": bool}
-    names = [field.name for field in fields(ModelFacts) if field.name != "measured"]
-    return ModelFacts(**{name: kinds.get(name, int)(answer[name]) for name in names}, measured=layers)
+    names = [field.name for field in fields(ModelFacts) if field.name not in ("measured", "unreached")]
+    unreached = [str(name) for name in measured["unreached"]]
+    return ModelFacts(
+        **{name: kinds.get(name, int)(answer[name]) for name in names}, unreached=unreached, measured=layers
+    )
 
 
 def _numbers(found: dict[str, Any], length: int) -> dict[str, list[int]]:

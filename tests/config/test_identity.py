@@ -1,22 +1,73 @@
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import pytest
 
 from tunebook.config.book import resolve_path
-from tunebook.config.choices import LauncherName, ResumeAnyway, Source, SpecialText, Strategy, TrackerName
+from tunebook.config.choices import (
+    Generation,
+    LauncherName,
+    ResumeAnyway,
+    Source,
+    SpecialText,
+    Strategy,
+    TrackerName,
+    Weights,
+)
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml, load_config
-from tunebook.config.schema import LauncherConfig, MixturePart, RunConfig, TrackingConfig, ZeroConfig
-from tunebook.record.config_hash import comparable_config, config_hash, has_hash, hash_anywhere, hashed_settings
+from tunebook.config.identity import (
+    ABSENT,
+    HASH_VERSION,
+    changed_settings,
+    comparable_config,
+    config_hash,
+    default_of,
+    has_hash,
+    hash_anywhere,
+    result_settings,
+)
+from tunebook.config.plain import plain_config
+from tunebook.config.schema import (
+    DatasetConfig,
+    HardwareConfig,
+    LauncherConfig,
+    MixturePart,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    TrackingConfig,
+    TrainingConfig,
+    ZeroConfig,
+)
+from tunebook.config.walk import all_keys
+
+DEFAULTS_FILE = Path(__file__).with_name("defaults_of_hash_version_2.json")
+
+
+@pytest.fixture
+def run_config() -> RunConfig:
+    """A resolved configuration of the quickstart's model and data."""
+    return plain_config(
+        recipe="example",
+        title="An example",
+        model=ModelConfig(path="book:recipes/quickstart/model", weights=Weights.random),
+        dataset=DatasetConfig(path="book:recipes/quickstart/data/train.jsonl"),
+        hardware=HardwareConfig(generation=Generation.cpu, gpus_per_node=1),
+        optimizer=OptimizerConfig(learning_rate=2e-3),
+        training=TrainingConfig(max_length=512, global_samples=64),
+    )
 
 
 @pytest.mark.parametrize(
     "change",
     [
+        lambda config: replace(config, title="another"),
         lambda config: replace(config, outputs="/elsewhere"),
         lambda config: replace(config, launcher=LauncherConfig(name=LauncherName.slurm)),
         lambda config: replace(config, tracking=TrackingConfig(name=TrackerName.wandb)),
@@ -28,6 +79,7 @@ from tunebook.record.config_hash import comparable_config, config_hash, has_hash
         lambda config: replace(config, model=replace(config.model, one_pass_head=True)),
     ],
     ids=[
+        "title",
         "outputs",
         "launcher",
         "tracking",
@@ -56,11 +108,11 @@ def test_the_memory_that_was_found_makes_no_other_request_and_what_was_typed_doe
     assert hash_anywhere(typed, set()) != hash_anywhere(here, set())
 
 
-def test_evidence_tells_how_the_head_is_computed_but_of_what_was_recorded_before(run_config: RunConfig) -> None:
+def test_evidence_tells_how_the_head_is_computed(run_config: RunConfig) -> None:
     """Its speed and memory are not those of another way."""
     one, two = (replace(run_config, model=replace(run_config.model, one_pass_head=value)) for value in (True, False))
     assert comparable_config(one)["model"]["one_pass_head"] is True
-    assert "one_pass_head" not in comparable_config(two)["model"]
+    assert comparable_config(two)["model"]["one_pass_head"] is False
 
 
 @pytest.mark.parametrize(
@@ -68,7 +120,7 @@ def test_evidence_tells_how_the_head_is_computed_but_of_what_was_recorded_before
     [
         lambda config: replace(config, training=replace(config.training, seed=0)),
         lambda config: replace(config, optimizer=replace(config.optimizer, learning_rate=1e-3)),
-        lambda config: replace(config, parallelism=ZeroConfig(strategy=Strategy.single)),
+        lambda config: replace(config, parallelism=ZeroConfig(strategy=Strategy.zero2)),
         lambda config: replace(config, model=replace(config.model, path="book:recipes/other/model")),
         lambda config: replace(config, model=replace(config.model, compile_layers=True)),
     ],
@@ -76,14 +128,6 @@ def test_evidence_tells_how_the_head_is_computed_but_of_what_was_recorded_before
 )
 def test_what_a_run_trains_changes_its_hash(run_config: RunConfig, change: Callable[[RunConfig], RunConfig]) -> None:
     assert config_hash(change(run_config)) != config_hash(run_config)
-
-
-def test_a_setting_that_came_later_is_told_only_where_it_is_used(run_config: RunConfig) -> None:
-    """What was recorded before there was one still holds."""
-    plain = replace(run_config, model=replace(run_config.model, compile_layers=False))
-    assert "compile_layers" not in comparable_config(plain)["model"]
-    compiled = replace(run_config, model=replace(run_config.model, compile_layers=True))
-    assert comparable_config(compiled)["model"]["compile_layers"] is True
 
 
 def test_the_hash_of_a_frozen_configuration_is_that_of_the_original(tmp_path: Path, run_config: RunConfig) -> None:
@@ -102,44 +146,79 @@ def test_a_hash_of_when_the_book_lay_elsewhere_is_known_again(run_config: RunCon
     assert not has_hash(edited, config_hash(then))
 
 
-def test_what_is_counted_of_an_architecture_later_does_not_change_its_hash() -> None:
+def test_what_planning_traced_of_an_architecture_is_not_in_the_hash() -> None:
     config = compose("dolly3b_ray_zero3_offload", []).config
-    before = config_hash(config)
     assert config.model.facts is not None and config.model.facts.measured is not None
-    config.model.facts.measured.linear_parameters = 1
-    config.model.facts.measured.active_parameters = 2
-    config.model.facts.measured.largest_parameter = 5
-    config.model.facts.measured.unreached_parameters = 3
-    config.model.facts.measured.adapters = {"dense": [1, 2]}
-    config.model.facts.measured.expert_adapters = {"w2": [3, 4]}
-    config.model.facts.measured.saved_beside_experts = {"fp32/adapter/sdpa": [0, 1, 0, 0, 1, 0]}
-    config.model.facts.measured.saved_without_autocast = {"cast/full/sdpa": [0, 1, 0, 0, 1, 0]}
-    assert config_hash(config) == before
+    before = config_hash(config)
     config.model.facts.measured.parameters += 1
+    assert config_hash(config) == before
+    config.model.facts.num_layers += 1
     assert config_hash(config) != before
 
 
-def test_what_is_not_trained_changes_the_hash_and_nothing_of_models_without_such_parts() -> None:
+def test_what_is_not_trained_changes_the_hash() -> None:
     config = compose("dolly3b_ray_zero3_offload", []).config
-    assert config.model.facts is not None and config.model.facts.measured is not None
+    assert config.model.facts is not None
     before = config_hash(config)
-    assert "unreached" not in hashed_settings(config)["model"]["facts"]["measured"]  # as before there was such a key
-    config.model.facts.measured.unreached = ["model.tower"]
+    config.model.facts.unreached = ["model.tower"]
     assert config_hash(config) != before
 
 
-def test_settings_that_came_later_change_no_hash_until_they_are_set(run_config: RunConfig) -> None:
+def test_a_key_that_is_added_later_changes_no_hash_until_it_is_set(run_config: RunConfig) -> None:
+    @dataclass(kw_only=True)
+    class LaterOptimizer(OptimizerConfig):
+        momentum: float = 0.95
+
+    values = {field.name: getattr(run_config.optimizer, field.name) for field in fields(OptimizerConfig)}
+    later = replace(run_config, optimizer=LaterOptimizer(**values))
+    assert config_hash(later) == config_hash(run_config)
+    assert config_hash(replace(later, optimizer=LaterOptimizer(**values, momentum=0.9))) != config_hash(run_config)
+
+
+def test_settings_at_their_defaults_are_not_in_the_hash_and_others_are(run_config: RunConfig) -> None:
     parts = {"chat": MixturePart(path="chat.jsonl"), "code": MixturePart(path="code.jsonl")}
     mixed = replace(run_config, dataset=replace(run_config.dataset, source=Source.mixture, parts=parts))
-    settings = hashed_settings(mixed)
-    assert "template_date" not in settings["model"]
-    assert {"ignore_keys", "special_tokens_in_content"}.isdisjoint(settings["dataset"])
-    assert all("ignore_keys" not in part for part in settings["dataset"]["parts"].values())
-    parts = parts | {"code": MixturePart(path="code.jsonl", ignore_keys=["tools"])}
     changes = [
         replace(mixed, model=replace(mixed.model, template_date="2031-12-01")),
         replace(mixed, dataset=replace(mixed.dataset, ignore_keys=["tools"])),
         replace(mixed, dataset=replace(mixed.dataset, special_tokens_in_content=SpecialText.keep)),
-        replace(mixed, dataset=replace(mixed.dataset, parts=parts)),
+        replace(mixed, dataset=replace(mixed.dataset, parts=parts | {"code": MixturePart(path="c.jsonl")})),
+        replace(mixed, dataset=replace(mixed.dataset, parts=parts | {"more": MixturePart()})),
     ]
-    assert len({config_hash(config) for config in [mixed, *changes]}) == 5
+    assert len({config_hash(config) for config in [mixed, *changes]}) == 6
+
+
+def test_a_record_without_a_key_has_it_at_its_default(run_config: RunConfig) -> None:
+    own = result_settings(run_config)
+    recorded = copy.deepcopy(own)
+    del recorded["model"]["template_date"], recorded["optimizer"]["beta2"]
+    assert changed_settings(recorded, own) == []
+    own["optimizer"]["beta2"] = 0.95
+    assert changed_settings(recorded, own) == [("optimizer.beta2", 0.999, 0.95)]
+    assert changed_settings(own, recorded) == [("optimizer.beta2", 0.95, 0.999)]
+
+
+@pytest.mark.parametrize(
+    ("key", "default"),
+    [
+        ("training.seed", 42),
+        ("parallelism.mixed_precision", "autocast"),
+        ("dataset.parts.mine.ignore_keys", []),
+        ("dataset.synthetic.max_tokens", 4096),
+        ("dataset.nothing", ABSENT),
+        ("nothing.at.all", ABSENT),
+    ],
+)
+def test_the_default_of_a_key(key: str, default: object) -> None:
+    assert default_of(key) == default
+
+
+def test_no_default_changed_since_the_version_of_the_hash() -> None:
+    """Another default makes another run of an unchanged configuration with an unchanged hash: raise HASH_VERSION."""
+    keys = sorted(key for key in all_keys() if not key.startswith("model.facts.measured."))
+    now = {key: value for key in keys if not isinstance(value := default_of(key), dict)}
+    pinned = json.loads(DEFAULTS_FILE.read_text())
+    assert pinned["hash_version"] == HASH_VERSION
+    assert {key: now[key] for key in pinned["defaults"]} == pinned["defaults"]
+    later = sorted(now.keys() - pinned["defaults"].keys())
+    assert not later, f"new keys, to be added with their defaults to {DEFAULTS_FILE.name}: {later}"
