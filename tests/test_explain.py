@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import tunebook
-from tunebook.config.rules import RULES
-from tunebook.config.rules.environment import EXPLANATIONS
 from tunebook.errors import RequestError
 from tunebook.explain import ERRORS, all_ids, explain
+from tunebook.plan.rules import RULES
+from tunebook.plan.rules.environment import EXPLANATIONS
 
 SOURCE = Path(tunebook.__file__).parent
 

@@ -3,7 +3,7 @@
 # people, generation_why.
 
 declare -A capabilities_of=() floor_of=() torch_of=() cuda_of=() attention_of=() disk_gib_of=()
-# Generations that another one's image serves; tests hold this against src/tunebook/hardware/generations.py.
+# Generations that another one's image serves; tests hold this against src/tunebook/facts/generations.py.
 declare -A served_by=([turing]=volta [ada]=ampere)
 # The image for drivers too old for CUDA 13: its torch has code for every generation.
 older_driver_image=volta

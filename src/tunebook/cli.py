@@ -75,7 +75,7 @@ def train(
 ) -> None:
     """Train a recipe: compose, check, plan, prepare, launch, evaluate, report."""
     from tunebook.launch.job import plan_job, run_job
-    from tunebook.launch.plan_command import plan_command
+    from tunebook.plan.command import plan_command
     from tunebook.record.start_up import StartClock, process_begun
 
     clock = StartClock(process_begun())
@@ -100,11 +100,11 @@ def plan(
     recipes_dir: RecipesDir = None,
 ) -> None:
     """Show what a recipe would do: choices and why, batch, launch command, memory, time. No GPU, no download."""
-    from tunebook.launch.plan_command import plan_command
+    from tunebook.plan.command import plan_command
 
     recipe, overrides = split(words)
     if compare:
-        from tunebook.launch.compare import compare_plans, only_comparison
+        from tunebook.plan.compare import compare_plans, only_comparison
 
         if as_json:
             raise RequestError(
@@ -262,8 +262,8 @@ def chat(
     outputs: Outputs = Path("outputs"),
 ) -> None:
     """Talk to the newest finished run, or to run=DIR, run=RECIPE or a model, with its own chat template."""
-    from tunebook.config.rules.image import refuse_wrong_image
     from tunebook.evaluate.chat import chat_command
+    from tunebook.plan.rules.image import refuse_wrong_image
     from tunebook.record.run_folder import LATEST
 
     said = settings(words, ("run", "model"))

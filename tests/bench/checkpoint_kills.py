@@ -254,12 +254,12 @@ class Case:
 
 def set_up(folder: Path, words: list[str], place: Path) -> int:
     """Write what ranks read, as the launcher does: the configuration, and where the prepared data are."""
-    from tunebook.config.auto import resolve_auto
     from tunebook.config.book import book_root
     from tunebook.config.compose import compose
     from tunebook.config.frozen import config_to_yaml
     from tunebook.data.prepare import prepare
     from tunebook.hardware.detect import detect_machine
+    from tunebook.plan.auto.resolve import resolve_auto
 
     model = place / "model"
     if not model.exists():

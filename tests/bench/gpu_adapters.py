@@ -31,7 +31,7 @@ from gpu_parity import start_building
 from gpu_queue import GpuQueue, Job, require_gpus
 
 from tunebook.config.book import book_root
-from tunebook.launch.draft import draft_run
+from tunebook.plan.draft import draft_run
 
 Line = dict[str, Any]
 

@@ -32,9 +32,9 @@ from gpu_memory import DOCUMENT_TOKENS, STEPS, ZERO3_STEPS
 from gpu_queue import Job, add_arguments, run_jobs
 from gpu_recipes import facts_of, slice_words
 
-from tunebook.config.estimate import USABLE_SHARE, estimate_memory
-from tunebook.config.estimate.parameters import linear_layers
-from tunebook.launch.draft import draft_run
+from tunebook.model.parameters import linear_layers
+from tunebook.plan.draft import draft_run
+from tunebook.plan.memory import USABLE_SHARE, estimate_memory
 
 _OF_ROWS = ("training.micro_batch_size=", "training.global_samples=", "hardware.memory_gib=")
 _EDGE, _EDGE_HOST = "edge", "hardware.host_memory_gib=120"

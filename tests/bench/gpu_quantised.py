@@ -20,8 +20,8 @@ from gpu_held_out import BASE
 from gpu_models import WIDTHS, write_model
 from gpu_queue import Job, add_arguments, require_gpus, run_jobs
 
-from tunebook.config.estimate import estimate_memory
-from tunebook.launch.draft import draft_run
+from tunebook.plan.draft import draft_run
+from tunebook.plan.memory import estimate_memory
 
 RESULTS = Path(__file__).parent / "results" / "h200_quantised.jsonl"
 WORDS = [

@@ -20,7 +20,7 @@ from typing import Any
 from gpu_queue import Job, add_arguments, run_jobs
 from gpu_recipes import SHORT, facts_of
 
-from tunebook.config.decisions import AS_ASKED
+from tunebook.plan.auto.decisions import AS_ASKED
 
 DECIDED = ("model.one_pass_head",)  # by no variant of those that were there before it
 WARM_UP_STEPS = 10  # compiled layers and flash attention 4 meet their shapes in these

@@ -25,10 +25,10 @@ from typing import Any
 from gpu_architectures import config_of
 from gpu_held_out import words_of
 
-from tunebook.config.auto import resolve_auto
 from tunebook.config.compose import compose
-from tunebook.config.estimate import estimate_memory
 from tunebook.hardware.detect import Machine
+from tunebook.plan.auto.resolve import resolve_auto
+from tunebook.plan.memory import estimate_memory
 
 RESULTS = Path(__file__).parent / "results" / "h200_memory.jsonl"
 ARCHITECTURES = RESULTS.parent / "h200x2_architectures.jsonl"

@@ -16,7 +16,7 @@ from gpu_recipes import facts_of
 
 from tunebook.config.schema import ModelFacts, SyntheticConfig
 from tunebook.data.synthetic import generate
-from tunebook.plan.flops import attended_length_tokens, flops_per_token, model_flops_utilisation
+from tunebook.model.flops import attended_length_tokens, flops_per_token, model_flops_utilisation
 
 PEAK_TFLOPS = 989  # an H200's in bf16, dense
 DOCUMENTS_PER_GPU = 4000

@@ -6,7 +6,7 @@ Conversations of about 400 tokens and a tokenizer of 40,960 entries are made on 
 measurement is a fresh process with an empty cache, in turn:
 
     tunebook   `tunebook.data.prepare`: JSON lines on disk -> tokens, labels and hash on disk; then the rows of every
-               optimizer step of an epoch, of 32,768 tokens each (`plan.batch`, `data.sampler`)
+               optimizer step of an epoch, of 32,768 tokens each (`data.batch`, `data.sampler`)
     trl        `datasets.load_dataset("json")`, then `trl.SFTTrainer(...)` as `trl sft` builds it, over a model of
                almost no weights: packing=True (bfd), assistant_only_loss=True, dataset_num_proc = cores. Its
                constructor prepares; what it takes without any documents to speak of (8) is taken off
@@ -63,8 +63,8 @@ def run_method(method: str, folder: Path, documents: Path) -> None:
 
 def _tunebook(folder: Path, documents: Path) -> dict[str, Any]:
     from tunebook.config.compose import compose
+    from tunebook.data.batch import schedule_of, solve_batch
     from tunebook.data.prepare import prepare
-    from tunebook.plan.batch import schedule_of, solve_batch
 
     words = [
         *["model=hub", f"model.path={folder.parent / 'model'}", "model.weights=random"],

@@ -21,9 +21,9 @@ from memory_table import (
     read_measured,
 )
 
-from tunebook.config import meta_device
-from tunebook.config.estimate import USABLE_SHARE
-from tunebook.config.meta_device import measure, saved
+from tunebook.plan import architecture as meta_device
+from tunebook.plan.architecture import measure, saved
+from tunebook.plan.memory import USABLE_SHARE
 
 
 @pytest.fixture(scope="module")

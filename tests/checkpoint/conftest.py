@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from tunebook.checkpoint.record import Identity
-from tunebook.config.auto import resolve_auto
 from tunebook.config.compose import compose
 from tunebook.config.identity import HASH_VERSION, config_hash, result_settings
 from tunebook.config.schema import RunConfig
 from tunebook.hardware.detect import Machine
+from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.record.manifest import describe_model
 
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)

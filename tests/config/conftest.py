@@ -99,7 +99,7 @@ def changed() -> Change:
 
 def gpu(name: str = "NVIDIA H200", capability: tuple[int, int] = (9, 0), index: int = 0, memory: float = 140.4) -> Gpu:
     """A GPU as NVML would describe it."""
-    from tunebook.hardware.generations import generation_of
+    from tunebook.facts.generations import generation_of
 
     generation = generation_of(capability).generation
     return Gpu(name=name, memory_gib=memory, compute_capability=capability, generation=generation, index=index)

@@ -2,10 +2,10 @@
 
 import pytest
 
-from tunebook.config.auto import resolve_auto
 from tunebook.config.compiling import compilation_notice
 from tunebook.config.compose import compose
 from tunebook.hardware.detect import Machine
+from tunebook.plan.auto.resolve import resolve_auto
 
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
 

@@ -5,9 +5,9 @@ import pytest
 from tunebook.config.choices import LauncherName
 from tunebook.config.compose import compose
 from tunebook.config.control_characters import control_character, require_printable, shown, without_control_characters
-from tunebook.config.rules import check
 from tunebook.config.schema import MixturePart, RayConfig, SlurmConfig
 from tunebook.errors import RequestError
+from tunebook.plan.rules import check
 
 SIGNS = {
     "\n": "a line break (U+000A)",

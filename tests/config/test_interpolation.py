@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from tunebook.config.auto import resolve_auto
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml, load_config
 from tunebook.config.identity import config_hash
@@ -12,6 +11,7 @@ from tunebook.config.interpolation import escaped, may_read
 from tunebook.errors import RequestError
 from tunebook.evaluate.code.choice import take_options
 from tunebook.hardware.detect import Machine
+from tunebook.plan.auto.resolve import resolve_auto
 
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
 TOKEN = "abcdefghijklmnopqrstuvwxyz0123456789"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 
-from tunebook.config.auto import resolve_auto
 from tunebook.config.choices import PeftMethod
-from tunebook.config.estimate.parameters import count_parameters
 from tunebook.config.model_facts import MeasuredLayers
 from tunebook.config.unreached import as_patterns, expression, stand_for
+from tunebook.model.parameters import count_parameters
+from tunebook.plan.auto.resolve import resolve_auto
 
 LAYERS = [f"model.layers.{number}.{part}" for number in range(12) for part in ("gate.weight", "gate.bias", "up.weight")]
 TOWER = [f"model.tower.layers.{number}.fc.weight" for number in range(3)] + ["model.tower.norm.weight"]

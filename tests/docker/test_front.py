@@ -8,7 +8,7 @@ import re
 import pytest
 
 from tunebook.config.choices import Generation
-from tunebook.hardware.generations import GENERATIONS, capability_text, generation_of, image_for_driver
+from tunebook.facts.generations import GENERATIONS, capability_text, generation_of, image_for_driver
 
 TRAIN = ("run", "train", "quickstart")
 ONE_GPU = "0, GPU-5f3c7a10-0000-1111-2222-333344445555, {}, {}, {}\n"

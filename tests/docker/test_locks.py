@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tunebook.hardware.generations import GENERATIONS, ImagePins
+from tunebook.facts.generations import GENERATIONS, ImagePins
 
 DOCKER = Path(__file__).resolve().parents[2] / "docker"
 LOCKS = sorted(str(path.relative_to(DOCKER)) for path in DOCKER.rglob("*.lock"))

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from tunebook.config.auto import resolve_auto
 from tunebook.config.choices import Generation
 from tunebook.config.compose import compose
 from tunebook.config.schema import RunConfig
@@ -16,6 +15,7 @@ from tunebook.doctor.collectives.run import Bandwidth, Measurement
 from tunebook.doctor.findings import Finding
 from tunebook.hardware.detect import Gpu, Machine
 from tunebook.hardware.topology import Topology, parse_topology
+from tunebook.plan.auto.resolve import resolve_auto
 
 TOPOLOGIES = Path(__file__).parents[1] / "hardware" / "topologies"
 CPU_ONLY = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0, notes=["no NVIDIA driver answers here"])

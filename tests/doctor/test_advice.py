@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from tunebook.config.rules import check
+from tunebook.data.batch import solve_batch
 from tunebook.doctor.advice import Costs, advise, costs_of
 from tunebook.doctor.collectives.formulas import ALL_REDUCE
 from tunebook.doctor.collectives.run import Bandwidth
 from tunebook.doctor.findings import Finding, Level
-from tunebook.plan.batch import solve_batch
+from tunebook.plan.rules import check
 
 from .conftest import h200, machine_with, measured, resolved
 

@@ -77,7 +77,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     monkeypatch.setattr(command, "ask_tokenizer", lambda config: Probe(facts=TOKENIZER, problem=None))
     monkeypatch.setattr(storage.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**40))
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    monkeypatch.setattr("tunebook.config.rules.environment.installed_version", lambda name: "2.13.0")
+    monkeypatch.setattr("tunebook.plan.rules.environment.installed_version", lambda name: "2.13.0")
     return host
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from tunebook.config.auto import resolve_auto
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml, load_config
 from tunebook.config.identity import config_hash
 from tunebook.hardware.detect import Machine
+from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.record.files import RUN_FILE
 from tunebook.record.manifest import MANIFEST_FILE, RunState, finish_manifest, read_manifest, start_manifest
 

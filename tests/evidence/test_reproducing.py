@@ -29,8 +29,8 @@ from tunebook.evidence.reproducing import (
     require_same_weights,
     told_differences,
 )
-from tunebook.launch.draft import draft_run
 from tunebook.model.weights_fingerprint import weights_fingerprint
+from tunebook.plan.draft import draft_run
 
 from .conftest import H200, MakeRun
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 
-from tunebook.config.auto import resolve_auto
 from tunebook.config.choices import Generation
 from tunebook.config.compose import compose
 from tunebook.config.schema import ModelConfig
@@ -28,6 +27,7 @@ from tunebook.launch.calling import (
 )
 from tunebook.launch.line import Line
 from tunebook.model.weights_fingerprint import weights_fingerprint
+from tunebook.plan.auto.resolve import resolve_auto
 
 
 def machine_of(name, capability, generation):

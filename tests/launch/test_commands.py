@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from tunebook.config.auto import resolve_auto
 from tunebook.config.compose import compose
 from tunebook.hardware.detect import Machine
 from tunebook.launch.commands import (
@@ -15,6 +14,7 @@ from tunebook.launch.commands import (
     ranks_command,
     torchrun_command,
 )
+from tunebook.plan.auto.resolve import resolve_auto
 
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
 FOLDER = Path("/runs/1")

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from tunebook.checkpoint.record import Identity
-from tunebook.config.auto import resolve_auto
 from tunebook.config.choices import ResumeAnyway, Strategy
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml
 from tunebook.config.identity import HASH_VERSION, config_hash, result_settings
 from tunebook.config.schema import RunConfig
+from tunebook.data.batch import world_size
 from tunebook.hardware.detect import Machine
 from tunebook.launch.likeness import on_another_machine
 from tunebook.launch.resume import unfinished_run
-from tunebook.plan.batch import world_size
+from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.record.manifest import FORMAT
 
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tunebook.config.auto import resolve_auto
 from tunebook.config.compose import compose
 from tunebook.hardware.detect import Machine
 from tunebook.launch import descendants
 from tunebook.launch.local import TORCHRUN, StopRequests, handed_on, rank_environment, run_and_wait
+from tunebook.plan.auto.resolve import resolve_auto
 
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tunebook.config.auto import resolve_auto
 from tunebook.config.compose import compose
 from tunebook.hardware.detect import Machine
 from tunebook.launch import nodes
 from tunebook.launch.nodes import run_on_nodes
 from tunebook.launch.roll_call import RollCall
+from tunebook.plan.auto.resolve import resolve_auto
 
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
 # Asks for a stop, as Ctrl-C does, and calls once it is itself asked to end, as a container does that was slow to start.

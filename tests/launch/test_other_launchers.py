@@ -2,7 +2,6 @@
 
 import pytest
 
-from tunebook.config.auto import resolve_auto
 from tunebook.config.compose import compose
 from tunebook.errors import RequestError
 from tunebook.hardware.detect import Machine
@@ -13,6 +12,7 @@ from tunebook.launch.other_launchers import (
     removal_notice,
     remove_other_launchers,
 )
+from tunebook.plan.auto.resolve import resolve_auto
 
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
 # What each launcher sets for a process, as found in its source.

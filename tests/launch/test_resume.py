@@ -7,7 +7,6 @@ import re
 import pytest
 
 from tunebook.checkpoint.newest import newest_checkpoint
-from tunebook.config.auto import resolve_auto
 from tunebook.config.choices import Checkpointing, ResumeAnyway
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml
@@ -16,6 +15,7 @@ from tunebook.errors import DataError, RequestError
 from tunebook.hardware.detect import Machine
 from tunebook.launch.lock import working_in
 from tunebook.launch.resume import check_run_folder, unfinished_run
+from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.record.manifest import FORMAT
 from tunebook.record.run_folder import write_outcome
 

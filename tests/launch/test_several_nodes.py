@@ -6,11 +6,11 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from tunebook.config.auto import resolve_auto
 from tunebook.config.compose import compose
 from tunebook.hardware.detect import Machine
 from tunebook.launch.calling import free_port
 from tunebook.launch.several_nodes import open_to_nodes
+from tunebook.plan.auto.resolve import resolve_auto
 
 CPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
 

@@ -10,13 +10,13 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tunebook.config.auto_kernels import COMPILED_ARCHITECTURES
 from tunebook.config.choices import Attention
 from tunebook.config.compiling import _REASONS_TO_KEEP
 from tunebook.errors import RequestError
 from tunebook.model.blocks import transformer_blocks
 from tunebook.model.compiled_layers import compile_layers
 from tunebook.model.varlen_attention import register
+from tunebook.plan.auto.kernels import COMPILED_ARCHITECTURES
 
 pytestmark = pytest.mark.usefixtures("own_compiler")
 # Compiled and plain layers may sum in another order, a few roundings of fp32; another dropout or weight changes much.

@@ -7,11 +7,11 @@ import torch
 from torch.nn import functional
 
 from tunebook.config.choices import Attention
-from tunebook.config.rules.attention import VARLEN_ARCHITECTURES
 from tunebook.errors import RequestError
 from tunebook.model import document_attention
 from tunebook.model.document_attention import sdpa_by_document
 from tunebook.model.varlen_attention import register
+from tunebook.plan.rules.attention import VARLEN_ARCHITECTURES
 
 LENGTHS = (7, 1, 12)
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tunebook.config.auto import resolve_auto
 from tunebook.config.choices import Weights
 from tunebook.config.compose import compose
 from tunebook.config.schema import ModelFacts, RunConfig
 from tunebook.errors import RequestError
 from tunebook.hardware.detect import Machine
 from tunebook.model.load import architecture_from_facts, check_model, load_architecture, load_model
+from tunebook.plan.auto.resolve import resolve_auto
 
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}

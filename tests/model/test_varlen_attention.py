@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tunebook.config.choices import Attention
-from tunebook.config.rules.attention import VARLEN_ARCHITECTURES
 from tunebook.errors import RequestError
 from tunebook.model.varlen_attention import register, varlen_attention
+from tunebook.plan.rules.attention import VARLEN_ARCHITECTURES
 
 LENGTHS = (12, 8)
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_iter
 from transformers import LlamaConfig, LlamaForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from tunebook.config.estimate.moments import fullest_moment
+from tunebook.plan.memory.moments import fullest_moment
 
 RANKS, TOKENS = 8, 8
 SIZES = {

@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
-from tunebook.config.auto import resolve_auto
 from tunebook.config.choices import Strategy
 from tunebook.config.compose import compose
 from tunebook.hardware.detect import Machine
@@ -20,6 +19,7 @@ from tunebook.parallel.fsdp import (
     is_fsdp,
     mixed_precision_policy,
 )
+from tunebook.plan.auto.resolve import resolve_auto
 
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tunebook.config.estimate.moments import _moments
-from tunebook.config.estimate.states import state_bytes, stepping_bytes
+from tunebook.plan.memory.moments import _moments
+from tunebook.plan.memory.states import state_bytes, stepping_bytes
 
 RANKS = 4
 # Of stages 1 and 2 rank 0, which has a piece of nothing but the embeddings, holds most in the step, and rank 1, which

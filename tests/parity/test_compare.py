@@ -4,11 +4,11 @@ import math
 
 import pytest
 
-from tunebook.config.auto import resolve_auto
 from tunebook.config.compose import compose
 from tunebook.errors import RequestError
 from tunebook.hardware.detect import Machine
 from tunebook.parity.compare import check_tolerance, compare_losses, tolerance_of
+from tunebook.plan.auto.resolve import resolve_auto
 
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
 

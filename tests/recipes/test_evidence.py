@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tunebook.config.auto import resolve_auto
 from tunebook.config.book import book_root
 from tunebook.config.compose import compose
 from tunebook.config.identity import comparable_config
@@ -15,6 +14,7 @@ from tunebook.evidence.compare import config_differences
 from tunebook.evidence.files import read_evidence
 from tunebook.evidence.machines import machine_of_evidence
 from tunebook.evidence.overview import cell, row_start
+from tunebook.plan.auto.resolve import resolve_auto
 
 RECIPES = book_root() / "recipes"
 FILES = sorted(RECIPES.glob("*/evidence/*.json"))

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from tunebook.config.auto import resolve_auto
 from tunebook.config.compose import compose
+from tunebook.data.batch import solve_batch
 from tunebook.hardware.detect import Machine
-from tunebook.plan.batch import solve_batch
-from tunebook.plan.throughput import TimePlan, plan_time
+from tunebook.plan.auto.resolve import resolve_auto
+from tunebook.plan.speed.throughput import TimePlan, plan_time
 
 ROOT = Path(__file__).resolve().parents[2]
 # fp32, padded and recomputed: 1,200.5 tokens/s of 68.31% of a pass x (8 x 3,085,938,688 + 8 x 36 layers x 2048 x 1033)

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tunebook.config.auto import resolve_auto
 from tunebook.config.compose import compose
+from tunebook.data.batch import BatchPlan, solve_batch
 from tunebook.evidence.files import read_evidence
 from tunebook.hardware.detect import Machine
-from tunebook.plan.batch import BatchPlan, solve_batch
-from tunebook.plan.throughput import TimePlan, plan_time
+from tunebook.plan.auto.resolve import resolve_auto
+from tunebook.plan.speed.throughput import TimePlan, plan_time
 
 ROOT = Path(__file__).resolve().parents[2]
 H200 = ("hardware=hopper", "hardware.memory_gib=140.4")

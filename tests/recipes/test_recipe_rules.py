@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 
-from tunebook.config.auto import resolve_auto
 from tunebook.config.book import find_recipes
 from tunebook.config.choices import Attention, Checkpointing, Compute, Generation, PackingMode
 from tunebook.config.compose import compose
-from tunebook.config.estimate import estimate_memory
-from tunebook.config.rules import check
 from tunebook.config.schema import RunConfig
+from tunebook.data.batch import solve_batch
 from tunebook.hardware.detect import Machine
-from tunebook.plan.batch import solve_batch
-from tunebook.plan.memory import plan_memory
+from tunebook.plan.auto.resolve import resolve_auto
+from tunebook.plan.memory import estimate_memory
+from tunebook.plan.memory.gpu import plan_memory
+from tunebook.plan.rules import check
 
 NAMES = list(find_recipes([]))
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)

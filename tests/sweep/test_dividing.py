@@ -13,7 +13,7 @@ from rich.console import Console
 from tunebook.config.choices import Generation, Strategy
 from tunebook.errors import RequestError
 from tunebook.hardware.detect import Gpu, Machine
-from tunebook.launch.draft import Draft
+from tunebook.plan.draft import Draft
 from tunebook.sweep import dividing, planning, shares
 from tunebook.sweep.options import SweepOptions
 from tunebook.sweep.planning import SweepPlan, plan_sweep

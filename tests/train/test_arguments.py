@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tunebook.config.auto import resolve_auto
 from tunebook.config.choices import ScheduleName
 from tunebook.config.compose import compose
 from tunebook.config.schema import ScheduleConfig
+from tunebook.data.batch import solve_batch
 from tunebook.hardware.detect import Machine
-from tunebook.plan.batch import solve_batch
+from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.train.arguments import learning_rate_schedule, trainer_arguments
 
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)

@@ -14,9 +14,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Qwen3MoeConfig
 
-from tunebook.config.base_model import read_facts
 from tunebook.config.choices import PackingMode, PeftMethod, ResumeAnyway, ScheduleName
 from tunebook.errors import DataError
+from tunebook.plan.architecture.base_model import read_facts
 from tunebook.train.callbacks import Records
 from tunebook.train.restoring import apply_hyperparameters, hyperparameters, load_stored_weights
 from tunebook.train.trainer import RecipeTrainer

@@ -16,12 +16,12 @@ from tunebook.config.choices import Offload, PeftMethod, ResumeAnyway, Strategy
 from tunebook.config.identity import HASH_VERSION, changed_settings, config_hash, flat, result_settings
 from tunebook.config.override_text import as_typed, typed, typed_list
 from tunebook.config.schema import RunConfig
+from tunebook.data.batch import world_size
 from tunebook.data.prepared import Prepared
 from tunebook.errors import RequestError
 from tunebook.model.weights_fingerprint import recorded_in
 from tunebook.parallel.deepspeed import zero_stage
 from tunebook.parallel.fsdp import is_fsdp
-from tunebook.plan.batch import world_size
 from tunebook.record.manifest import describe_model
 
 # Keys that change no weight of a run that goes on, or that are compared in another way.

@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Generation(Enum):
-    """A GPU generation, which decides the image, the precision and the attention (see `hardware.generations`)."""
+    """A GPU generation, which decides the image, the precision and the attention (see `facts.generations`)."""
 
     auto = "auto"
     cpu = "cpu"

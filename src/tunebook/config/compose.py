@@ -1,8 +1,8 @@
 """Compose: Hydra groups + recipe + the user's overrides -> one typed `RunConfig`, or an error that names the place.
 
 Order of strength, weakest first: a group's file, `hydra_configs/config.yaml`, the recipes a recipe builds on, the
-recipe, the command line. Nothing is checked across fields here (`config.rules`) and nothing is decided
-(`config.auto`). Torch is not imported.
+recipe, the command line. Nothing is checked across fields here (`plan.rules`) and nothing is decided
+(`plan.auto.resolve`). Torch is not imported.
 """
 
 from __future__ import annotations

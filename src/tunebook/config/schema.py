@@ -2,7 +2,7 @@
 
 Rules of this file: every field says its unit and, where it has a default, why that one. `MISSING` means "a group file,
 the recipe or the user must say"; `None` means "absent", or "decided by Tunebook" where the comment says so. Nothing
-here checks across fields: that is `config.rules`. Nothing here imports torch. A field that does not change the result
+here checks across fields: that is `plan.rules`. Nothing here imports torch. A field that does not change the result
 of a run says so in its metadata: `config.identity` leaves it out of the run's hash.
 """
 

@@ -1,6 +1,6 @@
 """Who reads the weights, what the other ranks start from, and whether the GPU keeps all: from the configuration alone.
 
-`model.sharing` says how it is done, `config.estimate.host` what it takes of the host's memory.
+`model.sharing` says how it is done, `plan.memory.host` what it takes of the host's memory.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from enum import Enum
 
 from tunebook.config.choices import Offload, PeftMethod, Strategy
-from tunebook.config.estimate.states import is_cast_by_deepspeed
 from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
+from tunebook.plan.memory.states import is_cast_by_deepspeed
 
 
 class Sharing(Enum):

@@ -1,6 +1,6 @@
 """Parts of a model that no text reaches, such as a tower for images: they have no gradient and are not trained.
 
-Found on the meta device (`config.meta_device.measure`), written down as patterns of names, and left alone by training.
+Found on the meta device (`plan.architecture.measure`), written down as patterns of names, and left alone by training.
 """
 
 from __future__ import annotations

@@ -11,13 +11,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tunebook.config.base_model import read_facts
 from tunebook.config.choices import Format, Source
 from tunebook.config.schema import DatasetConfig, DatasetSource, RunConfig
 from tunebook.data.files import hash_file
 from tunebook.data.sources import corpus_identity
 from tunebook.errors import RequestError
 from tunebook.model.tokenizer_files import tokenizer_files_hash
+from tunebook.plan.architecture.base_model import read_facts
 
 # Modules of this package that only read what is prepared; a change in any other makes everything be prepared again.
 _READERS = ("view.py", "content_hash.py", "packing.py", "sampler.py", "rows.py", "prepared.py")

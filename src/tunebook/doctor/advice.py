@@ -19,16 +19,16 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tunebook.config.choices import Checkpointing, Compute, PeftMethod, Strategy, Switch
-from tunebook.config.rules import check
 from tunebook.config.schema import FsdpConfig, ParallelismConfig, RunConfig, ZeroConfig
+from tunebook.data.batch import BatchPlan, solve_batch
+from tunebook.data.mean_length import mean_tokens
 from tunebook.doctor.collectives.formulas import ALL_GATHER, ALL_REDUCE
 from tunebook.doctor.collectives.run import Bandwidth
 from tunebook.doctor.findings import Finding, Kind, Level
 from tunebook.errors import RequestError
-from tunebook.hardware.peaks import peak_of
-from tunebook.plan.batch import BatchPlan, solve_batch
-from tunebook.plan.mean_length import mean_tokens
-from tunebook.plan.memory import plan_memory
+from tunebook.facts.peaks import peak_of
+from tunebook.plan.memory.gpu import plan_memory
+from tunebook.plan.rules import check
 
 _GB, _TERA = 1e9, 1e12
 GATHERING = (Strategy.zero3, Strategy.fsdp)

@@ -12,12 +12,10 @@ from typing import Any
 
 from rich.console import Console
 
-from tunebook.config.auto import resolve_auto
 from tunebook.config.book import resolve_path
 from tunebook.config.compose import compose
-from tunebook.config.rules import check
-from tunebook.config.rules.environment import starts_elsewhere
 from tunebook.config.schema import RunConfig
+from tunebook.data.batch import BatchPlan, solve_batch
 from tunebook.doctor.advice import advise
 from tunebook.doctor.collectives.run import Bandwidth, measure_bandwidth
 from tunebook.doctor.findings import Finding, Kind, exit_code_of, finding_of, finding_of_error
@@ -35,7 +33,9 @@ from tunebook.errors import RequestError
 from tunebook.hardware.detect import Machine, detect_machine
 from tunebook.hardware.nvidia_smi import ask_nvidia_smi
 from tunebook.hardware.topology import Topology, ask_topology
-from tunebook.plan.batch import BatchPlan, solve_batch
+from tunebook.plan.auto.resolve import resolve_auto
+from tunebook.plan.rules import check
+from tunebook.plan.rules.environment import starts_elsewhere
 from tunebook.record.disk import existing
 
 Say = Callable[[str], None]

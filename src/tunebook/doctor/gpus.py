@@ -7,8 +7,8 @@ from typing import Any
 
 from tunebook.doctor.findings import Finding, Kind, Level, listed
 from tunebook.doctor.pci import PciGpu, without_answer
+from tunebook.facts.generations import OLDEST_SUPPORTED, capability_text
 from tunebook.hardware.detect import MIXED_NOTE, VISIBLE_VARIABLE, Machine
-from tunebook.hardware.generations import OLDEST_SUPPORTED, capability_text
 from tunebook.hardware.nvidia_smi import SmiAnswer, listed_gpus
 from tunebook.hardware.visible import equal_gpus, visible_only
 

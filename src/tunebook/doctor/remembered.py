@@ -12,15 +12,15 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tunebook.config.rules.environment import starts_elsewhere
 from tunebook.config.schema import RunConfig
+from tunebook.data.batch import BatchPlan
 from tunebook.data.file_hashes import cache_root
 from tunebook.doctor.advice import GATHERING, advise
 from tunebook.doctor.collectives.run import Bandwidth, Measurement
 from tunebook.doctor.findings import Level
 from tunebook.errors import Problem
 from tunebook.hardware.detect import Machine
-from tunebook.plan.batch import BatchPlan
+from tunebook.plan.rules.environment import starts_elsewhere
 from tunebook.record.atomic_files import atomic_write_json
 
 

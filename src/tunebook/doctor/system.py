@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from tunebook.config.choices import Offload
-from tunebook.config.rules.environment import starts_elsewhere
 from tunebook.config.schema import RunConfig, ZeroConfig
 from tunebook.doctor.findings import Finding, Kind, Level, size_text
 from tunebook.hardware.detect import Machine
-from tunebook.plan.host_advice import host_advice
-from tunebook.plan.host_memory import plan_host_memory
+from tunebook.plan.advice.host_advice import host_advice
+from tunebook.plan.memory.host_memory import plan_host_memory
+from tunebook.plan.rules.environment import starts_elsewhere
 
 GIB, MIB = 2**30, 2**20
 SHARED_MEMORY = Path("/dev/shm")

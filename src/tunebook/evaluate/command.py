@@ -15,7 +15,6 @@ from rich.text import Text
 
 from tunebook.config.book import as_word
 from tunebook.config.frozen import config_to_yaml, load_config
-from tunebook.config.rules.image import refuse_wrong_image
 from tunebook.config.schema import EvaluationConfig, RunConfig
 from tunebook.errors import RequestError, StoppedError, TunebookError
 from tunebook.evaluate.bare_model import MODEL_FILE, bare_config, results_folder, without_overrides
@@ -28,6 +27,7 @@ from tunebook.evaluate.suites import suite_settings
 from tunebook.evaluate.target import Target, find_named_model, find_target
 from tunebook.evaluate.task_files import check_tasks
 from tunebook.launch.local import ProcessEnd, run_and_wait
+from tunebook.plan.rules.image import refuse_wrong_image
 from tunebook.record.atomic_files import atomic_write_json, atomic_write_text, read_json
 from tunebook.record.binding import allowed_mismatches
 from tunebook.record.differences import Answers, answers_of, task_difference

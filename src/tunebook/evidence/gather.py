@@ -17,11 +17,11 @@ from tunebook.config.compose import compose
 from tunebook.config.frozen import load_config
 from tunebook.config.identity import comparable_config
 from tunebook.config.schema import RunConfig
+from tunebook.data.batch import world_size
 from tunebook.errors import RequestError
 from tunebook.evidence.schema import Hardware, Inputs, Ran, Results, Score
 from tunebook.evidence.unchanged import require_unchanged
 from tunebook.model.weights_fingerprint import recorded_in
-from tunebook.plan.batch import world_size
 from tunebook.record.files import RUN_FILE
 from tunebook.record.manifest import MANIFEST_FILE, RunState
 from tunebook.record.manifest_schema import check_read_manifest

@@ -6,8 +6,8 @@ from typing import Any
 
 from tunebook.config.choices import Generation
 from tunebook.evidence.schema import Hardware
+from tunebook.facts.generations import GENERATIONS
 from tunebook.hardware.detect import Gpu, Machine
-from tunebook.hardware.generations import GENERATIONS
 
 _USUAL_MEMORY_GIB = 512.0  # of a machine with GPUs, whose evidence says the GPUs' alone
 

@@ -18,7 +18,7 @@ from tunebook.errors import RequestError
 from tunebook.evidence.compare import config_differences, input_differences, named_differences
 from tunebook.evidence.machines import machine_of_evidence
 from tunebook.evidence.schema import Evidence, Inputs
-from tunebook.launch.draft import Draft, draft_run
+from tunebook.plan.draft import Draft, draft_run
 from tunebook.record.files import RUN_FILE
 from tunebook.record.run_folder import WITHOUT_RECIPE
 

@@ -41,10 +41,10 @@ from tunebook.evidence.show import show_verification
 from tunebook.evidence.unchanged import require_unchanged
 from tunebook.evidence.verifying import Recorded, hold_against, recorded_evidence, recorded_run
 from tunebook.evidence.whole import require_whole, require_whole_words
-from tunebook.launch.draft import draft_run
 from tunebook.launch.job import Job, plan_job, prepare_data, run_job
 from tunebook.model.load import model_location
 from tunebook.model.weights_fingerprint import told, weights_fingerprint
+from tunebook.plan.draft import draft_run
 from tunebook.record.files import RUN_FILE
 from tunebook.record.intact import naming
 from tunebook.record.manifest import (

@@ -21,7 +21,7 @@ from tunebook.evidence.compare import Row, Verdict
 from tunebook.evidence.files import read_evidence, rewrite_evidence
 from tunebook.evidence.overview import update_overview
 from tunebook.evidence.schema import Evidence, Lock, Software
-from tunebook.hardware.generations import GENERATIONS
+from tunebook.facts.generations import GENERATIONS
 from tunebook.record.atomic_files import read_json, sha256_file
 from tunebook.record.locks import PACKAGES, PROJECT, generation_versions, lock_differences, matters, python_difference
 

@@ -1,6 +1,6 @@
 """What `tunebook explain ID` prints: every rule, and every error that other modules raise with a `problem_id`.
 
-Rules carry their own texts (`config.rules`), and so does what a machine may lack (`config.rules.environment`). The
+Rules carry their own texts (`plan.rules`), and so does what a machine may lack (`plan.rules.environment`). The
 errors of all other modules are explained here, in the modules beside this: whoever raises a new id adds its text, and a
 test finds ids without one.
 """
@@ -8,9 +8,6 @@ test finds ids without one.
 from __future__ import annotations
 
 from tunebook.config.foreign import all_names, describe
-from tunebook.config.rules import RULES
-from tunebook.config.rules.environment import EXPLANATIONS
-from tunebook.config.rules.frame import Explanation
 from tunebook.errors import RequestError, did_you_mean
 from tunebook.explain.answering import ANSWERING
 from tunebook.explain.chat import CHAT
@@ -25,6 +22,9 @@ from tunebook.explain.runs import DATA, RUNS
 from tunebook.explain.sandbox import SANDBOX
 from tunebook.explain.spreading import SPREADING
 from tunebook.explain.sweeping import SWEEPING
+from tunebook.plan.rules import RULES
+from tunebook.plan.rules.environment import EXPLANATIONS
+from tunebook.plan.rules.frame import Explanation
 
 ERRORS: dict[str, Explanation] = {
     **COMPOSING,

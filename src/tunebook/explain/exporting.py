@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tunebook.config.rules.frame import Explanation
+from tunebook.plan.rules.frame import Explanation
 
 EXPORTING: dict[str, Explanation] = {
     "export-no-checkpoint": Explanation(

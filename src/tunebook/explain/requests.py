@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tunebook.config.interpolation import ALLOWED
-from tunebook.config.rules.frame import Explanation
+from tunebook.plan.rules.frame import Explanation
 
 COMPOSING: dict[str, Explanation] = {
     "interpolation-refused": Explanation(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tunebook.config.rules.frame import Explanation
+from tunebook.plan.rules.frame import Explanation
 
 DATA: dict[str, Explanation] = {
     "hub-not-found": Explanation(

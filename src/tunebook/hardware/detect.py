@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from tunebook.config.choices import Generation
-from tunebook.hardware.generations import ComputeCapability, generation_of
+from tunebook.facts.generations import ComputeCapability, generation_of
 
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 MIXED_NOTE = "different GPUs in one machine"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tunebook.errors import RequestError
-from tunebook.hardware.generations import ComputeCapability
+from tunebook.facts.generations import ComputeCapability
 
 IMAGE_FILE_VARIABLE = "TUNEBOOK_IMAGE_FILE"
 _NO_ATTENTION = "none"

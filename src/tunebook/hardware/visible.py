@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tunebook.facts.generations import OLDEST_SUPPORTED, ComputeCapability
 from tunebook.hardware.detect import VISIBLE_VARIABLE, Gpu
-from tunebook.hardware.generations import OLDEST_SUPPORTED, ComputeCapability
 
 
 def equal_gpus(gpus: Sequence[Gpu]) -> list[Gpu]:

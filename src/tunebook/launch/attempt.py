@@ -22,6 +22,7 @@ from tunebook.checkpoint.newest import newest_checkpoint
 from tunebook.checkpoint.record import step_of
 from tunebook.config.choices import LauncherName
 from tunebook.config.schema import RunConfig
+from tunebook.data.batch import world_size
 from tunebook.errors import DataError, DoesNotFitError, StoppedError, TunebookError
 from tunebook.evaluate.code.checks import check_code
 from tunebook.evaluate.command import run_worker, score_table, worker_error
@@ -43,11 +44,10 @@ from tunebook.launch.nodes import new_token, own_addresses, run_on_nodes
 from tunebook.launch.pulse import PulseWatch
 from tunebook.launch.resume import is_trained
 from tunebook.launch.roll_call import RollCall
-from tunebook.launch.show import show_command, show_end
 from tunebook.launch.slurm.client import node_names
 from tunebook.launch.slurm.container import is_contained, remove_containers
 from tunebook.launch.slurm.inside import note_inside, required_code
-from tunebook.plan.batch import world_size
+from tunebook.plan.show import show_command, show_end
 from tunebook.record.atomic_files import read_json
 from tunebook.record.disk import disk_full, is_disk_full
 from tunebook.record.files import RUN_FILE

@@ -20,12 +20,12 @@ import tunebook
 from tunebook.config.book import INSTALLED_BOOK
 from tunebook.config.choices import LauncherName
 from tunebook.config.override_text import typed_list
-from tunebook.config.rules import check_environment
 from tunebook.config.schema import LauncherConfig, RunConfig
 from tunebook.errors import Problem, RequestError, StoppedError, TunebookError
 from tunebook.hardware.detect import Machine, detect_machine
 from tunebook.launch.line import Line, is_loopback
 from tunebook.model.weights_fingerprint import weights_fingerprint
+from tunebook.plan.rules import check_environment
 from tunebook.record.atomic_files import read_json
 from tunebook.record.files import PREPARED_FILE, RUN_FILE
 

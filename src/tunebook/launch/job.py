@@ -13,12 +13,10 @@ from rich.text import Text
 
 from tunebook.checkpoint.candidates import expected_checkpoint
 from tunebook.checkpoint.identity import identity_of
-from tunebook.config.auto import Resolution
 from tunebook.config.control_characters import require_printable
-from tunebook.config.decisions import asked_keys
 from tunebook.config.frozen import config_to_yaml
-from tunebook.config.rules import check_environment
 from tunebook.config.schema import RunConfig, SlurmConfig
+from tunebook.data.batch import BatchPlan, solve_batch, world_size
 from tunebook.data.view import show_summary
 from tunebook.errors import Problem, RequestError, RulesError
 from tunebook.evaluate.code.checks import check_code
@@ -26,11 +24,9 @@ from tunebook.evaluate.needs.check import require_needs
 from tunebook.evaluate.task_files import check_tasks
 from tunebook.launch.attempt import Attempt
 from tunebook.launch.commands import JOB_SCRIPT, job_commands, launch_command
-from tunebook.launch.draft import Draft, draft_json, draft_run, estimate_time, refuse_too_large
 from tunebook.launch.lock import working_in
 from tunebook.launch.resume import check_run_folder, is_trained, unfinished_run
 from tunebook.launch.several_nodes import has_later_nodes, is_later_node, join_run, open_to_nodes
-from tunebook.launch.show import show_batch, show_choices, show_command
 from tunebook.launch.slurm.container import is_contained, refuse_code_inside
 from tunebook.launch.slurm.script import job_script
 from tunebook.launch.slurm.submit import follow, refuse_if_queued, submit
@@ -38,9 +34,13 @@ from tunebook.launch.starting import check_launcher
 from tunebook.launch.upload import check_upload
 from tunebook.model.load import check_model
 from tunebook.model.weights_fingerprint import weights_fingerprint
-from tunebook.plan.batch import BatchPlan, solve_batch, world_size
-from tunebook.plan.host_memory import plan_host_memory
-from tunebook.plan.memory import plan_memory
+from tunebook.plan.auto.decisions import asked_keys
+from tunebook.plan.auto.resolve import Resolution
+from tunebook.plan.draft import Draft, draft_json, draft_run, estimate_time, refuse_too_large
+from tunebook.plan.memory.gpu import plan_memory
+from tunebook.plan.memory.host_memory import plan_host_memory
+from tunebook.plan.rules import check_environment
+from tunebook.plan.show import show_batch, show_choices, show_command
 from tunebook.record.atomic_files import atomic_write_json, atomic_write_text
 from tunebook.record.files import PLAN_FILE, PREPARED_FILE, RUN_FILE
 from tunebook.record.manifest import MANIFEST_FILE, read_manifest, recorded_fingerprint, start_manifest
@@ -166,7 +166,7 @@ def _check_sandbox(config: RunConfig) -> None:
 def prepare_data(config: RunConfig, console: Console) -> Prepared:
     """Prepare the data with progress, or find it prepared; runs once, before any rank starts."""
     from tunebook.data.prepare import prepare
-    from tunebook.launch.show import preparing
+    from tunebook.plan.show import preparing
 
     with preparing(console) as progress:
         return prepare(config, progress)

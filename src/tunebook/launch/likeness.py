@@ -22,8 +22,8 @@ from tunebook.config.frozen import load_config
 from tunebook.config.identity import CAPACITIES, config_hash, found_capacities, result_settings
 from tunebook.config.override_text import as_typed, typed
 from tunebook.config.schema import RunConfig
+from tunebook.data.batch import world_size
 from tunebook.errors import RequestError
-from tunebook.plan.batch import world_size
 from tunebook.record.files import RUN_FILE
 
 # What `auto` decides by estimates that get better: how much a pass computes and what it keeps. No loss depends on it.

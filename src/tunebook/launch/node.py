@@ -19,6 +19,7 @@ from pathlib import Path
 
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import RunConfig, SlurmConfig
+from tunebook.data.batch import world_size
 from tunebook.errors import RequestError, StoppedError, TunebookError
 from tunebook.evaluate.command import worker_command
 from tunebook.evaluate.spread import evaluation_environment
@@ -38,7 +39,6 @@ from tunebook.launch.local import POLL_S, Started, StopRequests, rank_environmen
 from tunebook.launch.logs import torchrun_log
 from tunebook.launch.slurm.inside import describe_inside
 from tunebook.parent_death import ask_to_stop_when_parent_dies
-from tunebook.plan.batch import world_size
 from tunebook.record.files import RUN_FILE
 from tunebook.record.run_folder import read_outcomes
 

@@ -14,10 +14,10 @@ from rich.text import Text
 
 from tunebook.config.choices import LauncherName
 from tunebook.config.identity import config_hash
-from tunebook.config.rules.environment import address_warning
 from tunebook.config.schema import RunConfig
 from tunebook.launch.node import take_part
 from tunebook.launch.roll_call import RollCall
+from tunebook.plan.rules.environment import address_warning
 
 
 def has_later_nodes(config: RunConfig) -> bool:

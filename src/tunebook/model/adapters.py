@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunebook.config.choices import Compute, MasterWeights, PeftMethod, Strategy
-from tunebook.config.estimate.parameters import EMBEDDINGS
 from tunebook.config.schema import RunConfig, ZeroConfig
 from tunebook.config.unreached import expression, stand_for, unreached_of
 from tunebook.errors import RequestError
 from tunebook.model.completeness import require_complete
+from tunebook.model.parameters import EMBEDDINGS
 from tunebook.model.weight_files import Shapes, read_shapes
 
 if TYPE_CHECKING:

@@ -11,10 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from tunebook.config.base_model import model_folder_problem
 from tunebook.config.book import resolve_path
 from tunebook.config.choices import MasterWeights, PeftMethod, Strategy, Weights
-from tunebook.config.rules.attention import BY_LENGTHS
 from tunebook.config.schema import ModelConfig, ModelFacts, ParallelismConfig, RunConfig
 from tunebook.errors import RequestError
 from tunebook.model.adapters import four_bit
@@ -23,6 +21,8 @@ from tunebook.model.hub import WEIGHT_FILES, check_hub_model, fetch_config, fetc
 from tunebook.model.sharing import Sharing, copy_from_first_rank, sharing_of, stays_whole
 from tunebook.model.varlen_attention import register
 from tunebook.model.weight_files import find_weight_files, read_shapes
+from tunebook.plan.architecture.base_model import model_folder_problem
+from tunebook.plan.rules.attention import BY_LENGTHS
 
 if TYPE_CHECKING:
     import torch

@@ -6,11 +6,11 @@ from typing import Any
 
 from tunebook.config.choices import Compute, PeftMethod, Strategy
 from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
+from tunebook.data.batch import world_size
 from tunebook.errors import InvalidTrainingError
 from tunebook.parallel.deepspeed import uses_autocast
 from tunebook.parallel.fsdp import hsdp_sizes
 from tunebook.parallel.precision import mixes_formats
-from tunebook.plan.batch import world_size
 
 
 def expected_parallelism(config: RunConfig) -> dict[str, Any]:

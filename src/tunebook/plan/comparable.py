@@ -15,11 +15,11 @@ from tunebook.config.choices import (
     Strategy,
     Switch,
 )
-from tunebook.config.rules.attention import FLASH, WITHOUT_MASK
 from tunebook.config.schema import ModelFacts, RunConfig
 from tunebook.config.sharing import is_offloaded
-from tunebook.plan.batch import world_size
-from tunebook.plan.measured_speed import (
+from tunebook.data.batch import world_size
+from tunebook.plan.rules.attention import FLASH, WITHOUT_MASK
+from tunebook.plan.speed.measured_speed import (
     ADAPTERS,
     ALONE,
     FLASH_WAITING,

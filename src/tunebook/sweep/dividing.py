@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tunebook.config.choices import Generation
-from tunebook.config.decisions import asked_keys
 from tunebook.hardware.detect import Machine
-from tunebook.launch.draft import Draft, draft_composition, draft_run
+from tunebook.plan.auto.decisions import asked_keys
+from tunebook.plan.draft import Draft, draft_composition, draft_run
 from tunebook.sweep.options import SweepLauncher, SweepOptions
 from tunebook.sweep.shares import uses_this_machine
 from tunebook.sweep.trials import Trial

@@ -9,13 +9,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunebook.config.auto import Resolution
-from tunebook.config.decisions import asked_keys
 from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.errors import DoesNotFitError, RequestError
 from tunebook.hardware.detect import detect_machine
-from tunebook.launch.draft import Draft
 from tunebook.launch.slurm.client import check_job
+from tunebook.plan.auto.decisions import asked_keys
+from tunebook.plan.auto.resolve import Resolution
+from tunebook.plan.draft import Draft
 from tunebook.sweep.dividing import Division, TrialDrafts, divide
 from tunebook.sweep.options import METRICS, SHOWN_WHILE_RUNNING, Direction, SweepLauncher, SweepOptions
 from tunebook.sweep.results import Goal

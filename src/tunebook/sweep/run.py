@@ -16,7 +16,7 @@ from rich.text import Text
 from tunebook.checkpoint.candidates import same_command
 from tunebook.config.identity import hash_anywhere
 from tunebook.errors import RequestError
-from tunebook.launch.show import preparing
+from tunebook.plan.show import preparing
 from tunebook.record.run_folder import WITHOUT_RECIPE
 from tunebook.sweep.folder import Request, SweepFolder, create, newest_with, working_on
 from tunebook.sweep.launching import CommandOf, RunHere, RunTrial, TrialList, TrialSource, work_off

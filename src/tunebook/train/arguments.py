@@ -22,11 +22,11 @@ from tunebook.config.choices import (
     TrackerName,
 )
 from tunebook.config.schema import RunConfig, ScheduleConfig
+from tunebook.data.batch import BatchPlan
 from tunebook.model.fp8_layers import ALIGNMENT
 from tunebook.parallel.ddp import ddp_arguments
 from tunebook.parallel.deepspeed import deepspeed_settings, uses_autocast, zero_stage
 from tunebook.parallel.fsdp import fsdp_arguments, is_fsdp
-from tunebook.plan.batch import BatchPlan
 
 _OPTIMIZERS = {
     OptimizerName.adamw: "adamw_torch_fused",

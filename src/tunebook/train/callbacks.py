@@ -16,7 +16,7 @@ from transformers.trainer_utils import SaveStrategy
 from tunebook.checkpoint.save import CheckpointSaver
 from tunebook.data.sampler import RankBatches
 from tunebook.errors import InvalidTrainingError
-from tunebook.plan.flops import model_flops_utilisation
+from tunebook.model.flops import model_flops_utilisation
 from tunebook.record.metrics import MetricsWriter
 from tunebook.train.progress import TrainingProgress
 from tunebook.train.signals import StopRequest

@@ -21,10 +21,10 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from tunebook.config.choices import Attention, PackingMode, Switch
-from tunebook.config.estimate.parameters import has_experts
 from tunebook.config.schema import RunConfig
 from tunebook.errors import InvalidTrainingError
 from tunebook.model.fp8_layers import plain_products
+from tunebook.model.parameters import has_experts
 from tunebook.parallel.trace import forget_parameter_order
 from tunebook.record.manifest import MANIFEST_FILE, update_manifest
 from tunebook.train.isolation import (

@@ -36,12 +36,14 @@ from tunebook.config.choices import Checkpointing, Compute, Generation, PackingM
 from tunebook.config.compiling import compilation_notice
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import RunConfig
+from tunebook.data.batch import BatchPlan, row_length, schedule_of, solve_batch
 from tunebook.data.prepared import Prepared, PreparedPart, load_prepared
 from tunebook.data.sampler import RankBatches, Schedule, StepSize
 from tunebook.errors import DataError, DoesNotFitError, InvalidTrainingError, StoppedError, TunebookError
-from tunebook.hardware.peaks import peak_of
+from tunebook.facts.peaks import peak_of
 from tunebook.model.adapters import adapter_config, freeze_unreached, keep_in_fp32, trains_in_fp32
 from tunebook.model.compiled_layers import compile_layers
+from tunebook.model.flops import attended_length_tokens, flops_per_token
 from tunebook.model.fp8_layers import convert_to_fp8
 from tunebook.model.load import begin_loading, finish_loading
 from tunebook.model.out_of_memory import is_out_of_memory
@@ -50,8 +52,6 @@ from tunebook.model.weights_fingerprint import weights_fingerprint
 from tunebook.parallel.deepspeed import zero_stage
 from tunebook.parallel.fsdp import autocast_dtype, is_fsdp, mixed_precision_policy
 from tunebook.parallel.units import unit_classes
-from tunebook.plan.batch import BatchPlan, row_length, schedule_of, solve_batch
-from tunebook.plan.flops import attended_length_tokens, flops_per_token
 from tunebook.record.disk import disk_full, is_disk_full
 from tunebook.record.files import PREPARED_FILE
 from tunebook.record.manifest import MANIFEST_FILE, MODEL_FILES, update_manifest

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tunebook.config.auto import resolve_auto
 from tunebook.config.compose import compose
 from tunebook.errors import RequestError, RulesError
 from tunebook.hardware.detect import Machine
 from tunebook.launch.ray import check
 from tunebook.launch.ray.__main__ import runtime_env
 from tunebook.launch.ray.check import check_ray, cluster_resources, worker_resources
+from tunebook.plan.auto.resolve import resolve_auto
 
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
 

@@ -5,12 +5,12 @@ import subprocess
 
 import pytest
 
-from tunebook.config.auto import resolve_auto
 from tunebook.config.compose import compose
 from tunebook.errors import RequestError, TunebookError
 from tunebook.hardware.detect import Machine
 from tunebook.launch.slurm import client
 from tunebook.launch.slurm.client import check_job, job_state, patient_job_state, refusal, slurm
+from tunebook.plan.auto.resolve import resolve_auto
 
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
 

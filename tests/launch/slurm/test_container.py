@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tunebook.config.auto import resolve_auto
 from tunebook.config.book import book_root
 from tunebook.config.compose import compose
 from tunebook.errors import RequestError
@@ -19,6 +18,7 @@ from tunebook.launch.slurm.container import (
     remove_containers,
     why_not_started,
 )
+from tunebook.plan.auto.resolve import resolve_auto
 
 FOLDERS = ("HF_HOME", "HF_HUB_CACHE", "TUNEBOOK_HOME", "TUNEBOOK_CACHE")
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from tunebook.config.auto import resolve_auto
 from tunebook.config.compose import compose
 from tunebook.hardware.detect import Machine
 from tunebook.launch.calling import code_hash
 from tunebook.launch.slurm.inside import describe_inside, note_inside, required_code
+from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.record.manifest import read_manifest, start_manifest
 
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tunebook.config.auto import resolve_auto
 from tunebook.config.compose import compose
 from tunebook.errors import RequestError
 from tunebook.hardware.detect import Machine
 from tunebook.launch.slurm.script import job_script, option_lines, option_words, unusable_sign
+from tunebook.plan.auto.resolve import resolve_auto
 
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
 FOLDER = Path("/runs/1")

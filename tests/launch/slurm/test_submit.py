@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from tunebook.config.auto import resolve_auto
 from tunebook.config.compose import compose
 from tunebook.errors import RequestError, TunebookError
 from tunebook.hardware.detect import Machine
@@ -18,6 +17,7 @@ from tunebook.launch.slurm import client
 from tunebook.launch.slurm import submit as module
 from tunebook.launch.slurm.client import JobState
 from tunebook.launch.slurm.submit import follow, submit
+from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.record.manifest import RunState, finish_manifest, read_manifest, start_manifest
 
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)

@@ -9,7 +9,6 @@ import sys
 import pytest
 from rich.console import Console
 
-from tunebook.config.auto import resolve_auto
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml
 from tunebook.errors import TunebookError
@@ -17,6 +16,7 @@ from tunebook.hardware.detect import Machine
 from tunebook.launch.slurm import client, turn
 from tunebook.launch.slurm.client import JobState
 from tunebook.launch.slurm.turn import carry_out_turn
+from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.record.manifest import read_manifest, start_manifest
 
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)

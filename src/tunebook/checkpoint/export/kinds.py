@@ -36,11 +36,11 @@ from tunebook.checkpoint.export.source import Source
 from tunebook.checkpoint.export.stored_names import as_stored
 from tunebook.checkpoint.export.stored_weights import HeldWeights, Weights
 from tunebook.checkpoint.export.write import compare_with_model, without_tied, write_weights
-from tunebook.config.base_model import read_dtype
 from tunebook.config.choices import PeftMethod
 from tunebook.config.schema import RunConfig
 from tunebook.model.adapters import merged, with_adapter
 from tunebook.model.token_ids import agree_on_tokens
+from tunebook.plan.architecture.base_model import read_dtype
 from tunebook.record.run_record import RunRecord
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunebook.config.base_model import read_dtype
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import ModelConfig, RunConfig
 from tunebook.errors import RequestError
@@ -25,6 +24,7 @@ from tunebook.model.adapters import is_adapter
 from tunebook.model.hub import fetch_config
 from tunebook.model.placement import place_on_gpus
 from tunebook.model.tokenizer import load_tokenizer
+from tunebook.plan.architecture.base_model import read_dtype
 from tunebook.record.binding import (
     Trained,
     check_base,

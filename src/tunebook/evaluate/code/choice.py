@@ -9,9 +9,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from tunebook.config.interpolation import to_object
-from tunebook.config.rules.numbers import RANGES
 from tunebook.config.schema import CodeConfig, EvaluationConfig
 from tunebook.errors import RequestError, did_you_mean
+from tunebook.plan.rules.numbers import RANGES
 
 UNSAFE = "--confirm_run_unsafe_code"
 PREFIX = "evaluation.code."

@@ -17,12 +17,12 @@ import tunebook
 from tunebook.config.choices import Generation
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import RayConfig, RunConfig
+from tunebook.data.batch import world_size
 from tunebook.launch.calling import TOKEN_VARIABLE
 from tunebook.launch.local import handed_on
 from tunebook.launch.ray.check import worker_resources
 from tunebook.launch.ray.cluster import connect
 from tunebook.launch.ray.worker import work
-from tunebook.plan.batch import world_size
 from tunebook.record.files import RUN_FILE
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from tunebook.config.override_text import as_typed
-from tunebook.config.rules.launching import slurm_seconds
 from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.errors import RequestError, TunebookError, did_you_mean
 from tunebook.launch.slurm.script import option_words, unusable_sign
+from tunebook.plan.rules.launching import slurm_seconds
 
 _Answer = TypeVar("_Answer")
 

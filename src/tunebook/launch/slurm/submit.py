@@ -17,7 +17,6 @@ from rich.text import Text
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError, StoppedError, TunebookError
 from tunebook.launch.commands import JOB_SCRIPT, submit_command
-from tunebook.launch.show import show_command
 from tunebook.launch.slurm.client import (
     HopelessWait,
     JobState,
@@ -29,6 +28,7 @@ from tunebook.launch.slurm.client import (
     take_back_hopeless,
 )
 from tunebook.launch.slurm.script import job_script, output_file
+from tunebook.plan.show import show_command
 from tunebook.record.atomic_files import atomic_write_text
 from tunebook.record.manifest import RunState, finish_manifest, read_manifest, update_manifest
 from tunebook.train.signals import RequestCount

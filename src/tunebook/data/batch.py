@@ -1,0 +1,290 @@
+"""Solve the batch: documents per optimizer step into rows, micro-batches, accumulation and steps.
+
+A batch is counted in documents (`training.global_samples`) or in tokens (`training.global_tokens`), never in rows, so
+that packing, the number of GPUs and their memory do not change what one optimizer step learns from. Before the data is
+prepared, lengths are estimated from the data set's facts and the plan says so; afterwards it is exact.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from tunebook.config.choices import PackingMode
+from tunebook.config.schema import RunConfig
+from tunebook.data.mean_length import count_documents, mean_tokens
+from tunebook.data.packing import Lengths, at_most_in_a_row, longest_row, rows_needed
+from tunebook.data.sampler import Schedule, StepSize, cut_into_steps, documents_in_steps, epoch_order
+from tunebook.errors import RequestError
+from tunebook.model.flops import attended_length_tokens
+from tunebook.plan.memory.activations import largest_micro_batch
+from tunebook.plan.rules.batch import fewer_gpus
+
+# Documents that are packed once more to find a run's longest row; the rest of a longer run is bounded. It takes about
+# 0.3 s for each million of documents in all epochs.
+_MOST_PACKED_AGAIN = 200_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan:
+    """The batch arithmetic of a run. `rows_per_step` = world_size x accumulation x micro_batch_size.
+
+    Numbers that depend on the data are None where nothing is known of it yet.
+    """
+
+    global_samples: int | None
+    global_tokens: int | None
+    world_size: int
+    micro_batch_size: int  # rows per GPU and pass
+    accumulation: int | None  # passes per optimizer step
+    rows_per_step: int | None
+    row_length: int  # tokens a row holds at most
+    is_packed: bool
+    is_estimate: bool  # lengths are the mean that is stated of the data set or follows from it, not measured
+    documents_per_step: float | None  # mean; the last step of an epoch may be smaller
+    tokens_per_step: float | None  # mean, real tokens
+    num_documents: int | None
+    steps_per_epoch: int | None
+    total_steps: int | None
+    attended_length: float | None = None  # documents' lengths as a token sees them, `flops.attended_length_tokens`
+    padding_share: float | None = None  # 0 to 1 of what an epoch computes; known with the documents' lengths
+    longest_row: int | None = None  # tokens that no row of any step exceeds; known with the documents' lengths
+
+    def to_json(self) -> dict[str, Any]:
+        """The `batch` part of plan.json."""
+        values = asdict(self)
+        values["micro"] = values.pop("micro_batch_size")
+        return values
+
+
+def solve_batch(config: RunConfig, lengths: Lengths | None) -> BatchPlan:
+    """The batch of a resolved configuration, exact when the documents' `lengths` (num_documents,) are given.
+
+    Raises: RequestError when the documents of a step cannot be dealt evenly, naming the nearest numbers that can.
+    """
+    samples = config.training.global_samples
+    if lengths is not None and samples is not None and len(lengths) < samples:
+        ranks = world_size(config)
+        fewer = max(1, len(lengths) // 10 // ranks) * ranks  # equally many for every GPU
+        instead = f"training.global_samples={fewer}"
+        there = f"{len(lengths)} documents there are" if len(lengths) != 1 else "1 document there is"
+        raise RequestError(
+            f"training.global_samples={samples} is more than the {there}; "
+            f"try {instead if fewer <= len(lengths) else fewer_gpus(config, len(lengths))}",
+            problem_id="batch-larger-than-data",
+        )
+    if config.packing.mode is PackingMode.isolated:
+        return _packed(config, lengths)
+    return _padded(config, lengths)
+
+
+def schedule_of(config: RunConfig, plan: BatchPlan, lengths: Lengths) -> Schedule:
+    """What every rank's sampler runs through: the plan over the prepared data."""
+    assert plan.rows_per_step is not None
+    return Schedule(
+        lengths=lengths,
+        size=_step_size(config),
+        rows_per_step=plan.rows_per_step,
+        is_packed=plan.is_packed,
+        seed=config.training.seed,
+    )
+
+
+def world_size(config: RunConfig) -> int:
+    """The number of ranks of a resolved configuration."""
+    assert config.hardware.gpus_per_node is not None
+    return config.hardware.num_nodes * config.hardware.gpus_per_node
+
+
+def row_length(config: RunConfig) -> int:
+    """Tokens a row holds: packed rows may be longer than one document."""
+    if config.packing.mode is PackingMode.isolated and config.packing.row_length is not None:
+        return config.packing.row_length
+    return config.training.max_length
+
+
+def _step_size(config: RunConfig) -> StepSize:
+    training = config.training
+    if training.global_samples is not None:
+        return StepSize(documents=training.global_samples)
+    return StepSize(tokens=training.global_tokens, row_length=row_length(config))
+
+
+def _packed(config: RunConfig, lengths: Lengths | None) -> BatchPlan:
+    training = config.training
+    ranks, micro, length = world_size(config), training.micro_batch_size or 1, row_length(config)
+    if training.global_tokens is not None:
+        rows = training.global_tokens // length
+        _require_multiple(rows, ranks * micro, ranks, length)
+        if lengths is None:
+            return _plan(config, micro=micro, rows=rows, documents=_mean_documents(config, rows * length), lengths=None)
+        steps = cut_into_steps(epoch_order(len(lengths), training.seed, 0), lengths, _step_size(config))
+        documents = len(lengths) / len(steps)
+        plan = _plan(config, micro=micro, rows=rows, documents=documents, lengths=lengths, num_steps=len(steps))
+        return replace(plan, longest_row=length)  # rows are filled to their ends, but for some tokens
+    samples = training.global_samples
+    assert samples is not None
+    if samples < ranks:
+        raise RequestError(
+            f"training.global_samples={samples} documents per step cannot keep {ranks} GPUs busy; "
+            f"try training.global_samples={ranks}, or fewer GPUs",
+            problem_id="batch-too-small",
+        )
+    if lengths is None:
+        estimated = _estimated_rows(config, samples, ranks * micro, length)
+        return _plan(config, micro=micro, rows=estimated, documents=float(samples), lengths=None)
+    size = _step_size(config)
+    epochs = documents_in_steps(_unpacked_schedule(lengths, size, training.seed), _epochs_to_look_at(config, lengths))
+    rows = rows_needed([lengths[step] for epoch in epochs for step in epoch], length, ranks * micro)
+    rows = min(rows, math.ceil(samples / (ranks * micro)) * ranks * micro)
+    plan = _plan(config, micro=micro, rows=rows, documents=float(samples), lengths=lengths, num_steps=len(epochs[0]))
+    steps = [lengths[step] for epoch in epochs for step in epoch][: plan.total_steps]
+    return replace(plan, longest_row=min(length, _longest_row(steps, rows)))
+
+
+def _longest_row(steps: list[Lengths], num_rows: int) -> int:
+    """Tokens of the longest row of all steps, those first that may have it; a bound where there are very many."""
+    bounded = sorted(
+        ((at_most_in_a_row(int(step.sum()), int(step.max(initial=0)), num_rows), step) for step in steps if len(step)),
+        key=lambda pair: -pair[0],
+    )
+    longest, packed = 0, 0
+    for bound, step in bounded:
+        if bound <= longest:
+            break
+        if packed > _MOST_PACKED_AGAIN:
+            return bound
+        longest, packed = max(longest, longest_row(step, num_rows)), packed + len(step)
+    return longest
+
+
+def _unpacked_schedule(lengths: Lengths, size: StepSize, seed: int) -> Schedule:
+    return Schedule(lengths=lengths, size=size, rows_per_step=0, is_packed=False, seed=seed)
+
+
+def _epochs_to_look_at(config: RunConfig, lengths: Lengths) -> int:
+    """Epochs that the run goes through, so that no step of it is wider than planned."""
+    samples = config.training.global_samples or 1
+    if config.training.max_steps is not None:
+        return max(1, math.ceil(config.training.max_steps / math.ceil(len(lengths) / samples)))
+    return max(1, math.ceil(config.training.num_epochs))
+
+
+def _padded(config: RunConfig, lengths: Lengths | None) -> BatchPlan:
+    training = config.training
+    ranks = world_size(config)
+    samples = training.global_samples
+    if samples is None:
+        assert training.global_tokens is not None
+        raise RequestError(
+            "training.global_tokens counts what rows hold, and padded rows hold one document each; "
+            "try training.global_samples=N with training.global_tokens=null, or packing=isolated",
+            problem_id="tokens-need-packing",
+        )
+    asked = training.micro_batch_size
+    unit = ranks * (asked or 1)
+    if samples % unit:
+        below, above = samples // unit * unit, -(-samples // unit) * unit
+        either = f"{below} or {above}" if below else f"{above}"
+        per_gpu = f" with {asked} each" if asked else ""
+        raise RequestError(
+            f"training.global_samples={samples} documents cannot be dealt evenly to {ranks} GPUs{per_gpu}; "
+            f"try training.global_samples={either}{_other_micro(samples, ranks, asked)}",
+            problem_id="batch-not-divisible",
+        )
+    plan = _plan(
+        config,
+        micro=asked or largest_micro_batch(samples // ranks, training.max_length),
+        rows=samples,
+        documents=float(samples),
+        lengths=lengths,
+        num_steps=math.ceil(len(lengths) / samples) if lengths is not None else None,
+    )
+    return plan if lengths is None else replace(plan, longest_row=int(lengths.max(initial=0)))
+
+
+def _other_micro(samples: int, ranks: int, micro: int | None) -> str:
+    if micro is None or samples % ranks:
+        return ""
+    fitting = max(size for size in range(1, micro + 1) if (samples // ranks) % size == 0)
+    return f", or training.micro_batch_size={fitting}"
+
+
+def _require_multiple(rows: int, unit: int, ranks: int, length: int) -> None:
+    if rows == 0 or rows % unit:
+        below, above = rows // unit * unit * length, (rows // unit + 1) * unit * length
+        either = f"{below} or {above}" if below else f"{above}"
+        raise RequestError(
+            f"training.global_tokens makes {rows} rows of {length} tokens, which cannot be dealt evenly to {ranks} "
+            f"GPUs; try training.global_tokens={either}",
+            problem_id="batch-not-divisible",
+        )
+
+
+def _estimated_rows(config: RunConfig, samples: int, unit: int, length: int) -> int | None:
+    """Rows for a step of average documents; steps vary, so the exact number is found once the data is prepared.
+
+    No more than one pass has (`unit`) where even the longest documents fit into that.
+    """
+    if samples <= unit * (length // max(1, config.training.max_length)):
+        return unit
+    mean = mean_tokens(config)
+    if mean is None:
+        return None
+    tokens = samples * min(mean, length)
+    return max(1, math.ceil(tokens / length / unit)) * unit
+
+
+def _mean_documents(config: RunConfig, tokens: float) -> float | None:
+    mean = mean_tokens(config)
+    return tokens / mean if mean else None
+
+
+def _padding_share(config: RunConfig, lengths: Lengths, micro: int) -> float:
+    """Of one epoch's passes, each as wide as its longest document; none where rows are packed."""
+    if config.packing.mode is PackingMode.isolated or not len(lengths):
+        return 0.0
+    order = lengths[epoch_order(len(lengths), config.training.seed, 0)]
+    width = np.maximum.reduceat(order, np.arange(0, len(order), micro)).sum() * micro
+    return 1.0 - float(order.sum() / width)
+
+
+def _plan(
+    config: RunConfig,
+    *,
+    micro: int,
+    rows: int | None,
+    documents: float | None,
+    lengths: Lengths | None,
+    num_steps: int | None = None,
+) -> BatchPlan:
+    training = config.training
+    ranks = world_size(config)
+    num_documents = len(lengths) if lengths is not None else count_documents(config)
+    mean = float(np.mean(lengths)) if lengths is not None else mean_tokens(config)
+    if num_steps is None and num_documents is not None and documents:
+        num_steps = math.ceil(num_documents / documents)
+    total = training.max_steps
+    if total is None and num_steps is not None:
+        total = max(1, math.ceil(num_steps * training.num_epochs))
+    return BatchPlan(
+        global_samples=training.global_samples,
+        global_tokens=training.global_tokens,
+        world_size=ranks,
+        micro_batch_size=micro,
+        accumulation=rows // (ranks * micro) if rows is not None else None,
+        rows_per_step=rows,
+        row_length=row_length(config),
+        is_packed=config.packing.mode is PackingMode.isolated,
+        is_estimate=lengths is None,
+        documents_per_step=documents,
+        tokens_per_step=documents * mean if documents and mean else None,
+        num_documents=num_documents,
+        steps_per_epoch=num_steps,
+        total_steps=total,
+        attended_length=attended_length_tokens(lengths.tolist()) if lengths is not None else None,
+        padding_share=_padding_share(config, lengths, micro) if lengths is not None else None,
+    )

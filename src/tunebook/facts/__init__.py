@@ -1,0 +1,1 @@
+"""What is known of GPUs, kernels and models in advance, as tables."""

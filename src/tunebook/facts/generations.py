@@ -1,0 +1,208 @@
+"""The GPU generations as data: what each can compute, which attention it can run, which image serves it.
+
+Everything that depends on the hardware looks here, so that adding a generation is adding one entry. The arithmetic
+peaks of single GPU models are in `facts.peaks`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from tunebook.config.choices import Attention, Compute, Generation
+
+ComputeCapability = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImagePins:
+    """What a container image is built from."""
+
+    name: str  # its folder under docker/
+    torch: str
+    cuda: str | None  # None: a CPU build
+    min_driver: int | None  # major version of the oldest NVIDIA driver that can run this CUDA
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationFacts:
+    """What a generation is and can do. Peaks are dense, in TFLOP/s, of `reference_gpu`."""
+
+    compute_capabilities: tuple[ComputeCapability, ...]
+    reference_gpu: str
+    usual_memory_gib: float | None  # of the reference GPU, as NVML reports it; None: the host's memory counts
+    has_bf16: bool
+    has_tf32: bool
+    has_fp8: bool
+    peak_tflops: dict[Compute, float]
+    tf32_tflops: float | None
+    image: ImagePins
+
+    @property
+    def min_compute_capability(self) -> ComputeCapability | None:
+        """The oldest member's compute capability, which decides what may run on all of them; None on a CPU."""
+        return min(self.compute_capabilities, default=None)
+
+
+# Driver floors are CUDA's "minor version compatibility" table: any 12.x runs on >= 525, any 13.x on >= 580.
+CPU_IMAGE = ImagePins(name="cpu", torch="2.13.0", cuda=None, min_driver=None)
+# torch 2.10.0 with CUDA 12.8 is the newest build that has sm_70; it also has sm_75 to sm_120, so it serves every
+# generation on an older driver.
+VOLTA_IMAGE = ImagePins(name="volta", torch="2.10.0", cuda="12.8", min_driver=525)
+AMPERE_IMAGE = ImagePins(name="ampere", torch="2.13.0", cuda="13.0", min_driver=580)
+HOPPER_IMAGE = ImagePins(name="hopper", torch="2.13.0", cuda="13.0", min_driver=580)
+BLACKWELL_IMAGE = ImagePins(name="blackwell", torch="2.13.0", cuda="13.0", min_driver=580)
+
+GENERATIONS: dict[Generation, GenerationFacts] = {
+    Generation.cpu: GenerationFacts(
+        compute_capabilities=(),
+        reference_gpu="CPU",
+        usual_memory_gib=None,
+        has_bf16=False,  # torch computes bf16 on a CPU, but slower than fp32 on most
+        has_tf32=False,
+        has_fp8=False,
+        peak_tflops={},  # differs by a factor of 100 between CPUs: no number would be honest
+        tf32_tflops=None,
+        image=CPU_IMAGE,
+    ),
+    Generation.volta: GenerationFacts(
+        compute_capabilities=((7, 0),),
+        reference_gpu="V100-SXM2-32GB",
+        usual_memory_gib=32.0,
+        has_bf16=False,
+        has_tf32=False,
+        has_fp8=False,
+        peak_tflops={Compute.fp32: 15.7, Compute.fp16: 125.0},  # NVIDIA V100 datasheet, SXM2
+        tf32_tflops=None,
+        image=VOLTA_IMAGE,
+    ),
+    Generation.turing: GenerationFacts(
+        compute_capabilities=((7, 5),),
+        reference_gpu="T4",
+        usual_memory_gib=15.0,  # 16 GB less the share that its error correction takes
+        has_bf16=False,
+        has_tf32=False,
+        has_fp8=False,
+        peak_tflops={Compute.fp32: 8.1, Compute.fp16: 65.0},  # NVIDIA T4 datasheet
+        tf32_tflops=None,
+        image=VOLTA_IMAGE,
+    ),
+    Generation.ampere: GenerationFacts(
+        compute_capabilities=((8, 0), (8, 6)),
+        reference_gpu="A100-SXM4-80GB",
+        usual_memory_gib=80.0,
+        has_bf16=True,
+        has_tf32=True,
+        has_fp8=False,
+        peak_tflops={Compute.fp32: 19.5, Compute.bf16: 312.0, Compute.fp16: 312.0},  # NVIDIA A100 datasheet
+        tf32_tflops=156.0,
+        image=AMPERE_IMAGE,
+    ),
+    Generation.ada: GenerationFacts(
+        compute_capabilities=((8, 9),),
+        reference_gpu="GeForce RTX 4090",
+        usual_memory_gib=24.0,
+        has_bf16=True,
+        has_tf32=True,
+        has_fp8=True,
+        # NVIDIA Ada architecture whitepaper, appendix A: dense, with fp32 accumulation as training uses it
+        peak_tflops={Compute.fp32: 82.6, Compute.bf16: 165.2, Compute.fp16: 165.2, Compute.fp8: 330.3},
+        tf32_tflops=82.6,
+        image=AMPERE_IMAGE,
+    ),
+    Generation.hopper: GenerationFacts(
+        compute_capabilities=((9, 0),),
+        reference_gpu="H100-SXM5-80GB",
+        usual_memory_gib=79.6,
+        has_bf16=True,
+        has_tf32=True,
+        has_fp8=True,
+        # NVIDIA H100 datasheet, SXM, half of the numbers printed "with sparsity"; the H200 computes the same
+        peak_tflops={Compute.fp32: 67.0, Compute.bf16: 989.0, Compute.fp16: 989.0, Compute.fp8: 1979.0},
+        tf32_tflops=494.7,
+        image=HOPPER_IMAGE,
+    ),
+    Generation.blackwell: GenerationFacts(
+        compute_capabilities=((10, 0), (12, 0)),
+        reference_gpu="B200",
+        usual_memory_gib=179.0,
+        has_bf16=True,
+        has_tf32=True,
+        has_fp8=True,
+        # NVIDIA HGX B200 datasheet, an eighth of the board's and half of the numbers printed "with sparsity"
+        peak_tflops={Compute.fp32: 75.0, Compute.bf16: 2250.0, Compute.fp16: 2250.0, Compute.fp8: 4500.0},
+        tf32_tflops=1125.0,
+        image=BLACKWELL_IMAGE,
+    ),
+}
+
+# The oldest GPU that has the instructions a flash attention kernel is written in. Version 3 exists as Hopper builds,
+# whose source also compiles for 8.0; whether this environment's build has the GPU's code is checked when it is loaded.
+MIN_ATTENTION_CAPABILITY: dict[Attention, ComputeCapability] = {
+    Attention.flash_attention_2: (8, 0),
+    Attention.flash_attention_3: (8, 0),
+    Attention.flash_attention_4: (9, 0),
+    Attention.varlen_attention: (8, 0),
+    Attention.varlen_attention_4: (9, 0),
+}
+# The distribution on the package registry (or, for 3, of its own build) that transformers looks for.
+ATTENTION_PACKAGES: dict[Attention, str] = {
+    Attention.flash_attention_2: "flash-attn",
+    Attention.flash_attention_3: "flash-attn-3",
+    Attention.flash_attention_4: "flash-attn-4",
+    Attention.varlen_attention_4: "flash-attn-4",
+}
+OLDEST_SUPPORTED: ComputeCapability = (7, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationMatch:
+    """The generation of a compute capability, with a note where the table does not have that very one."""
+
+    generation: Generation
+    note: str | None
+
+
+def capability_text(capability: ComputeCapability) -> str:
+    """A compute capability as NVIDIA writes it, such as `8.6`."""
+    return f"{capability[0]}.{capability[1]}"
+
+
+def generation_of(capability: ComputeCapability) -> GenerationMatch:
+    """The generation of a GPU. One that the table lacks counts as the newest known that is not newer than it."""
+    known = {member: name for name, facts in GENERATIONS.items() for member in facts.compute_capabilities}
+    if capability in known:
+        return GenerationMatch(generation=known[capability], note=None)
+    not_newer = [member for member in known if member <= capability]
+    nearest = max(not_newer) if not_newer else min(known)
+    text = capability_text(capability)
+    note = f"compute capability {text} is not in the table; taken as {known[nearest].name} ({capability_text(nearest)})"
+    if capability < OLDEST_SUPPORTED:
+        oldest = capability_text(OLDEST_SUPPORTED)
+        note = f"compute capability {text} is older than {oldest}, the oldest that torch still has code for"
+    return GenerationMatch(generation=known[nearest], note=note)
+
+
+def can_run(attention: Attention, generation: Generation) -> bool:
+    """Whether every GPU of a generation has what an attention kernel needs; torch's own run everywhere."""
+    needed = MIN_ATTENTION_CAPABILITY.get(attention)
+    oldest = GENERATIONS[generation].min_compute_capability
+    return needed is None or (oldest is not None and oldest >= needed)
+
+
+def driver_major(driver: str) -> int | None:
+    """The major version of an NVIDIA driver such as `535.104.05`, or None where it cannot be read."""
+    match = re.match(r"(\d+)\.", driver.strip() + ".")
+    return int(match.group(1)) if match else None
+
+
+def image_for_driver(generation: Generation, driver: str | None) -> ImagePins | None:
+    """The image of a generation that runs on a driver: its own, else the one built on CUDA 12.8, else None.
+
+    An unreadable or unknown driver gets the generation's own image.
+    """
+    own = GENERATIONS[generation].image
+    major = driver_major(driver) if driver is not None else None
+    if own.min_driver is None or major is None:
+        return own
+    return next((image for image in (own, VOLTA_IMAGE) if image.min_driver and major >= image.min_driver), None)

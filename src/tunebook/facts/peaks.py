@@ -1,0 +1,97 @@
+"""The arithmetic peak that a GPU's utilisation is divided by: per model where it is known, else per generation.
+
+All numbers are dense (NVIDIA's "with sparsity" figures halved), in TFLOP/s, with fp32 accumulation, as training uses
+them. A wrong divisor makes a utilisation meaningless, so the answer names the GPU that the peak belongs to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tunebook.config.choices import Compute, Generation
+from tunebook.facts.generations import GENERATIONS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """A peak in dense TFLOP/s and the GPU model it is the peak of."""
+
+    tflops: float
+    gpu: str
+    is_of_this_model: bool  # False: the generation's reference GPU stands in for an unlisted model
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Model:
+    words: tuple[str, ...]  # all of them are in NVML's name of the GPU
+    fp32: float
+    tf32: float | None = None
+    half: float | None = None  # bf16 and fp16
+    fp8: float | None = None
+
+
+# First match wins, so the special comes before the general. Sources: the datasheet or architecture whitepaper of each.
+_MODELS: tuple[_Model, ...] = (
+    _Model(words=("V100", "PCIE"), fp32=14.0, half=112.0),
+    _Model(words=("V100",), fp32=15.7, half=125.0),
+    _Model(words=("T4",), fp32=8.1, half=65.0),
+    _Model(words=("A100",), fp32=19.5, tf32=156.0, half=312.0),
+    _Model(words=("A800",), fp32=19.5, tf32=156.0, half=312.0),
+    _Model(words=("A6000",), fp32=38.7, tf32=77.4, half=154.8),
+    _Model(words=("A40",), fp32=37.4, tf32=74.8, half=149.7),
+    _Model(words=("A30",), fp32=10.3, tf32=82.0, half=165.0),
+    _Model(words=("A10G",), fp32=35.0, tf32=35.0, half=70.0),
+    _Model(words=("A10",), fp32=31.2, tf32=62.5, half=125.0),
+    _Model(words=("3090", "Ti"), fp32=40.0, tf32=40.0, half=80.0),
+    _Model(words=("3090",), fp32=35.6, tf32=35.6, half=71.0),
+    _Model(words=("RTX 6000 Ada",), fp32=91.1, tf32=182.1, half=364.2, fp8=728.5),
+    _Model(words=("L40S",), fp32=91.6, tf32=183.0, half=362.0, fp8=733.0),
+    _Model(words=("L40",), fp32=90.5, tf32=90.5, half=181.0, fp8=362.0),
+    _Model(words=("L4",), fp32=30.3, tf32=60.0, half=121.0, fp8=242.5),
+    _Model(words=("4090",), fp32=82.6, tf32=82.6, half=165.2, fp8=330.3),
+    _Model(words=("H20",), fp32=44.0, tf32=74.0, half=148.0, fp8=296.0),
+    _Model(words=("H100", "PCIe"), fp32=51.0, tf32=378.0, half=756.0, fp8=1513.0),
+    _Model(words=("H100", "NVL"), fp32=60.0, tf32=417.5, half=835.0, fp8=1671.0),
+    _Model(words=("H200", "NVL"), fp32=60.0, tf32=417.5, half=835.0, fp8=1671.0),
+    _Model(words=("H100",), fp32=67.0, tf32=494.7, half=989.0, fp8=1979.0),
+    _Model(words=("H200",), fp32=67.0, tf32=494.7, half=989.0, fp8=1979.0),
+    _Model(words=("GH200",), fp32=67.0, tf32=494.7, half=989.0, fp8=1979.0),
+    _Model(words=("B200",), fp32=75.0, tf32=1125.0, half=2250.0, fp8=4500.0),
+    _Model(words=("5090",), fp32=104.8, tf32=104.8, half=209.5, fp8=419.0),
+)
+
+
+def _has_word(name: str, word: str) -> bool:
+    """Whether `word` stands in `name` without a letter or digit on either side, so that L4 is not found in L40."""
+    return f" {word.lower()} " in f" {name.lower().replace('-', ' ')} "
+
+
+def _of_model(model: _Model, compute: Compute, uses_tf32: bool) -> float | None:
+    if compute is Compute.fp32:
+        return (model.tf32 or model.fp32) if uses_tf32 else model.fp32
+    return model.fp8 if compute is Compute.fp8 else model.half
+
+
+def _of_generation(generation: Generation, compute: Compute, uses_tf32: bool) -> float | None:
+    facts = GENERATIONS[generation]
+    if compute is Compute.fp32 and uses_tf32 and facts.tf32_tflops is not None:
+        return facts.tf32_tflops
+    return facts.peak_tflops.get(compute)
+
+
+def peak_of(generation: Generation, compute: Compute, *, gpu_name: str | None, uses_tf32: bool) -> Peak | None:
+    """The peak of a GPU in a number format, or None where there is none (a CPU, a format the GPU lacks, a MIG slice).
+
+    `gpu_name` is NVML's; None stands for the generation's reference GPU.
+    """
+    if gpu_name is not None:
+        if _has_word(gpu_name, "MIG"):
+            return None  # a slice computes a share of the GPU that its name does not say exactly
+        for model in _MODELS:
+            if all(_has_word(gpu_name, word) for word in model.words):
+                tflops = _of_model(model, compute, uses_tf32)
+                return None if tflops is None else Peak(tflops=tflops, gpu=gpu_name, is_of_this_model=True)
+    tflops = _of_generation(generation, compute, uses_tf32)
+    if tflops is None:
+        return None
+    return Peak(tflops=tflops, gpu=GENERATIONS[generation].reference_gpu, is_of_this_model=gpu_name is None)

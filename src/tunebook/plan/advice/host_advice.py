@@ -1,0 +1,150 @@
+"""What takes most of a host's memory where a run does not fit into it, and which changes are estimated to need less.
+
+Every change is estimated as the run is, and left out where it needs as much, breaks a rule or no longer fits into the
+GPUs: what frees the host of one run (a disk for what is offloaded, say) takes more of another's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from tunebook.config.choices import Checkpointing, Offload, OptimizerName, PeftMethod, Strategy
+from tunebook.config.schema import FsdpConfig, ModelFacts, ParallelismConfig, RunConfig, ZeroConfig
+from tunebook.plan.memory import GIB, estimate_memory
+from tunebook.plan.memory.gpu import plan_memory
+from tunebook.plan.memory.host import HostBytes, host_bytes, offloaded_activation_bytes, offloaded_bytes
+from tunebook.plan.memory.states import paged_bytes
+from tunebook.plan.rules import check
+
+HOW_MANY = 3
+_TYPE_MORE = "say what the nodes really have: hardware.host_memory_gib=GIB"
+# The optimizers whose state the driver moves to the host, and the same arithmetic with a state that stays on the GPU.
+UNPAGED = {
+    OptimizerName.paged_adamw_32bit: OptimizerName.adamw,
+    OptimizerName.paged_adamw_8bit: OptimizerName.adamw_8bit,
+}
+_DOUBLINGS = 3  # of the nodes, and halvings of the GPUs of each, at most: more is another plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Remedy:
+    words: str  # to type
+    config: RunConfig  # resolved, with them
+
+
+def estimate_host(config: RunConfig, facts: ModelFacts) -> HostBytes:
+    """A resolved configuration's host memory."""
+    tensors = estimate_memory(config, facts).total_gib * GIB
+    return host_bytes(config, facts, tensors=tensors, is_recomputed=_is_recomputed(config))
+
+
+def host_advice(config: RunConfig, facts: ModelFacts, capacity: float, otherwise: str = _TYPE_MORE) -> str:
+    """The largest part, what is estimated to need less, and what to do where none of it will do.
+
+    That is what to type where the host has more than was assumed, unless said otherwise.
+    """
+    asked = estimate_host(config, facts)
+    less: list[tuple[str, HostBytes]] = []
+    for remedy in _remedies(config, facts, capacity):
+        found = estimate_host(remedy.config, facts)
+        if found.peak < asked.peak and _can_run(remedy.config):
+            less.append((remedy.words, found))
+    enough = [one for one in less if one[1].peak <= capacity * GIB]
+    named = " or ".join(f"{words} ({found.peak / GIB:,.1f} GiB)" for words, found in enough[:HOW_MANY])
+    advice = f"try {named}, or " if enough else ""
+    if less and not enough:
+        words, found = min(less, key=lambda one: one[1].peak)
+        advice = f"no change that was estimated is enough, {words} needs least ({found.peak / GIB:,.1f} GiB); "
+    largest = _largest_part(config, facts, asked)
+    return f"{largest}; {advice}{otherwise}"
+
+
+def _largest_part(config: RunConfig, facts: ModelFacts, asked: HostBytes) -> str:
+    """Of what is there at the peak, with the keys that put it there."""
+    ranks = config.hardware.gpus_per_node or 1
+    kept = offloaded_activation_bytes(config, facts, is_recomputed=_is_recomputed(config))
+    by_part = {
+        "the processes, one for each GPU": asked.processes,
+        "activations (activation.offload=true)": ranks * kept,
+        f"pages of the optimizer (optimizer={config.optimizer.name.name})": ranks * paged_bytes(config, facts),
+        f"offloaded states ({_offload_words(_offloaded(config))})": ranks * offloaded_bytes(config, facts).host,
+        "the model while it is saved": asked.saving,
+    }
+    if asked.loading > asked.training + asked.offload + asked.saving:
+        by_part = {"the processes, one for each GPU": asked.processes, "the weights while they load": asked.loading}
+    largest = max(by_part, key=lambda name: by_part[name])
+    return f"the largest part, {by_part[largest] / GIB:,.1f} GiB, is {largest}"
+
+
+def _offloaded(config: RunConfig) -> dict[str, Offload]:
+    """Which of the strategy's states are kept elsewhere, and where."""
+    keys = ("offload_optimizer", "offload_parameters")
+    places = {key: getattr(config.parallelism, key, Offload.none) for key in keys}
+    return {key: place for key, place in places.items() if place is not Offload.none}
+
+
+def _offload_words(places: dict[str, Offload]) -> str:
+    return " ".join(f"parallelism.{key}={place.name}" for key, place in places.items())
+
+
+def _is_recomputed(config: RunConfig) -> bool:
+    return config.activation.checkpointing is Checkpointing.enabled
+
+
+def _can_run(config: RunConfig) -> bool:
+    """Whether no rule refuses it and the GPUs may hold it."""
+    return plan_memory(config).fits is not False and not any(problem.is_error for problem in check(config))
+
+
+def _remedies(config: RunConfig, facts: ModelFacts, capacity: float) -> Iterator[_Remedy]:
+    """What may need less, what costs least first: what was asked for on top, the strategy, the machines, the method."""
+    if config.activation.offload:
+        kept_on_gpu = replace(config, activation=replace(config.activation, offload=False))
+        yield _Remedy(words="activation.offload=false", config=kept_on_gpu)
+        recomputed = replace(kept_on_gpu.activation, checkpointing=Checkpointing.enabled)
+        words = "activation=checkpointing activation.offload=false"
+        yield _Remedy(words=words, config=replace(config, activation=recomputed))
+    if (name := UNPAGED.get(config.optimizer.name)) is not None:
+        another = replace(config, optimizer=replace(config.optimizer, name=name))
+        yield _Remedy(words=f"optimizer.name={name.name}", config=another)  # counts where the key was typed, too
+    yield from _strategies(config)
+    yield from _machines(config, facts, capacity)
+    if config.peft.method is PeftMethod.full:
+        adapter = replace(config, peft=replace(config.peft, method=PeftMethod.lora))
+        yield _Remedy(words="peft=lora", config=adapter)
+
+
+def _strategies(config: RunConfig) -> Iterator[_Remedy]:
+    """What keeps all on the GPUs, divided where there are several; and a disk for what is offloaded.
+
+    What is offloaded may be the strategy's own or typed beside it, which would undo the change: it is said to go.
+    """
+    places = _offloaded(config)
+    without = f" without {', '.join(f'parallelism.{key}' for key in places)}" if places else ""
+    is_alone = (config.hardware.gpus_per_node or 1) * config.hardware.num_nodes == 1
+    alone, divided = ParallelismConfig(strategy=Strategy.single), FsdpConfig(strategy=Strategy.fsdp)
+    on_gpus = alone if is_alone else divided
+    words = f"parallelism={on_gpus.strategy.name}{without}"
+    yield _Remedy(words=words, config=replace(config, parallelism=on_gpus))
+    if places:
+        on_disk = ZeroConfig(
+            strategy=Strategy.zero3, offload_optimizer=Offload.nvme, offload_parameters=Offload.nvme, nvme_path="FOLDER"
+        )
+        words = f"parallelism=zero3_nvme parallelism.nvme_path=FOLDER{without}"
+        yield _Remedy(words=words, config=replace(config, parallelism=on_disk))
+
+
+def _machines(config: RunConfig, facts: ModelFacts, capacity: float) -> Iterator[_Remedy]:
+    """More nodes, and fewer GPUs of each: as many as are enough, else the most that can be changed."""
+    nodes, gpus = config.hardware.num_nodes, config.hardware.gpus_per_node or 1
+    powers = [2**power for power in range(1, _DOUBLINGS + 1)]
+    more = [nodes * power for power in powers]
+    fewer = [gpus // power for power in powers if gpus % power == 0]
+    for key, counts in (("num_nodes", more), ("gpus_per_node", fewer)):
+        tries = [replace(config, hardware=replace(config.hardware, **{key: count})) for count in counts]
+        peaks = [estimate_host(tried, facts).peak for tried in tries]
+        enough = (place for place, peak in enumerate(peaks) if peak <= capacity * GIB)
+        if tries:
+            chosen = next(enough, len(tries) - 1)
+            yield _Remedy(words=f"hardware.{key}={counts[chosen]}", config=tries[chosen])

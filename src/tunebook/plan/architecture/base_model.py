@@ -1,0 +1,418 @@
+"""What planning needs to know of a base model, read from its config.json without weights or network.
+
+A model group file carries the facts. Without them they are read here: from `model.path`, or for a hub model from the
+copy that an earlier run left in the hub's cache. `None` means "cannot be known before the model is loaded".
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from tunebook.config.book import resolve_path
+from tunebook.config.choices import Weights
+from tunebook.config.schema import ModelConfig, ModelFacts
+from tunebook.errors import RequestError
+from tunebook.plan.architecture import measured_facts
+
+# Older architectures name the same sizes differently; the first name found counts.
+_NAMES: dict[str, tuple[str, ...]] = {
+    "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim"),
+    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads"),
+    "num_key_value_heads": ("num_key_value_heads", "n_head_kv", "num_attention_heads", "n_head", "n_heads"),
+    "vocab_size": ("vocab_size",),
+    "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_seq_len"),
+}
+_LEAST = {"vocab_size": 2, "max_position_embeddings": 2}  # a word to predict from another; of everything else 1
+_MOST = 10**8  # of anything; Llama 4 has 10 million positions
+_MOST_PARAMETERS = 10**15  # as far as the rules let numbers go
+_CORRECT = "correct the file or download or copy the model again"
+# Whose layers the formulas of `plan.memory` are for, and their classes; all others are built on the meta device.
+_LLAMA_LIKE = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+# How many experts a token is sent to, and how many there are, in the words of different architectures.
+CHOSEN_EXPERTS = (
+    "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts", "moe_k"
+)  # fmt: skip
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+# What peft=qlora makes of a base while it is read, and takes as it is; over nothing else quantised is trained here.
+OWN_QUANTISER = "bitsandbytes_4bit"
+_DTYPES = ("float32", "float16", "bfloat16")
+# Whose attention looks both ways unless their config.json calls them decoders: a word would be predicted from itself.
+# transformers has a causal head for each. XLM says it by `causal`, XLNet not at all.
+ENCODERS = frozenset({
+    "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert",
+    "reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm", "xlm-roberta",
+    "xlm-roberta-xl", "xlnet", "xmod",
+})  # fmt: skip
+# Those of text that read all of it before they write, none of which transformers has a causal head for.
+ENCODER_DECODERS = frozenset({
+    "encoder-decoder", "fsmt", "led", "longt5", "m2m_100", "mt5", "nllb-moe", "pegasus_x", "switch_transformers", "t5",
+    "t5gemma", "t5gemma2", "umt5",
+})  # fmt: skip
+# What a class is made for, where its name says so: LlamaForSequenceClassification has another head than words.
+_PURPOSE = re.compile(r"\w+?For([A-Z]\w+)")
+_TEXT_PURPOSES = ("CausalLM", "ConditionalGeneration")  # the second also of models of text and images
+
+
+def model_folder_problem(model: ModelConfig) -> str | None:
+    """Why `model.path` holds no model, in words; None where it has a config.json or another key names the model."""
+    if not model.path:
+        return None
+    folder = resolve_path(model.path)
+    if (folder / "config.json").is_file():
+        return None
+    what = "has no config.json" if folder.is_dir() else "is a file" if folder.is_file() else "does not exist"
+    return (
+        f"the folder {folder} {what}; a model is a folder in Hugging Face's layout (config.json, tokenizer.json, "
+        "*.safetensors)"
+    )
+
+
+def read_config(model: ModelConfig) -> dict[str, Any] | None:
+    """A model's config.json, or None where there is none at hand.
+
+    Raises: RequestError when the file is there but is no model's config.json.
+    """
+    file = _config_file(model)
+    if file is None or not file.is_file():
+        return None
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise _broken(f"{file} cannot be read as JSON ({error}); download or copy the model again") from error
+    if not isinstance(config, dict) or not isinstance(config.get("text_config", {}), dict):
+        raise _broken(
+            f"{file} holds no JSON object, so it is no model's config.json; name the model's own folder in model.path"
+        )
+    if not config.get("model_type") and not config.get("architectures"):
+        raise _broken(
+            f"{file} names neither model_type nor architectures, so it is no model's config.json; name the model's own "
+            "folder in model.path"
+        )
+    return config
+
+
+def _broken(message: str) -> RequestError:
+    return RequestError(message, problem_id="model-config")
+
+
+def read_facts(model: ModelConfig) -> ModelFacts | None:
+    """The facts of a model: its group file's, else read from its config.json; None where there is none at hand.
+
+    Models of kinds that no formula knows are built on the meta device, which takes seconds, once; and so are those that
+    leave sizes to transformers' defaults. Nothing is said of a model that a rule refuses whatever its sizes are.
+    Raises: RequestError when the file cannot be read, states sizes that no model has, or an unknown architecture.
+    """
+    if model.facts is not None:
+        return model.facts
+    config, file = read_config(model), _config_file(model)
+    if config is None or file is None:
+        return None
+    text = config.get("text_config", config)  # a model of text and images keeps its language part there
+    sizes = {name: _first_stated(text, keys) for name, keys in _NAMES.items()}
+    _refuse_impossible(file, text, sizes)
+    _refuse_unknown_dtype(file, config)
+    if _is_refused_anyway(model, config):
+        return None
+    if _brings_code(model, config) or not _is_llama_like(model, config, sizes):
+        return _measured(model, file, sizes)
+    is_tied = bool(config.get("tie_word_embeddings", False))
+    computed = _num_parameters(config, sizes, is_tied)
+    counted = _count_in_headers(model) if _quantiser_of(config) is None else None  # packed, numbers are fewer
+    _refuse_too_large(file, computed)
+    return ModelFacts(
+        architecture=_architecture_of(config) or _LLAMA_LIKE[config["model_type"]],
+        num_parameters=counted if counted is not None else computed,
+        tie_word_embeddings=is_tied,
+        dtype=_dtype_of(config) or "float32",
+        **sizes,
+    )
+
+
+def _is_refused_anyway(model: ModelConfig, config: dict[str, Any]) -> bool:
+    """Whether a rule says so, which needs no facts: it would be late after minutes of looking at the layers."""
+    quantiser = None if model.weights is Weights.random else _quantiser_of(config)
+    return quantiser not in (None, OWN_QUANTISER) or _why_not_causal(model, config) is not None
+
+
+def brings_code(model: ModelConfig) -> bool:
+    """Whether the model's class is its repository's own, or may be, where its config.json is not at hand."""
+    if not model.trust_remote_code:
+        return False
+    config = read_config(model)
+    auto_map = {} if config is None else config.get("auto_map") or {}
+    return config is None or any(str(name).startswith("AutoModel") for name in auto_map)
+
+
+def _brings_code(model: ModelConfig, config: dict[str, Any]) -> bool:
+    return model.trust_remote_code and bool(config.get("auto_map"))
+
+
+def _measured(model: ModelConfig, file: Path, sizes: dict[str, Any]) -> ModelFacts | None:
+    """The facts as the meta device has them; None where it is not here.
+
+    Raises: RequestError where it is not here, and the file leaves to transformers what it alone would know.
+    """
+    measured = measured_facts(file, trust_remote_code=model.trust_remote_code)
+    if measured is not None:
+        _refuse_too_large(file, measured.num_parameters)
+        return measured
+    unstated = [_NAMES[name][0] for name in ("num_layers", "vocab_size") if sizes[name] is None]
+    if unstated:
+        raise _broken(
+            f"{file} states no {' and no '.join(unstated)}, and transformers, whose defaults stand for them, is not "
+            "installed here with torch; state them in the file, or type: pip install torch transformers"
+        )
+    return None
+
+
+def _is_llama_like(model: ModelConfig, config: dict[str, Any], sizes: dict[str, Any]) -> bool:
+    """Whether the formulas for parameters and activations are for this very model.
+
+    Quantised weights change neither; see `_config_at_hand` for why those of a hub model are built all the same.
+    """
+    kind = config.get("model_type")
+    if kind not in _LLAMA_LIKE or not all(isinstance(size, int) for size in sizes.values()):
+        return False
+    if not (_architecture_of(config) or _LLAMA_LIKE[kind]).endswith("ForCausalLM"):
+        return False
+    if config.get("text_config") or config.get("attention_dropout"):
+        return False
+    if model.path is None and _quantiser_of(config) is not None:
+        return False
+    says_keys = kind == "llama" or config.get("num_key_value_heads") is not None  # the others' defaults are numbers
+    return says_keys and config.get("head_dim") in (None, sizes["hidden_size"] // sizes["num_attention_heads"])
+
+
+def _architecture_of(config: dict[str, Any]) -> str:
+    """The first class that is named, in a list or alone; nothing where none is."""
+    named = config.get("architectures")
+    first = named[0] if isinstance(named, list) and named else named
+    return first if isinstance(first, str) else ""
+
+
+def _first_stated(config: dict[str, Any], keys: tuple[str, ...]) -> Any:
+    return config.get(_stated_key(config, keys))
+
+
+def _stated_key(config: dict[str, Any], keys: tuple[str, ...]) -> str:
+    """The first of these that the file has a value of; where it has none, the first as most architectures say it."""
+    return next((key for key in keys if config.get(key) is not None), keys[0])
+
+
+def _refuse_impossible(file: Path, text: dict[str, Any], sizes: dict[str, Any]) -> None:
+    """Raises: RequestError for a size that is no whole number or below one, for heads that do not divide, and for more
+    experts chosen than there are. They are called as this file calls them, so that they are found in it."""
+    called = {name: _stated_key(text, keys) for name, keys in _NAMES.items()}
+    for name, size in sizes.items():
+        key = called[name]
+        is_number = isinstance(size, int | float) and not isinstance(size, bool)
+        least = _LEAST.get(name, 1)
+        if is_number and size < least:
+            raise _broken(f"{file} says {key}={size}, and a model has at least {least}; {_CORRECT}")
+        if is_number and size > _MOST:
+            raise _broken(f"{file} says {key}={json.dumps(size)[:20]}, and no model has more than {_MOST}; {_CORRECT}")
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
+            if isinstance(size, list):  # one per layer, as some architectures have it: the meta device knows
+                continue
+            raise _broken(f"{file} says {key}={json.dumps(size)}, which is no whole number; {_CORRECT}")
+    _refuse_too_large(file, _least_parameters(sizes))
+    _refuse_absent_experts(file, text)
+    hidden, heads, keys = (sizes[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    if not all(isinstance(size, int) for size in (hidden, heads, keys)):
+        return
+    if hidden % heads and not text.get("head_dim"):
+        raise _broken(
+            f"{file} says {called['hidden_size']}={hidden} and {called['num_attention_heads']}={heads}, which does not "
+            f"divide it, and no head_dim; {_CORRECT}"
+        )
+    if heads % keys:
+        raise _broken(
+            f"{file} says {called['num_attention_heads']}={heads} and {called['num_key_value_heads']}={keys}, which "
+            f"does not divide them: each key serves the same number of queries; {_CORRECT}"
+        )
+
+
+def _refuse_absent_experts(file: Path, text: dict[str, Any]) -> None:
+    """Raises: RequestError where a token is sent to more experts than there are: a router can choose each once.
+
+    Some dense models name one expert or none, which is no router's number.
+    """
+    stated = (
+        next((key for key in keys if isinstance(text.get(key), int)), None) for keys in (CHOSEN_EXPERTS, _EXPERTS)
+    )
+    chosen, experts = stated
+    if chosen is None or experts is None or not 1 < text[experts] < text[chosen]:
+        return
+    raise _broken(
+        f"{file} says {chosen}={text[chosen]} and {experts}={text[experts]}: a token cannot be sent to more experts "
+        f"than there are; {_CORRECT}"
+    )
+
+
+def _least_parameters(sizes: dict[str, Any]) -> int:
+    """About as many as a model of these sizes has at least, whatever its architecture; unknown sizes count as one."""
+    names = ("num_layers", "hidden_size", "intermediate_size", "vocab_size")
+    layers, hidden, inner, words = (size if isinstance(size := sizes[name], int) else 1 for name in names)
+    return hidden * (words + layers * (hidden + inner))
+
+
+def _refuse_too_large(file: Path, num_parameters: int) -> None:
+    """Raises: RequestError for sizes each of which a model may have, and no model has together."""
+    if num_parameters > _MOST_PARAMETERS:
+        made, most = (f"{number:.2g}".replace("e+", "e") for number in (num_parameters, _MOST_PARAMETERS))
+        raise _broken(
+            f"{file} says sizes that together make at least {made} parameters, and no model has more than "
+            f"{most}; {_CORRECT}"
+        )
+
+
+def read_dtype(model: ModelConfig) -> str | None:
+    """The number format of the published weights: float32, float16, bfloat16, or None where it is not known yet."""
+    if model.facts is not None:
+        return model.facts.dtype
+    config = read_config(model)
+    return _dtype_of(config) if config is not None else None
+
+
+def _dtype_of(config: dict[str, Any]) -> str | None:
+    """What transformers makes of the weights: float32 where nothing is stated; None for a format that is not ours."""
+    dtype = _stated_dtype(config)
+    return "float32" if dtype is None else dtype if dtype in _DTYPES else None
+
+
+def _stated_dtype(config: dict[str, Any]) -> Any:
+    places = (config, config.get("text_config", {}))
+    return next((found for place in places if (found := _first_stated(place, ("dtype", "torch_dtype")))), None)
+
+
+def _refuse_unknown_dtype(file: Path, config: dict[str, Any]) -> None:
+    """Raises: RequestError for weights in a format that nothing here trains; of quantised ones a rule says more."""
+    dtype = _stated_dtype(config)
+    if _dtype_of(config) is None and not isinstance(dtype, dict) and _quantiser_of(config) is None:
+        raise _broken(
+            f"{file} says dtype={json.dumps(dtype)}, and weights are trained from {', '.join(_DTYPES)}; correct the "
+            "file, or name a model that is published in one of these"
+        )
+
+
+def read_quantiser(model: ModelConfig) -> str | None:
+    """What the stored weights are quantised by, in transformers' words, such as gptq; None where they are not."""
+    config = _config_at_hand(model)
+    return _quantiser_of(config) if config is not None else None
+
+
+def _quantiser_of(config: dict[str, Any]) -> str | None:
+    places = (config, config.get("text_config", {}))
+    stated = next((found for place in places if (found := place.get("quantization_config")) is not None), None)
+    if not isinstance(stated, dict):
+        return None if stated is None else str(stated)
+    method = str(stated.get("quant_method") or "bitsandbytes")
+    if method != "bitsandbytes":
+        return method
+    return "bitsandbytes_4bit" if stated.get("load_in_4bit") else "bitsandbytes_8bit"
+
+
+def why_not_causal(model: ModelConfig) -> str | None:
+    """Why a model's config.json describes none that continues a text, in words; None where it may."""
+    config = _config_at_hand(model)
+    return _why_not_causal(model, config) if config is not None else None
+
+
+def _why_not_causal(model: ModelConfig, config: dict[str, Any]) -> str | None:
+    if _brings_code(model, config):  # it decides
+        return None
+    architecture = _architecture_of(config)
+    purpose = _PURPOSE.fullmatch(architecture)
+    if purpose is not None and not purpose[1].startswith(_TEXT_PURPOSES):
+        return f"{architecture} is made for {_in_words(purpose[1])}, not to continue a text"
+    if config.get("model_type") in ENCODERS and not (config.get("is_decoder") or config.get("causal")):
+        return f"{architecture or config['model_type']} is an encoder: its attention looks both ways"
+    if config.get("model_type") in ENCODER_DECODERS:
+        return f"{architecture or config['model_type']} is an encoder-decoder: it reads all of a text before it writes"
+    return None
+
+
+def _in_words(name: str) -> str:
+    """SequenceClassification as sequence classification, MaskedLM as masked LM."""
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z][a-z0-9]*", name)
+    return " ".join(word if word.isupper() else word.lower() for word in words)
+
+
+def _config_at_hand(model: ModelConfig) -> dict[str, Any] | None:
+    """A config.json that may say more than the facts do; None where it is not here, or where reading the facts failed.
+
+    The hub's cache is not asked where the facts came from a group file, or from a file whose layers are as Llama's,
+    which is neither quantised nor of another kind: to ask takes an import.
+    """
+    if model.path is None and model.facts is not None and model.facts.measured is None:
+        return None
+    try:
+        return read_config(model)
+    except RequestError:
+        return None
+
+
+def _config_file(model: ModelConfig) -> Path | None:
+    if model.path is not None:
+        return resolve_path(model.path) / "config.json"
+    if model.name is None:
+        return None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(model.name, "config.json", revision=model.revision)
+    except HFValidationError:  # not the form of a name on the hub: a rule says so
+        return None
+    return Path(cached) if isinstance(cached, str) else None
+
+
+def _num_parameters(config: dict[str, Any], sizes: dict[str, Any], is_tied: bool) -> int:
+    """Of a Llama-like model: weights, two norms per layer and the last one, and the biases of its linear layers."""
+    hidden, inner, vocabulary = sizes["hidden_size"], sizes["intermediate_size"], sizes["vocab_size"]
+    keys = hidden // sizes["num_attention_heads"] * sizes["num_key_value_heads"]
+    per_layer = 2 * hidden * (hidden + keys) + 3 * hidden * inner + 2 * hidden
+    is_qwen2, is_llama = (config["model_type"] == kind for kind in ("qwen2", "llama"))
+    if is_qwen2 or (is_llama and config.get("attention_bias")):
+        per_layer += hidden + 2 * keys + (0 if is_qwen2 else hidden)  # Qwen2's output has none
+    if is_llama and config.get("mlp_bias"):
+        per_layer += 2 * inner + hidden
+    return int(vocabulary * hidden * (1 if is_tied else 2) + sizes["num_layers"] * per_layer + hidden)
+
+
+def _count_in_headers(model: ModelConfig) -> int | None:
+    """The parameters in the files that transformers reads a folder's weights from; tied embeddings are stored once.
+
+    None without such files, and where one of them is absent: what is left would be taken for a smaller model.
+    """
+    if model.path is None:
+        return None
+    try:
+        return sum(_count_in_header(file) for file in _safetensors_of(resolve_path(model.path))) or None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # a damaged file is reported by whoever loads the weights
+
+
+def _safetensors_of(folder: Path) -> list[Path]:
+    """As `model.weight_files` finds them: beside them may lie copies for other libraries (consolidated.safetensors)."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        return []
+    return [folder / name for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))]
+
+
+def _count_in_header(file: Path) -> int:
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if length > 100_000_000:  # the format's own limit; anything longer is not a header
+            raise ValueError(f"{file} is no safetensors file")
+        header = json.loads(stream.read(length))
+    return sum(prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")

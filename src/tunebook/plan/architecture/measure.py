@@ -1,0 +1,295 @@
+"""Build a model from its config.json without memory for its weights, and say what planning needs to know of it.
+
+    python -m tunebook.plan.architecture.measure CONFIG_FILE ANSWER_FILE [--trust-remote-code]
+
+A process of its own, because it imports torch and transformers, which `tunebook plan` must not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
+
+from tunebook.config.choices import Attention
+from tunebook.config.model_facts import CAST
+from tunebook.config.unreached import as_patterns
+from tunebook.errors import nearest
+from tunebook.plan.architecture import progress_file
+from tunebook.plan.architecture.base_model import CHOSEN_EXPERTS
+from tunebook.plan.architecture.saved import (
+    LENGTHS,
+    adapted,
+    attends_by_lengths,
+    decoder_layers,
+    measure_saved,
+    text_decoder,
+)
+from tunebook.plan.architecture.targets import (
+    has_stacked_experts,
+    is_linear,
+    num_inputs,
+    sizes_of,
+    sizes_of_adapted,
+    stacked_names,
+)
+
+_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+_LONGEST = 2**20  # tokens, where an architecture has no highest position
+_FLASH_ATTN = (Attention.flash_attention_2, Attention.flash_attention_3, Attention.flash_attention_4)
+_OURS = (Attention.varlen_attention, Attention.varlen_attention_4, Attention.sdpa_by_document)
+_ALIKE = 0.75  # among so many short names one that is less alike was hardly meant: bart for foobar
+_UNKNOWN = ("unrecognized", "does not recognize", "should have a `model_type`", "trust_remote_code", "no file named")
+# What tensors without memory cannot do, and those with it can.
+_OF_FAKE_TENSORS = (
+    DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)  # fmt: skip
+# What transformers has for a model_type instead of a causal language model, the most telling first.
+_OTHER_KINDS: tuple[tuple[Any, str], ...] = (
+    (MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, "a model of images or sound and text"),
+    (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, "an encoder-decoder"),
+    (MODEL_FOR_MASKED_LM_MAPPING_NAMES, "an encoder"),
+)
+
+
+def describe(
+    config_file: Path, *, trust_remote_code: bool, on_found: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
+    """`model.facts` as plain values, or `error` and `reason`. `on_found` is called for each part of what takes long."""
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    loader: Any = AutoModelForCausalLM
+    try:
+        config = AutoConfig.from_pretrained(str(config_file.parent), **options)
+        with torch.device("meta"):
+            model = loader.from_config(copy.deepcopy(config), **options)
+    except Exception as error:  # of any kind: architectures check their sizes in their own ways, or not at all
+        if trust_remote_code and (absent := _absent_code(config_file)):
+            return absent
+        if any(word in str(error).lower() for word in _UNKNOWN):
+            return _unknown(config_file)
+        return {"error": "cannot-build", "reason": _said(error)}
+    if model.get_output_embeddings() is None or model.get_input_embeddings() is None:
+        return {"error": "unknown-architecture", "reason": f"{type(model).__name__} has no output head over its words"}
+    return _facts(config, model, options, on_found)
+
+
+def _unknown(config_file: Path) -> dict[str, str]:
+    """What the file calls its architecture; `kind`, which other one it is; else what may have been meant."""
+    config = json.loads(config_file.read_text(encoding="utf-8"))
+    kind = str(config.get("model_type") or "")
+    architectures = config.get("architectures")
+    named = f"model_type={kind}" + (f", architectures={json.dumps(architectures)}" if architectures else "")
+    if other := next((words for kinds, words in _OTHER_KINDS if kind in kinds), None):
+        return {"error": "not-causal", "reason": named, "kind": other}
+    meant = nearest(kind, set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - {kind}, least_alike=_ALIKE) if kind else None
+    return {"error": "unknown-architecture", "reason": named} | ({"meant": meant} if meant else {})
+
+
+def _absent_code(config_file: Path) -> dict[str, Any] | None:
+    """The files that the model's own code should be in and that are not beside its config.json; None where all are.
+
+    `is_known` says whether transformers has a model of this kind itself.
+    """
+    config = json.loads(config_file.read_text(encoding="utf-8"))
+    auto_map = config.get("auto_map")
+    named = (
+        [auto_map.get(each) for each in ("AutoConfig", "AutoModelForCausalLM")] if isinstance(auto_map, dict) else []
+    )
+    places = [place for place in named if isinstance(place, str) and "--" not in place]  # REPOSITORY--... is elsewhere
+    files = dict.fromkeys(f"{place.rpartition('.')[0]}.py" for place in places)
+    absent = [file for file in files if not (config_file.parent / file).is_file()]
+    if not absent:
+        return None
+    is_known = config.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return {"error": "code-absent", "reason": ", ".join(absent), "is_known": is_known}
+
+
+def _said(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+
+
+def _facts(config: Any, model: Any, options: dict[str, Any], on_found: Callable[[], None]) -> dict[str, Any]:
+    text = config.get_text_config(decoder=True)
+    layers = decoder_layers(text_decoder(model), text.num_hidden_layers)
+    words = model.get_input_embeddings().weight
+    linear: list[Any] = [module for module in layers.modules() if is_linear(module)]
+    saved = measure_saved(config, layers, options, on_found)
+    beside = measure_saved(config, layers, options, on_found, True) if has_stacked_experts(model) else {}
+    try:
+        unreached = _unreached(config, options)
+    except RuntimeError as error:
+        if not saved:
+            return {"error": "cannot-build", "reason": str(error)}
+        unreached = set()
+    patterns = as_patterns(unreached, [name for name, _ in model.named_parameters()])
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())  # tied ones are there once
+    in_layers = sum(parameter.numel() for parameter in layers.parameters())
+    inputs, in_linear = sum(map(num_inputs, linear)), sum(module.weight.numel() for module in linear)
+    is_tied = model.get_output_embeddings().weight is words
+    heads = _whole(text, "num_attention_heads") or 1  # Mamba and RWKV have none
+    hidden = _whole(text, "hidden_size") or words.shape[1]
+    return {
+        "architecture": type(model).__name__,  # what is loaded; the file may name one with a vision tower
+        "num_parameters": num_parameters,
+        "num_layers": len(layers),
+        "hidden_size": hidden,
+        "intermediate_size": _whole(text, "intermediate_size", "n_inner", "ffn_dim") or 4 * hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": _whole(text, "num_key_value_heads") or heads,
+        "vocab_size": words.shape[0],
+        "max_position_embeddings": _whole(text, "max_position_embeddings") or _LONGEST,
+        "tie_word_embeddings": is_tied,
+        "dtype": _dtype(config, text),
+        "measured": {
+            "num_layers": len(layers),
+            "parameters": in_layers,
+            "linear_inputs": inputs,
+            **_adapters(model, layers, patterns),
+            "linear_parameters": in_linear,
+            "active_parameters": in_layers - _not_chosen(layers, text),
+            "largest_parameter": max(parameter.numel() for parameter in model.parameters()),
+            "unreached": patterns,
+            "unreached_parameters": sum(p.numel() for name, p in model.named_parameters() if name in unreached),
+            "attention": [
+                *(kernel.name for kernel in attention_of(model)),
+                *(kernel.name for kernel in (_OURS if attends_by_lengths(config, layers, options) else ())),
+            ],
+            "saved": {mode: numbers for mode, numbers in saved.items() if not mode.startswith(CAST)},
+            "saved_without_autocast": {mode: numbers for mode, numbers in saved.items() if mode.startswith(CAST)},
+            "saved_beside_experts": beside,
+        },
+    }
+
+
+def _unreached(config: Any, options: dict[str, Any]) -> set[str]:
+    """The names of the parameters that no gradient comes to from a row of words.
+
+    Empty where a pass asks for a number of a tensor that has none, so that nobody knows.
+    Raises: RuntimeError where no pass through the model can be computed.
+    """
+    loader: Any = AutoModelForCausalLM
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            with no_init_weights():
+                model = loader.from_config(copy.deepcopy(config), attn_implementation="eager", **options)
+                model.tie_weights()
+            output = model.train()(input_ids=torch.zeros(1, LENGTHS[0], dtype=torch.long), use_cache=False)
+            last = getattr(getattr(output, "logits", None), "grad_fn", None)
+            if last is None:  # of an architecture with code of its own
+                return set()
+            reached = _leaves(last)
+            return {name for name, parameter in model.named_parameters() if id(parameter) not in reached}
+    except _OF_FAKE_TENSORS:
+        return set()
+    except Exception as error:  # of any kind, as in `describe`
+        raise RuntimeError(f"no pass through its layers can be computed: {_said(error)}") from error
+
+
+def _leaves(last: Any) -> set[int]:
+    """The ids of the parameters that autograd goes back to from an operation."""
+    seen, found, open_ = {None}, set(), [last]
+    while open_:
+        node = open_.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        open_.extend(before for before, _ in node.next_functions)
+    return found
+
+
+def _not_chosen(layers: nn.ModuleList, text: Any) -> int:
+    """Parameters of the experts that a token is not sent to. transformers 5 keeps all experts of a layer in one tensor.
+
+    0 where the config does not say how many are chosen.
+    """
+    chosen = _whole(text, *CHOSEN_EXPERTS)
+    stacked = [parameter for parameter in layers.parameters() if parameter.dim() == 3]
+    if chosen is None:
+        return 0
+    return sum(
+        parameter.numel() * (len(parameter) - chosen) // len(parameter)
+        for parameter in stacked
+        if len(parameter) > chosen
+    )
+
+
+def attention_of(model: Any) -> list[Attention]:
+    """What transformers lets a model's architecture attend with of its own kernels, wherever it runs."""
+    found = [Attention.eager]
+    found += [Attention.sdpa] if model._supports_sdpa else []
+    found += [Attention.flex_attention] if model._supports_flex_attn else []
+    only = getattr(model, "_compatible_flash_implementations", None)  # None: any
+    is_flash = bool(model._supports_flash_attn)
+    return found + [kernel for kernel in _FLASH_ATTN if is_flash and (only is None or kernel.value in only)]
+
+
+def _dtype(*configs: Any) -> str:
+    """Of the published weights, by the first config that states one."""
+    stated = (getattr(config, "dtype", None) for config in configs)
+    return next((_DTYPES[dtype] for dtype in stated if dtype in _DTYPES), "float32")
+
+
+def _whole(config: Any, *names: str) -> int | None:
+    """The first of these that is stated as one whole number; some architectures have a list of one per layer."""
+    values = (getattr(config, name, None) for name in names)
+    return next((int(value) for value in values if isinstance(value, int) and value > 0), None)
+
+
+def _adapters(model: Any, layers: nn.ModuleList, unreached: list[str]) -> dict[str, Any]:
+    """As PEFT makes them of all that a text reaches, by rank 1. It changes the model.
+
+    Where it takes not every linear layer, as of Mamba, those that it would make of all.
+    """
+    stacked, every = stacked_names(model), sizes_of(layers)
+    try:
+        linear, experts = sizes_of_adapted(adapted(model, rank=1, unreached=unreached), stacked)
+    except ValueError:
+        linear, experts = every, {}
+    both = (*linear.values(), *experts.values())
+    return {"adapter_parameters": sum(map(sum, both)), "adapters": linear, "expert_adapters": experts}
+
+
+def main() -> None:
+    """Parse the arguments and write the answer."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("config_file", type=Path)
+    parser.add_argument("answer_file", type=Path)
+    parser.add_argument("--trust-remote-code", action="store_true")
+    arguments = parser.parse_args()
+    progress = progress_file(arguments.answer_file)
+
+    def note() -> None:
+        with progress.open("ab") as file:
+            file.write(b".")
+
+    answer = describe(arguments.config_file, trust_remote_code=arguments.trust_remote_code, on_found=note)
+    arguments.answer_file.write_text(json.dumps(answer), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

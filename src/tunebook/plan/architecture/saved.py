@@ -1,0 +1,350 @@
+"""What autograd keeps of one pass through each decoder layer, on tensors that have a shape and no memory.
+
+A prefix of the model is run under PyTorch's FakeTensorMode at three lengths, in every number format and with each kind
+of attention, and the storages that autograd saves are added up by the layer that saves them. The three give what is
+kept whatever the length, what grows with the tokens, and what grows with their square, such as a mask.
+
+Layers that are compiled are divided between the passes by what divides them on a GPU, torch's partitioner, with the
+same settings; their graphs are run as they are, without kernels being made of them. Of the others, stand-ins keep what
+the attention kernels of a GPU keep, and everything else is seen as a CPU computes it under CUDA's autocast.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import os
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+
+from tunebook.config.compiling import set_up_compiler
+from tunebook.config.unreached import expression
+from tunebook.parent_death import die_with_parent
+from tunebook.plan.architecture.cuda_autocast import CudaAutocast
+from tunebook.plan.architecture.kernels import BY_LENGTHS, MASKED, UNMASKED, grouped_product, register_kernels
+from tunebook.plan.architecture.offloading import Offloading
+from tunebook.plan.architecture.targets import names_beside_experts
+
+LENGTHS = (62, 124, 186)  # tokens; like no size of a real model, by which copies of weights are told apart
+LORA_RANK = 1
+# Number format of the weights, and whether autocast computes in bf16. Without it adapters are in their format, too.
+FORMATS = {
+    "fp32": (torch.float32, False), "autocast": (torch.float32, True), "bf16": (torch.bfloat16, True),
+    "cast": (torch.bfloat16, False),
+}  # fmt: skip
+# Our word for an attention, and what transformers is told.
+ATTENTION = {"sdpa": MASKED, "flash": UNMASKED, "eager": "eager"}
+# Compiled layers, all with torch's kernel for packed rows; whether what costs little is computed again.
+COMPILED = {"compiled": False, "selective": True}
+_METHODS = ("full", "adapter")
+_BESIDE = "beside"  # the method of an adapter on all but stacked experts
+_DROPOUT = 0.05  # of the method "dropout", an adapter; how much of it plays no part
+_MODES = (
+    *itertools.product(FORMATS, _METHODS, ATTENTION),
+    *itertools.product(("autocast", "bf16"), (*_METHODS, "dropout"), COMPILED),
+)
+OFFLOADED = "offloaded"
+_MOST_LAYERS = 12  # of a prefix
+_WORKERS = 4  # processes; compiling takes some seconds a mode
+_MACHINES = (MemoryError, ImportError, OSError)  # faults that say nothing of a model, and must not be remembered of it
+_known: list[Any] = []  # in a worker: config, kinds of layers, options
+
+
+def measure_saved(
+    config: Any,
+    layers: nn.ModuleList,
+    options: dict[str, Any],
+    on_found: Callable[[], None] = lambda: None,
+    beside_experts: bool = False,
+) -> dict[str, list[int]]:
+    """By "format/method/kernels" six numbers, as `MeasuredLayers` has them. A mode that cannot be run is left out.
+
+    Of layers that are not compiled there are as many for what offloading leaves, by the same words and "offloaded".
+
+    `on_found` is called whenever a mode has been looked at. `beside_experts`: with adapters on all but stacked
+    experts, in layers that are not compiled.
+
+    Compiled layers are looked at only where they have attention: those that go through a row word by word, as RWKV's,
+    take minutes to compile. All others are looked at whatever a plan uses, since runs' hashes hold these numbers.
+    """
+    known = (config, _kinds(config, layers), options)
+    has_attention = bool(getattr(config.get_text_config(decoder=True), "num_attention_heads", None))
+    modes = [mode for mode in _MODES if has_attention or mode[2] not in COMPILED]
+    if beside_experts:  # not compiled: with adapters on experts those are not known either, and they take a minute
+        modes = [mode for mode in modes if mode[1] == "adapter" and mode[2] not in COMPILED]
+    seen = [(number_format, _BESIDE if beside_experts else method, kernels) for number_format, method, kernels in modes]
+    workers = min(_WORKERS, os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, get_context("fork"), initializer=_know, initargs=known) as pool:
+        asked = [pool.submit(_measure_known, mode) for mode in seen]
+        for _ in as_completed(asked):
+            on_found()
+        found = [one.result() for one in asked]
+        return {
+            "/".join((*mode, *way)): numbers
+            for mode, by_way in zip(modes, found, strict=True)
+            for way, numbers in by_way.items()
+        }
+
+
+def _know(*known: Any) -> None:
+    """What every mode of a model has in common: handed over by forking, since not every config can be pickled.
+
+    A worker that waits for a mode would not see that the process which hands them out was killed.
+    """
+    die_with_parent()
+    _known.extend(known)
+
+
+def _measure_known(mode: tuple[str, str, str]) -> dict[tuple[str, ...], list[int]]:
+    config, kinds, options = _known
+    return _measure(config, kinds, mode, options)
+
+
+def attends_by_lengths(config: Any, layers: nn.ModuleList, options: dict[str, Any]) -> bool:
+    """Whether a training pass goes through a kernel that is told where documents begin, and asks for nothing more.
+
+    Whoever does not ask AttentionInterface for its kernel would go on with its own, as if nothing had been asked.
+    """
+    mode = ("bf16", "full", BY_LENGTHS)
+    asked: list[None] = []
+    try:
+        with _quiet(on_call=lambda: asked.append(None)), FakeTensorMode(allow_non_fake_inputs=True), _autocast(mode):
+            model = _build(config, _prefix(_kinds(config, layers)), mode, options)
+            model.base_model(**_row(LENGTHS[0], has_lengths=True), use_cache=False)
+    except _MACHINES:
+        raise
+    except Exception:  # it asks for more, or does not take the places of documents
+        return False
+    return bool(asked)
+
+
+def decoder_layers(decoder: Any, expected: int) -> nn.ModuleList:
+    """The list of decoder layers: the first as long as the config says, else the one with most parameters."""
+    lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
+    exact = [each for each in lists if len(each) == expected]
+    return exact[0] if exact else max(lists, key=lambda each: sum(p.numel() for p in each.parameters()))
+
+
+def _kinds(config: Any, layers: nn.ModuleList) -> list[tuple[Any, ...]]:
+    """What tells the layers apart: their type where the config names one, and the shapes of their parameters."""
+    named = getattr(config.get_text_config(decoder=True), "layer_types", None) or [None] * len(layers)
+    shapes = (tuple(tuple(p.shape) for p in layer.parameters()) for layer in layers)
+    return list(zip(named, shapes, strict=False))
+
+
+def _prefix(kinds: list[tuple[Any, ...]]) -> int:
+    """As many layers as hold each kind twice, so that one of them is not the first; not more than a few."""
+    needed = 2
+    for kind in set(kinds):
+        places = [place for place, other in enumerate(kinds) if other == kind]
+        needed = max(needed, places[min(1, len(places) - 1)] + 1)
+    return min(needed, len(kinds), _MOST_LAYERS)
+
+
+def _measure(
+    config: Any, kinds: list[tuple[Any, ...]], mode: tuple[str, str, str], options: dict[str, Any]
+) -> dict[tuple[str, ...], list[int]]:
+    """Six numbers of what is kept, and of what offloading leaves of it; nothing where the mode cannot be run."""
+    prefix = _prefix(kinds)
+    try:
+        with _quiet(has_frozen_experts=mode[1] == _BESIDE), FakeTensorMode(allow_non_fake_inputs=True):
+            model = _build(config, prefix, mode, options)
+            found = [_saved_by_layer(model, prefix, length, mode) for length in LENGTHS]
+    except _MACHINES:
+        raise
+    except Exception:  # an attention that it does not have, an operation without a fake kernel
+        return {}
+    ways: dict[tuple[str, ...], list[list[float]]] = {(): [kept for kept, _ in found]}
+    if mode[2] not in COMPILED:
+        ways[(OFFLOADED,)] = [left for _, left in found]
+    return {way: _six_numbers(kinds, prefix, by_length) for way, by_length in ways.items()}
+
+
+def _six_numbers(kinds: list[tuple[Any, ...]], prefix: int, found: list[list[float]]) -> list[int]:
+    """Of all layers, and of the largest, from the bytes of each layer of a prefix at the three lengths."""
+    by_kind = {kind: [bytes_[place] for bytes_ in found] for place, kind in enumerate(kinds[:prefix])}
+    mean = [sum(bytes_) / prefix for bytes_ in found]
+    curves = [_curve(by_kind.get(kind, mean)) for kind in kinds]
+    largest = max(curves, key=lambda curve: curve[0] + curve[1] * 4096 + curve[2] * 4096**2)
+    return [round(number) for number in (*map(sum, zip(*curves, strict=True)), *largest)]
+
+
+def _curve(found: list[float]) -> tuple[float, float, float]:
+    """The parabola through the bytes at three lengths that are 1, 2 and 3 x the first."""
+    one, two, three = found
+    step = LENGTHS[0]
+    squared = (three - 2 * two + one) / (2 * step**2)
+    per_token = (two - one) / step - 3 * step * squared
+    return one - per_token * step - squared * step**2, per_token, squared
+
+
+@contextlib.contextmanager
+def _quiet(on_call: Callable[[], None] = lambda: None, *, has_frozen_experts: bool = False) -> Iterator[None]:
+    """Without warnings, and with the experts' product that has a fake kernel in every number format."""
+    from transformers.integrations import moe
+
+    register_kernels(on_call)
+    instead: dict[str, Any] = {"_can_use_grouped_mm": lambda *_: False}  # its fallback keeps as much of trained experts
+    if has_frozen_experts:
+        instead["_grouped_mm"] = grouped_product
+    before = {name: getattr(moe, name) for name in instead if hasattr(moe, name)}
+    for name in before:
+        setattr(moe, name, instead[name])
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for name, product in before.items():
+            setattr(moe, name, product)
+
+
+def _build(config: Any, prefix: int, mode: tuple[str, str, str], options: dict[str, Any]) -> Any:
+    number_format, method, kernels = mode
+    shorter = copy.deepcopy(config)
+    text = shorter.get_text_config(decoder=True)
+    text.num_hidden_layers = prefix
+    if len(getattr(text, "layer_types", None) or ()) > prefix:  # Mamba's are worked out from the number of layers
+        text.layer_types = list(text.layer_types)[:prefix]
+    loader: Any = AutoModelForCausalLM
+    attention = ATTENTION.get(kernels, BY_LENGTHS)
+    with no_init_weights():  # some draw their numbers in ways that a tensor without memory does not know
+        model = loader.from_config(shorter, dtype=FORMATS[number_format][0], attn_implementation=attention, **options)
+    if method != "full":
+        names = names_beside_experts(model) if method == _BESIDE else ()
+        model = adapted(model, rank=LORA_RANK, dropout=_DROPOUT if method == "dropout" else 0.0, names=names)
+        if number_format == "cast":
+            _cast_trained(model)
+    if kernels in COMPILED:
+        _compile(decoder_layers(text_decoder(_causal(model)), prefix), recomputes=COMPILED[kernels])
+    return model.train()
+
+
+def _cast_trained(model: Any) -> None:
+    """As FSDP gathers adapters over weights in bf16, and DeepSpeed casts them; PEFT has made them in fp32."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def text_decoder(model: Any) -> Any:
+    """What of a causal language model goes through a row of words: not a tower for images beside it."""
+    has_towers = model.config.get_text_config(decoder=True) is not model.config
+    return model.get_decoder() if has_towers else model.base_model
+
+
+def _causal(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _compile(layers: nn.ModuleList, *, recomputes: bool) -> None:
+    """Divide each layer's operations between the passes as `model.compiled_layers` has it done."""
+    from torch._dynamo import reset
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    def run_as_it_is(graph: Any, _: Any) -> Any:
+        return graph.forward
+
+    reset()
+    set_up_compiler(recomputes=recomputes)
+    backend = aot_autograd(
+        fw_compiler=run_as_it_is,
+        bw_compiler=run_as_it_is,
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, backend=backend, fullgraph=True)
+
+
+def adapted(
+    model: Any, *, rank: int, dropout: float = 0.0, unreached: Collection[str] = (), names: Collection[str] = ()
+) -> Any:
+    """With LoRA on every linear layer, or those of some names, but on none that no text reaches.
+
+    Modules are not moved, which would fail: a tensor without memory cannot be swapped.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(
+        r=rank,
+        target_modules=list(names) or "all-linear",
+        exclude_modules=expression(unreached) if unreached else None,
+        lora_dropout=dropout,
+        task_type="CAUSAL_LM",
+    )
+    module: Any = nn.Module
+    moving = module.to
+    module.to = lambda self, *_, **__: self
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            wrapped: Any = get_peft_model(model, lora)
+            wrapped.enable_input_require_grads()
+    finally:
+        module.to = moving
+    return wrapped
+
+
+def _saved_by_layer(
+    model: Any, prefix: int, length: int, mode: tuple[str, str, str]
+) -> tuple[list[float], list[float]]:
+    """Bytes by layer, and those of them that offloading leaves on the device. A storage belongs to the layer that saves
+    it first; those of weights are left out, and so are copies of weights, which are known by their shape."""
+    decoder = text_decoder(_causal(model))
+    of_weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    sides = {tuple(parameter.shape) for parameter in model.parameters()}
+    sides |= {tuple(reversed(shape)) for shape in sides}
+    now: list[int | None] = [None]
+    saved: dict[int, tuple[int | None, int]] = {}
+    offloading = Offloading(of_weights)
+    kept_alive = []  # or another tensor's storage would be given the same place
+
+    def keep(tensor: Any) -> Any:
+        storage = tensor.untyped_storage()
+        kept_alive.append(storage)
+        offloading.save(tensor)
+        if storage._cdata not in of_weights and tuple(tensor.shape) not in sides:
+            saved.setdefault(storage._cdata, (now[0], storage.nbytes()))
+        return tensor
+
+    for place, layer in enumerate(decoder_layers(decoder, prefix)):
+        layer.register_forward_pre_hook(lambda *_, place=place: now.__setitem__(0, place))
+        layer.register_forward_hook(lambda *_: now.__setitem__(0, None))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), _autocast(mode):
+        decoder(**_row(length, has_lengths=mode[2] in COMPILED), use_cache=False)
+    left = {storage: found for storage, found in saved.items() if storage in offloading.left}
+    return _by_layer(saved, prefix), _by_layer(left, prefix)
+
+
+def _by_layer(found: dict[int, tuple[int | None, int]], prefix: int) -> list[float]:
+    return [float(sum(size for where, size in found.values() if where == place)) for place in range(prefix)]
+
+
+@contextlib.contextmanager
+def _autocast(mode: tuple[str, str, str]) -> Iterator[None]:
+    """As a GPU's; in compiled layers its norms are arithmetic in fp32 anyway."""
+    like_cuda = contextlib.nullcontext() if mode[2] in COMPILED else CudaAutocast()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=FORMATS[mode[0]][1]), like_cuda:
+        yield
+
+
+def _row(length: int, *, has_lengths: bool) -> dict[str, Any]:
+    """One row of two documents."""
+    parts = (length // 2, length - length // 2)
+    positions = torch.cat([torch.arange(part) for part in parts])[None]
+    row = {"input_ids": torch.zeros(1, length, dtype=torch.long), "position_ids": positions}
+    ends = {"cu_seq_lens_q": torch.tensor([0, parts[0], length], dtype=torch.int32), "max_length_q": max(parts)}
+    return row | ends if has_lengths else row

@@ -1,0 +1,95 @@
+"""What PEFT puts adapters on, by the names under which `peft.target_modules` finds it.
+
+Experts that transformers 5 keeps stacked, and their router, are parameters for PEFT and no linear layers. It finds
+them by the names that the linear layers of each had before, and where two of those are one parameter now, by both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from tunebook.model.parameters import last_name
+
+Sizes = dict[str, list[int]]  # by name: inputs and outputs, all of them added up
+
+# What the linear layers of experts, and of a router, were called before they were stacked, by what they are now.
+_STACKED = (("w1", "w3"), ("w2",), ("gate_proj", "up_proj"), ("down_proj",), ("gate",))
+
+
+def is_linear(module: nn.Module) -> bool:
+    """What PEFT's "all-linear" takes: also GPT-2's Conv1D, which is a linear layer stored the other way round."""
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def num_inputs(module: Any) -> int:
+    """Numbers of one token that go into a linear layer."""
+    rows, columns = module.weight.shape
+    return int(columns if isinstance(module, nn.Linear) else rows)
+
+
+def sizes_of(layers: nn.Module) -> Sizes:
+    """Of every linear layer."""
+    sizes: Sizes = {}
+    for name, module in layers.named_modules():
+        if is_linear(module):
+            inputs = num_inputs(module)
+            _add(sizes, last_name(name), inputs, sum(module.weight.shape) - inputs)
+    return sizes
+
+
+def sizes_of_adapted(wrapped: Any, stacked: dict[str, tuple[str, ...]]) -> tuple[Sizes, Sizes]:
+    """Of linear layers that have an adapter of rank 1, and of experts and routers that have one as parameters.
+
+    `stacked` is of the model before it had them.
+    """
+    linear: Sizes = {}
+    experts: Sizes = {}
+    for name, module in wrapped.named_modules():
+        if not getattr(module, "lora_A", None):
+            continue
+        inputs, outputs = (part["default"].weight.numel() for part in (module.lora_A, module.lora_B))
+        parameter = getattr(module, "parameter_name", None)
+        names = (last_name(name),) if parameter is None else _names(name, parameter, stacked)
+        found = linear if parameter is None else experts
+        for each in names:
+            _add(found, each, inputs // len(names), outputs // len(names))
+    return linear, experts
+
+
+def stacked_names(model: Any) -> dict[str, tuple[str, ...]]:
+    """By each parameter that PEFT puts adapters on as on a module, the names that it takes for it."""
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    found: dict[str, tuple[str, ...]] = {}
+    for names in _STACKED:
+        lora = LoraConfig(target_modules=list(names))
+        convert_peft_config_for_transformers(lora, model, None)
+        found |= dict.fromkeys(lora.target_parameters or (), names)
+    return found
+
+
+def has_stacked_experts(model: Any) -> bool:
+    """Whether PEFT puts adapters on experts as on parameters."""
+    parameters = {last_name(name) for name, each in model.named_parameters() if each.dim() == 3}
+    return not parameters.isdisjoint(stacked_names(model))
+
+
+def names_beside_experts(model: Any) -> list[str]:
+    """Of the linear layers that PEFT takes for such; not the output head's."""
+    taken = {name for names in stacked_names(model).values() for name in names}
+    head = model.get_output_embeddings()
+    linear = {last_name(name) for name, each in model.named_modules() if is_linear(each) and each is not head}
+    return sorted(linear - taken)
+
+
+def _names(module: str, parameter: str, stacked: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
+    key = f"{module.replace('.base_layer', '')}.{parameter}"
+    return next((names for target, names in stacked.items() if key.endswith(f".{target}")), (parameter,))
+
+
+def _add(sizes: Sizes, name: str, inputs: int, outputs: int) -> None:
+    before = sizes.get(name, [0, 0])
+    sizes[name] = [before[0] + inputs, before[1] + outputs]

@@ -1,0 +1,168 @@
+"""Which kernels a run computes with, where that is left open: whether its blocks are compiled, and which attention.
+
+Compiling is decided first, because not every attention can be part of a compiled block: where the blocks are compiled,
+an attention that is left open becomes one that can. What decides is what was seen working on GPUs; whatever was not is
+left as it was, with the reason, and can be asked for by model.compile_layers=true.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tunebook.config.choices import Attention, Compute, Generation, PackingMode, PeftMethod, Strategy, WrapPolicy
+from tunebook.config.schema import FsdpConfig, RunConfig
+from tunebook.config.sharing import is_offloaded
+from tunebook.facts.generations import ATTENTION_PACKAGES, GENERATIONS, can_run
+from tunebook.plan.rules.attention import (
+    VARLEN_ARCHITECTURES,
+    has_attention,
+    nearest_attention,
+    without_flash_attn,
+)
+from tunebook.plan.rules.environment import installed_version
+
+# Seen compiled on H200s: Llama and Qwen2 in h200_speed_one_gpu.jsonl and h200_speed_spread.jsonl, the others with
+# losses within 9e-4 of blocks that are not (Phi 2, which has dropout, 7e-3), and 12 to 58% faster, in
+# h200x2_architectures.jsonl. A mixture of experts (Qwen3-MoE) gained 2% there, for 30 s of compiling, and is left as it
+# is.
+COMPILED_ARCHITECTURES = frozenset({
+    "CohereForCausalLM", "Gemma3ForCausalLM", "GemmaForCausalLM", "GPTNeoXForCausalLM", "GraniteForCausalLM",
+    "LlamaForCausalLM", "MistralForCausalLM", "OlmoForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM",
+    "Phi3ForCausalLM", "PhiForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "SmolLM3ForCausalLM",
+    "Starcoder2ForCausalLM",
+})  # fmt: skip
+# Seen likewise, but for two that do to a block what another does: zero1 leaves it whole as zero2 does, hsdp gathers it
+# as fsdp does. ZeRO-3 gathers weights by hooks inside a block: 8,500 tokens/s where fsdp had 21,500
+# (h200x4_speed.jsonl). What `auto` will pick is among these.
+COMPILED_STRATEGIES = frozenset({
+    Strategy.auto, Strategy.single, Strategy.ddp, Strategy.fsdp, Strategy.fsdp_grad_op, Strategy.hsdp, Strategy.zero1,
+    Strategy.zero2,
+})  # fmt: skip
+# What was tried in compiled blocks with packed rows; the first is what `auto` takes.
+_COMPILED_WITH, *_COMPILED_TOO = Attention.varlen_attention, Attention.varlen_attention_4
+# Not what `auto` takes while the package is a beta: h200_flash_attention_4.jsonl, on the same GPUs in the same minutes.
+_FASTER = f"; 3% faster, by a beta of flash-attn 4: {Attention.varlen_attention_4.name} (Qwen2.5-3B, one H200)"
+
+
+def decide_compiling(config: RunConfig, missing_for_triton: str | None) -> tuple[bool, str]:
+    """Compile the blocks where that was seen working; the first of the reasons against it elsewhere.
+
+    `missing_for_triton` is what the machine that the ranks start on lacks for it.
+    """
+    for reason in _reasons_against(config):
+        return False, reason
+    if missing_for_triton is not None:
+        return False, f"Triton compiles a launcher for each kernel, and {missing_for_triton}"
+    return True, "Qwen2.5-3B was 8% faster so than with Liger's kernels, in 5% less memory (one H200)"
+
+
+def _reasons_against(config: RunConfig) -> Iterator[str]:
+    """Why compiled blocks cannot work in a configuration, or were not seen doing so, the most basic first."""
+    generation, compute, facts = config.hardware.generation, config.precision.compute, config.model.facts
+    kernel, settings = config.attention.implementation, config.parallelism
+    if generation is Generation.cpu:
+        yield "blocks were compiled on GPUs only; a CPU has other costs"
+    elif not can_run(_COMPILED_WITH, generation):
+        yield f"{_COMPILED_WITH.name}, which compiles with them, needs capability 8.0; {generation.name} is older"
+    if compute not in (Compute.bf16, Compute.fp8):
+        yield f"blocks were compiled in bf16 and fp8 only, and precision.compute={compute.name}"
+    if config.model.liger_kernel:
+        yield "blocks that call Liger's kernels cannot be compiled (model.liger_kernel=true)"
+    if facts is None:
+        yield "the model's architecture is not known before it is loaded"
+    elif facts.architecture not in COMPILED_ARCHITECTURES:
+        seen = ", ".join(sorted(name.removesuffix("ForCausalLM") for name in COMPILED_ARCHITECTURES))
+        yield f"{facts.architecture} was not seen compiled; {seen} were"
+    elif not has_attention(config, _COMPILED_WITH):
+        yield f"{facts.architecture} cannot attend by {_COMPILED_WITH.name}, which compiles with the blocks"
+    if config.packing.mode is PackingMode.padded:
+        yield "blocks were compiled with packed rows only, and packing.mode=padded"
+    if kernel not in (Attention.auto, _COMPILED_WITH, *_COMPILED_TOO):
+        known = " and ".join(one.name for one in (_COMPILED_WITH, *_COMPILED_TOO))
+        yield f"blocks were compiled with {known} only, and {kernel.name} is asked for"
+    if config.training.deterministic:
+        yield "training.deterministic=true, and compiled kernels were not seen giving the same bits in every run"
+    if settings.strategy not in COMPILED_STRATEGIES:
+        yield f"blocks were not seen to gain by it under parallelism={settings.strategy.name}"
+    if isinstance(settings, FsdpConfig) and (settings.wrap_policy is WrapPolicy.size or settings.wrap_classes):
+        yield "blocks were not compiled yet where FSDP's units are other ones than the blocks"
+    if is_offloaded(config):
+        yield "blocks were not compiled yet where weights, optimizer or activations are in host memory or on a disk"
+    if config.peft.method is PeftMethod.qlora:
+        yield "blocks were not compiled over a quantised base yet (peft=qlora)"
+
+
+def decide_head(config: RunConfig) -> tuple[bool, str]:
+    """Make the output head's gradients in the forward pass where that was seen working.
+
+    On H200s, bf16, LoRA and fp8: h200_one_pass_head.jsonl. The losses of seven strategies: h200x2_parity.jsonl.
+    """
+    generation, compute = config.hardware.generation, config.precision.compute
+    if generation is Generation.cpu:
+        return False, "the head's gradients were made in the forward pass on GPUs only"
+    if compute not in (Compute.bf16, Compute.fp8):
+        return False, f"the head's gradients were made in the forward pass in bf16 and fp8 only, not in {compute.name}"
+    return True, "the head's logits are computed once and not twice: Qwen2.5-3B was 3% faster in bf16 (one H200)"
+
+
+def decide_attention(config: RunConfig, is_planned: bool) -> tuple[Attention, str]:
+    """The fastest kernel, or the nearest to it that the model's architecture has."""
+    kernel, why = _fastest_attention(config, is_planned)
+    if has_attention(config, kernel):
+        return kernel, why
+    assert config.model.facts is not None
+    nearest = nearest_attention(config)
+    return nearest, f"{config.model.facts.architecture} cannot attend by {kernel.name}, but by {nearest.name}"
+
+
+def _fastest_attention(config: RunConfig, is_planned: bool) -> tuple[Attention, str]:
+    """What compiles with the blocks where they are compiled; else flash-attn 2 where GPU and precision allow it and it
+    is installed, and torch's own kernel for packed rows where it is not. In fp32, sdpa document by document.
+
+    What is planned for elsewhere has flash-attn in its image.
+    """
+    flash, generation, compute = Attention.flash_attention_2, config.hardware.generation, config.precision.compute
+    if generation is Generation.cpu:
+        return Attention.sdpa, "flash attention needs a GPU"
+    if compute is Compute.fp32 and _goes_by_document(config):
+        return Attention.sdpa_by_document, (
+            "flash attention computes in bf16 or fp16 only; in fp32 packed rows were 1.5 x as fast so as with the mask "
+            "of a whole row (one H200)"
+        )
+    if not can_run(flash, generation):
+        return Attention.sdpa, f"flash attention needs compute capability 8.0, and {generation.name} is older"
+    if compute is Compute.fp32:
+        return Attention.sdpa, "flash attention computes in bf16 or fp16 only, and precision.compute=fp32"
+    if config.model.compile_layers:
+        kernel = _of_torch(config)
+        why = f"flash-attn's packages do not compile with the blocks; {kernel.name}, torch's own, does"
+        has_faster = kernel is _COMPILED_WITH and can_run(Attention.varlen_attention_4, generation)
+        return kernel, why + (_FASTER if has_faster else "")
+    if is_planned:
+        return flash, f"the fastest stable kernel on {generation.name}; the {_image(config)} image has it"
+    package = ATTENTION_PACKAGES[flash]
+    version = installed_version(package)
+    if version is None:
+        missing = f"the package {package} is not installed here; the {_image(config)} image has it"
+        kernel = _of_torch(config)
+        return kernel, missing if kernel is Attention.sdpa else f"torch brings it along; {missing}"
+    return flash, f"the fastest stable kernel on {generation.name} ({package} {version})"
+
+
+def _of_torch(config: RunConfig) -> Attention:
+    """torch's kernel for packed rows where it can be taken, else sdpa: whether the model has that is looked at last."""
+    kernel = without_flash_attn(config)
+    return kernel if kernel is _COMPILED_WITH else Attention.sdpa
+
+
+def _goes_by_document(config: RunConfig) -> bool:
+    """Whether packed rows can go through sdpa one document at a time, which in fp32 keeps no scores of a whole row."""
+    is_known = config.model.facts is not None and config.model.facts.architecture in VARLEN_ARCHITECTURES
+    is_known = is_known and has_attention(config, Attention.sdpa_by_document)
+    is_packed = config.packing.mode is not PackingMode.padded
+    # torch's kernel for it has no deterministic backward pass.
+    return is_known and is_packed and not config.model.compile_layers and not config.training.deterministic
+
+
+def _image(config: RunConfig) -> str:
+    return GENERATIONS[config.hardware.generation].image.name

@@ -1,0 +1,148 @@
+"""`parallelism=auto`: the fastest strategy whose estimated memory fits, tried with what would be decided for it.
+
+How fast each is was measured on two and four H200 (tests/bench/results: h200_speed_spread.jsonl, h200x4_speed.jsonl):
+the less of a model is divided, the less the GPUs wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from tunebook.config.choices import Checkpointing, Generation, Strategy
+from tunebook.config.frozen import PARALLELISM_SCHEMAS
+from tunebook.config.schema import ParallelismConfig, RunConfig
+from tunebook.plan.auto.decisions import Decisions
+from tunebook.plan.auto.passes import SHORT_ROW_TOKENS
+from tunebook.plan.memory import USABLE_SHARE, estimate_memory, fits_into, gib_text
+from tunebook.plan.rules import check
+from tunebook.plan.rules.frame import world_size
+
+DecidePasses = Callable[[Decisions], None]
+
+# The fastest first. Between nodes links are slow, so there a model is divided within each node where it fits that way.
+# Not ZeRO, which divides the same and was slower, nor what offloads: the plan names that where nothing fits.
+_ON_ONE_NODE = (Strategy.ddp, Strategy.fsdp_grad_op, Strategy.fsdp)
+_ON_SEVERAL_NODES = (Strategy.ddp, Strategy.hsdp, Strategy.fsdp)
+_WHAT = {
+    Strategy.ddp: "a whole copy on each GPU is the fastest",
+    Strategy.fsdp_grad_op: "gradients and optimizer states divided among the GPUs",
+    Strategy.hsdp: "all states divided among the GPUs of a node, which have the fastest links",
+    Strategy.fsdp: "all states divided among all GPUs",
+}
+_RECOMPUTED = {
+    Checkpointing.enabled: " with activations recomputed",
+    Checkpointing.selective: " with norms and activation functions computed again",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tried:
+    """A run as it would be with one strategy."""
+
+    strategy: Strategy
+    refusals: tuple[str, ...]  # the ids of the rules that it breaks
+    total_gib: float | None  # estimated; None: not known
+    fits: bool | None  # by estimate; None: the memory or the model's size is not known
+    checkpointing: Checkpointing
+    row_length: int  # tokens
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether whole layers are computed again."""
+        return self.checkpointing is Checkpointing.enabled
+
+    @property
+    def makes_do(self) -> int:
+        """How much is given up to make it fit: short rows less than whole layers, and parts of blocks nothing.
+
+        DDP was 5% faster than FSDP of gradients and optimizer, and that 7% than FSDP (h200x4_speed.jsonl): more than
+        computing parts of blocks again costs, and no more than short rows lose to those twice as long.
+        """
+        is_short = self.checkpointing is Checkpointing.selective and self.row_length < SHORT_ROW_TOKENS
+        return 2 if self.is_recomputed else int(is_short)
+
+
+def decide_strategy(decisions: Decisions, decide_passes: DecidePasses) -> None:
+    """Fill in `parallelism.strategy` and give the section that strategy's schema, as if it had been typed.
+
+    `decide_passes` decides what depends on the strategy: rows, passes and whether activations are recomputed.
+    """
+    config = decisions.config
+    is_open = config.parallelism.strategy is Strategy.auto
+    if is_open and type(config.parallelism) is not ParallelismConfig:
+        return  # settings of a named strategy would be lost; `strategy-settings-mismatch` says so
+    decisions.decide("parallelism.strategy", lambda: _strategy(config, decide_passes))
+    if is_open:
+        config.parallelism = _settings(config.parallelism.strategy)
+
+
+def _settings(strategy: Strategy) -> ParallelismConfig:
+    return PARALLELISM_SCHEMAS[strategy](strategy=strategy)
+
+
+def _strategy(config: RunConfig, decide_passes: DecidePasses) -> tuple[Strategy, str]:
+    is_on_cpu = config.hardware.generation is Generation.cpu
+    if world_size(config) == 1:
+        return Strategy.single, "one process on the CPU" if is_on_cpu else "one GPU has nothing to divide"
+    if is_on_cpu:
+        return Strategy.ddp, "several ranks on a CPU, where FSDP does not run"
+    order = _ON_SEVERAL_NODES if config.hardware.num_nodes > 1 else _ON_ONE_NODE
+    tried = [_try(config, strategy, decide_passes) for strategy in order]
+    # What is wrong with every one of them is not the strategy's fault, and is reported whichever is taken.
+    fewest = min(len(one.refusals) for one in tried)
+    allowed = [one for one in tried if len(one.refusals) == fewest]
+    # `min` takes the first of equals: of those that give up least the fastest.
+    fitting = [one for one in allowed if one.fits]
+    chosen = min(fitting, key=lambda one: one.makes_do) if fitting else allowed[-1]
+    return chosen.strategy, _why(config, chosen, tried)
+
+
+def _try(config: RunConfig, strategy: Strategy, decide_passes: DecidePasses) -> _Tried:
+    """Decide the rest as it would be with a strategy, on a copy: a longer row may fit with one and not with another."""
+    decisions = Decisions(replace(config, parallelism=_settings(strategy)))
+    decide_passes(decisions)
+    resolved = decisions.config
+    facts, memory = resolved.model.facts, resolved.hardware.memory_gib
+    total = None if facts is None else estimate_memory(resolved, facts).total_gib
+    return _Tried(
+        strategy=strategy,
+        refusals=tuple(problem.id for problem in check(resolved) if problem.is_error),
+        total_gib=total,
+        fits=None if total is None or memory is None else fits_into(resolved, total, memory),
+        checkpointing=resolved.activation.checkpointing,
+        row_length=resolved.packing.row_length or resolved.training.max_length,
+    )
+
+
+def _why(config: RunConfig, chosen: _Tried, tried: list[_Tried]) -> str:
+    """What is said for the strategy taken, and against those that would have been faster, or were refused."""
+    place = tried.index(chosen)
+    against = tried[:place]
+    if not chosen.fits or chosen.is_recomputed:
+        against = against + [one for one in tried[place + 1 :] if one.refusals]
+    return "; ".join([_for(config, chosen), *filter(None, (_against(one, chosen) for one in against))])
+
+
+def _for(config: RunConfig, chosen: _Tried) -> str:
+    what = _WHAT[chosen.strategy]
+    if config.hardware.memory_gib is None:
+        return f"{what}; the memory is not known, and this is the safe side"
+    if chosen.total_gib is None:
+        return f"{what}; the model's size is not known before it is loaded, and this is the safe side"
+    recomputed = _RECOMPUTED.get(chosen.checkpointing, "")
+    verdict = f"{'fit' if chosen.fits else 'do not fit'} into {USABLE_SHARE:.0%} of {config.hardware.memory_gib:g} GiB"
+    return f"{what}: estimated {gib_text(chosen.total_gib)}{recomputed} {verdict}"
+
+
+def _against(one: _Tried, chosen: _Tried) -> str | None:
+    """None where nothing is known against it."""
+    if rules := sorted(set(one.refusals) - set(chosen.refusals)):
+        return f"{one.strategy.name} is refused ({', '.join(rules)})"
+    if one.fits and one.makes_do < 2:
+        return f"{one.strategy.name} would have to compute in rows of {one.row_length} tokens"
+    if one.fits:
+        return f"{one.strategy.name} would have to recompute activations"
+    if one.total_gib is None or one.fits is None:
+        return None
+    return f"{one.strategy.name} would take {gib_text(one.total_gib)}"

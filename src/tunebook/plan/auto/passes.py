@@ -1,0 +1,183 @@
+"""How much one pass computes and what it keeps for the backward pass, where that is left open: rows and checkpointing.
+
+Decided by the estimated memory, so after the strategy, and once for each strategy that `parallelism=auto` tries.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from tunebook.config.choices import (
+    Attention,
+    Checkpointing,
+    Generation,
+    PackingMode,
+    PeftMethod,
+    Strategy,
+)
+from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig
+from tunebook.plan.auto.decisions import Decisions
+from tunebook.plan.memory import USABLE_SHARE, estimate_memory, fits_into, gib_text
+from tunebook.plan.rules.attention import FLASH, WITHOUT_MASK
+from tunebook.plan.rules.frame import world_size
+
+# Tokens of a packed row that give a GPU work enough. Measured on one H200, Qwen2.5-0.5B (tests/bench/results): rows of
+# 1,024 are bound by launching kernels, 8,192 with flash attention are 5.6 x as fast; sdpa computes the whole square of
+# a row, so a longer row than 4,096 (2.5 x) costs more than it brings.
+_FULL_ROW_TOKENS = dict.fromkeys(FLASH, 8192) | {
+    Attention.sdpa: 4096,
+    Attention.sdpa_by_document: 4096,  # in fp32, where the products of a row keep a GPU busy
+    Attention.flex_attention: 8192,
+}
+# Compiled blocks leave less between the matrix products, which a longer row makes larger: Qwen2.5-3B on one H200 had
+# 25,079 tokens/s in rows of 8,192 and 27,062 in rows of 16,384 (h200x4_speed.jsonl), and computing norms and
+# activation functions again 27,114 in those and 27,808 in rows of 32,768 (h200_selective.jsonl).
+_FULL_COMPILED_ROW_TOKENS = 32_768
+# Of the longest row that fits without that. A row twice as long was 8% faster so under FSDP (Llama 3 8B, two H200) and
+# 1% on one GPU. LoRA lost twice as much in rows of 8,192 tokens, and was not seen to gain by longer ones than that.
+_WORTH_COMPUTING_AGAIN = 1.5
+SHORT_ROW_TOKENS = 8192
+_SHORTEST_ROW_TOKENS = 2  # as training.max_length at least: whatever is less is refused by its own range
+
+
+def decide_passes(decisions: Decisions) -> None:
+    """What depends on the memory that the strategy leaves: how much a pass computes, and what it keeps of it."""
+    resolved = decisions.config
+    decisions.decide("packing.row_length", lambda: _row_length(resolved))
+    decisions.decide("training.micro_batch_size", lambda: _micro_batch_size(resolved))
+    if resolved.parallelism.strategy is Strategy.hsdp and isinstance(resolved.parallelism, FsdpConfig):
+        decisions.decide("parallelism.shard_group_size", lambda: _shard_group_size(resolved))
+    decisions.decide("activation.checkpointing", lambda: _checkpointing(resolved))
+
+
+def _row_length(config: RunConfig) -> tuple[int, str]:
+    length = max(_SHORTEST_ROW_TOKENS, config.training.max_length)
+    if length != config.training.max_length:
+        return length, "the shortest row there is: training.max_length cannot be so short"
+    if config.packing.mode is PackingMode.padded:
+        return length, "training.max_length: the longest a padded row can be"
+    target = _FULL_ROW_TOKENS.get(config.attention.implementation)
+    if config.model.compile_layers:
+        target = _FULL_COMPILED_ROW_TOKENS
+    if target is None or config.hardware.generation is Generation.cpu:
+        return length, "training.max_length: the shortest row that holds every document"
+    target = min(target, _filled_by_a_step(config))
+    row, again = _longest_row(config, target, _kept(config)), ""
+    if _may_compute_again(config):
+        longer = _longest_row(config, target, Checkpointing.selective)
+        if _is_worth_computing_again(config, row, longer):
+            row, again = longer, " with norms and activation functions computed again"
+    if row == length:
+        return row, "training.max_length: a step fills no longer row, or none would divide the batch or fit into memory"
+    times = f"{row // length} x training.max_length"
+    return row, f"{times}: a longer pass keeps the GPU busy, and is estimated to fit{again}"
+
+
+def _filled_by_a_step(config: RunConfig) -> int:
+    """Tokens that a row can be filled with by the documents of a step, when every GPU gets one row of them.
+
+    Steps of few documents differ, so they are taken for twice as long as the stated mean.
+    """
+    training, ranks = config.training, world_size(config)
+    if training.global_samples is None:
+        return training.global_tokens or training.max_length
+    documents = training.global_samples / ranks
+    mean = min(2 * (config.dataset.mean_tokens or training.max_length), training.max_length)
+    return min(math.ceil(documents) * training.max_length, math.ceil(documents * mean) + training.max_length)
+
+
+def _longest_row(config: RunConfig, target: int, checkpointing: Checkpointing) -> int:
+    """Of the multiples of the longest document's length up to `target` tokens that fit and divide the batch."""
+    length = config.training.max_length
+    rows = (documents * length for documents in range(target // length, 1, -1))
+    return next((row for row in rows if _divides_the_budget(config, row) and _fits(config, row, checkpointing)), length)
+
+
+def _is_worth_computing_again(config: RunConfig, row: int, longer: int) -> bool:
+    """Whether a step is done in fewer and longer passes by it, or a row of the other length needs it, too."""
+    if longer <= row or _passes(config, longer) >= _passes(config, row):
+        return False
+    if not _fits(config, row, Checkpointing.disabled):
+        return True
+    if config.peft.method is not PeftMethod.full and row >= SHORT_ROW_TOKENS:
+        return False
+    return longer >= _WORTH_COMPUTING_AGAIN * row
+
+
+def _passes(config: RunConfig, row: int) -> int:
+    """How many a step takes in rows of some tokens; of documents of no known length, where all are of the longest."""
+    training = config.training
+    tokens: float = training.global_tokens or 0
+    if training.global_samples is not None:
+        mean = min(config.dataset.mean_tokens or training.max_length, training.max_length)
+        tokens = training.global_samples * mean
+    return math.ceil(tokens / (row * world_size(config) * (training.micro_batch_size or 1)))
+
+
+def _kept(config: RunConfig) -> Checkpointing:
+    """How much is recomputed with rows as long as they may be: no more than is asked for, and no layer whole."""
+    is_selective = config.activation.checkpointing is Checkpointing.selective
+    return Checkpointing.selective if is_selective else Checkpointing.disabled
+
+
+def _may_compute_again(config: RunConfig) -> bool:
+    """Whether it is open what is kept of blocks, and they are compiled, which can keep parts."""
+    return config.activation.checkpointing is Checkpointing.auto and bool(config.model.compile_layers)
+
+
+def _divides_the_budget(config: RunConfig, row: int) -> bool:
+    """A budget of tokens is counted in rows, which every rank needs equally many of."""
+    budget = config.training.global_tokens
+    return budget is None or budget % (row * world_size(config) * (config.training.micro_batch_size or 1)) == 0
+
+
+def _fits(config: RunConfig, row: int, checkpointing: Checkpointing) -> bool:
+    facts, memory = config.model.facts, config.hardware.memory_gib
+    if facts is None or memory is None:
+        return False
+    longer = replace(config, packing=replace(config.packing, row_length=row))
+    return _fits_with(longer, facts, memory, checkpointing)
+
+
+def _fits_with(config: RunConfig, facts: ModelFacts, memory: float, checkpointing: Checkpointing) -> bool:
+    tensors = estimate_memory(config, facts, checkpointing=checkpointing).total_gib
+    return fits_into(config, tensors, memory)
+
+
+def _micro_batch_size(config: RunConfig) -> tuple[int | None, str]:
+    kernel, row = config.attention.implementation, config.packing.row_length
+    if config.packing.mode is PackingMode.padded:
+        return None, "the batch solver takes the largest that divides the batch evenly"
+    if kernel in WITHOUT_MASK:
+        return 1, f"one packed row of {row} tokens has work enough for a GPU; more is worth it only for short rows"
+    return 1, f"{kernel.name} builds a mask of all tokens of a pass squared: one row of {row} keeps it smallest"
+
+
+def _shard_group_size(config: RunConfig) -> tuple[int, str]:
+    return config.hardware.gpus_per_node or 1, "the GPUs of one node, which have the fastest links"
+
+
+def _checkpointing(config: RunConfig) -> tuple[Checkpointing, str]:
+    """As little as the estimate fits with: whole layers cost up to a third of the speed, their parts 1 to 3%."""
+    facts, memory = config.model.facts, config.hardware.memory_gib
+    if facts is None:
+        return Checkpointing.enabled, "the model's size is not known before it is loaded, and this is the safe side"
+    if memory is None:
+        return Checkpointing.enabled, "the memory is not known, and this is the safe side"
+    estimate = estimate_memory(config, facts, checkpointing=Checkpointing.disabled)
+    working = estimate.buffers_gib + estimate.activations_gib
+    parts = f"{gib_text(estimate.states_gib)} of states and {gib_text(working)} of activations and buffers"
+    there = f"{USABLE_SHARE:.0%} of {memory:g} GiB"
+    if fits_into(config, estimate.total_gib, memory):
+        return Checkpointing.disabled, f"estimated {parts} fit into {there}, and it is faster"
+    if estimate.total_gib <= memory * USABLE_SHARE:
+        there = f"{memory:g} GiB, of which CUDA and unusable pieces take a part"
+    if _may_compute_again(config) and _fits_with(config, facts, memory, Checkpointing.selective):
+        again = estimate_memory(config, facts, checkpointing=Checkpointing.selective)
+        left = gib_text(again.buffers_gib + again.activations_gib)
+        does = f"with norms and activation functions computed again {left} of the latter do"
+        is_full = config.peft.method is PeftMethod.full
+        slower = "1.4% slower (Qwen2.5-3B, one H200)" if is_full else "3% slower (Llama 3 8B by LoRA, one H200)"
+        return Checkpointing.selective, f"estimated {parts} do not fit into {there}; {does}, {slower}"
+    return Checkpointing.enabled, f"estimated {parts} do not fit into {there}"

@@ -1,0 +1,174 @@
+"""What `auto` becomes: every decision left open is made here, from the base model and the machine, with its reason.
+
+A user's explicit choice is never rewritten: it is listed "as asked", and `plan.rules` refuses it if it cannot work.
+The order matters: hardware decides precision, precision decides whether blocks are compiled and by that attention,
+attention decides packing; with these the strategies are tried, and the strategy decides how long rows are and how much
+of a pass is kept or computed again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tunebook.config.choices import (
+    Attention,
+    Compute,
+    Generation,
+    MasterWeights,
+    PackingMode,
+    PeftMethod,
+    Switch,
+)
+from tunebook.config.schema import RunConfig
+from tunebook.config.unreached import unreached_of
+from tunebook.errors import Problem
+from tunebook.facts.generations import GENERATIONS
+from tunebook.hardware.detect import Machine
+from tunebook.plan.architecture.base_model import brings_code, read_dtype, read_facts
+from tunebook.plan.auto.decisions import Choice, Decisions
+from tunebook.plan.auto.hardware import decide_hardware
+from tunebook.plan.auto.kernels import decide_attention, decide_compiling, decide_head
+from tunebook.plan.auto.parallelism import decide_strategy
+from tunebook.plan.auto.passes import decide_passes
+from tunebook.plan.rules.attention import WITHOUT_MASK, leaks
+from tunebook.plan.rules.environment import hardware_problem, starts_elsewhere
+from tunebook.plan.rules.numbers import refuse_absurd
+from tunebook.plan.rules.parallelism import ZERO
+
+__all__ = ["Choice", "Resolution", "resolve_auto"]
+
+_MOST_PARTS = 3  # that are named
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolution:
+    """A configuration without open decisions, the choices that were made, and whether it can start here."""
+
+    config: RunConfig
+    choices: list[Choice]
+    is_runnable_here: bool
+    where: str  # one sentence: where it runs, or why it cannot run here
+    problem: Problem | None = None  # why it cannot run here
+    host_memory_gib: float | None = None  # of one node; None: not known
+
+    @property
+    def why_not_runnable(self) -> str:
+        """Why it cannot run here and what to type instead; empty where it can."""
+        return f"{self.problem.message}; try {self.problem.fix}" if self.problem is not None else ""
+
+
+def resolve_auto(config: RunConfig, machine: Machine) -> Resolution:
+    """Decide everything that `config` leaves open. `config` itself is not changed.
+
+    Two things stay open on purpose: `training.micro_batch_size` of padded batches, which the batch solver works out,
+    and what the data decides once it is read (`dataset.format`, `dataset.train_on`).
+    Raises: RequestError when the model's config.json cannot be read, or for a number that nothing can be computed with.
+    """
+    refuse_absurd(config)
+    decisions = Decisions(config)
+    resolved = decisions.config
+    decide_hardware(decisions, machine)
+    resolved.model.facts = read_facts(resolved.model)
+    _tell_unreached(decisions)
+    problem = hardware_problem(resolved, machine)
+    decisions.decide("precision.compute", lambda: _compute(resolved))
+    decisions.decide("precision.master_weights", lambda: _master_weights(resolved))
+    decisions.decide("precision.tf32", lambda: _tf32(resolved))
+    is_planned = problem is not None or starts_elsewhere(resolved)
+    missing = None if is_planned else machine.missing_for_triton
+    decisions.decide("model.compile_layers", lambda: decide_compiling(resolved, missing))
+    decisions.decide("model.one_pass_head", lambda: decide_head(resolved))
+    decisions.decide("attention.implementation", lambda: decide_attention(resolved, is_planned))
+    decisions.decide("packing.mode", lambda: _packing(resolved))
+    decide_strategy(decisions, decide_passes)
+    decide_passes(decisions)
+    return Resolution(
+        config=resolved,
+        choices=decisions.choices,
+        is_runnable_here=problem is None,
+        where=problem.message if problem is not None else _where(resolved),
+        problem=problem,
+        host_memory_gib=_host_memory_gib(resolved, machine, problem),
+    )
+
+
+def _tell_unreached(decisions: Decisions) -> None:
+    """What of the model is left as it is, decided for whoever trains on text alone; nothing to be typed."""
+    facts, parts = decisions.config.model.facts, unreached_of(decisions.config.model.facts)
+    if facts is None or facts.measured is None or not parts:
+        return
+    named = ", ".join(parts[:_MOST_PARTS]) + (" and others" if len(parts) > _MOST_PARTS else "")
+    number = facts.measured.unreached_parameters
+    why = f"text reaches none of these {number:,} of {facts.num_parameters:,} parameters: they are not trained"
+    decisions.choices.append(Choice(key="model.facts.unreached", value=named, why=why))
+
+
+def _host_memory_gib(config: RunConfig, machine: Machine, problem: Problem | None) -> float | None:
+    """As set; else this machine's, where the ranks start here. It decides nothing, so it is no choice of the run's."""
+    if config.hardware.host_memory_gib is not None:
+        return config.hardware.host_memory_gib
+    return None if problem is not None or starts_elsewhere(config) else machine.host_memory_gib
+
+
+def _where(config: RunConfig) -> str:
+    if starts_elsewhere(config):
+        return f"started by {config.launcher.name.name} on other machines; this one only submits"
+    if config.hardware.generation is Generation.cpu:
+        return "runs here, on the CPU"
+    return f"runs here, on {config.hardware.gpus_per_node} x {config.hardware.generation.name}"
+
+
+def _compute(config: RunConfig) -> tuple[Compute, str]:
+    """The base model's number format, or the nearest one that loses nothing and that the hardware computes."""
+    name, facts = config.hardware.generation.name, GENERATIONS[config.hardware.generation]
+    dtype = read_dtype(config.model)
+    base = f"the base model is {dtype}" if dtype else "the base model's dtype is not known before it is loaded"
+    if config.hardware.generation is Generation.cpu:
+        return Compute.fp32, f"{base}, and a CPU computes fp32 fastest"
+    if config.precision.master_weights is MasterWeights.bf16 and facts.has_bf16:
+        return Compute.bf16, f"{base}, and precision.master_weights=bf16"
+    if facts.has_bf16:
+        reasons = {
+            "bfloat16": f"{base}, and {name} computes bf16",
+            "float16": f"{base}; bf16 on {name} has fp16's range and more, and needs no loss scaling",
+            "float32": f"{base}; bf16 products on {name} have fp32's range, and the weights stay in fp32",
+        }
+        return Compute.bf16, reasons.get(dtype or "", f"{base}; {name} computes bf16, which has fp32's range")
+    if dtype == "float16":
+        return Compute.fp16, f"{base}, and {name} has tensor cores for fp16; the weights stay in fp32"
+    overflow = "; fp16 would overflow" if dtype == "bfloat16" else ""
+    return Compute.fp32, f"{base}, and {name} has no bf16{overflow}"
+
+
+def _master_weights(config: RunConfig) -> tuple[MasterWeights, str]:
+    """fp32 for what is trained; a frozen base stays as it was published where that is bf16, under adapters in fp32."""
+    compute, dtype = config.precision.compute, read_dtype(config.model)
+    if config.peft.method is PeftMethod.full:
+        return MasterWeights.fp32, "a weight in bf16 would lose updates that are small beside it"
+    if compute is not Compute.bf16:
+        return MasterWeights.fp32, f"bf16 weights are for products in bf16, and these are in {compute.name}"
+    if dtype != "bfloat16":
+        return MasterWeights.fp32, f"the base model is {dtype or 'of a dtype not known before it is loaded'}"
+    if config.parallelism.strategy in ZERO:
+        return MasterWeights.fp32, "with bf16 weights DeepSpeed would compute with adapters in bf16, too"
+    return MasterWeights.bf16, "the frozen base stays as it is published, in half of fp32's memory; adapters are fp32"
+
+
+def _tf32(config: RunConfig) -> tuple[Switch, str]:
+    name, facts = config.hardware.generation.name, GENERATIONS[config.hardware.generation]
+    if not facts.has_tf32:
+        return Switch.disabled, f"{name} has no tf32"
+    return Switch.enabled, f"{name} computes fp32 products on tensor cores, with 10 bits of mantissa"
+
+
+def _packing(config: RunConfig) -> tuple[PackingMode, str]:
+    """Packed wherever the kernel and the architecture keep the documents of a row apart."""
+    kernel, facts = config.attention.implementation, config.model.facts
+    if facts is not None and leaks(config):
+        return PackingMode.padded, f"{facts.architecture} cannot keep packed documents apart"
+    if brings_code(config.model):
+        return PackingMode.padded, "the model brings code of its own, which may let packed documents see each other"
+    way = "by their lengths (varlen)" if kernel in WITHOUT_MASK else "by a block mask"
+    if kernel is Attention.sdpa_by_document:
+        way = "by computing document by document"
+    return PackingMode.isolated, f"rows without padding; {kernel.name} keeps documents apart {way}"

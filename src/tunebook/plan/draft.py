@@ -1,0 +1,195 @@
+"""A run as far as it is known without starting it: composed, resolved, checked, its batch, memory and speed worked out.
+
+No GPU, weights, data or network is needed and torch is not imported, so it takes a second or two.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tunebook.config.compose import Composition, compose
+from tunebook.config.schema import RunConfig
+from tunebook.data.batch import BatchPlan, solve_batch
+from tunebook.data.files import what_is_not_there
+from tunebook.doctor.remembered import slow_links
+from tunebook.errors import DataError, DoesNotFitError, Problem, RequestError, RulesError
+from tunebook.hardware.detect import Machine, detect_machine
+from tunebook.plan.auto.decisions import ChoiceValue
+from tunebook.plan.auto.resolve import Resolution, resolve_auto
+from tunebook.plan.memory.gpu import MemoryPlan, plan_memory
+from tunebook.plan.memory.host_memory import HostPlan, plan_host_memory
+from tunebook.plan.rules import check
+from tunebook.plan.speed.throughput import TimePlan, plan_time
+
+SEE_PLAN = (
+    "`tunebook plan` with the same words names what would fit, such as a strategy that divides more among the GPUs "
+    "(parallelism=fsdp), one that offloads (parallelism=zero3_offload), activation=checkpointing or peft=lora"
+)
+
+
+@dataclass(kw_only=True)
+class Draft:
+    """What is known of a run. What comes after an error stays None."""
+
+    recipe: str | None
+    machine: Machine | None = None  # that it is planned on
+    composition: Composition | None = None
+    resolution: Resolution | None = None
+    problems: list[Problem] = field(default_factory=list)  # every broken rule, errors before warnings
+    batch: BatchPlan | None = None
+    memory: MemoryPlan | None = None
+    host: HostPlan | None = None
+    time: TimePlan | None = None
+    error: RequestError | None = None  # why it does not compose, or its batch cannot be solved
+    missing_data: DataError | None = None  # why its files cannot be trained on here; it is planned without them
+
+    def raise_errors(self) -> None:
+        """Raise what is wrong with the request. Raises: RequestError, or RulesError with every broken rule at once."""
+        if self.error is not None:
+            raise self.error
+        if errors := [problem for problem in self.problems if problem.is_error]:
+            raise RulesError(errors)
+
+    def raise_if_too_large(self, advice: str | None = None) -> None:
+        """Raises: DoesNotFitError where the estimate says that it cannot fit, into the GPUs or the hosts.
+
+        `advice` is what to do about the GPUs' memory, where more is known of it than who names what would fit.
+        """
+        if self.memory is not None:
+            refuse_too_large(self.memory, advice or SEE_PLAN)
+        if self.host is not None:
+            self.host.raise_if_too_large()
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits into the GPUs and the hosts; None where it is not known of the GPUs."""
+        if self.host is not None and self.host.fits is False:
+            return False
+        return self.memory.fits if self.memory is not None else None
+
+    def raise_if_data_is_missing(self) -> None:
+        """Raises: DataError where its files are not here, as the training would."""
+        if self.missing_data is not None:
+            raise self.missing_data
+
+    @property
+    def exit_code(self) -> int:
+        """Of a command that only plans."""
+        try:
+            self.raise_errors()
+            self.raise_if_too_large()
+            self.raise_if_data_is_missing()
+        except (RequestError, DoesNotFitError, DataError) as error:
+            return error.exit_code
+        return 0
+
+
+def refuse_too_large(memory: MemoryPlan, advice: str = SEE_PLAN) -> None:
+    """Raises: DoesNotFitError where the estimate says that it cannot fit."""
+    if memory.fits is False:
+        raise DoesNotFitError(
+            f"by estimate this plan {memory.verdict} on each GPU or rank; {advice}", problem_id="does-not-fit"
+        )
+
+
+def draft_run(
+    recipe: str | None, overrides: list[str], recipes_dirs: list[Path], machine: Machine | None = None
+) -> Draft:
+    """Plan a run as far as it goes, on the machine found here if none is given.
+
+    What is wrong with it is kept, not raised.
+    """
+    try:
+        composition = compose(recipe, overrides, recipes_dirs)
+    except RequestError as error:
+        return Draft(recipe=recipe, error=error)
+    return draft_composition(composition, machine or detect_machine())
+
+
+def draft_composition(composition: Composition, machine: Machine) -> Draft:
+    """Plan what was composed as far as it goes, on a machine; what is wrong with it is kept, not raised."""
+    draft = Draft(recipe=composition.config.recipe, machine=machine, composition=composition)
+    draft.missing_data = what_is_not_there(composition.config.dataset)
+    try:
+        draft.resolution = resolve_auto(composition.config, machine)
+        config = draft.resolution.config
+        draft.problems = check(config, composition.origins.set_by)
+        if not any(problem.is_error for problem in draft.problems):
+            draft.memory = plan_memory(config)
+            draft.host = plan_host_memory(config, draft.resolution.host_memory_gib)
+            draft.batch = solve_batch(config, None)
+            draft.memory = plan_memory(config, draft.batch)
+            draft.time = estimate_time(config, draft.batch, machine)
+            draft.problems += slow_links(config, draft.batch, machine)
+    except RulesError as error:
+        draft.problems = [*draft.problems, *error.problems]
+    except RequestError as error:
+        draft.error = error
+    return draft
+
+
+def estimate_time(config: RunConfig, batch: BatchPlan, machine: Machine | None = None) -> TimePlan:
+    """The speed on the GPUs that are here, where the run is planned for their generation, else on its usual GPU."""
+    gpus = (machine or detect_machine()).gpus
+    is_here = gpus and all(gpu.generation is config.hardware.generation for gpu in gpus)
+    return plan_time(config, batch, gpu_name=gpus[0].name if is_here else None)
+
+
+def draft_json(draft: Draft, advice: str | None = None) -> dict[str, Any]:
+    """What `plan --json` prints. Every key is always there; null is what is not known.
+
+    `advice` is what to do about memory of the GPUs that is too small, where more is known of it.
+    """
+    config = draft.resolution.config if draft.resolution else None
+    choices = draft.resolution.choices if draft.resolution else []
+    return {
+        "recipe": draft.recipe,
+        "hardware": _hardware_json(config) if config else None,
+        "precision": config.precision.compute.name if config else None,
+        "attention": config.attention.implementation.name if config else None,
+        "packing": config.packing.mode.name if config else None,
+        "batch": draft.batch.to_json() if draft.batch else None,
+        "memory_gib": draft.memory.memory.to_json() if draft.memory else None,
+        "host_memory_gib": draft.host.memory.to_json() if draft.host else None,
+        "nvme_gib": round(draft.host.nvme_gib, 3) if draft.host and draft.host.nvme_gib is not None else None,
+        "fits": draft.fits,
+        "time": draft.time.to_json() if draft.time else None,
+        "choices": [{"key": choice.key, "value": _plain(choice.value), "why": choice.why} for choice in choices],
+        "problems": _problems_json(draft, advice),
+    }
+
+
+def _hardware_json(config: RunConfig) -> dict[str, Any]:
+    hardware = config.hardware
+    return {
+        "generation": hardware.generation.name,
+        "num_nodes": hardware.num_nodes,
+        "gpus_per_node": hardware.gpus_per_node,
+        "memory_gib": _plain(hardware.memory_gib),
+    }
+
+
+def _problems_json(draft: Draft, advice: str | None) -> list[dict[str, Any]]:
+    """Broken rules, then what stopped the planning; an error of no single key says all in its message."""
+    problems: list[dict[str, Any]] = [
+        {"id": p.id, "key": p.key, "message": p.message, "fix": p.fix, "is_error": p.is_error, "place": p.place}
+        for p in draft.problems
+    ]
+    errors: list[RequestError | DoesNotFitError | DataError] = [draft.error] if draft.error else []
+    errors += [draft.missing_data] if draft.missing_data else []
+    try:
+        draft.raise_if_too_large(advice)
+    except DoesNotFitError as error:
+        errors.append(error)
+    return problems + [
+        {"id": e.problem_id, "key": None, "message": e.message, "fix": None, "is_error": True, "place": None}
+        for e in errors
+    ]
+
+
+def _plain(value: ChoiceValue) -> ChoiceValue:
+    """A value as JSON has it: no number of it is infinite, but a user may type one, which a rule then refuses."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

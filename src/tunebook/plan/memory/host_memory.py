@@ -1,0 +1,96 @@
+"""The memory of one node's host and the room on its NVMe disk, beside what there is of them where that is known.
+
+The numbers are those of `plan.memory.host`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tunebook.config.choices import Generation
+from tunebook.config.schema import RunConfig
+from tunebook.errors import DoesNotFitError
+from tunebook.plan.advice.host_advice import estimate_host, host_advice
+from tunebook.plan.memory import GIB
+from tunebook.plan.memory.host import HostBytes
+
+_NOT_KNOWN = "whether the host's memory is enough is not known"
+# The system, page cache and data need some of it: what is below this share is said to fit.
+USABLE_SHARE = 0.9
+# What is only by less than this too much is not refused: a process may need less than is assumed.
+SURELY_TOO_LARGE = 1.15
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostMemory:
+    """Estimated GiB of the node that holds rank 0."""
+
+    processes: float | None = None
+    training: float | None = None
+    loading: float | None = None
+    offload: float | None = None
+    saving: float | None = None
+    total: float | None = None  # at the peak: not the sum, since loading and saving are not at the same time
+    capacity: float | None = None
+
+    def to_json(self) -> dict[str, float | None]:
+        """The `host_memory_gib` part of a plan."""
+        names = ("processes", "training", "loading", "offload", "saving", "total", "capacity")
+        values = {name: getattr(self, name) for name in names}
+        return {name: None if value is None else round(value, 3) for name, value in values.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostPlan:
+    """The parts, and whether they fit."""
+
+    config: RunConfig  # what was planned
+    memory: HostMemory
+    nvme_gib: float | None  # on the node's disk; 0 where nothing is offloaded to one
+    fits: bool | None  # None: not known
+    verdict: str
+
+    def raise_if_too_large(self) -> None:
+        """Raises: DoesNotFitError where the host's memory is surely too small."""
+        facts, capacity = self.config.model.facts, self.memory.capacity
+        if self.fits is False and facts is not None and capacity is not None:
+            raise DoesNotFitError(
+                f"by estimate this plan {self.verdict}; {host_advice(self.config, facts, capacity)}",
+                problem_id="host-memory-too-small",
+            )
+
+
+def plan_host_memory(config: RunConfig, capacity: float | None) -> HostPlan:
+    """Estimate a resolved configuration's host memory and judge it. `capacity`: GiB of a node; None: not known."""
+    facts = config.model.facts
+    if facts is None:
+        verdict = f"{_NOT_KNOWN}: nor is the model's size"
+        memory = HostMemory(capacity=capacity)
+        return HostPlan(config=config, memory=memory, nvme_gib=None, fits=None, verdict=verdict)
+    found = estimate_host(config, facts)
+    fits, verdict = _judge(config, found, capacity)
+    memory = HostMemory(
+        processes=found.processes / GIB,
+        training=found.training / GIB,
+        loading=found.loading / GIB,
+        offload=found.offload / GIB,
+        saving=found.saving / GIB,
+        total=found.peak / GIB,
+        capacity=capacity,
+    )
+    return HostPlan(config=config, memory=memory, nvme_gib=found.nvme / GIB, fits=fits, verdict=verdict)
+
+
+def _judge(config: RunConfig, found: HostBytes, capacity: float | None) -> tuple[bool | None, str]:
+    """Yes where the peak fits into the usable share, no where it is surely more than there is."""
+    if capacity is None:
+        return None, f"{_NOT_KNOWN}: hardware.host_memory_gib is not set"
+    peak, offload = found.peak / GIB, found.offload / GIB
+    if offload > capacity:
+        return False, f"does not fit: {offload:,.1f} GiB are offloaded to a host of {capacity:,g} GiB"
+    is_cpu = config.hardware.generation is Generation.cpu  # judged as each rank's memory, with its own words
+    if peak > capacity * SURELY_TOO_LARGE and not is_cpu:
+        return False, f"does not fit: {peak:,.1f} GiB of host memory at the peak are more than {capacity:,g} GiB"
+    if peak > capacity * USABLE_SHARE:
+        return None, f"{_NOT_KNOWN}: {peak:,.1f} GiB at the peak leave little of {capacity:,g} GiB"
+    return True, f"fits into {USABLE_SHARE:.0%} of the host's {capacity:,g} GiB"

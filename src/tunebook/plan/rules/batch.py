@@ -1,0 +1,237 @@
+"""Rules about the batch: how many documents or tokens make a step, and how they are laid into rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from tunebook.config.choices import Attention, Generation, PackingMode, Source
+from tunebook.config.schema import RunConfig
+from tunebook.plan.rules.frame import Finding, Level, Rule, rule, world_size
+
+_LOG_OF_ALL = 30.0  # the logarithm of a length that no document has
+
+
+@rule(
+    "batch-one-way",
+    summary="The global batch is said in exactly one way.",
+    why="A step is a number of documents (global_samples) or of tokens (global_tokens); both cannot hold at once.",
+    advice="Set one of training.global_samples and training.global_tokens, and the other to null.",
+)
+def batch_one_way(config: RunConfig) -> Finding | None:
+    """Exactly one of the two."""
+    samples, tokens = config.training.global_samples, config.training.global_tokens
+    if samples is not None and tokens is not None:
+        message = f"global_samples={samples} and global_tokens={tokens} say the size of a step twice"
+        return Finding(
+            key="training.global_samples",
+            message=message,
+            fix="training.global_tokens=null or training.global_samples=null",
+        )
+    if samples is None and tokens is None:
+        message = "nothing says how large an optimizer step is"
+        return Finding(key="training.global_samples", message=message, fix="training.global_samples=64")
+    return None
+
+
+def _rows_unit(config: RunConfig) -> int:
+    """Rows that one pass of all GPUs takes."""
+    return world_size(config) * max(1, config.training.micro_batch_size or 1)
+
+
+def _row_length(config: RunConfig) -> int:
+    return max(1, config.packing.row_length or config.training.max_length)
+
+
+def _is_padded(config: RunConfig) -> bool:
+    return config.packing.mode is PackingMode.padded
+
+
+@rule(
+    "batch-not-divisible",
+    summary="A step does not divide evenly among the GPUs.",
+    why="Every GPU passes over the same number of rows: padded, a step has GPUs x micro batch x passes documents; "
+    "said in tokens, it has that many rows of packing.row_length. Tunebook does not round a batch, because that would "
+    "train something else.",
+    advice="Take one of the two nearest sizes that the message names, or another micro batch or number of GPUs.",
+)
+def batch_not_divisible(config: RunConfig) -> Finding | None:
+    """Padded documents, or the rows that `global_tokens` makes, must be a multiple of ranks x micro batch."""
+    training = config.training
+    if _is_padded(config):
+        key, asked, length = "training.global_samples", training.global_samples, 1
+    else:
+        key, asked, length = "training.global_tokens", training.global_tokens, _row_length(config)
+    unit = _rows_unit(config)
+    if asked is None or asked < 1:
+        return None
+    rows = asked // length
+    if rows % unit == 0 or (length > 1 and rows < unit):  # too few tokens is `batch-too-small`
+        return None
+    below, above = rows // unit * unit * length, (rows // unit + 1) * unit * length
+    nearest = f"{below} and {above} are the nearest that do" if below else f"{above} is the smallest that does"
+    made = _documents(asked) if length == 1 else f"{asked} tokens make {rows} rows of {length}, which"
+    ranks = "ranks" if config.hardware.generation is Generation.cpu else "GPUs"
+    micro = f" x micro batch {training.micro_batch_size} = {unit}" if training.micro_batch_size else ""
+    do = "does" if length == 1 and asked == 1 else "do"
+    message = f"{made} {do} not divide by {world_size(config)} {ranks}{micro}; {nearest}"
+    closer, other = (below, above) if below and asked - below <= above - asked else (above, below)
+    fix = f"{key}={closer}" + (f" or {key}={other}" if other else "")
+    if _is_padded(config):
+        fix = _with_fewer_gpus(config) or fix
+    return Finding(key=key, message=message, fix=fix)
+
+
+def _with_fewer_gpus(config: RunConfig) -> str | None:
+    """What to type where the data has not a document for every GPU, so that no batch would do."""
+    documents = _fewest_documents(config)
+    return fewer_gpus(config, documents) if documents is not None and documents < world_size(config) else None
+
+
+def fewer_gpus(config: RunConfig, num_documents: int) -> str:
+    """As many as there are documents for, each with one in every step; one where there is no document at all."""
+    documents = max(1, num_documents)
+    nodes = min(max(1, config.hardware.num_nodes), documents)
+    per_node = documents // nodes
+    fix = f"hardware.gpus_per_node={per_node} training.global_samples={nodes * per_node}"
+    if nodes != config.hardware.num_nodes:
+        fix = f"hardware.num_nodes={nodes} {fix}"
+    return fix if config.training.micro_batch_size in (None, 1) else f"{fix} training.micro_batch_size=1"
+
+
+def _documents(count: int) -> str:
+    return f"{count} document{'s' if count != 1 else ''}"
+
+
+@rule(
+    "batch-too-small",
+    summary="A step has less than one row for every GPU.",
+    why="Every GPU needs at least one document in every step, and where a step is said in tokens room for one micro "
+    "batch of whole rows. A GPU without any would have no gradient to add.",
+    advice="Raise training.global_samples or training.global_tokens, or use fewer GPUs.",
+)
+def batch_too_small(config: RunConfig) -> Iterator[Finding]:
+    """Packed: one document per rank, and rows for one pass (padded documents are covered by divisibility)."""
+    if _is_padded(config):
+        return
+    samples, tokens, ranks = config.training.global_samples, config.training.global_tokens, world_size(config)
+    if samples is not None and 1 <= samples < ranks:
+        are_fewer = "documents a step are fewer than" if samples > 1 else "document a step is less than one for each of"
+        fix = _with_fewer_gpus(config) or f"training.global_samples={ranks}"
+        yield Finding(key="training.global_samples", message=f"{samples} {are_fewer} the {ranks} GPUs", fix=fix)
+    unit, length = _rows_unit(config), _row_length(config)
+    if tokens is not None and 1 <= tokens < unit * length:
+        message = f"{tokens} tokens a step are fewer than {unit} rows x {length} tokens = {unit * length}"
+        yield Finding(key="training.global_tokens", message=message, fix=f"training.global_tokens={unit * length}")
+
+
+@rule(
+    "tokens-need-packing",
+    summary="A batch in tokens with padded rows.",
+    why="training.global_tokens counts what rows hold; a padded row holds one document of any length, so the tokens of "
+    "a step cannot be known before its documents are drawn.",
+    advice="Say the batch in documents with training.global_samples, or pack.",
+)
+def tokens_need_packing(config: RunConfig) -> Finding | None:
+    """`global_tokens` in padded mode."""
+    tokens = config.training.global_tokens
+    if tokens is None or not _is_padded(config):
+        return None
+    message = f"{tokens} tokens a step need packed rows"
+    return Finding(key="training.global_tokens", message=message, fix=in_padded_documents(config))
+
+
+def in_padded_documents(config: RunConfig) -> str:
+    """What to type besides packing.mode=padded for about the same batch; empty where that is all it takes."""
+    samples, tokens, unit = config.training.global_samples, config.training.global_tokens, _rows_unit(config)
+    if tokens is None:
+        if samples is None or samples % unit == 0:
+            return ""
+        return f"training.global_samples={max(1, round(samples / unit)) * unit}"
+    mean = int(max(1, _mean_tokens(config)))
+    return f"training.global_tokens=null training.global_samples={max(1, tokens // mean // unit) * unit}"
+
+
+def _mean_tokens(config: RunConfig) -> float:
+    """About as many as a document has: as stated, or of generated ones the mean of what their lengths are drawn from.
+
+    Whatever is between their bounds is left as drawn; the plan, which cuts it there, comes some percent lower.
+    """
+    data, longest = config.dataset, config.training.max_length
+    if data.mean_tokens is not None or data.source is not Source.synthetic:
+        return min(longest, data.mean_tokens or longest)
+    drawn = data.synthetic
+    mean = math.exp(min(_LOG_OF_ALL, drawn.log_mean_tokens + drawn.log_sigma_tokens**2 / 2))
+    return min(longest, drawn.max_tokens, max(drawn.min_tokens, mean))
+
+
+@rule(
+    "batch-larger-than-data",
+    summary="One step wants more documents than the data set has.",
+    why="A step never takes a document twice, so not even one step could be made.",
+    advice="Lower training.global_samples to a small part of the data set.",
+)
+def batch_larger_than_data(config: RunConfig) -> Finding | None:
+    """Known before the data is read only where `dataset.num_documents` or `max_documents` says it."""
+    samples, documents = config.training.global_samples, _fewest_documents(config)
+    if samples is None or documents is None or samples <= documents:
+        return None
+    message = f"{samples} documents a step are more than the data set's {documents}"
+    unit = _rows_unit(config) if _is_padded(config) else 1
+    fix = f"training.global_samples={documents // unit * unit}"
+    if documents < unit:  # one for each GPU, then
+        ranks = world_size(config)
+        fix = f"training.micro_batch_size=1 training.global_samples={documents // ranks * ranks}"
+    return Finding(key="training.global_samples", message=message, fix=_with_fewer_gpus(config) or fix)
+
+
+def _fewest_documents(config: RunConfig) -> int | None:
+    """The least of what is said of the data set's size; None where nothing is."""
+    data = config.dataset
+    made = data.synthetic.num_documents if data.source.name == "synthetic" else None
+    limits = [count for count in (data.num_documents, data.max_documents, made) if count is not None and count > 0]
+    return min(limits, default=None)
+
+
+@rule(
+    "row-shorter-than-document",
+    summary="A packed row is shorter than the longest document.",
+    why="A document is never torn over two rows; one of training.max_length tokens must fit into a row.",
+    advice="Make packing.row_length at least training.max_length, or leave it null.",
+)
+def row_shorter_than_document(config: RunConfig) -> Finding | None:
+    """`row_length` at least `max_length`."""
+    row, length = config.packing.row_length, config.training.max_length
+    if row is None or row >= length or _is_padded(config):
+        return None
+    message = f"rows of {row} tokens cannot hold documents of training.max_length={length}"
+    return Finding(key="packing.row_length", message=message, fix=f"packing.row_length={length}")
+
+
+@rule(
+    "micro-rows-on-mask",
+    level=Level.warning,
+    summary="Several packed rows per pass with an attention that builds its mask in memory.",
+    why="eager and sdpa keep packed documents apart with a mask of N x N entries, N being all tokens of the pass, and "
+    "compute all of them: two rows cost four times one row.",
+    advice="Set training.micro_batch_size=1 and let gradient accumulation make the batch.",
+)
+def micro_rows_on_mask(config: RunConfig) -> Finding | None:
+    """More than one packed row on sdpa or eager."""
+    micro, kernel = config.training.micro_batch_size, config.attention.implementation
+    is_masked = kernel in (Attention.eager, Attention.sdpa) and config.packing.mode is PackingMode.isolated
+    if micro is None or micro <= 1 or not is_masked:
+        return None
+    message = f"{micro} packed rows a pass make {kernel.name} build a mask {micro * micro} times as large as one row's"
+    return Finding(key="training.micro_batch_size", message=message, fix="training.micro_batch_size=1")
+
+
+RULES: tuple[Rule, ...] = (
+    batch_one_way,
+    batch_not_divisible,
+    batch_too_small,
+    tokens_need_packing,
+    batch_larger_than_data,
+    row_shorter_than_document,
+    micro_rows_on_mask,
+)

@@ -1,0 +1,421 @@
+"""Rules about what is trained (all weights, LoRA, QLoRA), the optimizer, and the learning rate's curve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tunebook.config.choices import (
+    Compute,
+    Generation,
+    Offload,
+    OptimizerName,
+    PeftMethod,
+    ScheduleName,
+    Strategy,
+    Weights,
+)
+from tunebook.config.override_text import typed_list
+from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
+from tunebook.errors import nearest
+from tunebook.model.parameters import EMBEDDINGS, HEADS, PRODUCTS_OF, has_experts, last_name, linear_layers
+from tunebook.plan.rules.frame import Finding, Level, Rule, rule
+from tunebook.plan.rules.quantised import quantiser_of
+
+BITSANDBYTES = (OptimizerName.adamw_8bit, OptimizerName.paged_adamw_32bit, OptimizerName.paged_adamw_8bit)
+# Of a model whose layers are as Llama's, beside its linear layers.
+_MODULES = ("embed_tokens", "lm_head", "norm", "self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
+_MOST_LAYERS = 1000  # whose names are looked at
+# Names by which PEFT 0.21 finds stacked experts (transformers_weight_conversion.py), and how many times the inputs of
+# all linear layers an adapter of rank 1 is at least that is put on them: 25 of Mixtral's, under 6 without experts.
+_OF_EXPERTS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+_EXPERTS_SHARE = 8
+
+
+@rule(
+    "adapter-on-output-head",
+    summary="A LoRA adapter on the output head.",
+    why="TRL computes the loss from the head's own weight, piece by piece, so an adapter there would never be trained; "
+    "TRL refuses it.",
+    advice="Remove it from peft.target_modules; to train the whole head, put it into peft.modules_to_save.",
+)
+def adapter_on_output_head(config: RunConfig) -> Finding | None:
+    """An output head among the target modules."""
+    targets = config.peft.target_modules
+    heads = [name for name in targets if last_name(name) in HEADS]
+    if config.peft.method is PeftMethod.full or not heads:
+        return None
+    rest = [name for name in targets if name not in heads]
+    message = f"an adapter on {heads[0]} would never be trained"
+    return Finding(key="peft.target_modules", message=message, fix=typed_list("peft.target_modules", rest))
+
+
+@rule(
+    "adapter-module-unknown",
+    summary="peft.target_modules or peft.modules_to_save names a module that the model does not have.",
+    why="PEFT looks for modules by the ends of their names and says nothing of one that it does not find beside others "
+    "that it does: the adapter would be smaller than asked for.",
+    advice="Name the model's own modules. An empty peft.target_modules means every linear layer but the output head.",
+)
+def adapter_module_unknown(config: RunConfig) -> Iterator[Finding]:
+    """Checked for models whose layers are as Llama's; of others the names are not known before they are built."""
+    facts, peft = config.model.facts, config.peft
+    if peft.method is PeftMethod.full or facts is None or facts.measured is not None:
+        return
+    linear = (*linear_layers(facts), "embed_tokens")
+    for field, known in (("target_modules", linear), ("modules_to_save", (*linear, *_MODULES))):
+        asked: list[str] = getattr(peft, field)
+        unknown = [name for name in asked if last_name(name) not in (*known, *HEADS) and not name[-1:].isdecimal()]
+        if unknown:
+            meant = (nearest(name, known) if name in unknown else name for name in asked)
+            message = f"{facts.architecture} has no {unknown[0]}; it has {', '.join(sorted({*known}))}"
+            sound = [*dict.fromkeys(name for name in meant if name)]
+            all_linear = "; an empty list means every linear layer" if field == "target_modules" and not sound else ""
+            yield Finding(key=f"peft.{field}", message=message + all_linear, fix=typed_list(f"peft.{field}", sound))
+
+
+@rule(
+    "adapter-without-targets",
+    summary="peft.modules_to_save names everything that an adapter would be put on.",
+    why="What peft.modules_to_save names is trained whole, with all that is in it, and gets no adapter. Where nothing "
+    "is left PEFT refuses to make one, after the model was read.",
+    advice="Remove modules from peft.modules_to_save, or train the whole model with peft=full.",
+)
+def adapter_without_targets(config: RunConfig) -> Finding | None:
+    """Of models whose layers are as Llama's all places are known; of others those that are named twice."""
+    peft = config.peft
+    if peft.method is PeftMethod.full or not peft.modules_to_save:
+        return None
+    targets = _targets(config)
+    if not targets or not all(any(_is_within(target, saved) for saved in peft.modules_to_save) for target in targets):
+        return None
+    rest = [saved for saved in peft.modules_to_save if not any(_is_within(target, saved) for target in targets)]
+    message = f"{', '.join(peft.modules_to_save)} leave no module for an adapter: what they hold is trained whole"
+    fix = typed_list("peft.modules_to_save", rest) + ("" if quantiser_of(config) else " or peft=full")
+    return Finding(key="peft.modules_to_save", message=message, fix=fix)
+
+
+@rule(
+    "adapter-dropout-on-experts",
+    summary="LoRA with dropout on a mixture of experts.",
+    why="PEFT puts an adapter on stacked experts as on one parameter, of which there is no input to drop, and refuses "
+    "when the model is built.",
+    advice="Train without it: peft.dropout=0. Or name the linear layers that are to have an adapter, such as those of "
+    "the attention, in peft.target_modules.",
+)
+def adapter_dropout_on_experts(config: RunConfig) -> Finding | None:
+    """Known by how large an adapter on every linear layer is: one on experts has inputs and outputs for each."""
+    peft, facts = config.peft, config.model.facts
+    if peft.method is PeftMethod.full or not peft.dropout or facts is None or facts.measured is None:
+        return None
+    layers = facts.measured
+    if not has_experts(facts) or layers.adapter_parameters <= _EXPERTS_SHARE * layers.linear_inputs:
+        return None
+    if peft.target_modules and not {last_name(name) for name in peft.target_modules} & _OF_EXPERTS:
+        return None
+    message = f"adapters on the experts of {facts.architecture} have no dropout, and peft.dropout is {peft.dropout:g}"
+    return Finding(key="peft.dropout", message=message, fix="peft.dropout=0")
+
+
+def _targets(config: RunConfig) -> list[str]:
+    """Modules that would get an adapter, by their dotted names; as they were asked for, where those are not known."""
+    facts, asked = config.model.facts, config.peft.target_modules
+    if facts is None or facts.measured is not None:
+        return list(asked)
+    in_layer = [
+        f"{part}.{name}" for part, names in PRODUCTS_OF.items() for name in linear_layers(facts) if name in names
+    ]
+    layers = range(min(facts.num_layers, _MOST_LAYERS))
+    linear = [f"model.layers.{number}.{name}" for number in layers for name in in_layer]
+    if not asked:
+        return linear
+    return [name for name in (*linear, "model.embed_tokens") if any(f".{name}".endswith(f".{end}") for end in asked)]
+
+
+def _is_within(module: str, saved: str) -> bool:
+    """Whether a module is one that is trained whole, or in one: by the parts of its dotted name."""
+    return f".{saved}." in f".{module}."
+
+
+@rule(
+    "whole-tied-head-under-fsdp",
+    summary="FSDP with an output head that is trained whole beside an adapter, and is the embeddings too.",
+    why="Where one rank reads the weights for all accelerate ties the head to the embeddings again, and cannot where "
+    "PEFT has put a copy of the head in its place: every rank would end before the first step.",
+    advice="Let every rank read the weights, at the cost of host memory, or leave the head out.",
+)
+def whole_tied_head_under_fsdp(config: RunConfig) -> Finding | None:
+    """A tied head in `modules_to_save`. Over 4-bit weights every rank reads them anyway."""
+    # accelerate 1.15, fsdp2_prepare_model; transformers 5.23, tie_weights: "attribute 'weight' already exists" (H200).
+    settings, facts = config.parallelism, config.model.facts
+    is_tied = facts is not None and facts.tie_word_embeddings
+    heads = [name for name in config.peft.modules_to_save if last_name(name) in HEADS]
+    is_sent = isinstance(settings, FsdpConfig) and settings.cpu_ram_efficient_loading
+    if config.peft.method is not PeftMethod.lora or not (is_tied and heads and is_sent):
+        return None
+    rest = typed_list("peft.modules_to_save", [name for name in config.peft.modules_to_save if name not in heads])
+    return Finding(
+        key="peft.modules_to_save",
+        message=f"{heads[0]} is the embeddings, to which accelerate cannot tie PEFT's copy of it again",
+        fix=f"parallelism.cpu_ram_efficient_loading=false or {rest}",
+    )
+
+
+@rule(
+    "tied-matrix-trained-apart",
+    level=Level.warning,
+    summary="An adapter run trains the embeddings or the output head of a model in which both are one matrix.",
+    why="PEFT trains a copy of what is named and leaves the other as it was, so the model has two matrices afterwards. "
+    "A merged model says so in its config.json (tie_word_embeddings: false) and is larger by one of them.",
+    advice="Leave it so, or take both out of the adapter to keep them one.",
+)
+def tied_matrix_trained_apart(config: RunConfig) -> Iterator[Finding]:
+    """Either of the two in either list."""
+    facts, peft = config.model.facts, config.peft
+    if peft.method is PeftMethod.full or facts is None or not facts.tie_word_embeddings:
+        return
+    if whole_tied_head_under_fsdp.find(config) is not None:  # an error already
+        return
+    for field in ("modules_to_save", "target_modules"):
+        asked: list[str] = getattr(peft, field)
+        # An adapter on the head is an error of its own.
+        heads = HEADS if field == "modules_to_save" else ()
+        named = [name for name in asked if last_name(name) in (*heads, *EMBEDDINGS)]
+        if named:
+            key, rest = f"peft.{field}", [name for name in asked if name not in named]
+            size = facts.vocab_size * facts.hidden_size / 1e6
+            message = (
+                f"{' and '.join(named)}: embeddings and output head are one matrix in this model, and two of "
+                f"{size:,.1f} million weights after training"
+            )
+            yield Finding(key=key, message=message, fix=typed_list(key, rest))
+
+
+@rule(
+    "adapter-settings-ignored",
+    level=Level.warning,
+    summary="LoRA settings with full fine-tuning.",
+    why="peft.method=full trains every weight and makes no adapter.",
+    advice="Choose peft=lora, or remove the settings.",
+)
+def adapter_settings_ignored(config: RunConfig) -> Iterator[Finding]:
+    """Module lists that nobody reads."""
+    if config.peft.method is not PeftMethod.full:
+        return
+    other = " or peft=lora" if _lora_goes(config) else ""
+    for field in ("target_modules", "modules_to_save"):
+        if getattr(config.peft, field):
+            key = f"peft.{field}"
+            yield Finding(key=key, message="it is not used by peft.method=full", fix=f"{key}=[]{other}")
+
+
+def _lora_goes(config: RunConfig) -> bool:
+    """Whether no rule would refuse the run with an adapter as its settings say, in place of a full fine-tune."""
+    with_adapter = replace(config, peft=replace(config.peft, method=PeftMethod.lora))
+    refusing = (adapter_on_output_head, adapter_without_targets, adapter_dropout_on_experts)
+    if any(rule.find(with_adapter) for rule in refusing) or adapter_module_unknown.problems(with_adapter):
+        return False
+    return config.precision.compute is not Compute.fp8 and quantiser_of(config) is None
+
+
+@rule(
+    "qlora-random-weights",
+    summary="QLoRA on random weights.",
+    why="The base model is frozen and quantised while it is read; there is nothing to read, and a frozen random base "
+    "would teach nothing.",
+    advice="Use pretrained weights, or peft=full to train from scratch.",
+)
+def qlora_random_weights(config: RunConfig) -> Finding | None:
+    """A quantised base that does not exist."""
+    if config.peft.method is not PeftMethod.qlora or config.model.weights is not Weights.random:
+        return None
+    message = "qlora freezes and quantises a base model, and model.weights=random has none"
+    return Finding(key="peft.method", message=message, fix="model.weights=pretrained or peft=full")
+
+
+@rule(
+    "bitsandbytes-optimizer-without-gpu",
+    summary="An 8-bit or paged optimizer without a GPU.",
+    why="bitsandbytes' optimizers are GPU kernels.",
+    advice="Use optimizer.name=adamw.",
+)
+def bitsandbytes_optimizer_without_gpu(config: RunConfig) -> Finding | None:
+    """bitsandbytes on a CPU."""
+    name = config.optimizer.name
+    if name not in BITSANDBYTES or config.hardware.generation is not Generation.cpu:
+        return None
+    return Finding(key="optimizer.name", message=f"{name.name} needs a GPU", fix="optimizer.name=adamw")
+
+
+@rule(
+    "bitsandbytes-optimizer-with-fsdp",
+    summary="An 8-bit or paged optimizer under FSDP.",
+    why="FSDP2 hands the optimizer sharded tensors (DTensor), which bitsandbytes does not know; an illegal memory "
+    "access in the optimizer's step is reported for the pair.",
+    advice="Use adamw, whose states FSDP shards; to save more memory offload with parallelism=fsdp_offload, or use "
+    "zero3 with the same optimizer.",
+)
+def bitsandbytes_optimizer_with_fsdp(config: RunConfig) -> Finding | None:
+    """bitsandbytes on DTensors."""
+    name, strategy = config.optimizer.name, config.parallelism.strategy
+    if name not in BITSANDBYTES or strategy not in (Strategy.fsdp, Strategy.fsdp_grad_op, Strategy.hsdp):
+        return None
+    message = f"{name.name} does not work on the sharded tensors of {strategy.name}"
+    other = "" if config.precision.compute is Compute.fp8 else " or parallelism=zero3"  # see fp8-with-deepspeed
+    return Finding(key="optimizer.name", message=message, fix=f"optimizer.name=adamw{other}")
+
+
+@rule(
+    "bitsandbytes-optimizer-offloaded",
+    summary="An 8-bit or paged optimizer with DeepSpeed's optimizer offload.",
+    why="What is offloaded is updated on the host by DeepSpeed's own CPU Adam; a GPU optimizer cannot reach it.",
+    advice="Use adamw with the offload, or keep the optimizer on the GPU.",
+)
+def bitsandbytes_optimizer_offloaded(config: RunConfig) -> Finding | None:
+    """Two ways of moving the optimizer to the host at once."""
+    name, settings = config.optimizer.name, config.parallelism
+    if name not in BITSANDBYTES or not isinstance(settings, ZeroConfig):
+        return None
+    if settings.offload_optimizer is Offload.none:
+        return None
+    message = f"{name.name} runs on the GPU, and parallelism.offload_optimizer moves its states to the host"
+    fix = "optimizer.name=adamw or parallelism.offload_optimizer=none"
+    return Finding(key="optimizer.name", message=message, fix=fix)
+
+
+@rule(
+    "two-warm-ups",
+    summary="The warm-up is said twice.",
+    why="schedule.warmup_steps and schedule.warmup_share are two ways to say one number.",
+    advice="Keep one of them.",
+)
+def two_warm_ups(config: RunConfig) -> Finding | None:
+    """At most one of the two."""
+    steps, share = config.schedule.warmup_steps, config.schedule.warmup_share
+    if steps is None or share is None:
+        return None
+    message = f"warmup_steps={steps} and warmup_share={share:g} say the warm-up twice"
+    return Finding(
+        key="schedule.warmup_steps", message=message, fix="schedule.warmup_share=null or schedule.warmup_steps=null"
+    )
+
+
+@rule(
+    "two-floors",
+    summary="The lowest learning rate is said twice.",
+    why="schedule.min_learning_rate and schedule.min_learning_rate_share are two ways to say one number.",
+    advice="Keep one of them.",
+)
+def two_floors(config: RunConfig) -> Finding | None:
+    """At most one of the two."""
+    floor, share = config.schedule.min_learning_rate, config.schedule.min_learning_rate_share
+    if floor is None or share is None:
+        return None
+    message = f"min_learning_rate={floor:g} and min_learning_rate_share={share:g} say the floor twice"
+    return Finding(key="schedule.min_learning_rate", message=message, fix="schedule.min_learning_rate=null")
+
+
+@rule(
+    "floor-without-its-schedule",
+    summary="A lowest learning rate with a schedule that has none.",
+    why="Only cosine_with_min_lr ends at a floor; the others end at zero or never fall.",
+    advice="Use schedule=cosine_with_min_lr, or remove the floor.",
+)
+def floor_without_its_schedule(config: RunConfig) -> Iterator[Finding]:
+    """Floors of other curves."""
+    name = config.schedule.name
+    if name is ScheduleName.cosine_with_min_lr:
+        return
+    for field in ("min_learning_rate", "min_learning_rate_share"):
+        if getattr(config.schedule, field) is not None:
+            key = f"schedule.{field}"
+            fix = f"{key}=null or schedule.name=cosine_with_min_lr"
+            yield Finding(key=key, message=f"schedule.name={name.name} has no floor", fix=fix)
+
+
+@rule(
+    "schedule-without-floor",
+    summary="cosine_with_min_lr without a floor.",
+    why="transformers refuses that schedule without min_lr or min_lr_rate.",
+    advice="Set schedule.min_learning_rate (0 is allowed) or schedule.min_learning_rate_share.",
+)
+def schedule_without_floor(config: RunConfig) -> Finding | None:
+    """The floor that the curve needs."""
+    schedule = config.schedule
+    if schedule.name is not ScheduleName.cosine_with_min_lr:
+        return None
+    if schedule.min_learning_rate is not None or schedule.min_learning_rate_share is not None:
+        return None
+    message = "cosine_with_min_lr needs the learning rate it ends at"
+    return Finding(key="schedule.min_learning_rate", message=message, fix="schedule.min_learning_rate_share=0.1")
+
+
+@rule(
+    "floor-above-peak",
+    summary="The lowest learning rate is above the highest.",
+    why="The curve falls from optimizer.learning_rate to the floor; above it the rate would rise all the time.",
+    advice="Lower schedule.min_learning_rate.",
+)
+def floor_above_peak(config: RunConfig) -> Finding | None:
+    """The floor against the optimizer's learning rate."""
+    floor, peak = config.schedule.min_learning_rate, config.optimizer.learning_rate
+    if floor is None or floor <= peak:
+        return None
+    message = f"the floor {floor:g} is above optimizer.learning_rate={peak:g}"
+    return Finding(key="schedule.min_learning_rate", message=message, fix="schedule.min_learning_rate=0")
+
+
+@rule(
+    "warm-up-longer-than-run",
+    level=Level.warning,  # a trial of a few steps is a fair thing to want
+    summary="The warm-up does not end before the run does.",
+    why="The learning rate would never reach optimizer.learning_rate.",
+    advice="Shorten the warm-up, or say it as a share of the run.",
+)
+def warm_up_longer_than_run(config: RunConfig) -> Finding | None:
+    """Known here only where `max_steps` says the length of the run."""
+    steps, total = config.schedule.warmup_steps, config.training.max_steps
+    if steps is None or total is None or steps < total:
+        return None
+    message = f"{steps} steps of warm-up do not fit into training.max_steps={total}"
+    return Finding(key="schedule.warmup_steps", message=message, fix=f"schedule.warmup_steps={max(0, total // 10)}")
+
+
+@rule(
+    "warm-up-ignored",
+    level=Level.warning,
+    summary="A warm-up with the constant schedule.",
+    why="schedule.name=constant starts at the full learning rate.",
+    advice="Use schedule=constant_with_warmup, or remove the warm-up.",
+)
+def warm_up_ignored(config: RunConfig) -> Iterator[Finding]:
+    """A warm-up that nobody reads."""
+    if config.schedule.name is not ScheduleName.constant:
+        return
+    for field in ("warmup_steps", "warmup_share"):
+        if getattr(config.schedule, field):
+            key = f"schedule.{field}"
+            fix = f"schedule.name=constant_with_warmup or {key}=null"
+            yield Finding(key=key, message="schedule.name=constant has no warm-up", fix=fix)
+
+
+RULES: tuple[Rule, ...] = (
+    adapter_on_output_head,
+    adapter_module_unknown,
+    adapter_without_targets,
+    adapter_dropout_on_experts,
+    whole_tied_head_under_fsdp,
+    tied_matrix_trained_apart,
+    adapter_settings_ignored,
+    qlora_random_weights,
+    bitsandbytes_optimizer_without_gpu,
+    bitsandbytes_optimizer_with_fsdp,
+    bitsandbytes_optimizer_offloaded,
+    two_warm_ups,
+    two_floors,
+    floor_without_its_schedule,
+    schedule_without_floor,
+    floor_above_peak,
+    warm_up_longer_than_run,
+    warm_up_ignored,
+)

@@ -1,0 +1,223 @@
+"""What the launcher prints: the choices and why, the batch arithmetic, the command, progress and the end."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from tunebook.config.override_text import as_typed
+from tunebook.data.batch import BatchPlan
+from tunebook.errors import Problem
+from tunebook.plan.auto.resolve import Choice
+from tunebook.plan.memory.gpu import Memory, MemoryPlan
+from tunebook.plan.memory.host_memory import HostPlan
+from tunebook.plan.speed.throughput import TimePlan
+from tunebook.record.run_folder import Outcome
+
+
+def show_choices(choices: list[Choice], warnings: list[Problem], console: Console) -> None:
+    """The resolved choices with their reasons, then what is allowed but deserves a word."""
+    table = Table(title="Choices", title_justify="left", box=None, pad_edge=False)
+    for column in ("key", "value", "why"):
+        table.add_column(column, overflow="fold")
+    for choice in choices:
+        table.add_row(*map(Text, (choice.key, as_typed(choice.value), choice.why)))  # a path may hold brackets
+    console.print(table)
+    for warning in warnings:
+        console.print(Text(f"warning: {warning.text()}", style="yellow"))
+
+
+def show_batch(plan: BatchPlan, console: Console) -> None:
+    """The batch arithmetic, said to be an estimate while the data is not prepared."""
+    console.print(Text("\n".join(batch_lines(plan))), highlight=False, soft_wrap=True)
+
+
+def batch_lines(plan: BatchPlan) -> list[str]:
+    """The batch arithmetic in words."""
+    asked = f"{plan.global_samples} documents" if plan.global_samples else f"at most {plan.global_tokens} tokens"
+    title = "Batch (estimated: the data is not prepared yet)" if plan.is_estimate else "Batch"
+    lines = [title, f"  one optimizer step: {asked}"]
+    kind = "packed" if plan.is_packed else "padded"
+    ranks = f"{plan.world_size} GPUs or ranks" if plan.world_size > 1 else "1 GPU or rank"
+    if plan.rows_per_step is not None:
+        lines.append(
+            f"  {plan.rows_per_step} {kind} row{'s' if plan.rows_per_step != 1 else ''} of up to {plan.row_length} "
+            f"tokens = {ranks} x {plan.accumulation} accumulated x {plan.micro_batch_size} per pass"
+        )
+    else:
+        lines.append(
+            f"  {kind} rows of up to {plan.row_length} tokens on {ranks}, {plan.micro_batch_size} per pass; how many "
+            "are accumulated is worked out from the prepared documents' lengths"
+        )
+    if plan.documents_per_step and plan.tokens_per_step:
+        lines.append(f"  {plan.documents_per_step:,.1f} documents and {plan.tokens_per_step:,.0f} tokens a step")
+    if plan.is_packed and plan.longest_row is not None and plan.longest_row < plan.row_length:
+        lines.append(f"  no row of any step has more than {plan.longest_row:,} tokens")
+    if plan.steps_per_epoch is not None:
+        lines.append(f"  {plan.num_documents:,} documents = {plan.steps_per_epoch:,} steps an epoch")
+    if plan.total_steps is not None:
+        lines.append(f"  {plan.total_steps:,} optimizer steps in all")
+    return lines
+
+
+def show_memory(plan: MemoryPlan, console: Console) -> None:
+    """The estimated memory part by part as numbers and as a bar, and which parts are not in it."""
+    console.print(Text("\n".join(memory_lines(plan))), highlight=False, soft_wrap=True)
+    if bar := memory_bar(plan.memory, width=min(console.width - _WHAT_THERE_IS, 96)):
+        console.print(Text("  ").append_text(bar))
+
+
+def memory_lines(plan: MemoryPlan) -> list[str]:
+    """The memory of one GPU or rank in words."""
+    parts = asdict(plan.memory)
+    total, capacity = parts.pop("total"), parts.pop("capacity")
+    known = [f"{name} {_gib(value)}" for name, value in parts.items() if value is not None]
+    missing = [name for name, value in parts.items() if value is None]
+    lines = [f"Memory of each GPU or rank (estimated, GiB{'' if capacity is None else f', of {capacity:g}'})"]
+    if known:
+        lines.append(f"  {' + '.join(known)}" + (f" = {_gib(total)}" if total is not None else ""))
+    if missing:
+        lines.append(f"  not estimated: {', '.join(missing)}")
+    return [*lines, f"  {plan.verdict}"]
+
+
+def show_host_memory(plan: HostPlan, console: Console) -> None:
+    """The estimated memory of a node's host, and what is written to its NVMe disk."""
+    console.print(Text("\n".join(host_memory_lines(plan))), highlight=False, soft_wrap=True)
+
+
+def host_memory_lines(plan: HostPlan) -> list[str]:
+    """The host memory of one node in words; parts that are nothing are left out."""
+    memory = plan.memory
+    of = "" if memory.capacity is None else f", of {memory.capacity:,g}"
+    lines = [f"Host memory of each node (estimated, GiB{of})"]
+    named = ("processes", "training", "loading", "offload", "saving")
+    parts = [f"{name} {_gib(value)}" for name in named if (value := getattr(memory, name))]
+    if memory.total is not None:
+        lines.append(f"  {', '.join(parts)}; {_gib(memory.total)} at the peak")
+    if plan.nvme_gib:
+        lines.append(f"  on its NVMe disk {_gib(plan.nvme_gib)}")
+    return [*lines, f"  {plan.verdict}"]
+
+
+# By part: what it is drawn with, where there are colours and where there are none.
+_BAR = {
+    "weights": ("blue", "W"), "gradients": ("cyan", "G"), "optimizer": ("magenta", "O"), "activations": ("yellow", "A"),
+    "buffers": ("green", "B"), "overhead": ("white", "C"),
+}  # fmt: skip
+
+
+_PLAINLY_MORE = 1.1
+_WHAT_THERE_IS = 26  # columns of what stands before the bar, and behind one that is longer than the memory
+
+
+def memory_bar(memory: Memory, width: int) -> Text | None:
+    """The parts end to end, to the scale of the memory there is, or of the total where that is more; with a key.
+
+    None where nothing is known.
+    """
+    values = {name: getattr(memory, name) for name in _BAR}
+    total = memory.total
+    if not total:
+        return None
+    scale = (width - 2) / max(total, memory.capacity or 0.0)
+    bar, drawn, reached = Text("["), 0, 0.0
+    for name, (colour, letter) in _BAR.items():
+        reached += values[name] or 0.0
+        cells = round(reached * scale) - drawn
+        bar.append(letter * cells, style=f"{colour} reverse")
+        drawn += cells
+    bar.append("." * (width - 2 - drawn) + "]")
+    if memory.capacity is not None and total > memory.capacity:
+        bar.append(f" {_times(total / memory.capacity)} x what there is", style="red")
+    return bar.append("\n  " + "  ".join(f"{letter} {name}" for name, (_, letter) in _BAR.items() if values[name]))
+
+
+def _times(ratio: float) -> str:
+    """How often what there is goes into more than that, which is never said to be once."""
+    return f"{ratio:,.1f}" if ratio >= _PLAINLY_MORE else f"{math.ceil(ratio * 100) / 100:.2f}"
+
+
+def show_time(plan: TimePlan, console: Console) -> None:
+    """The estimated speed and duration with what they rest on, or why there is no estimate."""
+    console.print(Text("\n".join(time_lines(plan))), highlight=False, soft_wrap=True)
+
+
+def time_lines(plan: TimePlan) -> list[str]:
+    """The speed and the duration in words."""
+    lines = ["Time (estimated)"]
+    speed, total = plan.tokens_per_second_per_gpu, plan.tokens_per_second
+    if speed is not None and total is not None and plan.efficiency is not None:
+        all_of_them = f", {total:,.0f} in all" if total > speed else ""
+        lines.append(
+            f"  {speed:,.0f} tokens/s per GPU{all_of_them}, at {plan.efficiency:.1%} of {plan.peak_tflops:g} TFLOP/s"
+        )
+    tokens = None if plan.tokens is None else f"{plan.tokens:,.0f} tokens"
+    if plan.hours is not None:
+        lines.append(
+            f"  {tokens} take {_hours(plan.hours)} hours = {_hours(plan.gpu_hours)} GPU-hours; loading, validation, "
+            "saving and evaluation come on top"
+        )
+    elif speed is not None:
+        unknown = "how many tokens is not known before the data is prepared: dataset.num_documents, .mean_tokens tell"
+        lines.append(f"  {tokens or unknown}")
+    return [*lines, *(f"  {line}" for line in plan.assumption.replace("; ", ";\n    ").splitlines())]
+
+
+def _hours(hours: float | None) -> str:
+    if hours is None:
+        return "?"
+    return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
+
+
+def _gib(value: float) -> str:
+    return f"{value:,.1f}" if value >= 1 or value == 0 else f"{value:.2g}"
+
+
+def show_command(command: list[str], console: Console, what: str = "launch") -> None:
+    """The launch command as one line that a shell takes."""
+    console.print(Text(f"{what}: {shlex.join(command)}"), soft_wrap=True)
+
+
+def show_end(outcome: Outcome, folder: Path, report: Path | None, console: Console) -> None:
+    """How the run ended and where to look."""
+    if outcome.exit_code == 0:
+        console.print(Text("finished", style="green"))
+    else:
+        console.print(Text(outcome.reason, style="red"), soft_wrap=True)
+    console.print(Text(f"run folder: {folder}" + (f"\nreport: {report}" if report else "")), soft_wrap=True)
+
+
+@contextmanager
+def preparing(console: Console) -> Iterator[Callable[[int, int | None, str], None]]:
+    """A progress callback `(done, total, what)` for preparing data; plain lines without a terminal."""
+    if not console.is_terminal:
+        seen: set[str] = set()
+
+        def line(done: int, total: int | None, what: str) -> None:
+            if what not in seen:
+                seen.add(what)
+                console.print(Text(f"preparing: {what}"))
+
+        yield line
+        return
+    what_column = TextColumn("preparing: {task.description}", markup=False)
+    columns = (what_column, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def update(done: int, total: int | None, what: str) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done, total=total)
+
+        yield update

@@ -1,0 +1,1 @@
+"""Time and tokens per second of a run, estimated before it starts."""

@@ -1,0 +1,413 @@
+"""The speeds that were measured, each with its source: the only place that plans take a speed from.
+
+Two tables: what one GPU reached by itself, and what a strategy lost of it to communication and bookkeeping. All on
+H200s, with random weights and generated documents, since neither changes the speed. A loss is kept in seconds of a
+pass and not as a share, because it is the same bytes and the same calls however long the computing takes.
+tests/plan/test_throughput.py holds runs that are in neither table against what follows from them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tunebook.config.choices import Attention, Compute, Strategy
+from tunebook.config.schema import ModelFacts
+from tunebook.model.flops import flops_per_token, model_flops_utilisation, recomputed_flops_per_token
+
+RESULTS = "tests/bench/results/"
+_SPEED, _SMALL = f"{RESULTS}h200_speed.jsonl", f"{RESULTS}h200_qwen05b_single.jsonl"
+_ONE_GPU, _FOUR = f"{RESULTS}h200_speed_one_gpu.jsonl", f"{RESULTS}h200x4_speed.jsonl"
+_BESIDE_PEERS = f"{RESULTS}h200x4_beside_peers.jsonl"
+_ONE_PASS, _FLASH_4 = f"{RESULTS}h200_one_pass_head.jsonl", f"{RESULTS}h200_flash_attention_4.jsonl"
+_SELECTIVE, _SELECTIVE_FOUR = f"{RESULTS}h200_selective.jsonl", f"{RESULTS}h200x4_selective.jsonl"
+BF16_PEAK, FP32_PEAK, FP8_PEAK = 989.0, 67.0, 1979.0  # TFLOP/s of the GPU all was measured on
+MEASURED_ON = "H200"
+
+QWEN_3B = ModelFacts(num_parameters=3_085_938_688, num_layers=36, hidden_size=2048)
+QWEN_05B = ModelFacts(num_parameters=494_032_768, num_layers=24, hidden_size=896)
+LLAMA_8B = ModelFacts(num_parameters=8_030_261_248, num_layers=32, hidden_size=4096)
+LLAMA_8B_SLICE = ModelFacts(num_parameters=3_668_021_248, num_layers=12, hidden_size=4096)
+LLAMA_70B_SLICE = ModelFacts(num_parameters=3_946_913_792, num_layers=4, hidden_size=8192)
+_NAMES = {
+    QWEN_3B.num_parameters: "Qwen2.5-3B",
+    QWEN_05B.num_parameters: "Qwen2.5-0.5B",
+    LLAMA_8B.num_parameters: "Llama 3 8B",
+    LLAMA_8B_SLICE.num_parameters: "12 layers of Llama 3 8B",
+    LLAMA_70B_SLICE.num_parameters: "4 layers of Llama 2 70B, as one of four under FSDP",
+}
+
+# The generated documents' lengths as a token sees them (sum of squares / sum), whole and cut at 1,024 tokens.
+_WHOLE, _CUT = 1033.0, 640.0
+# Real tokens in a padded pass of 11 documents. Where they were cut was not recorded: their mean is 424 tokens cut at
+# 1,024 and 492 whole, so this is 7% off at most.
+_PADDED_PASS = 11 * 458
+# Real tokens in a packed pass: 132 documents of 424 on 2 GPUs in 8 passes each.
+_SMALL_PASS = 132 * 424 // (2 * 8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alone:
+    """What one GPU reached."""
+
+    source: str  # file and name of the result
+    model: ModelFacts
+    tokens_per_second: float  # real ones
+    tokens_per_pass: int  # forward and backward, padding included
+    attended_length: float
+    attention: Attention
+    is_packed: bool = True
+    padding_share: float | None = 0.0  # None: not recorded
+    compute: Compute = Compute.bf16
+    is_recomputed: bool = False
+    is_compiled: bool = False  # model.compile_layers
+    is_one_pass: bool = False  # model.one_pass_head
+    is_selective: bool = False  # activation=selective
+
+    @property
+    def efficiency(self) -> float:
+        """The share of the peak with which it computed, padding and what is computed twice included.
+
+        Where the padding was not recorded it is left out, so the share is of real tokens only.
+        """
+        flops = flops_per_token(self.model, self.attended_length)
+        if self.is_recomputed:
+            flops += recomputed_flops_per_token(self.model, self.attended_length)
+        peak = {Compute.fp32: FP32_PEAK, Compute.fp8: FP8_PEAK}.get(self.compute, BF16_PEAK)
+        return model_flops_utilisation(self.tokens_per_second / (1 - (self.padding_share or 0.0)), flops, peak)
+
+    @property
+    def seconds_of_a_layer(self) -> float:
+        """What a pass took for each layer, both ways."""
+        return self.tokens_per_pass / self.tokens_per_second / self.model.num_layers
+
+    @property
+    def flops_per_pass(self) -> float:
+        """How much work a pass is, which decides how well a GPU is kept busy."""
+        return self.tokens_per_pass * flops_per_token(self.model, self.attended_length)
+
+    @property
+    def text(self) -> str:
+        """For people: where the number comes from."""
+        rows = ("packed" if self.is_packed else "padded") + (", compiled" if self.is_compiled else "")
+        rows += ", head in one pass" if self.is_one_pass else ""
+        rows += ", norms and activation functions computed again" if self.is_selective else ""
+        return (
+            f"one {MEASURED_ON} with {_NAMES[self.model.num_parameters]}, {rows}, {self.attention.name}, "
+            f"{self.compute.name} ({self.tokens_per_second:,.0f} tokens/s)"
+        )
+
+
+# The 3B model's packed passes on flash attention were two rows. That they held 4,096 tokens is not written down: it is
+# the longest document, and the MFU recorded beside the speed is that of documents which were not cut.
+ALONE = (
+    Alone(
+        source=f"{_SPEED} packed_flash_attention_2", model=QWEN_3B, tokens_per_second=21_841, tokens_per_pass=8192,
+        attended_length=_WHOLE, attention=Attention.flash_attention_2,
+    ),
+    Alone(
+        source=f"{_SPEED} packed_flash_attention_4", model=QWEN_3B, tokens_per_second=22_233, tokens_per_pass=8192,
+        attended_length=_WHOLE, attention=Attention.flash_attention_4,
+    ),
+    Alone(
+        source=f"{_ONE_GPU} varlen_8192", model=QWEN_3B, tokens_per_second=22_936.35, tokens_per_pass=8192,
+        attended_length=_WHOLE, attention=Attention.varlen_attention,
+    ),
+    Alone(
+        source=f"{_ONE_GPU} compiled_8192", model=QWEN_3B, tokens_per_second=24_679.4, tokens_per_pass=8192,
+        attended_length=_WHOLE, attention=Attention.varlen_attention, is_compiled=True,
+    ),
+    Alone(
+        source=f"{_ONE_GPU} compiled_16384", model=QWEN_3B, tokens_per_second=26_355.5, tokens_per_pass=16384,
+        attended_length=_WHOLE, attention=Attention.varlen_attention, is_compiled=True,
+    ),
+    Alone(
+        source=f"{_ONE_PASS} compiled_8192", model=QWEN_3B, tokens_per_second=25_557.35, tokens_per_pass=8192,
+        attended_length=_WHOLE, attention=Attention.varlen_attention, is_compiled=True, is_one_pass=True,
+    ),
+    Alone(
+        source=f"{_ONE_PASS} compiled_16384", model=QWEN_3B, tokens_per_second=26_807.5, tokens_per_pass=16384,
+        attended_length=_WHOLE, attention=Attention.varlen_attention, is_compiled=True, is_one_pass=True,
+    ),
+    Alone(
+        source=f"{_SELECTIVE} compiled_32768_selective", model=QWEN_3B, tokens_per_second=27_808.45,
+        tokens_per_pass=32768, attended_length=_WHOLE, attention=Attention.varlen_attention, is_compiled=True,
+        is_one_pass=True, is_selective=True,
+    ),
+    Alone(
+        source=f"{_FLASH_4} compiled_8192_flash_4", model=QWEN_3B, tokens_per_second=26_439.05, tokens_per_pass=8192,
+        attended_length=_WHOLE, attention=Attention.varlen_attention_4, is_compiled=True, is_one_pass=True,
+    ),
+    Alone(
+        source=f"{_FLASH_4} compiled_16384_flash_4", model=QWEN_3B, tokens_per_second=27_851.3,
+        tokens_per_pass=16384, attended_length=_WHOLE, attention=Attention.varlen_attention_4, is_compiled=True,
+        is_one_pass=True,
+    ),
+    Alone(
+        source=f"{_SMALL} flash_attention_4_rows_8192", model=QWEN_05B, tokens_per_second=75_767.6,
+        tokens_per_pass=8192, attended_length=_CUT, attention=Attention.flash_attention_4,
+    ),
+    Alone(  # a row to a step
+        source=f"{_SMALL} compiled_32768", model=QWEN_05B, tokens_per_second=145_701.0, tokens_per_pass=25_786,
+        attended_length=_CUT, attention=Attention.varlen_attention, is_compiled=True, is_one_pass=True,
+    ),
+    Alone(
+        source=f"{_SPEED} packed_sdpa", model=QWEN_3B, tokens_per_second=7_080, tokens_per_pass=4096,
+        attended_length=_WHOLE, attention=Attention.sdpa,
+    ),
+    Alone(
+        source=f"{_SMALL} single", model=QWEN_05B, tokens_per_second=38_093.2, tokens_per_pass=4096,
+        attended_length=_CUT, attention=Attention.sdpa,
+    ),
+    # With TRL's head. Computing the logits twice is 5% of what these layers take and 2% of what all of them do, so with
+    # the head in one pass they would promise more than the whole model reaches.
+    Alone(
+        source=f"{_BESIDE_PEERS} llama8b_12_layers", model=LLAMA_8B_SLICE, tokens_per_second=27_452.15,
+        tokens_per_pass=16384, attended_length=_WHOLE, attention=Attention.varlen_attention, is_compiled=True,
+    ),
+    Alone(
+        source=f"{_BESIDE_PEERS} llama8b_12_layers_fp8", model=LLAMA_8B_SLICE, tokens_per_second=33_304.5,
+        tokens_per_pass=16384, attended_length=_WHOLE, attention=Attention.varlen_attention, compute=Compute.fp8,
+        is_compiled=True,
+    ),
+    Alone(
+        source=f"{_ONE_PASS} compiled_16384_fp8", model=QWEN_3B, tokens_per_second=30_754.4, tokens_per_pass=16384,
+        attended_length=_WHOLE, attention=Attention.varlen_attention, compute=Compute.fp8, is_compiled=True,
+        is_one_pass=True,
+    ),
+    Alone(
+        source=f"{_FOUR} compiled_16384_fp8", model=QWEN_3B, tokens_per_second=30_153.3, tokens_per_pass=16384,
+        attended_length=_WHOLE, attention=Attention.varlen_attention, compute=Compute.fp8, is_compiled=True,
+    ),
+    # Sharded over 4 GPUs, so a single one would have reached more: the one measurement of wide layers with sdpa.
+    Alone(
+        source=f"{RESULTS}h200x4_recipes.jsonl llama2_70b_fsdp", model=LLAMA_70B_SLICE, tokens_per_second=11_784.2,
+        tokens_per_pass=4080, attended_length=_CUT, attention=Attention.sdpa,
+    ),
+    Alone(
+        source=f"{_SPEED} padded_as_published", model=QWEN_3B, tokens_per_second=3_886, tokens_per_pass=11 * 1024,
+        attended_length=_WHOLE, attention=Attention.sdpa, is_packed=False, padding_share=None, is_recomputed=True,
+    ),
+    Alone(
+        source=f"{_SMALL} padded", model=QWEN_05B, tokens_per_second=24_423.0, tokens_per_pass=6 * 845,
+        attended_length=_CUT, attention=Attention.sdpa, is_packed=False, padding_share=0.4983,
+    ),
+    Alone(
+        source=f"{_SMALL} fp32_as_volta", model=QWEN_05B, tokens_per_second=8_946.25, tokens_per_pass=1024,
+        attended_length=_CUT, attention=Attention.sdpa, compute=Compute.fp32,
+    ),
+    Alone(
+        source=f"{_FOUR} volta_by_document", model=QWEN_3B, tokens_per_second=2_336.3, tokens_per_pass=4096,
+        attended_length=_WHOLE, attention=Attention.sdpa_by_document, compute=Compute.fp32,
+    ),
+    Alone(
+        source=f"{_FOUR} volta_sdpa", model=QWEN_3B, tokens_per_second=1_575.2, tokens_per_pass=4096,
+        attended_length=_WHOLE, attention=Attention.sdpa, compute=Compute.fp32, is_recomputed=True,
+    ),
+    Alone(  # 2 documents of 482 in the mean to a pass
+        source=f"{_FOUR} volta_padded", model=QWEN_3B, tokens_per_second=1_200.5, tokens_per_pass=1411,
+        attended_length=_WHOLE, attention=Attention.sdpa, compute=Compute.fp32, is_packed=False, padding_share=0.3169,
+        is_recomputed=True,
+    ),
+)  # fmt: skip
+# Passes of so little work that the GPU waited for the next kernel: what they took is the least that a pass takes, of as
+# many layers. In rows of 8,192 and 4,096 tokens the same layers took 1.4 and 1.2 times as long.
+FLASH_WAITING = Alone(
+    source=f"{_SMALL} flash_attention_4", model=QWEN_05B, tokens_per_second=13_509.9, tokens_per_pass=1024,
+    attended_length=_CUT, attention=Attention.flash_attention_4,
+)  # fmt: skip
+SDPA_WAITING = Alone(
+    source=f"{_SMALL} sdpa", model=QWEN_05B, tokens_per_second=11_359.6, tokens_per_pass=1024,
+    attended_length=_CUT, attention=Attention.sdpa,
+)  # fmt: skip
+# Padding where the documents' lengths are not known: measured with generated ones of up to 1,024 tokens, 6 to a pass.
+USUAL_PADDING_SHARE = 0.4983
+
+# Tokens per second with every layer's forward pass computed again, for those without.
+RECOMPUTED, STORED = 17_810.0, 22_233.0
+RECOMPUTED_SOURCE = f"{_SPEED} packed_flash_attention_4_checkpointing"
+# The share of the peak is higher so: a third more is computed, but the time does not grow by a third.
+RECOMPUTED_GAIN = (
+    RECOMPUTED / STORED * (1 + recomputed_flops_per_token(QWEN_3B, _WHOLE) / flops_per_token(QWEN_3B, _WHOLE))
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selective:
+    """What a run reached that computes norms and activation functions again, for what it reached without.
+
+    What is computed twice is no product, so it counts as time and not as work.
+    """
+
+    source: str  # of the first; the other's is named without `_selective`
+    again: float
+    stored: float
+
+    @property
+    def gain(self) -> float:
+        """Below one: a loss."""
+        return self.again / self.stored
+
+
+SELECTIVE = Selective(source=f"{_SELECTIVE} compiled_16384_selective", again=27_114.2, stored=27_503.05)
+SELECTIVE_LORA = Selective(source=f"{_SELECTIVE} lora_8b_compiled_selective", again=14_711.9, stored=15_135.05)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """What several GPUs reached with a strategy, for what one of them reached alone with the same passes."""
+
+    source: str
+    strategy: Strategy
+    num_gpus: int
+    model: ModelFacts
+    tokens_per_pass: int  # real ones, of one GPU
+    together: float  # tokens per second of each GPU
+    alone: float
+    is_packed: bool = True
+    is_alone_computed: bool = False  # by the share of the peak that some of the layers reached, where all do not fit
+
+    @property
+    def lost_seconds(self) -> float:
+        """What a pass takes longer than alone."""
+        return self.tokens_per_pass * (1 / self.together - 1 / self.alone)
+
+    @property
+    def text(self) -> str:
+        """For people: where the number comes from."""
+        how = ", worked out from some of its layers" if self.is_alone_computed else ""
+        return (
+            f"{self.together:,.0f} for {self.alone:,.0f} tokens/s{how}, {_NAMES[self.model.num_parameters]} on "
+            f"{self.num_gpus} {MEASURED_ON}"
+        )
+
+
+SPREAD = (
+    Spread(
+        source=f"{_SPEED} zero2", strategy=Strategy.zero2, num_gpus=8, model=QWEN_3B, tokens_per_pass=8192,
+        together=17_289, alone=22_233,
+    ),
+    Spread(
+        source=f"{_SELECTIVE_FOUR} fsdp_16384", strategy=Strategy.fsdp, num_gpus=4, model=QWEN_3B,
+        tokens_per_pass=16384, together=25_393.55, alone=27_391.05,
+    ),
+    Spread(
+        source=f"{_SPEED} fsdp", strategy=Strategy.fsdp, num_gpus=8, model=QWEN_3B, tokens_per_pass=8192,
+        together=17_578, alone=22_233,
+    ),
+    # No GPU holds this model's states alone; so fast one would be with the share of its peak that 12 of the 32 layers
+    # reached in rows of 16,384. The second was measured in shorter ones, and before blocks knew their own sizes under
+    # FSDP: a part of what it lost is due to that.
+    Spread(
+        source=f"{_BESIDE_PEERS} llama8b_fsdp_16384", strategy=Strategy.fsdp, num_gpus=4, model=LLAMA_8B,
+        tokens_per_pass=16384, together=11_348.05, alone=12_502, is_alone_computed=True,
+    ),
+    Spread(
+        source=f"{_FOUR} llama8b_grad_op_sizes_open", strategy=Strategy.fsdp_grad_op, num_gpus=4, model=LLAMA_8B,
+        tokens_per_pass=8192, together=10_594.05, alone=12_502, is_alone_computed=True,
+    ),
+    Spread(
+        source=f"{_SELECTIVE_FOUR} ddp_16384", strategy=Strategy.ddp, num_gpus=4, model=QWEN_3B,
+        tokens_per_pass=16384, together=26_205.55, alone=27_391.05,
+    ),
+    Spread(
+        source=f"{_SPEED} zero3", strategy=Strategy.zero3, num_gpus=8, model=QWEN_3B, tokens_per_pass=8192,
+        together=7_969, alone=22_233,
+    ),
+    Spread(  # the layers of both were compiled
+        source=f"{_SPEED} fsdp_grad_op_compiled", strategy=Strategy.fsdp_grad_op, num_gpus=8, model=QWEN_3B,
+        tokens_per_pass=8192, together=22_356, alone=23_171,
+    ),
+    Spread(
+        source=f"{_SPEED} padded_as_published_zero2", strategy=Strategy.zero2, num_gpus=8, model=QWEN_3B,
+        tokens_per_pass=_PADDED_PASS, together=1_863, alone=3_886, is_packed=False,
+    ),
+    # Alone with the same 132 documents a step: sdpa_rows_4096 of the same file. Both ZeRO rows with
+    # parallelism.mixed_precision=cast, which was the only way then.
+    Spread(
+        source=f"{_SMALL} ddp", strategy=Strategy.ddp, num_gpus=2, model=QWEN_05B, tokens_per_pass=_SMALL_PASS,
+        together=23_025.4, alone=28_746.9,
+    ),
+    Spread(
+        source=f"{_SMALL} fsdp", strategy=Strategy.fsdp, num_gpus=2, model=QWEN_05B, tokens_per_pass=_SMALL_PASS,
+        together=19_803.4, alone=28_746.9,
+    ),
+    Spread(
+        source=f"{_SMALL} zero2", strategy=Strategy.zero2, num_gpus=2, model=QWEN_05B, tokens_per_pass=_SMALL_PASS,
+        together=17_422.1, alone=28_746.9,
+    ),
+    Spread(
+        source=f"{_SMALL} zero3", strategy=Strategy.zero3, num_gpus=2, model=QWEN_05B, tokens_per_pass=_SMALL_PASS,
+        together=8_750.7, alone=28_746.9,
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """What an adapter reached (LoRA of rank 16 on every linear layer) for a full fine-tune of the same set-up."""
+
+    source: str
+    strategy: Strategy
+    adapter: float  # tokens per second of each GPU
+    full: float
+    model: ModelFacts
+    num_gpus: int = 2
+    trained: int = 8_798_208
+    attended_length: float = _CUT
+    is_compiled: bool = False
+
+    @property
+    def gain(self) -> float:
+        """Of the share of the peak: less is computed, in nearly the same time."""
+        useful = flops_per_token(self.model, self.attended_length, self.trained)
+        return self.adapter / self.full * useful / flops_per_token(self.model, self.attended_length)
+
+    @property
+    def text(self) -> str:
+        """For people: where the number comes from."""
+        return (
+            f"{self.adapter:,.0f} for {self.full:,.0f} tokens/s, {_NAMES[self.model.num_parameters]} on "
+            f"{self.num_gpus} {MEASURED_ON} with {self.strategy.name}"
+        )
+
+
+# An adapter adds many small kernels, most of which compiling takes away again: 8 layers of Qwen3-4B were 4% faster with
+# one than without where they were as they are, and 23% where they were compiled (h200x2_architectures.jsonl). No GPU
+# holds all states of the 8B model: its full fine-tune is worked out from some of its layers, as for `SPREAD`.
+ADAPTERS = (
+    Adapter(
+        source=f"{_SMALL} zero2_lora", strategy=Strategy.zero2, adapter=18_102.1, full=17_422.1, model=QWEN_05B
+    ),
+    Adapter(source=f"{_SMALL} fsdp_lora", strategy=Strategy.fsdp, adapter=14_602.7, full=19_803.4, model=QWEN_05B),
+    Adapter(
+        source=f"{_SELECTIVE} lora_8b_compiled", strategy=Strategy.single, adapter=15_135.05, full=12_502,
+        model=LLAMA_8B, num_gpus=1, trained=41_943_040, attended_length=_WHOLE, is_compiled=True,
+    ),
+)  # fmt: skip
+
+
+# Of the speed, what is left where the same run gives the same bits, with the same attention: Qwen2.5-0.5B on an H200.
+DETERMINISTIC_SOURCE = f"{RESULTS}h200_deterministic.jsonl qwen05b_single_deterministic_1-2"
+DETERMINISTIC = 7_189.5 / 20_927.75
+
+# Of the share of the peak that other layers reach, what those with experts did: a router and many small products. Of
+# two layers of Qwen3-30B-A3B, whose 13.5 us a token are for the most part its head's (74,275 tokens/s, one H200).
+EXPERTS_SOURCE = f"{RESULTS}h200x2_architectures.jsonl qwen3_moe_plain"
+EXPERTS = 0.33
+
+
+def rate_on_8(strategy: Strategy) -> float | None:
+    """Tokens per second of each of 8 H200 with the 3B model in packed rows; None where that was not measured."""
+    found = [row for row in SPREAD if row.strategy is strategy and row.num_gpus == 8 and row.is_packed]
+    return found[0].together if found else None
+
+
+def share_beside(strategy: Strategy, other: Strategy) -> float | None:
+    """The speed of a strategy for that of another, where both were measured alike; None where they were not."""
+    mine = {_passes(row): row.together for row in SPREAD if row.strategy is strategy}
+    theirs = {_passes(row): row.together for row in SPREAD if row.strategy is other}
+    return next((rate / theirs[passes] for passes, rate in mine.items() if passes in theirs), None)
+
+
+def _passes(row: Spread) -> tuple[int, int, int]:
+    return row.num_gpus, row.model.num_parameters, row.tokens_per_pass

@@ -1,0 +1,271 @@
+"""How fast a run will be, without a GPU: work per token, over the peak of the GPU, times a share that was measured.
+
+    seconds of a pass = work / (peak x share of it that one GPU reached) + what the strategy lost in a pass
+
+where the first is no less than a GPU takes that waits for its kernels to be launched. Work is what is computed, padding
+and recomputed layers included. The shares and the losses are those of `measured_speed`, of whatever was measured
+nearest, and the answer says what was assumed by that. Where nothing comparable was measured there is no estimate but
+the reason; several nodes have a bound, the speed of one with all of their GPUs. Loading, validation, saving and
+evaluation come on top.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tunebook.config.choices import Checkpointing, Compute, Generation, PackingMode, PeftMethod, Switch
+from tunebook.config.schema import ModelFacts, RunConfig
+from tunebook.data.batch import BatchPlan, world_size
+from tunebook.facts.peaks import Peak, peak_of
+from tunebook.model.flops import flops_per_token, recomputed_flops_per_token
+from tunebook.model.parameters import count_parameters, has_experts, of_layers
+from tunebook.plan.comparable import (
+    SEVERAL_NODES,
+    adapter_like,
+    alike,
+    as_on_one_node,
+    measured_as,
+    spread_like,
+    waiting_like,
+    why_not_estimated,
+)
+from tunebook.plan.speed.measured_speed import (
+    DETERMINISTIC,
+    EXPERTS,
+    MEASURED_ON,
+    RECOMPUTED,
+    RECOMPUTED_GAIN,
+    SELECTIVE,
+    SELECTIVE_LORA,
+    STORED,
+    USUAL_PADDING_SHARE,
+    Adapter,
+    Alone,
+    Selective,
+    Spread,
+)
+
+_DIGITS = {
+    "tokens_per_second_per_gpu": 1, "tokens_per_second": 1, "most_tokens_per_second": 1, "tokens": 0, "efficiency": 4,
+}  # others: 3  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimePlan:
+    """The speed and the duration of a run. None where it is not known; `assumption` says why, or what it rests on."""
+
+    tokens_per_second_per_gpu: float | None = None  # real tokens: padding is none
+    tokens_per_second: float | None = None  # of all GPUs
+    tokens: float | None = None  # of the whole run, padding not counted
+    hours: float | None = None
+    gpu_hours: float | None = None
+    efficiency: float | None = None  # share of the peak, 0 to 1, with which all that is computed is computed
+    peak_tflops: float | None = None  # of one GPU, dense
+    # Bounds, where there is no estimate: what the links between the nodes cost is not known and comes on top. They are
+    # keys of their own, so that nothing takes them for a prediction and the difference for its error.
+    least_hours: float | None = None
+    most_tokens_per_second: float | None = None  # of all GPUs
+    assumption: str
+
+    def to_json(self) -> dict[str, Any]:
+        """The `time` part of a plan."""
+        return {
+            key: round(value, _DIGITS.get(key, 3)) if isinstance(value, float) else value
+            for key, value in asdict(self).items()
+        }
+
+
+def plan_time(config: RunConfig, batch: BatchPlan, *, gpu_name: str | None = None) -> TimePlan:
+    """Estimate the speed of a resolved configuration. `gpu_name` is NVML's, None for the generation's usual GPU."""
+    if config.hardware.num_nodes > 1:
+        return _bounded(config, plan_time(as_on_one_node(config), batch, gpu_name=gpu_name))
+    tokens, facts, generation = tokens_of_the_run(config, batch), config.model.facts, config.hardware.generation
+    uses_tf32 = config.precision.tf32 is Switch.enabled
+    peak = peak_of(generation, config.precision.compute, gpu_name=gpu_name, uses_tf32=uses_tf32)
+    reason = why_not_estimated(config)
+    if reason is None and peak is None:
+        reason = f"the peak of {gpu_name or generation.name} in {config.precision.compute.name} is not known"
+    if reason is None and facts is None:
+        reason = "the model's size is not known before it is loaded"
+    if reason is not None or facts is None or peak is None:
+        known = peak.tflops if peak is not None else None
+        return TimePlan(tokens=tokens, peak_tflops=known, assumption=f"not estimated: {reason}")
+    return _estimate(config, batch, facts, peak, tokens)
+
+
+def _bounded(config: RunConfig, one_node: TimePlan) -> TimePlan:
+    """What several nodes do at best. Where one would have no estimate either, that is the reason."""
+    speed, hours, ranks = one_node.tokens_per_second, one_node.hours, world_size(config)
+    if speed is None:
+        return one_node
+    at_least = "" if hours is None else f"at least {hours:.3g} hours, "
+    return TimePlan(
+        tokens=one_node.tokens,
+        peak_tflops=one_node.peak_tflops,
+        least_hours=hours,
+        most_tokens_per_second=speed,
+        assumption=f"not estimated: {SEVERAL_NODES}; {at_least}at most {speed:,.0f} tokens/s in all, as if the "
+        f"{ranks} GPUs were in one node: what the links between nodes cost is not counted; {one_node.assumption}",
+    )
+
+
+def tokens_of_the_run(config: RunConfig, batch: BatchPlan) -> float | None:
+    """Real tokens of all steps: of the prepared data, else by the data set's facts, else of full rows, else None."""
+    if batch.total_steps is None:
+        return None
+    if batch.tokens_per_step is None:
+        is_full = batch.is_packed and batch.global_tokens is not None
+        return float(batch.total_steps * (batch.global_tokens or 0)) if is_full else None
+    tokens = batch.total_steps * batch.tokens_per_step
+    if config.training.max_steps is None and batch.num_documents and batch.documents_per_step:
+        # An epoch's last step may be smaller.
+        epoch = batch.num_documents * batch.tokens_per_step / batch.documents_per_step
+        tokens = min(tokens, epoch * config.training.num_epochs)
+    return tokens
+
+
+def _estimate(config: RunConfig, batch: BatchPlan, facts: ModelFacts, peak: Peak, tokens: float | None) -> TimePlan:
+    attended = batch.attended_length or config.training.max_length
+    trained = None if config.peft.method is PeftMethod.full else count_parameters(config, facts).trained
+    flops = flops_per_token(facts, attended, trained)
+    padding = _padding_share(config, batch)
+    real = _real_tokens_per_pass(batch, padding)
+    row = alike(config, facts, flops * real / (1 - padding))
+    waited = _as_if_computed_by_experts(facts, trained)
+    if row.padding_share is None:
+        padding = 0.0  # it is in the share of the peak: as much as there was then
+    is_recomputed = config.activation.checkpointing is Checkpointing.enabled
+    if is_recomputed:
+        flops += recomputed_flops_per_token(facts, attended)
+    # In fp32 all ways reached two thirds of the peak: products take so long that nothing else shows.
+    adapter = None if row.compute is Compute.fp32 else adapter_like(config, facts)
+    gain = 1.0 if row.compute is Compute.fp32 else RECOMPUTED_GAIN ** (is_recomputed - row.is_recomputed)
+    gain *= (_selective(config).gain if _is_selective(config) else 1) / (SELECTIVE.gain if row.is_selective else 1)
+    gain *= DETERMINISTIC if config.training.deterministic else 1
+    share = row.efficiency * gain * (adapter.gain if adapter else 1)
+    work = real / (1 - padding) * flops / (peak.tflops * 1e12)  # seconds at the peak
+    spread = spread_like(config, facts)
+    computing, waiting = work * (1 + waited / flops) / share, _waiting_seconds(config, facts)
+    speed = real / (max(computing, waiting) + _lost_seconds(spread, facts))
+    ranks = world_size(config)
+    hours = None if tokens is None else tokens / (speed * ranks) / 3600
+    return TimePlan(
+        tokens_per_second_per_gpu=speed,
+        tokens_per_second=speed * ranks,
+        tokens=tokens,
+        hours=hours,
+        gpu_hours=None if hours is None else hours * ranks,
+        efficiency=work * speed / real,
+        peak_tflops=peak.tflops,
+        assumption=_assumption(config, batch, peak, row, spread, adapter, is_waiting=waiting > computing),
+    )
+
+
+def _waiting_seconds(config: RunConfig, facts: ModelFacts) -> float:
+    """What a pass takes at least, whatever it computes. A forward pass is a third of it, and may be done twice."""
+    is_recomputed = config.activation.checkpointing is Checkpointing.enabled
+    passes = 1 + 1 / 3 if is_recomputed else 1.0
+    return waiting_like(config).seconds_of_a_layer * facts.num_layers * passes
+
+
+def _as_if_computed_by_experts(facts: ModelFacts, trained: int | None) -> float:
+    """Operations per token that would take as long as layers with experts take more than others do."""
+    if not has_experts(facts):
+        return 0.0
+    assert facts.measured is not None
+    per_parameter = 6 if trained is None else 4
+    in_layers = of_layers(facts, facts.measured.active_parameters or 0)
+    return per_parameter * in_layers * (1 / EXPERTS - 1)
+
+
+def _is_selective(config: RunConfig) -> bool:
+    return config.activation.checkpointing is Checkpointing.selective
+
+
+def _selective(config: RunConfig) -> Selective:
+    return SELECTIVE if config.peft.method is PeftMethod.full else SELECTIVE_LORA
+
+
+def _padding_share(config: RunConfig, batch: BatchPlan) -> float:
+    """Of what is computed, 0 to 1. Rows are padded to the longest of their pass, so a single one is not padded."""
+    if batch.padding_share is not None:
+        return batch.padding_share
+    is_padded = config.packing.mode is PackingMode.padded and batch.micro_batch_size > 1
+    return USUAL_PADDING_SHARE if is_padded else 0.0
+
+
+def _real_tokens_per_pass(batch: BatchPlan, padding: float) -> float:
+    """Of one GPU. Rows are taken as full where the documents' lengths are not known."""
+    full = batch.micro_batch_size * batch.row_length * (1 - padding)
+    if not batch.tokens_per_step or not batch.rows_per_step:
+        return full
+    return batch.tokens_per_step / batch.rows_per_step * batch.micro_batch_size
+
+
+def _lost_seconds(spread: Spread | None, facts: ModelFacts) -> float:
+    """What a pass takes longer than on one GPU: the time measured, for a model of another size.
+
+    Bytes grow with the parameters and calls with the layers; between the two models that were measured the loss grew
+    by less than the first and by about the second. The geometric mean of both leans to neither.
+    """
+    if spread is None:
+        return 0.0
+    measured = spread.model
+    growth = facts.num_parameters / measured.num_parameters * facts.num_layers / measured.num_layers
+    return spread.lost_seconds * math.sqrt(growth)
+
+
+def _assumption(
+    config: RunConfig,
+    batch: BatchPlan,
+    peak: Peak,
+    row: Alone,
+    spread: Spread | None,
+    adapter: Adapter | None,
+    *,
+    is_waiting: bool,
+) -> str:
+    """Everything that the estimate takes for granted, the most doubtful first."""
+    generation, compute, strategy = config.hardware.generation, config.precision.compute, config.parallelism.strategy
+    parts = [f"the share of its peak that {row.text} reached"]
+    if is_waiting:
+        of = waiting_like(config)
+        parts = [f"a pass of so little work takes each layer the {1000 * of.seconds_of_a_layer:.1f} ms of {of.text}"]
+    if generation is not Generation.hopper:
+        parts.append(f"never measured on {generation.name}, whose peak is taken from the {peak.gpu}")
+    elif not peak.is_of_this_model:
+        parts.append(f"its peak is that of the {peak.gpu}")
+    if compute not in (row.compute, Compute.fp32):
+        parts.append(f"{compute.name} is as {row.compute.name}")
+    if config.model.compile_layers and not row.is_compiled:
+        parts.append("compiled blocks are no faster than they were there")
+    if adapter is not None:
+        parts.append(f"LoRA computes at {adapter.gain:.0%} of a full fine-tune's share ({adapter.text})")
+    facts = config.model.facts
+    if facts is not None and has_experts(facts):
+        parts.append(f"layers with experts reach {EXPERTS:.0%} of that share (2 of Qwen3-30B-A3B on one {MEASURED_ON})")
+    if row.is_packed != batch.is_packed:
+        parts.append("padded rows reach the same share as packed ones")
+    if batch.padding_share is None and not batch.is_packed and batch.micro_batch_size > 1:
+        known = row.padding_share is not None
+        parts.append(
+            f"{USUAL_PADDING_SHARE:.0%} of a pass is padding" if known else "there is as much padding as there"
+        )
+    if batch.tokens_per_step is None and batch.is_packed:
+        parts.append("rows are full")
+    if (
+        config.activation.checkpointing is Checkpointing.enabled
+        and not row.is_recomputed
+        and row.compute is not Compute.fp32
+    ):
+        parts.append(f"activation checkpointing leaves {RECOMPUTED / STORED:.0%} of the speed")
+    if _is_selective(config) and not row.is_selective:
+        parts.append(f"activation=selective leaves {_selective(config).gain:.1%} of the speed")
+    if config.training.deterministic:
+        parts.append(f"training.deterministic leaves {DETERMINISTIC:.0%} of the speed")
+    if spread is not None:
+        taken = f", taken as {spread.strategy.name}," if measured_as(strategy) is not strategy else ""
+        parts.append(f"{strategy.name}{taken} loses a pass the time it lost on {MEASURED_ON}s ({spread.text})")
+    return f"assumed: {'; '.join(parts)}"

@@ -1,0 +1,197 @@
+"""The batch arithmetic, against numbers worked out by hand."""
+
+import numpy as np
+import pytest
+
+from tunebook.config.choices import Generation, PackingMode, Strategy
+from tunebook.config.plain import plain_config
+from tunebook.config.schema import (
+    DatasetConfig,
+    HardwareConfig,
+    OptimizerConfig,
+    PackingConfig,
+    ParallelismConfig,
+    TrainingConfig,
+)
+from tunebook.data.batch import schedule_of, solve_batch
+from tunebook.data.sampler import RankBatches
+from tunebook.errors import RequestError
+
+
+def config_of(mode, ranks, *, mean_tokens=None, **training):
+    return plain_config(
+        dataset=DatasetConfig(mean_tokens=mean_tokens, num_documents=None),
+        parallelism=ParallelismConfig(strategy=Strategy.ddp),
+        hardware=HardwareConfig(generation=Generation.hopper, gpus_per_node=ranks),
+        packing=PackingConfig(mode=mode),
+        optimizer=OptimizerConfig(learning_rate=1e-4),
+        training=TrainingConfig(**{"max_length": 1024, **training}),
+    )
+
+
+@pytest.mark.parametrize(("most", "expected"), [(11, 6), (2, 33)])
+def test_528_documents_on_8_gpus_as_published(most, expected):
+    config = config_of(PackingMode.padded, 8, global_samples=528, micro_batch_size=most)
+    plan = solve_batch(config, None)
+    assert (plan.world_size, plan.micro_batch_size, plan.accumulation, plan.rows_per_step) == (8, most, expected, 528)
+
+
+def test_padded_micro_batch_is_the_largest_divisor_within_8192_tokens():
+    plan = solve_batch(config_of(PackingMode.padded, 8, global_samples=528), None)
+    assert (plan.micro_batch_size, plan.accumulation) == (6, 11)  # 66 per GPU: 6 is its largest divisor up to 8
+
+
+def test_a_padded_batch_that_does_not_divide_names_the_nearest_that_do():
+    with pytest.raises(RequestError, match=r"try training\.global_samples=96 or 104"):
+        solve_batch(config_of(PackingMode.padded, 8, global_samples=100), None)
+    with pytest.raises(RequestError, match=r"528 or 616, or training.micro_batch_size=9"):
+        solve_batch(config_of(PackingMode.padded, 8, global_samples=528 + 48, micro_batch_size=11), None)
+
+
+def test_solving_does_not_change_the_configuration():
+    config = config_of(PackingMode.padded, 8, global_samples=528)
+    solve_batch(config, None)
+    assert config.training.micro_batch_size is None
+
+
+def test_packed_rows_hold_every_step_and_divide_over_the_gpus():
+    lengths = np.random.default_rng(0).integers(20, 600, 1500).astype(np.int64)
+    config = config_of(PackingMode.isolated, 8, global_samples=64, num_epochs=3)
+    plan = solve_batch(config, lengths)
+    assert plan.rows_per_step % 8 == 0
+    assert plan.documents_per_step == 64
+    assert (plan.steps_per_epoch, plan.total_steps) == (24, 72)  # 1500 / 64 = 23.4
+    schedule = schedule_of(config, plan, lengths)
+    for epoch in range(3):
+        for step in schedule.steps_of_epoch(epoch):
+            rows = schedule.rows_of_step(step)
+            assert len(rows) == plan.rows_per_step
+            assert max(int(lengths[row].sum()) for row in rows if row) <= 1024
+
+
+def test_estimate_before_the_data_is_there():
+    plan = solve_batch(config_of(PackingMode.isolated, 8, global_samples=528, mean_tokens=400.0), None)
+    assert plan.is_estimate
+    assert plan.rows_per_step == 208  # 528 x 400 / 1024 = 206.25, in eights
+    assert plan.tokens_per_step == 211_200
+
+
+def test_nothing_is_guessed_where_nothing_is_known():
+    plan = solve_batch(config_of(PackingMode.isolated, 8, global_samples=528), None)
+    assert (plan.rows_per_step, plan.accumulation, plan.total_steps) == (None, None, None)
+
+
+@pytest.mark.parametrize(("samples", "mean"), [(16, None), (16, 400.0), (24, None)])
+def test_one_pass_is_planned_where_even_the_longest_documents_fit_into_it(samples, mean):
+    config = config_of(PackingMode.isolated, 8, global_samples=samples, micro_batch_size=2, mean_tokens=mean)
+    plan = solve_batch(config, None)
+    assert (plan.rows_per_step, plan.accumulation) == ((16, 1) if samples == 16 else (None, None))
+    config.packing.row_length = 2 * 1024
+    assert solve_batch(config, None).accumulation == 1
+    longest = np.full(samples * 3, 1024, dtype=np.int64)
+    assert solve_batch(config, longest).accumulation == 1, "which is what it comes to"
+
+
+def test_a_token_budget_fixes_the_rows():
+    lengths = np.full(1000, 256, dtype=np.int64)
+    plan = solve_batch(config_of(PackingMode.isolated, 4, global_tokens=32768), lengths)
+    assert (plan.rows_per_step, plan.accumulation) == (32, 8)
+    assert plan.documents_per_step == pytest.approx(1000 / 8)  # 128 documents a step, the last has 104
+
+
+def test_a_token_budget_that_does_not_divide_names_the_nearest():
+    with pytest.raises(RequestError, match=r"try training\.global_tokens=8192 or 16384"):
+        solve_batch(config_of(PackingMode.isolated, 8, global_tokens=10_000), None)
+
+
+def test_a_token_budget_needs_packing():
+    with pytest.raises(RequestError, match="packing=isolated"):
+        solve_batch(config_of(PackingMode.padded, 1, global_tokens=4096), None)
+
+
+def test_a_batch_larger_than_the_data_is_refused():
+    with pytest.raises(RequestError, match="more than the 50 documents"):
+        solve_batch(config_of(PackingMode.isolated, 1, global_samples=64), np.full(50, 9))
+
+
+@pytest.mark.parametrize("mode", [PackingMode.isolated, PackingMode.padded])
+def test_data_with_fewer_documents_than_gpus_takes_fewer_gpus(mode):
+    with pytest.raises(
+        RequestError, match=r"the 3 documents .*; try hardware\.gpus_per_node=3 training\.global_samples=3"
+    ):
+        solve_batch(config_of(mode, 8, global_samples=64), np.full(3, 9))
+    with pytest.raises(RequestError, match=r"the 1 document there is; try hardware\.gpus_per_node=1 "):
+        solve_batch(config_of(mode, 8, global_samples=64), np.full(1, 9))
+    with pytest.raises(RequestError, match=r"the 0 documents .*; try hardware\.gpus_per_node=1 "):
+        solve_batch(config_of(mode, 8, global_samples=64), np.full(0, 9))
+    solve_batch(config_of(mode, 3, global_samples=3), np.full(3, 9))
+
+
+def test_fewer_documents_than_gpus_are_refused():
+    with pytest.raises(RequestError, match=r"try training\.global_samples=8"):
+        solve_batch(config_of(PackingMode.isolated, 8, global_samples=4), None)
+
+
+@pytest.mark.parametrize(("max_steps", "expected"), [(None, 15), (7, 7)])
+def test_steps_follow_from_epochs_unless_said(max_steps, expected):
+    lengths = np.full(100, 10, dtype=np.int64)
+    config = config_of(PackingMode.isolated, 1, global_samples=10, num_epochs=1.5, max_steps=max_steps)
+    assert solve_batch(config, lengths).total_steps == expected
+
+
+@pytest.mark.parametrize("documents", [1500, 1503])
+def test_the_padding_is_what_the_ranks_will_count(documents):
+    lengths = np.random.default_rng(1).integers(20, 1024, documents).astype(np.int64)
+    config = config_of(PackingMode.padded, 2, global_samples=24, micro_batch_size=4)
+    plan = solve_batch(config, lengths)
+    batches = RankBatches(
+        schedule_of(config, plan, lengths), num_steps=plan.steps_per_epoch, micro_batch_size=4, rank=0, world_size=2
+    )
+    assert len(list(batches)) == plan.steps_per_epoch * plan.accumulation
+    counted = batches.totals(0, plan.steps_per_epoch)
+    assert counted.documents == documents
+    assert plan.padding_share == pytest.approx(1 - counted.tokens / counted.computed_tokens)
+    assert 0.3 < plan.padding_share < 0.5
+
+
+def test_packed_rows_have_no_padding_and_unknown_lengths_no_share():
+    lengths = np.array([100] * 30 + [300] * 30, dtype=np.int64)
+    plan = solve_batch(config_of(PackingMode.isolated, 1, global_samples=6), lengths)
+    assert (plan.padding_share, plan.attended_length) == (0.0, 250.0)  # (10,000 + 90,000) / 400
+    unknown = solve_batch(config_of(PackingMode.padded, 1, global_samples=6), None)
+    assert (unknown.padding_share, unknown.attended_length) == (None, None)
+
+
+def test_a_stated_mean_beyond_the_longest_document_is_cut():
+    plan = solve_batch(config_of(PackingMode.isolated, 1, global_samples=4, mean_tokens=5000.0), None)
+    assert plan.tokens_per_step == 4 * 1024
+
+
+@pytest.mark.parametrize(("samples", "max_steps"), [(6, None), (64, None), (64, 5)])
+def test_the_longest_row_is_that_of_the_runs_own_steps(samples, max_steps):
+    lengths = np.clip(np.random.default_rng(5).lognormal(5, 1, 1500), 16, 1024).astype(np.int64)
+    config = config_of(PackingMode.isolated, 2, global_samples=samples, num_epochs=2, max_steps=max_steps)
+    config.packing.row_length = 8192
+    plan = solve_batch(config, lengths)
+    schedule = schedule_of(config, plan, lengths)
+    steps = [step for epoch in range(2) for step in schedule.steps_of_epoch(epoch)][: plan.total_steps]
+    rows = [row for step in steps for row in schedule.rows_of_step(step)]
+    assert plan.longest_row == max(int(lengths[row].sum()) for row in rows)
+    assert plan.longest_row < 8192
+
+
+def test_the_longest_row_of_a_very_long_run_is_bounded(monkeypatch):
+    lengths = np.clip(np.random.default_rng(5).lognormal(5, 1, 1500), 16, 1024).astype(np.int64)
+    config = config_of(PackingMode.isolated, 2, global_samples=64)
+    config.packing.row_length = 8192
+    exact = solve_batch(config, lengths).longest_row
+    monkeypatch.setattr("tunebook.data.batch._MOST_PACKED_AGAIN", 0)
+    bound = solve_batch(config, lengths).longest_row
+    assert exact <= bound <= exact + 1024
+
+
+def test_the_longest_row_where_none_is_packed_or_a_budget_fills_them():
+    lengths = np.full(1000, 256, dtype=np.int64)
+    assert solve_batch(config_of(PackingMode.isolated, 4, global_tokens=32768), lengths).longest_row == 1024
+    assert solve_batch(config_of(PackingMode.padded, 4, global_samples=16), lengths).longest_row == 256
+    assert solve_batch(config_of(PackingMode.isolated, 4, global_samples=16), None).longest_row is None

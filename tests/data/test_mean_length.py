@@ -1,0 +1,70 @@
+"""The number and mean length that are planned with, against lengths that are drawn as the generator draws them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tunebook.config.choices import Overlong, Source
+from tunebook.config.plain import plain_config
+from tunebook.config.schema import DatasetConfig, RunConfig, SyntheticConfig, TrainingConfig
+from tunebook.data import synthetic
+from tunebook.data.mean_length import count_documents, mean_tokens
+
+
+def config_of(dataset: DatasetConfig, max_length: int = 1024) -> RunConfig:
+    return plain_config(dataset=dataset, training=TrainingConfig(max_length=max_length, global_samples=8))
+
+
+def drawn_lengths(settings: SyntheticConfig) -> np.ndarray:
+    random = np.random.default_rng(0)
+    return np.concatenate([synthetic._draw_lengths(random, settings) for _ in range(200)])
+
+
+def after(lengths: np.ndarray, overlong: Overlong, longest: int) -> np.ndarray:
+    """What is left of documents once those that are too long were dealt with."""
+    if overlong is Overlong.cut:
+        return np.minimum(lengths, longest)
+    if overlong is Overlong.drop:
+        return lengths[lengths <= longest]
+    pieces = [np.diff([*range(0, length, longest), length]) for length in lengths]
+    return np.concatenate(pieces)
+
+
+@pytest.mark.parametrize("overlong", list(Overlong))
+@pytest.mark.parametrize("longest", [200, 1024, 8192])
+@pytest.mark.parametrize(("sigma", "most"), [(0.9, 4096), (0.9, 700), (0.0, 4096)])
+def test_it_is_that_of_the_documents_that_are_drawn(overlong: Overlong, longest: int, sigma: float, most: int) -> None:
+    settings = SyntheticConfig(log_sigma_tokens=sigma, max_tokens=most)
+    config = config_of(DatasetConfig(source=Source.synthetic, synthetic=settings, overlong=overlong), longest)
+    drawn = drawn_lengths(settings)
+    lengths = after(drawn, overlong, longest)
+    assert mean_tokens(config) == (pytest.approx(float(lengths.mean()), rel=0.01) if len(lengths) else None)
+    kept = 20_000 * len(lengths) / len(drawn)
+    assert count_documents(config) == (pytest.approx(kept, rel=0.01) if len(lengths) else None)
+
+
+def test_what_is_stated_of_a_data_set_comes_first_and_otherwise_nothing_is_known() -> None:
+    assert mean_tokens(config_of(DatasetConfig(source=Source.synthetic, mean_tokens=300.0))) == 300
+    assert mean_tokens(config_of(DatasetConfig(source=Source.files, path="a.jsonl", mean_tokens=3000.0))) == 1024
+    assert mean_tokens(config_of(DatasetConfig(source=Source.files, path="a.jsonl"))) is None
+
+
+@pytest.mark.parametrize(
+    ("dataset", "expected"),
+    [
+        (DatasetConfig(source=Source.synthetic), 20_000),
+        (DatasetConfig(source=Source.synthetic, synthetic=SyntheticConfig(num_documents=500)), 500),
+        (DatasetConfig(source=Source.synthetic, max_documents=3_000, validation_share=0.1), 2_700),
+        (DatasetConfig(source=Source.synthetic, max_documents=30_000), 20_000),
+        (DatasetConfig(source=Source.synthetic, num_documents=659_808), 659_808),
+        (DatasetConfig(source=Source.hub, num_documents=52_000, validation_share=0.05), 49_400),
+        (DatasetConfig(source=Source.hub, num_documents=52_000, max_documents=1_000), 1_000),
+        (DatasetConfig(source=Source.hub, max_documents=1_000), None),  # it may have fewer
+        (DatasetConfig(source=Source.files, path="a.jsonl"), None),
+    ],
+)
+def test_documents_of_an_epoch_are_those_read_without_those_held_out(
+    dataset: DatasetConfig, expected: int | None
+) -> None:
+    assert count_documents(config_of(dataset)) == expected

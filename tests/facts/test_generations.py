@@ -1,0 +1,117 @@
+"""The table of GPU generations."""
+
+import pytest
+
+from tunebook.config.choices import Attention, Compute, Generation
+from tunebook.facts.generations import (
+    GENERATIONS,
+    can_run,
+    driver_major,
+    generation_of,
+    image_for_driver,
+)
+
+GPUS = [name for name in GENERATIONS if name is not Generation.cpu]
+
+
+def test_every_generation_but_auto_is_in_the_table():
+    assert set(GENERATIONS) == set(Generation) - {Generation.auto}
+
+
+@pytest.mark.parametrize(
+    ("capability", "generation"),
+    [
+        ((7, 0), Generation.volta),
+        ((7, 5), Generation.turing),
+        ((8, 0), Generation.ampere),
+        ((8, 6), Generation.ampere),
+        ((8, 9), Generation.ada),
+        ((9, 0), Generation.hopper),
+        ((10, 0), Generation.blackwell),
+        ((12, 0), Generation.blackwell),
+    ],
+)
+def test_known_capabilities_have_no_note(capability, generation):
+    match = generation_of(capability)
+    assert (match.generation, match.note) == (generation, None)
+
+
+@pytest.mark.parametrize(
+    ("capability", "generation", "note"),
+    [
+        ((8, 7), Generation.ampere, r"8\.7 is not in the table; taken as ampere \(8\.6\)"),
+        ((10, 3), Generation.blackwell, r"10\.3 is not in the table; taken as blackwell \(10\.0\)"),
+        ((13, 0), Generation.blackwell, r"13\.0 is not in the table; taken as blackwell \(12\.0\)"),
+        ((6, 1), Generation.volta, r"6\.1 is older than 7\.0"),
+    ],
+)
+def test_unknown_capability_is_the_nearest_older_one_and_says_so(capability, generation, note):
+    match = generation_of(capability)
+    assert match.generation is generation
+    assert match.note is not None
+    import re
+
+    assert re.search(note, match.note)
+
+
+@pytest.mark.parametrize(
+    ("attention", "oldest"),
+    [
+        (Attention.flash_attention_2, Generation.ampere),
+        (Attention.flash_attention_3, Generation.ampere),
+        (Attention.flash_attention_4, Generation.hopper),
+    ],
+)
+def test_flash_attention_starts_at_a_generation(attention, oldest):
+    first = GPUS.index(oldest)
+    assert [can_run(attention, generation) for generation in GPUS] == [n >= first for n in range(len(GPUS))]
+    assert not can_run(attention, Generation.cpu)
+
+
+@pytest.mark.parametrize("attention", [Attention.eager, Attention.sdpa])
+def test_torch_attention_runs_everywhere(attention):
+    assert all(can_run(attention, generation) for generation in GENERATIONS)
+
+
+def test_number_formats_come_in_the_order_of_the_generations():
+    assert [name.name for name in GPUS if not GENERATIONS[name].has_bf16] == ["volta", "turing"]
+    assert [name.name for name in GPUS if not GENERATIONS[name].has_tf32] == ["volta", "turing"]
+    assert [name.name for name in GPUS if not GENERATIONS[name].has_fp8] == ["volta", "turing", "ampere"]
+
+
+@pytest.mark.parametrize("generation", GPUS)
+def test_a_peak_is_there_for_each_format_the_generation_has(generation):
+    facts = GENERATIONS[generation]
+    assert (Compute.bf16 in facts.peak_tflops) == facts.has_bf16
+    assert (Compute.fp8 in facts.peak_tflops) == facts.has_fp8
+    assert (facts.tf32_tflops is not None) == facts.has_tf32
+    assert facts.peak_tflops[Compute.fp32] < facts.peak_tflops[Compute.fp16]
+
+
+@pytest.mark.parametrize(
+    ("driver", "major"), [("535.104.05", 535), ("580.65.06", 580), ("570", 570), ("unknown", None), ("", None)]
+)
+def test_driver_major(driver, major):
+    assert driver_major(driver) == major
+
+
+@pytest.mark.parametrize(
+    ("generation", "driver", "image", "torch"),
+    [
+        (Generation.ampere, "580.65.06", "ampere", "2.13.0"),
+        (Generation.ampere, "535.104.05", "volta", "2.10.0"),
+        (Generation.hopper, "570.12.01", "volta", "2.10.0"),
+        (Generation.volta, "525.60.13", "volta", "2.10.0"),
+        (Generation.ada, "580.65.06", "ampere", "2.13.0"),
+        (Generation.hopper, None, "hopper", "2.13.0"),
+        (Generation.cpu, None, "cpu", "2.13.0"),
+    ],
+)
+def test_the_driver_decides_the_image(generation, driver, image, torch):
+    found = image_for_driver(generation, driver)
+    assert found is not None
+    assert (found.name, found.torch) == (image, torch)
+
+
+def test_no_image_runs_on_a_very_old_driver():
+    assert image_for_driver(Generation.ampere, "470.82.01") is None

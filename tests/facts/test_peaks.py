@@ -1,0 +1,56 @@
+"""What a utilisation is divided by."""
+
+import pytest
+
+from tunebook.config.choices import Compute, Generation
+from tunebook.facts.peaks import peak_of
+
+
+@pytest.mark.parametrize(
+    ("name", "generation", "compute", "uses_tf32", "tflops"),
+    [
+        ("NVIDIA H200", Generation.hopper, Compute.bf16, True, 989.0),
+        ("NVIDIA H200", Generation.hopper, Compute.fp8, True, 1979.0),
+        ("NVIDIA H200", Generation.hopper, Compute.fp32, True, 494.7),
+        ("NVIDIA H200", Generation.hopper, Compute.fp32, False, 67.0),
+        ("NVIDIA H100 PCIe", Generation.hopper, Compute.bf16, True, 756.0),
+        ("NVIDIA H100 80GB HBM3", Generation.hopper, Compute.bf16, True, 989.0),
+        ("NVIDIA A100-SXM4-80GB", Generation.ampere, Compute.bf16, True, 312.0),
+        ("NVIDIA A10", Generation.ampere, Compute.bf16, True, 125.0),
+        ("NVIDIA L4", Generation.ada, Compute.bf16, True, 121.0),
+        ("NVIDIA L40S", Generation.ada, Compute.bf16, True, 362.0),
+        ("NVIDIA GeForce RTX 4090", Generation.ada, Compute.bf16, True, 165.2),
+        ("Tesla V100-SXM2-32GB", Generation.volta, Compute.fp32, False, 15.7),
+        ("Tesla V100-PCIE-16GB", Generation.volta, Compute.fp32, False, 14.0),
+        ("Tesla T4", Generation.turing, Compute.fp16, False, 65.0),
+    ],
+)
+def test_known_models_have_their_own_peak(name, generation, compute, uses_tf32, tflops):
+    peak = peak_of(generation, compute, gpu_name=name, uses_tf32=uses_tf32)
+    assert peak is not None
+    assert (peak.tflops, peak.gpu, peak.is_of_this_model) == (tflops, name, True)
+
+
+def test_an_unlisted_model_borrows_its_generations_peak_and_says_whose():
+    peak = peak_of(Generation.ampere, Compute.bf16, gpu_name="NVIDIA RTX A2000", uses_tf32=True)
+    assert peak is not None
+    assert (peak.tflops, peak.gpu, peak.is_of_this_model) == (312.0, "A100-SXM4-80GB", False)
+
+
+def test_a_plan_without_a_gpu_uses_the_reference():
+    peak = peak_of(Generation.volta, Compute.fp32, gpu_name=None, uses_tf32=True)
+    assert peak is not None
+    assert (peak.tflops, peak.is_of_this_model) == (15.7, True)
+
+
+@pytest.mark.parametrize(
+    ("generation", "compute", "name"),
+    [
+        (Generation.cpu, Compute.fp32, None),
+        (Generation.volta, Compute.bf16, None),
+        (Generation.ampere, Compute.fp8, "NVIDIA A100-SXM4-80GB"),
+        (Generation.hopper, Compute.bf16, "NVIDIA H100 80GB HBM3 MIG 1g.10gb"),
+    ],
+)
+def test_no_peak_is_better_than_a_wrong_one(generation, compute, name):
+    assert peak_of(generation, compute, gpu_name=name, uses_tf32=False) is None

@@ -1,0 +1,116 @@
+"""How many parameters are trained, by what is typed for an adapter."""
+
+from __future__ import annotations
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tunebook.config.choices import PeftMethod
+from tunebook.config.model_facts import MeasuredLayers
+from tunebook.model.parameters import count_parameters
+from tunebook.plan.memory import estimate_memory
+from tunebook.plan.memory.activations import head_gradient_bytes
+
+HIDDEN, INNER, WORDS, LAYERS, RANK = 896, 4864, 151_936, 24, 8
+KEYS = 128  # 2 of 14 heads
+ALL = 4 * HIDDEN + 2 * (HIDDEN + KEYS) + 3 * (HIDDEN + INNER)
+
+
+@pytest.fixture
+def adapted(sound):
+    sound.peft.method, sound.peft.rank = PeftMethod.lora, RANK
+    return sound
+
+
+@pytest.mark.parametrize(
+    ("targets", "of_a_layer"),
+    [
+        ([], ALL),
+        (["q_proj"], 2 * HIDDEN),
+        (["self_attn.q_proj", "v_proj"], 2 * HIDDEN + HIDDEN + KEYS),
+        (["down_proj"], HIDDEN + INNER),
+        (["q_proj", "of_another_model"], ALL),  # rather too many than too few
+    ],
+)
+def test_an_adapter_is_counted_where_it_is_put(adapted, targets, of_a_layer):
+    adapted.peft.target_modules = targets
+    assert count_parameters(adapted, adapted.model.facts).trained == RANK * of_a_layer * LAYERS
+
+
+def test_what_is_saved_whole_is_trained_whole(adapted):
+    facts, before = adapted.model.facts, estimate_memory(adapted, adapted.model.facts)
+    assert head_gradient_bytes(adapted, facts) == 0
+    adapted.peft.modules_to_save = ["lm_head", "model.embed_tokens"]
+    parameters = count_parameters(adapted, facts)
+    assert parameters.trained == RANK * ALL * LAYERS + 2 * WORDS * HIDDEN
+    assert (parameters.trained_embeddings, parameters.trained_head) == (WORDS * HIDDEN, WORDS * HIDDEN)
+    assert head_gradient_bytes(adapted, facts) == 4 * WORDS * HIDDEN
+    after = estimate_memory(adapted, facts)
+    assert after.optimizer_gib - before.optimizer_gib == pytest.approx(8 * 2 * WORDS * HIDDEN / 2**30)
+    assert after.weights_gib - before.weights_gib == pytest.approx(4 * 2 * WORDS * HIDDEN / 2**30)  # PEFT's copies
+
+
+def test_the_embeddings_alone_leave_the_head_frozen(adapted):
+    adapted.peft.modules_to_save = ["embed_tokens"]
+    parameters = count_parameters(adapted, adapted.model.facts)
+    assert (parameters.trained_embeddings, parameters.trained_head) == (WORDS * HIDDEN, 0)
+
+
+SIZES = {
+    "num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 100,
+}  # fmt: skip
+
+
+@pytest.fixture
+def small(adapted):
+    """The configuration of a Llama of three layers with adapters of rank 4."""
+    facts, adapted.peft.rank = adapted.model.facts, 4
+    facts.num_layers = SIZES["num_hidden_layers"]
+    for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size"):
+        setattr(facts, name, SIZES[name])
+    return adapted
+
+
+def trained_by_peft(*, targets, saved):
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", pad_token_id=0, **SIZES))
+    lora = LoraConfig(r=4, target_modules=targets or "all-linear", modules_to_save=saved, task_type="CAUSAL_LM")
+    wrapped = get_peft_model(model, lora)
+    return sum(parameter.numel() for parameter in wrapped.parameters() if parameter.requires_grad)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft asks by the old name
+@pytest.mark.parametrize("targets", [[], ["q_proj", "down_proj"]], ids=["all", "two"])
+@pytest.mark.parametrize(
+    "saved", [["mlp"], ["self_attn"], ["down_proj"], ["mlp", "lm_head"], ["mlp", "down_proj"]], ids="-".join
+)
+def test_parts_of_layers_that_are_saved_whole_are_counted_as_peft_trains_them(small, targets, saved):
+    """Whole, and without an adapter on any product inside."""
+    small.peft.target_modules, small.peft.modules_to_save = targets, saved
+    expected = trained_by_peft(targets=targets, saved=saved)
+    assert count_parameters(small, small.model.facts).trained == expected
+
+
+def test_a_part_that_is_saved_whole_by_hand(small):
+    """The last three products of three layers, and adapters on the first four."""
+    small.peft.modules_to_save = ["mlp"]
+    adapters = 4 * (4 * 64 + 2 * (64 + 32))
+    assert count_parameters(small, small.model.facts).trained == 3 * (3 * 64 * 176 + adapters)
+
+
+def test_parts_of_measured_layers_are_scaled_to_what_was_counted(small):
+    """Layers of twice Llama's parameters and of three times its adapters: so much of each part, too."""
+    facts = small.model.facts
+    attention, feed_forward = 2 * 64 * 64 + 2 * 64 * 32, 3 * 64 * 176
+    of_attention, of_feed_forward = 4 * 64 + 2 * (64 + 32), 3 * (64 + 176)  # numbers of adapters of rank 1
+    facts.measured = MeasuredLayers(
+        num_layers=6, parameters=6 * 2 * (attention + feed_forward), linear_inputs=0, saved={},
+        adapter_parameters=6 * 3 * (of_attention + of_feed_forward),
+    )  # fmt: skip
+    assert count_parameters(small, facts).trained == 4 * 3 * 3 * (of_attention + of_feed_forward)
+    small.peft.modules_to_save = ["mlp"]
+    assert count_parameters(small, facts).trained == 3 * 2 * feed_forward + 4 * 3 * 3 * of_attention
+    small.peft.modules_to_save = ["self_attn", "lm_head"]
+    saved = 3 * 2 * attention + 100 * 64
+    assert count_parameters(small, facts).trained == saved + 4 * 3 * 3 * of_feed_forward

@@ -1,0 +1,418 @@
+"""What is read from a model's config.json, and what is no model's."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tunebook.config.choices import Weights
+from tunebook.config.model_facts import MeasuredLayers
+from tunebook.config.schema import ModelConfig, ModelFacts
+from tunebook.errors import RequestError
+from tunebook.plan.architecture import base_model
+from tunebook.plan.architecture.base_model import (
+    ENCODER_DECODERS,
+    ENCODERS,
+    model_folder_problem,
+    read_dtype,
+    read_facts,
+    read_quantiser,
+    why_not_causal,
+)
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float16", "num_hidden_layers": 2,
+    "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 32,
+    "max_position_embeddings": 64, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+BY_BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+BY_GPTQ = {"quant_method": "gptq", "bits": 4}
+
+
+@pytest.fixture
+def model(tmp_path):
+    """`model(hidden_size=0)`, `model(text="{")`: a model in a folder whose config.json says this."""
+
+    def make(text=None, **changes):
+        stated = {key: value for key, value in (LLAMA | changes).items() if value is not None}
+        (tmp_path / "config.json").write_text(json.dumps(stated) if text is None else text)
+        return ModelConfig(path=str(tmp_path), weights=Weights.random)
+
+    return make
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """The files for which a model would have been built on the meta device."""
+    files = []
+    monkeypatch.setattr(base_model, "measured_facts", lambda file, trust_remote_code: files.append(file))
+    return files
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"tie_word_embeddings": None},
+        {"attention_bias": True, "mlp_bias": True},
+        {"num_key_value_heads": None},
+        {"model_type": "mistral", "architectures": ["MistralForCausalLM"]},
+        {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
+    ],
+    ids=lambda changes: "-".join(map(str, changes)) or "llama",
+)
+def test_the_formula_counts_every_parameter_of_a_llama_like_model(model, built, tmp_path, changes):
+    facts = read_facts(model(**changes))
+    real = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    assert facts is not None and built == []
+    assert facts.num_parameters == sum(parameter.numel() for parameter in real.parameters())
+    assert facts.tie_word_embeddings is (real.get_output_embeddings().weight is real.get_input_embeddings().weight)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]},
+        {"head_dim": 8},
+        {"architectures": ["LlamaModel"]},
+        {"model_type": "mistral", "num_key_value_heads": None},  # its default is a number, not that of the heads
+        {"intermediate_size": [16, 32], "model_type": "decilm"},  # one for each layer
+        {"max_position_embeddings": None},
+        {"quantization_config": BY_BITSANDBYTES, "model_type": "qwen3"},
+    ],
+    ids=str,
+)
+def test_everything_else_is_built_on_the_meta_device(model, built, tmp_path, changes):
+    assert read_facts(model(**changes)) is None
+    assert built == [tmp_path / "config.json"]
+
+
+def test_an_architecture_that_is_named_alone_is_read_as_the_only_one_of_a_list(model, built):
+    facts = read_facts(model(architectures="LlamaForCausalLM"))
+    assert built == []
+    assert facts == read_facts(model())
+
+
+def test_facts_of_a_group_file_are_believed(built):
+    facts = ModelFacts(architecture="XForCausalLM")
+    assert read_facts(ModelConfig(name="organisation/model", facts=facts)) is facts
+    assert built == []
+
+
+@pytest.mark.parametrize("named", [None, []], ids=str)
+def test_a_file_that_names_no_class_is_known_by_its_kind(model, built, named):
+    assert read_facts(model(architectures=named)) == read_facts(model())
+    assert built == []
+
+
+@pytest.mark.parametrize("weights", list(Weights), ids=lambda weights: weights.name)
+def test_the_formula_is_for_quantised_layers_too(model, built, weights):
+    named = model(quantization_config=BY_BITSANDBYTES)
+    named.weights = weights
+    assert read_facts(named) == read_facts(model())
+    assert built == []
+
+
+def test_packed_weights_are_not_counted(model, tmp_path):
+    header = json.dumps({"weight": {"dtype": "U8", "shape": [7, 1], "data_offsets": [0, 7]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"0" * 7)
+    plain, packed = read_facts(model()), read_facts(model(quantization_config=BY_BITSANDBYTES))
+    assert plain is not None and packed is not None
+    assert (plain.num_parameters, packed.num_parameters) == (7, 4944)
+
+
+@pytest.fixture
+def stored(tmp_path):
+    """`stored("model.safetensors", 7)`: a file whose header tells of that many parameters."""
+
+    def write(name, num_parameters):
+        header = json.dumps({name: {"dtype": "U8", "shape": [num_parameters, 1], "data_offsets": [0, 0]}}).encode()
+        (tmp_path / name).write_bytes(len(header).to_bytes(8, "little") + header)
+
+    return write
+
+
+SHARDS = {"model-00001-of-00002.safetensors": 500, "model-00002-of-00002.safetensors": 30}
+
+
+@pytest.mark.parametrize(
+    ("files", "indexed", "expected"),
+    [
+        ({"model.safetensors": 7, "consolidated.safetensors": 7}, [], 7),
+        (SHARDS | {"consolidated.safetensors": 530}, SHARDS, 530),
+        (SHARDS | {"model.safetensors": 7}, SHARDS, 7),
+        ({"model-00001-of-00002.safetensors": 500}, SHARDS, 4944),
+        ({"consolidated.safetensors": 7}, [], 4944),
+    ],
+    ids=["beside one file", "beside shards", "one file before shards", "a shard is absent", "only another library's"],
+)
+def test_only_files_that_transformers_reads_are_counted(model, stored, tmp_path, files, indexed, expected):
+    """A folder as Mistral publishes it holds every weight twice; a download that broke off holds too few."""
+    for name, num_parameters in files.items():
+        stored(name, num_parameters)
+    if indexed:
+        index = {"weight_map": {f"{name}.{part}": name for name in indexed for part in "ab"}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    facts = read_facts(model())
+    assert facts is not None and facts.num_parameters == expected
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": ["a"]}', '{"weight_map": {"a": 1}}', "{}"])
+def test_an_index_that_is_none_leaves_the_number_to_the_formula(model, tmp_path, text):
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    facts = read_facts(model())
+    assert facts is not None and facts.num_parameters == 4944
+
+
+def test_quantised_layers_of_a_hub_model_are_built_or_the_cache_would_not_be_asked_of_them(model, built, monkeypatch):
+    file = base_model._config_file(model(quantization_config=BY_BITSANDBYTES))
+    monkeypatch.setattr(base_model, "_config_file", lambda _: file)
+    assert read_facts(ModelConfig(name="organisation/model")) is None
+    assert built == [file]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"quantization_config": BY_GPTQ},
+        {"quantization_config": BY_GPTQ, "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]},
+        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},
+        {"architectures": ["LlamaForSequenceClassification"]},
+        {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"},
+    ],
+    ids=str,
+)
+def test_nothing_is_built_of_what_a_rule_refuses(model, built, changes):
+    named = model(**changes)
+    named.weights = Weights.pretrained
+    assert read_facts(named) is None
+    assert built == []
+
+
+FOUND = ModelFacts(architecture="XForCausalLM", num_parameters=1)
+UNSTATED = (
+    {"num_hidden_layers": None}, {"vocab_size": None}, {"vocab_size": None, "num_hidden_layers": None},
+    {"model_type": "chatglm", "vocab_size": None, "padded_vocab_size": 65_024},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", UNSTATED, ids=str)
+def test_sizes_that_are_left_to_transformers_are_asked_of_it(model, monkeypatch, changes):
+    monkeypatch.setattr(base_model, "measured_facts", lambda file, trust_remote_code: FOUND)
+    assert read_facts(model(**changes)) is FOUND
+
+
+@pytest.mark.parametrize("changes", UNSTATED, ids=str)
+def test_sizes_that_nobody_can_be_asked_for_are_named(model, built, changes):
+    unstated = " and no ".join(sorted({"num_hidden_layers", "vocab_size"} & changes.keys()))
+    said = rf"config\.json states no {unstated}, and transformers, .* or type: pip install"
+    with pytest.raises(RequestError, match=said) as caught:
+        read_facts(model(**changes))
+    assert (caught.value.problem_id, caught.value.exit_code) == ("model-config", 2)
+
+
+def test_an_architecture_that_transformers_has_not_is_refused_however_few_sizes_it_states(model, monkeypatch, tmp_path):
+    monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path))
+    with pytest.raises(RequestError, match="has no causal language model of this architecture: model_type=chatglm9"):
+        read_facts(model(model_type="chatglm9", architectures=["ChatGLMModel"], vocab_size=None))
+
+
+def test_a_folder_whose_path_no_disk_takes():
+    with pytest.raises(RequestError, match=r"there is no file or folder /.*a\.\.\. \(\d+ characters\)"):
+        model_folder_problem(ModelConfig(path=5000 * "a"))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", r"config\.json cannot be read as JSON .*; download or copy the model again"),
+        ('{"model_type": "llama", "hid', r"cannot be read as JSON \(Unterminated string"),
+        ("[" * 100_000, "cannot be read as JSON"),
+        ("[1, 2]", r"holds no JSON object, so it is no model's config\.json; name the model's own folder"),
+        ('"llama"', "holds no JSON object"),
+        ('{"model_type": "x", "text_config": 3}', "holds no JSON object"),
+        ("{}", "names neither model_type nor architectures"),
+    ],
+    ids=["empty", "cut", "deep", "list", "text", "language part", "nothing"],
+)
+def test_a_file_that_is_no_config(model, built, text, said):
+    with pytest.raises(RequestError, match=said) as caught:
+        read_facts(model(text=text))
+    assert (caught.value.problem_id, caught.value.exit_code, built) == ("model-config", 2, [])
+
+
+def test_a_file_that_is_no_text(model, tmp_path):
+    named = model()
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RequestError, match="cannot be read as JSON"):
+        read_facts(named)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hidden_size": 0}, "says hidden_size=0, and a model has at least 1; correct the file"),
+        ({"vocab_size": -32}, "says vocab_size=-32, and a model has at least 2"),
+        ({"max_position_embeddings": 1}, "says max_position_embeddings=1, and a model has at least 2"),
+        ({"hidden_size": 10**12}, "says hidden_size=1000000000000, and no model has more than 100000000"),
+        (
+            {"hidden_size": 10**7, "intermediate_size": 10**8, "num_hidden_layers": 60},
+            r"says sizes that together make at least 6\.6e16 parameters, and no model has more than 1e15; correct",
+        ),
+        (
+            {"hidden_size": 10**6, "intermediate_size": 10**7, "num_hidden_layers": 60},
+            "make at least 2e15 parameters, and no",
+        ),
+        ({"hidden_size": 16.5}, "says hidden_size=16.5, which is no whole number"),
+        ({"hidden_size": "16"}, 'says hidden_size="16", which is no whole number'),
+        ({"num_hidden_layers": True}, "says num_hidden_layers=true, which is no whole number"),
+        ({"num_hidden_layers": -3}, "says num_hidden_layers=-3, and a model has at least 1"),
+        ({"num_hidden_layers": None, "n_layer": 0}, "says n_layer=0, and a model has at least 1"),
+        (
+            {"hidden_size": None, "n_embd": 18, "num_attention_heads": None, "n_head": 4},
+            "says n_embd=18 and n_head=4, which does not divide it",
+        ),
+        ({"intermediate_size": float("nan")}, "says intermediate_size=NaN, which is no whole number"),
+        ({"num_attention_heads": 3}, "hidden_size=16 and num_attention_heads=3, which does not divide it, and no head"),
+        (
+            {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 20},
+            "says num_experts_per_tok=20 and num_local_experts=8: a token cannot be sent to more experts than there",
+        ),
+        (
+            {"text_config": LLAMA | {"n_routed_experts": 4, "num_experts_per_tok": 5}},
+            "says num_experts_per_tok=5 and n_routed_experts=4",
+        ),
+        ({"num_key_value_heads": 3}, "num_attention_heads=4 and num_key_value_heads=3, which does not divide them"),
+    ],
+    ids=lambda case: "-".join(case) if isinstance(case, dict) else "",
+)
+def test_sizes_that_no_model_has(model, built, changes, said):
+    with pytest.raises(RequestError, match=said) as caught:
+        read_facts(model(**changes))
+    assert (caught.value.problem_id, built) == ("model-config", [])
+
+
+@pytest.mark.parametrize("experts", [0, 1, 2, None, [2, 4]], ids=str)
+def test_a_dense_model_may_name_experts_too(model, built, experts):
+    assert read_facts(model(num_experts=experts, num_experts_per_tok=2)) is not None
+    assert built == []
+
+
+def test_heads_of_a_stated_size_need_not_divide(model, built):
+    assert read_facts(model(num_attention_heads=3, num_key_value_heads=3, head_dim=8)) is None
+    assert len(built) == 1
+
+
+@pytest.mark.parametrize("kept", [{}, {"model_type": "gemma2"}], ids=["formula", "meta device"])
+def test_weights_of_no_stated_format_are_fp32_as_transformers_has_it(model, built, kept):
+    named = model(dtype=None, **kept)
+    facts = read_facts(named)
+    assert read_dtype(named) == "float32"
+    assert (facts is None) == bool(built) and (facts is None or facts.dtype == "float32")
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "torch.bfloat16", 5])
+def test_weights_of_an_unknown_format_are_refused(model, built, dtype):
+    with pytest.raises(RequestError, match=f'dtype="?{dtype}"?, and weights are trained from float32, float16, bfl'):
+        read_facts(model(dtype=None, torch_dtype=dtype))
+    assert built == []
+
+
+def test_the_format_may_be_stated_with_the_language_part(model, built):
+    assert read_dtype(model(dtype=None, text_config={"dtype": "bfloat16"})) == "bfloat16"
+    quantised = model(dtype="float8_e4m3fn", quantization_config={"quant_method": "fp8"})
+    quantised.weights = Weights.pretrained
+    assert read_facts(quantised) is None and built == []  # a rule says more
+
+
+@pytest.mark.parametrize(
+    ("stated", "quantiser"),
+    [
+        ({}, None),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
+        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "bitsandbytes_4bit"),
+        ({"quantization_config": {"load_in_8bit": True}}, "bitsandbytes_8bit"),
+        ({"text_config": {"quantization_config": {"quant_method": "fp8"}}}, "fp8"),
+    ],
+    ids=str,
+)
+def test_what_quantised_the_weights(model, stated, quantiser):
+    assert read_quantiser(model(**stated)) == quantiser
+
+
+def test_a_config_that_cannot_be_read_says_nothing_of_quantisation(model):
+    assert read_quantiser(model(text="{")) is None
+    assert read_quantiser(ModelConfig(path="not/there")) is None
+
+
+def test_the_cache_is_not_asked_for_more_than_the_facts_of_a_group_file(monkeypatch):
+    monkeypatch.setattr(base_model, "_config_file", lambda _: pytest.fail("asked"))
+    named = ModelConfig(name="organisation/model", facts=ModelFacts(architecture="XForCausalLM"))
+    assert read_quantiser(named) is None and why_not_causal(named) is None
+
+
+def test_the_cache_is_asked_where_the_layers_were_measured(model, monkeypatch, tmp_path):
+    model(quantization_config={"quant_method": "gptq"})
+    monkeypatch.setattr(base_model, "_config_file", lambda _: tmp_path / "config.json")
+    facts = ModelFacts(architecture="LlamaForCausalLM", measured=MeasuredLayers())
+    assert read_quantiser(ModelConfig(name="organisation/model", facts=facts)) == "gptq"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"architectures": ["LlamaForSequenceClassification"]}, "is made for sequence classification, not to continue"),
+        ({"architectures": "LlamaForSequenceClassification"}, "is made for sequence classification, not to continue"),
+        ({"architectures": ["BertForMaskedLM"], "model_type": "bert"}, "BertForMaskedLM is made for masked LM"),
+        ({"architectures": ["BertModel"], "model_type": "bert"}, "BertModel is an encoder: its attention looks both"),
+        ({"architectures": ["BertLMHeadModel"], "model_type": "bert"}, "BertLMHeadModel is an encoder"),
+        ({"architectures": None, "model_type": "roberta"}, "roberta is an encoder"),
+        ({"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}, "T5ForConditionalGeneration is an enc"),
+        ({"architectures": None, "model_type": "mt5"}, "mt5 is an encoder-decoder: it reads all of a text before"),
+        ({"architectures": ["BertLMHeadModel"], "model_type": "bert", "is_decoder": True}, None),
+        ({}, None),
+        ({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}, None),
+        ({"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}, None),
+        ({"architectures": "LlamaForCausalLM"}, None),
+        ({"architectures": []}, None),
+    ],
+    ids=str,
+)
+def test_only_what_continues_a_text_is_causal(model, changes, said):
+    found = why_not_causal(model(**changes))
+    assert found is None if said is None else said in found
+
+
+def test_code_of_its_own_decides_what_a_model_is_for(model):
+    named = model(architectures=["XForReward"], auto_map={"AutoModelForCausalLM": "modeling_x.XForReward"})
+    assert why_not_causal(named) is not None
+    named.trust_remote_code = True
+    assert why_not_causal(named) is None
+
+
+def test_no_encoder_that_transformers_has_a_causal_head_for_is_forgotten():
+    """By what they say of themselves: they are no decoders, and are trained on masked words."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    )
+
+    both = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() & MODEL_FOR_MASKED_LM_MAPPING_NAMES.keys()
+    assert both - MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.keys() == ENCODERS - {"bert-generation", "xlnet"}
+    assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() >= ENCODERS
+
+
+def test_an_encoder_decoder_is_one_that_transformers_has_no_causal_head_for():
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    )
+
+    assert MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.keys() >= ENCODER_DECODERS
+    assert not MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() & ENCODER_DECODERS

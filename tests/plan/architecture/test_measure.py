@@ -1,0 +1,276 @@
+"""What is counted without memory against the real model, and what cannot be built."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tunebook.config.choices import Attention
+from tunebook.plan.architecture import measure, saved
+
+KINDS = ("llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "gemma2", "mixtral", "phi3")
+
+
+SAVED = {"fp32/full/sdpa": [0, 1, 0, 0, 1, 0]}
+
+
+@pytest.fixture(autouse=True)
+def without_activations(monkeypatch):
+    """Those are looked at in test_saved.py."""
+    monkeypatch.setattr(measure, "measure_saved", lambda *_: SAVED)
+
+
+def described(folder):
+    return measure.describe(folder / "config.json", trust_remote_code=False)
+
+
+@pytest.mark.filterwarnings("ignore")  # of peft, about what it makes of GPT-2's layers and of experts
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_parameter_is_counted(folder_of, config_of, kind):
+    found = described(folder_of(kind))
+    model = AutoModelForCausalLM.from_config(config_of(kind))
+    assert found["num_parameters"] == sum(parameter.numel() for parameter in model.parameters())
+    both_ends = {model.get_input_embeddings().weight, model.get_output_embeddings().weight}
+    outside = sum(parameter.numel() for name, parameter in model.named_parameters() if not layer_of(name))
+    assert found["num_parameters"] - found["measured"]["parameters"] == outside
+    assert found["tie_word_embeddings"] is (len(both_ends) == 1)
+    assert found["measured"]["num_layers"] == found["num_layers"] == config_of(kind).num_hidden_layers
+    lora = LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM")
+    trained = [each.numel() for each in get_peft_model(model, lora).parameters() if each.requires_grad]
+    assert 3 * found["measured"]["adapter_parameters"] == sum(trained)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_4_bits_are_made_of_and_what_a_token_meets(folder_of, config_of):
+    """Of Mixtral's experts, each layer's in one tensor, two are chosen, and none is a linear layer."""
+    found, config = described(folder_of("mixtral"))["measured"], config_of("mixtral")
+    layers = AutoModelForCausalLM.from_config(config).model.layers
+    experts = sum(each.numel() for name, each in layers.named_parameters() if "experts" in name and each.dim() == 3)
+    linear = sum(each.weight.numel() for each in layers.modules() if isinstance(each, torch.nn.Linear))
+    assert experts > 0 and found["linear_parameters"] == linear
+    left_out = experts * (config.num_local_experts - config.num_experts_per_tok) // config.num_local_experts
+    assert found["active_parameters"] == found["parameters"] - left_out
+    assert found["largest_parameter"] == max(each.numel() for each in layers.parameters() if each.dim() == 3)
+    dense = described(folder_of("llama"))["measured"]
+    assert dense["active_parameters"] == dense["parameters"] > dense["linear_parameters"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_tower_for_images_is_not_trained_on_text(folder_of, config_of):
+    found, text = described(folder_of("gemma3")), described(folder_of("gemma3_text"))
+    model = AutoModelForCausalLM.from_config(config_of("gemma3"))
+    tower = [parameter.numel() for name, parameter in model.named_parameters() if "language_model" not in name]
+    assert found["measured"]["unreached"] == ["model.multi_modal_projector", "model.vision_tower"]
+    assert found["measured"]["unreached_parameters"] == sum(tower) == found["num_parameters"] - text["num_parameters"]
+    same = ("num_layers", "parameters", "linear_inputs", "adapter_parameters", "linear_parameters", "attention")
+    assert {key: found["measured"][key] for key in same} == {key: text["measured"][key] for key in same}
+    assert (text["measured"]["unreached"], text["measured"]["unreached_parameters"]) == ([], 0)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_not_reached_has_no_gradient(config_of):
+    """Of a real pass."""
+    model = AutoModelForCausalLM.from_config(config_of("gemma3"), dtype=torch.float32)
+    model(input_ids=torch.arange(10, 40)[None]).logits.sum().backward()
+    without = {name for name, parameter in model.named_parameters() if parameter.grad is None}
+    assert without == measure._unreached(config_of("gemma3"), {})
+
+
+def layer_of(name):
+    """The number of the layer that a parameter is in, as text; empty for those of both ends and the last norm."""
+    return next((part for part in name.split(".") if part.isdecimal()), "")
+
+
+def test_the_sizes_are_those_of_the_config(folder_of):
+    found = described(folder_of("gpt2"))
+    assert found["architecture"] == "GPT2LMHeadModel"
+    sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+    assert [found[name] for name in sizes] == [64, 256, 4, 4, 100]  # GPT-2 states no inner size: 4 x hidden
+    assert (found["max_position_embeddings"], found["dtype"]) == (512, "bfloat16")
+    # query, key and value in one product, output, and the feed-forward's two
+    assert found["measured"]["linear_inputs"] == 3 * (64 + 64 + 64 + 256)
+    assert described(folder_of("gemma2"))["num_key_value_heads"] == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"model_type": "lama9"}, "unknown-architecture", r'model_type=lama9, architectures=\["Llama.*"\]$'),
+        ({"model_type": "t5"}, "not-causal", "model_type=t5, architectures=.*LlamaForCausalLM.*]$"),
+        ({"hidden_act": "nonsense"}, "cannot-build", "nonsense"),
+    ],
+)
+def test_what_cannot_be_built(folder_of, changes, error, said):
+    file = folder_of("llama") / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    found = measure.describe(file, trust_remote_code=False)
+    assert found["error"] == error
+    assert re.search(said, found["reason"])
+
+
+@pytest.mark.parametrize(("kind", "meant"), [("lama9", "llama"), ("mistrl", "mistral"), ("foobar", None), ("", None)])
+def test_what_may_have_been_meant_is_near(folder_of, kind, meant):
+    file = folder_of("llama") / "config.json"
+    file.write_text(json.dumps({"model_type": kind, "hidden_size": 16}))
+    found = measure.describe(file, trust_remote_code=False)
+    assert (found["reason"], found.get("meant")) == (f"model_type={kind}", meant)
+
+
+CODE = {"AutoConfig": "configuration_own.Config", "AutoModelForCausalLM": "modeling_own.Model"}
+
+
+@pytest.mark.parametrize(("kind", "is_known"), [("phi3", True), ("own", False)])
+def test_code_of_the_models_own_that_is_not_there(folder_of, kind, is_known):
+    file = folder_of("phi3") / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": kind, "auto_map": CODE}))
+    found = measure.describe(file, trust_remote_code=True)
+    absent = "configuration_own.py, modeling_own.py"
+    assert found == {"error": "code-absent", "reason": absent, "is_known": is_known}
+    assert ("error" in measure.describe(file, trust_remote_code=False)) is not is_known
+    (file.parent / "configuration_own.py").touch()
+    assert measure._absent_code(file) == {"error": "code-absent", "reason": "modeling_own.py", "is_known": is_known}
+    (file.parent / "modeling_own.py").touch()
+    assert measure._absent_code(file) is None
+
+
+@pytest.mark.parametrize(
+    "auto_map", [None, [], {"AutoConfig": None}, {"AutoConfig": "org/other--config.Config"}], ids=str
+)
+def test_code_that_is_somewhere_else_or_nowhere_is_not_looked_for_in_the_folder(folder_of, auto_map):
+    file = folder_of("phi3") / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_map": auto_map, "vocab_size": -1}))
+    assert measure.describe(file, trust_remote_code=True).get("error") != "code-absent"
+
+
+def test_no_weight_takes_memory(folder_of, monkeypatch):
+    seen = []
+
+    def look(config, layers, options, on_found):
+        seen.extend(parameter.device for parameter in layers.parameters())
+        return SAVED
+
+    monkeypatch.setattr(measure, "measure_saved", look)
+    described(folder_of("llama"))
+    assert set(seen) == {torch.device("meta")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected", "not_expected"),
+    [
+        ("llama", {Attention.sdpa, Attention.flash_attention_2}, set()),
+        ("gemma2", {Attention.eager, Attention.flex_attention, Attention.flash_attention_2}, {Attention.sdpa}),
+    ],
+)
+def test_the_attention_is_what_transformers_has_for_the_architecture(config_of, kind, expected, not_expected):
+    with torch.device("meta"):
+        found = set(measure.attention_of(AutoModelForCausalLM.from_config(config_of(kind))))
+    assert expected <= found
+    assert not not_expected & found
+
+
+def test_flash_attn_is_left_out_in_versions_that_an_architecture_does_not_go_with():
+    class Sinks:
+        _supports_sdpa, _supports_flex_attn, _supports_flash_attn = False, True, True
+        _compatible_flash_implementations = ("someone/kernels", "flash_attention_4")
+
+    class Own:
+        _supports_sdpa = _supports_flex_attn = _supports_flash_attn = False
+
+    found = measure.attention_of(Sinks())
+    assert found == [Attention.eager, Attention.flex_attention, Attention.flash_attention_4]
+    assert measure.attention_of(Own()) == [Attention.eager]
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked", "expected"),
+    [
+        ("llama", {}, True),
+        ("qwen3", {"attention_dropout": 0.1}, False),
+        ("gemma2", {}, False),  # caps the logits
+        ("gpt2", {}, True),
+        ("gpt2", {"attn_pdrop": 0.1}, False),
+    ],
+)
+def test_kernels_by_lengths_are_listed_where_the_model_asks_for_no_more(folder_of, kind, asked, expected):
+    file = folder_of(kind) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | asked))
+    found = described(file.parent)["measured"]["attention"]
+    assert ({"varlen_attention", "varlen_attention_4", "sdpa_by_document"} <= set(found)) is expected
+    assert ("varlen_attention" in found) is expected
+
+
+def test_a_fault_of_the_machine_is_not_taken_for_one_of_the_model(config_of, monkeypatch):
+    def fail(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(saved, "_build", fail)
+    layers = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
+    with pytest.raises(MemoryError):
+        saved.attends_by_lengths(config_of("llama"), layers, {})
+    with pytest.raises(MemoryError):
+        saved._measure(config_of("llama"), saved._kinds(config_of("llama"), layers), ("fp32", "full", "sdpa"), {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("t5", "an encoder-decoder"), ("qwen2_vl", "a model of images or sound and text"), ("albert", "an encoder")],
+)
+def test_a_model_of_another_kind_is_called_what_it_is(tmp_path, kind, words):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    found = measure.describe(tmp_path / "config.json", trust_remote_code=False)
+    assert (found["error"], found["kind"]) == ("not-causal", words)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_that_no_pass_goes_through_is_refused_with_its_error(folder_of, monkeypatch):
+    monkeypatch.setattr(measure, "measure_saved", lambda *_: {})
+    file = folder_of("mixtral") / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_experts_per_tok": 20}))
+    found = measure.describe(file, trust_remote_code=False)
+    assert found["error"] == "cannot-build"
+    assert re.search(r"^no pass through its layers can be computed: \w+: .*k not in range", found["reason"])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("error", [DataDependentOutputException("item"), None], ids=["no values", "none"])
+def test_a_model_whose_pass_is_only_not_seen_is_not_refused(folder_of, monkeypatch, error):
+    def pass_through(*_, **__):
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(measure, "measure_saved", lambda *_: {})
+    monkeypatch.setattr("transformers.LlamaForCausalLM.forward", pass_through)
+    found = described(folder_of("llama"))
+    assert found["architecture"] == "LlamaForCausalLM"
+    assert found["measured"]["saved"] == {}
+
+
+STATES = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 50}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("mamba", {"state_size": 4}),
+        ("falcon_mamba", {"state_size": 4}),
+        ("rwkv", {"attention_hidden_size": 32}),
+    ],
+)
+def test_models_without_attention_have_facts_too(tmp_path, kind, sizes, monkeypatch):
+    monkeypatch.setattr(measure, "measure_saved", lambda *_: {})  # they need not have been seen passing
+    config = AutoConfig.for_model(kind, **STATES, **sizes)
+    config.save_pretrained(tmp_path)
+    found = measure.describe(tmp_path / "config.json", trust_remote_code=False)
+    model = AutoModelForCausalLM.from_config(config)
+    assert found["num_parameters"] == sum(parameter.numel() for parameter in model.parameters())
+    assert (found["num_attention_heads"], found["num_key_value_heads"], found["num_layers"]) == (1, 1, 2)
+    linear = [each for each in model.base_model.modules() if isinstance(each, torch.nn.Linear)]
+    assert found["measured"]["adapter_parameters"] == sum(sum(each.weight.shape) for each in linear)
+    assert sum(map(sum, found["measured"]["adapters"].values())) == found["measured"]["adapter_parameters"]
+    assert not [name for name in found["measured"]["adapters"] if "lora" in name or name == "base_layer"]

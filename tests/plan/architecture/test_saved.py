@@ -1,0 +1,233 @@
+"""What is found on tensors without memory against what autograd saves of real ones, and against the formulas."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from tunebook.config.choices import Attention, Checkpointing, Compute, Generation, MasterWeights, PeftMethod
+from tunebook.plan.architecture import saved
+from tunebook.plan.architecture.cuda_autocast import CudaAutocast
+from tunebook.plan.memory.activations import layer_bytes_per_token
+
+pytestmark = pytest.mark.usefixtures("own_compiler")
+
+TOKENS = 42
+COPYING = ("gpt_neox", "phi3")  # put their query together from two parts
+FORMATS = {
+    "fp32": (torch.float32, False), "autocast": (torch.float32, True), "bf16": (torch.bfloat16, True),
+    "cast": (torch.bfloat16, False),
+}  # fmt: skip
+
+
+def measured(config, mode):
+    """What is kept, whether or not it is offloaded."""
+    return numbers_of(config, mode)[()]
+
+
+def numbers_of(config, mode):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    number = config.get_text_config(decoder=True).num_hidden_layers
+    kinds = saved._kinds(config, saved.decoder_layers(saved.text_decoder(model), number))
+    return saved._measure(config, kinds, mode, {})
+
+
+def really_saved(config, number_format, attention):
+    """Bytes that a real pass over two documents in one row keeps in its last layer but one."""
+    dtype, is_mixed = FORMATS[number_format]
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype).train()
+    decoder, now, found = model.base_model, [None], {}
+    of_weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    shapes = {shape for one in model.parameters() for shape in (tuple(one.shape), tuple(reversed(one.shape)))}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in of_weights and tuple(tensor.shape) not in shapes:
+            found.setdefault(storage.data_ptr(), (now[0], storage.nbytes(), tensor))
+        return tensor
+
+    layers = next(each for each in decoder.children() if isinstance(each, torch.nn.ModuleList))
+    for number, layer in enumerate(layers):
+        layer.register_forward_pre_hook(lambda *_, number=number: now.__setitem__(0, number))
+    half = torch.arange(TOKENS // 2)
+    row = {"input_ids": torch.randint(0, 100, (1, TOKENS)), "position_ids": torch.cat([half, half])[None]}
+    mixed = torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_mixed)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), mixed, CudaAutocast():
+        decoder(**row, use_cache=False)
+    return sum(size for number, size, _ in found.values() if number == len(layers) - 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "attention", "number_format"),
+    [
+        ("llama", "sdpa", "autocast"),
+        ("gpt2", "sdpa", "fp32"),
+        ("gpt2", "sdpa", "autocast"),
+        ("gpt_neox", "sdpa", "autocast"),
+        ("gpt_neox", "sdpa", "bf16"),
+        ("gpt_neox", "sdpa", "cast"),
+        ("phi3", "sdpa", "fp32"),
+        ("gemma2", "eager", "autocast"),
+    ],
+)
+def test_a_layer_keeps_what_autograd_saves(config_of, kind, attention, number_format):
+    """To the byte, but for a copy that only the CPU's kernel needs: it writes its output as the query lies in memory,
+    those of a GPU as the next layer reads it."""
+    config = config_of(kind)
+    fixed, each, pair = measured(config, (number_format, "full", attention))[3:]
+    copied = TOKENS * config.hidden_size * (4 if number_format == "fp32" else 2) if kind in COPYING else 0
+    assert fixed + TOKENS * (each + pair * TOKENS) == really_saved(config, number_format, attention) - copied
+
+
+def test_a_gpus_autocast_has_norms_and_powers_in_fp32_where_a_cpus_has_not():
+    numbers = torch.randn(3, 8, dtype=torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert functional.layer_norm(numbers, (8,)).dtype is torch.bfloat16
+        with CudaAutocast():
+            assert functional.layer_norm(numbers, (8,)).dtype is torch.float32
+            assert torch.pow(numbers, 3.0).dtype is (numbers**3).dtype is torch.float32
+            assert numbers.softmax(dim=-1).dtype is torch.float32
+            assert functional.linear(numbers, numbers).dtype is torch.bfloat16
+            assert torch.arange(3).pow(2).dtype is torch.int64
+    with CudaAutocast():
+        assert functional.layer_norm(numbers, (8,)).dtype is torch.bfloat16
+
+
+def test_experts_keep_what_autograd_saves(config_of):
+    """Within 2%: the experts' product is another one here, which keeps the same tensors and a few numbers besides."""
+    config = config_of("mixtral")
+    fixed, each, pair = measured(config, ("bf16", "full", "sdpa"))[3:]
+    expected = really_saved(config, "bf16", "sdpa")
+    assert fixed + TOKENS * (each + pair * TOKENS) == pytest.approx(expected, rel=0.02)
+
+
+MODES = [
+    ("fp32", "full", "sdpa"),
+    ("fp32", "full", "eager"),
+    ("fp32", "adapter", "flash"),
+    ("autocast", "full", "flash"),
+    ("autocast", "full", "eager"),
+    ("autocast", "adapter", "sdpa"),
+    ("bf16", "full", "sdpa"),
+    ("bf16", "adapter", "flash"),
+]
+
+
+@pytest.mark.parametrize("mode", MODES, ids="-".join)
+def test_the_formulas_for_llamas_layers_say_the_same(config_of, sound, mode):
+    """Of what they leave out there remains: the sums of each softmax, a scale per norm, the adapters' middles."""
+    number_format, method, attention = mode
+    config, facts = config_of("llama"), sound.model.facts
+    for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size"):
+        setattr(facts, name, getattr(config, name))
+    sound.hardware.generation = Generation.cpu
+    sound.precision.compute = Compute.fp32 if number_format == "fp32" else Compute.bf16
+    sound.precision.master_weights = MasterWeights.bf16 if number_format == "bf16" else MasterWeights.fp32
+    sound.peft.method = PeftMethod.full if method == "full" else PeftMethod.lora
+    sound.peft.dropout, sound.packing.row_length = 0.0, 500
+    sound.attention.implementation = Attention.flash_attention_2 if attention == "flash" else Attention[attention]
+    fixed, each, pair = measured(config, mode)[3:]
+    formula = layer_bytes_per_token(sound, facts)
+    assert fixed == 0
+    if attention == "eager":  # keeps less than an adapter's products do in the formula: it is 5% too high at most
+        assert formula * 0.95 < each + pair * 500 <= formula + 2 * 4 + 7 * 4
+    else:
+        assert formula < each + pair * 500 <= formula + 4 * 4 + 2 * 4 + 7 * 4
+
+
+@pytest.mark.parametrize(
+    ("mode", "each", "pair"),
+    [  # per hidden number what goes into norms and comes out of them; in fp32 each head's scores, too
+        (("autocast", "full", "flash"), 10, 0),
+        (("fp32", "full", "flash"), 20, 0),
+        (("bf16", "full", "flash"), 14, 0),
+        (("bf16", "adapter", "flash"), 8, 0),
+        (("fp32", "full", "eager"), 16, 4),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else str(value),
+)
+def test_beside_what_is_kept_stands_what_offloading_leaves_of_it(config_of, mode, each, pair):
+    config = config_of("llama")
+    numbers = numbers_of(config, mode)
+    assert {*numbers} == {(), (saved.OFFLOADED,)}
+    left = [0, each * config.hidden_size, pair * config.num_attention_heads]
+    assert numbers[(saved.OFFLOADED,)] == [*(3 * number for number in left), *left]
+
+
+# Of twelve alike, in every part of the formulas, four are looked at each time.
+EACH_TIME = {("autocast", "full", "compiled"), ("bf16", "full", "selective"), ("autocast", "adapter", "selective"),
+             ("bf16", "dropout", "compiled")}  # fmt: skip
+COMPILED = [
+    pytest.param(mode, marks=[] if mode in EACH_TIME else pytest.mark.nightly, id="-".join(mode))
+    for mode in product(("autocast", "bf16"), ("full", "adapter", "dropout"), ("compiled", "selective"))
+]
+
+
+@pytest.mark.parametrize("mode", COMPILED)
+def test_the_formulas_for_compiled_layers_say_what_torchs_partitioner_keeps(config_of, sound, mode):
+    """But for the sums of each softmax, a scale per norm, the adapters' middles; with adapters up to one norm's output
+    more is kept or counted, and with bf16 weights and dropout another, which was measured."""
+    number_format, method, kernels = mode
+    config, facts = config_of("llama"), sound.model.facts
+    for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size"):
+        setattr(facts, name, getattr(config, name))
+    sound.model.compile_layers, sound.attention.implementation = True, Attention.varlen_attention
+    sound.precision.master_weights = MasterWeights.bf16 if number_format == "bf16" else MasterWeights.fp32
+    sound.peft.method = PeftMethod.full if method == "full" else PeftMethod.lora
+    sound.peft.dropout = 0.05 if method == "dropout" else 0.0
+    if kernels == "selective":
+        sound.activation.checkpointing = Checkpointing.selective
+    ((way, numbers),) = numbers_of(config, mode).items()  # nothing is said of what offloading leaves
+    fixed, each, pair = numbers[3:]
+    assert way == ()
+    assert (fixed, pair) == (16, 0)  # the documents' ends, of two documents
+    more = each - layer_bytes_per_token(sound, facts) - 4 * 4 - 2 * 4
+    allowed = 0 if method == "full" else 2 * config.hidden_size
+    assert -2 * allowed <= more <= allowed + 7 * 4
+
+
+def test_layers_of_different_kinds_are_each_looked_at(config_of):
+    config = config_of("gemma2")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    kinds = saved._kinds(config, saved.decoder_layers(model.base_model, 4))
+    assert [kind[0] for kind in kinds] == ["sliding_attention", "full_attention"] * 2
+    assert saved._prefix(kinds) == 4
+    assert saved._prefix(kinds[:1] * 30) == 2
+    assert saved._prefix([*kinds[:1] * 20, *kinds[1:2]]) == 12  # no deeper: the last kind gets the mean of the others
+
+
+def test_without_autocast_adapters_are_in_the_format_of_the_weights(config_of):
+    """So that of each of four products nothing is kept but what comes of its rank 1, and no input in fp32."""
+    config = config_of("gpt_neox")
+    adapter, full = (measured(config, ("cast", method, "sdpa"))[4] for method in ("adapter", "full"))
+    assert adapter - full == 4 * 2
+    under_autocast = measured(config, ("bf16", "adapter", "sdpa"))[4]
+    assert under_autocast - adapter > 2 * 2 * config.hidden_size, "the outputs of two norms at least"
+
+
+def test_three_lengths_give_a_parabola():
+    lengths = saved.LENGTHS
+    assert saved._curve([7 + 5 * length + 3 * length**2 for length in lengths]) == pytest.approx((7, 5, 3))
+
+
+def test_a_mode_that_cannot_be_run_is_left_out(config_of, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no fake kernel")
+
+    config = config_of("llama")
+    monkeypatch.setattr(saved, "_saved_by_layer", fail)
+    layers, looked_at = torch.nn.ModuleList([torch.nn.Linear(1, 1)]), []
+    assert saved.measure_saved(config, layers, {}, lambda: looked_at.append(None)) == {}
+    assert len(looked_at) == len(saved._MODES), "and is said to be done, like every other"
+
+
+@pytest.mark.parametrize("mode", [("autocast", "full", "sdpa"), ("bf16", "adapter", "flash")])
+def test_a_tower_for_images_changes_nothing_about_the_layers_of_text(config_of, mode):
+    assert numbers_of(config_of("gemma3"), mode) == numbers_of(config_of("gemma3_text"), mode)
+    assert min(measured(config_of("gemma3"), mode)[:2]) >= 0 < measured(config_of("gemma3"), mode)[1]

@@ -1,0 +1,293 @@
+"""Where blocks are compiled by themselves, why not elsewhere, and what that makes of the attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tunebook.config.choices import (
+    Attention,
+    Checkpointing,
+    Compute,
+    Generation,
+    MixedPrecision,
+    Offload,
+    PackingMode,
+    PeftMethod,
+    Strategy,
+    WrapPolicy,
+)
+from tunebook.config.model_facts import MeasuredLayers
+from tunebook.config.schema import FsdpConfig, ParallelismConfig, ZeroConfig
+from tunebook.plan.auto.kernels import COMPILED_ARCHITECTURES, COMPILED_STRATEGIES
+from tunebook.plan.auto.resolve import resolve_auto
+from tunebook.plan.rules import check
+from tunebook.plan.rules.attention import VARLEN_ARCHITECTURES
+
+H200 = ("NVIDIA H200", (9, 0))
+A100 = ("NVIDIA A100-SXM4-80GB", (8, 0))
+V100 = ("Tesla V100-SXM2-32GB", (7, 0))
+
+
+@pytest.fixture(params=["2.8.3", None], ids=["with_flash_attn", "without_flash_attn"], autouse=True)
+def flash_attn(request, monkeypatch):
+    """Whether flash-attn 2 is installed, which nothing here depends on."""
+    monkeypatch.setattr("tunebook.plan.auto.kernels.installed_version", lambda package: request.param)
+
+
+def decided(config, machine):
+    """The value and the reason, as they are listed among the choices."""
+    resolution = resolve_auto(config, machine)
+    (choice,) = [choice for choice in resolution.choices if choice.key == "model.compile_layers"]
+    assert choice.value is resolution.config.model.compile_layers
+    return resolution.config, choice.why
+
+
+def parallel(strategy, **settings):
+    if strategy.name.startswith("zero"):
+        return ZeroConfig(strategy=strategy, **settings)
+    if strategy.name in ("fsdp", "fsdp_grad_op", "hsdp"):
+        return FsdpConfig(strategy=strategy, **settings)
+    return ParallelismConfig(strategy=strategy, **settings)
+
+
+ON_THE_HOST = {"offload_optimizer": Offload.cpu}
+COMPILED = {
+    "as it is": {},
+    "llama": {"model.facts.architecture": "LlamaForCausalLM"},
+    "bf16": {"precision.compute": Compute.bf16},
+    "fp8": {"precision.compute": Compute.fp8},
+    "its attention": {"attention.implementation": Attention.varlen_attention},
+    "packed": {"packing.mode": PackingMode.isolated},
+    "recomputed": {"activation.checkpointing": Checkpointing.enabled},
+    "stored": {"activation.checkpointing": Checkpointing.disabled},
+    "lora": {"peft.method": PeftMethod.lora},
+    "cast": {"parallelism": ZeroConfig(strategy=Strategy.zero2, mixed_precision=MixedPrecision.cast)},
+    **{name: {"parallelism": parallel(Strategy[name])}
+       for name in ("single", "ddp", "zero1", "zero2", "fsdp", "fsdp_grad_op", "hsdp")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("values", COMPILED.values(), ids=COMPILED.keys())
+def test_blocks_are_compiled_where_that_was_seen_working(undecided, changed, machine, values):
+    config, why = decided(changed(undecided, values), machine(H200, H200))
+    assert config.model.compile_layers is True
+    assert config.attention.implementation is Attention.varlen_attention
+    assert config.packing.mode is PackingMode.isolated
+    assert "8% faster so than with Liger's kernels" in why
+    assert [problem for problem in check(config) if problem.is_error and "compile" in problem.id] == []
+
+
+def test_what_is_faster_and_a_beta_is_named_where_it_runs_and_taken_where_it_is_asked_for(undecided, machine):
+    def attention(*found):
+        resolution = resolve_auto(undecided, machine(*found))
+        (choice,) = [choice for choice in resolution.choices if choice.key == "attention.implementation"]
+        return resolution.config, choice
+
+    config, choice = attention(H200)
+    assert choice.value == "varlen_attention"
+    assert choice.why.endswith("; 3% faster, by a beta of flash-attn 4: varlen_attention_4 (Qwen2.5-3B, one H200)")
+    assert attention(A100)[1].why.endswith("torch's own, does")  # which flash-attn 4 is not for
+    undecided.packing.mode, undecided.model.compile_layers = PackingMode.padded, True
+    assert attention(H200)[1].why.endswith("sdpa, torch's own, does")  # for packed rows only
+    undecided.packing.mode, undecided.model.compile_layers = PackingMode.auto, None
+    undecided.attention.implementation = Attention.varlen_attention_4
+    config, choice = attention(H200)
+    assert (choice.value, choice.why) == ("varlen_attention_4", "as asked")
+    assert (config.model.compile_layers, config.packing.row_length) == (True, 32768)
+    assert [problem.id for problem in check(config) if problem.is_error] == []
+
+
+@pytest.mark.parametrize(
+    ("gpu", "compute", "is_taken", "reason"),
+    [
+        (H200, Compute.auto, True, "computed once and not twice"),
+        (H200, Compute.fp8, True, "computed once and not twice"),
+        (H200, Compute.fp32, False, "in bf16 and fp8 only, not in fp32"),
+        (V100, Compute.auto, False, "in bf16 and fp8 only, not in fp32"),
+        (None, Compute.auto, False, "on GPUs only"),
+    ],
+)
+def test_the_heads_gradients_are_made_in_the_forward_pass_where_that_was_seen(
+    undecided, machine, gpu, compute, is_taken, reason
+):
+    undecided.precision.compute = compute
+    resolution = resolve_auto(undecided, machine(*([gpu] if gpu else [])))
+    (choice,) = [choice for choice in resolution.choices if choice.key == "model.one_pass_head"]
+    assert choice.value is resolution.config.model.one_pass_head is is_taken
+    assert reason in choice.why
+    undecided.model.one_pass_head = not is_taken  # as asked
+    assert resolve_auto(undecided, machine(*([gpu] if gpu else []))).config.model.one_pass_head is not is_taken
+
+
+NOT_COMPILED = {
+    "fp32": ({"precision.compute": Compute.fp32}, "in bf16 and fp8 only, and precision.compute=fp32"),
+    "fp16": ({"precision.compute": Compute.fp16}, "in bf16 and fp8 only, and precision.compute=fp16"),
+    "liger": ({"model.liger_kernel": True}, "call Liger's kernels cannot be compiled (model.liger_kernel=true)"),
+    "unknown": ({"model.facts": None, "model.name": "organisation/never-downloaded"}, "architecture is not known"),
+    "architecture": (
+        {"model.facts.architecture": "FalconForCausalLM"},
+        "FalconForCausalLM was not seen compiled; Cohere, GPTNeoX, ",
+    ),
+    "padded": ({"packing.mode": PackingMode.padded}, "packed rows only, and packing.mode=padded"),
+    "sdpa": ({"attention.implementation": Attention.sdpa}, "varlen_attention_4 only, and sdpa is asked for"),
+    "flash": ({"attention.implementation": Attention.flash_attention_2}, "only, and flash_attention_2 is asked for"),
+    "deterministic": ({"training.deterministic": True}, "the same bits in every run"),
+    "zero3": ({"parallelism": parallel(Strategy.zero3)}, "under parallelism=zero3"),
+    "by_size": ({"parallelism": parallel(Strategy.fsdp, wrap_policy=WrapPolicy.size)}, "other ones than the blocks"),
+    "by_class": ({"parallelism": parallel(Strategy.hsdp, wrap_classes=["Qwen2MLP"])}, "other ones than the blocks"),
+    "zero2_offload": ({"parallelism": parallel(Strategy.zero2, **ON_THE_HOST)}, "are in host memory"),
+    "fsdp_offload": ({"parallelism": parallel(Strategy.fsdp, offload_parameters=Offload.cpu)}, "are in host memory"),
+    "activation_offload": ({"activation.offload": True}, "are in host memory"),
+    "qlora": ({"peft.method": PeftMethod.qlora}, "a quantised base yet (peft=qlora)"),
+}
+
+
+@pytest.mark.parametrize(("values", "reason"), NOT_COMPILED.values(), ids=NOT_COMPILED.keys())
+def test_blocks_are_left_as_they_are_for_a_reason(undecided, changed, machine, values, reason):
+    config, why = decided(changed(undecided, values), machine(H200, H200))
+    assert config.model.compile_layers is False
+    assert reason in why
+
+
+@pytest.mark.parametrize(
+    ("gpu", "compute", "reason"),
+    [
+        (None, Compute.bf16, "on GPUs only"),
+        (V100, Compute.bf16, "needs capability 8.0; volta is older"),
+        (V100, Compute.auto, "needs capability 8.0; volta is older"),
+    ],
+    ids=["cpu", "volta_bf16", "volta"],
+)
+def test_older_gpus_and_cpus_are_left_as_they_are(undecided, machine, gpu, compute, reason):
+    undecided.precision.compute = compute
+    config, why = decided(undecided, machine(*([gpu] if gpu else [])))
+    is_fp32_on_a_gpu = gpu is not None and compute is Compute.auto
+    kernel = Attention.sdpa_by_document if is_fp32_on_a_gpu else Attention.sdpa
+    assert (config.model.compile_layers, config.attention.implementation) == (False, kernel)
+    assert reason in why
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"packing.mode": PackingMode.padded},  # there is one document to a row
+        {"training.deterministic": True},
+        {"model.facts.architecture": "FalconForCausalLM"},  # not compared with sdpa
+        {"precision.compute": Compute.fp16},  # not measured
+    ],
+    ids=str,
+)
+def test_fp32_goes_document_by_document_only_where_that_was_compared(undecided, changed, machine, values):
+    assert decided(undecided, machine(V100))[0].attention.implementation is Attention.sdpa_by_document
+    config, _ = decided(changed(undecided, values), machine(V100))
+    assert config.attention.implementation is Attention.sdpa
+
+
+@pytest.mark.parametrize(
+    ("kernel", "way"),
+    [
+        (Attention.sdpa, "by a block mask"),
+        (Attention.varlen_attention, "by their lengths (varlen)"),
+        (Attention.flash_attention_2, "by their lengths (varlen)"),
+        (Attention.sdpa_by_document, "by computing document by document"),
+    ],
+    ids=lambda value: value.name if isinstance(value, Attention) else "",
+)
+def test_how_documents_are_kept_apart_is_said(undecided, machine, kernel, way):
+    undecided.attention.implementation = kernel
+    (choice,) = [one for one in resolve_auto(undecided, machine(H200)).choices if one.key == "packing.mode"]
+    assert (choice.value, choice.why) == (
+        "isolated",
+        f"rows without padding; {kernel.name} keeps documents apart {way}",
+    )
+
+
+def test_what_triton_lacks_decides_where_the_run_starts(undecided, machine):
+    lacking = replace(machine(H200), missing_for_triton="no C compiler is found here (apt install gcc)")
+    config, why = decided(undecided, lacking)
+    assert config.model.compile_layers is False
+    assert why == "Triton compiles a launcher for each kernel, and no C compiler is found here (apt install gcc)"
+    undecided.hardware.generation = Generation.ampere  # planned for elsewhere, where the image has all of it
+    assert decided(undecided, lacking)[0].model.compile_layers is True
+
+
+@pytest.mark.parametrize("generation", [Generation.ampere, Generation.ada, Generation.hopper, Generation.blackwell])
+def test_what_is_planned_for_an_image_compiles_from_ampere_on(undecided, machine, generation):
+    undecided.hardware.generation = generation
+    config, _ = decided(undecided, machine())
+    assert (config.model.compile_layers, config.attention.implementation) == (True, Attention.varlen_attention)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_what_was_asked_for_is_kept(undecided, machine, asked):
+    undecided.model.compile_layers = asked
+    config, why = decided(undecided, machine(H200))
+    assert (config.model.compile_layers, why) == (asked, "as asked")
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"attention.implementation": Attention.flash_attention_2}, "compiled-layers-with-flash-attn"),
+        ({"attention.implementation": Attention.sdpa_by_document}, "compiled-layers-by-document"),
+        ({"model.liger_kernel": True}, "compiled-layers-with-liger"),
+    ],
+    ids=["flash_attention_2", "sdpa_by_document", "liger"],
+)
+def test_compiling_is_refused_where_it_is_asked_for_and_impossible(undecided, changed, machine, values, problem):
+    config = resolve_auto(changed(undecided, {"model.compile_layers": True} | values), machine(H200)).config
+    assert config.model.compile_layers is True
+    assert problem in {found.id for found in check(config) if found.is_error}
+    left_open = resolve_auto(changed(undecided, values), machine(H200)).config
+    assert problem not in {found.id for found in check(left_open)}
+
+
+def test_less_memory_is_planned_for_compiled_blocks(undecided, machine):
+    """A row of 8,192 tokens takes 17.0 GiB with compiled blocks and 21.1 with others, and 83% of 24 GiB are 19.9.
+
+    What compiled blocks compute again leaves room for half as much again.
+    """
+    undecided.training.max_length, undecided.hardware.memory_gib = 4096, 24.0
+    rows = {}
+    for asked, kept in ((None, "auto"), (None, "disabled"), (False, "auto")):
+        undecided.model.compile_layers, undecided.activation.checkpointing = asked, Checkpointing[kept]
+        resolved = resolve_auto(undecided, machine(H200)).config
+        rows[asked, kept] = resolved.packing.row_length, resolved.activation.checkpointing.name
+    assert rows == {
+        (None, "auto"): (12288, "selective"),
+        (None, "disabled"): (8192, "disabled"),
+        (False, "auto"): (4096, "disabled"),
+    }
+
+
+def test_compiled_architectures_and_strategies_are_known_to_the_rest() -> None:
+    """The kernel that compiles with the blocks must be one that `auto` may take for them."""
+    assert COMPILED_ARCHITECTURES <= VARLEN_ARCHITECTURES
+    assert Strategy.zero3 not in COMPILED_STRATEGIES
+
+
+@pytest.mark.parametrize(
+    ("attention", "architecture", "expected", "packing"),
+    [
+        (["eager", "flex_attention", "flash_attention_2"], "Gemma2ForCausalLM", "eager", PackingMode.isolated),
+        (["eager", "flash_attention_4"], "GptOssForCausalLM", "eager", PackingMode.padded),
+        (["eager", "sdpa"], "GraniteForCausalLM", "sdpa", PackingMode.isolated),
+        ([], "GraniteForCausalLM", "sdpa", PackingMode.isolated),  # nobody has looked
+    ],
+    ids=["without_sdpa", "sinks", "with_sdpa", "unknown"],
+)
+def test_an_attention_that_the_architecture_lacks_is_not_taken(
+    undecided, machine, attention, architecture, expected, packing
+):
+    facts = undecided.model.facts
+    facts.architecture = architecture
+    facts.measured = MeasuredLayers(
+        num_layers=facts.num_layers, parameters=1000, linear_inputs=10, adapter_parameters=10, attention=attention
+    )
+    resolution = resolve_auto(undecided, machine())
+    choices = {choice.key: choice for choice in resolution.choices}
+    assert (choices["attention.implementation"].value, resolution.config.packing.mode) == (expected, packing)
+    if expected == "eager":
+        assert choices["attention.implementation"].why == f"{architecture} cannot attend by sdpa, but by eager"

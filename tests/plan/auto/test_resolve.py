@@ -1,0 +1,562 @@
+"""What `auto` becomes on each machine, and why."""
+
+from __future__ import annotations
+
+import copy
+import json
+import struct
+
+import pytest
+
+from tunebook.config.choices import (
+    Attention,
+    Checkpointing,
+    Compute,
+    Generation,
+    LauncherName,
+    MasterWeights,
+    PackingMode,
+    Strategy,
+    Switch,
+    Weights,
+)
+from tunebook.config.compose import compose
+from tunebook.config.schema import FsdpConfig, ModelConfig, SlurmConfig
+from tunebook.errors import RequestError
+from tunebook.plan.auto.resolve import resolve_auto
+from tunebook.plan.memory.gpu import plan_memory
+from tunebook.plan.rules import check, environment
+
+H200 = ("NVIDIA H200", (9, 0))
+V100 = ("Tesla V100-SXM2-32GB", (7, 0))
+A100 = ("NVIDIA A100-SXM4-80GB", (8, 0))
+
+
+def whys(resolution):
+    return {choice.key: choice.why for choice in resolution.choices}
+
+
+def values(resolution):
+    return {choice.key: choice.value for choice in resolution.choices}
+
+
+@pytest.fixture
+def has_flash(monkeypatch):
+    """flash-attn 2 is installed in this environment."""
+    monkeypatch.setattr("tunebook.plan.auto.kernels.installed_version", lambda package: "2.8.3")
+
+
+@pytest.fixture
+def has_no_flash(monkeypatch):
+    monkeypatch.setattr("tunebook.plan.auto.kernels.installed_version", lambda package: None)
+
+
+def test_one_h200(undecided, machine, has_flash):
+    undecided.parallelism.strategy = Strategy.ddp
+    resolution = resolve_auto(undecided, machine(H200, H200))
+    assert values(resolution) == {
+        "hardware.generation": "hopper",
+        "hardware.gpus_per_node": 2,
+        "hardware.memory_gib": 140.4,
+        "precision.compute": "bf16",
+        "precision.master_weights": "fp32",
+        "precision.tf32": "enabled",
+        "model.compile_layers": True,
+        "model.one_pass_head": True,
+        "attention.implementation": "varlen_attention",
+        "packing.mode": "isolated",
+        "parallelism.strategy": "ddp",
+        "packing.row_length": 32768,  # 16 x max_length
+        "training.micro_batch_size": 1,
+        "activation.checkpointing": "disabled",
+    }
+    assert resolution.is_runnable_here
+    assert resolution.where == "runs here, on 2 x hopper"
+    assert resolution.why_not_runnable == ""
+    assert whys(resolution)["hardware.generation"] == "2 x NVIDIA H200 found here"
+    assert whys(resolution)["precision.compute"] == "the base model is bfloat16, and hopper computes bf16"
+
+
+class TestRowLength:
+    def row(self, undecided, machine_found):
+        return resolve_auto(undecided, machine_found).config.packing.row_length
+
+    def test_is_half_as_long_where_the_kernel_computes_the_whole_square(self, undecided, machine):
+        undecided.attention.implementation = Attention.sdpa
+        assert self.row(undecided, machine(H200)) == 4096
+
+    def test_a_token_budget_is_still_dealt_evenly(self, undecided, machine, has_flash):
+        undecided.training.global_samples, undecided.training.global_tokens = None, 4096 * 3
+        undecided.model.compile_layers = False
+        assert self.row(undecided, machine(H200)) == 6144
+
+    def test_is_four_times_as_long_where_blocks_are_compiled(self, undecided, machine, has_flash):
+        assert self.row(undecided, machine(H200)) == 32768
+        undecided.model.compile_layers = False
+        assert self.row(undecided, machine(H200)) == 8192
+
+    def test_stays_short_where_memory_is_short(self, undecided, machine):
+        assert self.row(undecided, machine(V100, memory=8.0)) == undecided.training.max_length
+
+    def test_a_cpu_takes_the_shortest(self, undecided, machine):
+        assert self.row(undecided, machine()) == undecided.training.max_length
+
+    def test_an_explicit_one_is_kept(self, undecided, machine, has_flash):
+        undecided.packing.row_length = 2100
+        assert self.row(undecided, machine(H200)) == 2100
+
+
+def test_a_v100_gets_fp32_and_sdpa_by_document(undecided, machine):
+    resolution = resolve_auto(undecided, machine(V100, memory=32.0))
+    config = resolution.config
+    assert (config.precision.compute, config.precision.tf32) == (Compute.fp32, Switch.disabled)
+    assert config.attention.implementation is Attention.sdpa_by_document
+    assert "volta has no bf16; fp16 would overflow" in whys(resolution)["precision.compute"]
+    assert "1.5 x as fast" in whys(resolution)["attention.implementation"]
+    assert check(config) == []
+
+
+def test_no_gpu_and_a_cpu_recipe(undecided, machine):
+    resolution = resolve_auto(undecided, machine())
+    config = resolution.config
+    assert config.hardware.generation is Generation.cpu
+    assert (config.hardware.gpus_per_node, config.hardware.memory_gib) == (1, 32.0)
+    assert config.precision.compute is Compute.fp32
+    assert config.attention.implementation is Attention.sdpa
+    assert resolution.is_runnable_here
+
+
+def test_no_gpu_and_a_gpu_recipe_is_planned_only(undecided, machine, has_no_flash):
+    undecided.model.compile_layers = False
+    undecided.hardware.reference.generation = Generation.ampere
+    undecided.hardware.reference.gpus_per_node = 8
+    undecided.hardware.reference.memory_gib = 40.0
+    undecided.parallelism.strategy = Strategy.ddp
+    resolution = resolve_auto(undecided, machine())
+    hardware = resolution.config.hardware
+    assert (hardware.generation, hardware.gpus_per_node, hardware.memory_gib) == (Generation.ampere, 8, 40.0)
+    assert not resolution.is_runnable_here
+    assert resolution.why_not_runnable == (
+        "8 x ampere needed, and no GPU is found here: no NVIDIA driver answers here; try the same where the GPUs are "
+        "(--dry-run shows here what it does there), or hardware.generation=cpu"
+    )
+    # not installed here, but what is planned for runs in its image, which has it
+    assert resolution.config.attention.implementation is Attention.flash_attention_2
+    assert "the ampere image has it" in whys(resolution)["attention.implementation"]
+
+
+def test_flash_attention_needs_its_package_where_it_runs(undecided, machine, has_no_flash):
+    undecided.model.compile_layers = False
+    resolution = resolve_auto(undecided, machine(A100))
+    assert resolution.config.attention.implementation is Attention.varlen_attention
+    why = whys(resolution)["attention.implementation"]
+    assert why == "torch brings it along; the package flash-attn is not installed here; the ampere image has it"
+
+
+def test_compiled_blocks_take_a_kernel_that_compiles_with_them(undecided, machine, has_flash):
+    undecided.model.compile_layers = True
+    resolution = resolve_auto(undecided, machine(H200))
+    assert resolution.config.attention.implementation is Attention.varlen_attention
+    assert not check(resolution.config)
+    undecided.packing.mode = PackingMode.padded
+    assert resolve_auto(undecided, machine(H200)).config.attention.implementation is Attention.sdpa
+
+
+def test_rows_that_are_padded_cannot_take_torchs_own_kernel(undecided, machine, has_no_flash):
+    undecided.packing.mode = PackingMode.padded
+    resolution = resolve_auto(undecided, machine(A100))
+    assert resolution.config.attention.implementation is Attention.sdpa
+    assert "the package flash-attn is not installed here" in whys(resolution)["attention.implementation"]
+
+
+def test_torchs_own_kernel_is_only_taken_for_architectures_it_was_tried_with(undecided, machine, has_no_flash):
+    undecided.model.facts.architecture = "Gemma2ForCausalLM"  # caps its attention logits
+    assert resolve_auto(undecided, machine(A100)).config.attention.implementation is Attention.sdpa
+
+
+def test_another_machine_can_be_planned_by_name(undecided, machine):
+    undecided.hardware.generation = Generation.volta
+    undecided.hardware.gpus_per_node = 4
+    undecided.parallelism.strategy = Strategy.ddp
+    resolution = resolve_auto(undecided, machine(H200))
+    assert resolution.config.hardware.memory_gib == 32.0
+    assert whys(resolution)["hardware.memory_gib"] == "of a V100-SXM2-32GB, the usual volta GPU"
+    assert resolution.where == "volta is set, and this machine has NVIDIA H200 (hopper)"
+    assert whys(resolution)["hardware.generation"] == "as asked"
+
+
+def test_a_cluster_is_not_judged_by_the_login_node(undecided, machine):
+    undecided.launcher = SlurmConfig(name=LauncherName.slurm)
+    undecided.hardware.reference.generation = Generation.ampere
+    resolution = resolve_auto(undecided, machine())
+    assert resolution.config.hardware.generation is Generation.ampere
+    assert resolution.is_runnable_here
+    assert resolution.where == "started by slurm on other machines; this one only submits"
+
+
+def test_mixed_gpus_follow_the_oldest_and_cannot_start(undecided, machine):
+    undecided.parallelism.strategy = Strategy.ddp
+    resolution = resolve_auto(undecided, machine(H200, V100))
+    assert resolution.config.hardware.generation is Generation.volta
+    assert "the oldest decides for all" in whys(resolution)["hardware.generation"]
+    assert not resolution.is_runnable_here
+    assert "hopper, volta" in resolution.where
+
+
+def test_single_takes_one_of_several_gpus(undecided, machine):
+    resolution = resolve_auto(undecided, machine(H200, V100))
+    assert resolution.config.hardware.gpus_per_node == 1
+    assert resolution.config.hardware.generation is Generation.hopper
+    assert resolution.is_runnable_here
+
+
+def test_more_gpus_than_there_are(undecided, machine):
+    undecided.parallelism.strategy = Strategy.ddp
+    undecided.hardware.gpus_per_node = 8
+    resolution = resolve_auto(undecided, machine(H200, H200))
+    assert resolution.problem is not None
+    assert (resolution.problem.id, resolution.problem.fix) == ("too-few-gpus-here", "hardware.gpus_per_node=2")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gpu", "compute"),
+    [
+        ("bfloat16", A100, Compute.bf16),
+        ("float16", A100, Compute.bf16),
+        ("float32", A100, Compute.bf16),
+        ("bfloat16", V100, Compute.fp32),
+        ("float16", V100, Compute.fp16),
+        ("float32", V100, Compute.fp32),
+        ("float16", None, Compute.fp32),
+    ],
+)
+def test_the_base_models_dtype_is_matched(undecided, machine, dtype, gpu, compute):
+    undecided.model.facts.dtype = dtype
+    resolution = resolve_auto(undecided, machine(*([gpu] if gpu else [])))
+    assert resolution.config.precision.compute is compute
+    assert dtype in whys(resolution)["precision.compute"]
+    assert not [problem for problem in check(resolution.config) if problem.key == "precision.compute"]
+
+
+def test_explicit_choices_are_kept_even_when_they_cannot_work(undecided, machine):
+    undecided.precision.compute = Compute.bf16
+    undecided.attention.implementation = Attention.flash_attention_2
+    undecided.packing.mode = PackingMode.padded
+    undecided.training.micro_batch_size = 4
+    undecided.activation.checkpointing = Checkpointing.enabled
+    resolution = resolve_auto(undecided, machine(V100))
+    config = resolution.config
+    assert config.precision.compute is Compute.bf16
+    assert config.attention.implementation is Attention.flash_attention_2
+    assert (config.packing.mode, config.training.micro_batch_size) == (PackingMode.padded, 4)
+    asked = {key for key, why in whys(resolution).items() if why == "as asked"}
+    assert asked == {
+        "precision.compute",
+        "attention.implementation",
+        "packing.mode",
+        "parallelism.strategy",
+        "training.micro_batch_size",
+        "activation.checkpointing",
+    }
+    assert {problem.id for problem in check(config)} >= {"bf16-on-volta", "flash-attention-below-ampere"}
+
+
+def test_the_callers_configuration_is_not_changed(undecided, machine):
+    before = copy.deepcopy(undecided)
+    resolve_auto(undecided, machine(H200))
+    assert undecided == before
+
+
+def test_fp32_by_choice_takes_sdpa_by_document(undecided, machine, has_flash):
+    undecided.precision.compute = Compute.fp32
+    resolution = resolve_auto(undecided, machine(H200))
+    assert resolution.config.attention.implementation is Attention.sdpa_by_document
+    assert check(resolution.config) == []
+
+
+def test_padded_leaves_the_micro_batch_to_the_solver(undecided, machine):
+    undecided.packing.mode = PackingMode.padded
+    resolution = resolve_auto(undecided, machine(H200))
+    assert resolution.config.training.micro_batch_size is None
+    assert "the batch solver" in whys(resolution)["training.micro_batch_size"]
+
+
+def test_a_model_that_leaks_is_padded(undecided, machine):
+    undecided.model.facts.architecture = "BloomForCausalLM"
+    resolution = resolve_auto(undecided, machine(H200))
+    assert resolution.config.packing.mode is PackingMode.padded
+    assert check(resolution.config) == []
+
+
+@pytest.mark.parametrize(
+    ("auto_map", "mode"),
+    [
+        ({"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}, PackingMode.padded),
+        ({"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}, PackingMode.isolated),
+        (None, PackingMode.isolated),
+    ],
+    ids=["model", "tokenizer", "none"],
+)
+def test_a_model_of_code_of_its_own_is_padded_whatever_its_class_is_called(
+    undecided, machine, tmp_path, auto_map, mode
+):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "auto_map": auto_map}))
+    undecided.model.name, undecided.model.path = None, str(tmp_path)
+    undecided.model.trust_remote_code = True
+    resolution = resolve_auto(undecided, machine(H200))
+    assert resolution.config.packing.mode is mode
+    assert ("code of its own" in whys(resolution)["packing.mode"]) is (mode is PackingMode.padded)
+    undecided.packing.mode = PackingMode.isolated  # asked for: the leak probe decides
+    assert resolve_auto(undecided, machine(H200)).config.packing.mode is PackingMode.isolated
+
+
+def test_bf16_master_weights_compute_in_bf16(undecided, machine):
+    undecided.precision.master_weights = MasterWeights.bf16
+    undecided.model.facts.dtype = "float32"
+    assert check(resolve_auto(undecided, machine(H200)).config) == []
+
+
+ON_HOPPER = ("hardware=hopper", "hardware.gpus_per_node=1", "dataset=synthetic")
+
+
+@pytest.mark.parametrize(
+    ("words", "weights", "why"),
+    [
+        (["peft=lora"], "bf16", "as it is published"),
+        (["peft=qlora", "model.weights=pretrained"], "bf16", "as it is published"),
+        (["peft=lora", "parallelism=fsdp"], "bf16", "adapters are fp32"),
+        (["peft=full"], "fp32", "lose updates"),
+        (["peft=lora", "model.facts.dtype=float32"], "fp32", "the base model is float32"),
+        (["peft=lora", "precision=fp32"], "fp32", "these are in fp32"),
+        (["peft=lora", "hardware=volta"], "fp32", "these are in fp32"),
+        (["peft=lora", "hardware=cpu"], "fp32", "these are in fp32"),
+        (["peft=lora", "parallelism=zero2"], "fp32", "DeepSpeed would compute with adapters in bf16"),
+        (["peft=lora", "precision.master_weights=fp32"], "fp32", "as asked"),
+        (["peft=full", "precision.master_weights=bf16"], "bf16", "as asked"),
+    ],
+    ids=str,
+)
+def test_a_frozen_base_stays_in_the_bf16_that_it_is_published_in(
+    machine, words: list[str], weights: str, why: str
+) -> None:
+    config = compose(None, ["model=qwen25_05b", *ON_HOPPER, *words]).config
+    resolution = resolve_auto(config, machine())
+    assert values(resolution)["precision.master_weights"] == weights
+    assert why in whys(resolution)["precision.master_weights"]
+
+
+def test_a_base_in_bf16_takes_half_of_the_memory(machine) -> None:
+    """An 8B model under LoRA fits a card of 24 GiB so, and its adapters still have all of fp32's optimizer states."""
+    words = ["model=llama3_8b", "dataset=synthetic", "hardware=ampere", "hardware.gpus_per_node=1", "peft=lora",
+             "hardware.memory_gib=24", "training.global_samples=16", "training.max_length=1024"]  # fmt: skip
+    in_bf16, in_fp32 = (
+        plan_memory(resolve_auto(compose(None, [*words, *more]).config, machine()).config)
+        for more in ([], ["precision.master_weights=fp32"])
+    )
+    assert in_bf16 is not None and in_fp32 is not None
+    assert (in_bf16.fits, in_fp32.fits) == (True, False)
+    adapters = 41_943_040  # rank 16 on seven products of 32 layers
+    assert in_bf16.memory.weights == pytest.approx((8.03e9 * 2 + 4 * adapters) / 2**30, rel=0.001)
+    assert in_bf16.memory.optimizer == pytest.approx(8 * adapters / 2**30, rel=0.001)
+
+
+def test_hsdp_shards_within_a_node(undecided, machine):
+    undecided.parallelism = FsdpConfig(strategy=Strategy.hsdp)
+    undecided.hardware.num_nodes = 2
+    undecided.launcher = SlurmConfig(name=LauncherName.slurm)
+    resolution = resolve_auto(undecided, machine(*[H200] * 8))
+    assert resolution.config.parallelism.shard_group_size == 8
+    assert check(resolution.config) == []
+
+
+def test_a_model_that_does_not_fit_recomputes_its_activations(undecided, machine):
+    undecided.model.facts.num_parameters = 5_000_000_000  # 16 bytes each: 74.5 GiB
+    resolution = resolve_auto(undecided, machine(H200))
+    assert resolution.config.activation.checkpointing is Checkpointing.disabled  # 83% of 140.4 GiB hold it
+    resolution = resolve_auto(undecided, machine(A100, memory=80.0))
+    assert resolution.config.activation.checkpointing is Checkpointing.enabled
+    assert whys(resolution)["activation.checkpointing"].startswith("estimated 74.5 GiB of states")
+
+
+@pytest.mark.parametrize(
+    ("memory", "is_compiled", "kept", "why"),
+    [
+        (24.0, None, "disabled", "fit into 83% of 24 GiB, and it is faster"),
+        (
+            19.0,
+            None,
+            "selective",
+            "functions computed again 7.4 GiB of the latter do, 1.4% slower (Qwen2.5-3B, one H200)",
+        ),
+        (
+            16.0,
+            None,
+            "enabled",
+            "7.4 GiB of states and 10.4 GiB of activations and buffers do not fit into 83% of 16 GiB",
+        ),
+        (19.0, False, "enabled", "and 14.8 GiB of activations and buffers do not fit into 83% of 19 GiB"),
+    ],
+)
+def test_parts_of_blocks_are_recomputed_before_whole_ones(undecided, machine, memory, is_compiled, kept, why):
+    undecided.hardware.memory_gib, undecided.model.compile_layers = memory, is_compiled
+    undecided.packing.row_length = 8192
+    resolution = resolve_auto(undecided, machine(H200))
+    assert resolution.config.activation.checkpointing.name == kept
+    assert whys(resolution)["activation.checkpointing"].endswith(why)
+
+
+LORA_IN_FP32 = ("peft=lora", "precision.master_weights=fp32")
+QWEN_3B = ("qwen3b_zero2", "parallelism=single", "hardware=hopper", "hardware.gpus_per_node=1",
+           "hardware.memory_gib=140.4", "training.global_samples=null", "training.max_length=4096")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "row", "kept"),
+    [
+        # One pass is all of a step, so no gradients of an earlier one are there: 110.5 of 112.3 GiB.
+        (("training.global_tokens=32768",), 32_768, "selective"),
+        (("training.global_tokens=65536",), 16_384, "disabled"),
+        (("training.global_tokens=32768", "activation=stored"), 16_384, "disabled"),
+        (("training.global_tokens=32768", "activation=selective"), 32_768, "selective"),
+        # LoRA was not seen to gain by longer rows, and recomputing cost it twice as much.
+        (("training.global_tokens=49152", "model=llama3_8b", *LORA_IN_FP32), 8192, "disabled"),
+        (
+            ("training.global_tokens=49152", "model=llama3_8b", *LORA_IN_FP32, "activation=selective"),
+            16_384,
+            "selective",
+        ),
+        # A base in bf16 leaves room for longer ones with everything kept.
+        (("training.global_tokens=49152", "model=llama3_8b", "peft=lora"), 12_288, "disabled"),
+    ],
+)
+def test_a_longer_row_is_worth_computing_parts_of_blocks_again(machine, words, row, kept):
+    resolved = resolve_auto(compose(QWEN_3B[0], [*QWEN_3B[1:], *words]).config, machine()).config
+    assert (resolved.packing.row_length, resolved.activation.checkpointing.name) == (row, kept)
+
+
+ON_ONE = ("qwen3b_zero2", "parallelism=single", "hardware=hopper", "hardware.gpus_per_node=1")
+LLAMA_LORA = ("model=llama3_8b", *LORA_IN_FP32, "training.global_samples=64", "dataset.mean_tokens=200")
+
+
+@pytest.mark.parametrize(
+    ("words", "row", "kept"),
+    [
+        # Where parts are computed again anyway, and where rows would be very short otherwise, LoRA gains, too.
+        ((*LLAMA_LORA, "hardware.memory_gib=56", "training.max_length=512"), 3072, "selective"),
+        (
+            (*LORA_IN_FP32, "dataset.mean_tokens=200", "hardware.memory_gib=24", "training.max_length=256"),
+            2048,
+            "selective",
+        ),
+        # Eight documents are one pass of 8,192 tokens at most, however long a row may be.
+        (("hardware.memory_gib=140.4", "training.global_samples=8", "training.max_length=1024"), 8192, "disabled"),
+    ],
+    ids=["needed", "short", "few_documents"],
+)
+def test_parts_are_computed_again_where_that_saves_passes(machine, words, row, kept):
+    resolved = resolve_auto(compose(ON_ONE[0], [*ON_ONE[1:], *words]).config, machine()).config
+    assert (resolved.packing.row_length, resolved.activation.checkpointing.name) == (row, kept)
+
+
+def test_parts_are_computed_again_only_where_the_plan_then_fits(machine):
+    """Of 24 GiB 83% would hold the tensors, if the allocator gives back what it holds besides: `auto` on less."""
+    resolved = resolve_auto(compose("zero1_lora", []).config, machine()).config
+    assert resolved.activation.checkpointing is Checkpointing.enabled
+    assert plan_memory(resolved).fits is True
+    resolved.activation.checkpointing = Checkpointing.selective
+    plan = plan_memory(resolved)
+    assert (plan.memory.total, plan.fits) == (pytest.approx(24.0), True)
+
+
+def write_config(folder, **changes):
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "torch_dtype": "float16",
+        "num_hidden_layers": 2,
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 32,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+    }
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def test_facts_are_read_from_a_folder(undecided, machine, tmp_path):
+    write_config(tmp_path)
+    undecided.model = ModelConfig(path=str(tmp_path), weights=Weights.random)
+    facts = resolve_auto(undecided, machine(V100)).config.model.facts
+    assert facts is not None
+    # 2 x 32 x 8 embeddings; per layer 2 x 8 x (8 + 4) attention, 3 x 8 x 16 feed-forward, 2 x 8 norms; the last norm
+    assert facts.num_parameters == 512 + 2 * (192 + 384 + 16) + 8
+    assert (facts.architecture, facts.dtype) == ("LlamaForCausalLM", "float16")
+
+
+def test_parameters_are_counted_in_the_safetensors_header(undecided, machine, tmp_path):
+    write_config(tmp_path)
+    header = json.dumps({
+        "__metadata__": {"format": "pt"},
+        "a": {"dtype": "F16", "shape": [3, 5], "data_offsets": [0, 30]},
+        "b": {"dtype": "F16", "shape": [7], "data_offsets": [30, 44]},
+    }).encode()  # fmt: skip
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(44))
+    undecided.model = ModelConfig(path=str(tmp_path))
+    facts = resolve_auto(undecided, machine(V100)).config.model.facts
+    assert facts is not None
+    assert facts.num_parameters == 22
+
+
+def test_unknown_sizes_are_no_error(undecided, machine, tmp_path):
+    write_config(tmp_path, quantization_config={"quant_method": "gptq"})  # a rule refuses it, whatever its sizes
+    undecided.model = ModelConfig(path=str(tmp_path))
+    resolution = resolve_auto(undecided, machine(V100))
+    assert resolution.config.model.facts is None
+    assert resolution.config.precision.compute is Compute.fp16  # the dtype is known all the same
+    assert whys(resolution)["activation.checkpointing"].startswith("the model's size is not known")
+
+
+def test_a_hub_model_that_was_never_downloaded(undecided, machine):
+    undecided.model = ModelConfig(name="organisation/never-downloaded")
+    resolution = resolve_auto(undecided, machine(H200))
+    assert resolution.config.model.facts is None
+    assert "dtype is not known before it is loaded" in whys(resolution)["precision.compute"]
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"a": '])
+def test_a_broken_config_json_is_named(undecided, machine, tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    undecided.model = ModelConfig(path=str(tmp_path))
+    with pytest.raises(RequestError, match=r"config\.json.*(copy the model again|model's own folder)"):
+        resolve_auto(undecided, machine())
+
+
+def test_a_size_of_zero_is_named(undecided, machine, tmp_path):
+    write_config(tmp_path, num_attention_heads=0)
+    undecided.model = ModelConfig(path=str(tmp_path))
+    with pytest.raises(RequestError, match="num_attention_heads=0"):
+        resolve_auto(undecided, machine())
+
+
+def test_environment_and_auto_agree(undecided, machine, monkeypatch, has_flash):
+    monkeypatch.setattr(environment, "installed_version", lambda package: "2.13.0")
+    config = resolve_auto(undecided, machine(H200)).config
+    assert environment.check_environment(config, machine(H200)) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "row"),
+    [
+        (("training.global_samples=8", "training.max_length=512"), 512),  # a document for each GPU
+        (("training.global_samples=64", "training.max_length=2"), 16),
+        (("training.global_samples=8", "training.max_length=512", "dataset.mean_tokens=20"), 512),
+        (("training.global_samples=640", "training.max_length=1024", "dataset.mean_tokens=100"), 16_384),
+    ],
+)
+def test_a_row_is_no_longer_than_a_step_can_fill(machine, words, row):
+    """640 documents of 100 tokens are 80 for each GPU, taken for twice as long, and one of the longest."""
+    eight = ("model=qwen25_05b", "dataset=synthetic", "hardware=hopper", "hardware.gpus_per_node=8")
+    resolved = resolve_auto(compose(None, [*eight, *words]).config, machine()).config
+    assert resolved.packing.row_length == row

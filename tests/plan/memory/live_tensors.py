@@ -1,0 +1,208 @@
+"""Which tensors are alive at once while a small Llama's layers are computed, without any memory.
+
+Autograd's own saved tensors say what is kept between the passes, not what is at work in one of them. Here a decoder of
+three layers goes through both passes under PyTorch's FakeTensorMode, every operation is looked at, and the bytes of all
+storages that live then are added up: those that have a shape of a weight, its gradients and copies, left out. What
+grows with the hidden and the inner size comes from the differences of models of two sizes.
+
+On a GPU dropout keeps a byte for each number, and attention what `meta_device.kernels` says: both are stood in for.
+Python's own frames hold a tensor or two that compiled code would have let go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tunebook.plan.architecture import kernels, saved
+from tunebook.plan.architecture.cuda_autocast import CudaAutocast
+from tunebook.plan.architecture.kernels import BY_LENGTHS, UNMASKED
+
+NUM_LAYERS, NUM_HEADS, TOKENS = 3, 16, 1280  # tokens like no size of a weight
+MIDDLE, LAST = 1, NUM_LAYERS - 1
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+SMALL, _WIDE, _LARGE = (1024, 4096), (1024, 8192), (2048, 8192)  # hidden and inner size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How the layers are computed."""
+
+    weights: torch.dtype = torch.float32
+    is_mixed: bool = True  # autocast in bf16
+    is_adapter: bool = False
+    adapters: torch.dtype = torch.float32
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ()  # the products that an adapter is put on; none named: on all seven
+    is_recomputed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Growth:
+    """Bytes of each token for each of the hidden and of the inner numbers."""
+
+    hidden: float
+    inner: float
+
+
+def growth_of(way: Way) -> dict[str, Growth]:
+    """Of the most that is alive in "forward 0" to "backward 2", and of what is "kept" between the passes."""
+    small, wide, large = (_live_bytes(way, *sizes) for sizes in (SMALL, _WIDE, _LARGE))
+    found = {}
+    for part in small:
+        inner = (wide[part] - small[part]) / (_WIDE[1] - SMALL[1]) / TOKENS
+        hidden = (large[part] - wide[part]) / (_LARGE[0] - _WIDE[0]) / TOKENS
+        found[part] = Growth(hidden=round(hidden, 2), inner=round(inner, 2))
+    return found
+
+
+def bytes_of_pairs(way: Way) -> float:
+    """For each head and pair of tokens, at most in the last layer's backward pass, of attention without a kernel."""
+    part = f"backward {LAST}"
+    short, long = (_live_bytes(way, *SMALL, tokens=tokens, attention="eager")[part] for tokens in (TOKENS, 2 * TOKENS))
+    return (long - 2 * short) / 2 / TOKENS**2 / NUM_HEADS
+
+
+def saved_by_a_layer(
+    way: Way, *, kind: str = "llama", compiled: str | None = None, is_eager: bool = False
+) -> tuple[float, float]:
+    """Bytes of each token that autograd saves in a middle layer, and those of them that offloading does not move.
+
+    `compiled`: how layers are, by its name in `meta_device.saved`. `is_eager`: attention without a kernel.
+    """
+    kernel = compiled or ("eager" if is_eager else "flash")
+    mode = ("autocast" if way.is_mixed else "fp32", "", kernel)  # of which the weights' format is no part
+    attention = BY_LENGTHS if compiled else saved.ATTENTION[kernel]
+    with _without_memory():
+        model = _build(way, *SMALL, kind=kind, attention=attention)
+        if compiled:
+            layers = saved.decoder_layers(saved.text_decoder(saved._causal(model)), NUM_LAYERS)
+            saved._compile(layers, recomputes=saved.COMPILED[compiled])
+        kept, left = saved._saved_by_layer(model, NUM_LAYERS, TOKENS, mode)
+    return kept[MIDDLE] / TOKENS, left[MIDDLE] / TOKENS
+
+
+def adapted(model: Any, targets: tuple[str, ...], *, dropout: float = 0.0) -> Any:
+    """With LoRA of rank 1 on these products. Modules are not moved, which fails without memory."""
+    lora = LoraConfig(r=1, target_modules=list(targets) or "all-linear", lora_dropout=dropout, task_type="CAUSAL_LM")
+    with mock.patch.object(nn.Module, "to", lambda module, *_, **__: module):
+        wrapped = get_peft_model(model, lora)
+    wrapped.enable_input_require_grads()
+    return wrapped
+
+
+class _Living(TorchDispatchMode):
+    """The storages that operations made and somebody still holds; their highest sum in each part of the passes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.part, self.most = "before", {}
+        self._of_weights = {weight.untyped_storage()._cdata for weight in model.parameters()}
+        shapes = {tuple(weight.shape) for weight in model.parameters()}
+        self._shapes = shapes | {tuple(reversed(shape)) for shape in shapes}
+        self._found: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        for tensor in tree_iter(made):
+            if isinstance(tensor, torch.Tensor):
+                self._see(tensor)
+        self.most[self.part] = max(self.most.get(self.part, 0), self.num_bytes())
+        return made
+
+    def num_bytes(self) -> int:
+        """Of all that live now."""
+        self._found = {place: found for place, found in self._found.items() if not found[0].expired()}
+        return sum(size for _, size in self._found.values())
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._of_weights or tuple(tensor.shape) in self._shapes:
+            return
+        reference = StorageWeakRef(storage)
+        if reference.cdata not in self._found or self._found[reference.cdata][0].expired():
+            self._found[reference.cdata] = (reference, storage.nbytes())
+
+
+def _live_bytes(
+    way: Way, hidden: int, inner: int, *, tokens: int = TOKENS, attention: str = UNMASKED
+) -> dict[str, int]:
+    with _without_memory():
+        model = _build(way, hidden, inner, attention=attention)
+        decoder, living = saved.text_decoder(saved._causal(model)), _Living(model)
+        for place, layer in enumerate(saved.decoder_layers(decoder, NUM_LAYERS)):
+            if way.is_recomputed:
+                layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+            _name_parts(layer, living, place)
+        mixed = torch.autocast("cpu", dtype=torch.bfloat16, enabled=way.is_mixed)
+        with living, mixed, CudaAutocast():
+            output = decoder(**saved._row(tokens, has_lengths=False), use_cache=False).last_hidden_state
+            kept = living.num_bytes()
+            living.part = "head"
+            output.backward(torch.empty_like(output))
+        parts = [f"{direction} {place}" for direction in ("forward", "backward") for place in range(NUM_LAYERS)]
+        return {part: living.most[part] for part in parts} | {"kept": kept}
+
+
+def _name_parts(layer: nn.Module, living: _Living, place: int) -> None:
+    layer.register_forward_pre_hook(lambda *_: setattr(living, "part", f"forward {place}"))
+    layer.register_forward_hook(lambda *_: setattr(living, "part", f"after {place}"))
+    layer.register_full_backward_pre_hook(lambda *_: setattr(living, "part", f"backward {place}"))
+
+
+def _build(way: Way, hidden: int, inner: int, *, kind: str = "llama", attention: str = UNMASKED) -> nn.Module:
+    config = AutoConfig.for_model(
+        kind, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=NUM_LAYERS, num_attention_heads=NUM_HEADS,
+        num_key_value_heads=NUM_HEADS, vocab_size=1000, pad_token_id=1, eos_token_id=2, max_position_embeddings=8192,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=way.weights, attn_implementation=attention)
+    if way.is_adapter:
+        model = adapted(model, way.targets, dropout=way.dropout)
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight.data = weight.data.to(way.adapters)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.forward = _Dropout.apply
+    return model.train()
+
+
+class _Dropout(torch.autograd.Function):
+    """As on a GPU: keeps which numbers it took, a byte each."""
+
+    @staticmethod
+    def forward(ctx: Any, numbers: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(torch.empty_like(numbers, dtype=torch.bool))
+        return torch.empty_like(numbers)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        _ = ctx.saved_tensors
+        return torch.empty_like(gradient)
+
+
+def _attention_backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    query, key, value, *_rest = ctx.saved_tensors
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
+
+
+@contextlib.contextmanager
+def _without_memory() -> Iterator[None]:
+    """The stand-in for attention has no backward pass but for the time of this."""
+    backward = mock.patch.object(kernels._Kernel, "backward", staticmethod(_attention_backward))
+    with saved._quiet(), backward, FakeTensorMode(allow_non_fake_inputs=True):
+        yield

@@ -1,0 +1,401 @@
+"""The counted activations against the tensors that autograd really saves, and against a peak measured on a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tunebook.config.choices import (
+    Attention,
+    Checkpointing,
+    Compute,
+    Generation,
+    MasterWeights,
+    MixedPrecision,
+    PackingMode,
+    PeftMethod,
+    Strategy,
+)
+from tunebook.config.compose import compose
+from tunebook.config.model_facts import MeasuredLayers
+from tunebook.config.schema import FsdpConfig, ParallelismConfig, ZeroConfig
+from tunebook.hardware.detect import Machine
+from tunebook.model.varlen_attention import register
+from tunebook.plan.auto.resolve import resolve_auto
+from tunebook.plan.memory import estimate_memory
+from tunebook.plan.memory.activations import (
+    head_bytes,
+    layer_bytes_per_token,
+    measured_bytes,
+    tokens_per_pass,
+)
+
+from .live_tensors import NUM_HEADS, SMALL, Way, saved_by_a_layer
+from .live_tensors import TOKENS as LIVE_TOKENS
+
+RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
+TOKENS, RANK = 40, 4  # like no size of a weight, by which those are told apart
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 32
+}  # fmt: skip
+OF_LIVE_TENSORS = {
+    "hidden_size": SMALL[0], "intermediate_size": SMALL[1], "num_attention_heads": NUM_HEADS,
+    "num_key_value_heads": NUM_HEADS,
+}  # fmt: skip
+# Small things that the estimate leaves out: the logarithm of each softmax's sum, a scale per norm, adapters' middles.
+NOT_COUNTED = 4 * SIZES["num_attention_heads"] + 2 * 4
+
+
+def saved_bytes(
+    num_layers, *, weights, is_mixed, attention="sdpa", is_adapter=False, dropout=0.0,
+    targets="all-linear", are_adapters_cast=False,
+):  # fmt: skip
+    """Bytes of what autograd saves of two documents of half a row each, copies of weights left out."""
+    register(Attention.sdpa_by_document)
+    config = AutoConfig.for_model("qwen2", num_hidden_layers=num_layers, tie_word_embeddings=True, **SIZES)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=weights)
+    decoder = model.base_model
+    if is_adapter:
+        lora = LoraConfig(r=RANK, target_modules=targets, lora_dropout=dropout, task_type="CAUSAL_LM")
+        wrapped = get_peft_model(model, lora, autocast_adapter_dtype=not are_adapters_cast)
+        wrapped.enable_input_require_grads()
+        decoder = wrapped.base_model.model.model
+    decoder.train()
+    of_weights = {parameter.untyped_storage().data_ptr() for parameter in decoder.parameters()}
+    shapes = {shape for one in decoder.parameters() for shape in (tuple(one.shape), tuple(reversed(one.shape)))}
+    saved = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in of_weights and tuple(tensor.shape) not in shapes:
+            saved[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    half = torch.arange(TOKENS // 2)
+    row = {"input_ids": torch.randint(0, 32, (1, TOKENS)), "position_ids": torch.cat([half, half])[None]}
+    if attention == Attention.sdpa_by_document.value:
+        row |= {"cu_seq_lens_q": torch.tensor([0, TOKENS // 2, TOKENS]), "max_length_q": TOKENS // 2}
+    mixed = torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_mixed)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), mixed:
+        decoder(**row, use_cache=False)
+    return sum(size for size, _ in saved.values())
+
+
+def sized(config, sizes=SIZES):
+    """The configuration's facts, of the layers that are run here."""
+    for key, value in sizes.items():
+        setattr(config.model.facts, key, value)
+    return config.model.facts
+
+
+CASES = {
+    "autocast": (Compute.bf16, MasterWeights.fp32, Attention.sdpa, PeftMethod.full),
+    "fp32": (Compute.fp32, MasterWeights.fp32, Attention.sdpa, PeftMethod.full),
+    "by_document": (Compute.bf16, MasterWeights.fp32, Attention.sdpa_by_document, PeftMethod.full),
+    "by_document_fp32": (Compute.fp32, MasterWeights.fp32, Attention.sdpa_by_document, PeftMethod.full),
+    "all_bf16": (Compute.bf16, MasterWeights.bf16, Attention.sdpa, PeftMethod.full),
+    "lora": (Compute.bf16, MasterWeights.fp32, Attention.sdpa, PeftMethod.lora),
+    "lora_on_bf16": (Compute.bf16, MasterWeights.bf16, Attention.sdpa, PeftMethod.lora),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft asks by the old name
+@pytest.mark.parametrize("case", CASES)
+def test_a_layer_keeps_what_was_counted(sound, case):
+    compute, master, attention, method = CASES[case]
+    sound.hardware.generation = Generation.cpu
+    sound.precision.compute, sound.precision.master_weights = compute, master
+    sound.attention.implementation, sound.peft.method, sound.peft.dropout = attention, method, 0.0
+    sound.packing.row_length = TOKENS
+    facts = sized(sound)
+    weights = torch.bfloat16 if master is MasterWeights.bf16 else torch.float32
+    options = {"weights": weights, "is_mixed": compute is Compute.bf16, "is_adapter": method is PeftMethod.lora}
+    two, three = (saved_bytes(number, attention=attention.value, **options) for number in (2, 3))
+    adapters = 7 * RANK * 2 if method is PeftMethod.lora else 0
+    assert (three - two) / TOKENS - NOT_COUNTED - adapters == layer_bytes_per_token(sound, facts)
+
+
+TARGETS = {
+    "attention": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "two": ["q_proj", "v_proj"],
+    "output": ["o_proj"],
+    "feed_forward": ["gate_proj", "up_proj", "down_proj"],
+    "gate": ["gate_proj"],
+    "down": ["down_proj"],
+}
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize(
+    ("compute", "weights"),
+    [(Compute.bf16, torch.float32), (Compute.bf16, torch.bfloat16), (Compute.fp32, torch.float32)],
+    ids=["autocast", "bf16", "fp32"],
+)
+def test_products_without_an_adapter_keep_no_input(sound, targets, compute, weights):
+    """The difference to an adapter on all seven, the middles of adapters left out."""
+    sound.precision.compute, sound.peft.method, sound.peft.dropout = compute, PeftMethod.lora, 0.0
+    sound.precision.master_weights = MasterWeights.bf16 if weights is torch.bfloat16 else MasterWeights.fp32
+    sound.attention.implementation, sound.packing.row_length = Attention.sdpa, TOKENS
+    facts = sized(sound)
+    saved, planned = {}, {}
+    for chosen in (TARGETS[targets], []):
+        sound.peft.target_modules = chosen
+        options = {"weights": weights, "is_mixed": compute is Compute.bf16, "is_adapter": True}
+        two, three = (saved_bytes(number, targets=chosen or "all-linear", **options) for number in (2, 3))
+        middles = RANK * (len(chosen) or 7) * (4 if compute is Compute.fp32 else 2)
+        saved[bool(chosen)] = (three - two) / TOKENS - middles
+        planned[bool(chosen)] = layer_bytes_per_token(sound, facts)
+    assert saved[True] - saved[False] == planned[True] - planned[False] < 0
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+@pytest.mark.parametrize("targets", ["all-linear", *TARGETS])
+def test_adapters_that_fsdp_gathers_in_bf16_keep_what_they_are_given(sound, targets):
+    """Which those of one norm share, and no copy of it."""
+    sound.parallelism = FsdpConfig(strategy=Strategy.fsdp)
+    sound.peft.method, sound.peft.dropout = PeftMethod.lora, 0.0
+    sound.precision.master_weights = MasterWeights.bf16
+    sound.attention.implementation, sound.packing.row_length = Attention.sdpa, TOKENS
+    sound.peft.target_modules = TARGETS.get(targets, [])
+    facts = sized(sound)
+    options = {"weights": torch.bfloat16, "is_mixed": False, "is_adapter": True, "are_adapters_cast": True}
+    two, three = (saved_bytes(number, targets=TARGETS.get(targets, targets), **options) for number in (2, 3))
+    adapters = len(TARGETS.get(targets, ())) or 7
+    assert (three - two) / TOKENS - NOT_COUNTED - 2 * RANK * adapters == layer_bytes_per_token(sound, facts)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+@pytest.mark.parametrize("case", ["autocast", "fp32", "all_bf16", "lora", "lora_on_bf16", "lora_fp32"])
+@pytest.mark.parametrize("dropout", [0.0, 0.05])
+def test_zero3s_own_product_keeps_inputs_as_they_are(sound, monkeypatch, case, dropout):
+    """What it keeps more than torch's: on a CPU the rest of a dropout is larger, and the same with both."""
+    cases = CASES | {"lora_fp32": (Compute.fp32, MasterWeights.fp32, Attention.sdpa, PeftMethod.lora)}
+    compute, master, _, method = cases[case]
+    sound.precision.compute, sound.precision.master_weights = compute, master
+    sound.peft.method, sound.peft.dropout = method, dropout
+    sound.attention.implementation, sound.packing.row_length = Attention.sdpa, TOKENS
+    facts = sized(sound)
+    options = {
+        "weights": torch.bfloat16 if master is MasterWeights.bf16 else torch.float32,
+        "is_mixed": compute is Compute.bf16,
+        "is_adapter": method is PeftMethod.lora,
+        "dropout": dropout,
+    }
+    usual, planned = {}, {}
+    for strategy in (Strategy.ddp, Strategy.zero3):
+        sound.parallelism = ParallelismConfig(strategy=strategy)
+        if strategy is Strategy.zero3:
+            monkeypatch.setattr(torch.nn.functional, "linear", zero3_linear_wrap)
+        usual[strategy] = saved_bytes(3, **options) - saved_bytes(2, **options)
+        planned[strategy] = layer_bytes_per_token(sound, facts) * TOKENS
+    assert usual[Strategy.zero3] - usual[Strategy.ddp] == planned[Strategy.zero3] - planned[Strategy.ddp]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+@pytest.mark.parametrize("dropout", [0.0, 0.05])
+def test_a_layer_that_deepspeed_casts_with_its_adapters_keeps_what_was_counted_under_zero3(sound, monkeypatch, dropout):
+    """Whole, since there is no such layer elsewhere to take away. On a CPU the rest of a dropout is in bf16."""
+    sound.parallelism = ZeroConfig(strategy=Strategy.zero3, mixed_precision=MixedPrecision.cast)
+    sound.peft.method, sound.peft.dropout = PeftMethod.lora, dropout
+    sound.attention.implementation, sound.packing.row_length = Attention.sdpa, TOKENS
+    facts = sized(sound)
+    monkeypatch.setattr(torch.nn.functional, "linear", zero3_linear_wrap)
+    options = {"weights": torch.bfloat16, "is_mixed": False, "is_adapter": True, "are_adapters_cast": True}
+    two, three = (saved_bytes(number, dropout=dropout, **options) for number in (2, 3))
+    rest = 6 * facts.hidden_size + facts.intermediate_size if dropout else 0
+    adapters = 7 * RANK * 2
+    assert (three - two) / TOKENS - NOT_COUNTED - adapters - rest == layer_bytes_per_token(sound, facts)
+
+
+FORMATS = [(MasterWeights.fp32, torch.float32), (MasterWeights.bf16, torch.bfloat16)]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.05])
+@pytest.mark.parametrize(("master", "weights"), FORMATS, ids=["autocast", "bf16"])
+@pytest.mark.parametrize(("kind", "products"), [("llama", 6), ("phi3", 3)])
+def test_zero3s_own_product_where_products_are_fused(sound, monkeypatch, kind, products, master, weights, dropout):
+    """Phi-3 has one for query, key and value, and one for gate and up; each missing one is as many bytes less as an
+    input has in bf16, or more where torch's product keeps a copy for each."""
+    sound.precision.master_weights, sound.peft.method, sound.peft.dropout = master, PeftMethod.lora, dropout
+    facts = sized(sound, OF_LIVE_TENSORS)
+    inputs = facts.num_layers * (products * facts.hidden_size + facts.intermediate_size)
+    facts.measured = MeasuredLayers(
+        num_layers=facts.num_layers, parameters=1, adapter_parameters=1, linear_inputs=inputs, saved={}
+    )
+    way, usual, planned = Way(weights=weights, is_adapter=True, dropout=dropout), {}, {}
+    for strategy in (Strategy.ddp, Strategy.zero3):
+        sound.parallelism = ParallelismConfig(strategy=strategy)
+        if strategy is Strategy.zero3:
+            monkeypatch.setattr(torch.nn.functional, "linear", zero3_linear_wrap)
+        usual[strategy], _ = saved_by_a_layer(way, kind=kind)
+        planned[strategy] = layer_bytes_per_token(sound, facts)
+    assert usual[Strategy.zero3] - usual[Strategy.ddp] == planned[Strategy.zero3] - planned[Strategy.ddp]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "mode", "attended"),
+    [
+        (Attention.sdpa, PackingMode.isolated, 3 * TOKENS),  # rows of a pass are put one behind the other
+        (Attention.sdpa, PackingMode.padded, TOKENS),
+        (Attention.eager, PackingMode.isolated, 3 * TOKENS),
+        (Attention.eager, PackingMode.padded, TOKENS),
+    ],
+)
+def test_the_mask_of_several_rows(sound, kernel, mode, attended):
+    sound.attention.implementation, sound.packing.mode, sound.packing.row_length = kernel, mode, TOKENS
+    sound.training.micro_batch_size = 3
+    of_a_pair = 2 if kernel is Attention.sdpa else 14 * (4 + 2)  # a mask in bf16; each head's scores in fp32 and bf16
+    facts = sound.model.facts
+    kept = layer_bytes_per_token(sound, facts)
+    sound.packing.row_length = sound.training.max_length = 0  # neither a mask nor scores
+    assert kept - layer_bytes_per_token(sound, facts) == of_a_pair * attended
+
+
+COMPILED = [  # what is kept in autocast, and what of an adapter on all seven is not: of each hidden and inner number
+    ((), "compiled", (20, 6), (0, 0)),
+    (("q_proj", "k_proj", "v_proj", "o_proj"), "compiled", (18, 4), (2, 2)),
+    (("q_proj", "v_proj"), "compiled", (16, 4), (4, 2)),
+    (("gate_proj", "up_proj", "down_proj"), "compiled", (16, 6), (4, 0)),
+    ((), "selective", (16, 4), (0, 0)),
+    (("q_proj", "k_proj", "v_proj", "o_proj"), "selective", (16, 4), (0, 0)),
+]
+
+
+@pytest.mark.usefixtures("own_compiler")
+@pytest.mark.parametrize(("targets", "compiled", "expected", "less"), COMPILED)
+@pytest.mark.parametrize(
+    ("master", "weights"), [FORMATS[0], pytest.param(*FORMATS[1], marks=pytest.mark.nightly)], ids=["autocast", "bf16"]
+)
+def test_compiled_layers_keep_no_input_of_products_without_an_adapter(
+    sound, targets, compiled, expected, less, master, weights
+):
+    """As torch's partitioner divides them; those that compute some of it again keep none of these inputs anyway.
+
+    Left out are sums of each softmax, a scale per norm, the adapters' middles, and where two documents begin and end.
+    """
+    sound.model.compile_layers, sound.attention.implementation = True, Attention.varlen_attention
+    sound.precision.master_weights, sound.peft.method, sound.peft.dropout = master, PeftMethod.lora, 0.0
+    if compiled == "selective":
+        sound.activation.checkpointing = Checkpointing.selective
+    facts = sized(sound, OF_LIVE_TENSORS)
+    everywhere = layer_bytes_per_token(sound, facts)
+    sound.peft.target_modules = list(targets)
+    assert everywhere - layer_bytes_per_token(sound, facts) == of_numbers(facts, *less)
+    kept, _ = saved_by_a_layer(Way(weights=weights, is_adapter=True, targets=targets), compiled=compiled)
+    left_out = 4 * facts.num_attention_heads + 2 * 4 + 2 * (len(targets) or 7) + 16 / LIVE_TOKENS
+    hidden, inner = expected
+    if master is MasterWeights.bf16:
+        hidden -= 2  # of what goes into the layer
+    assert kept - left_out == pytest.approx(of_numbers(facts, hidden, inner), rel=1e-9)
+
+
+def of_numbers(facts, hidden, inner):
+    return hidden * facts.hidden_size + inner * facts.intermediate_size
+
+
+@pytest.mark.parametrize(
+    ("method", "master", "expected"),
+    [  # the block's input, what attention adds to it; query, key, value, output; gate and up; of LoRA's dropout a byte
+        (PeftMethod.full, MasterWeights.fp32, 896 * (4 + 2) + 2 * (2 * 896 + 2 * 128) + 2 * 2 * 4864),
+        (PeftMethod.full, MasterWeights.bf16, 896 * (2 + 2) + 2 * (2 * 896 + 2 * 128) + 2 * 2 * 4864),
+        (PeftMethod.lora, MasterWeights.fp32, 896 * (4 + 2 + 6) + 2 * (2 * 896 + 2 * 128) + (2 * 2 + 1) * 4864),
+    ],
+)
+def test_a_compiled_layer_that_computes_some_of_it_again_keeps_what_products_need(sound, method, master, expected):
+    """Held against peaks on H200s by the memory table."""
+    sound.model.compile_layers, sound.attention.implementation = True, Attention.varlen_attention
+    sound.activation.checkpointing = Checkpointing.selective
+    sound.peft.method, sound.precision.master_weights = method, master
+    assert layer_bytes_per_token(sound, sound.model.facts) == expected
+
+
+@pytest.mark.parametrize(
+    ("budget", "accumulates"), [(None, True), (4 * 2048, True), (2 * 2048, False)], ids=["documents", "two", "one"]
+)
+def test_gradients_of_earlier_passes_are_there_unless_one_pass_is_a_whole_step(sound, budget, accumulates):
+    sound.hardware.gpus_per_node, sound.parallelism = 2, ParallelismConfig(strategy=Strategy.ddp)
+    sound.training.global_samples, sound.training.global_tokens = None if budget else 64, budget
+    facts = sound.model.facts
+    assert estimate_memory(sound, facts) == estimate_memory(sound, facts, accumulates=accumulates)
+    assert estimate_memory(sound, facts, accumulates=True) != estimate_memory(sound, facts, accumulates=False)
+
+
+@pytest.mark.parametrize(
+    ("mode", "micro", "row", "samples", "accumulates"),
+    [
+        (PackingMode.isolated, 1, 2048, 2, False),  # a row each
+        (PackingMode.isolated, 1, 2048, 3, True),
+        (PackingMode.isolated, 1, None, 2, False),  # a row is as long as a document
+        (PackingMode.isolated, 3, 5 * 2048 - 1, 2 * 3 * 4, False),  # four of the longest in each of six rows
+        (PackingMode.isolated, 3, 5 * 2048 - 1, 2 * 3 * 4 + 1, True),
+        (PackingMode.padded, 3, None, 6, False),
+        (PackingMode.padded, 3, None, 12, True),
+        (PackingMode.padded, None, None, 2, False),
+    ],
+)
+def test_a_step_whose_documents_fit_into_one_pass_has_no_earlier_gradients(
+    sound, mode, micro, row, samples, accumulates
+):
+    sound.hardware.gpus_per_node, sound.parallelism = 2, ParallelismConfig(strategy=Strategy.ddp)
+    sound.training.max_length, sound.training.micro_batch_size, sound.training.global_samples = 2048, micro, samples
+    sound.packing.mode, sound.packing.row_length = mode, row
+    facts = sound.model.facts
+    assert estimate_memory(sound, facts) == estimate_memory(sound, facts, accumulates=accumulates)
+
+
+@pytest.mark.parametrize(
+    ("is_one_pass", "master", "expected"),
+    [  # tiles and a copy of the weight, in bytes of a number
+        (False, MasterWeights.fp32, 4096 * 32768 * 2 + 32768 * 896 * 2),
+        (True, MasterWeights.fp32, 4096 * 151_936 * 2 + 151_936 * 896 * 2),
+        (True, MasterWeights.bf16, 4096 * 151_936 * 2),  # the weight is what is computed with
+    ],
+)
+def test_the_output_heads_tiles(sound, is_one_pass, master, expected):
+    sound.model.one_pass_head, sound.precision.master_weights = is_one_pass, master
+    sound.packing.row_length = 8192
+    around = 16 * 8192 * 896 + 4 * 151_936 * 896  # the last norm, and the gradient in fp32
+    assert head_bytes(sound, sound.model.facts) == expected + around
+
+
+def test_the_peak_of_a_run_with_full_rows_on_an_h200():
+    """Recorded with the run: Qwen2.5-0.5B, one GPU, bf16 autocast, sdpa, rows of 4,096 tokens."""
+    lines = map(json.loads, (RESULTS / "h200_qwen05b_single.jsonl").read_text().splitlines())
+    (run,) = [line for line in lines if line["name"] == "single"]
+    machine = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
+    config = resolve_auto(
+        compose(run["recipe"], [*run["overrides"], "model.one_pass_head=false", "hardware=hopper"]).config, machine
+    ).config
+    assert config.packing.row_length == 4096
+    assert config.model.facts is not None
+    estimate = estimate_memory(config, config.model.facts)
+    assert estimate.total_gib == pytest.approx(max(run["memory_gib"]), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "strategy", "expected"),
+    [
+        (Attention.varlen_attention, Strategy.single, 100),
+        (Attention.varlen_attention_4, Strategy.fsdp, 100),
+        (Attention.eager, Strategy.single, 700),  # compiled layers were measured with torch's kernel for packed rows
+        (Attention.varlen_attention, Strategy.zero3, 300),  # whose hooks cut layers into pieces
+    ],
+)
+def test_measured_compiled_layers_count_only_as_they_were_measured(sound, kernel, strategy, expected):
+    saved = {"autocast/full/compiled": 100, "autocast/full/flash": 300, "autocast/full/eager": 700}
+    facts = sound.model.facts
+    facts.measured = MeasuredLayers(
+        num_layers=facts.num_layers, parameters=1, linear_inputs=1, adapter_parameters=1,
+        saved={mode: [0, each, 0, 0, each, 0] for mode, each in saved.items()},
+    )  # fmt: skip
+    sound.model.compile_layers, sound.attention.implementation = True, kernel
+    sound.parallelism.strategy = strategy
+    whole, _ = measured_bytes(sound, facts)
+    assert whole == pytest.approx(expected * tokens_per_pass(sound))

@@ -1,0 +1,70 @@
+"""What layers of 4-bit weights keep and have at work: bitsandbytes' give their output in the format of their input."""
+
+from __future__ import annotations
+
+import pytest
+
+from tunebook.config.choices import Compute, MasterWeights, PeftMethod
+from tunebook.plan.memory.activations import gives_back_fp32, layer_bytes_per_token
+from tunebook.plan.memory.working import backward_bytes, recomputed_bytes
+
+from .live_tensors import ATTENTION
+
+ROW, HIDDEN, INNER = 2048, 896, 4864  # of the sound configuration
+
+
+@pytest.fixture
+def quantised(sound):
+    sound.peft.method, sound.peft.dropout = PeftMethod.qlora, 0.0
+    return sound
+
+
+def test_gate_its_activation_and_up_are_kept_in_fp32_where_norms_give_that(quantised, changed):
+    facts, kept = quantised.model.facts, layer_bytes_per_token(quantised, quantised.model.facts)
+    lora = changed(quantised, {"peft.method": PeftMethod.lora})
+    assert kept - layer_bytes_per_token(lora, facts) == 6 * INNER
+    quantised.model.liger_kernel = lora.model.liger_kernel = True  # which computes the activation again
+    assert layer_bytes_per_token(quantised, facts) - layer_bytes_per_token(lora, facts) == 4 * INNER
+    quantised.model.compile_layers = lora.model.compile_layers = True  # by what runs on an H200 held
+    assert layer_bytes_per_token(quantised, facts) - layer_bytes_per_token(lora, facts) == 3 * INNER
+    quantised.peft.target_modules = lora.peft.target_modules = list(ATTENTION)
+    assert layer_bytes_per_token(quantised, facts) - layer_bytes_per_token(lora, facts) == -INNER
+
+
+@pytest.mark.parametrize(
+    ("changes", "spared"),
+    [
+        # Six inputs of hidden numbers that adapters elsewhere hold for themselves, cast; of two norms the outputs.
+        ({"precision.master_weights": MasterWeights.bf16}, 2 * (6 - 2) * HIDDEN),
+        ({"precision.master_weights": MasterWeights.bf16, "peft.dropout": 0.05}, 0),  # what it leaves is each one's own
+        ({"precision.compute": Compute.fp32}, 0),
+    ],
+    ids=["bf16", "dropout", "fp32"],
+)
+def test_other_formats_are_given_back_as_they_are_computed(quantised, changed, changes, spared):
+    assert gives_back_fp32(quantised)
+    quantised = changed(quantised, changes)
+    lora = changed(quantised, {"peft.method": PeftMethod.lora})
+    facts = quantised.model.facts
+    assert not gives_back_fp32(quantised) and not gives_back_fp32(lora)
+    assert layer_bytes_per_token(lora, facts) - layer_bytes_per_token(quantised, facts) == spared
+
+
+def test_beside_4_bits_no_adapter_widens_the_inner_numbers(quantised, changed):
+    quantised.precision.master_weights = MasterWeights.bf16
+    facts = quantised.model.facts
+    assert backward_bytes(quantised, facts) == ROW * 2 * INNER
+    lora = changed(quantised, {"peft.method": PeftMethod.lora})
+    assert backward_bytes(lora, facts) == ROW * (6 * HIDDEN + 4 * INNER)
+
+
+@pytest.mark.parametrize(("targets", "at_work", "compiled"), [((), 7, 10 + 2 - 3), (ATTENTION, 9, 4 + 1 + 1)], ids=str)
+def test_gradients_of_the_inner_numbers_are_in_fp32_too(quantised, targets, at_work, compiled):
+    """By the peaks of eight runs on an H200 (tests/bench/results/h200_quantised.jsonl)."""
+    facts = quantised.model.facts
+    quantised.peft.target_modules = list(targets)
+    assert backward_bytes(quantised, facts) == ROW * (at_work * INNER - 8 * HIDDEN)
+    layer = layer_bytes_per_token(quantised, facts)
+    assert recomputed_bytes(quantised, facts) == pytest.approx(ROW * (layer + at_work * INNER + 16 * HIDDEN))
+    quantised.model.compile_layers = True
+    assert backward_bytes(quantised, facts) == ROW * compiled * INNER

@@ -1,0 +1,389 @@
+"""Every rule, broken by the smallest change to a sound configuration, and mended by the fix it prints."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shlex
+from typing import Any
+
+import pytest
+import yaml
+
+from tunebook.config import schema
+from tunebook.config.choices import (
+    Attention,
+    Generation,
+    LauncherName,
+    MixedPrecision,
+    Offload,
+    PackingMode,
+    PeftMethod,
+    Strategy,
+    Weights,
+)
+from tunebook.config.compose import parse_overrides
+from tunebook.config.model_facts import MeasuredLayers
+from tunebook.config.schema import (
+    FsdpConfig,
+    LauncherConfig,
+    ParallelismConfig,
+    SlurmConfig,
+    ZeroConfig,
+)
+from tunebook.plan.rules import (
+    RULES,
+    attention,
+    batch,
+    check,
+    launching,
+    numbers,
+    optimizing,
+    parallelism,
+    precision,
+    quantised,
+    running,
+    sources,
+    texts,
+)
+from tunebook.plan.rules.frame import Level, Rule
+
+from .rule_cases import CASES, DDP, IN_TOKENS, ON_1, PADDED_DDP, SLURM, fsdp
+
+MODULES = (numbers, sources, batch, precision, attention, parallelism, optimizing, quantised, running, launching, texts)
+# What the config.json of some models says, each in a folder of this name.
+MODELS = {
+    "masked": {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+    "gptq": {"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}},
+    "four_bit": {"model_type": "llama", "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+    "mxfp4": {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
+}
+
+# The fix of these chooses another group, whose file is Hydra's to load: here, what that file makes of the group.
+GROUP_CHOICES = {
+    "parallelism=single": ("parallelism", ParallelismConfig(strategy=Strategy.single)),
+    "parallelism=ddp": ("parallelism", ParallelismConfig(strategy=Strategy.ddp)),
+    "parallelism=zero2": ("parallelism", ZeroConfig(strategy=Strategy.zero2)),
+    "parallelism=zero3": ("parallelism", ZeroConfig(strategy=Strategy.zero3)),
+    "parallelism=fsdp": ("parallelism", FsdpConfig(strategy=Strategy.fsdp)),
+    "parallelism=fsdp_grad_op": ("parallelism", FsdpConfig(strategy=Strategy.fsdp_grad_op)),
+    "parallelism=fsdp_offload": ("parallelism", FsdpConfig(strategy=Strategy.fsdp, offload_parameters=Offload.cpu)),
+    "launcher=slurm": ("launcher", SlurmConfig(name=LauncherName.slurm)),
+    "launcher=local": ("launcher", LauncherConfig(name=LauncherName.local)),
+    "model.facts=null": ("model.facts", None),
+    "peft=lora": ("peft.method", PeftMethod.lora),
+    "peft=qlora": ("peft.method", PeftMethod.qlora),
+}
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_with_models(tmp_path, monkeypatch):
+    for name, config in MODELS.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
+
+
+def typed(fix: str) -> dict[str, Any]:
+    """The values that the first of a fix's alternatives would set when typed."""
+    found: dict[str, Any] = {}
+    for word in shlex.split(fix.split(" or ")[0]):
+        if word in GROUP_CHOICES:
+            key, value = GROUP_CHOICES[word]
+        else:
+            key, text = word.split("=", 1)
+            value = yaml.safe_load(text)
+        found[key] = float(value) if key == "optimizer.learning_rate" else value
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.id}:{case.match[:30]}")
+def test_a_change_breaks_its_rule_and_the_fix_mends_it(case, sound, changed):
+    before = changed(sound, case.background)
+    assert check(before) == [], "the background must be sound by itself"
+    broken = changed(before, case.values)
+    problems = check(broken)
+    assert {problem.id for problem in problems} == {case.id}
+    problem = problems[0]
+    assert re.search(case.match, problem.message), problem.message
+    assert problem.key.split(".")[0] in (*schema.GROUPS, "training")
+    if any(capital in problem.fix.split(" or ")[0] for capital in ("FOLDER", "ORG/NAME", "FILE_OR_GLOB")):
+        return  # only the user knows the name
+    mended = changed(broken, typed(problem.fix))
+    assert problem not in check(mended)
+
+
+def test_every_rule_has_a_case():
+    assert {rule.id for rule in RULES} == {case.id for case in CASES}
+
+
+def test_no_two_rules_share_an_id():
+    ids = [rule.id for rule in RULES]
+    assert len(ids) == len(set(ids))
+    assert all(re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", id) for id in ids)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.split(".")[-1])
+def test_every_rule_of_a_module_is_in_its_table(module):
+    written = {value.id for value in vars(module).values() if isinstance(value, Rule)}
+    assert written == {rule.id for rule in module.RULES}
+    assert set(module.RULES) <= set(RULES)
+
+
+@pytest.mark.parametrize("limit", ["17", "16:01", "0:17:00", "0-1", "0", None])
+def test_a_time_limit_that_holds_start_warning_and_its_minute_is_sound(limit, sound, changed):
+    assert check(changed(sound, SLURM | {"launcher.time_limit": limit})) == []  # 600 + 300 + 60 s, and Slurm rounds up
+
+
+def test_a_sound_configuration_breaks_nothing(sound):
+    assert check(sound) == []
+
+
+def test_all_problems_are_reported_together_and_errors_first(sound, changed):
+    config = changed(sound, {
+        "optimizer.learning_rate": -1.0,
+        "training.deterministic": True,
+        "training.resume": "nvr",
+        "training.global_samples": None,
+    })  # fmt: skip
+    problems = check(config)
+    assert [problem.id for problem in problems] == [
+        "out-of-range",
+        "batch-one-way",
+        "resume-not-found",
+        "flash-attention-not-deterministic",
+    ]
+    assert [problem.is_error for problem in problems] == [True, True, True, False]
+
+
+def test_a_problem_says_what_set_its_key(sound, changed):
+    config = changed(sound, {"training.seed": 2**32})
+    (problem,) = check(config, lambda key: f"override '{key}=...'")
+    assert problem.text() == (
+        "training.seed (from override 'training.seed=...'): 4294967296 must be at least 0 and at most 4294967295\n"
+        "    fix: training.seed=42   (tunebook explain out-of-range)"
+    )
+
+
+def test_warnings_are_the_ones_a_run_can_live_with():
+    assert {rule.id for rule in RULES if rule.level is Level.warning} == {
+        "adapter-settings-ignored",
+        "dataset-field-ignored",
+        "evaluation-never-runs",
+        "fp8-not-compiled",
+        "fp8-scaling-ignored",
+        "flash-attention-not-deterministic",
+        "interval-beyond-run",
+        "micro-rows-on-mask",
+        "parallelism-setting-ignored",
+        "row-length-without-packing",
+        "sharding-on-one-rank",
+        "system-prompt-ignored",
+        "tied-matrix-trained-apart",
+        "time-limit-too-short-for-a-slow-start",
+        "warm-up-ignored",
+        "warm-up-longer-than-run",
+        "weights-rounded-by-zero",
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_rounded"),
+    [
+        ({}, True),
+        ({"model.facts.dtype": "bfloat16"}, False),
+        ({"model.weights": Weights.random}, False),
+        ({"peft.method": PeftMethod.lora}, False),
+        ({"parallelism.mixed_precision": MixedPrecision.autocast}, False),
+        ({"parallelism": FsdpConfig(strategy=Strategy.fsdp, mixed_precision=MixedPrecision.cast)}, False),
+    ],
+)
+def test_zero_rounds_what_it_casts_of_weights_that_were_read_to_be_trained(sound, changed, changes, is_rounded):
+    cast = ZeroConfig(strategy=Strategy.zero2, mixed_precision=MixedPrecision.cast)
+    casting = {"parallelism": cast, "model.facts.dtype": "float32", "hardware.gpus_per_node": 8}
+    problems = check(changed(changed(sound, casting), changes))
+    assert ("weights-rounded-by-zero" in {problem.id for problem in problems}) is is_rounded
+
+
+def test_rules_survive_whatever_composes(sound, changed):
+    """Rules see broken numbers of every kind at once, and must report instead of crash."""
+    chance = random.Random(0)
+    others = ("parallelism.", "launcher.", "model.facts.")  # classes of their own, or none at all
+    keys = [each.key for each in numbers.RANGES if not each.key.startswith(others)]
+    groups = [
+        ZeroConfig(strategy=Strategy.zero3, offload_parameters=Offload.nvme),
+        FsdpConfig(strategy=Strategy.hsdp, shard_group_size=0),
+        FsdpConfig(strategy=Strategy.single),
+        ParallelismConfig(strategy=Strategy.hsdp),
+    ]
+    for number in range(30):
+        config = changed(sound, {"parallelism": groups[number % len(groups)]})
+        for key in chance.sample(keys, 30):
+            parent, name = key.rsplit(".", 1)
+            setattr(numbers.read_key(config, parent), name, chance.choice([0, -1, 1, 3, 10**12]))
+        config.packing.mode = chance.choice(list(PackingMode))
+        config.hardware.generation = chance.choice(list(Generation))
+        assert check(config)
+
+
+def fix_of(config, id):
+    (found,) = [problem.fix for problem in check(config) if problem.id == id]
+    return found
+
+
+def test_options_that_only_resemble_reserved_ones_are_the_users(sound, changed):
+    args = ["--time-min=5", "--nodelist=node1", "--wait-all-nodes=1", "--ntasks-per-core=1", "-HC a100", "-w node1"]
+    assert check(changed(sound, SLURM | {"launcher.extra_args": args})) == []
+
+
+def test_a_list_of_options_is_shown_as_hydra_reads_it(sound, changed):
+    args = ["--qos=x", "-N 4", "--time=1", "--constraint=a|b"]
+    problems = check(changed(sound, SLURM | {"launcher.extra_args": args}))
+    assert {problem.fix for problem in problems} == {"""'launcher.extra_args=["--qos=x","--constraint=a|b"]'"""}
+    (word,) = shlex.split(problems[0].fix)
+    (override,) = parse_overrides([word])
+    assert override.value() == ["--qos=x", "--constraint=a|b"]
+
+
+def test_packing_that_leaks_is_given_up_at_once_whatever_counts_the_batch(sound, changed):
+    bloom = {"model.facts.architecture": "BloomForCausalLM"}
+    assert fix_of(changed(sound, bloom), "packing-leaks") == "packing.mode=padded packing.row_length=null"
+    in_tokens = fix_of(changed(sound, bloom | DDP | IN_TOKENS), "packing-leaks")
+    assert in_tokens.endswith("row_length=null training.global_tokens=null training.global_samples=32")
+    odd = fix_of(changed(sound, bloom | DDP | {"training.global_samples": 13}), "packing-leaks")
+    assert odd.endswith("packing.row_length=null training.global_samples=16")
+    by_lengths = fix_of(
+        changed(sound, bloom | {"attention.implementation": Attention.varlen_attention}), "packing-leaks"
+    )
+    assert by_lengths.endswith("attention.implementation=sdpa")
+
+
+def test_an_attention_that_the_model_has_not_is_exchanged_with_the_packing_that_it_alone_allows(sound, changed):
+    only_eager = MeasuredLayers(
+        num_layers=2, parameters=1, linear_inputs=1, adapter_parameters=1, attention=["eager", "flash_attention_3"]
+    )
+    values = {"model.facts.architecture": "GptOssForCausalLM", "model.facts.measured": only_eager}
+    fix = fix_of(changed(sound, values), "attention-not-in-model")
+    assert fix == "attention.implementation=eager packing.mode=padded packing.row_length=null"
+
+
+def test_the_best_model_gets_validations_and_checkpoints_at_once(sound, changed):
+    values = {"training.load_best_at_end": True, "dataset.validation_share": 0.1}
+    fix = fix_of(changed(sound, values), "best-needs-evaluations")
+    assert fix == "training.evaluate_every_steps=100 training.save_every_steps=100"
+    short = fix_of(changed(sound, values | {"training.max_steps": 20}), "best-needs-evaluations")
+    assert short == "training.evaluate_every_steps=20 training.save_every_steps=20"
+    assert check(changed(sound, values | typed(fix))) == []
+
+
+def test_a_batch_as_large_as_the_data_still_divides_among_the_gpus(sound, changed):
+    values = PADDED_DDP | {"dataset.max_documents": 77, "training.global_samples": 80}
+    assert fix_of(changed(sound, values), "batch-larger-than-data") == "training.global_samples=72"
+    assert fix_of(changed(sound, values | {"dataset.max_documents": 77} | ON_1), "batch-larger-than-data").endswith(
+        "77"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule_id", "fix"),
+    [
+        ({}, "batch-larger-than-data", "hardware.gpus_per_node=3 training.global_samples=3"),
+        (PADDED_DDP, "batch-larger-than-data", "hardware.gpus_per_node=3 training.global_samples=3"),
+        ({"training.global_samples": 2}, "batch-too-small", "hardware.gpus_per_node=3 training.global_samples=3"),
+        (
+            PADDED_DDP | {"training.global_samples": 3},
+            "batch-not-divisible",
+            "hardware.gpus_per_node=3 training.global_samples=3",
+        ),
+        (
+            {"hardware.num_nodes": 2, "dataset.max_documents": 5},
+            "batch-larger-than-data",
+            "hardware.gpus_per_node=2 training.global_samples=4",
+        ),
+        (
+            {"hardware.num_nodes": 4},
+            "batch-larger-than-data",
+            "hardware.num_nodes=3 hardware.gpus_per_node=1 training.global_samples=3",
+        ),
+        (
+            PADDED_DDP | {"dataset.max_documents": 12, "training.micro_batch_size": 2},
+            "batch-larger-than-data",
+            "training.micro_batch_size=1 training.global_samples=8",
+        ),
+    ],
+)
+def test_with_fewer_documents_than_gpus_the_fix_is_one_that_is_taken(sound, changed, changes, rule_id, fix):
+    values = DDP | {"dataset.max_documents": 3} | changes
+    assert fix_of(changed(sound, values), rule_id) == fix
+    assert [p for p in check(changed(sound, values | typed(fix))) if p.is_error and p.key.startswith("training")] == []
+
+
+def test_a_step_of_one_document_is_told_as_one(sound, changed):
+    one = DDP | {"training.global_samples": 1}
+    assert [p.message for p in check(changed(sound, one))] == [
+        "1 document a step is less than one for each of the 8 GPUs"
+    ]
+    padded = PADDED_DDP | {"training.global_samples": 1}
+    assert [p.message for p in check(changed(sound, padded)) if p.id == "batch-not-divisible"] == [
+        "1 document does not divide by 8 GPUs; 8 is the smallest that does"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_refused"),
+    [
+        ("Qwen/Qwen2.5-0.5B", False),
+        ("gpt2", False),
+        ("01-ai/Yi_1.5", False),
+        ("a/b/c", True),
+        ("Größe/Modell", True),
+        ("org/模型", True),
+        ("org/my model", True),
+        ("org/", True),
+        ("org/-name", True),
+        ("org/na--me", True),
+        ("org/name.git", True),
+        ("org/" + 97 * "a", True),
+        ("./folder", False),  # a path, which has its own rule
+    ],
+)
+def test_a_name_that_the_hub_would_not_look_up(sound, changed, name, is_refused):
+    assert ("model-name-form" in {p.id for p in check(changed(sound, {"model.name": name}))}) == is_refused
+
+
+@pytest.mark.parametrize("key", ["dataset.name", "model.tokenizer"])
+def test_a_data_set_or_a_tokenizer_is_a_name_or_a_folder(sound, changed, tmp_path, monkeypatch, key):
+    """Where ranks start elsewhere it may be a folder that is there and not here."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a/b/c").mkdir(parents=True)
+    rule = {"dataset.name": "dataset-name-form", "model.tokenizer": "tokenizer-name-form"}[key]
+
+    def is_refused(name, **other):
+        return rule in {problem.id for problem in check(changed(sound, {key: name, **other}))}
+
+    assert [is_refused(name) for name in ("org/name", "name", "a/b/c", str(tmp_path))] == 4 * [False]
+    assert [is_refused(name) for name in ("a/b/d", "./name", "org/my data", "org/")] == 4 * [True]
+    assert not is_refused("/scratch/d", launcher=SlurmConfig(name=LauncherName.slurm))
+
+
+def test_a_folder_for_a_name_of_three_parts(sound, changed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = changed(sound, {"model.name": "a/b/c"})
+    assert fix_of(config, "model-name-form") == "model.name=ORG/NAME"
+    (tmp_path / "a/b/c").mkdir(parents=True)
+    (tmp_path / "a/b/c/config.json").write_text("{}")
+    assert fix_of(config, "model-name-form") == "model.name=null model.path=a/b/c"
+
+
+def test_the_other_of_two_models_takes_the_place_of_both(sound, changed):
+    config = changed(sound, {"model.path": "gptq", "peft.method": PeftMethod.lora})
+    assert fix_of(config, "model-not-named").endswith(" or model=hub model.name=Qwen/Qwen2.5-0.5B model.path=null")
+
+
+def test_a_strategy_is_offered_where_it_knows_what_is_typed(sound, changed):
+    to_nvme = {"parallelism.offload_parameters": Offload.nvme}
+    plain = changed(sound, fsdp(Strategy.fsdp) | to_nvme)
+    assert fix_of(plain, "offload-not-possible").endswith("=cpu or parallelism=zero3_nvme parallelism.nvme_path=FOLDER")
+    grouped = changed(sound, fsdp(Strategy.hsdp, shard_group_size=2) | to_nvme)
+    assert fix_of(grouped, "offload-not-possible") == "parallelism.offload_parameters=cpu"

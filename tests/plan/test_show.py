@@ -1,0 +1,112 @@
+"""What is printed: text as it is, and the memory as a bar to scale, longer than the memory where it does not fit."""
+
+from __future__ import annotations
+
+import pytest
+from rich.console import Console
+
+from tunebook.plan.auto.resolve import Choice
+from tunebook.plan.memory.gpu import Memory, MemoryPlan
+from tunebook.plan.show import memory_bar, preparing, show_choices, show_memory, time_lines
+from tunebook.plan.speed.throughput import TimePlan
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_what_looks_like_markup_is_shown_as_it_is(is_terminal):
+    console = Console(width=160, force_terminal=is_terminal, color_system=None)
+    choice = Choice(key="model.facts", value="[a]", why="read from /tmp/a[/b]/config.json")
+    with console.capture() as capture:
+        show_choices([choice], [], console)
+        with preparing(console) as say:
+            say(1, 2, "reading c[/d].jsonl")
+    shown = capture.get()
+    assert "[a]" in shown and choice.why in shown
+    assert "preparing: reading c[/d].jsonl" in shown
+
+
+def bar_of(width=42, **parts):
+    text = memory_bar(Memory(**parts), width=width)
+    assert text is not None
+    return text.plain.splitlines()
+
+
+def test_a_quarter_of_the_memory_is_a_quarter_of_the_bar():
+    bar, key = bar_of(
+        weights=10.0, gradients=5.0, optimizer=5.0, activations=0.0, buffers=0.0, total=20.0, capacity=40.0
+    )
+    assert bar == "[" + "W" * 10 + "G" * 5 + "O" * 5 + "." * 20 + "]"
+    assert key.split() == ["W", "weights", "G", "gradients", "O", "optimizer"]
+
+
+def test_what_does_not_fit_fills_the_bar_and_says_by_how_much():
+    bar, _ = bar_of(weights=60.0, gradients=20.0, total=80.0, capacity=32.0)
+    assert bar == "[" + "W" * 30 + "G" * 10 + "] 2.5 x what there is"
+
+
+@pytest.mark.parametrize(("total", "said"), [(32.01, "1.01"), (33.5, "1.05"), (35.1, "1.10"), (352.0, "11.0")])
+def test_what_is_just_too_large_is_not_said_to_be_as_large(total, said):
+    bar, _ = bar_of(weights=total, total=total, capacity=32.0)
+    assert bar.endswith(f"] {said} x what there is")
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_bar_stays_on_its_line(width):
+    parts = {"weights": 3000.0, "total": 3200.0, "capacity": 32.0}
+    console = Console(width=width)
+    with console.capture() as capture:
+        show_memory(MemoryPlan(memory=Memory(**parts), fits=False, verdict="does not fit"), console)
+    (bar,) = [line for line in capture.get().splitlines() if line.startswith("  [")]
+    assert bar.endswith("] 100.0 x what there is")
+
+
+def test_rounding_never_changes_the_length():
+    for total in range(1, 40):
+        share = total / 5
+        bar, _ = bar_of(
+            weights=share,
+            gradients=share,
+            optimizer=share,
+            activations=share,
+            buffers=share,
+            total=total,
+            capacity=41.0,
+        )
+        assert len(bar) == 42
+
+
+def test_nothing_known_is_no_bar():
+    assert memory_bar(Memory(capacity=32.0), width=42) is None
+
+
+def test_the_time_with_what_it_rests_on():
+    plan = TimePlan(
+        tokens_per_second_per_gpu=1000.0,
+        tokens_per_second=8000.0,
+        tokens=288_000_000.0,
+        hours=10.0,
+        gpu_hours=80.0,
+        efficiency=0.25,
+        peak_tflops=989.0,
+        assumption="assumed: one thing; and another",
+    )
+    assert time_lines(plan) == [
+        "Time (estimated)",
+        "  1,000 tokens/s per GPU, 8,000 in all, at 25.0% of 989 TFLOP/s",
+        "  288,000,000 tokens take 10 hours = 80 GPU-hours; loading, validation, saving and evaluation come on top",
+        "  assumed: one thing;",
+        "      and another",
+    ]
+
+
+def test_a_speed_without_a_number_of_tokens_and_no_speed_at_all():
+    plan = TimePlan(
+        tokens_per_second_per_gpu=10.0, tokens_per_second=10.0, efficiency=0.1, peak_tflops=8.1, assumption="assumed: a"
+    )
+    assert time_lines(plan)[1:3] == [
+        "  10 tokens/s per GPU, at 10.0% of 8.1 TFLOP/s",
+        "  how many tokens is not known before the data is prepared: dataset.num_documents, .mean_tokens tell",
+    ]
+    assert time_lines(TimePlan(tokens=5.0, assumption="not estimated: why")) == [
+        "Time (estimated)",
+        "  not estimated: why",
+    ]
