@@ -213,7 +213,7 @@ def same_bits() -> Iterator[None]:
 def make_checkpoint() -> Callable[..., Path]:
     """Make a complete checkpoint of few bytes: `make_checkpoint(run, step, files={...}, identity=...)`; its path."""
     from tunebook.checkpoint.record import CheckpointRecord, FileEntry, Identity
-    from tunebook.record.atomic_files import atomic_write_json, sha256_file
+    from tunebook.files import atomic_write_json, sha256_file
 
     anybody = Identity(
         strategy="single",

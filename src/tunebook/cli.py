@@ -45,13 +45,13 @@ from tunebook.config.book import path_too_long
 from tunebook.config.control_characters import shown
 from tunebook.config.secrets import without_secrets
 from tunebook.errors import DoesNotFitError, RequestError, StoppedError, TunebookError
+from tunebook.hardware.disk import is_disk_full
 from tunebook.launch.other_launchers import (
     is_read_only,
     refuse_inside_launcher,
     removal_notice,
     remove_other_launchers,
 )
-from tunebook.record.disk import is_disk_full
 from tunebook.second_interrupt import watching_interrupts
 
 app = typer.Typer(

@@ -288,7 +288,7 @@ def newest_step(folder: Path) -> int:
 
 def result_of(folder: Path) -> Result:
     """What a finished run came to."""
-    from tunebook.record.atomic_files import sha256_file
+    from tunebook.files import sha256_file
     from tunebook.record.metrics import is_training_line, read_metrics
 
     losses = [line["loss"] for line in read_metrics(folder) if is_training_line(line)]

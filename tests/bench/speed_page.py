@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tunebook.record.atomic_files import atomic_write_text
+from tunebook.files import atomic_write_text
 from tunebook.record.page.numbers import Unit, format_value
 from tunebook.record.report import render_page
 

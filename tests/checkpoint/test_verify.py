@@ -12,7 +12,7 @@ from tunebook.checkpoint.newest import complete_checkpoints, newest_checkpoint, 
 from tunebook.checkpoint.record import FORMAT, NewerRecordError, UnreadableRecordError, read_record
 from tunebook.checkpoint.verify import require_unchanged_model, verified_record, why_not_complete, wrong_hash
 from tunebook.errors import DataError
-from tunebook.record.atomic_files import sha256_text
+from tunebook.files import sha256_text
 
 MakeCheckpoint = Callable[..., Path]
 FILES = {"trainer_state.json": b"{}", "global_step4/bf16_optim.pt": b"0123456789", ".metadata": b"m", "empty": b""}

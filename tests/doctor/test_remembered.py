@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tunebook.data.batch import solve_batch
-from tunebook.data.file_hashes import CACHE_VARIABLE
 from tunebook.doctor.remembered import recall, remember, slow_links
 from tunebook.errors import Problem
+from tunebook.files import CACHE_VARIABLE
 from tunebook.hardware.detect import Machine
 
 from .conftest import h200, machine_with, measured, resolved

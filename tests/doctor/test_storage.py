@@ -12,7 +12,7 @@ from tunebook.doctor import storage
 from tunebook.doctor.findings import Level
 from tunebook.doctor.hub_cache import CachedWeights
 from tunebook.doctor.storage import Space, checkpoint_bytes, checkpoint_space, disk, disks, hub_space
-from tunebook.record.disk import existing
+from tunebook.hardware.disk import existing
 
 from .conftest import only, resolved
 

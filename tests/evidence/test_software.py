@@ -19,7 +19,7 @@ from tunebook.evidence.recording import record_evidence
 from tunebook.evidence.schema import Software
 from tunebook.evidence.software import correct_files, corrected, gather_software, main, packages_row
 from tunebook.evidence.verifying import verify
-from tunebook.record.atomic_files import sha256_file
+from tunebook.files import sha256_file
 
 from .conftest import MakeRun
 from .test_overview import TABLE

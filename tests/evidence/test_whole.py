@@ -18,7 +18,7 @@ from tunebook.evidence.gather import read_finished
 from tunebook.evidence.recording import record_evidence
 from tunebook.evidence.reproducing import reproduce_command
 from tunebook.evidence.verifying import hold_against, recorded_run, verify
-from tunebook.record.atomic_files import sha256_file
+from tunebook.files import sha256_file
 from tunebook.record.manifest import RunState, finish_manifest
 
 from .conftest import MakeRun, curve

@@ -13,8 +13,7 @@ from tunebook.config.choices import ResumeAnyway, Strategy
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml
 from tunebook.config.identity import HASH_VERSION, config_hash, result_settings
-from tunebook.config.schema import RunConfig
-from tunebook.data.batch import world_size
+from tunebook.config.schema import RunConfig, world_size
 from tunebook.hardware.detect import Machine
 from tunebook.launch.likeness import on_another_machine
 from tunebook.launch.resume import unfinished_run

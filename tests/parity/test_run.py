@@ -12,10 +12,10 @@ from rich.console import Console
 from tunebook.config.choices import Compute, Generation, LauncherName, MasterWeights
 from tunebook.config.compose import compose
 from tunebook.errors import Problem, RequestError, RulesError
+from tunebook.files import read_json
 from tunebook.hardware.detect import Machine
 from tunebook.parity import run
 from tunebook.plan.auto.resolve import resolve_auto
-from tunebook.record.atomic_files import read_json
 from tunebook.sweep.trial_process import TrialEnd
 
 

@@ -10,7 +10,7 @@ import pytest
 from tunebook.config.choices import Weights
 from tunebook.config.schema import ModelConfig, RunConfig
 from tunebook.errors import DataError
-from tunebook.record.atomic_files import sha256_file
+from tunebook.files import sha256_file
 from tunebook.record.manifest import (
     RunState,
     changed_files,

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tunebook.config.book import book_root
+from tunebook.files import sha256_file
 from tunebook.record import provenance
-from tunebook.record.atomic_files import sha256_file
 from tunebook.record.locks import installed_versions
 from tunebook.record.provenance import (
     _VARIABLES,

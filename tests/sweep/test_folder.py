@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tunebook.errors import RequestError
-from tunebook.record.disk import disk_full
+from tunebook.hardware.disk import disk_full
 from tunebook.sweep.folder import Request, SweepFolder, create, newest_with, working_on
 from tunebook.sweep.trial_process import TrialEnd, write_trial_end
 from tunebook.sweep.trials import Trial

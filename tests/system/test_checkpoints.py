@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tunebook.checkpoint.verify import verified_record
-from tunebook.record.atomic_files import sha256_file
+from tunebook.files import sha256_file
 from tunebook.record.metrics import read_metrics
 
 CASES = {"ddp": 2, "ddp_lora": 2}

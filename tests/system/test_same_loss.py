@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tunebook.record.atomic_files import read_json
+from tunebook.files import read_json
 
 NUM_STEPS = 20
 SAMPLES = 16  # documents of a step

@@ -17,7 +17,7 @@ from tunebook.checkpoint import save
 from tunebook.checkpoint.newest import newest_checkpoint
 from tunebook.checkpoint.verify import verified_record
 from tunebook.config.choices import PackingMode, PeftMethod, ResumeAnyway
-from tunebook.record.atomic_files import sha256_file
+from tunebook.files import sha256_file
 from tunebook.record.metrics import by_schedule
 from tunebook.train.callbacks import Records
 from tunebook.train.trainer import RecipeTrainer

@@ -17,9 +17,9 @@ from tunebook.config.choices import PackingMode, PeftMethod, Weights
 from tunebook.data.prepared import load_prepared
 from tunebook.data.sampler import epoch_order
 from tunebook.errors import InvalidTrainingError, RequestError, StoppedError
+from tunebook.files import sha256_file
 from tunebook.model.adapters import holds_model, is_adapter, with_adapter
 from tunebook.model.load import load_model
-from tunebook.record.atomic_files import sha256_file
 from tunebook.record.manifest import read_manifest, start_manifest
 from tunebook.train import run as train_run
 from tunebook.train.callbacks import Records

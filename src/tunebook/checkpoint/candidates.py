@@ -24,9 +24,9 @@ from tunebook.checkpoint.record import (
 )
 from tunebook.checkpoint.verify import difference_of_files
 from tunebook.config.book import resolve_path
+from tunebook.config.choices import RESUME_WORDS
 from tunebook.config.schema import RunConfig
 from tunebook.errors import DataError, RequestError
-from tunebook.plan.rules.running import RESUME_WORDS
 
 _PICKLES = (".pt", ".pth", ".bin", ".pkl", ".ckpt", ".distcp")
 

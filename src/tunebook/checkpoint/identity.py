@@ -15,8 +15,7 @@ from tunebook.checkpoint.record import CheckpointRecord, Identity
 from tunebook.config.choices import Offload, PeftMethod, ResumeAnyway, Strategy
 from tunebook.config.identity import HASH_VERSION, changed_settings, config_hash, flat, result_settings
 from tunebook.config.override_text import as_typed, typed, typed_list
-from tunebook.config.schema import RunConfig
-from tunebook.data.batch import world_size
+from tunebook.config.schema import RunConfig, world_size
 from tunebook.data.prepared import Prepared
 from tunebook.errors import RequestError
 from tunebook.model.weights_fingerprint import recorded_in

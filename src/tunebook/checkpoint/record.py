@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tunebook.record.atomic_files import read_json
+from tunebook.files import read_json
 
 FORMAT = 1  # raised when a key changes its meaning or goes away
 RECORD_FILE = "complete.json"

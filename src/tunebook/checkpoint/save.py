@@ -42,8 +42,8 @@ from tunebook.checkpoint.stall import Stall
 from tunebook.checkpoint.together import Group, on_every_rank, on_first_rank, rank_and_size, share_of
 from tunebook.checkpoint.verify import why_not_complete
 from tunebook.errors import TunebookError
-from tunebook.record.atomic_files import atomic_write_json, flush_folder, sha256_file
-from tunebook.record.disk import is_disk_full
+from tunebook.files import atomic_write_json, flush_folder, sha256_file
+from tunebook.hardware.disk import is_disk_full
 
 _PACKAGES = ("tunebook", "torch", "transformers", "trl", "accelerate", "peft", "deepspeed")
 

@@ -20,7 +20,7 @@ from tunebook.checkpoint.record import (
     read_record,
 )
 from tunebook.errors import DataError
-from tunebook.record.atomic_files import sha256_file
+from tunebook.files import sha256_file
 from tunebook.record.manifest import MANIFEST_FILE, MODEL_FILES, read_manifest
 
 MODEL_FOLDER = "model"  # of a run: its trained model

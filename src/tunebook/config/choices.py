@@ -5,6 +5,8 @@ Hydra matches an Enum by member *name*, so the names are the user's words and th
 
 from enum import Enum
 
+RESUME_WORDS = ("auto", "never")  # what `training.resume` may be besides a folder
+
 
 class Generation(Enum):
     """A GPU generation, which decides the image, the precision and the attention (see `facts.generations`)."""

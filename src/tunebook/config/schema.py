@@ -413,6 +413,12 @@ class RunConfig:
     outputs: str = field(default="outputs", metadata=_SAME_RESULT)
 
 
+def world_size(config: RunConfig) -> int:
+    """The number of ranks of a resolved configuration."""
+    assert config.hardware.gpus_per_node is not None
+    return config.hardware.num_nodes * config.hardware.gpus_per_node
+
+
 GROUPS = (
     "model", "dataset", "parallelism", "hardware", "precision", "attention", "packing", "activation", "peft",
     "optimizer", "schedule", "launcher", "tracking", "evaluation",

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from enum import Enum
 
-from tunebook.config.choices import Offload, PeftMethod, Strategy
+from tunebook.config.choices import Compute, MixedPrecision, Offload, PeftMethod, Strategy
 from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
-from tunebook.plan.memory.states import is_cast_by_deepspeed
 
 
 class Sharing(Enum):
@@ -40,6 +39,17 @@ def stays_whole(config: RunConfig) -> bool:
     """
     has_whole_model = config.parallelism.strategy in (Strategy.single, Strategy.ddp, Strategy.zero1, Strategy.zero2)
     return has_whole_model and not is_cast_by_deepspeed(config)
+
+
+def is_cast_by_deepspeed(config: RunConfig) -> bool:
+    """Whether all of a model, adapters too, is cast to 16 bits, in place of each product under torch's autocast.
+
+    To fp16 it always is (`parallel.deepspeed` says why).
+    """
+    zero, compute = config.parallelism, config.precision.compute
+    if not isinstance(zero, ZeroConfig) or compute is Compute.fp32:
+        return False
+    return compute is Compute.fp16 or zero.mixed_precision is MixedPrecision.cast
 
 
 def is_offloaded(config: RunConfig) -> bool:

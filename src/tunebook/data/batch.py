@@ -14,18 +14,18 @@ from typing import Any
 import numpy as np
 
 from tunebook.config.choices import PackingMode
-from tunebook.config.schema import RunConfig
+from tunebook.config.schema import RunConfig, world_size
 from tunebook.data.mean_length import count_documents, mean_tokens
 from tunebook.data.packing import Lengths, at_most_in_a_row, longest_row, rows_needed
 from tunebook.data.sampler import Schedule, StepSize, cut_into_steps, documents_in_steps, epoch_order
 from tunebook.errors import RequestError
 from tunebook.model.flops import attended_length_tokens
-from tunebook.plan.memory.activations import largest_micro_batch
-from tunebook.plan.rules.batch import fewer_gpus
 
 # Documents that are packed once more to find a run's longest row; the rest of a longer run is bounded. It takes about
 # 0.3 s for each million of documents in all epochs.
 _MOST_PACKED_AGAIN = 200_000
+# Padded rows per pass where nobody says: as many as stay within this many tokens, when all are of the full length.
+PADDED_TOKENS_PER_PASS = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,10 +93,21 @@ def schedule_of(config: RunConfig, plan: BatchPlan, lengths: Lengths) -> Schedul
     )
 
 
-def world_size(config: RunConfig) -> int:
-    """The number of ranks of a resolved configuration."""
-    assert config.hardware.gpus_per_node is not None
-    return config.hardware.num_nodes * config.hardware.gpus_per_node
+def largest_micro_batch(samples_per_rank: int, max_length: int) -> int:
+    """Padded rows of a pass: the largest divisor of a rank's documents that stays within a pass's tokens."""
+    most = max(1, PADDED_TOKENS_PER_PASS // max(1, max_length))
+    return max(size for size in range(1, min(most, samples_per_rank) + 1) if samples_per_rank % size == 0)
+
+
+def fewer_gpus(config: RunConfig, num_documents: int) -> str:
+    """As many as there are documents for, each with one in every step; one where there is no document at all."""
+    documents = max(1, num_documents)
+    nodes = min(max(1, config.hardware.num_nodes), documents)
+    per_node = documents // nodes
+    fix = f"hardware.gpus_per_node={per_node} training.global_samples={nodes * per_node}"
+    if nodes != config.hardware.num_nodes:
+        fix = f"hardware.num_nodes={nodes} {fix}"
+    return fix if config.training.micro_batch_size in (None, 1) else f"{fix} training.micro_batch_size=1"
 
 
 def row_length(config: RunConfig) -> int:

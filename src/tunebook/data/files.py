@@ -13,6 +13,7 @@ from tunebook.config.book import is_in_book, resolve_path
 from tunebook.config.choices import Source
 from tunebook.config.schema import DatasetConfig, sources_of
 from tunebook.errors import DataError
+from tunebook.files import sha256_file
 
 LINES_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 JSON_SUFFIXES = (".json", ".json.gz")  # an array, an object that holds one, or one document per line
@@ -73,19 +74,13 @@ def find_files(text: str, key: str) -> list[DataFile]:
     return [DataFile(path=path, location=_location(path, text), label=str(path.relative_to(common))) for path in paths]
 
 
-def hash_file(path: Path) -> str:
-    """The SHA-256 of a file's bytes, read in pieces."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 def hash_folder(folder: Path) -> str:
     """The SHA-256 over the names and hashes of all files under a folder, but for hidden ones."""
     total = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder)
         if path.is_file() and not any(part.startswith(".") for part in relative.parts):
-            total.update(f"{relative.as_posix()}\0{hash_file(path)}\n".encode())
+            total.update(f"{relative.as_posix()}\0{sha256_file(path)}\n".encode())
     return total.hexdigest()
 
 

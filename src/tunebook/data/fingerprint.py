@@ -13,11 +13,11 @@ from typing import Any
 
 from tunebook.config.choices import Format, Source
 from tunebook.config.schema import DatasetConfig, DatasetSource, RunConfig
-from tunebook.data.files import hash_file
 from tunebook.data.sources import corpus_identity
 from tunebook.errors import RequestError
+from tunebook.files import sha256_file
+from tunebook.model.base_config import read_vocab_size
 from tunebook.model.tokenizer_files import tokenizer_files_hash
-from tunebook.plan.architecture.base_model import read_facts
 
 # Modules of this package that only read what is prepared; a change in any other makes everything be prepared again.
 _READERS = ("view.py", "content_hash.py", "packing.py", "sampler.py", "rows.py", "prepared.py")
@@ -36,11 +36,11 @@ def vocabulary(config: RunConfig) -> tuple[int | None, int | None]:
     Generated documents end with the vocabulary's last token, not the tokenizer's EOS: they are made for machines
     without a hub, and so must not depend on having a tokenizer. Raises: RequestError when they have no vocabulary.
     """
-    facts = read_facts(config.model)
+    vocab_size = read_vocab_size(config.model)
     sources: list[DatasetSource] = [config.dataset, *config.dataset.parts.values()]
     is_synthetic = any(source.source is Source.synthetic for source in sources)
-    if facts is not None:
-        return facts.vocab_size, facts.vocab_size - 1 if is_synthetic else None
+    if vocab_size is not None:
+        return vocab_size, vocab_size - 1 if is_synthetic else None
     if is_synthetic:
         raise RequestError(
             "dataset=synthetic draws tokens from the model's vocabulary, whose size is not known here; choose a model "
@@ -78,4 +78,4 @@ def _code_hash() -> str:
     here = Path(__file__).parent
     files = [file for file in sorted(here.glob("*.py")) if file.name not in _READERS]
     files.append(here.parent / "model" / "tokenizer.py")
-    return hashlib.sha256("".join(hash_file(file) for file in files).encode()).hexdigest()
+    return hashlib.sha256("".join(sha256_file(file) for file in files).encode()).hexdigest()

@@ -17,15 +17,15 @@ from tunebook.config.book import resolve_path
 from tunebook.config.schema import DatasetSource
 from tunebook.data import hub_files
 from tunebook.data.corpus import ROWS_PER_BATCH
-from tunebook.data.file_hashes import CACHE_VARIABLE
 from tunebook.data.files import hash_folder
 from tunebook.data.json_file import Record
 from tunebook.data.keys import KeyAccount
 from tunebook.data.problems import DocumentProblems
 from tunebook.data.readers import Part
 from tunebook.errors import DataError, RequestError, did_you_mean
+from tunebook.files import CACHE_VARIABLE
+from tunebook.hardware.disk import is_disk_full, no_space
 from tunebook.model.hub import local_problem
-from tunebook.record.disk import is_disk_full, no_space
 
 if TYPE_CHECKING:
     import datasets

@@ -12,7 +12,7 @@ from tunebook.config.choices import Source
 from tunebook.config.schema import DatasetSource
 from tunebook.data import hub
 from tunebook.data.corpus import CorpusKind, Loaded, Progress, Row, SourceRecord, write_rows
-from tunebook.data.files import DataFile, find_files, hash_file
+from tunebook.data.files import DataFile, find_files
 from tunebook.data.formats import FormatSettings, Normaliser, known_columns
 from tunebook.data.json_file import Record
 from tunebook.data.keys import KeyAccount
@@ -20,6 +20,7 @@ from tunebook.data.problems import DocumentError, DocumentProblems
 from tunebook.data.readers import Part, read_records
 from tunebook.data.synthetic import load_synthetic
 from tunebook.errors import DataError, RequestError
+from tunebook.files import sha256_file
 
 if TYPE_CHECKING:
     import datasets
@@ -104,7 +105,7 @@ def load_files(source: DatasetSource, key: str, files: list[DataFile], arrow_fil
         SourceRecord(
             location=file.location,
             revision=None,
-            sha256=hash_file(file.path),
+            sha256=sha256_file(file.path),
             format=normaliser.format.value,
             num_documents=problems.num_documents,
         )

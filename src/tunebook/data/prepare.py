@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from tunebook.config.schema import RunConfig
 from tunebook.data.content_hash import hash_documents
-from tunebook.data.file_hashes import CACHE_VARIABLE, cache_root
 from tunebook.data.fingerprint import fingerprint, made_from, needs_tokenizer, vocabulary
 from tunebook.data.prepared import (
     ARROW_FILE,
@@ -32,7 +31,8 @@ from tunebook.data.prepared import (
     write_prepared,
 )
 from tunebook.errors import DataError, DoesNotFitError, RequestError
-from tunebook.record.disk import existing
+from tunebook.files import CACHE_VARIABLE, cache_root
+from tunebook.hardware.disk import existing
 
 if TYPE_CHECKING:
     import datasets

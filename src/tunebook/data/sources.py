@@ -14,12 +14,12 @@ from tunebook.config.choices import Format, Source
 from tunebook.config.schema import DatasetConfig, DatasetSource
 from tunebook.data import hub
 from tunebook.data.corpus import CONTENT_HASH, Corpus, CorpusKind, Loaded, Progress, SourceRecord
-from tunebook.data.file_hashes import remembered_hash
 from tunebook.data.files import find_files
 from tunebook.data.held_out import check_validation, count_repeated, count_shared, hold_out
 from tunebook.data.mixture import mix
 from tunebook.data.one_source import Loader, load_files, load_hub_split, load_source, required_path
 from tunebook.errors import DataError, RequestError
+from tunebook.files import remembered_hash
 
 __all__ = ["Corpus", "CorpusKind", "SourceRecord", "corpus_identity", "load_corpus"]
 

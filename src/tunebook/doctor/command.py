@@ -31,12 +31,12 @@ from tunebook.doctor.system import look_at_system
 from tunebook.doctor.tokenizers import ask_tokenizer, look_at_tokenizer
 from tunebook.errors import RequestError
 from tunebook.hardware.detect import Machine, detect_machine
+from tunebook.hardware.disk import existing
 from tunebook.hardware.nvidia_smi import ask_nvidia_smi
 from tunebook.hardware.topology import Topology, ask_topology
 from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.rules import check
 from tunebook.plan.rules.environment import starts_elsewhere
-from tunebook.record.disk import existing
 
 Say = Callable[[str], None]
 

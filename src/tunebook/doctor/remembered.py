@@ -14,14 +14,13 @@ from typing import Any
 
 from tunebook.config.schema import RunConfig
 from tunebook.data.batch import BatchPlan
-from tunebook.data.file_hashes import cache_root
 from tunebook.doctor.advice import GATHERING, advise
 from tunebook.doctor.collectives.run import Bandwidth, Measurement
 from tunebook.doctor.findings import Level
 from tunebook.errors import Problem
+from tunebook.files import atomic_write_json, cache_root
 from tunebook.hardware.detect import Machine
 from tunebook.plan.rules.environment import starts_elsewhere
-from tunebook.record.atomic_files import atomic_write_json
 
 
 def remember(bandwidth: Bandwidth, machine: Machine) -> None:

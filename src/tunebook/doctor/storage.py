@@ -12,11 +12,11 @@ from pathlib import Path
 
 from tunebook.config.choices import MasterWeights, OptimizerName, PeftMethod, Weights
 from tunebook.config.schema import RunConfig, ZeroConfig
-from tunebook.data.file_hashes import cache_root
 from tunebook.doctor.findings import Finding, Kind, Level, size_text
 from tunebook.doctor.hub_cache import cached_weights
+from tunebook.files import cache_root
+from tunebook.hardware.disk import existing
 from tunebook.model.hub_token import unreadable_token
-from tunebook.record.disk import existing
 
 GIB = 2**30
 _MIN_FREE_GIB = 5.0  # records, prepared data, compiled operators

@@ -38,9 +38,9 @@ from tunebook.evaluate.target import Target
 from tunebook.facts.generations import GENERATIONS
 from tunebook.hardware.detect import detect_machine
 from tunebook.model.adapters import ADAPTER_FILE, is_adapter
+from tunebook.model.base_config import read_dtype
 from tunebook.model.hub import fetch_config
 from tunebook.model.tokenizer_files import has_vocabulary
-from tunebook.plan.architecture.base_model import read_dtype
 
 EVALUATIONS = "evaluations"  # the folder in outputs/ with the results of models that belong to no run
 MODEL_FILE = "model.yaml"  # stands in the place of run.yaml there

@@ -26,9 +26,9 @@ from tunebook.evaluate.spread import evaluation_environment
 from tunebook.evaluate.suites import suite_settings
 from tunebook.evaluate.target import Target, find_named_model, find_target
 from tunebook.evaluate.task_files import check_tasks
+from tunebook.files import atomic_write_json, atomic_write_text, read_json
 from tunebook.launch.local import ProcessEnd, run_and_wait
 from tunebook.plan.rules.image import refuse_wrong_image
-from tunebook.record.atomic_files import atomic_write_json, atomic_write_text, read_json
 from tunebook.record.binding import allowed_mismatches
 from tunebook.record.differences import Answers, answers_of, task_difference
 from tunebook.record.files import RUN_FILE

@@ -17,7 +17,7 @@ from tunebook.data.formats import FormatSettings, Normaliser
 from tunebook.data.problems import DocumentError, DocumentProblems
 from tunebook.data.readers import read_records
 from tunebook.errors import DataError
-from tunebook.record.atomic_files import atomic_write_text
+from tunebook.files import atomic_write_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

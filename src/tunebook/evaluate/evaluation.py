@@ -43,8 +43,8 @@ from tunebook.evaluate.results import Answer, choose_samples, task_answers, task
 from tunebook.evaluate.spread import ALONE, Spread
 from tunebook.evaluate.task_files import TaskFile
 from tunebook.evaluate.task_runs import TaskRuns, describe_error, failure
+from tunebook.files import atomic_write_json, atomic_write_text
 from tunebook.model.adapters import is_adapter
-from tunebook.record.atomic_files import atomic_write_json, atomic_write_text
 from tunebook.record.binding import Trained, check_base, check_bound
 
 if TYPE_CHECKING:

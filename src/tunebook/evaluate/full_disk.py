@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from tunebook.errors import DoesNotFitError
-from tunebook.record.disk import existing, no_space
+from tunebook.hardware.disk import existing, no_space
 
 
 def full_disk(results: Path, command: str) -> DoesNotFitError:

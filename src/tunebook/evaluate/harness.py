@@ -21,8 +21,8 @@ from tunebook.evaluate.code.checks import check_context
 from tunebook.evaluate.conversations import check_prompt_lengths, read_conversations, render_items, write_items
 from tunebook.evaluate.needs.nltk_data import search_path
 from tunebook.evaluate.task_files import TaskFile
-from tunebook.record.atomic_files import sha256_file, sha256_text
-from tunebook.record.disk import is_disk_full
+from tunebook.files import sha256_file, sha256_text
+from tunebook.hardware.disk import is_disk_full
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

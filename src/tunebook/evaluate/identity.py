@@ -12,10 +12,10 @@ from typing import Any
 
 from tunebook.config.choices import Attention, Weights
 from tunebook.config.schema import RunConfig
+from tunebook.files import sha256_file
 from tunebook.model.adapters import is_adapter
 from tunebook.model.hub import WEIGHT_FILES
 from tunebook.model.load import load_architecture, weights_folder
-from tunebook.record.atomic_files import sha256_file
 
 _READ_WHOLE_BYTES = 64 * 2**20
 _END_BYTES = 2**20

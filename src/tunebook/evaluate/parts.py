@@ -16,7 +16,7 @@ from typing import Any
 
 from tunebook.errors import DataError
 from tunebook.evaluate.results import Answer
-from tunebook.record.atomic_files import atomic_write_text, read_json, sha256_text
+from tunebook.files import atomic_write_text, read_json, sha256_text
 
 FORMAT = 1  # raised when a part of before is no longer one of now
 FOLDER = "parts"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tunebook.errors import TunebookError
-from tunebook.record.atomic_files import read_json
+from tunebook.files import read_json
 
 NUM_SAMPLES = 5
 # Where a task's data lies is no part of what it measures: its items are hashed by themselves.

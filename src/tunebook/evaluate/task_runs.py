@@ -28,7 +28,7 @@ from tunebook.evaluate.harness import (
 from tunebook.evaluate.parts import Part, Parts, key_of, requests_hash
 from tunebook.evaluate.progress import AnswerProgress
 from tunebook.evaluate.results import as_stored, settings_hash, task_answers, task_scores
-from tunebook.record.disk import is_disk_full
+from tunebook.hardware.disk import is_disk_full
 
 if TYPE_CHECKING:
     from tunebook.evaluate.request_model import RequestModel

@@ -29,9 +29,9 @@ from tunebook.evaluate.spread import choose_spread, is_for_gpus, loaded_gib
 from tunebook.evaluate.suites import suite_settings
 from tunebook.evaluate.task_files import resolve_task
 from tunebook.hardware.detect import detect_machine
+from tunebook.hardware.disk import is_disk_full
 from tunebook.model.adapters import holds_model
 from tunebook.record.binding import MISMATCHES, recorded_beside, recorded_by_run
-from tunebook.record.disk import is_disk_full
 from tunebook.record.files import RUN_FILE
 
 

@@ -10,7 +10,7 @@ from tunebook.errors import RequestError
 from tunebook.evidence.files import read_evidence
 from tunebook.evidence.schema import Evidence
 from tunebook.evidence.tolerances import LOSS, speeds_apart
-from tunebook.record.atomic_files import atomic_write_text
+from tunebook.files import atomic_write_text
 from tunebook.record.page.charts import Chart, Line, Stroke
 from tunebook.record.page.curves import outlier_ceiling, smooth
 

@@ -13,7 +13,7 @@ from tunebook.config.book import recipe_file
 from tunebook.config.frozen import bring_up_to_date
 from tunebook.errors import DataError, RequestError
 from tunebook.evidence.schema import FORMAT, Evidence
-from tunebook.record.atomic_files import atomic_write_text, read_json, sha256_text
+from tunebook.files import atomic_write_text, read_json, sha256_text
 
 _LABEL = re.compile(r"[a-z0-9][a-z0-9_.]*")
 _NUMBERS = re.compile(r"\[\s*-?\d[^\[\]\"{}]*\]")  # a curve has hundreds: one line, as a reader of a change wants it

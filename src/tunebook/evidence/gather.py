@@ -16,8 +16,7 @@ from tunebook.config.choices import Source, Weights
 from tunebook.config.compose import compose
 from tunebook.config.frozen import load_config
 from tunebook.config.identity import comparable_config
-from tunebook.config.schema import RunConfig
-from tunebook.data.batch import world_size
+from tunebook.config.schema import RunConfig, world_size
 from tunebook.errors import RequestError
 from tunebook.evidence.schema import Hardware, Inputs, Ran, Results, Score
 from tunebook.evidence.unchanged import require_unchanged

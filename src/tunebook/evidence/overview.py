@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tunebook.evidence.files import read_evidence
 from tunebook.evidence.schema import Evidence
-from tunebook.record.atomic_files import atomic_write_text
+from tunebook.files import atomic_write_text
 
 
 def update_overview(readme: Path, recipe: str, files: Sequence[Path]) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tunebook.evidence.tolerances import LOSS, loss_differences
 from tunebook.evidence.verifying import Verification
-from tunebook.record.atomic_files import atomic_write_text
+from tunebook.files import atomic_write_text
 from tunebook.record.page.charts import Chart, Line, Point
 from tunebook.record.page.curves import dash_of_run
 from tunebook.record.report import render_page

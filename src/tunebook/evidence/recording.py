@@ -27,7 +27,7 @@ from tunebook.evidence.schema import FORMAT, Repeat, Results
 from tunebook.evidence.software import gather_software
 from tunebook.evidence.tolerances import work_out
 from tunebook.evidence.whole import require_every_loss, require_whole
-from tunebook.record.atomic_files import sha256_file
+from tunebook.files import sha256_file
 from tunebook.record.metrics import METRICS_FILE
 from tunebook.record.provenance import why_not_committed
 from tunebook.record.run_record import RunRecord

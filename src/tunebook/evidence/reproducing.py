@@ -31,7 +31,6 @@ from tunebook.config.identity import (
 from tunebook.config.override_text import quoted
 from tunebook.config.placing import typed_in
 from tunebook.config.schema import RunConfig, SlurmConfig
-from tunebook.data.file_hashes import remembered_hash
 from tunebook.data.files import SUFFIXES, find_files
 from tunebook.errors import RequestError, StoppedError
 from tunebook.evidence.compare import config_differences, named_differences
@@ -41,6 +40,7 @@ from tunebook.evidence.show import show_verification
 from tunebook.evidence.unchanged import require_unchanged
 from tunebook.evidence.verifying import Recorded, hold_against, recorded_evidence, recorded_run
 from tunebook.evidence.whole import require_whole, require_whole_words
+from tunebook.files import remembered_hash
 from tunebook.launch.job import Job, plan_job, prepare_data, run_job
 from tunebook.model.load import model_location
 from tunebook.model.weights_fingerprint import told, weights_fingerprint

@@ -22,7 +22,7 @@ from tunebook.evidence.files import read_evidence, rewrite_evidence
 from tunebook.evidence.overview import update_overview
 from tunebook.evidence.schema import Evidence, Lock, Software
 from tunebook.facts.generations import GENERATIONS
-from tunebook.record.atomic_files import read_json, sha256_file
+from tunebook.files import read_json, sha256_file
 from tunebook.record.locks import PACKAGES, PROJECT, generation_versions, lock_differences, matters, python_difference
 
 _NCCL = "nvidia-nccl"  # how the package that brings NCCL begins, in each version of CUDA

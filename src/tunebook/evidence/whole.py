@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 from tunebook.checkpoint.candidates import named_by
+from tunebook.config.choices import RESUME_WORDS
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
 from tunebook.evidence.compare import told_steps
 from tunebook.evidence.schema import Results
-from tunebook.plan.rules.running import RESUME_WORDS
 from tunebook.record.run_record import RunRecord
 
 _RESUME = "training.resume="

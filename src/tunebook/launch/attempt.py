@@ -21,13 +21,14 @@ from tunebook.checkpoint.candidates import same_command
 from tunebook.checkpoint.newest import newest_checkpoint
 from tunebook.checkpoint.record import step_of
 from tunebook.config.choices import LauncherName
-from tunebook.config.schema import RunConfig
-from tunebook.data.batch import world_size
+from tunebook.config.schema import RunConfig, world_size
 from tunebook.errors import DataError, DoesNotFitError, StoppedError, TunebookError
 from tunebook.evaluate.code.checks import check_code
 from tunebook.evaluate.command import run_worker, score_table, worker_error
 from tunebook.evaluate.going_on import what_goes_on
 from tunebook.evaluate.results import is_evaluated
+from tunebook.files import read_json
+from tunebook.hardware.disk import disk_full, is_disk_full
 from tunebook.launch.commands import evaluation_command, has_callers, ranks_command
 from tunebook.launch.local import ProcessEnd, rank_environment, run_and_wait
 from tunebook.launch.logs import (
@@ -48,8 +49,6 @@ from tunebook.launch.slurm.client import node_names
 from tunebook.launch.slurm.container import is_contained, remove_containers
 from tunebook.launch.slurm.inside import note_inside, required_code
 from tunebook.plan.show import show_command, show_end
-from tunebook.record.atomic_files import read_json
-from tunebook.record.disk import disk_full, is_disk_full
 from tunebook.record.files import RUN_FILE
 from tunebook.record.manifest import finish_manifest, state_of_exit_code
 from tunebook.record.metrics import is_training_line, read_metrics

@@ -22,11 +22,11 @@ from tunebook.config.choices import LauncherName
 from tunebook.config.override_text import typed_list
 from tunebook.config.schema import LauncherConfig, RunConfig
 from tunebook.errors import Problem, RequestError, StoppedError, TunebookError
+from tunebook.files import read_json
 from tunebook.hardware.detect import Machine, detect_machine
 from tunebook.launch.line import Line, is_loopback
 from tunebook.model.weights_fingerprint import weights_fingerprint
 from tunebook.plan.rules import check_environment
-from tunebook.record.atomic_files import read_json
 from tunebook.record.files import PREPARED_FILE, RUN_FILE
 
 TOKEN_VARIABLE = "TUNEBOOK_ROLL_CALL"  # what the launcher's own nodes show when they call

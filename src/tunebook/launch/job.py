@@ -15,13 +15,14 @@ from tunebook.checkpoint.candidates import expected_checkpoint
 from tunebook.checkpoint.identity import identity_of
 from tunebook.config.control_characters import require_printable
 from tunebook.config.frozen import config_to_yaml
-from tunebook.config.schema import RunConfig, SlurmConfig
-from tunebook.data.batch import BatchPlan, solve_batch, world_size
+from tunebook.config.schema import RunConfig, SlurmConfig, world_size
+from tunebook.data.batch import BatchPlan, solve_batch
 from tunebook.data.view import show_summary
 from tunebook.errors import Problem, RequestError, RulesError
 from tunebook.evaluate.code.checks import check_code
 from tunebook.evaluate.needs.check import require_needs
 from tunebook.evaluate.task_files import check_tasks
+from tunebook.files import atomic_write_json, atomic_write_text
 from tunebook.launch.attempt import Attempt
 from tunebook.launch.commands import JOB_SCRIPT, job_commands, launch_command
 from tunebook.launch.lock import working_in
@@ -41,7 +42,6 @@ from tunebook.plan.memory.gpu import plan_memory
 from tunebook.plan.memory.host_memory import plan_host_memory
 from tunebook.plan.rules import check_environment
 from tunebook.plan.show import show_batch, show_choices, show_command
-from tunebook.record.atomic_files import atomic_write_json, atomic_write_text
 from tunebook.record.files import PLAN_FILE, PREPARED_FILE, RUN_FILE
 from tunebook.record.manifest import MANIFEST_FILE, read_manifest, recorded_fingerprint, start_manifest
 from tunebook.record.run_folder import (

@@ -21,8 +21,7 @@ from tunebook.config.choices import ResumeAnyway
 from tunebook.config.frozen import load_config
 from tunebook.config.identity import CAPACITIES, config_hash, found_capacities, result_settings
 from tunebook.config.override_text import as_typed, typed
-from tunebook.config.schema import RunConfig
-from tunebook.data.batch import world_size
+from tunebook.config.schema import RunConfig, world_size
 from tunebook.errors import RequestError
 from tunebook.record.files import RUN_FILE
 

@@ -18,8 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from tunebook.config.frozen import load_config
-from tunebook.config.schema import RunConfig, SlurmConfig
-from tunebook.data.batch import world_size
+from tunebook.config.schema import RunConfig, SlurmConfig, world_size
 from tunebook.errors import RequestError, StoppedError, TunebookError
 from tunebook.evaluate.command import worker_command
 from tunebook.evaluate.spread import evaluation_environment

@@ -14,8 +14,7 @@ from typing import Any
 
 from tunebook.checkpoint.newest import newest_checkpoint, passed_over
 from tunebook.config.identity import config_hash
-from tunebook.config.schema import RunConfig
-from tunebook.data.batch import world_size
+from tunebook.config.schema import RunConfig, world_size
 from tunebook.errors import DataError, RequestError
 from tunebook.launch.likeness import began_alike, decided_otherwise, is_same_run, on_another_machine
 from tunebook.launch.lock import LOCK_FILE, is_worked_in

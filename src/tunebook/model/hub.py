@@ -6,9 +6,9 @@ from pathlib import Path
 
 from tunebook.config.schema import ModelConfig
 from tunebook.errors import RequestError, TunebookError
+from tunebook.hardware.disk import is_disk_full, no_space
 from tunebook.model.hub_token import token_problem
 from tunebook.model.weight_files import STORED_PATTERNS, find_weight_files
-from tunebook.record.disk import is_disk_full, no_space
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 

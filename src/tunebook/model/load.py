@@ -15,14 +15,14 @@ from tunebook.config.book import resolve_path
 from tunebook.config.choices import MasterWeights, PeftMethod, Strategy, Weights
 from tunebook.config.schema import ModelConfig, ModelFacts, ParallelismConfig, RunConfig
 from tunebook.errors import RequestError
+from tunebook.facts.attention import BY_LENGTHS
 from tunebook.model.adapters import four_bit
+from tunebook.model.base_config import model_folder_problem
 from tunebook.model.completeness import check_stored_weights, require_complete
 from tunebook.model.hub import WEIGHT_FILES, check_hub_model, fetch_config, fetch_weights, hub_problem
 from tunebook.model.sharing import Sharing, copy_from_first_rank, sharing_of, stays_whole
 from tunebook.model.varlen_attention import register
 from tunebook.model.weight_files import find_weight_files, read_shapes
-from tunebook.plan.architecture.base_model import model_folder_problem
-from tunebook.plan.rules.attention import BY_LENGTHS
 
 if TYPE_CHECKING:
     import torch

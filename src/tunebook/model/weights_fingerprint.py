@@ -28,7 +28,7 @@ from typing import Any
 from tunebook.config.book import resolve_path
 from tunebook.config.choices import Weights
 from tunebook.config.schema import ModelConfig
-from tunebook.data.file_hashes import remembered_hashes
+from tunebook.files import remembered_hashes
 from tunebook.model.weight_files import damaged_file, find_weight_files
 
 _WHOLE_BYTES = 2**20

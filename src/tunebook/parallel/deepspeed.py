@@ -10,11 +10,10 @@ import math
 from typing import Any
 
 from tunebook.config.choices import Offload, Strategy
-from tunebook.config.schema import RunConfig, ZeroConfig
-from tunebook.data.batch import world_size
+from tunebook.config.schema import RunConfig, ZeroConfig, world_size
+from tunebook.config.sharing import is_cast_by_deepspeed
 from tunebook.model.parameters import largest_parameter
 from tunebook.parallel.precision import mixes_formats
-from tunebook.plan.memory.states import is_cast_by_deepspeed
 
 _NVME_BUFFER_ELEMENTS = 100_000_000  # DeepSpeed's default; a larger parameter ends the run before its first step
 _STAGES = {Strategy.zero1: 1, Strategy.zero2: 2, Strategy.zero3: 3}

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tunebook.config.choices import Compute, PeftMethod, Strategy
-from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
-from tunebook.data.batch import world_size
+from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig, world_size
 from tunebook.errors import InvalidTrainingError
 from tunebook.parallel.deepspeed import uses_autocast
 from tunebook.parallel.fsdp import hsdp_sizes

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from tunebook.files import atomic_write_text
 from tunebook.parity.result import CaseResult, verdict
-from tunebook.record.atomic_files import atomic_write_text
 from tunebook.record.page.charts import Chart, Line
 from tunebook.record.page.curves import dash_of_run
 from tunebook.record.report import render_page

@@ -15,13 +15,13 @@ from rich.text import Text
 
 from tunebook.config.schema import RunConfig
 from tunebook.errors import StoppedError
+from tunebook.files import atomic_write_json
 from tunebook.launch.job import plan_job
 from tunebook.parity.cases import Case, list_cases, mark_refused, weights_alike, words_set_aside
 from tunebook.parity.compare import check_tolerance, tolerance_of
 from tunebook.parity.launching import check_attended
 from tunebook.parity.page import write_page
 from tunebook.parity.result import CaseResult, exit_code_of, parity_table, read_case, to_json
-from tunebook.record.atomic_files import atomic_write_json
 from tunebook.record.provenance import describe_hardware
 from tunebook.record.run_folder import WITHOUT_RECIPE, make_run_folder
 from tunebook.sweep.stopping import Stopping

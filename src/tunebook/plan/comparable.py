@@ -15,10 +15,9 @@ from tunebook.config.choices import (
     Strategy,
     Switch,
 )
-from tunebook.config.schema import ModelFacts, RunConfig
+from tunebook.config.schema import ModelFacts, RunConfig, world_size
 from tunebook.config.sharing import is_offloaded
-from tunebook.data.batch import world_size
-from tunebook.plan.rules.attention import FLASH, WITHOUT_MASK
+from tunebook.facts.attention import FLASH, WITHOUT_MASK
 from tunebook.plan.speed.measured_speed import (
     ADAPTERS,
     ALONE,

@@ -16,8 +16,8 @@ from tunebook.config.identity import HASH_VERSION, config_hash
 from tunebook.config.schema import ModelConfig, RunConfig
 from tunebook.config.secrets import without_secrets
 from tunebook.errors import DataError, RequestError
+from tunebook.files import atomic_write_json, read_json, sha256_file, sha256_text
 from tunebook.model.weights_fingerprint import recorded_in, weights_fingerprint
-from tunebook.record.atomic_files import atomic_write_json, read_json, sha256_file, sha256_text
 from tunebook.record.files import RUN_FILE
 from tunebook.record.metrics import METRICS_FILE
 from tunebook.record.provenance import (

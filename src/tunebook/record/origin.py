@@ -12,7 +12,7 @@ from typing import Any
 
 from tunebook.config.frozen import load_config
 from tunebook.errors import DataError
-from tunebook.record.atomic_files import atomic_write_json, read_json
+from tunebook.files import atomic_write_json, read_json
 from tunebook.record.files import RUN_FILE
 from tunebook.record.manifest import read_manifest, recorded_fingerprint
 

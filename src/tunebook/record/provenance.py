@@ -22,9 +22,9 @@ from tunebook.config.book import BOOK_PREFIX, book_root
 from tunebook.config.choices import Generation
 from tunebook.config.secrets import is_secret_name, without_secrets
 from tunebook.facts.generations import GENERATIONS
+from tunebook.files import sha256_file, sha256_text
 from tunebook.hardware.image import Image, read_image
 from tunebook.hardware.topology import ask_topology
-from tunebook.record.atomic_files import sha256_file, sha256_text
 from tunebook.record.locks import (
     PACKAGES,
     Difference,

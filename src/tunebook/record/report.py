@@ -19,9 +19,9 @@ from markupsafe import Markup
 
 from tunebook import __version__
 from tunebook.errors import RequestError
-from tunebook.record.atomic_files import atomic_write_text
+from tunebook.files import atomic_write_text
+from tunebook.hardware.disk import is_disk_full, no_space
 from tunebook.record.differences import answers_of
-from tunebook.record.disk import is_disk_full, no_space
 from tunebook.record.intact import naming
 from tunebook.record.page.comparison import compare, short_names
 from tunebook.record.page.curves import dash_of_run, loss_chart, other_charts, overlaid_charts

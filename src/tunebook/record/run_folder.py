@@ -19,8 +19,8 @@ from pathlib import Path
 
 from tunebook.config.book import require_possible
 from tunebook.errors import DoesNotFitError, RequestError, TunebookError, did_you_mean
-from tunebook.record.atomic_files import atomic_write_json, read_json
-from tunebook.record.disk import existing
+from tunebook.files import atomic_write_json, read_json
+from tunebook.hardware.disk import existing
 
 LATEST = "latest"
 WITHOUT_RECIPE = "custom"  # the folder of runs that name no recipe, and what evidence calls it

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from tunebook.errors import DataError, RequestError
-from tunebook.record.atomic_files import read_json
+from tunebook.files import read_json
 from tunebook.record.intact import check_evaluation, check_plan
 from tunebook.record.manifest import MANIFEST_FILE, changed_files, read_manifest
 from tunebook.record.manifest_schema import check_read_manifest

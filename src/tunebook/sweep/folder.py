@@ -29,9 +29,9 @@ from tunebook.errors import (
     StoppedError,
     TunebookError,
 )
+from tunebook.files import atomic_write_json, read_json
+from tunebook.hardware.disk import tells_of_full_disk
 from tunebook.launch.lock import working_in
-from tunebook.record.atomic_files import atomic_write_json, read_json
-from tunebook.record.disk import tells_of_full_disk
 from tunebook.record.manifest import MANIFEST_FILE, RunState, read_manifest
 from tunebook.sweep.trial_process import TrialEnd, read_trial_end, write_trial_end
 from tunebook.sweep.trials import Trial, parse_words

@@ -21,6 +21,7 @@ from tunebook.checkpoint.candidates import same_command
 from tunebook.config.control_characters import require_printable
 from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.errors import RequestError, TunebookError
+from tunebook.files import atomic_write_json, atomic_write_text, read_json
 from tunebook.launch.slurm.client import (
     HopelessWait,
     JobState,
@@ -30,7 +31,6 @@ from tunebook.launch.slurm.client import (
     take_back_hopeless,
 )
 from tunebook.launch.slurm.script import option_lines, option_words, output_pattern
-from tunebook.record.atomic_files import atomic_write_json, atomic_write_text, read_json
 from tunebook.sweep.folder import SweepFolder, is_final
 from tunebook.sweep.launching import CommandOf
 from tunebook.sweep.slurm_job import TrialJob

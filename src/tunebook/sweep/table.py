@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from tunebook.record.atomic_files import atomic_write_text
+from tunebook.files import atomic_write_text
 from tunebook.sweep.results import Ranking, TrialResult
 from tunebook.sweep.trials import Trial
 

@@ -17,9 +17,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from tunebook.files import atomic_write_json, read_json
 from tunebook.launch.lock import LOCK_FILE, is_worked_in
 from tunebook.parent_death import stopping_with_parent
-from tunebook.record.atomic_files import atomic_write_json, read_json
 from tunebook.sweep.stopping import Stopping
 
 EXIT_STOPPED = 6  # a run that was asked to stop

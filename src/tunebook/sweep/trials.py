@@ -13,9 +13,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override, RangeSweep
 from hydra.errors import HydraException
 
+from tunebook.config.choices import RESUME_WORDS
 from tunebook.config.compose import parse_overrides
 from tunebook.errors import RequestError, TunebookError
-from tunebook.plan.rules.running import RESUME_WORDS
 
 _LOOKS_LIKE_A_RANGE = re.compile(r"=.*\b(interval|range|choice|tag|log|int)\(")
 MOST_TRIALS = 2000  # of a list: each is checked before any runs, in 0.2 s of a core

@@ -41,6 +41,7 @@ from tunebook.data.prepared import Prepared, PreparedPart, load_prepared
 from tunebook.data.sampler import RankBatches, Schedule, StepSize
 from tunebook.errors import DataError, DoesNotFitError, InvalidTrainingError, StoppedError, TunebookError
 from tunebook.facts.peaks import peak_of
+from tunebook.hardware.disk import disk_full, is_disk_full
 from tunebook.model.adapters import adapter_config, freeze_unreached, keep_in_fp32, trains_in_fp32
 from tunebook.model.compiled_layers import compile_layers
 from tunebook.model.flops import attended_length_tokens, flops_per_token
@@ -52,7 +53,6 @@ from tunebook.model.weights_fingerprint import weights_fingerprint
 from tunebook.parallel.deepspeed import zero_stage
 from tunebook.parallel.fsdp import autocast_dtype, is_fsdp, mixed_precision_policy
 from tunebook.parallel.units import unit_classes
-from tunebook.record.disk import disk_full, is_disk_full
 from tunebook.record.files import PREPARED_FILE
 from tunebook.record.manifest import MANIFEST_FILE, MODEL_FILES, update_manifest
 from tunebook.record.metrics import MetricsWriter, read_metrics

@@ -17,12 +17,12 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from tunebook.config.choices import Compute, Generation, Strategy
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
+from tunebook.files import atomic_write_json
 from tunebook.model.fp8_layers import count_fp8_layers
 from tunebook.parallel.deepspeed import uses_nvme, zero_stage
 from tunebook.parallel.expected import require_expected, require_fp8
 from tunebook.parallel.found import find_parallelism
 from tunebook.parallel.operator_builds import build_operators_in_turn
-from tunebook.record.atomic_files import atomic_write_json
 from tunebook.record.files import DEEPSPEED_FILE
 from tunebook.record.manifest import MANIFEST_FILE, update_manifest
 

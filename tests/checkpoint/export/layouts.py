@@ -42,9 +42,9 @@ from tunebook.config.schema import (
     TrainingConfig,
 )
 from tunebook.data.template import template_hash
+from tunebook.files import atomic_write_json, sha256_file
 from tunebook.model.adapters import adapter_config
 from tunebook.model.tokenizer import load_tokenizer, tokenizer_hash
-from tunebook.record.atomic_files import atomic_write_json, sha256_file
 from tunebook.record.manifest import system_prompt_hash
 
 ROOT = Path(__file__).resolve().parents[3]

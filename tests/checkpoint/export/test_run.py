@@ -20,9 +20,9 @@ from tunebook.config.frozen import config_to_yaml, load_config
 from tunebook.config.schema import ModelConfig
 from tunebook.errors import DataError, DifferenceError, DoesNotFitError, RequestError
 from tunebook.evaluate.target import find_target
+from tunebook.files import sha256_file
 from tunebook.model.weights_fingerprint import weights_fingerprint
 from tunebook.plan.architecture.base_model import read_facts
-from tunebook.record.atomic_files import sha256_file
 from tunebook.record.binding import check_bound, recorded_by_origin
 from tunebook.record.origin import ORIGIN_FILE
 

@@ -10,7 +10,7 @@ import pytest
 
 from tunebook.checkpoint.export.source import choose_source
 from tunebook.errors import DataError, RequestError
-from tunebook.record.atomic_files import sha256_file
+from tunebook.files import sha256_file
 from tunebook.record.run_record import read_run
 
 

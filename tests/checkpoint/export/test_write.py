@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tunebook.checkpoint.export.stored_weights import FileWeights, HeldWeights
 from tunebook.checkpoint.export.write import write_weights
 from tunebook.errors import RequestError
-from tunebook.record.atomic_files import sha256_file
+from tunebook.files import sha256_file
 
 WEIGHTS = {"a": torch.arange(6.0), "b": torch.full((4,), 2.5), "c": torch.tensor([1, 2]), "d": torch.ones(2, 3)}
 

@@ -17,7 +17,7 @@ from tunebook.evaluate.sandbox.limits import Limits
 from tunebook.evaluate.sandbox.processes import descendants
 from tunebook.evaluate.sandbox.runner import HandoverError, main, serving
 from tunebook.evaluate.sandbox.users import FIRST_UIDS, FreshUsers, WallError, find_slots
-from tunebook.record.atomic_files import atomic_write_text
+from tunebook.files import atomic_write_text
 
 RIGHT = Program(id="right", source="def f():\n    return 1", test="assert f() == 1", time_limit_s=20.0)
 SLOW = replace(RIGHT, id="slow", source="import time\ndef f():\n    time.sleep(100)", time_limit_s=60.0)

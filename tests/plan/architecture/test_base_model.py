@@ -11,16 +11,17 @@ from tunebook.config.choices import Weights
 from tunebook.config.model_facts import MeasuredLayers
 from tunebook.config.schema import ModelConfig, ModelFacts
 from tunebook.errors import RequestError
-from tunebook.plan.architecture import base_model
-from tunebook.plan.architecture.base_model import (
+from tunebook.model.base_config import (
     ENCODER_DECODERS,
     ENCODERS,
+    config_file,
     model_folder_problem,
     read_dtype,
-    read_facts,
     read_quantiser,
     why_not_causal,
 )
+from tunebook.plan.architecture import base_model
+from tunebook.plan.architecture.base_model import read_facts
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float16", "num_hidden_layers": 2,
@@ -170,7 +171,7 @@ def test_an_index_that_is_none_leaves_the_number_to_the_formula(model, tmp_path,
 
 
 def test_quantised_layers_of_a_hub_model_are_built_or_the_cache_would_not_be_asked_of_them(model, built, monkeypatch):
-    file = base_model._config_file(model(quantization_config=BY_BITSANDBYTES))
+    file = config_file(model(quantization_config=BY_BITSANDBYTES))
     monkeypatch.setattr(base_model, "_config_file", lambda _: file)
     assert read_facts(ModelConfig(name="organisation/model")) is None
     assert built == [file]

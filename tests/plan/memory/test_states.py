@@ -9,10 +9,11 @@ import pytest
 
 from tunebook.config.choices import Compute, MasterWeights, MixedPrecision, Offload, OptimizerName, PeftMethod, Strategy
 from tunebook.config.schema import FsdpConfig, ParallelismConfig, ZeroConfig
+from tunebook.config.sharing import is_cast_by_deepspeed
 from tunebook.parallel.deepspeed import uses_autocast
 from tunebook.plan.memory import GIB, estimate_memory
 from tunebook.plan.memory.buffers import backward_buffer_bytes, buffer_bytes, reducing_bytes
-from tunebook.plan.memory.states import is_cast_by_deepspeed, state_bytes, states_anywhere
+from tunebook.plan.memory.states import state_bytes, states_anywhere
 
 MIB = 2**20
 CAST = MixedPrecision.cast

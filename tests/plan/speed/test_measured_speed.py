@@ -39,7 +39,7 @@ from tunebook.plan.speed.measured_speed import (
     share_beside,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def result(source: str) -> dict[str, Any]:

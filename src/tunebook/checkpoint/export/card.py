@@ -12,8 +12,7 @@ from typing import Any
 
 from tunebook.config.book import BOOK_PREFIX, is_relative, resolve_path
 from tunebook.config.choices import PeftMethod, ScheduleName, Source, TrainOn, Weights
-from tunebook.config.schema import RunConfig
-from tunebook.data.batch import world_size
+from tunebook.config.schema import RunConfig, world_size
 from tunebook.model.adapters import trains_in_fp32
 from tunebook.parallel.deepspeed import zero_stage
 from tunebook.record.origin import ORIGIN_FILE, Origin

@@ -17,7 +17,7 @@ from tunebook.checkpoint.export.model import answering, cpu_attention
 from tunebook.checkpoint.export.write import short_name
 from tunebook.config.schema import RunConfig
 from tunebook.errors import DifferenceError
-from tunebook.record.atomic_files import sha256_file
+from tunebook.files import sha256_file
 
 if TYPE_CHECKING:
     import torch

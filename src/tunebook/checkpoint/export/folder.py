@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tunebook.checkpoint.record import CHECKPOINTS_FOLDER
 from tunebook.errors import DoesNotFitError, RequestError, TunebookError
-from tunebook.record.disk import existing, is_disk_full
+from tunebook.hardware.disk import existing, is_disk_full
 
 _ROOM_BESIDES = 50_000_000  # bytes for the tokenizer, the card and what the file system needs itself
 

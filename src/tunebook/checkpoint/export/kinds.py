@@ -39,8 +39,8 @@ from tunebook.checkpoint.export.write import compare_with_model, without_tied, w
 from tunebook.config.choices import PeftMethod
 from tunebook.config.schema import RunConfig
 from tunebook.model.adapters import merged, with_adapter
+from tunebook.model.base_config import read_dtype
 from tunebook.model.token_ids import agree_on_tokens
-from tunebook.plan.architecture.base_model import read_dtype
 from tunebook.record.run_record import RunRecord
 
 if TYPE_CHECKING:

@@ -26,9 +26,9 @@ from tunebook.config.choices import PeftMethod, Weights
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
+from tunebook.files import atomic_write_text
 from tunebook.model.adapters import is_adapter
 from tunebook.model.load import check_model
-from tunebook.record.atomic_files import atomic_write_text
 from tunebook.record.binding import BASE, Trained, check_base, check_bound, recorded_by_run
 from tunebook.record.files import RUN_FILE
 from tunebook.record.manifest import describe_model

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from tunebook.checkpoint.export.stored_names import Tensors, layer_of
 from tunebook.checkpoint.export.stored_weights import Weights, read_in_batches
 from tunebook.errors import RequestError
+from tunebook.files import sha256_file
 from tunebook.model.weight_files import Shapes
-from tunebook.record.atomic_files import sha256_file
 
 if TYPE_CHECKING:
     import torch

@@ -21,10 +21,10 @@ from tunebook.evaluate.bound_model import compute_dtype, load_trained, stop_ids,
 from tunebook.evaluate.chat.answering import ChatModel
 from tunebook.evaluate.target import Target
 from tunebook.model.adapters import is_adapter
+from tunebook.model.base_config import read_dtype
 from tunebook.model.hub import fetch_config
 from tunebook.model.placement import place_on_gpus
 from tunebook.model.tokenizer import load_tokenizer
-from tunebook.plan.architecture.base_model import read_dtype
 from tunebook.record.binding import (
     Trained,
     check_base,

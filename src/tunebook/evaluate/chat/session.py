@@ -10,7 +10,7 @@ from pathlib import Path
 from tunebook.data.turns import Turn
 from tunebook.errors import RequestError
 from tunebook.evaluate.chat.answering import ChatModel, Ending, Sampling
-from tunebook.record.atomic_files import atomic_write_text
+from tunebook.files import atomic_write_text
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from typing import Any
 from tunebook.evaluate.code.code_task import CodeTask
 from tunebook.evaluate.code.programs import BUILDERS
 from tunebook.evaluate.sandbox.jobs import Outcome, Program, Status
-from tunebook.record.atomic_files import atomic_write_text
+from tunebook.files import atomic_write_text
 
 MAX_PROGRAM_CHARS = 200_000  # a hundred times what the longest answers have
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 
-from tunebook.data.file_hashes import cache_root
 from tunebook.errors import RequestError
 from tunebook.evaluate.harness_tasks import task_folder
 from tunebook.evaluate.needs.leaf_tasks import LeafTask
 from tunebook.evaluate.needs.modules import imported_files
+from tunebook.files import cache_root
 
 _PATH_VARIABLE = "NLTK_DATA"
 

@@ -16,8 +16,7 @@ from typing import Any
 import tunebook
 from tunebook.config.choices import Generation
 from tunebook.config.frozen import load_config
-from tunebook.config.schema import RayConfig, RunConfig
-from tunebook.data.batch import world_size
+from tunebook.config.schema import RayConfig, RunConfig, world_size
 from tunebook.launch.calling import TOKEN_VARIABLE
 from tunebook.launch.local import handed_on
 from tunebook.launch.ray.check import worker_resources

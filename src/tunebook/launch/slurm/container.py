@@ -10,7 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from tunebook.config.book import is_in_book, resolve_path
-from tunebook.config.cache import CACHE_VARIABLE, cache_root
 from tunebook.config.choices import ContainerRuntime, Generation
 from tunebook.config.control_characters import require_printable
 from tunebook.config.schema import RunConfig, SlurmConfig
@@ -18,6 +17,7 @@ from tunebook.errors import RequestError
 from tunebook.evaluate.code.checks import has_code
 from tunebook.evaluate.sandbox.backends import HANDOVER_VARIABLE, SERVICE_HANDOVER
 from tunebook.evaluate.task_files import is_task_file, resolve_task
+from tunebook.files import CACHE_VARIABLE, cache_root
 from tunebook.launch.calling import TOKEN_VARIABLE
 from tunebook.launch.local import handed_on
 from tunebook.record.files import PREPARED_FILE

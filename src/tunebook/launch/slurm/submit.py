@@ -16,6 +16,7 @@ from rich.text import Text
 
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError, StoppedError, TunebookError
+from tunebook.files import atomic_write_text
 from tunebook.launch.commands import JOB_SCRIPT, submit_command
 from tunebook.launch.slurm.client import (
     HopelessWait,
@@ -29,7 +30,6 @@ from tunebook.launch.slurm.client import (
 )
 from tunebook.launch.slurm.script import job_script, output_file
 from tunebook.plan.show import show_command
-from tunebook.record.atomic_files import atomic_write_text
 from tunebook.record.manifest import RunState, finish_manifest, read_manifest, update_manifest
 from tunebook.train.signals import RequestCount
 

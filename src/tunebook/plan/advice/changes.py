@@ -17,8 +17,7 @@ from typing import Any
 
 from tunebook.config.choices import Checkpointing, Compute, Generation, Offload, OptimizerName, Strategy
 from tunebook.config.frozen import PARALLELISM_SCHEMAS
-from tunebook.config.schema import CHOICE_SCHEMAS, ParallelismConfig, RunConfig, ZeroConfig
-from tunebook.data.batch import world_size
+from tunebook.config.schema import CHOICE_SCHEMAS, ParallelismConfig, RunConfig, ZeroConfig, world_size
 from tunebook.errors import Problem
 from tunebook.plan.advice.host_advice import UNPAGED
 from tunebook.plan.auto.resolve import resolve_auto

@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import tunebook
-from tunebook.config.cache import cache_root, remember
 from tunebook.config.model_facts import MeasuredLayers, ModelFacts
 from tunebook.errors import RequestError
+from tunebook.files import cache_root, remember
 from tunebook.parent_death import stopping_with_parent
 
 # Raised when the answer to the same config.json changes: what was remembered is then measured again.

@@ -7,7 +7,6 @@ copy that an earlier run left in the hub's cache. `None` means "cannot be known 
 from __future__ import annotations
 
 import json
-import re
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,20 @@ from typing import Any
 from tunebook.config.book import resolve_path
 from tunebook.config.choices import Weights
 from tunebook.config.schema import ModelConfig, ModelFacts
-from tunebook.errors import RequestError
+from tunebook.model.base_config import (
+    DTYPES,
+    architecture_of,
+    broken_config,
+    config_file,
+    dtype_of,
+    first_stated,
+    has_own_code,
+    quantiser_of,
+    read_config,
+    stated_dtype,
+    stated_key,
+    why_config_is_not_causal,
+)
 from tunebook.plan.architecture import measured_facts
 
 # Older architectures name the same sizes differently; the first name found counts.
@@ -41,64 +53,6 @@ CHOSEN_EXPERTS = (
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 # What peft=qlora makes of a base while it is read, and takes as it is; over nothing else quantised is trained here.
 OWN_QUANTISER = "bitsandbytes_4bit"
-_DTYPES = ("float32", "float16", "bfloat16")
-# Whose attention looks both ways unless their config.json calls them decoders: a word would be predicted from itself.
-# transformers has a causal head for each. XLM says it by `causal`, XLNet not at all.
-ENCODERS = frozenset({
-    "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert",
-    "reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm", "xlm-roberta",
-    "xlm-roberta-xl", "xlnet", "xmod",
-})  # fmt: skip
-# Those of text that read all of it before they write, none of which transformers has a causal head for.
-ENCODER_DECODERS = frozenset({
-    "encoder-decoder", "fsmt", "led", "longt5", "m2m_100", "mt5", "nllb-moe", "pegasus_x", "switch_transformers", "t5",
-    "t5gemma", "t5gemma2", "umt5",
-})  # fmt: skip
-# What a class is made for, where its name says so: LlamaForSequenceClassification has another head than words.
-_PURPOSE = re.compile(r"\w+?For([A-Z]\w+)")
-_TEXT_PURPOSES = ("CausalLM", "ConditionalGeneration")  # the second also of models of text and images
-
-
-def model_folder_problem(model: ModelConfig) -> str | None:
-    """Why `model.path` holds no model, in words; None where it has a config.json or another key names the model."""
-    if not model.path:
-        return None
-    folder = resolve_path(model.path)
-    if (folder / "config.json").is_file():
-        return None
-    what = "has no config.json" if folder.is_dir() else "is a file" if folder.is_file() else "does not exist"
-    return (
-        f"the folder {folder} {what}; a model is a folder in Hugging Face's layout (config.json, tokenizer.json, "
-        "*.safetensors)"
-    )
-
-
-def read_config(model: ModelConfig) -> dict[str, Any] | None:
-    """A model's config.json, or None where there is none at hand.
-
-    Raises: RequestError when the file is there but is no model's config.json.
-    """
-    file = _config_file(model)
-    if file is None or not file.is_file():
-        return None
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise _broken(f"{file} cannot be read as JSON ({error}); download or copy the model again") from error
-    if not isinstance(config, dict) or not isinstance(config.get("text_config", {}), dict):
-        raise _broken(
-            f"{file} holds no JSON object, so it is no model's config.json; name the model's own folder in model.path"
-        )
-    if not config.get("model_type") and not config.get("architectures"):
-        raise _broken(
-            f"{file} names neither model_type nor architectures, so it is no model's config.json; name the model's own "
-            "folder in model.path"
-        )
-    return config
-
-
-def _broken(message: str) -> RequestError:
-    return RequestError(message, problem_id="model-config")
 
 
 def read_facts(model: ModelConfig) -> ModelFacts | None:
@@ -110,47 +64,34 @@ def read_facts(model: ModelConfig) -> ModelFacts | None:
     """
     if model.facts is not None:
         return model.facts
-    config, file = read_config(model), _config_file(model)
+    config, file = read_config(model), config_file(model)
     if config is None or file is None:
         return None
     text = config.get("text_config", config)  # a model of text and images keeps its language part there
-    sizes = {name: _first_stated(text, keys) for name, keys in _NAMES.items()}
+    sizes = {name: first_stated(text, keys) for name, keys in _NAMES.items()}
     _refuse_impossible(file, text, sizes)
     _refuse_unknown_dtype(file, config)
     if _is_refused_anyway(model, config):
         return None
-    if _brings_code(model, config) or not _is_llama_like(model, config, sizes):
+    if has_own_code(model, config) or not _is_llama_like(model, config, sizes):
         return _measured(model, file, sizes)
     is_tied = bool(config.get("tie_word_embeddings", False))
     computed = _num_parameters(config, sizes, is_tied)
-    counted = _count_in_headers(model) if _quantiser_of(config) is None else None  # packed, numbers are fewer
+    counted = _count_in_headers(model) if quantiser_of(config) is None else None  # packed, numbers are fewer
     _refuse_too_large(file, computed)
     return ModelFacts(
-        architecture=_architecture_of(config) or _LLAMA_LIKE[config["model_type"]],
+        architecture=architecture_of(config) or _LLAMA_LIKE[config["model_type"]],
         num_parameters=counted if counted is not None else computed,
         tie_word_embeddings=is_tied,
-        dtype=_dtype_of(config) or "float32",
+        dtype=dtype_of(config) or "float32",
         **sizes,
     )
 
 
 def _is_refused_anyway(model: ModelConfig, config: dict[str, Any]) -> bool:
     """Whether a rule says so, which needs no facts: it would be late after minutes of looking at the layers."""
-    quantiser = None if model.weights is Weights.random else _quantiser_of(config)
-    return quantiser not in (None, OWN_QUANTISER) or _why_not_causal(model, config) is not None
-
-
-def brings_code(model: ModelConfig) -> bool:
-    """Whether the model's class is its repository's own, or may be, where its config.json is not at hand."""
-    if not model.trust_remote_code:
-        return False
-    config = read_config(model)
-    auto_map = {} if config is None else config.get("auto_map") or {}
-    return config is None or any(str(name).startswith("AutoModel") for name in auto_map)
-
-
-def _brings_code(model: ModelConfig, config: dict[str, Any]) -> bool:
-    return model.trust_remote_code and bool(config.get("auto_map"))
+    quantiser = None if model.weights is Weights.random else quantiser_of(config)
+    return quantiser not in (None, OWN_QUANTISER) or why_config_is_not_causal(model, config) is not None
 
 
 def _measured(model: ModelConfig, file: Path, sizes: dict[str, Any]) -> ModelFacts | None:
@@ -164,7 +105,7 @@ def _measured(model: ModelConfig, file: Path, sizes: dict[str, Any]) -> ModelFac
         return measured
     unstated = [_NAMES[name][0] for name in ("num_layers", "vocab_size") if sizes[name] is None]
     if unstated:
-        raise _broken(
+        raise broken_config(
             f"{file} states no {' and no '.join(unstated)}, and transformers, whose defaults stand for them, is not "
             "installed here with torch; state them in the file, or type: pip install torch transformers"
         )
@@ -179,60 +120,46 @@ def _is_llama_like(model: ModelConfig, config: dict[str, Any], sizes: dict[str, 
     kind = config.get("model_type")
     if kind not in _LLAMA_LIKE or not all(isinstance(size, int) for size in sizes.values()):
         return False
-    if not (_architecture_of(config) or _LLAMA_LIKE[kind]).endswith("ForCausalLM"):
+    if not (architecture_of(config) or _LLAMA_LIKE[kind]).endswith("ForCausalLM"):
         return False
     if config.get("text_config") or config.get("attention_dropout"):
         return False
-    if model.path is None and _quantiser_of(config) is not None:
+    if model.path is None and quantiser_of(config) is not None:
         return False
     says_keys = kind == "llama" or config.get("num_key_value_heads") is not None  # the others' defaults are numbers
     return says_keys and config.get("head_dim") in (None, sizes["hidden_size"] // sizes["num_attention_heads"])
 
 
-def _architecture_of(config: dict[str, Any]) -> str:
-    """The first class that is named, in a list or alone; nothing where none is."""
-    named = config.get("architectures")
-    first = named[0] if isinstance(named, list) and named else named
-    return first if isinstance(first, str) else ""
-
-
-def _first_stated(config: dict[str, Any], keys: tuple[str, ...]) -> Any:
-    return config.get(_stated_key(config, keys))
-
-
-def _stated_key(config: dict[str, Any], keys: tuple[str, ...]) -> str:
-    """The first of these that the file has a value of; where it has none, the first as most architectures say it."""
-    return next((key for key in keys if config.get(key) is not None), keys[0])
-
-
 def _refuse_impossible(file: Path, text: dict[str, Any], sizes: dict[str, Any]) -> None:
     """Raises: RequestError for a size that is no whole number or below one, for heads that do not divide, and for more
     experts chosen than there are. They are called as this file calls them, so that they are found in it."""
-    called = {name: _stated_key(text, keys) for name, keys in _NAMES.items()}
+    called = {name: stated_key(text, keys) for name, keys in _NAMES.items()}
     for name, size in sizes.items():
         key = called[name]
         is_number = isinstance(size, int | float) and not isinstance(size, bool)
         least = _LEAST.get(name, 1)
         if is_number and size < least:
-            raise _broken(f"{file} says {key}={size}, and a model has at least {least}; {_CORRECT}")
+            raise broken_config(f"{file} says {key}={size}, and a model has at least {least}; {_CORRECT}")
         if is_number and size > _MOST:
-            raise _broken(f"{file} says {key}={json.dumps(size)[:20]}, and no model has more than {_MOST}; {_CORRECT}")
+            raise broken_config(
+                f"{file} says {key}={json.dumps(size)[:20]}, and no model has more than {_MOST}; {_CORRECT}"
+            )
         if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
             if isinstance(size, list):  # one per layer, as some architectures have it: the meta device knows
                 continue
-            raise _broken(f"{file} says {key}={json.dumps(size)}, which is no whole number; {_CORRECT}")
+            raise broken_config(f"{file} says {key}={json.dumps(size)}, which is no whole number; {_CORRECT}")
     _refuse_too_large(file, _least_parameters(sizes))
     _refuse_absent_experts(file, text)
     hidden, heads, keys = (sizes[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
     if not all(isinstance(size, int) for size in (hidden, heads, keys)):
         return
     if hidden % heads and not text.get("head_dim"):
-        raise _broken(
+        raise broken_config(
             f"{file} says {called['hidden_size']}={hidden} and {called['num_attention_heads']}={heads}, which does not "
             f"divide it, and no head_dim; {_CORRECT}"
         )
     if heads % keys:
-        raise _broken(
+        raise broken_config(
             f"{file} says {called['num_attention_heads']}={heads} and {called['num_key_value_heads']}={keys}, which "
             f"does not divide them: each key serves the same number of queries; {_CORRECT}"
         )
@@ -249,7 +176,7 @@ def _refuse_absent_experts(file: Path, text: dict[str, Any]) -> None:
     chosen, experts = stated
     if chosen is None or experts is None or not 1 < text[experts] < text[chosen]:
         return
-    raise _broken(
+    raise broken_config(
         f"{file} says {chosen}={text[chosen]} and {experts}={text[experts]}: a token cannot be sent to more experts "
         f"than there are; {_CORRECT}"
     )
@@ -266,111 +193,20 @@ def _refuse_too_large(file: Path, num_parameters: int) -> None:
     """Raises: RequestError for sizes each of which a model may have, and no model has together."""
     if num_parameters > _MOST_PARAMETERS:
         made, most = (f"{number:.2g}".replace("e+", "e") for number in (num_parameters, _MOST_PARAMETERS))
-        raise _broken(
+        raise broken_config(
             f"{file} says sizes that together make at least {made} parameters, and no model has more than "
             f"{most}; {_CORRECT}"
         )
 
 
-def read_dtype(model: ModelConfig) -> str | None:
-    """The number format of the published weights: float32, float16, bfloat16, or None where it is not known yet."""
-    if model.facts is not None:
-        return model.facts.dtype
-    config = read_config(model)
-    return _dtype_of(config) if config is not None else None
-
-
-def _dtype_of(config: dict[str, Any]) -> str | None:
-    """What transformers makes of the weights: float32 where nothing is stated; None for a format that is not ours."""
-    dtype = _stated_dtype(config)
-    return "float32" if dtype is None else dtype if dtype in _DTYPES else None
-
-
-def _stated_dtype(config: dict[str, Any]) -> Any:
-    places = (config, config.get("text_config", {}))
-    return next((found for place in places if (found := _first_stated(place, ("dtype", "torch_dtype")))), None)
-
-
 def _refuse_unknown_dtype(file: Path, config: dict[str, Any]) -> None:
     """Raises: RequestError for weights in a format that nothing here trains; of quantised ones a rule says more."""
-    dtype = _stated_dtype(config)
-    if _dtype_of(config) is None and not isinstance(dtype, dict) and _quantiser_of(config) is None:
-        raise _broken(
-            f"{file} says dtype={json.dumps(dtype)}, and weights are trained from {', '.join(_DTYPES)}; correct the "
+    dtype = stated_dtype(config)
+    if dtype_of(config) is None and not isinstance(dtype, dict) and quantiser_of(config) is None:
+        raise broken_config(
+            f"{file} says dtype={json.dumps(dtype)}, and weights are trained from {', '.join(DTYPES)}; correct the "
             "file, or name a model that is published in one of these"
         )
-
-
-def read_quantiser(model: ModelConfig) -> str | None:
-    """What the stored weights are quantised by, in transformers' words, such as gptq; None where they are not."""
-    config = _config_at_hand(model)
-    return _quantiser_of(config) if config is not None else None
-
-
-def _quantiser_of(config: dict[str, Any]) -> str | None:
-    places = (config, config.get("text_config", {}))
-    stated = next((found for place in places if (found := place.get("quantization_config")) is not None), None)
-    if not isinstance(stated, dict):
-        return None if stated is None else str(stated)
-    method = str(stated.get("quant_method") or "bitsandbytes")
-    if method != "bitsandbytes":
-        return method
-    return "bitsandbytes_4bit" if stated.get("load_in_4bit") else "bitsandbytes_8bit"
-
-
-def why_not_causal(model: ModelConfig) -> str | None:
-    """Why a model's config.json describes none that continues a text, in words; None where it may."""
-    config = _config_at_hand(model)
-    return _why_not_causal(model, config) if config is not None else None
-
-
-def _why_not_causal(model: ModelConfig, config: dict[str, Any]) -> str | None:
-    if _brings_code(model, config):  # it decides
-        return None
-    architecture = _architecture_of(config)
-    purpose = _PURPOSE.fullmatch(architecture)
-    if purpose is not None and not purpose[1].startswith(_TEXT_PURPOSES):
-        return f"{architecture} is made for {_in_words(purpose[1])}, not to continue a text"
-    if config.get("model_type") in ENCODERS and not (config.get("is_decoder") or config.get("causal")):
-        return f"{architecture or config['model_type']} is an encoder: its attention looks both ways"
-    if config.get("model_type") in ENCODER_DECODERS:
-        return f"{architecture or config['model_type']} is an encoder-decoder: it reads all of a text before it writes"
-    return None
-
-
-def _in_words(name: str) -> str:
-    """SequenceClassification as sequence classification, MaskedLM as masked LM."""
-    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z][a-z0-9]*", name)
-    return " ".join(word if word.isupper() else word.lower() for word in words)
-
-
-def _config_at_hand(model: ModelConfig) -> dict[str, Any] | None:
-    """A config.json that may say more than the facts do; None where it is not here, or where reading the facts failed.
-
-    The hub's cache is not asked where the facts came from a group file, or from a file whose layers are as Llama's,
-    which is neither quantised nor of another kind: to ask takes an import.
-    """
-    if model.path is None and model.facts is not None and model.facts.measured is None:
-        return None
-    try:
-        return read_config(model)
-    except RequestError:
-        return None
-
-
-def _config_file(model: ModelConfig) -> Path | None:
-    if model.path is not None:
-        return resolve_path(model.path) / "config.json"
-    if model.name is None:
-        return None
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        cached = try_to_load_from_cache(model.name, "config.json", revision=model.revision)
-    except HFValidationError:  # not the form of a name on the hub: a rule says so
-        return None
-    return Path(cached) if isinstance(cached, str) else None
 
 
 def _num_parameters(config: dict[str, Any], sizes: dict[str, Any], is_tied: bool) -> int:

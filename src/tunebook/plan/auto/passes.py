@@ -17,9 +17,9 @@ from tunebook.config.choices import (
     Strategy,
 )
 from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig
+from tunebook.facts.attention import FLASH, WITHOUT_MASK
 from tunebook.plan.auto.decisions import Decisions
 from tunebook.plan.memory import USABLE_SHARE, estimate_memory, fits_into, gib_text
-from tunebook.plan.rules.attention import FLASH, WITHOUT_MASK
 from tunebook.plan.rules.frame import world_size
 
 # Tokens of a packed row that give a GPU work enough. Measured on one H200, Qwen2.5-0.5B (tests/bench/results): rows of

@@ -22,15 +22,17 @@ from tunebook.config.choices import (
 from tunebook.config.schema import RunConfig
 from tunebook.config.unreached import unreached_of
 from tunebook.errors import Problem
+from tunebook.facts.attention import WITHOUT_MASK
 from tunebook.facts.generations import GENERATIONS
 from tunebook.hardware.detect import Machine
-from tunebook.plan.architecture.base_model import brings_code, read_dtype, read_facts
+from tunebook.model.base_config import brings_code, read_dtype
+from tunebook.plan.architecture.base_model import read_facts
 from tunebook.plan.auto.decisions import Choice, Decisions
 from tunebook.plan.auto.hardware import decide_hardware
 from tunebook.plan.auto.kernels import decide_attention, decide_compiling, decide_head
 from tunebook.plan.auto.parallelism import decide_strategy
 from tunebook.plan.auto.passes import decide_passes
-from tunebook.plan.rules.attention import WITHOUT_MASK, leaks
+from tunebook.plan.rules.attention import leaks
 from tunebook.plan.rules.environment import hardware_problem, starts_elsewhere
 from tunebook.plan.rules.numbers import refuse_absurd
 from tunebook.plan.rules.parallelism import ZERO

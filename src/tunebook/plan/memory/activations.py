@@ -22,6 +22,8 @@ from tunebook.config.choices import (
 )
 from tunebook.config.model_facts import CAST, MeasuredLayers
 from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig
+from tunebook.config.sharing import is_cast_by_deepspeed
+from tunebook.data.batch import PADDED_TOKENS_PER_PASS, largest_micro_batch
 from tunebook.model.parameters import (
     EMBEDDINGS,
     HEADS,
@@ -30,20 +32,11 @@ from tunebook.model.parameters import (
     linear_layers,
     of_layers,
 )
-from tunebook.plan.memory.states import (
-    has_parameters_away,
-    is_cast_by_deepspeed,
-    num_ranks,
-    product_element,
-    trained_element,
-    weight_element,
-)
+from tunebook.plan.memory.states import has_parameters_away, num_ranks, product_element, trained_element, weight_element
 
 # TRL's output head works on tiles of this many tokens and words (trl 1.16, kernels/chunked_logprob.py); ours, which
 # makes the gradients in the forward pass, on tiles of as many tokens and all words.
 _HEAD_TOKENS, _HEAD_WORDS = 4096, 32768
-# Padded rows per pass where nobody says: as many as stay within this many tokens, when all are of the full length.
-_PADDED_TOKENS_PER_PASS = 8192
 # The linear layers of Llama's and other architectures by what they read: the outputs of a layer's two norms, of which
 # each is read by several, of the attention, or the inner numbers.
 _READERS = (
@@ -195,14 +188,8 @@ def _padded_rows(config: RunConfig) -> int:
     samples, length = config.training.global_samples, config.training.max_length
     ranks = num_ranks(config)
     if samples is None or samples < ranks:
-        return _PADDED_TOKENS_PER_PASS // max(1, length)
+        return PADDED_TOKENS_PER_PASS // max(1, length)
     return largest_micro_batch(samples // ranks, length)
-
-
-def largest_micro_batch(samples_per_rank: int, max_length: int) -> int:
-    """Padded rows of a pass: the largest divisor of a rank's documents that stays within a pass's tokens."""
-    most = max(1, _PADDED_TOKENS_PER_PASS // max(1, max_length))
-    return max(size for size in range(1, min(most, samples_per_rank) + 1) if samples_per_rank % size == 0)
 
 
 def layer_bytes_per_token(config: RunConfig, facts: ModelFacts) -> float:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tunebook.config.choices import Compute, MasterWeights, MixedPrecision, Offload, OptimizerName, PeftMethod, Strategy
+from tunebook.config.choices import Compute, MasterWeights, Offload, OptimizerName, PeftMethod, Strategy
 from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig, ZeroConfig
+from tunebook.config.sharing import is_cast_by_deepspeed
 from tunebook.model.parameters import count_parameters, trained_sizes
 
 _EIGHT_BIT = (OptimizerName.adamw_8bit, OptimizerName.paged_adamw_8bit)
@@ -165,17 +166,6 @@ def trained_element(config: RunConfig) -> int:
     """Bytes of a weight that is trained. Adapters are in fp32 over bf16 weights, but where DeepSpeed casts them."""
     is_adapter = config.peft.method is not PeftMethod.full
     return 4 if is_adapter and not isinstance(config.parallelism, ZeroConfig) else weight_element(config)
-
-
-def is_cast_by_deepspeed(config: RunConfig) -> bool:
-    """Whether all of a model, adapters too, is cast to 16 bits, in place of each product under torch's autocast.
-
-    To fp16 it always is (`parallel.deepspeed` says why).
-    """
-    zero, compute = config.parallelism, config.precision.compute
-    if not isinstance(zero, ZeroConfig) or compute is Compute.fp32:
-        return False
-    return compute is Compute.fp16 or zero.mixed_precision is MixedPrecision.cast
 
 
 def product_element(config: RunConfig) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from tunebook.config.choices import Attention, Checkpointing, Compute, PeftMethod, Strategy
 from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig
+from tunebook.config.sharing import is_cast_by_deepspeed
 from tunebook.model.parameters import of_layers
 from tunebook.plan.memory.activations import (
     activation_bytes,
@@ -27,7 +28,7 @@ from tunebook.plan.memory.activations import (
     stream_element,
     tokens_per_pass,
 )
-from tunebook.plan.memory.states import is_cast_by_deepspeed, product_element
+from tunebook.plan.memory.states import product_element
 
 # Tensors that TRL's offloading lets go only when as many more are on their way, and the one that is (trl 1.16,
 # activation_offloading.py); of these, what the last norm and product leave, in bytes of each hidden number.

@@ -6,20 +6,10 @@ from dataclasses import replace
 
 from tunebook.config.choices import Attention, Checkpointing, Compute, Generation, PackingMode
 from tunebook.config.schema import AttentionConfig, RunConfig
+from tunebook.facts.attention import BY_LENGTHS, FLASH, WITHOUT_MASK
 from tunebook.facts.generations import GENERATIONS, MIN_ATTENTION_CAPABILITY, can_run, capability_text
 from tunebook.plan.rules.batch import in_padded_documents
 from tunebook.plan.rules.frame import Finding, Level, Rule, rule
-
-FLASH = (
-    Attention.flash_attention_2,
-    Attention.flash_attention_3,
-    Attention.flash_attention_4,
-    Attention.varlen_attention,
-    Attention.varlen_attention_4,
-)
-# Those that are told where documents begin and end, and by nothing else.
-BY_LENGTHS = (Attention.varlen_attention, Attention.varlen_attention_4, Attention.sdpa_by_document)
-WITHOUT_MASK = (*FLASH, Attention.sdpa_by_document)
 
 # Architectures in which packed documents reach each other whatever the attention kernel: those that do not take
 # position_ids, from which transformers works out where a document starts, and those that carry a state along the row,

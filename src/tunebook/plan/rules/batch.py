@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from tunebook.config.choices import Attention, Generation, PackingMode, Source
 from tunebook.config.schema import RunConfig
+from tunebook.data.batch import fewer_gpus
 from tunebook.plan.rules.frame import Finding, Level, Rule, rule, world_size
 
 _LOG_OF_ALL = 30.0  # the logarithm of a length that no document has
@@ -86,17 +87,6 @@ def _with_fewer_gpus(config: RunConfig) -> str | None:
     """What to type where the data has not a document for every GPU, so that no batch would do."""
     documents = _fewest_documents(config)
     return fewer_gpus(config, documents) if documents is not None and documents < world_size(config) else None
-
-
-def fewer_gpus(config: RunConfig, num_documents: int) -> str:
-    """As many as there are documents for, each with one in every step; one where there is no document at all."""
-    documents = max(1, num_documents)
-    nodes = min(max(1, config.hardware.num_nodes), documents)
-    per_node = documents // nodes
-    fix = f"hardware.gpus_per_node={per_node} training.global_samples={nodes * per_node}"
-    if nodes != config.hardware.num_nodes:
-        fix = f"hardware.num_nodes={nodes} {fix}"
-    return fix if config.training.micro_batch_size in (None, 1) else f"{fix} training.micro_batch_size=1"
 
 
 def _documents(count: int) -> str:

@@ -9,9 +9,10 @@ from importlib import metadata
 from tunebook.config.choices import Attention, Compute, PeftMethod, TrackerName
 from tunebook.config.schema import RunConfig
 from tunebook.errors import Problem
+from tunebook.facts.attention import BY_LENGTHS
 from tunebook.facts.generations import ATTENTION_PACKAGES, GENERATIONS, can_run
 from tunebook.hardware.image import Image
-from tunebook.plan.rules.attention import BY_LENGTHS, without_flash_attn
+from tunebook.plan.rules.attention import without_flash_attn
 from tunebook.plan.rules.frame import Explanation
 from tunebook.plan.rules.image import train_line
 from tunebook.plan.rules.optimizing import BITSANDBYTES

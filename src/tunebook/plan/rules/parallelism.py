@@ -18,7 +18,7 @@ from tunebook.config.choices import (
 )
 from tunebook.config.fsdp_units import layer_parameters
 from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
-from tunebook.plan.memory.states import is_cast_by_deepspeed
+from tunebook.config.sharing import is_cast_by_deepspeed
 from tunebook.plan.rules.frame import Finding, Level, Rule, another_model, rule, world_size
 from tunebook.plan.rules.optimizing import BITSANDBYTES
 from tunebook.plan.rules.quantised import quantiser_of

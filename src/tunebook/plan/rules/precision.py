@@ -16,8 +16,9 @@ from tunebook.config.choices import (
     Weights,
 )
 from tunebook.config.schema import RunConfig, ZeroConfig
+from tunebook.facts.attention import FLASH
 from tunebook.facts.generations import GENERATIONS, GenerationFacts, capability_text
-from tunebook.plan.rules.attention import FLASH, compiles, nearest_attention, without_flash_attn
+from tunebook.plan.rules.attention import compiles, nearest_attention, without_flash_attn
 from tunebook.plan.rules.frame import Finding, Level, Rule, rule
 from tunebook.plan.rules.optimizing import BITSANDBYTES
 

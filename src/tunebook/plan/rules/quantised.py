@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from tunebook.config.choices import Compute, Generation, PeftMethod, Weights
 from tunebook.config.schema import RunConfig
-from tunebook.plan.architecture.base_model import OWN_QUANTISER, read_quantiser
+from tunebook.model.base_config import read_quantiser
+from tunebook.plan.architecture.base_model import OWN_QUANTISER
 from tunebook.plan.rules.frame import Finding, Rule, another_model, rule
 
 

@@ -6,13 +6,12 @@ import re
 from collections.abc import Iterator
 
 from tunebook.config.book import is_in_book, resolve_path
-from tunebook.config.choices import Source
+from tunebook.config.choices import RESUME_WORDS, Source
 from tunebook.config.override_text import as_typed, typed_list
 from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.errors import nearest
 from tunebook.plan.rules.frame import Finding, Level, Rule, rule
 
-RESUME_WORDS = ("auto", "never")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # what sbatch takes: minutes, min:sec, hours:min:sec, days-hours, days-hours:min, days-hours:min:sec
 _TIME_LIMIT = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")

@@ -11,7 +11,7 @@ from tunebook.config.book import is_in_book, resolve_path
 from tunebook.config.choices import Format, LauncherName, Source, SpecialText, TrainOn
 from tunebook.config.override_text import typed
 from tunebook.config.schema import DatasetSource, ModelConfig, RunConfig, sources_of
-from tunebook.plan.architecture.base_model import model_folder_problem, why_not_causal
+from tunebook.model.base_config import model_folder_problem, why_not_causal
 from tunebook.plan.rules.frame import Finding, Level, Rule, another_model, rule
 
 # As huggingface_hub checks it, whose import a plan does not wait for. Some old models have no owner.

@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tunebook.config.choices import Checkpointing, Compute, Generation, PackingMode, PeftMethod, Switch
-from tunebook.config.schema import ModelFacts, RunConfig
-from tunebook.data.batch import BatchPlan, world_size
+from tunebook.config.schema import ModelFacts, RunConfig, world_size
+from tunebook.data.batch import BatchPlan
 from tunebook.facts.peaks import Peak, peak_of
 from tunebook.model.flops import flops_per_token, recomputed_flops_per_token
 from tunebook.model.parameters import count_parameters, has_experts, of_layers

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tunebook.data import file_hashes
-from tunebook.data.file_hashes import cache_root, remembered_hash, remembered_hashes
+from tunebook import files
+from tunebook.files import cache_root, remembered_hash, remembered_hashes
 
 
 @pytest.fixture
@@ -21,14 +21,14 @@ def reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         seen.append(path)
         return hashlib.sha256(path.read_bytes()).hexdigest()
 
-    monkeypatch.setattr(file_hashes, "hash_file", hash_and_tell)
+    monkeypatch.setattr(files, "sha256_file", hash_and_tell)
     return seen
 
 
 def settle(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a minute pass: what changed just now is never remembered."""
     later = time.time_ns() + 60_000_000_000
-    monkeypatch.setattr(file_hashes.time, "time_ns", lambda: later)
+    monkeypatch.setattr(files.time, "time_ns", lambda: later)
     assert file.stat().st_mtime_ns < later
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tunebook.checkpoint.room import require_room
 from tunebook.errors import DoesNotFitError
-from tunebook.record.disk import disk_full, is_disk_full, no_space, tells_of_full_disk
+from tunebook.hardware.disk import disk_full, is_disk_full, no_space, tells_of_full_disk
 from tunebook.record.run_folder import check_free_space
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tunebook.errors import DataError
-from tunebook.record.atomic_files import (
+from tunebook.files import (
     atomic_write_json,
     atomic_write_text,
     read_json,
