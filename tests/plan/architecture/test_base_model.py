@@ -11,6 +11,7 @@ from tunebook.config.choices import Weights
 from tunebook.config.model_facts import MeasuredLayers
 from tunebook.config.schema import ModelConfig, ModelFacts
 from tunebook.errors import RequestError
+from tunebook.model import base_config
 from tunebook.model.base_config import (
     ENCODER_DECODERS,
     ENCODERS,
@@ -172,7 +173,8 @@ def test_an_index_that_is_none_leaves_the_number_to_the_formula(model, tmp_path,
 
 def test_quantised_layers_of_a_hub_model_are_built_or_the_cache_would_not_be_asked_of_them(model, built, monkeypatch):
     file = config_file(model(quantization_config=BY_BITSANDBYTES))
-    monkeypatch.setattr(base_model, "_config_file", lambda _: file)
+    for module in (base_config, base_model):
+        monkeypatch.setattr(module, "config_file", lambda _: file)
     assert read_facts(ModelConfig(name="organisation/model")) is None
     assert built == [file]
 
@@ -352,14 +354,16 @@ def test_a_config_that_cannot_be_read_says_nothing_of_quantisation(model):
 
 
 def test_the_cache_is_not_asked_for_more_than_the_facts_of_a_group_file(monkeypatch):
-    monkeypatch.setattr(base_model, "_config_file", lambda _: pytest.fail("asked"))
+    for module in (base_config, base_model):
+        monkeypatch.setattr(module, "config_file", lambda _: pytest.fail("asked"))
     named = ModelConfig(name="organisation/model", facts=ModelFacts(architecture="XForCausalLM"))
     assert read_quantiser(named) is None and why_not_causal(named) is None
 
 
 def test_the_cache_is_asked_where_the_layers_were_measured(model, monkeypatch, tmp_path):
     model(quantization_config={"quant_method": "gptq"})
-    monkeypatch.setattr(base_model, "_config_file", lambda _: tmp_path / "config.json")
+    for module in (base_config, base_model):
+        monkeypatch.setattr(module, "config_file", lambda _: tmp_path / "config.json")
     facts = ModelFacts(architecture="LlamaForCausalLM", measured=MeasuredLayers())
     assert read_quantiser(ModelConfig(name="organisation/model", facts=facts)) == "gptq"
 
