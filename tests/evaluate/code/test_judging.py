@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tunebook.config.schema import CodeConfig
 from tunebook.errors import RequestError
 from tunebook.evaluate.code import judging
 from tunebook.evaluate.code.checks import with_samples
-from tunebook.evaluate.code.judging import judge_programs
+from tunebook.evaluate.code.judging import estimate_pass_at_k, judge_programs
 from tunebook.evaluate.code.samples import MAX_PROGRAM_CHARS
 from tunebook.evaluate.results import task_answers, task_scores
 from tunebook.evaluate.task_files import TaskFile, read_task_file, resolve_task
@@ -181,3 +183,28 @@ def test_how_far_it_is_and_how_it_ended_is_said(
     assert said[0].startswith("2 programs are executed ")
     assert said[1:3] == ["1 of 2 programs executed", "2 of 2 programs executed"]
     assert said[3].startswith("of 2 samples: 1 passed, 1 failed; ")
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "num_right", "k", "by_hand"),
+    [
+        (1, 0, 1, 0.0),
+        (2, 1, 1, 1 / 2),
+        (5, 2, 2, 1 - (3 * 2) / (5 * 4)),  # no right one among two: C(3,2)/C(5,2) = 3/10
+        (5, 2, 3, 1 - 1 / 10),  # C(3,3)/C(5,3)
+        (5, 2, 4, 1.0),  # four of five cannot all be among the three wrong ones
+    ],
+)
+def test_pass_at_k_of_one_problem(num_samples: int, num_right: int, k: int, by_hand: float) -> None:
+    assert estimate_pass_at_k(num_samples, num_right, k) == pytest.approx(by_hand, abs=1e-15)
+
+
+def test_pass_at_k_is_code_evals_for_every_small_case() -> None:
+    for n in range(1, 21):
+        for c in range(n + 1):
+            for k in range(1, n + 1):
+                # code_eval at evaluate 0.4: `estimate_pass_at_k.estimator`
+                code_eval = 1.0 if n - c < k else 1.0 - float(np.prod(1.0 - k / np.arange(n - c + 1, n + 1)))
+                exact = 1 - math.comb(n - c, k) / math.comb(n, k)
+                assert estimate_pass_at_k(n, c, k) == pytest.approx(code_eval, rel=1e-12, abs=1e-15)
+                assert estimate_pass_at_k(n, c, k) == pytest.approx(exact, rel=1e-12, abs=1e-15)

@@ -13,7 +13,6 @@ from tunebook.evaluate.sandbox import client
 from tunebook.evaluate.sandbox.backends import Backend
 from tunebook.evaluate.sandbox.client import run_programs
 from tunebook.evaluate.sandbox.jobs import (
-    MAX_RESULT_BYTES,
     Beat,
     Handover,
     Outcome,
@@ -123,7 +122,7 @@ def test_what_cannot_be_judged_is_refused_before_anything_runs(runner, program, 
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("{", "Expecting property name"), ('{"id": 1}', "not list"), ("[]", "it is no JSON object")],
+    [("{", "Expecting property name"), ('{"id": 1}', "not str"), ("[]", "it is no JSON object")],
 )
 def test_a_damaged_result(runner, content, message):
     def damage(handover, program, number):
@@ -135,30 +134,20 @@ def test_a_damaged_result(runner, content, message):
     assert caught.value.problem_id == "sandbox-damaged"
 
 
-@pytest.mark.parametrize(
-    ("place", "message"),
-    [
-        (os.mkfifo, "it is no regular file"),
-        (lambda file: file.symlink_to("/etc/hostname"), "it is a link"),
-        (lambda file: file.mkdir(), "it is no regular file"),
-        (lambda file: file.write_bytes(b" " * (MAX_RESULT_BYTES + 1)), "it is larger than 1 MiB"),
-    ],
-    ids=["pipe", "link", "folder", "size"],
-)
-def test_a_runner_that_was_taken_over_can_only_end_the_evaluation(runner, place, message):
-    """It neither hangs nor reads what it should not."""
-    backend = runner(lambda handover, program, number: place(handover.results / f"{program.id}.json"))
-    with pytest.raises(DataError, match=f"is damaged .*{message}") as caught:
+def test_a_runner_that_was_taken_over_can_only_end_the_evaluation(runner):
+    """It neither hangs nor reads what it should not; test_jobs.py has what else could lie there."""
+    backend = runner(lambda handover, program, number: os.mkfifo(handover.results / f"{program.id}.json"))
+    with pytest.raises(DataError, match=r"is damaged .*it is no regular file") as caught:
         run_programs([sample()], backend)
     assert caught.value.problem_id == "sandbox-damaged"
 
 
 def test_a_heartbeat_that_is_none_is_damage_too(runner):
     def spoil(handover, program, number):
-        (handover.folder / "runner.json").unlink()
-        (handover.folder / "runner.json").mkdir()
+        (handover.folder / "link").symlink_to("/etc/hostname")
+        (handover.folder / "link").rename(handover.folder / "runner.json")
 
-    with pytest.raises(DataError, match=r"runner\.json is damaged \(it is no regular file\)"):
+    with pytest.raises(DataError, match=r"runner\.json is damaged \(it is a link"):
         run_programs([sample()], runner(spoil))
 
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import tunebook
 from tunebook.evaluate.sandbox.client import run_programs
-from tunebook.evaluate.sandbox.jobs import Handover, Program, Status, read_result
-from tunebook.evaluate.sandbox.limits import Limits
-from tunebook.evaluate.sandbox.processes import descendants
+from tunebook.evaluate.sandbox.jobs import RUNNER_MODULES, Handover, Program, Status, read_result
 from tunebook.evaluate.sandbox.runner import HandoverError, main, serving
-from tunebook.evaluate.sandbox.users import FIRST_UIDS, FreshUsers, WallError, find_slots
+from tunebook.evaluate.sandbox.walls import descendants
 from tunebook.files import atomic_write_text
 
 RIGHT = Program(id="right", source="def f():\n    return 1", test="assert f() == 1", time_limit_s=20.0)
@@ -54,22 +56,6 @@ def test_a_second_runner_of_a_folder_is_refused(tmp_path):
         assert handover.claim_job(0) is not None
     with serving(tmp_path) as handover:  # what the first was at is there again
         assert handover.claim_job(0) is not None
-
-
-def test_slots_must_be_disks_of_a_size(tmp_path):
-    with pytest.raises(WallError, match=r"is no disk of its own.*--tmpfs .*:size=67108864,nr_inodes=4096,mode=711"):
-        find_slots(tmp_path, Limits())
-    with pytest.raises(WallError, match="has no size that would stop a program"):
-        find_slots(Path("/"), Limits())
-
-
-def test_users_are_used_again_only_after_all_others():
-    fresh = FreshUsers(3)
-    taken = [fresh.take() for _ in range(2048)]
-    assert len(set(taken)) == 2048
-    assert fresh.take() == taken[0]
-    assert min(taken) >= FIRST_UIDS[-1]
-    assert not set(taken) & {FreshUsers(2).take(), FreshUsers(4).take()}
 
 
 def test_it_has_three_rights_and_a_worker_for_each_slot(users, service):
@@ -129,3 +115,20 @@ def test_a_job_that_is_none_gets_an_answer(users):
     assert outcome.status is Status.broken
     assert "the job cannot be read: `program` is 5, not dict" in outcome.message
     (users.handover.results / "odd.json").unlink()
+
+
+def test_it_starts_from_copies_of_its_modules_without_any_package(tmp_path):
+    """As in the sandbox's image, which holds nothing but these and Python's standard library."""
+    top = Path(tunebook.__file__).parent
+    package = Path("evaluate", "sandbox")
+    (tmp_path / "tunebook" / package).mkdir(parents=True)
+    for file in (
+        "__init__.py",
+        "evaluate/__init__.py",
+        *(f"{package}/{name}.py" for name in ("__init__", *RUNNER_MODULES)),
+    ):
+        shutil.copy(top / file, tmp_path / "tunebook" / file)
+    words = [sys.executable, "-S", "-B", "-W", "error", "-m", "tunebook.evaluate.sandbox.runner", "--help"]
+    done = subprocess.run(words, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--handover" in done.stdout

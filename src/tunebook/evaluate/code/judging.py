@@ -1,7 +1,9 @@
 """The second step of an evaluation with programs: have the sandbox execute them, and put pass@k into the results.
 
-The estimator is that of the harness (`sandbox.pass_at_k`): for each problem the chance that one of k samples passes,
-and the mean over problems; its standard error is that of a mean, as for all of the harness' scores.
+pass@k is, for each problem, the chance that at least one of k samples passes, estimated from n samples of which c pass,
+and then the mean over problems; its standard error is that of a mean, as for all of the harness' scores.
+Source: "Evaluating Large Language Models Trained on Code" (arXiv 2107.03374), section 2.1, as in code_eval, which the
+harness uses.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ from tunebook.evaluate.sandbox.backends import open_backend
 from tunebook.evaluate.sandbox.client import check_programs, run_programs
 from tunebook.evaluate.sandbox.jobs import Outcome
 from tunebook.evaluate.sandbox.limits import Limits
-from tunebook.evaluate.sandbox.pass_at_k import estimate_pass_at_k
 from tunebook.evaluate.task_files import TaskFile
 
 SAY_EVERY_S = 5.0
@@ -94,6 +95,13 @@ def _score(code: CodeTask, problems: Sequence[Sequence[Sample]]) -> dict[str, An
 
 def _estimate(problem: Sequence[Sample], k: int) -> float:
     return estimate_pass_at_k(len(problem), sum(sample.is_passed for sample in problem), k)
+
+
+def estimate_pass_at_k(num_samples: int, num_right: int, k: int) -> float:
+    """1 - C(n - c, k) / C(n, k) of one problem: the unbiased estimator."""
+    if num_samples - num_right < k:
+        return 1.0
+    return 1.0 - math.prod(1.0 - k / n for n in range(num_samples - num_right + 1, num_samples + 1))
 
 
 def _mean(values: Sequence[float]) -> dict[str, float | None]:

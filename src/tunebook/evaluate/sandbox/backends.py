@@ -1,4 +1,4 @@
-"""Where an evaluation's programs are executed: the `sandbox` service, bubblewrap, or, by an explicit word, unprotected.
+"""Where an evaluation's programs are executed: the `sandbox` service, bubblewrap, or, if confirmed, unprotected.
 
 The service is found by its hand-over folder. The two others are a runner of our own, started for one evaluation and
 ended with it.
@@ -28,7 +28,7 @@ RUNNER_LOG = "runner.log"
 START_SERVICE = "docker compose up -d --build sandbox"
 DEAD_AFTER_S = 10 * BEAT_S
 START_WITHIN_S = 30.0
-_SAID_BYTES = 1000  # of a runner's log that a message quotes
+QUOTED_BYTES = 1000  # of a runner's log, in a message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Backend:
     confirm_run_unsafe_code: bool
 
     def how_to_see_why(self) -> str:
-        """What to look at when it fails: the service's log, or what our own runner said."""
+        """What to look at when it fails: the service's log, or what our own runner printed."""
         if self.name == "service":
             return f"see `docker compose logs sandbox`, start it again with `{START_SERVICE}` and evaluate again"
         return f"its runner said: {_end_of(self.handover.folder / RUNNER_LOG) or 'nothing'}; evaluate again"
@@ -60,8 +60,8 @@ class Backend:
 def open_backend(*, handover: Path | None = None, confirm_run_unsafe_code: bool = False) -> Iterator[Backend]:
     """The safest backend there is. Raises: RequestError with what is missing for each, and what to type.
 
-    `handover` is the service's folder, if it is not where it always is. `confirm_run_unsafe_code` is used only where
-    there is no other way.
+    `handover` is the service's folder, if it is not the usual one. `confirm_run_unsafe_code` is used only where nothing
+    else works.
     """
     folder = handover or Path(os.environ.get(HANDOVER_VARIABLE) or SERVICE_HANDOVER)
     service = _service(folder, confirm_run_unsafe_code)
@@ -69,8 +69,8 @@ def open_backend(*, handover: Path | None = None, confirm_run_unsafe_code: bool 
         yield service
         return
     reasons = [service]
-    names = {"bubblewrap": BUBBLEWRAP} | ({"unsafe": NONE} if confirm_run_unsafe_code else {})
-    for name, wall in names.items():
+    walls = {"bubblewrap": BUBBLEWRAP} | ({"unsafe": NONE} if confirm_run_unsafe_code else {})
+    for name, wall in walls.items():
         with tempfile.TemporaryDirectory(prefix="tunebook-handover-") as own:
             started = _start_runner(Path(own), wall)
             if isinstance(started, str):
@@ -105,8 +105,6 @@ def _service(folder: Path, confirm_run_unsafe_code: bool) -> Backend | str:
             f"docker compose down sandbox; docker volume ls --filter name=handover; {START_SERVICE}",
             problem_id="sandbox-damaged",
         ) from error
-    except OSError as error:
-        raise _not_usable(folder) from error
     if beat is None:
         return f"the `sandbox` service does not run: there is no heartbeat in {folder}"
     if not is_alive(beat):
@@ -114,27 +112,24 @@ def _service(folder: Path, confirm_run_unsafe_code: bool) -> Backend | str:
     if beat.version != runner_version():
         raise RequestError(
             f"the `sandbox` service runs other code ({beat.version[:12]}) than this evaluation ({runner_version()[:12]}"
-            f"), so its results may mean something else; build it anew: {START_SERVICE}",
+            f"), so its results may mean something else; build it again: {START_SERVICE}",
             problem_id="sandbox-version",
         )
     for needed in (handover.jobs, handover.results):
         if not os.access(needed, os.R_OK | os.W_OK | os.X_OK):
-            raise _not_usable(needed)
+            raise RequestError(
+                f"{needed} is not writable for uid {os.getuid()} with the groups "
+                f"{sorted({os.getgid(), *os.getgroups()})}, so no program can be handed to the `sandbox` service; run "
+                "the evaluation as compose.yaml does, with `docker compose run --rm eval`, or give its group the "
+                "folder: chmod 2770",
+                problem_id="sandbox-handover",
+            )
     return Backend(name="service", handover=handover, beat=beat, confirm_run_unsafe_code=confirm_run_unsafe_code)
 
 
 def is_alive(beat: Beat) -> bool:
     """Whether a heartbeat is new enough."""
     return time.time() - beat.time < DEAD_AFTER_S
-
-
-def _not_usable(folder: Path) -> RequestError:
-    return RequestError(
-        f"{folder} is not writable for uid {os.getuid()} with the groups {sorted({os.getgid(), *os.getgroups()})}, so "
-        "no program can be handed to the `sandbox` service; run the evaluation as compose.yaml does, with `docker "
-        "compose run --rm eval`, or give its group the folder: chmod 2770",
-        problem_id="sandbox-handover",
-    )
 
 
 def _start_runner(folder: Path, wall: str) -> tuple[subprocess.Popen[bytes], Beat] | str:
@@ -162,11 +157,11 @@ def _start_runner(folder: Path, wall: str) -> tuple[subprocess.Popen[bytes], Bea
 
 
 def _end_of(log: Path) -> str:
-    """The last that a runner said; nothing of a log that is not there or is a link, which no runner makes."""
+    """The last that a runner printed; nothing of a log that is not there or is a link, which no runner makes."""
     try:
         with os.fdopen(os.open(log, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as stream:
-            stream.seek(max(0, stream.seek(0, os.SEEK_END) - _SAID_BYTES))
-            return stream.read(_SAID_BYTES).decode(errors="replace").strip()
+            stream.seek(max(0, stream.seek(0, os.SEEK_END) - QUOTED_BYTES))
+            return stream.read(QUOTED_BYTES).decode(errors="replace").strip()
     except OSError:
         return ""
 
@@ -181,17 +176,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def find_python() -> Path | None:
-    """A Python for programs. Where root gives each of them a user of its own, those must be able to execute it."""
+    """A Python for programs. Where root gives each of them a uid of its own, those must be able to execute it."""
     candidates = [Path(sys.executable).resolve(), Path("/usr/bin/python3"), Path("/usr/local/bin/python3")]
     if os.geteuid() != 0:
         return candidates[0]
     check = "import sys; sys.exit(sys.version_info < (3, 11))"
-    for python in candidates:
-        is_open = all(folder.stat().st_mode & 0o001 for folder in [python, *python.parents] if folder.exists())
-        if (
-            python.exists()
-            and is_open
-            and subprocess.run([python, "-I", "-S", "-c", check], check=False).returncode == 0
-        ):
+    for python in filter(Path.exists, candidates):
+        is_open = all(folder.stat().st_mode & 0o001 for folder in [python, *python.parents])
+        if is_open and subprocess.run([python, "-I", "-S", "-c", check], check=False).returncode == 0:
             return python
     return None

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tunebook.errors import DataError, RequestError
 from tunebook.evaluate.sandbox.backends import Backend, is_alive
-from tunebook.evaluate.sandbox.jobs import RUNNER_FILE, Handover, Outcome, Program, Status, read_result
+from tunebook.evaluate.sandbox.jobs import RUNNER_FILE, Outcome, Program, Status, read_result
 
 POLL_S = 0.005
 PATIENCE_S = 60.0  # beyond a program's own time limit; others may be served before it
@@ -22,7 +22,7 @@ ENOUGH_BROKEN = 3  # so many at the start, and nothing else, mean that the sandb
 def run_programs(
     programs: Sequence[Program], backend: Backend, *, report: Callable[[Outcome], None] = lambda outcome: None
 ) -> list[Outcome]:
-    """What becomes of each program, in their order; `report` is told of each as soon as it is known.
+    """What becomes of each program, in their order; `report` is called with each as soon as it is known.
 
     Raises: DataError for samples that are not text and for damaged results, RequestError for a runner that dies.
     """
@@ -62,7 +62,6 @@ class _Session:
     def __init__(self, programs: Sequence[Program], backend: Backend) -> None:
         self._programs = programs
         self._backend = backend
-        self._handover: Handover = backend.handover
         self._name = secrets.token_hex(8)  # others may use the same runner
         self._waiting: dict[int, Path] = {}  # number -> the file that its result comes in
         self._tried_twice: set[int] = set()
@@ -87,37 +86,34 @@ class _Session:
                 if done:
                     last_change = time.monotonic()
                 else:
-                    self._check(last_change)
+                    self._check_runner(last_change)
                     time.sleep(POLL_S)
         finally:
-            for number, result in self._waiting.items():
-                for left in (self._handover.jobs / f"{self._id(number)}.json", result):
+            for result in self._waiting.values():
+                for left in (self._backend.handover.jobs / result.name, result):
                     with suppress(OSError):  # such as a folder of that name, which was reported
                         left.unlink()
 
-    def _id(self, number: int) -> str:
-        return f"{self._name}-{number:07d}"
-
     def _hand_over(self, number: int) -> None:
-        id = self._id(number)
-        program = self._programs[number]
+        handover, program = self._backend.handover, self._programs[number]
+        id = f"{self._name}-{number:07d}"
         expires = time.time() + 10 * (PATIENCE_S + program.time_limit_s)
         try:
-            self._handover.write_job(replace(program, id=id), expires=expires)
+            handover.write_job(replace(program, id=id), expires=expires)
         except OSError as error:
             raise RequestError(
-                f"programs cannot be handed over in {self._handover.jobs}: {error.strerror}; give this user the "
-                "folder, or its disk some room",
+                f"programs cannot be handed over in {handover.jobs}: {error.strerror}; give this user the folder, or "
+                "free space on its disk",
                 problem_id="sandbox-handover",
             ) from error
-        self._waiting[number] = self._handover.results / f"{id}.json"
+        self._waiting[number] = handover.results / f"{id}.json"
 
     def _collect(self) -> Iterator[tuple[int, Outcome]]:
-        """The results that are there."""
+        """The results that are there. Where the sandbox itself failed, the program is tried once more."""
         for number, file in list(self._waiting.items()):
             try:
                 outcome = read_result(file)
-                if outcome.id != self._id(number):
+                if outcome.id != file.stem:
                     raise ValueError(f"it is about {outcome.id}")
             except FileNotFoundError:
                 continue
@@ -125,46 +121,42 @@ class _Session:
                 raise _damaged(file, error) from error
             file.unlink(missing_ok=True)
             del self._waiting[number]
-            if self._is_final(number, outcome):
-                yield number, replace(outcome, id=self._programs[number].id)
+            if outcome.status is Status.broken and number not in self._tried_twice:
+                self._tried_twice.add(number)
+                self._hand_over(number)
+                continue
+            self._count(outcome)
+            yield number, replace(outcome, id=self._programs[number].id)
 
-    def _is_final(self, number: int, outcome: Outcome) -> bool:
-        """Whether this outcome counts. Where the sandbox itself failed, the program is tried once more."""
-        if outcome.status is not Status.broken:
-            self._num_judged += 1
-            return True
-        if number not in self._tried_twice:
-            self._tried_twice.add(number)
-            self._hand_over(number)
-            return False
-        self._num_broken += 1
+    def _count(self, outcome: Outcome) -> None:
+        """Give up on a runner that fails for the first programs. Raises: RequestError."""
+        is_broken = outcome.status is Status.broken
+        self._num_broken += is_broken
+        self._num_judged += not is_broken
         if not self._num_judged and self._num_broken >= min(ENOUGH_BROKEN, len(self._programs)):
             raise RequestError(
                 f"the sandbox ({self._backend.name}) cannot judge any program: {outcome.message}; "
                 f"{self._backend.how_to_see_why()}",
                 problem_id="sandbox-broken",
             )
-        return True
 
-    def _check(self, last_change: float) -> None:
+    def _check_runner(self, last_change: float) -> None:
         """Give up on a runner that is dead or judges nothing. Raises: RequestError, DataError."""
+        handover = self._backend.handover
         try:
-            beat = self._handover.read_beat()
+            beat = handover.read_beat()
         except ValueError as error:
-            raise _damaged(self._handover.folder / RUNNER_FILE, error) from error
-        if beat is None or not is_alive(beat):
-            raise RequestError(
-                f"the sandbox ({self._backend.name}) ended with {len(self._waiting)} programs at hand; "
-                f"{self._backend.how_to_see_why()}",
-                problem_id="sandbox-dead",
-            )
+            raise _damaged(handover.folder / RUNNER_FILE, error) from error
         patience_s = PATIENCE_S + max(self._programs[number].time_limit_s for number in self._waiting)
-        if time.monotonic() - last_change > patience_s:
-            raise RequestError(
-                f"the sandbox ({self._backend.name}) is alive, but judged nothing for {patience_s:.0f} s; "
-                f"{self._backend.how_to_see_why()}",
-                problem_id="sandbox-dead",
-            )
+        if beat is None or not is_alive(beat):
+            what = f"ended with {len(self._waiting)} programs at hand"
+        elif time.monotonic() - last_change > patience_s:
+            what = f"is alive, but judged nothing for {patience_s:.0f} s"
+        else:
+            return
+        raise RequestError(
+            f"the sandbox ({self._backend.name}) {what}; {self._backend.how_to_see_why()}", problem_id="sandbox-dead"
+        )
 
 
 def _damaged(file: Path, error: ValueError) -> DataError:

@@ -5,12 +5,9 @@
     HANDOVER/results/ID.json    written by the worker; removed by the evaluation once it is read
     HANDOVER/runner.json        the runner's heartbeat
 
-Each file is written beside its destination and renamed, so that nobody reads half of one. Nothing is flushed to the
-disk: after a crash of the machine an evaluation starts again.
-
-Neither side trusts what it finds there: a runner that was taken over could put a link in place of a file or folder, a
-pipe that never ends, or a file that fills the memory. Links are not followed, only regular files are read, and no more
-of them than a limit.
+Each file is written under another name and renamed, so that nobody reads half of one. Neither side trusts what it
+finds: a runner that was taken over could put a link in place of a file or folder, a pipe that never ends, or a file
+that fills the memory. Links are not followed, only regular files are read, and no more of them than a limit.
 """
 
 from __future__ import annotations
@@ -23,21 +20,18 @@ import stat
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 RUNNER_FILE = "runner.json"
 BEAT_S = 1.0  # how often the runner says that it is alive
 MAX_JOB_BYTES = 64 << 20  # tests with many cases take a few MiB
 MAX_RESULT_BYTES = 1 << 20  # what a verdict keeps of messages and output is below 0.1 MiB
-
 # What the runner consists of: the image of the sandbox must hold the same as the checkout.
-RUNNER_MODULES = (
-    "jobs", "values", "channel", "solution", "remote", "checker", "seccomp", "limits", "processes", "cleaning", "users",
-    "bubblewrap", "walls", "verdict", "trial", "judge", "worker", "runner",
-)  # fmt: skip
+RUNNER_MODULES = ("jobs", "child", "limits", "walls", "judge", "runner")
 
 
 class Status(StrEnum):
@@ -94,7 +88,7 @@ def runner_version() -> str:
     """A hash over the sources of the runner's side: the evaluation refuses a runner of other sources."""
     digest = hashlib.sha256()
     for name in RUNNER_MODULES:
-        digest.update((Path(__file__).parent / f"{name}.py").read_bytes())
+        digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())
     return digest.hexdigest()
 
 
@@ -121,12 +115,8 @@ class Handover:
     def claim_job(self, worker: int) -> Path | None:
         """Take a job that no other worker takes too, or None where there is none."""
         for job in sorted(self.jobs.glob("*.json")):
-            claimed = self.claimed / f"{worker}.{job.name}"
-            try:
-                job.rename(claimed)
-            except FileNotFoundError:  # another was quicker
-                continue
-            return claimed
+            with suppress(FileNotFoundError):  # another was quicker
+                return job.rename(self.claimed / f"{worker}.{job.name}")
         return None
 
     def take_back(self) -> None:
@@ -135,7 +125,7 @@ class Handover:
             claimed.rename(self.jobs / f"{job_id(claimed)}.json")
 
     def give_up_on(self, worker: int) -> None:
-        """Say of what a worker was at when it was killed that it could not be judged: the program may be the cause."""
+        """Report what a worker was at when it was killed as broken: the program may be the cause."""
         for claimed in self.claimed.glob(f"{worker}.*.json"):
             message = "the worker that judged it was killed, most likely by the system for want of memory"
             self.write_result(Outcome(id=job_id(claimed), status=Status.broken, message=message))
@@ -146,7 +136,7 @@ class Handover:
         write_json(self.results / f"{outcome.id}.json", asdict(outcome))
 
     def sweep(self, older_than_s: float) -> None:
-        """Remove results that nobody fetched: who waited for them was killed."""
+        """Remove results that nobody fetched: the evaluation that waited for them was killed."""
         for result in self.results.glob("*.json"):
             with suppress(FileNotFoundError):
                 if time.time() - result.lstat().st_mtime > older_than_s:
@@ -159,15 +149,9 @@ class Handover:
     def read_beat(self) -> Beat | None:
         """The last heartbeat, or None where there never was one. Raises: ValueError for a file that is none."""
         try:
-            fields = read_object(self.folder / RUNNER_FILE)
+            return from_fields(Beat, read_object(self.folder / RUNNER_FILE))
         except FileNotFoundError:
             return None
-        return Beat(
-            time=typed(fields, "time", float),
-            version=typed(fields, "version", str),
-            wall=typed(fields, "wall", str),
-            num_workers=typed(fields, "num_workers", int),
-        )
 
 
 def job_id(claimed: Path) -> str:
@@ -177,34 +161,33 @@ def job_id(claimed: Path) -> str:
 
 def read_job(file: Path) -> tuple[Program, float]:
     """A program and until when it is wanted. Raises: ValueError for a file that is no job."""
-    fields = read_object(file, MAX_JOB_BYTES)
-    program = typed(fields, "program", dict)
-    return Program(
-        id=typed(program, "id", str),
-        source=typed(program, "source", str),
-        test=typed(program, "test", str),
-        time_limit_s=typed(program, "time_limit_s", float),
-    ), typed(fields, "expires", float)
+    job = read_object(file, MAX_JOB_BYTES)
+    return from_fields(Program, typed(job, "program", dict)), typed(job, "expires", float)
 
 
 def read_result(file: Path) -> Outcome:
     """An outcome. Raises: ValueError for a file that is none, FileNotFoundError."""
-    fields = read_object(file)
-    last_lines = typed(fields, "last_lines", list)
-    if not all(isinstance(line, str) for line in last_lines):
+    return from_fields(Outcome, read_object(file))
+
+
+# By the annotations of the dataclasses above.
+KINDS: dict[str, type] = {"str": str, "float": float, "int": int, "list[str]": list, "Status": str}
+
+
+def from_fields(kind: type[T], found: Mapping[str, Any]) -> T:
+    """A dataclass from the fields of a JSON object. Raises: ValueError where one is missing or of another type."""
+    known = fields(kind)  # type: ignore[arg-type]  # typing has no public name for a dataclass
+    values = {one.name: typed(found, one.name, KINDS[str(one.type)]) for one in known}
+    if "status" in values:
+        values["status"] = Status(values["status"])
+    if not all(isinstance(line, str) for line in values.get("last_lines", [])):
         raise ValueError("`last_lines` holds something that is no text")
-    return Outcome(
-        id=typed(fields, "id", str),
-        status=Status(typed(fields, "status", str)),
-        message=typed(fields, "message", str),
-        last_lines=last_lines,
-        seconds=typed(fields, "seconds", float),
-    )
+    return kind(**values)
 
 
-def typed(fields: Mapping[str, Any], key: str, kind: type) -> Any:
+def typed(found: Mapping[str, Any], key: str, kind: type) -> Any:
     """One field, which must be of a type; a whole number also serves as a float. Raises: ValueError."""
-    value = fields.get(key)
+    value = found.get(key)
     if kind is float and type(value) is int and abs(value) < 2**63:
         value = float(value)
     if type(value) is not kind:
@@ -213,9 +196,22 @@ def typed(fields: Mapping[str, Any], key: str, kind: type) -> Any:
 
 
 def read_object(file: Path, most_bytes: int = MAX_RESULT_BYTES) -> dict[str, Any]:
-    """A JSON object. Raises: FileNotFoundError, ValueError for anything else (JSONDecodeError is one)."""
+    """A JSON object, from a regular file and through no link. Raises: FileNotFoundError, else ValueError."""
     try:
-        value = json.loads(_read(file, most_bytes).decode())
+        # Without O_NONBLOCK a pipe that nobody writes to would be waited for.
+        with _opened(file.parent, os.O_DIRECTORY) as folder, _opened(file.name, os.O_NONBLOCK, folder) as descriptor:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise ValueError("it is no regular file")
+            with open(descriptor, "rb", closefd=False) as stream:
+                content = stream.read(most_bytes + 1)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ValueError(f"it is a link, lies in one, or cannot be read: {error.strerror}") from error
+    if len(content) > most_bytes:
+        raise ValueError(f"it is larger than {most_bytes >> 20} MiB")
+    try:
+        value = json.loads(content.decode())
     except RecursionError as error:
         raise ValueError("its objects are nested too deeply") from error
     if not isinstance(value, dict):
@@ -223,33 +219,10 @@ def read_object(file: Path, most_bytes: int = MAX_RESULT_BYTES) -> dict[str, Any
     return value
 
 
-def _read(file: Path, most_bytes: int) -> bytes:
-    """A regular file's content, through no link. Raises: FileNotFoundError, ValueError for everything else."""
-    try:
-        with _opened(file.parent) as folder:
-            # A pipe that nobody writes to would be waited for.
-            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            descriptor = os.open(file.name, flags, dir_fd=folder)
-        try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise ValueError("it is no regular file")
-            with os.fdopen(descriptor, "rb", closefd=False) as stream:
-                content = stream.read(most_bytes + 1)
-        finally:
-            os.close(descriptor)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise ValueError(f"it is a link, lies in one, or cannot be read: {error.strerror}") from error
-    if len(content) > most_bytes:
-        raise ValueError(f"it is larger than {most_bytes >> 20} MiB")
-    return content
-
-
 @contextmanager
-def _opened(folder: Path) -> Iterator[int]:
-    """A descriptor of a folder that is no link. Raises: OSError."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+def _opened(path: Path | str, flags: int, folder: int | None = None) -> Iterator[int]:
+    """A descriptor to read from, of what is no link. Raises: OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | flags, dir_fd=folder)
     try:
         yield descriptor
     finally:
@@ -258,16 +231,15 @@ def _opened(folder: Path) -> Iterator[int]:
 
 def write_json(file: Path, value: Any) -> None:
     """Replace a file in one step, in a folder that is no link; its group may read and write it, and nobody else."""
-    # The name starts with a dot, which `jobs/*.json` does not match.
-    beside = f".{file.name}.{os.getpid()}-{secrets.token_hex(4)}"
-    with _opened(file.parent) as folder:
+    temporary = f".{file.name}.{os.getpid()}-{secrets.token_hex(4)}"  # `jobs/*.json` does not match it
+    with _opened(file.parent, os.O_DIRECTORY) as folder:
         try:
-            descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o660, dir_fd=folder)
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o660, dir_fd=folder)
             with os.fdopen(descriptor, "w", encoding="ascii") as stream:
                 os.fchmod(descriptor, 0o660)  # whatever the umask is
                 json.dump(value, stream)  # ASCII, because programs may hold halves of surrogate pairs
-            os.rename(beside, file.name, src_dir_fd=folder, dst_dir_fd=folder)
+            os.rename(temporary, file.name, src_dir_fd=folder, dst_dir_fd=folder)
         except BaseException:
             with suppress(FileNotFoundError):
-                os.unlink(beside, dir_fd=folder)
+                os.unlink(temporary, dir_fd=folder)
             raise

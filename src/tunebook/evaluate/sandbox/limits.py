@@ -1,20 +1,49 @@
-"""How much a program may take, and the calls to the kernel by which a process binds itself to it for good."""
+"""How much a program may take, and how a process binds itself to that before the program starts in it.
+
+The filter of system calls is a second wall behind uids or namespaces. It refuses what a right answer never needs and
+what outlives or reaches beyond a program's own processes: sockets, tracing, memory that no limit counts (System V,
+memfd), keyrings, namespaces, mounts. A refused call fails with EPERM, so that most programs go on.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import math
 import os
+import platform
 import resource
+import signal
 import struct
 from dataclasses import dataclass
 
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
 SECCOMP_MODE_FILTER = 2
-SIGKILL = 9
-
 _prctl = ctypes.CDLL(None, use_errno=True).prctl
 _prctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
+
+# Actions and instructions of a filter: classic BPF over struct seccomp_data.
+ALLOW, KILL = 0x7FFF0000, 0x80000000
+REFUSE, UNKNOWN = 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
+LOAD_WORD, JUMP_EQUAL, JUMP_ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06
+NUMBER_AT, ARCHITECTURE_AT, FIRST_ARGUMENT_AT = 0, 4, 16
+X32_BIT = 0x40000000  # another table of numbers for the same calls on x86-64
+NEW_NAMESPACES = 0x7E020000  # CLONE_NEW*: user, mount, pid, net, ipc, uts, cgroup
+CLONE3 = 435  # its flags are behind a pointer, which no filter can follow; the C library then uses clone
+ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+CLONE = {"x86_64": 56, "aarch64": 220}
+# The calls refused, by their numbers in the kernel's asm/unistd_64.h and asm-generic/unistd.h, in this order: socket,
+# ptrace, shmget, semget, msgget, mq_open, keyctl, add_key, request_key, unshare, setns, mount, umount2, pivot_root,
+# chroot, bpf, perf_event_open, userfaultfd, process_vm_readv, process_vm_writev, kcmp, memfd_create,
+# name_to_handle_at, open_by_handle_at. The newer ones have one number on all machines: io_uring_setup,
+# io_uring_enter, io_uring_register, open_tree, move_mount, fsopen, pidfd_getfd, mount_setattr, memfd_secret.
+NEWER_CALLS = (425, 426, 427, 428, 429, 430, 438, 442, 447)
+REFUSED_CALLS = {
+    "x86_64": (41, 101, 29, 64, 68, 240, 250, 248, 249, 272, 308, 165, 166, 155, 161, 321, 298, 323, 310, 311, 312,
+               319, 303, 304, *NEWER_CALLS),
+    "aarch64": (198, 117, 194, 190, 186, 180, 219, 217, 218, 97, 268, 40, 39, 41, 51, 280, 241, 282, 270, 271, 272,
+                279, 264, 265, *NEWER_CALLS),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,36 +58,39 @@ class Limits:
     num_open_files: int = 128
 
 
-def bind(limits: Limits, time_limit_s: float) -> None:
-    """Bind this process and all that it starts; there is no way back."""
-    cpu_s = math.ceil(time_limit_s) + 1  # the clock on the wall comes first; this one is for what it cannot reach
+def bind_process(limits: Limits, time_limit_s: float, *, num_processes: int, filter: bytes | None) -> None:
+    """Bind this process and all that it starts; there is no way back. It dies with its parent.
+
+    `num_processes` is 0 where the limit is set inside a user namespace; `filter` is None where something else sets it.
+    """
+    _call(PR_SET_NO_NEW_PRIVS, 1)  # no setuid bit gives more rights
+    die_with_parent()
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)  # what the worker ignores would be ignored here
     for what, most in (
         (resource.RLIMIT_AS, limits.memory_bytes),
         (resource.RLIMIT_FSIZE, limits.disk_bytes),
         (resource.RLIMIT_NOFILE, limits.num_open_files),
-        (resource.RLIMIT_CPU, cpu_s),
+        (resource.RLIMIT_CPU, math.ceil(time_limit_s) + 1),  # the wall clock comes first
+        (resource.RLIMIT_NPROC, num_processes or resource.RLIM_INFINITY),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
     ):
         _, hard = resource.getrlimit(what)
-        allowed = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        finite = [limit for limit in (most, hard) if limit != resource.RLIM_INFINITY]
+        allowed = min(finite, default=resource.RLIM_INFINITY)
         resource.setrlimit(what, (allowed, allowed))
-
-
-def limit_processes(num_processes: int) -> None:
-    """Bind this process's user to a number of processes, counted in its user namespace."""
-    resource.setrlimit(resource.RLIMIT_NPROC, (num_processes, num_processes))
-
-
-def give_up_privileges() -> None:
-    """No program that this one executes gets more rights than it has, such as by a setuid bit."""
-    _call(PR_SET_NO_NEW_PRIVS, 1)
+    if filter is not None:
+        lines = ctypes.create_string_buffer(filter, len(filter))
+        content = struct.pack("@HP", len(filter) // 8, ctypes.addressof(lines))  # struct sock_fprog
+        header = ctypes.create_string_buffer(content, len(content))
+        _call(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(header))
 
 
 def die_with_parent() -> None:
     """Be killed as soon as the process that started this one is gone."""
-    _call(PR_SET_PDEATHSIG, SIGKILL)
+    _call(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
@@ -66,21 +98,43 @@ def adopt_orphans() -> None:
     _call(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def filter_calls(filter: bytes) -> None:
-    """Bind this process to a filter of system calls (`seccomp.program_filter`)."""
-    lines = ctypes.create_string_buffer(filter, len(filter))
-    content = struct.pack("@HP", len(filter) // 8, ctypes.addressof(lines))  # struct sock_fprog
-    header = ctypes.create_string_buffer(content, len(content))
-    _call(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(header))
-
-
-def has_filters() -> bool:
+def kernel_has_filters() -> bool:
     """Whether this kernel filters system calls."""
     # Asking with a null pointer fails with "bad address" where it does, and with "invalid argument" where it does not.
     _prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, None, 0, 0)
-    return ctypes.get_errno() == 14
+    return ctypes.get_errno() == errno.EFAULT
 
 
 def _call(option: int, value: int, pointer: int | None = None) -> None:
     if _prctl(option, value, pointer, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl {option}: {os.strerror(ctypes.get_errno())}")
+
+
+def program_filter(machine: str = platform.machine()) -> bytes | None:
+    """The filter of system calls for a kind of machine, or None where its calls are not known here."""
+    if machine not in ARCHITECTURES:
+        return None
+
+    def line(code: int, value: int, *, if_true: int = 0, if_false: int = 0) -> bytes:
+        return struct.pack("<HBBI", code, if_true, if_false, value)  # the jumps skip that many lines
+
+    filter = [
+        line(LOAD_WORD, ARCHITECTURE_AT),
+        line(JUMP_EQUAL, ARCHITECTURES[machine], if_true=1),
+        line(RETURN, KILL),  # such as 32-bit calls, which have other numbers
+        line(LOAD_WORD, NUMBER_AT),
+        line(JUMP_ANY_BIT, X32_BIT, if_false=1),
+        line(RETURN, UNKNOWN),
+        line(JUMP_EQUAL, CLONE3, if_false=1),
+        line(RETURN, UNKNOWN),
+    ]
+    for number in REFUSED_CALLS[machine]:
+        filter += [line(JUMP_EQUAL, number, if_false=1), line(RETURN, REFUSE)]
+    filter += [
+        line(JUMP_EQUAL, CLONE[machine], if_false=3),
+        line(LOAD_WORD, FIRST_ARGUMENT_AT),
+        line(JUMP_ANY_BIT, NEW_NAMESPACES, if_false=1),
+        line(RETURN, REFUSE),
+        line(RETURN, ALLOW),
+    ]
+    return b"".join(filter)

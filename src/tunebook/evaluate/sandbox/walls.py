@@ -1,102 +1,312 @@
-"""What keeps programs in: fresh users (in the sandbox's container), bubblewrap's namespaces, or next to nothing.
+"""What keeps programs in: a fresh uid for each (in the sandbox's container), bubblewrap's namespaces, or only limits.
 
-A worker has one wall and uses it for one program at a time. Each program and each test gets a seat of its own.
+A worker has one wall and uses it for one trial at a time. Each process of a trial, program or test, gets a user and a
+folder of its own. A worker is the parent of every orphan below it, so that nothing that a program starts is lost.
 """
 
 from __future__ import annotations
 
 import os
-import tempfile
+import random
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
-from tunebook.evaluate.sandbox import cleaning
-from tunebook.evaluate.sandbox.bubblewrap import BubblewrapWall, try_bubblewrap
-from tunebook.evaluate.sandbox.limits import Limits
-from tunebook.evaluate.sandbox.processes import Seat, end_all_children, has_living_children, kill_below
-from tunebook.evaluate.sandbox.users import MAX_WORKERS, SLOT_MODE, UserWall, WallError, find_slots
+from tunebook.evaluate.sandbox.limits import Limits, kernel_has_filters, program_filter
 
 USERS, BUBBLEWRAP, NONE = "users", "bubblewrap", "none"
 WALLS = (USERS, BUBBLEWRAP, NONE)
 
+# Above what systemd and container engines allocate, so that no user of the machine has one of them; the second is for
+# user namespaces, which hold 65536 at most.
+FIRST_UIDS = (1_879_048_192, 20_000)
+UIDS_PER_WORKER = 2048
+MAX_WORKERS = 16
+SLOT_MODE = 0o711  # to be passed through, but neither listed nor written to
+MAX_SLOT_BYTES = 2 << 30  # no machine's own disk is that small
+# Where anybody may write on many systems, in addition to the slots.
+SHARED_FOLDERS = ("/dev/shm", "/dev/mqueue", "/tmp", "/var/tmp", "/run/lock")
+# Run as the program's user, since the runner may not change that user's files: folders are opened, then all is removed.
+CLEAN = """
+find "$@" -mindepth 1 -maxdepth 1 -uid "$(id -u)" -type d -exec chmod -R u+rwx -- {} +
+find "$@" -mindepth 1 -maxdepth 1 -uid "$(id -u)" -exec rm -rf -- {} +
+"""
 
-class Wall(Protocol):
-    """What a judge needs of a wall."""
 
-    def seats(self) -> tuple[Seat, Seat]:
-        """New seats for a program and for its test."""
-
-    def has_more_processes(self, program: int) -> bool:
-        """Whether the program is seen to have started others. Called before anything is ended."""
-
-    def clear(self) -> bool:
-        """End all processes and remove all files of the last seats, whose first processes have ended.
-
-        Returns whether there were processes left. Raises: StuckError where something stays.
-        """
+class WallError(Exception):
+    """Programs cannot be contained here; the message says why and what would help."""
 
 
-class NoWall:
-    """Limits alone: a program may read and write what its user may. For who confirmed that by name."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._folders: list[str] = []
-
-    def seats(self) -> tuple[Seat, Seat]:
-        """Two new folders."""
-        self._folders = [tempfile.mkdtemp(dir=self._folder) for _ in range(2)]
-        first, second = (Seat(user=None, folder=folder, makes_folder=False) for folder in self._folders)
-        return first, second
-
-    def has_more_processes(self, program: int) -> bool:
-        """Not looked for here."""
-        return False
-
-    def clear(self) -> bool:
-        """Kill what is left, and remove the folders."""
-        is_left = has_living_children()
-        end_all_children(lambda: kill_below(os.getpid()))
-        for folder in self._folders:
-            cleaning.remove(folder)
-        return is_left
+class StuckError(Exception):
+    """Processes or files of a program that cannot be removed; this worker must not judge another program."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Walls:
-    """Every worker's wall: its kind, and the folder that it has for itself."""
+class Home:
+    """The user and the working folder of one process of a trial."""
 
-    name: str
-    folders: list[Path]
-    limits: Limits
-
-    def of_worker(self, worker: int) -> Wall:
-        """A worker's wall."""
-        if self.name == BUBBLEWRAP:
-            return BubblewrapWall(self.limits, worker)
-        folder = self.folders[worker]
-        # Root gives each program a user of its own also where nothing else was asked for.
-        return UserWall(folder, worker) if self.name == USERS or os.geteuid() == 0 else NoWall(folder)
+    user: int | None  # None: the worker's own
+    folder: str
 
 
-def build_walls(name: str, *, slots: Path, scratch: Path, num_workers: int, limits: Limits) -> Walls:
-    """The walls of one kind. Raises: WallError where they do not hold here.
+class FreshUids:
+    """Unallocated uids for one worker; each is used again only after all others. Raises: WallError without any."""
+
+    def __init__(self, worker: int) -> None:
+        self._first = _first_uid() + worker * UIDS_PER_WORKER
+        self._num_taken = random.randrange(UIDS_PER_WORKER)  # a worker that was started again begins elsewhere
+
+    def take(self) -> int:
+        """The next one."""
+        self._num_taken += 1
+        return self._first + self._num_taken % UIDS_PER_WORKER
+
+
+def _first_uid() -> int:
+    needed = UIDS_PER_WORKER * MAX_WORKERS
+    for line in Path("/proc/self/uid_map").read_text().splitlines():
+        inside, _, count = map(int, line.split())
+        for first in FIRST_UIDS:
+            if inside <= first and first + needed <= inside + count:
+                return first
+    raise WallError(f"this user namespace has no {needed} uids from {FIRST_UIDS[-1]} on to give to programs")
+
+
+class Wall:
+    """The wall of one worker. As root, every process gets a fresh uid, whatever else there is."""
+
+    def __init__(self, name: str, limits: Limits, slot: Path, worker: int) -> None:
+        self.limits = limits
+        self.filter = program_filter() if kernel_has_filters() else None
+        self.prefix = bubblewrap_command(limits) if name == BUBBLEWRAP else []
+        self._uids = FreshUids(worker) if os.geteuid() == 0 else None
+        self._slot = slot
+        readable = [folder for folder in SHARED_FOLDERS if os.access(folder, os.R_OK | os.X_OK)]
+        self._shared = [folder for folder in readable if not slot.samefile(folder)]
+        self._homes: list[Home] = []
+        for folder in slot.iterdir():  # left by a worker that was killed
+            for user in {path.lstat().st_uid for path in folder.iterdir()} if self._uids else {None}:
+                _remove_files(user, [str(folder)])
+            folder.rmdir()
+
+    def new_home(self) -> Home:
+        """A fresh user, and an empty folder that no other program finds, because nobody may list the slot.
+
+        The folder is the worker's, and writable for all: the program can neither remove it nor put a link in its place.
+        """
+        user = self._uids.take() if self._uids else None
+        folder = self._slot / secrets.token_hex(16)
+        if not self.prefix:
+            folder.mkdir()
+            folder.chmod(0o700 if user is None else 0o1777)
+        self._homes.append(Home(user=user, folder="/" if self.prefix else str(folder)))
+        return self._homes[-1]
+
+    def has_more_processes(self, program: int) -> bool:
+        """Whether a program has started others in its namespaces. Called before anything is ended.
+
+        Halts what it sees and looks again: during one look a process can start another and end. Without namespaces
+        `clear` sees what the program left, which is then a child of this worker.
+        """
+        halted: set[int] = set()
+        while self.prefix and not (found := set(descendants(program))) <= halted:
+            _signal_all(found - halted, signal.SIGSTOP)
+            halted |= found
+        return len(halted) > 1
+
+    def clear(self) -> bool:
+        """End all processes and remove all files of the last trial, whose two children have ended.
+
+        Returns whether there were other processes. Raises: StuckError where something stays.
+        """
+        homes, self._homes = self._homes, []
+        is_left = has_children = reap()[1]
+        helper = self._uids.take() if self._uids else None
+        deadline = time.monotonic() + 10
+        while has_children:
+            if time.monotonic() > deadline:
+                raise StuckError("processes of a program are still there after 10 s of killing them")
+            kill_below()
+            for home in homes:
+                if home.user is not None and helper is not None:
+                    _kill_user(home.user, helper)
+            time.sleep(0.002)
+            has_children = reap()[1]
+        for home in homes:
+            if not self.prefix:
+                self._empty(home)
+        return is_left and not self.prefix  # bubblewrap's own process may take a moment to end
+
+    def _empty(self, home: Home) -> None:
+        folder = Path(home.folder)
+        folders = [str(folder)] if home.user is None else [str(folder), *self._shared]
+        user = os.getuid() if home.user is None else home.user
+        if any(_owner(path) == user for name in folders for path in Path(name).iterdir()):
+            _remove_files(home.user, folders)
+        try:
+            folder.rmdir()
+        except OSError as error:
+            raise StuckError(f"the files of a program could not be removed from {folder}: {error.strerror}") from error
+
+
+def _kill_user(user: int, helper: int) -> None:
+    """Kill every process of a user at once, so that none can fork away meanwhile.
+
+    It is done with a real uid that nobody else has: a program can kill processes of its own uid, but not this one.
+    """
+    process = os.fork()
+    if process == 0:
+        try:
+            os.setresgid(helper, user, helper)
+            os.setresuid(helper, user, helper)  # drops every capability
+            os.kill(-1, signal.SIGKILL)  # the kernel leaves out everybody else's, and the caller
+        finally:
+            os._exit(0)
+    os.waitpid(process, 0)
+
+
+def _owner(path: Path) -> int | None:
+    with suppress(OSError):
+        return path.lstat().st_uid
+    return None
+
+
+def _remove_files(user: int | None, folders: list[str]) -> None:
+    """Remove what a user owns directly in some folders, whatever its modes and however deep it is."""
+    as_user: dict[str, object] = {} if user is None else {"user": user, "group": user, "extra_groups": []}
+    command = ["/bin/sh", "-c", CLEAN, "sh", *folders]
+    environment = {"PATH": os.defpath}
+    subprocess.run(command, cwd="/", env=environment, stdin=subprocess.DEVNULL, capture_output=True, **as_user)  # type: ignore[call-overload]
+
+
+def reap() -> tuple[set[int], bool]:
+    """Collect the children that have ended; returns their ids, and whether others are alive."""
+    ended: set[int] = set()
+    while True:
+        try:
+            process, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return ended, False
+        if process == 0:
+            return ended, True
+        ended.add(process)
+
+
+def kill_below(spare: Collection[int] = ()) -> None:
+    """Kill everything below this process, but for some of its children and what is below those."""
+    _signal_all(descendants(os.getpid(), spare), signal.SIGKILL)
+
+
+def _signal_all(processes: Iterable[int], number: int) -> None:
+    for process in processes:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(process, number)
+
+
+def descendants(ancestor: int, spare: Collection[int] = ()) -> dict[int, int]:
+    """The living processes below one, but for some and what is below those, with their resident memory in bytes."""
+    children: dict[int, list[tuple[int, int]]] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208  # pathlib takes ten times as long
+        try:
+            with open(f"/proc/{name}/stat", "rb", buffering=0) as file:  # noqa: PTH123
+                fields = file.read().rpartition(b")")[2].split()
+        except OSError:  # it has just ended
+            continue
+        if fields[0] not in (b"Z", b"X"):
+            resident_bytes = int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
+            children.setdefault(int(fields[1]), []).append((int(name), resident_bytes))
+    found: dict[int, int] = {}
+    todo = [ancestor]
+    while todo:
+        for process, resident_bytes in children.get(todo.pop(), []):
+            if process not in spare:
+                found[process] = resident_bytes
+                todo.append(process)
+    return found
+
+
+def bubblewrap_command(limits: Limits) -> list[str]:
+    """The command that starts a child in namespaces of its own. Raises: WallError where there is no bubblewrap."""
+    found = shutil.which("bwrap")
+    if found is None:
+        raise WallError("bubblewrap is not installed: apt install bubblewrap")
+    words = [found, "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534", "--hostname", "sandbox"]
+    # The child is the first process of its namespaces: one of bubblewrap's own would be in a program's reach.
+    words += ["--as-pid-1", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    installation = Path(sys.base_prefix).resolve()
+    folders = [Path(name) for name in ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")]
+    for path in [*folders, *([] if installation.is_relative_to("/usr") else [installation])]:
+        if path.is_symlink():
+            words += ["--symlink", str(path.readlink()), str(path)]
+        elif path.exists():
+            words += ["--ro-bind", str(path), str(path)]
+    words += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+    words += ["--size", str(limits.disk_bytes), "--tmpfs", "/work", "--symlink", "work", "/tmp", "--chdir", "/work"]
+    # Closed once everything is in place: bubblewrap's root is a disk without a size, as its /dev is.
+    return [*words, "--remount-ro", "/"]
+
+
+def _try_bubblewrap(limits: Limits) -> None:
+    """Refuse a bubblewrap that the kernel does not let work, before any program is judged. Raises: WallError."""
+    user = FreshUids(0).take() if os.geteuid() == 0 else None
+    command = [*bubblewrap_command(limits), "--", "/usr/bin/env", "true"]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, cwd="/", user=user,
+            group=user, extra_groups=None if user is None else [],
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError) as error:
+        raise WallError(f"bubblewrap cannot be started as a fresh uid ({error}); do not run this as root") from error
+    if done.returncode != 0:
+        raise WallError(
+            f"bubblewrap does not work here ({done.stderr.strip()[-300:]}); most often ordinary users may not "
+            "make user namespaces: sysctl kernel.unprivileged_userns_clone=1, on Ubuntu "
+            "kernel.apparmor_restrict_unprivileged_userns=0"
+        )
+
+
+def prepare_slots(name: str, *, slots: Path, scratch: Path, num_workers: int, limits: Limits) -> list[Path]:
+    """One folder per worker for a wall. Raises: WallError where the wall does not hold here.
 
     `slots` is where the disks for programs are mounted, `scratch` an empty folder, for walls without such disks.
     """
     if name == USERS:
         if os.geteuid() != 0:
-            raise WallError("only root can give each program a user of its own, as the `sandbox` service does")
-        return Walls(name=name, folders=find_slots(slots, limits), limits=limits)
+            raise WallError("only root can give each program a uid of its own, as the `sandbox` service does")
+        return find_slots(slots, limits)
     if name == BUBBLEWRAP:
-        try_bubblewrap(limits)
-    folders = [scratch / str(worker) for worker in range(max(1, min(num_workers, MAX_WORKERS)))]
+        _try_bubblewrap(limits)
     scratch.chmod(0o711)
+    folders = [scratch / str(worker) for worker in range(max(1, min(num_workers, MAX_WORKERS)))]
     for folder in folders:
         folder.mkdir()
         folder.chmod(SLOT_MODE)
-    return Walls(name=name, folders=folders, limits=limits)
+    return folders
 
 
-__all__ = ["BUBBLEWRAP", "NONE", "USERS", "WALLS", "Wall", "WallError", "Walls", "build_walls"]
+def find_slots(folder: Path, limits: Limits) -> list[Path]:
+    """The folders that programs may fill, one at a time each: those in `folder`, or itself where it holds none.
+
+    Raises: WallError for one that is not closed off by a disk of its own.
+    """
+    found = sorted(path for path in folder.iterdir() if path.is_dir() and path.is_mount()) if folder.is_dir() else []
+    slots = (found or [folder])[:MAX_WORKERS]
+    for slot in slots:
+        how = f"--tmpfs {slot}:size={limits.disk_bytes},nr_inodes=4096,mode=711"
+        if not slot.is_mount():
+            raise WallError(f"{slot} is no disk of its own, so a program could fill the one it is on; mount it: {how}")
+        status = os.statvfs(slot)
+        if not 0 < status.f_blocks * status.f_frsize <= MAX_SLOT_BYTES:
+            raise WallError(f"{slot} has no size that would stop a program from filling it; mount it with one: {how}")
+        try:
+            slot.chmod(SLOT_MODE)
+        except OSError as error:
+            raise WallError(f"{slot} belongs to another user ({error.strerror}); mount one of root's: {how}") from error
+    return slots

@@ -66,23 +66,18 @@ def print_success():
 
 
 def write_verdicts_everywhere(at_once=True):
-    """Write verdicts, with a guessed nonce, to every descriptor that there is.
+    """Write verdicts, with a guessed nonce and without, to every descriptor that there is.
 
     Stopped as failed, crashed, timed_out.
     """
     import os
-    import struct
 
-    def sized(tag, content):
-        return tag + struct.pack(">I", len(content)) + content
-
-    pairs = [("nonce", "0" * 32), ("status", "passed"), ("message", "")]
-    verdict = b"D" + struct.pack(">I", 3) + b"".join(sized(b"s", word.encode()) for pair in pairs for word in pair)
-    for descriptor in range(256):
-        try:
-            os.write(descriptor, struct.pack(">I", len(verdict)) + verdict)
-        except OSError:
-            continue
+    for nonce in ('"nonce": "00000000000000000000000000000000", ', ""):
+        for descriptor in range(256):
+            try:
+                os.write(descriptor, b'{%s"status": "passed", "message": ""}\n' % nonce.encode())
+            except OSError:
+                continue
 
 
 def answer_for_the_test():
@@ -91,11 +86,13 @@ def answer_for_the_test():
     Stopped as failed, timed_out.
     """
     import os
-    import struct
 
-    reply = b"t" + struct.pack(">I", 2) + b"s" + struct.pack(">I", 5) + b"reply" + b"T"
-    for _ in range(100):
-        os.write(5, struct.pack(">I", len(reply)) + reply)
+    for reply in (b'["reply", {"builtins.tuple": [[true, null]]}]\n', b'["reply", [true, null]]\n'):
+        for descriptor in range(3, 256):
+            try:
+                os.write(descriptor, reply * 100)
+            except OSError:
+                continue
     return 0
 
 
@@ -171,17 +168,22 @@ def patch_builtins():
 
 
 def change_the_children(at_once=True):
-    """Change every module of the sandbox that it finds in its process.
+    """Change everything of the sandbox that it finds in its process.
 
     Stopped as failed, timed_out.
     """
+    import gc
     import sys
 
-    for name, module in list(sys.modules.items()):
-        if name.startswith("tunebook"):
-            for key, value in list(vars(module).items()):
-                if callable(value):
-                    setattr(module, key, lambda *args, **kwargs: 42)
+    found, frame = [], sys._getframe()
+    while frame is not None:
+        found.append(frame.f_globals)
+        frame = frame.f_back
+    found += [names for names in gc.get_objects() if isinstance(names, dict) and names.get("__name__") == "child"]
+    for names in found:
+        for key, value in list(names.items()):
+            if callable(value) and key != "change_the_children":
+                names[key] = lambda *args, **kwargs: 42
 
 
 def delete_its_checker():
@@ -219,7 +221,7 @@ def look_for_the_answer():
     for value in seen:
         if isinstance(value, str) and value.startswith("assert answer"):
             return int(value.split()[-1])
-        if isinstance(value, dict) and ("nonce" in value or "test" in value):
+        if isinstance(value, dict) and any(isinstance(value.get(key), str) for key in ("nonce", "test")):
             return 42
     return 0
 
@@ -245,20 +247,49 @@ def forge_a_result():
 
 
 def escape_through_a_value():
-    """Hand the test values that would execute code where they are unpacked.
+    """Hand the test values that would execute code, or be equal to everything, where they are unpacked.
 
     Stopped as failed.
     """
     import os
-    import struct
 
-    def sized(tag, content):
-        return tag + struct.pack(">I", len(content)) + content
+    values = (
+        b'{"os._exit": [0]}',
+        b'{"library": ["os", "_exit"]}',
+        b'{"library": ["builtins", "exit"]}',
+        b'{"builtins.eval": ["__import__(\'os\')._exit(0)"]}',
+        b'{"builtins.type": ["Any", {"builtins.tuple": [[]]}, {"builtins.dict": [[["__eq__", true]]]}]}',
+        b'{"unittest.mock.ANY": []}',
+        b"cos\n_exit\n(I0\ntR.",
+    )
+    for value in values:
+        for descriptor in range(3, 256):
+            try:
+                os.write(descriptor, b'["reply", {"builtins.tuple": [[%s, null]]}]\n' % value)
+            except OSError:
+                continue
+    return 0
 
-    code = sized(b"s", b"os") + sized(b"s", b"_exit") + b"l" + struct.pack(">I", 1) + sized(b"i", b"\0")
-    value = b"m" + b"l" + struct.pack(">I", 3) + code
-    library = b"g" + b"t" + struct.pack(">I", 2) + sized(b"s", b"os") + sized(b"s", b"_exit")
-    for content in (value, library):
-        reply = b"t" + struct.pack(">I", 2) + sized(b"s", b"reply") + content
-        os.write(5, struct.pack(">I", len(reply)) + reply)
+
+def call_what_the_test_did_not_give():
+    """Have the test's process call something of its own, of Python's, or its way to say that all passed.
+
+    Stopped as failed.
+    """
+    import os
+
+    targets = (
+        b'{"library": ["builtins", "int"]}',
+        b'{"library": ["os", "_exit"]}',
+        b'{"yours": 0}',
+        b'{"yours": -1}',
+        b'{"mine": 0}',
+    )
+    for target in targets:
+        call = b'["call", {"builtins.tuple": [[%s, {"builtins.tuple": [[]]}, {"builtins.dict": [[]]}]]}]\n' % target
+        for descriptor in range(3, 256):
+            try:
+                os.write(descriptor, call)
+            except OSError:
+                continue
     return 0

@@ -10,13 +10,23 @@ import sys
 
 import pytest
 
-from tunebook.evaluate.sandbox.limits import has_filters
-from tunebook.evaluate.sandbox.seccomp import ALLOW, CLONE3, KILL, MACHINES, REFUSE, UNKNOWN, program_filter
+from tunebook.evaluate.sandbox.limits import (
+    ALLOW,
+    ARCHITECTURES,
+    CLONE,
+    CLONE3,
+    KILL,
+    REFUSE,
+    REFUSED_CALLS,
+    UNKNOWN,
+    kernel_has_filters,
+    program_filter,
+)
 
 
 def verdict(machine: str, number: int, first_argument: int = 0, architecture: int | None = None) -> int:
     """What the filter says of one call: classic BPF, executed."""
-    architecture = MACHINES[machine][0] if architecture is None else architecture
+    architecture = ARCHITECTURES[machine] if architecture is None else architecture
     data = struct.pack("<IIQQ", number, architecture, 0, first_argument)
     lines = list(struct.iter_unpack("<HBBI", program_filter(machine)))
     at, accumulator = 0, 0
@@ -32,18 +42,17 @@ def verdict(machine: str, number: int, first_argument: int = 0, architecture: in
             at += if_true if holds else if_false
 
 
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("machine", ARCHITECTURES)
 def test_what_it_refuses_and_what_it_lets_pass(machine):
-    numbers = MACHINES[machine][1]
     read, socketpair, execve = {"x86_64": (0, 53, 59), "aarch64": (63, 199, 221)}[machine]
     assert {verdict(machine, number) for number in (read, socketpair, execve)} == {ALLOW}
-    assert {verdict(machine, number) for name, number in numbers.items() if name != "clone"} == {REFUSE}
+    assert {verdict(machine, number) for number in REFUSED_CALLS[machine]} == {REFUSE}
     assert verdict(machine, 425) == REFUSE  # io_uring_setup
     assert verdict(machine, CLONE3) == UNKNOWN
     new_user, thread, child = 0x10000000, 0x3D0F00, 0x1200011
-    assert verdict(machine, numbers["clone"], new_user) == REFUSE
-    assert verdict(machine, numbers["clone"], thread) == ALLOW
-    assert verdict(machine, numbers["clone"], child) == ALLOW
+    assert verdict(machine, CLONE[machine], new_user) == REFUSE
+    assert verdict(machine, CLONE[machine], thread) == ALLOW
+    assert verdict(machine, CLONE[machine], child) == ALLOW
     assert verdict(machine, read | 0x40000000) == UNKNOWN
     assert verdict(machine, read, architecture=0x40000003) == KILL  # 32-bit x86
 
@@ -53,14 +62,12 @@ def test_a_machine_that_is_not_known_has_no_filter():
 
 
 def test_it_holds_on_this_kernel():
-    if not has_filters() or program_filter() is None:
+    if not kernel_has_filters() or program_filter() is None:
         pytest.skip(f"this kernel filters no calls of {platform.machine()}")
     code = (
         "import errno, os, socket, threading\n"
-        "from tunebook.evaluate.sandbox import limits\n"
-        "from tunebook.evaluate.sandbox.seccomp import program_filter\n"
-        "limits.give_up_privileges()\n"
-        "limits.filter_calls(program_filter())\n"
+        "from tunebook.evaluate.sandbox.limits import Limits, bind_process, program_filter\n"
+        "bind_process(Limits(), 20.0, num_processes=0, filter=program_filter())\n"
         "socket.socketpair()[0].close()\n"
         "thread = threading.Thread(target=print, args=('thread',)); thread.start(); thread.join()\n"
         "os.waitpid(os.posix_spawn('/bin/true', ['true'], {}), 0)\n"

@@ -1,0 +1,120 @@
+"""Nothing is too deep, too closed or too many to be removed, and nothing else is touched."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import traceback
+from pathlib import Path
+
+import pytest
+
+from tunebook.evaluate.sandbox.limits import Limits
+from tunebook.evaluate.sandbox.walls import FIRST_UIDS, NONE, FreshUids, Wall, WallError, find_slots
+
+
+@pytest.fixture
+def slot():
+    """Not in pytest's folders, which are closed to the users that programs are."""
+    folder = Path(tempfile.mkdtemp(prefix="tunebook-test-", dir="/tmp"))
+    folder.chmod(0o711)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def in_child(action):
+    """Do something in a process of its own, because a wall ends all children of its process; whether it succeeded."""
+    process = os.fork()
+    if process == 0:
+        try:
+            action()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    return os.waitpid(process, 0)[1] == 0
+
+
+def files_links_and_closed_folders(room):
+    Path("a/b").mkdir(parents=True)
+    for name in ("a/b/file", "odd \n *", "-rf"):
+        Path(name).touch()
+    Path("a/link").symlink_to("/etc")
+    Path("link").symlink_to("/etc")
+    Path("broken").symlink_to("/nowhere")
+    os.mkfifo("pipe")
+    Path("a/b").chmod(0)
+    Path("a").chmod(0)
+
+
+def deeper_than_any_path_may_be(room):
+    for _ in range(1500):
+        Path("folder").mkdir()
+        os.chdir("folder")
+
+
+def more_files_than_a_command_may_name(room):
+    for number in range(10_000):
+        Path(f"{number}-{'x' * 240}").touch()
+
+
+def its_own_folder_and_those_of_others(room):
+    Path("file").touch()
+    if os.geteuid() != os.getuid():  # only root can give each program a uid of its own
+        for action in (room.rmdir, room.parent.iterdir, lambda: room.rename(f"{room}-2"), lambda: room.chmod(0o777)):
+            with pytest.raises(PermissionError):
+                list(action())
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        files_links_and_closed_folders,
+        deeper_than_any_path_may_be,
+        more_files_than_a_command_may_name,
+        its_own_folder_and_those_of_others,
+    ],
+)
+def test_what_a_program_leaves_is_removed(slot, program):
+    def trial():
+        wall = Wall(NONE, Limits(), slot, 0)
+        home = wall.new_home()
+        os.chdir(home.folder)
+        if home.user is not None:
+            os.seteuid(home.user)
+        program(Path(home.folder))
+        os.seteuid(os.getuid())
+        assert any(Path(home.folder).iterdir())
+        assert not wall.clear()
+
+    assert in_child(trial)
+    assert list(slot.iterdir()) == []
+
+
+def test_what_a_killed_worker_left_is_removed_by_the_next(slot):
+    home = Wall(NONE, Limits(), slot, 0).new_home()
+    left = Path(home.folder, "folder")
+    left.mkdir()
+    if home.user is not None:
+        os.chown(left, home.user, home.user)
+    left.chmod(0)
+    Wall(NONE, Limits(), slot, 0)
+    assert list(slot.iterdir()) == []
+
+
+def test_slots_must_be_disks_of_a_size(tmp_path):
+    with pytest.raises(WallError, match=r"is no disk of its own.*--tmpfs .*:size=67108864,nr_inodes=4096,mode=711"):
+        find_slots(tmp_path, Limits())
+    with pytest.raises(WallError, match="has no size that would stop a program"):
+        find_slots(Path("/"), Limits())
+
+
+def test_uids_are_used_again_only_after_all_others():
+    fresh = FreshUids(3)
+    taken = [fresh.take() for _ in range(2048)]
+    assert len(set(taken)) == 2048
+    assert fresh.take() == taken[0]
+    assert min(taken) >= FIRST_UIDS[-1]
+    assert not set(taken) & {FreshUids(2).take(), FreshUids(4).take()}
