@@ -200,7 +200,7 @@ def test_eval_shows_what_was_evaluated_before_it_says_what_was_not(run, monkeypa
 def test_fetch_tells_a_recipe_from_a_suite(run, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "tunebook.evaluate.needs.command.fetch_command",
+        "tunebook.evaluate.fetch.fetch_command",
         lambda recipe, overrides, _dirs, _console, **named: asked.append((recipe, overrides, named)),
     )
     assert run("fetch", "quickstart", "training.seed=1", "task=gsm8k")[0] == 0

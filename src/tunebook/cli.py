@@ -233,7 +233,7 @@ def fetch(
     recipes_dir: RecipesDir = None,
 ) -> None:
     """Download what a recipe, a suite or tasks need (models, data sets, resources), to work without a network later."""
-    from tunebook.evaluate.needs.command import fetch_command
+    from tunebook.evaluate.fetch import fetch_command
 
     keys = ("suite", "tasks", "task")
     own = [word for word in words or [] if word.partition("=")[0] in keys]

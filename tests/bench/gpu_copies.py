@@ -3,7 +3,7 @@
     python tests/bench/gpu_copies.py MODEL_FOLDER [--tokens 64]
 
 The same model in fp32, computed in bf16, on the GPU: seconds for an answer of some tokens, seconds for one batch of
-long prompts, and the most memory that each took beside the weights. `evaluate/on_gpu.py` chooses between the two.
+long prompts, and the most memory that each took in addition to the weights. `evaluate/trained_model.py` chooses one.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from tunebook.evaluate.command import (
     worker_command,
     worker_error,
 )
-from tunebook.evaluate.needs.check import Lack
+from tunebook.evaluate.preflight import Missing
 from tunebook.launch.local import ProcessEnd
 from tunebook.record.origin import ORIGIN_FILE
 
@@ -61,7 +61,7 @@ class Worker:
 def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
     worker = Worker()
     monkeypatch.setattr(command, "run_and_wait", worker)
-    monkeypatch.setattr(command, "find_lacks", lambda _: [])
+    monkeypatch.setattr(command, "find_missing", lambda _: [])
     monkeypatch.setattr(command, "harness_environment", lambda _: {})
     return worker
 
@@ -183,8 +183,8 @@ def test_a_hub_model_out_of_reach_says_what_to_type(
 @pytest.mark.parametrize(
     ("request_", "problem_id", "message"),
     [
-        (asked(run="a", model="b"), "run-and-model", "run=a and model=b are two answers"),
-        (asked(suite="quick", tasks=["a", "b"]), "suite-and-tasks", "suite=quick and tasks=a,b are two answers"),
+        (asked(run="a", model="b"), "run-and-model", "run=a and model=b exclude each other"),
+        (asked(suite="quick", tasks=["a", "b"]), "suite-and-tasks", "suite=quick and tasks=a,b exclude each other"),
         (asked(tasks=[]), "no-tasks", "tasks= names no task"),
         (asked(limit=0), "evaluation-option", "--limit 0: it must be 1 or more; leave it out for all items"),
         (asked(num_fewshot=-1), "evaluation-option", "--num-fewshot -1: it must be 0 or more"),
@@ -232,8 +232,11 @@ def test_a_run_without_tasks_of_its_own_says_what_to_type(run: Path, outputs: Pa
 def test_tasks_that_lack_something_are_named_and_left_out_and_the_others_run(
     run: Path, outputs: Path, worker: Worker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lacks = [Lack(task="gsm8k", lacks="its data is not here"), Lack(task="arc_easy", lacks="no package", fix="get it")]
-    monkeypatch.setattr(command, "find_lacks", lambda _: lacks)
+    missing = [
+        Missing(task="gsm8k", lacks="its data is not here"),
+        Missing(task="arc_easy", lacks="no package", fix="get it"),
+    ]
+    monkeypatch.setattr(command, "find_missing", lambda _: missing)
     report = evaluate_command(asked(tasks=["gsm8k", QUICKSTART, "arc_easy"]), outputs)
     assert worker.tasks == [QUICKSTART]
     said = capsys.readouterr().err
@@ -249,7 +252,7 @@ def test_tasks_that_lack_something_are_named_and_left_out_and_the_others_run(
 def test_where_every_task_lacks_something_nothing_is_started(
     run: Path, outputs: Path, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "find_lacks", lambda _: [Lack(task="gsm8k", lacks="its data is not here")])
+    monkeypatch.setattr(command, "find_missing", lambda _: [Missing(task="gsm8k", lacks="its data is not here")])
     with pytest.raises(RequestError, match=r"a task cannot be evaluated.*\n  gsm8k: its data") as raised:
         evaluate_command(asked(tasks=["gsm8k"]), outputs)
     assert raised.value.problem_id == "task-data-missing"
@@ -289,8 +292,8 @@ def test_a_request_to_stop_ends_an_evaluation_with_6() -> None:
     stopped = worker_error(ProcessEnd(exit_code=-15, stopped_by="SIGTERM"), "after", "this command")
     assert (stopped.exit_code, stopped.message) == (
         6,
-        "stopped by SIGTERM during the evaluation after; its finished tasks are kept, and this command goes on with "
-        "the others",
+        "stopped by SIGTERM during the evaluation after; its finished tasks are kept, and this command evaluates the "
+        "others",
     )
     assert worker_error(ProcessEnd(exit_code=6, stopped_by=None), "after", "this command").exit_code == 6
     killed = worker_error(ProcessEnd(exit_code=-9, stopped_by=None), "after", "this command")

@@ -8,11 +8,9 @@ from transformers import PreTrainedTokenizerBase
 
 from tunebook.errors import DataError
 from tunebook.evaluate.conversations import (
-    Conversation,
     Item,
     check_prompt_lengths,
-    read_conversations,
-    render_items,
+    render_conversations,
     write_items,
 )
 
@@ -29,7 +27,7 @@ def sharegpt(*turns: tuple[str, str], **more: str) -> dict[str, object]:
 
 def test_only_the_last_turn_is_the_answer(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     turns = ("human", "Reverse: a b"), ("gpt", "b a"), ("human", "And: c d"), ("gpt", "d c")
-    items = render_items(read_conversations(write(tmp_path, sharegpt(*turns, task="again")), None), tokenizer)
+    items = render_conversations(write(tmp_path, sharegpt(*turns, task="again")), None, tokenizer)
     prompt = (
         "<|im_start|>user\nReverse: a b<|im_end|>\n<|im_start|>assistant\nb a<|im_end|>\n"
         "<|im_start|>user\nAnd: c d<|im_end|>\n<|im_start|>assistant\n"
@@ -37,35 +35,35 @@ def test_only_the_last_turn_is_the_answer(tmp_path: Path, tokenizer: PreTrainedT
     assert items == [Item(prompt=prompt, answer="d c", task="again")]
 
 
-def test_the_runs_system_prompt_goes_before_conversations_without_one(tmp_path: Path) -> None:
+def test_the_runs_system_prompt_goes_before_conversations_without_one(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
     own = sharegpt(("system", "Shout."), ("human", "hi"), ("gpt", "HI"))
     none = sharegpt(("human", "hi"), ("gpt", "hi"))
-    first, second = read_conversations(write(tmp_path, own, none), "Be brief.")
-    assert first.turns[0] == {"role": "system", "content": "Shout."}
-    assert second.turns[0] == {"role": "system", "content": "Be brief."}
-    assert (first.group, len(second.turns)) == ("all", 3)
+    first, second = render_conversations(write(tmp_path, own, none), "Be brief.", tokenizer)
+    assert first.prompt.startswith("<|im_start|>system\nShout.<|im_end|>\n<|im_start|>user\nhi")
+    assert second.prompt.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi")
+    assert (first.task, second.answer) == ("all", "hi")
 
 
-def test_every_bad_line_is_reported(tmp_path: Path) -> None:
+def test_every_bad_line_is_reported(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     good = sharegpt(("human", "hi"), ("gpt", "hello"))
     unanswered = sharegpt(("human", "hi"), ("gpt", "hello"), ("human", "and?"))
     with pytest.raises(DataError) as raised:
-        read_conversations(write(tmp_path, good, unanswered, {"text": "no conversation"}), None)
+        render_conversations(write(tmp_path, good, unanswered, {"text": "no conversation"}), None, tokenizer)
     assert "2 of 3 documents cannot be used" in raised.value.message
     assert "line 2: it must end with the assistant's turn" in raised.value.message
     assert "line 3: " in raised.value.message
 
 
-def test_plain_text_is_no_conversation(tmp_path: Path) -> None:
+def test_plain_text_is_no_conversation(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(DataError, match="line 1: it is no conversation"):
-        read_conversations(write(tmp_path, {"text": "words"}), None)
+        render_conversations(write(tmp_path, {"text": "words"}), None, tokenizer)
 
 
-def test_a_prompt_too_long_for_the_answer_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
-    conversation = Conversation(
-        turns=[{"role": "user", "content": "a b c"}, {"role": "assistant", "content": "a"}], group="all"
-    )
-    items = render_items([conversation], tokenizer)
+def test_a_prompt_too_long_for_the_answer_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    file = write(tmp_path, sharegpt(("human", "a b c"), ("gpt", "a")))
+    items = render_conversations(file, None, tokenizer)
     num_tokens = len(tokenizer(items[0].prompt, add_special_tokens=False)["input_ids"])
     check_prompt_lengths(items, tokenizer, num_tokens)
     message = rf"1 of 1 held-out prompts are longer than the {num_tokens - 1} tokens.*the longest has {num_tokens}\)"

@@ -15,10 +15,8 @@ from tunebook.errors import DataError, RequestError
 from tunebook.evaluate.batch_size import BatchSize
 from tunebook.evaluate.harness import (
     HarnessSettings,
-    LoadedTasks,
-    Prompting,
-    asked_in,
     load_tasks,
+    requests_in,
     requests_of,
     run_task,
 )
@@ -81,10 +79,11 @@ def chat(text: str) -> str:
     return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def settings(folder: Path, limit: int | None = None) -> HarnessSettings:
+def settings(model: RequestModel, folder: Path, limit: int | None = None) -> HarnessSettings:
     return HarnessSettings(
-        num_fewshot=None, limit=limit, system_prompt=None, items_folder=folder / "items", cache_folder=folder / "cache"
-    )
+        tokenizer=model.tokenizer, max_length=model.max_length, num_fewshot=None, limit=limit, system_prompt=None,
+        items_folder=folder / "items", cache_folder=folder / "cache",
+    )  # fmt: skip
 
 
 def exact_match_task(folder: Path, held_out: list[tuple[str, str, str, str]]) -> Path:
@@ -103,12 +102,8 @@ def run_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Req
     return RequestModel(model, tokenizer, batch_size=BatchSize(2), compute_dtype=None, progress=AnswerProgress("test"))
 
 
-def loaded(model: RequestModel, task: TaskFile, settings: HarnessSettings) -> LoadedTasks:
-    return load_tasks([task], Prompting(tokenizer=model.tokenizer, max_length=model.max_length), settings)
-
-
 def run_harness(model: RequestModel, tasks: list[TaskFile], settings: HarnessSettings) -> dict[str, Any]:
-    (task,) = loaded(model, tasks[0], settings).tasks.values()
+    (task,) = load_tasks(tasks, settings).tasks.values()
     return run_task(model, task, settings)
 
 
@@ -119,7 +114,7 @@ def test_exact_match_by_hand(
     monkeypatch.setattr(run_model.model, "generate", by_heart)
     task = read_task_file(exact_match_task(tmp_path, HELD_OUT))
     original = evaluator.add_env_info
-    results = run_harness(run_model, [task], settings(tmp_path))
+    results = run_harness(run_model, [task], settings(run_model, tmp_path))
     assert evaluator.add_env_info is original
     found = task_scores(results)["words"]
     assert found["value"] == 0.75
@@ -138,9 +133,9 @@ def test_changed_conversations_are_not_hidden_by_a_cache(
     answers = {chat(asked): said for asked, _, said, _ in HELD_OUT}
     monkeypatch.setattr(run_model.model, "generate", AnswersByHeart(tokenizer, answers))
     file = exact_match_task(tmp_path, HELD_OUT)
-    before = task_scores(run_harness(run_model, [read_task_file(file)], settings(tmp_path)))["words"]
+    before = task_scores(run_harness(run_model, [read_task_file(file)], settings(run_model, tmp_path)))["words"]
     exact_match_task(tmp_path, HELD_OUT[3:])
-    after = task_scores(run_harness(run_model, [read_task_file(file)], settings(tmp_path)))["words"]
+    after = task_scores(run_harness(run_model, [read_task_file(file)], settings(run_model, tmp_path)))["words"]
     assert (before["num_items"], before["value"]) == (4, 0.75)
     assert (after["num_items"], after["value"]) == (1, 0.0)
     assert before["config_sha256"] == after["config_sha256"]
@@ -154,7 +149,7 @@ def test_the_limit_takes_the_first_items(
         run_model.model, "generate", AnswersByHeart(tokenizer, {chat("one"): "eins", chat("two"): "falsch"})
     )
     task = read_task_file(exact_match_task(tmp_path, HELD_OUT))
-    found = task_scores(run_harness(run_model, [task], settings(tmp_path, limit=2)))["words"]
+    found = task_scores(run_harness(run_model, [task], settings(run_model, tmp_path, limit=2)))["words"]
     assert (found["num_items"], found["value"]) == (2, 0.5)
 
 
@@ -170,7 +165,7 @@ def test_multiple_choice_takes_the_likeliest_continuation_of_the_chat_prompt(
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     file = tmp_path / "choices.yaml"
     file.write_text(CHOICES.replace("DATA", str(data)).replace("CACHE", str(tmp_path / "cache")))
-    results = run_harness(run_model, [read_task_file(file)], settings(tmp_path))
+    results = run_harness(run_model, [read_task_file(file)], settings(run_model, tmp_path))
     assert task_scores(results)["choices"]["value"] == pytest.approx(2 / 3)
     answers = task_answers("choices", results)
     assert [answer.answer for answer in answers] == [choices[index] for index in likeliest]
@@ -196,21 +191,21 @@ def best_choice(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prom
 def test_a_prompt_that_would_be_cut_is_refused(tmp_path: Path, run_model: RequestModel) -> None:
     long = [("word " * 200, "x", "x", "a")]
     with pytest.raises(DataError, match=r"longer than the 120 tokens"):  # 128 of context - 8 of answer
-        run_harness(run_model, [read_task_file(exact_match_task(tmp_path, long))], settings(tmp_path))
+        run_harness(run_model, [read_task_file(exact_match_task(tmp_path, long))], settings(run_model, tmp_path))
 
 
 def test_a_task_the_harness_refuses_is_named(tmp_path: Path, run_model: RequestModel) -> None:
     file = exact_match_task(tmp_path, HELD_OUT)
     file.write_text(file.read_text().replace("generate_until", "generate_unti"))
     with pytest.raises(RequestError, match=rf"refuses task {file}: Got invalid output_type 'generate_unti'"):
-        run_harness(run_model, [read_task_file(file)], settings(tmp_path))
+        run_harness(run_model, [read_task_file(file)], settings(run_model, tmp_path))
 
 
 def test_missing_data_is_named_before_anything_runs(tmp_path: Path, run_model: RequestModel) -> None:
     file = tmp_path / "choices.yaml"
     file.write_text(CHOICES.replace("DATA", str(tmp_path / "gone.jsonl")).replace("CACHE", str(tmp_path / "cache")))
     with pytest.raises(RequestError, match=rf"the data of task {file} is not on this machine"):
-        run_harness(run_model, [read_task_file(file)], settings(tmp_path))
+        run_harness(run_model, [read_task_file(file)], settings(run_model, tmp_path))
 
 
 def test_what_will_be_asked_is_known_without_a_model(
@@ -218,16 +213,15 @@ def test_what_will_be_asked_is_known_without_a_model(
 ) -> None:
     by_heart = AnswersByHeart(tokenizer, {chat(asked): said for asked, _, said, _ in HELD_OUT})
     monkeypatch.setattr(run_model.model, "generate", by_heart)
-    wanted = settings(tmp_path, limit=3)
-    (task,) = loaded(run_model, read_task_file(exact_match_task(tmp_path, HELD_OUT)), wanted).tasks.values()
-    prompting = Prompting(tokenizer=tokenizer, max_length=run_model.max_length)
-    foretold = requests_of(task, prompting, wanted)
+    wanted = settings(run_model, tmp_path, limit=3)
+    (task,) = load_tasks([read_task_file(exact_match_task(tmp_path, HELD_OUT))], wanted).tasks.values()
+    foretold = requests_of(task, wanted)
     assert [arguments[0][0] for _, _, arguments in foretold] == [chat(asked) for asked, *_ in HELD_OUT[:3]]
-    assert foretold == asked_in(run_task(run_model, task, wanted)["samples"]["words"])
+    assert foretold == requests_in(run_task(run_model, task, wanted)["samples"]["words"])
 
 
 def test_a_tasks_function_that_cannot_be_imported_is_named(tmp_path: Path, run_model: RequestModel) -> None:
     file = exact_match_task(tmp_path, HELD_OUT)
     file.write_text(file.read_text() + "process_docs: !function gone.docs\n")
     with pytest.raises(RequestError, match=rf"refuses task {file}: .*gone"):
-        run_harness(run_model, [read_task_file(file)], settings(tmp_path))
+        run_harness(run_model, [read_task_file(file)], settings(run_model, tmp_path))

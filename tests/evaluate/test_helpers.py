@@ -1,45 +1,39 @@
-"""Requests shared among processes; the processes here are real, only what they answer is made up."""
+"""Requests shared among processes; the processes here are real, only their answers are made up."""
 
 from __future__ import annotations
 
+import os
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tunebook.errors import DoesNotFitError
+from tunebook.errors import DoesNotFitError, RequestError
 from tunebook.evaluate.helpers import HelperError, Helpers, deal
-from tunebook.evaluate.helping import ToldProgress, serve
 from tunebook.evaluate.progress import AnswerProgress
 
-# Answers with its number and the text in capitals, but dies, fails or runs out of memory where the text says so.
-PROGRAM = """
-import os, sys
-from multiprocessing.connection import Connection
-line = Connection(int(sys.argv[-1]))
-print("helper at work", file=sys.stderr, flush=True)
-while True:
-    try:
-        kind, arguments = line.recv()
-    except EOFError:
-        break
-    texts = [text for text, *_ in arguments]
-    if "die" in texts:
-        os.kill(os.getpid(), 9)
-    elif "fail" in texts:
-        line.send(("failed", "ValueError: no"))
-    elif "large" in texts:
-        line.send(("no-memory", "a batch of 8 does not fit"))
-    else:
-        line.send(("said", "batch size auto: 8 ran out of memory, 4 fits"))
-        line.send(("count", len(texts)))
-        line.send(("answers", [f"{kind} {os.environ['NUMBER']} {text.upper()}" for text in texts]))
-"""
+
+def load(progress: AnswerProgress) -> Callable[[str, Sequence[Any]], list[str]]:
+    """Answers with its number and the text in capitals, but dies, fails or runs out of memory if the text says so."""
+    print("helper at work", file=sys.stderr, flush=True)
+    if os.environ["NUMBER"] == "none":
+        raise RequestError("no such model")
+
+    def answer(kind: str, requests: Sequence[Any]) -> list[str]:
+        texts = [request.args[0] for request in requests]
+        if "die" in texts:
+            os.kill(os.getpid(), 9)
+        if "fail" in texts:
+            raise ValueError("no")
+        if "large" in texts:
+            raise DoesNotFitError("a batch of 8 does not fit")
+        progress.say("batch size auto: 8 ran out of memory, 4 fits")
+        progress.advance(len(texts))
+        return [f"{kind} {os.environ['NUMBER']} {text.upper()}" for text in texts]
+
+    return answer
 
 
 def requests(*texts: str) -> list[Any]:
@@ -52,8 +46,8 @@ def answer(kind: str, shared: Sequence[Any]) -> list[str]:
 
 @pytest.fixture
 def helpers() -> Iterator[Helpers]:
-    with Helpers(progress=AnswerProgress("test")) as started:
-        started.start([sys.executable, "-c", PROGRAM], [{"NUMBER": "1"}, {"NUMBER": "2"}])
+    with Helpers(AnswerProgress("test")) as started:
+        started.start(load, [{"NUMBER": "1"}, {"NUMBER": "2"}])
         yield started
 
 
@@ -84,7 +78,7 @@ def test_fewer_requests_than_processes_are_answered(helpers: Helpers) -> None:
 
 
 def test_one_that_dies_costs_what_it_was_asked_and_is_not_asked_again(helpers: Helpers) -> None:
-    with pytest.raises(HelperError, match=r"was killed by signal 9\nThe last it said:\n  helper at work"):
+    with pytest.raises(HelperError, match=r"was killed by signal 9\nIts last output:\n  helper at work"):
         helpers.share("k", requests("a long text of ours", "another of theirs", "die"), answer)
     assert len([helper for helper in helpers._helpers if helper.is_lost]) == 1
     answers = helpers.share("k", requests("a", "b", "c", "d"), answer)
@@ -118,17 +112,17 @@ def test_an_error_of_our_own_does_not_mix_up_the_answers(helpers: Helpers) -> No
 
 @pytest.mark.parametrize("is_failing", [False, True], ids=["well", "failing"])
 def test_nothing_is_left_at_work_afterwards(is_failing: bool) -> None:
-    helpers = Helpers(progress=AnswerProgress("test"))
+    helpers = Helpers(AnswerProgress("test"))
     try:
         with helpers:
-            helpers.start([sys.executable, "-c", PROGRAM], [{"NUMBER": "1"}])
+            helpers.start(load, [{"NUMBER": "1"}])
             helpers.share("k", requests("a", "b"), answer)
             if is_failing:
                 raise KeyError
     except KeyError:
         pass
     (helper,) = helpers._helpers
-    assert helper.process.returncode in ((-15, 0) if is_failing else (0,))
+    assert helper.process.exitcode in ((-15, 0) if is_failing else (0,))
 
 
 def test_the_cards_are_dealt_evenly_and_contexts_stay_together() -> None:
@@ -141,39 +135,8 @@ def test_the_cards_are_dealt_evenly_and_contexts_stay_together() -> None:
     assert lengths == [26, 26, 26]  # 12 7 6 1, 11 8 5 2, 10 9 4 3
 
 
-def test_a_helper_answers_until_its_pipe_is_closed() -> None:
-    ours, theirs = Pipe()
-    seen: list[tuple[str, list[Any]]] = []
-
-    def answer_some(kind: str, shared: Sequence[Any]) -> list[Any]:
-        seen.append((kind, [request.args for request in shared]))
-        if kind == "broken":
-            raise ValueError("no such kind")
-        if kind == "large":
-            raise DoesNotFitError("too large")
-        progress.say("4 fits")
-        progress.advance(len(shared))
-        return [request.args[0] + "!" for request in shared]
-
-    progress = ToldProgress(theirs)
-    helper = threading.Thread(target=serve, args=(theirs, answer_some, progress))
-    helper.start()
-    said = []
-    for kind in ("loglikelihood", "broken", "large", "loglikelihood"):
-        ours.send((kind, [("a", " b"), ("c", " d")]))
-        said += receive_to_result(ours)
-    ours.close()
-    helper.join(timeout=20)
-    assert not helper.is_alive()
-    answered = [("said", "4 fits"), ("answers", ["a!", "c!"])]
-    assert said == [*answered, ("failed", "ValueError: no such kind"), ("no-memory", "too large"), *answered]
-    assert seen[0] == ("loglikelihood", [("a", " b"), ("c", " d")])
-    assert progress.num_done == 4
-
-
-def receive_to_result(line: Connection) -> list[Any]:
-    """What comes over a pipe up to a result, without the counts."""
-    found: list[Any] = []
-    while not found or found[-1][0] in ("count", "said"):
-        found.append(line.recv())
-    return [message for message in found if message[0] != "count"]
+def test_one_that_cannot_load_the_model_says_why() -> None:
+    with Helpers(AnswerProgress("test")) as helpers:
+        helpers.start(load, [{"NUMBER": "none"}])
+        with pytest.raises(HelperError, match=r"ended with exit code 2\nIts last output:\n.*\n  evaluation: no such"):
+            helpers.share("k", requests("a", "b"), answer)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTok
 
 from tunebook.errors import DataError
 from tunebook.evaluate.batch_size import BatchSize
-from tunebook.evaluate.harness import HarnessSettings, Prompting, load_tasks, requests_of, run_task
+from tunebook.evaluate.harness import HarnessSettings, load_tasks, requests_of, run_task
 from tunebook.evaluate.progress import AnswerProgress
 from tunebook.evaluate.request_model import RequestModel
 from tunebook.evaluate.task_files import read_task_file
@@ -54,6 +54,13 @@ generation_kwargs: {until: [], do_sample: false, max_gen_toks: 4}
 metric_list: [{metric: exact_match}]
 metadata: {conversations: held.jsonl}
 """
+
+
+def settings_of(tokenizer: PreTrainedTokenizerBase, folder: Path) -> HarnessSettings:
+    return HarnessSettings(
+        tokenizer=tokenizer, max_length=64, num_fewshot=None, limit=None, system_prompt="c c", items_folder=folder,
+        cache_folder=folder / "cache",
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -102,12 +109,9 @@ def test_a_prompt_begins_as_in_training_with_one_bos_or_none(
     run_model = RequestModel(
         model, adding_bos, batch_size=BatchSize(2), compute_dtype=None, progress=AnswerProgress("test")
     )
-    settings = HarnessSettings(
-        num_fewshot=None, limit=None, system_prompt="c c", items_folder=tmp_path, cache_folder=tmp_path / "cache"
-    )
+    settings = settings_of(adding_bos, tmp_path)
     adding_bos.chat_template = TEMPLATE.replace("<s> ", start)
-    prompting = Prompting(tokenizer=adding_bos, max_length=run_model.max_length)
-    (task,) = load_tasks([read_task_file(file)], prompting, settings).tasks.values()
+    (task,) = load_tasks([read_task_file(file)], settings).tasks.values()
     rows = rows_read(model, monkeypatch)
     run_task(run_model, task, settings)
     prompts = [row for row in rows if len(row) > 1]  # a generation then reads one token at a time
@@ -131,17 +135,14 @@ def test_a_system_prompt_that_the_template_does_not_write_is_refused(
     data, file = tmp_path / "rows.jsonl", tmp_path / "task.yaml"
     data.write_text(json.dumps({"question": "a b", "right": "c"}) + "\n")
     file.write_text(WRITTEN.replace("DATA", str(data)).replace("CACHE", str(tmp_path / "cache")))
-    settings = HarnessSettings(
-        num_fewshot=None, limit=None, system_prompt="c c", items_folder=tmp_path, cache_folder=tmp_path / "cache"
-    )
+    settings = settings_of(adding_bos, tmp_path)
     body = "{{ message.role }}: {{ message.content }} </s> "
     adding_bos.chat_template = TEMPLATE.replace(
         body, f"{{% if message.role == 'system' %}}{system}{{% else %}}{body}{{% endif %}}"
     )
-    prompting = Prompting(tokenizer=adding_bos, max_length=64)
-    (task,) = load_tasks([read_task_file(file)], prompting, settings).tasks.values()
+    (task,) = load_tasks([read_task_file(file)], settings).tasks.values()
     with pytest.raises(DataError, match=message):
-        requests_of(task, prompting, settings)
+        requests_of(task, settings)
 
 
 def test_an_answer_ends_where_training_taught_it_to_also_where_the_models_settings_do_not_say_so(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tunebook.evaluate import evaluation, harness, parts, task_runs, worker
+from tunebook.evaluate import evaluation, harness, resume, task_runs, worker
 
 pytestmark = pytest.mark.usefixtures("quiet_harness")
 
@@ -81,7 +81,7 @@ def test_finished_tasks_are_taken_by_the_next_evaluation_of_the_same(
     assert ran == ["choice", "continuation"]
     said = capfd.readouterr().err
     assert "evaluation again: 1 of 2 tasks are taken from an evaluation of the same model and request" in said
-    assert ": choice; --fresh evaluates anew" in said
+    assert ": choice; --fresh evaluates again" in said
     taken = record(run, "again")
     assert list(taken["taken"]) == ["choice"]
     assert scores(run, "again") == {**scores(run), "continuation": ("exact_match", 0.75)}
@@ -235,7 +235,7 @@ def test_a_full_disk_ends_it_at_once_and_is_no_tasks_fault(
     run = known_run([task_file("next_word"), task_file("choice")])
     module, name = {
         "task": (harness, "_task_spec"),
-        "part": (parts, "atomic_write_text"),
+        "part": (resume, "atomic_write_text"),
         "record": (evaluation, "atomic_write_json"),
     }[place]
     monkeypatch.setattr(module, name, fill)
@@ -276,7 +276,7 @@ def test_a_group_is_what_the_harness_makes_of_it_and_goes_on_task_by_task(
     file = [task_file(name) for name in ("choice", "second", "both")][-1]
     run = known_run([file], batch_size=1)
     with monkeypatch.context() as killed:
-        killed.setattr(task_runs.Parts, "write", stop_after(1, task_runs.Parts.write))
+        killed.setattr(task_runs.ResultCache, "write", stop_after(1, task_runs.ResultCache.write))
         with pytest.raises(KeyboardInterrupt):
             evaluate(run)
     assert not (run / "evaluation" / "before.json").exists()

@@ -1,13 +1,18 @@
+"""Which disk is full where an evaluation writes to several, and what helps there."""
+
 from __future__ import annotations
 
 import json
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 from transformers import PreTrainedTokenizerBase
 
 from tunebook.config.choices import Attention, Compute, Generation, PackingMode, Weights
@@ -20,6 +25,7 @@ from tunebook.evaluate import __main__ as program
 from tunebook.evaluate import worker
 from tunebook.evaluate.evaluation import Evaluation, _bound_tokenizer, score_first_baseline
 from tunebook.evaluate.task_files import resolve_task
+from tunebook.evaluate.worker import full_disk_error
 from tunebook.model.load import load_model
 from tunebook.record.binding import recorded_by_run
 
@@ -86,14 +92,15 @@ def test_an_untrained_model_is_evaluated_before_and_the_same_weights_give_the_sa
 
 def test_the_quickstarts_baseline_is_scored_on_all_items(run: Path, config: RunConfig) -> None:
     task = resolve_task("book:recipes/quickstart/tasks/quickstart.yaml")
-    whole = Evaluation(run=run, when="before", config=config, model=None, tasks=[task], limit=None)
+    whole = Evaluation(run=run, when="before", config=config, model=None, tasks=[task])
     found = score_first_baseline(whole)
     assert found is not None
     assert found["name"] == "look-up of the nearest training prompt"
     assert 0 < found["value"] < 0.5
     other_data = replace(config.dataset, path=None)
     assert score_first_baseline(replace(whole, config=replace(config, dataset=other_data))) is None
-    assert score_first_baseline(replace(whole, limit=40)) is None
+    limited = replace(config, evaluation=replace(config.evaluation, limit=40))
+    assert score_first_baseline(replace(whole, config=limited)) is None
 
 
 def test_a_run_without_a_trained_model_has_no_after(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,7 +115,7 @@ def test_a_suite_takes_the_place_of_the_runs_own_evaluation(run: Path, config: R
         worker._parse(["--run", str(run), "--when", "before", "--suite", "quickstart", "--limit", "3"])
     )
     assert [task.name for task in asked.tasks if not isinstance(task, str)] == ["quickstart"]
-    assert (asked.config.evaluation.batch_size, asked.limit) == (64, 3)
+    assert (asked.config.evaluation.batch_size, asked.config.evaluation.limit) == (64, 3)
 
 
 def test_a_folder_without_run_yaml_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,7 +167,7 @@ def test_other_weights_than_the_run_started_from_are_an_error_unless_they_are_na
     (run / "manifest.json").write_text(json.dumps({"format": 1, "model": {"weights_fingerprint": "1" * 64}}))
     trained = recorded_by_run(run)
     asked = Evaluation(
-        run=run, when="before", config=replace(config, model=model), model=None, tasks=["t"], limit=None,
+        run=run, when="before", config=replace(config, model=model), model=None, tasks=["t"],
         trained=trained,
     )  # fmt: skip
     with pytest.raises(DataError, match=r"have the fingerprint .*, and the run started from 111111111111"):
@@ -168,3 +175,25 @@ def test_other_weights_than_the_run_started_from_are_an_error_unless_they_are_na
     assert _bound_tokenizer(replace(asked, allowed=("base",)))[1]["mismatches"] == ["base"]
     whole = replace(asked, model=base)  # trained whole: nothing of the base is left in it
     assert _bound_tokenizer(whole)[1]["mismatches"] == []
+
+
+@pytest.mark.parametrize(
+    ("fullest", "helps"),
+    [
+        ("results", "free some space, then the same command reuses the finished tasks"),
+        ("temporary", "free some space or use another disk, TMPDIR=FOLDER in front of the command"),
+        ("hub", "free some space or use another disk, HF_HOME=FOLDER in front of the command"),
+    ],
+)
+def test_the_disk_with_the_least_room_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fullest: str, helps: str
+) -> None:
+    for name in ("results", "temporary", "hub"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path / "temporary"))
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "hub"))
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=int(folder.name != fullest)))
+    error = full_disk_error(tmp_path / "results", "the same command")
+    assert (error.exit_code, error.problem_id) == (3, "disk-full")
+    assert f"the disk of {tmp_path / fullest}, or a quota on it, is full" in error.message
+    assert helps in error.message

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from tunebook.errors import RequestError
-from tunebook.evaluate.needs import check
-from tunebook.evaluate.needs.check import Lack
+from tunebook.evaluate import preflight
+from tunebook.evaluate.preflight import Missing
 from tunebook.launch.job import plan_job, require_runnable
 
 
 def test_missing_task_data_is_named_before_anything_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        check, "find_lacks", lambda tasks: [Lack(task=task, lacks="its data is not here") for task in tasks]
+        preflight, "find_missing", lambda tasks: [Missing(task=task, lacks="its data is not here") for task in tasks]
     )
     job = plan_job("quickstart", ["hardware=cpu", "evaluation=tasks", "evaluation.tasks=[gsm8k,arc_easy]"], [])
     with pytest.raises(RequestError, match="2 tasks cannot be evaluated") as raised:
@@ -22,7 +22,7 @@ def test_missing_task_data_is_named_before_anything_is_prepared(monkeypatch: pyt
 
 
 def test_a_training_with_tasks_of_its_own_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr(check, "data_set_of", lambda leaf: asked.append(leaf.name))
+    asked: list[object] = []
+    monkeypatch.setattr(preflight, "_missing_of", lambda task, leaves, hub: [asked.append(leaf) for leaf in leaves])
     require_runnable(plan_job("quickstart", ["hardware=cpu"], []))
     assert asked == []

@@ -155,6 +155,6 @@ def helpers_of(running: Running) -> list[int]:
             words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
         except OSError:  # it has ended meanwhile
             continue
-        if b"--helper" in words and b"-c" not in words:  # no longer the few lines that become it
+        if b"--multiprocessing-fork" in words:
             found.append(int(child))
     return found

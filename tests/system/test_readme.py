@@ -20,7 +20,7 @@ INSTEAD = {
     "make train RECIPE=qwen3b_zero2": "needs GPUs; the dry run below says what it would do",
     "tunebook parity quickstart --over parallelism=ddp,zero2 --gpus 1,2": "its runs are those of test_same_loss.py",
     'make eval ARGS="model=org/name tasks=gsm8k,arc_easy"': "needs the hub; a folder is evaluated by tests/evaluate",
-    "make fetch RECIPE=qwen3b_zero2": "needs the hub; tests/evaluate/needs fetches from stand-ins",
+    "make fetch RECIPE=qwen3b_zero2": "needs the hub; tests/evaluate/test_fetch.py fetches from stand-ins",
     "tunebook verify quickstart": "run on the whole run by test_evidence.py",
     "tunebook reproduce outputs/quickstart/latest": "a short run is made again by test_evidence.py",
     "tunebook diff RUN RUN": "run by test_evidence.py",

@@ -1,8 +1,7 @@
-"""How many requests are computed at once: as many as were asked for, or (auto) the most that the memory takes.
+"""How many requests are computed at once: as many as were asked for, or (auto) the most that fit into memory.
 
-Auto starts large and halves when the memory runs out. What is remembered is rows times length, so that a task of short
-prompts is not slowed down by one of long prompts before it. Answers do not depend on the size: greedy decoding and
-likelihoods are computed row by row.
+Auto starts large and halves when memory runs out. It remembers rows times length, so that long prompts of one task do
+not slow down short ones of the next. Answers do not depend on the size: rows are computed independently.
 """
 
 from __future__ import annotations
@@ -10,19 +9,19 @@ from __future__ import annotations
 from tunebook.errors import DoesNotFitError, RequestError
 
 AUTO = "auto"
-LARGEST_ON_GPU = 256  # beyond it a GPU is busy with models of any size
-LARGEST_ON_CPU = 32  # where more rows at once are hardly faster, and running out of memory is a kill without a word
+LARGEST_ON_GPU = 256  # more does not make a GPU faster, for models of any size
+LARGEST_ON_CPU = 32  # more is hardly faster, and running out of memory kills the process
 
 
 class BatchSize:
-    """The size for each kind of request (likelihoods need other memory than generation does)."""
+    """The size for each kind of request: log-likelihoods need other memory than generation."""
 
     def __init__(self, asked: int | None, largest: int = LARGEST_ON_GPU) -> None:
         self.asked = asked  # None: auto
         self._largest = largest
         self._budgets: dict[str, int] = {}  # rows x length that is known to fit, once a larger one did not
-        self._too_large: dict[str, int] = {}  # sizes that did not fit and have not been told yet
-        self._told: dict[str, int] = {}
+        self._too_large: dict[str, int] = {}  # sizes that did not fit and are not reported yet
+        self._reported: dict[str, int] = {}
         self.smallest: int | None = None  # that was used for the task
 
     def begin_task(self) -> None:
@@ -30,7 +29,7 @@ class BatchSize:
         self.smallest = None
 
     def size_for(self, kind: str, length: int, limit: int | None = None) -> int:
-        """The size for requests of up to `length` characters; `limit` caps it where memory can be told beforehand."""
+        """The size for requests of up to `length` characters; `limit` caps it if the memory is known beforehand."""
         if self.asked is not None:
             return self.asked
         size = min(self._largest, limit or self._largest)
@@ -39,11 +38,11 @@ class BatchSize:
         return _power_of_two(size)
 
     def lower(self, kind: str, size: int, length: int) -> None:
-        """Note that `size` did not fit. Raises: DoesNotFitError where it was asked for, or is one already."""
+        """Note that `size` did not fit. Raises: DoesNotFitError if it was asked for, or if it is one already."""
         smaller = size // 2
         if smaller == 0:
             raise DoesNotFitError(
-                f"a single request of {length:,} characters does not fit into the memory beside the model; end what "
+                f"a single request of {length:,} characters does not fit into the memory next to the model; end what "
                 "else runs there, or evaluate on more GPUs: a model is spread over those that are visible",
                 problem_id="batch-does-not-fit",
             )
@@ -57,12 +56,12 @@ class BatchSize:
         self._too_large.setdefault(kind, size)
 
     def fitted(self, kind: str, size: int) -> str | None:
-        """Note that `size` did; what to tell people, once, where a larger one did not."""
+        """Note that `size` did; returns a note for people, once, if a larger one did not."""
         self.smallest = min(self.smallest or size, size)
         too_large = self._too_large.pop(kind, None)
-        if too_large is None or self._told.get(kind) == size:
+        if too_large is None or self._reported.get(kind) == size:
             return None
-        self._told[kind] = size
+        self._reported[kind] = size
         return f"batch size auto: {too_large} ran out of memory, {size} fits"
 
 
@@ -72,13 +71,13 @@ def read_batch_size(text: str) -> int | None:
         return None
     if not text.isdecimal() or int(text) == 0:
         raise RequestError(
-            f"--batch-size {text} is no number of requests; type one of 1 or more, or {AUTO} for the most that the "
-            "memory takes",
+            f"--batch-size {text} is no number of requests; type a number from 1, or {AUTO} for the most that fit "
+            "into memory",
             problem_id="batch-size",
         )
     return int(text)
 
 
 def _power_of_two(size: int) -> int:
-    """The largest power of two that is not larger; 1 for less than that."""
+    """The largest power of two up to `size`; at least 1."""
     return 1 << max(0, size.bit_length() - 1)

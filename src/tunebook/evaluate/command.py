@@ -1,4 +1,4 @@
-"""What `tunebook eval` does: find what to evaluate, run the worker, show the scores as a table."""
+"""`tunebook eval`: find what to evaluate, run the worker, show the scores as a table."""
 
 from __future__ import annotations
 
@@ -15,17 +15,20 @@ from rich.text import Text
 
 from tunebook.config.book import as_word
 from tunebook.config.frozen import config_to_yaml, load_config
-from tunebook.config.schema import EvaluationConfig, RunConfig
+from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError, StoppedError, TunebookError
-from tunebook.evaluate.bare_model import MODEL_FILE, bare_config, results_folder, without_overrides
 from tunebook.evaluate.batch_size import read_batch_size
-from tunebook.evaluate.code.checks import check_code
-from tunebook.evaluate.code.choice import take_options
-from tunebook.evaluate.needs.check import Lack, find_lacks, harness_environment, lacks_error, told
+from tunebook.evaluate.code.checks import check_code, take_options
+from tunebook.evaluate.preflight import Missing, describe_missing, find_missing, harness_environment, missing_error
 from tunebook.evaluate.spread import evaluation_environment
-from tunebook.evaluate.suites import suite_settings
-from tunebook.evaluate.target import Target, find_named_model, find_target
-from tunebook.evaluate.task_files import check_tasks
+from tunebook.evaluate.target import (
+    MODEL_FILE,
+    bare_config,
+    find_target,
+    results_folder,
+    without_overrides,
+)
+from tunebook.evaluate.task_files import check_tasks, suite_settings
 from tunebook.files import atomic_write_json, atomic_write_text, read_json
 from tunebook.launch.local import ProcessEnd, run_and_wait
 from tunebook.plan.rules.image import refuse_wrong_image
@@ -39,7 +42,7 @@ from tunebook.record.run_folder import LATEST
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRequest:
-    """What `tunebook eval` was asked for; None where nothing was said."""
+    """The arguments of `tunebook eval`; None for the default."""
 
     run: str | None = None  # a run, a recipe, a checkpoint
     model: str | None = None  # a model folder or a name on the hub; neither: the newest finished run
@@ -48,13 +51,13 @@ class EvaluationRequest:
     limit: int | None = None  # items per task
     num_fewshot: int | None = None  # examples before each item
     batch_size: str | None = None  # of requests, or auto
-    allow_mismatch: str = ""  # what may differ from the training, with commas
-    words: list[str] = field(default_factory=list)  # further options, as the worker takes them
+    allow_mismatch: str = ""  # what may differ from the training, separated by commas
+    words: list[str] = field(default_factory=list)  # further options of the worker
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationReport:
-    """An evaluation: its record, where that lies, the same as a table, and what it ends with if not all went well."""
+    """The record of an evaluation, its file, the same as a table, and the error if something failed."""
 
     file: Path
     record: dict[str, Any]
@@ -64,24 +67,24 @@ class EvaluationReport:
 
 @dataclass(frozen=True, kw_only=True)
 class _Subject:
-    """What is evaluated, as the worker is told."""
+    """What is evaluated."""
 
-    folder: Path  # the run's, or the one with the results of a model that belongs to no run
+    folder: Path  # the run's, or the one for the results of a model without a run
     config: RunConfig
-    words: list[str]  # of the worker
+    words: list[str]  # options of the worker
 
 
 def evaluate_command(request: EvaluationRequest, outputs: Path) -> EvaluationReport:
     """Evaluate a run, one of its checkpoints, or a model that belongs to no run.
 
-    A run's model gets the tokenizer, template and system prompt that it was trained with. A `suite` or `tasks` take the
-    place of the run's own. Writes `evaluation/eval-<time>.json` in the run's folder, beside `before.json` and
-    `after.json`; of another model in `<outputs>/evaluations/<name>/`. Tasks that lack something here are named first
+    A run's model gets the tokenizer, template and system prompt that it was trained with. A `suite` or `tasks` replace
+    the run's own. Writes `evaluation/eval-<time>.json` in the run's folder, next to `before.json` and `after.json`; for
+    another model in `<outputs>/evaluations/<name>/`. Tasks that this machine lacks something for are reported first
     and left out. Raises: RequestError for what cannot be evaluated.
     """
     options = _options(request)
     refuse_wrong_image()
-    subject = _bare(request.model, request, outputs) if request.model is not None else _of_run(request, outputs)
+    subject = _find_subject(request, outputs)
     asked = request.tasks or subject.config.evaluation.tasks
     if not asked:
         raise RequestError(
@@ -90,26 +93,25 @@ def evaluate_command(request: EvaluationRequest, outputs: Path) -> EvaluationRep
             problem_id="no-tasks",
         )
     check_tasks(asked)
-    lacks = find_lacks(asked)
-    tasks = _without(asked, lacks)
+    missing = find_missing(asked)
+    tasks = _without(asked, missing)
     check_code(take_options(subject.config.evaluation, request.words), tasks)
     when = f"eval-{datetime.now(UTC):%Y-%m-%dT%H-%M-%SZ}-{os.getpid()}"
     words = [*subject.words, *options, *(word for task in tasks for word in ("--task", as_word(task)))]
     end = _run(worker_command(subject.folder, when, words), subject.config, tasks)
-    return _report(subject.folder / "evaluation" / f"{when}.json", end, when, lacks)
+    return _report(subject.folder / "evaluation" / f"{when}.json", end, when, missing)
 
 
 def _options(request: EvaluationRequest) -> list[str]:
-    """The worker's words for what is the same for every model. Raises: RequestError for what no evaluation can do."""
+    """The worker's options that do not depend on the model. Raises: RequestError for wrong ones."""
     if request.run is not None and request.model is not None:
         raise RequestError(
-            f"run={request.run} and model={request.model} are two answers to the same question; type one of them",
+            f"run={request.run} and model={request.model} exclude each other; type one of them",
             problem_id="run-and-model",
         )
     if request.suite is not None and request.tasks is not None:
         raise RequestError(
-            f"suite={request.suite} and tasks={','.join(request.tasks)} are two answers to the same question; type one "
-            "of them",
+            f"suite={request.suite} and tasks={','.join(request.tasks)} exclude each other; type one of them",
             problem_id="suite-and-tasks",
         )
     if request.tasks is not None and not request.tasks:
@@ -126,97 +128,89 @@ def _options(request: EvaluationRequest) -> list[str]:
             )
     if request.batch_size is not None:
         read_batch_size(request.batch_size)
-    said = {
+    given = {
         "--suite": request.suite,
         "--limit": request.limit,
         "--num-fewshot": request.num_fewshot,
         "--batch-size": request.batch_size,
     }
-    words = [word for name, value in said.items() if value is not None for word in (name, str(value))]
+    words = [word for name, value in given.items() if value is not None for word in (name, str(value))]
     allowed = allowed_mismatches(request.allow_mismatch)
     return [*words, *(word for name in allowed for word in ("--allow-mismatch", name)), *request.words]
 
 
-def _of_run(request: EvaluationRequest, outputs: Path) -> _Subject:
-    """The run, and its model."""
-    target = find_target(request.run or LATEST, outputs)
-    if target.run is None:
-        return _bare(target, request, outputs)
-    assert target.folder is not None
-    config = load_config(target.run / RUN_FILE)
-    return _Subject(folder=target.run, config=_with_suite(config, request.suite), words=["--model", str(target.folder)])
-
-
-def _bare(named: str | Target, request: EvaluationRequest, outputs: Path) -> _Subject:
-    """A model, and where its results go. Named by `model=`, it may be a run's all the same."""
-    target = find_named_model(named, outputs) if isinstance(named, str) else named
+def _find_subject(request: EvaluationRequest, outputs: Path) -> _Subject:
+    """The model and its configuration. Named by `model=`, it may be a run's all the same."""
+    is_model = request.model is not None
+    target = find_target(request.model or request.run or LATEST, outputs, is_model=is_model)
     if target.run is not None:
-        return _of_run(replace(request, run=str(target.folder), model=None), outputs)
-    try:
-        config = bare_config(target, EvaluationConfig(tasks=[], batch_size=None))
-    except RequestError as error:
-        raise without_overrides(error, target, "tunebook eval model=") from error
-    whose = f"exported from the run {target.origin.run}" if target.origin else "without a run: nothing to compare with"
-    print(f"{target.name}: {whose}", file=sys.stderr)
-    folder = results_folder(target, outputs)
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / MODEL_FILE
-    atomic_write_text(file, config_to_yaml(config))
-    words = ["--config", str(file), *(["--model", str(target.folder)] if target.folder else [])]
-    return _Subject(folder=folder, config=_with_suite(config, request.suite), words=words)
+        config, folder = load_config(target.run / RUN_FILE), target.run
+        words = ["--model", str(target.folder)]
+    else:
+        try:
+            config = bare_config(target)
+        except RequestError as error:
+            raise without_overrides(error, target, "tunebook eval model=") from error
+        source = (
+            f"exported from the run {target.origin.run}" if target.origin else "without a run: nothing to compare with"
+        )
+        print(f"{target.name}: {source}", file=sys.stderr)
+        folder = results_folder(target, outputs)
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / MODEL_FILE
+        atomic_write_text(file, config_to_yaml(config))
+        words = ["--config", str(file), *(["--model", str(target.folder)] if target.folder else [])]
+    if request.suite is not None:
+        config = replace(config, evaluation=suite_settings(request.suite, config))
+    return _Subject(folder=folder, config=config, words=words)
 
 
-def _with_suite(config: RunConfig, suite: str | None) -> RunConfig:
-    return config if suite is None else replace(config, evaluation=suite_settings(suite, config))
-
-
-def _without(asked: list[str], lacks: list[Lack]) -> list[str]:
-    """The tasks that lack nothing; the others are named. Raises: RequestError where nothing is left."""
-    lacking = {lack.task for lack in lacks}
-    left = [task for task in asked if task not in lacking]
-    if lacks and not left:
-        raise lacks_error(lacks)
-    if lacks:
-        print("\n".join(["left out:", *(f"  {line}" for line in told(lacks))]), file=sys.stderr)
+def _without(asked: list[str], missing: list[Missing]) -> list[str]:
+    """The tasks that lack nothing; the others are reported. Raises: RequestError if none is left."""
+    left_out = {entry.task for entry in missing}
+    left = [task for task in asked if task not in left_out]
+    if missing and not left:
+        raise missing_error(missing)
+    if missing:
+        print("\n".join(["left out:", *(f"  {line}" for line in describe_missing(missing))]), file=sys.stderr)
         print(f"evaluated: {', '.join(left)}", file=sys.stderr)
     return left
 
 
-def _report(file: Path, end: ProcessEnd, when: str, lacks: list[Lack]) -> EvaluationReport:
-    """What came of it. Raises: the worker's error where it wrote nothing."""
+def _report(file: Path, end: ProcessEnd, when: str, missing: list[Missing]) -> EvaluationReport:
+    """The outcome. Raises: the worker's error if it wrote nothing."""
     error = None if end.exit_code == 0 else worker_error(end, when, "the same command")
     if error is not None and not file.is_file():
         raise error
     record = read_json(file)
     if record["bound"]["mismatches"]:
         print(f"not as in training: {', '.join(record['bound']['mismatches'])}", file=sys.stderr)
-    if lacks:
-        record["left_out"] = [asdict(lack) for lack in lacks]
+    if missing:
+        record["left_out"] = [asdict(entry) for entry in missing]
         atomic_write_json(file, record)
-        names = ", ".join(dict.fromkeys(lack.task for lack in lacks))
+        names = ", ".join(dict.fromkeys(entry.task for entry in missing))
         error = error or RequestError(
-            f"not evaluated, for what this machine lacks: {names}; what to type stands above, and under left_out in "
-            f"{file}",
+            f"not evaluated, for what this machine lacks: {names}; what to type is above, and under left_out in {file}",
             problem_id="task-data-missing",
         )
     return EvaluationReport(file=file, record=record, table=score_table([record]), error=error)
 
 
 class EvaluationFailedError(TunebookError):
-    """The worker failed and has said why; ends the command with the worker's own exit code."""
+    """The worker failed and printed why; ends the command with the worker's exit code."""
 
     def __init__(self, exit_code: int, when: str) -> None:
-        said = f"ended with exit code {exit_code}" if exit_code > 0 else f"was killed by signal {-exit_code}"
-        super().__init__(f"the evaluation {when} {said}; its message is above", problem_id="evaluation-failed")
+        end = f"ended with exit code {exit_code}" if exit_code > 0 else f"was killed by signal {-exit_code}"
+        super().__init__(f"the evaluation {when} {end}; its message is above", problem_id="evaluation-failed")
         self.exit_code = exit_code if exit_code > 0 else 1  # type: ignore[misc]
 
 
 def worker_error(end: ProcessEnd, when: str, command: str) -> TunebookError:
-    """The error for a worker that did not end well; `command` goes on with its evaluation."""
+    """The error for a worker that failed or was stopped; `command` resumes its evaluation."""
     if end.stopped_by is not None or end.exit_code == StoppedError.exit_code:
         by = f" by {end.stopped_by}" if end.stopped_by else ""
         return StoppedError(
-            f"stopped{by} during the evaluation {when}; its finished tasks are kept, and {command} goes on with the "
+            f"stopped{by} during the evaluation {when}; its finished tasks are kept, and {command} evaluates the "
             "others",
             problem_id="stopped",
         )
@@ -224,7 +218,7 @@ def worker_error(end: ProcessEnd, when: str, command: str) -> TunebookError:
 
 
 def run_worker(run: Path, when: str) -> ProcessEnd:
-    """Run the evaluation that a run's configuration asks for in a process of its own and wait for it."""
+    """Run the evaluation of a run's configuration in its own process and wait for it."""
     config = load_config(run / RUN_FILE)
     return _run(worker_command(run, when), config, config.evaluation.tasks)
 
@@ -239,9 +233,9 @@ def _run(command: list[str], config: RunConfig, tasks: list[str]) -> ProcessEnd:
 
 
 def score_table(records: list[dict[str, Any]], run: Path | None = None) -> Table:
-    """Evaluations side by side: a line per task and group, a column per evaluation; of two also their difference.
+    """Evaluations side by side: a line per task and group, a column per evaluation; for two also the difference.
 
-    With the `run` that they are of, the difference's error is that of the items' paired differences.
+    With their `run`, the error of the difference is that of the items' paired differences.
     """
     table = Table(title="Evaluation", title_justify="left", box=None, pad_edge=False)
     table.add_column("task")
@@ -267,7 +261,7 @@ def score_table(records: list[dict[str, Any]], run: Path | None = None) -> Table
 def _change(
     records: list[dict[str, Any]], answers: Sequence[Answers], name: str, group: str | None = None
 ) -> list[str]:
-    """What two evaluations differ by, with its standard error; nothing where there are not two of them."""
+    """The difference of two evaluations, with its standard error; nothing for another number of them."""
     if len(records) != 2:
         return []
     old, new = (record["tasks"] for record in records)
@@ -287,7 +281,7 @@ def _score(record: dict[str, Any], name: str) -> str:
 
 
 def _is_share(task: dict[str, Any]) -> bool:
-    """Whether a score is a share of right answers, and not a perplexity or the like."""
+    """Whether a score is a share of right answers, unlike a perplexity."""
     return task["higher_is_better"] is not False and 0 <= task["value"] <= 1
 
 

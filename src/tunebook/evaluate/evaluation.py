@@ -1,4 +1,4 @@
-"""One evaluation from start to end: load the tasks, take or compute each, write the record."""
+"""One evaluation from start to end: load the tasks, reuse or compute each result, write the record."""
 
 from __future__ import annotations
 
@@ -7,21 +7,33 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
-from multiprocessing.connection import Connection
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from tunebook.config.book import resolve_path
 from tunebook.config.choices import Source
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
-from tunebook.evaluate.baseline import score_baseline
 from tunebook.evaluate.batch_size import AUTO, LARGEST_ON_CPU, LARGEST_ON_GPU, BatchSize
-from tunebook.evaluate.bound_model import (
+from tunebook.evaluate.code.checks import require_sandbox
+from tunebook.evaluate.code.judging import judge_programs
+from tunebook.evaluate.harness import SEEDS, HarnessSettings, load_tasks, prepare_environment
+from tunebook.evaluate.helpers import Answer as AnswerRequests
+from tunebook.evaluate.helpers import Helpers
+from tunebook.evaluate.progress import AnswerProgress
+from tunebook.evaluate.results import Answer, choose_samples, task_answers, task_scores
+from tunebook.evaluate.resume import FOLDER as RESULTS_FOLDER
+from tunebook.evaluate.resume import ResultCache, model_identity, resume_command
+from tunebook.evaluate.spread import ALONE, Spread
+from tunebook.evaluate.task_files import TaskFile
+from tunebook.evaluate.task_runs import TaskRuns, describe_error, failure
+from tunebook.evaluate.trained_model import (
     compute_dtype,
     load_padded_tokenizer,
     load_trained,
@@ -29,20 +41,6 @@ from tunebook.evaluate.bound_model import (
     trained_architecture,
     uses_gpu,
 )
-from tunebook.evaluate.code.checks import require_sandbox
-from tunebook.evaluate.code.judging import judge_programs
-from tunebook.evaluate.going_on import what_goes_on
-from tunebook.evaluate.harness import SEEDS, HarnessSettings, Prompting, load_tasks, prepare_environment
-from tunebook.evaluate.helpers import Helpers
-from tunebook.evaluate.helping import ToldProgress, serve
-from tunebook.evaluate.identity import model_identity
-from tunebook.evaluate.parts import FOLDER as PARTS_FOLDER
-from tunebook.evaluate.parts import Parts
-from tunebook.evaluate.progress import AnswerProgress
-from tunebook.evaluate.results import Answer, choose_samples, task_answers, task_scores
-from tunebook.evaluate.spread import ALONE, Spread
-from tunebook.evaluate.task_files import TaskFile
-from tunebook.evaluate.task_runs import TaskRuns, describe_error, failure
 from tunebook.files import atomic_write_json, atomic_write_text
 from tunebook.model.adapters import is_adapter
 from tunebook.record.binding import Trained, check_base, check_bound
@@ -62,24 +60,22 @@ class Evaluation:
     config: RunConfig
     model: Path | None  # None: the weights that training starts from
     tasks: list[TaskFile | str]
-    limit: int | None  # items per task; None: all
-    trained: Trained | None = None  # what tokenizer, template and system prompt must be; None: not known
-    allowed: tuple[str, ...] = ()  # what of them may differ
-    is_fresh: bool = False  # evaluate what is finished already once more
+    trained: Trained | None = None  # the tokenizer, template and system prompt of the training; None: unknown
+    allowed: tuple[str, ...] = ()  # which of them may differ
+    is_fresh: bool = False  # evaluate finished tasks again
     spread: Spread = ALONE
-    helper_command: tuple[str, ...] = ()  # the program of the other processes, where there are some
 
     @property
     def folder(self) -> Path:
-        """Where everything of it is written."""
+        """Where its files are written."""
         return self.run / "evaluation"
 
 
 def evaluate(evaluation: Evaluation, started: float) -> Path:
-    """Do it and write its record; seconds are counted from `started`, a monotonic time. Returns the record's file.
+    """Run an evaluation that began at the monotonic time `started`; returns the file of its record.
 
-    Every finished task is kept at once, and taken by the next evaluation of the same model with the same request.
-    Raises: what the first failed task raised, once the results of the others are written.
+    Every finished task is kept at once, and reused by the next evaluation of the same model with the same request.
+    Raises: what the first failed task raised, after the results of the others are written.
     """
     if not evaluation.tasks:
         raise RequestError(
@@ -95,25 +91,22 @@ def evaluate(evaluation: Evaluation, started: float) -> Path:
     with ExitStack() as stack:
         progress = stack.enter_context(AnswerProgress(f"evaluation {evaluation.when}"))
         cache = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tunebook-evaluation-")))
-        helpers = stack.enter_context(Helpers(progress=progress))
+        helpers = stack.enter_context(Helpers(progress))
         runs = _task_runs(evaluation, tokenizer, bound, progress, helpers, cache)
         runs.run()
     file = evaluation.folder / f"{evaluation.when}.json"
     if runs.done:
         _write_results(evaluation, runs, bound, file, started)
-    if error := failure(runs, str(file), what_goes_on(evaluation.run, evaluation.when)):
+    if error := failure(runs, str(file), resume_command(evaluation.run, evaluation.when)):
         raise error
     return file
 
 
-def help_evaluate(evaluation: Evaluation, descriptor: int) -> None:
-    """Answer another process' requests, which come over the pipe with this descriptor, until it closes."""
+def load_for_helper(evaluation: Evaluation, progress: AnswerProgress) -> AnswerRequests:
+    """Load the model in a helper process; returns what answers requests."""
     prepare_environment(is_offline=_is_local(evaluation))
-    line = Connection(descriptor)
-    progress = ToldProgress(line)
     tokenizer, _ = _bound_tokenizer(evaluation)
-    model = _load(evaluation, tokenizer, progress, None)
-    serve(line, model.answer_alone, progress)
+    return _load(evaluation, tokenizer, progress, None).answer_alone
 
 
 def _task_runs(
@@ -126,23 +119,23 @@ def _task_runs(
 ) -> TaskRuns:
     config = evaluation.config
     settings = HarnessSettings(
+        tokenizer=tokenizer,
+        max_length=_max_length(evaluation, tokenizer),
         num_fewshot=config.evaluation.num_fewshot,
-        limit=evaluation.limit,
+        limit=config.evaluation.limit,
         system_prompt=config.dataset.system_prompt,
         items_folder=evaluation.folder,
         cache_folder=cache,
     )
-    prompting = Prompting(tokenizer=tokenizer, max_length=_max_length(evaluation, tokenizer))
 
     def load_model() -> RequestModel:
         progress.say(f"{_describe_model(evaluation)} is loaded {evaluation.spread.text}")
         others = evaluation.spread.environments(os.environ)[1:]
-        helpers.start(evaluation.helper_command, others)
+        helpers.start(partial(load_for_helper, evaluation), others)
         return _load(evaluation, tokenizer, progress, helpers if others else None)
 
     return TaskRuns(
-        loaded=load_tasks(evaluation.tasks, prompting, settings),
-        prompting=prompting,
+        loaded=load_tasks(evaluation.tasks, settings),
         settings=settings,
         ingredients={
             "model": model_identity(config, evaluation.model),
@@ -151,12 +144,12 @@ def _task_runs(
             "system_prompt": settings.system_prompt,
             "num_fewshot": settings.num_fewshot,
             "limit": settings.limit,
-            "max_length": prompting.max_length,
+            "max_length": settings.max_length,
             "seeds": SEEDS,
             "harness_version": version("lm_eval"),
             "on_gpu": uses_gpu(config),
         },
-        parts=Parts(folder=evaluation.folder / PARTS_FOLDER),
+        cache=ResultCache(folder=evaluation.folder / RESULTS_FOLDER),
         load_model=load_model,
         progress=progress,
         is_fresh=evaluation.is_fresh,
@@ -171,9 +164,9 @@ def _is_local(evaluation: Evaluation) -> bool:
 
 
 def _bound_tokenizer(evaluation: Evaluation) -> tuple[PreTrainedTokenizerBase, dict[str, Any]]:
-    """The run's tokenizer, whose template must be the one that was trained with, and what is recorded of that.
+    """The run's tokenizer, compared with the one of the training, and the record of that.
 
-    The weights that the run started from must be those as well, where the model rests on them.
+    If the model needs the weights that the run started from, they are compared too.
     """
     config, trained = evaluation.config, evaluation.trained
     tokenizer = load_padded_tokenizer(tokenizer_of_run(config.model, evaluation.model))
@@ -184,7 +177,7 @@ def _bound_tokenizer(evaluation: Evaluation) -> tuple[PreTrainedTokenizerBase, d
 
 
 def _max_length(evaluation: Evaluation, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The context of the model as the harness counts it, before the model is there."""
+    """The context of the model as the harness counts it, before the model is loaded."""
     from lm_eval.models.utils import resolve_max_length
 
     length: int = resolve_max_length(trained_architecture(evaluation.config, evaluation.model), tokenizer)
@@ -195,13 +188,13 @@ def _load(
     evaluation: Evaluation, tokenizer: PreTrainedTokenizerBase, progress: AnswerProgress, helpers: Helpers | None
 ) -> RequestModel:
     """The model on its device, ready to answer."""
-    from tunebook.evaluate.on_gpu import choose_copies, load_on_gpu, refuse_offloading
     from tunebook.evaluate.request_model import RequestModel
+    from tunebook.evaluate.trained_model import choose_copies, load_on_gpu, refuse_offloading
 
     config, is_sharded = evaluation.config, evaluation.spread.is_sharded
     dtype, is_on_gpu = compute_dtype(config), uses_gpu(config)
     if is_on_gpu and not is_sharded:
-        # Not by way of the host, whose memory need not hold as many models as there are GPUs.
+        # Not through the host, whose memory may not hold a model for each GPU.
         model: Any = load_on_gpu(lambda device: load_trained(config, evaluation.model, device=device))
     else:
         model = load_trained(config, evaluation.model, is_sharded=is_sharded)
@@ -222,7 +215,7 @@ def _load(
 def _write_results(evaluation: Evaluation, runs: TaskRuns, bound: dict[str, Any], file: Path, started: float) -> None:
     """Have programs judged, and write the record and every answer."""
     scores = runs.scores()
-    answers = {name: part.answers for name, part in runs.done.items()}
+    answers = {name: result.answers for name, result in runs.done.items()}
     results = runs.generated()
     is_finished = [task for task in evaluation.tasks if not isinstance(task, TaskFile) or task.name in runs.done]
     code = judge_programs(
@@ -236,7 +229,8 @@ def _write_results(evaluation: Evaluation, runs: TaskRuns, bound: dict[str, Any]
         scores |= task_scores(results)
         answers |= {name: task_answers(name, results) for name in code["tasks"]}
     everything = [answer for found in answers.values() for answer in found]
-    _write_answers(everything, evaluation.folder / f"{evaluation.when}-answers.jsonl")
+    lines = [json.dumps(asdict(answer), ensure_ascii=False) for answer in everything]
+    atomic_write_text(evaluation.folder / f"{evaluation.when}-answers.jsonl", "\n".join([*lines, ""]))
     record = _record(evaluation, runs, bound, scores, everything)
     record["code"] = code
     record["seconds"] = round(time.monotonic() - started, 1)
@@ -258,16 +252,16 @@ def _record(
         "baseline": score_first_baseline(evaluation),
         "harness_version": version("lm_eval"),
         "seeds": SEEDS,
-        "limit": evaluation.limit,
+        "limit": evaluation.config.evaluation.limit,
         "batch_size": AUTO if config.batch_size is None else config.batch_size,
-        "batch_sizes": {name: part.batch_size for name, part in runs.done.items()},
+        "batch_sizes": {name: result.batch_size for name, result in runs.done.items()},
         "device": prompted["device"],
         "spread": {
             "text": evaluation.spread.text,
             "processes": evaluation.spread.num_processes,
             "is_sharded": evaluation.spread.is_sharded,
         },
-        "taken": runs.taken,
+        "taken": runs.reused,
     }
 
 
@@ -282,10 +276,10 @@ def _describe_model(evaluation: Evaluation) -> str:
 def score_first_baseline(evaluation: Evaluation) -> dict[str, Any] | None:
     """The score of the first task that has a baseline, on the same items and the file that the run trains on.
 
-    None where there is no such task, no such one file, or a limit: a baseline always answers every item.
+    None without such a task or file, and with a limit: a baseline always answers every item.
     """
     dataset = evaluation.config.dataset
-    if dataset.source is not Source.files or dataset.path is None or evaluation.limit is not None:
+    if dataset.source is not Source.files or dataset.path is None or evaluation.config.evaluation.limit is not None:
         return None
     train_file = resolve_path(dataset.path)
     for task in evaluation.tasks if train_file.is_file() else ():
@@ -294,6 +288,38 @@ def score_first_baseline(evaluation: Evaluation) -> dict[str, Any] | None:
     return None
 
 
-def _write_answers(answers: Iterable[Answer], file: Path) -> None:
-    lines = [json.dumps(asdict(answer), ensure_ascii=False) for answer in answers]
-    atomic_write_text(file, "\n".join([*lines, ""]))
+def score_baseline(file: Path, train_file: Path, heldout_file: Path) -> dict[str, Any]:
+    """What a task's items score without a model, by the Python file that its `metadata.baseline` names.
+
+    The file defines `NAME`, a short text, and `score(train_file, heldout_file) -> dict[str, float]`: the share of
+    held-out items answered correctly, under `overall` and under each group.
+    Returns: `{name, value, groups: {group: {value}}}`. Raises: RequestError for a file that breaks this contract.
+    """
+    module = _import_file(file)
+    if not callable(getattr(module, "score", None)) or not isinstance(getattr(module, "NAME", None), str):
+        raise RequestError(
+            f"{file} is named as a task's baseline, but does not define NAME and score(train_file, heldout_file)",
+            problem_id="task-file",
+        )
+    scores: dict[str, float] = dict(module.score(train_file, heldout_file))
+    if "overall" not in scores:
+        raise RequestError(
+            f"{file}: score(train_file, heldout_file) must return a share under 'overall'; it returned "
+            f"{', '.join(scores) or 'nothing'}",
+            problem_id="task-file",
+        )
+    overall = float(scores.pop("overall"))
+    groups = {group: {"value": float(value)} for group, value in sorted(scores.items())}
+    return {"name": module.NAME, "value": overall, "groups": groups}
+
+
+def _import_file(file: Path) -> ModuleType:
+    spec = spec_from_file_location(f"tunebook_baseline_{file.stem}", file)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    sys.path.insert(0, str(file.parent))  # it may import its neighbours, such as the generator of the data
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(file.parent))
+    return module

@@ -1,8 +1,8 @@
 """Run lm-evaluation-harness task by task, through its Python API, quietly and from fresh data.
 
-Every task is loaded with its data before the first one runs, so that a missing data set is named now and not in an
-hour. Then each runs by itself, which is what makes an evaluation resumable; the scores of groups are made of their
-tasks' afterwards, by the harness' own classes.
+Every task is loaded with its data before the first one runs, so that a missing data set is reported now and not in an
+hour. Then each runs by itself, so that an evaluation can be resumed. The scores of groups are aggregated afterwards by
+the harness' own classes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from tunebook.errors import RequestError, TunebookError
 from tunebook.evaluate.code.checks import check_context
-from tunebook.evaluate.conversations import check_prompt_lengths, read_conversations, render_items, write_items
-from tunebook.evaluate.needs.nltk_data import search_path
+from tunebook.evaluate.conversations import check_prompt_lengths, render_conversations, write_items
+from tunebook.evaluate.preflight import search_path
 from tunebook.evaluate.task_files import TaskFile
 from tunebook.files import sha256_file, sha256_text
 from tunebook.hardware.disk import is_disk_full
@@ -28,27 +28,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SEEDS = {"python": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234}  # the harness' own defaults
-_NO_CACHE = "Couldn't find cache"  # how datasets begins to say that it has another configuration of the data only
+_NO_CACHE = "Couldn't find cache"  # the message of `datasets` if it has only another configuration of the data
 
 
 @dataclass(frozen=True, kw_only=True)
 class HarnessSettings:
-    """What an evaluation asks of the harness, beside the model and the tasks."""
+    """What the prompts and results of an evaluation depend on, except its tasks and the model's weights."""
 
+    tokenizer: PreTrainedTokenizerBase
+    max_length: int  # of prompt and answer together, in tokens
     num_fewshot: int | None  # None: the task's own
     limit: int | None  # items per task; None: all
     system_prompt: str | None  # put before prompts that have none
     items_folder: Path  # where rendered prompts are written
     cache_folder: Path  # for this evaluation alone: a cache kept between runs could hide changed data
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prompting:
-    """What must be known of a model to make its prompts."""
-
-    tokenizer: PreTrainedTokenizerBase
-    max_length: int  # of prompt and answer together, in tokens
-    max_gen_toks: int = 256  # the harness' own, where a task says nothing
+    max_gen_toks: int = 256  # of an answer, if the task says nothing; the harness' default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +52,8 @@ class LoadedTask:
     name: str
     task: Any
     is_rendered: bool  # its prompts have been through the chat template already
-    source_sha256: str | None  # of the user's file and what lies beside it, such as its functions; None: a harness task
-    is_code: bool = False  # asks for programs, which are judged when all tasks are done
+    source_sha256: str | None  # of the user's file and of those next to it; None: a task of the harness
+    is_code: bool = False  # the model writes programs, which are judged at the end
 
 
 @dataclass(kw_only=True)
@@ -72,12 +66,12 @@ class LoadedTasks:
 
 
 def prepare_environment(is_offline: bool) -> None:
-    """Set what the harness' libraries read from the environment on import; call before importing any of them."""
+    """Set what the harness' libraries read from the environment when they are imported; call it before that."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     os.environ["TQDM_DISABLE"] = "1"
     os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    # A task that executes programs is refused by name; this stops one that comes in through a group.
+    # A task that executes programs is refused by name; this stops one that is part of a group.
     os.environ["HF_ALLOW_CODE_EVAL"] = "0"
     os.environ["NLTK_DATA"] = search_path()
     if is_offline:
@@ -90,11 +84,11 @@ def is_rendered(task: TaskFile | str) -> bool:
     return isinstance(task, TaskFile) and task.conversations is not None
 
 
-def load_tasks(tasks: Sequence[TaskFile | str], prompting: Prompting, settings: HarnessSettings) -> LoadedTasks:
-    """The harness' own objects, each with its data; those without are named under `missing`.
+def load_tasks(tasks: Sequence[TaskFile | str], settings: HarnessSettings) -> LoadedTasks:
+    """The harness' own objects, each with its data; tasks without data are under `missing`.
 
-    Raises: RequestError for a task that the harness refuses, and where the data of no task is here; DataError for
-    held-out conversations that cannot be used; whatever a full disk raises.
+    Raises: RequestError for a task that the harness refuses, and if no task has its data; DataError for held-out
+    conversations that cannot be used; whatever a full disk raises.
     """
     from lm_eval.tasks import TaskManager
 
@@ -102,7 +96,7 @@ def load_tasks(tasks: Sequence[TaskFile | str], prompting: Prompting, settings: 
     manager = TaskManager(include_defaults=any(isinstance(task, str) for task in tasks))
     for task in tasks:
         try:
-            found = _load(manager, task, prompting, settings)
+            found = _load(manager, task, settings)
         except RequestError as error:
             if error.problem_id != "task-data-missing":
                 raise
@@ -149,16 +143,14 @@ def run_task(model: Any, loaded: LoadedTask, settings: HarnessSettings) -> dict[
     return results
 
 
-def requests_of(
-    loaded: LoadedTask, prompting: Prompting, settings: HarnessSettings
-) -> list[tuple[int, str, list[Any]]]:
-    """What the harness would ask a model: (number of the item, its hash, arguments of its requests); needs no model."""
+def requests_of(loaded: LoadedTask, settings: HarnessSettings) -> list[tuple[int, str, list[Any]]]:
+    """The requests of a task, without a model: (number of the item, hash of the item, arguments of its requests)."""
     import json
 
     from lm_eval.utils import handle_non_serializable, hash_string
 
-    has_template = _has_template(loaded, prompting.tokenizer)
-    _require_system_prompt(prompting.tokenizer, settings.system_prompt if has_template else None)
+    has_template = _has_template(loaded, settings.tokenizer)
+    _require_system_prompt(settings.tokenizer, settings.system_prompt if has_template else None)
     _seed()
     loaded.task.set_fewshot_seed(seed=SEEDS["fewshot"])
     loaded.task.build_all_requests(
@@ -167,8 +159,8 @@ def requests_of(
         world_size=1,
         system_instruction=settings.system_prompt if has_template else None,
         apply_chat_template=has_template,
-        chat_template=_chat_template(prompting.tokenizer) if has_template else None,
-        tokenizer_name="" if not has_template else str(prompting.tokenizer.name_or_path),
+        chat_template=_chat_template(settings.tokenizer) if has_template else None,
+        tokenizer_name="" if not has_template else str(settings.tokenizer.name_or_path),
     )
     by_item: dict[int, list[Any]] = {}
     for instance in loaded.task.instances:
@@ -183,8 +175,8 @@ def requests_of(
     ]
 
 
-def asked_in(samples: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, list[Any]]]:
-    """The same, as it was asked, from the harness' samples of one task."""
+def requests_in(samples: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, list[Any]]]:
+    """The same, from the harness' samples of a task that ran."""
     first = samples[0]["filter"] if samples else None
     return [
         (sample["doc_id"], sample["doc_hash"], [list(arguments) for arguments in sample["arguments"]])
@@ -193,8 +185,8 @@ def asked_in(samples: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, list[
     ]
 
 
-def part_of(name: str, results: Mapping[str, Any]) -> dict[str, Any]:
-    """What the harness' groups need of one task's results."""
+def group_inputs(name: str, results: Mapping[str, Any]) -> dict[str, Any]:
+    """What the harness aggregates groups from, of one task's results."""
     return {
         "metrics": dict(results["results"][name]),
         "config": {"metric_list": (results["configs"].get(name) or {}).get("metric_list")},
@@ -205,7 +197,7 @@ def part_of(name: str, results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def aggregate(parts: Mapping[str, Mapping[str, Any]], groups: Mapping[str, Any]) -> dict[str, Any]:
-    """The harness' results of the groups whose every task is among the parts, made of those parts by the harness."""
+    """The harness' results of the groups whose tasks are all among `parts`, aggregated by the harness."""
     from lm_eval.evaluator_utils import EvalAcc, aggregate_groups
 
     whole = {name: group for name, group in groups.items() if all(t.task_name in parts for t in group.get_all_tasks())}
@@ -222,13 +214,13 @@ def aggregate(parts: Mapping[str, Mapping[str, Any]], groups: Mapping[str, Any])
     return results | {"samples": {}}
 
 
-def _load(manager: Any, task: TaskFile | str, prompting: Prompting, settings: HarnessSettings) -> dict[str, Any]:
+def _load(manager: Any, task: TaskFile | str, settings: HarnessSettings) -> dict[str, Any]:
     name = task if isinstance(task, str) else str(task.file)
     _seed()  # tasks such as gpqa shuffle their choices while they are loaded
     try:
         if isinstance(task, TaskFile) and task.is_group:
             return _load_group(task)
-        found: dict[str, Any] = manager.load([_task_spec(task, prompting, settings)])
+        found: dict[str, Any] = manager.load([_task_spec(task, settings)])
     except TunebookError:
         raise
     except (ConnectionError, FileNotFoundError) as error:
@@ -245,7 +237,7 @@ def _load(manager: Any, task: TaskFile | str, prompting: Prompting, settings: Ha
 
 
 def _load_group(group: TaskFile) -> dict[str, Any]:
-    """A group of tasks that are in files beside its own, or in the harness (whose index takes seconds to read)."""
+    """A group of tasks in files next to its own, or in the harness, whose index takes seconds to read."""
     from lm_eval.tasks import TaskManager
     from lm_eval.tasks._yaml_loader import load_yaml
 
@@ -266,7 +258,7 @@ def _missing(name: str, error: Exception) -> RequestError:
 
 
 def _first_line(error: Exception) -> str:
-    """What an error says; a KeyError says no more than the key."""
+    """The first line of an error; with the type for a KeyError, whose message is only the key."""
     kind = type(error).__name__
     if isinstance(error, KeyError):
         return f"{kind}: {error}"
@@ -284,7 +276,7 @@ def _seed() -> None:
 
 
 def _set_fewshot(task: Any, num_fewshot: int | None) -> None:
-    """As the harness does it, which leaves a task alone that sets 0; here already, since it decides the prompts."""
+    """As the harness does it later, except for tasks that set 0; done now, since it decides the prompts."""
     own = task.get_config("num_fewshot")
     if num_fewshot is None and own is None:
         task.set_config(key="num_fewshot", value=0)
@@ -298,7 +290,7 @@ def _has_template(loaded: LoadedTask, tokenizer: PreTrainedTokenizerBase) -> boo
 
 
 def _require_system_prompt(tokenizer: PreTrainedTokenizerBase, system_prompt: str | None) -> None:
-    """Raises: DataError for one that the template leaves out or refuses: the harness would go on without it."""
+    """Refuse one that the template omits: the harness would continue without it. Raises: DataError."""
     from tunebook.data.template import ConversationRenderer
 
     if system_prompt is not None:
@@ -317,7 +309,7 @@ def _chat_template(tokenizer: PreTrainedTokenizerBase) -> Any:
 
 
 def _source_hash(task: TaskFile | str) -> str | None:
-    """A hash of a task file and of the YAML and Python files beside it, whose functions it may name."""
+    """A hash of a task file and of the YAML and Python files next to it, which it may use."""
     if isinstance(task, str):
         return None
     beside = [file for file in sorted(task.file.parent.iterdir()) if file.suffix in (".yaml", ".yml", ".py")]
@@ -326,7 +318,7 @@ def _source_hash(task: TaskFile | str) -> str | None:
 
 @contextmanager
 def _without_environment_report() -> Iterator[None]:
-    """Keep the harness from running `pip list` for two seconds, and git where there is none: the manifest has both."""
+    """Keep the harness from running `pip list` for two seconds, and git: the manifest has both."""
     from lm_eval import evaluator
 
     originals = evaluator.add_env_info, evaluator.get_git_commit_hash
@@ -337,19 +329,19 @@ def _without_environment_report() -> Iterator[None]:
         evaluator.add_env_info, evaluator.get_git_commit_hash = originals
 
 
-def _task_spec(task: TaskFile | str, prompting: Prompting, settings: HarnessSettings) -> dict[str, Any] | str:
-    """What the harness loads: a name, or a task's own settings."""
+def _task_spec(task: TaskFile | str, settings: HarnessSettings) -> dict[str, Any] | str:
+    """What the harness loads: a name, or a task's settings."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
     if isinstance(task, str):
         return task
     config: dict[str, Any] = load_yaml(task.file)
     if task.code is not None:
-        check_context(task.name, task.code, prompting)
+        check_context(task.name, task.code, settings)
         return config | task.code.harness_keys(settings.cache_folder)
     if task.conversations is None:
         return config
-    data_file = _render(task, config, prompting, settings)
+    data_file = _render(task, config, settings)
     return config | {
         "dataset_path": "json",
         "dataset_name": None,
@@ -358,12 +350,12 @@ def _task_spec(task: TaskFile | str, prompting: Prompting, settings: HarnessSett
     }
 
 
-def _render(task: TaskFile, config: dict[str, Any], prompting: Prompting, settings: HarnessSettings) -> Path:
-    """Write the task's held-out conversations as prompts of this model."""
+def _render(task: TaskFile, config: dict[str, Any], settings: HarnessSettings) -> Path:
+    """Write the task's held-out conversations as this model's prompts; returns the file."""
     assert task.conversations is not None
-    items = render_items(read_conversations(task.conversations, settings.system_prompt), prompting.tokenizer)
-    max_gen_tokens = (config.get("generation_kwargs") or {}).get("max_gen_toks", prompting.max_gen_toks)
-    check_prompt_lengths(items, prompting.tokenizer, prompting.max_length - max_gen_tokens)
+    items = render_conversations(task.conversations, settings.system_prompt, settings.tokenizer)
+    max_gen_tokens = (config.get("generation_kwargs") or {}).get("max_gen_toks", settings.max_gen_toks)
+    check_prompt_lengths(items, settings.tokenizer, settings.max_length - max_gen_tokens)
     file = settings.items_folder / f"{task.name}-prompts.jsonl"
     write_items(items, file)
     return file

@@ -1,7 +1,7 @@
 """The tasks that ship with lm-evaluation-harness, by name, read from its files without importing it.
 
-The harness' own index parses every file as YAML, which takes eight seconds; a name is checked here in under one. Code
-inside the harness' task folders is read as text only: importing some of it executes programs.
+The harness' index parses every file as YAML, which takes ten seconds; this takes one. Code in the harness' task folders
+is only read as text: importing some of it executes programs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _RUNS_CODE = re.compile(r"^unsafe_code: *true|code_eval", re.MULTILINE)
 class HarnessTasks:
     """Every task, group and tag of the installed harness, and those among them that execute generated programs."""
 
-    files: dict[str, frozenset[Path]]  # by name: where it is defined, or named as a tag
+    files: dict[str, frozenset[Path]]  # by name: the files that define it, or have it as a tag
     runs_code: frozenset[str]
 
     @property
@@ -37,7 +37,7 @@ class HarnessTasks:
 
 
 def check_harness_name(name: str) -> None:
-    """Refuse a name the harness does not have, with the nearest spelling, and one that executes programs."""
+    """Refuse an unknown name and tasks that execute programs. Raises: RequestError with the nearest spelling."""
     tasks = harness_tasks()
     if name not in tasks.names:
         known = [*tasks.names, *own_tasks()]
@@ -58,10 +58,10 @@ def check_harness_name(name: str) -> None:
 
 
 def refuse_code(name: str) -> RequestError:
-    """The error for a task that would execute programs beside the weights and the user's files."""
+    """The error for a task that would execute programs with access to the weights and the user's files."""
     return RequestError(
-        f"evaluation.tasks: '{name}' executes programs that a model wrote in the harness' own process, some already "
-        "when they are imported; only the sandbox does that here. Tasks with programs that it judges: "
+        f"evaluation.tasks: '{name}' executes programs that a model wrote in the harness' own process, some even when "
+        "they are imported; only the sandbox does that here. Tasks with programs that it judges: "
         f"{', '.join(own_tasks())}, all of suite=code among them, and files of yours with metadata.code",
         problem_id="task-runs-code",
     )

@@ -1,39 +1,46 @@
-"""Several processes for one evaluation, each with the model on a GPU of its own; the first shares out the requests.
+"""Helper processes of an evaluation: each has a copy of the model on its own GPU and answers a share of the requests.
 
-The first process runs the harness as if it were alone: it loads the tasks, and only what the model is to answer is
-dealt out, text in, answers out, over a pipe to each helper. So results are put together in one place and in one order,
-a helper that dies costs one task and no waiting, and nothing has to be set up between the GPUs.
+The first process runs the harness as if it were alone. It loads the tasks and sends only what the model is to answer
+over a pipe to each helper. So results are collected in one place and one order, a helper that dies costs one task, and
+nothing has to be set up between the GPUs.
 """
 
 from __future__ import annotations
 
-import socket
-import subprocess
+import multiprocessing
+import os
+import signal
+import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from tunebook.errors import DoesNotFitError, TunebookError
 from tunebook.evaluate.progress import AnswerProgress
-from tunebook.parent_death import stopping_with_parent
+from tunebook.parent_death import ask_to_stop_when_parent_dies
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
-COUNT, SAID, ANSWERS, NO_MEMORY, FAILED = "count", "said", "answers", "no-memory", "failed"  # what a helper sends
+_COUNT, _TEXT, _ANSWERS, _NO_MEMORY, _FAILED = "count", "text", "answers", "no-memory", "failed"  # messages of a helper
 _SECONDS_TO_END = 20.0
+_SECONDS_BETWEEN_COUNTS = 0.5
 _NUM_LINES_QUOTED = 15
+_SPAWN = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
 Answer = Callable[[str, Sequence["Instance"]], list[Any]]  # kind of request, requests -> answers
+Load = Callable[[AnswerProgress], Answer]  # what a helper does first; a module's function, since it is pickled
 
 
 class HelperError(TunebookError):
-    """A process that helps with an evaluation failed or died."""
+    """A helper process of an evaluation failed or died."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, problem_id="evaluation-helper")
@@ -42,75 +49,66 @@ class HelperError(TunebookError):
 @dataclass(kw_only=True)
 class _Helper:
     number: int
-    process: subprocess.Popen[bytes]
-    line: Connection
+    process: SpawnProcess
+    connection: Connection
     log: Path
     is_lost: bool = False
 
 
-@dataclass(kw_only=True)
 class Helpers:
-    """The other processes, as the first one sees them; a context manager that ends them."""
+    """The helpers, as the first process sees them; a context manager that ends them."""
 
-    progress: AnswerProgress
-    _helpers: list[_Helper] = field(default_factory=list)
-    _at_work: list[_Helper] = field(default_factory=list)  # on the requests of this call
-    _found: dict[int, list[Any] | TunebookError] = field(default_factory=dict)  # what they came to, by their number
-    _folder: tempfile.TemporaryDirectory[str] | None = None
+    def __init__(self, progress: AnswerProgress) -> None:
+        self.progress = progress
+        self._helpers: list[_Helper] = []
+        self._working: list[_Helper] = []  # on the requests of this call
+        self._results: dict[int, list[Any] | TunebookError] = {}  # of this call, by the helper's number
+        self._logs = tempfile.TemporaryDirectory(prefix="tunebook-evaluation-")
 
     def __enter__(self) -> Self:
-        self._folder = tempfile.TemporaryDirectory(prefix="tunebook-evaluation-")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for helper in self._helpers:
-            helper.line.close()  # which ends it, once it has answered
+            helper.connection.close()  # which ends it, once it has answered
             if kind is not None:
                 helper.process.terminate()
         end = time.monotonic() + _SECONDS_TO_END
         for helper in self._helpers:
-            with suppress(subprocess.TimeoutExpired):
-                helper.process.wait(timeout=max(0.1, end - time.monotonic()))
+            helper.process.join(timeout=max(0.1, end - time.monotonic()))
             helper.process.kill()
-            helper.process.wait()
-        assert self._folder is not None
-        self._folder.cleanup()
+            helper.process.join()
+        self._logs.cleanup()
 
-    def start(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> None:
-        """Start a helper for each environment: `command` and the descriptor of its end of the pipe."""
-        assert self._folder is not None
+    def start(self, load: Load, environments: Sequence[Mapping[str, str]]) -> None:
+        """Start a helper for each environment."""
         for number, environment in enumerate(environments, len(self._helpers) + 1):
-            ours, theirs = socket.socketpair()
-            log = Path(self._folder.name) / f"{number}.log"
-            with ours, theirs, log.open("wb") as stream:
-                process = subprocess.Popen(
-                    stopping_with_parent([*command, str(theirs.fileno())]),
-                    env=dict(environment),
-                    stdout=stream,
-                    stderr=stream,
-                    pass_fds=[theirs.fileno()],
-                )
-                line = Connection(ours.detach())
-            self._helpers.append(_Helper(number=number, process=process, line=line, log=log))
+            ours, theirs = _SPAWN.Pipe()
+            log = Path(self._logs.name) / f"{number}.log"
+            process = _SPAWN.Process(target=_serve, args=(theirs, load, dict(environment), log))
+            process.start()
+            theirs.close()
+            self._helpers.append(_Helper(number=number, process=process, connection=ours, log=log))
 
     def share(self, kind: str, requests: Sequence[Instance], answer: Answer) -> list[Any]:
         """Answers in the order of the requests, computed here and by every helper that is left.
 
         Raises: HelperError for one that failed, DoesNotFitError for one whose memory was too small.
         """
-        self._at_work = [helper for helper in self._helpers if not helper.is_lost]
-        self._found = {}
-        shares = deal(requests, 1 + len(self._at_work))
-        for helper, share in zip(self._at_work, shares[1:], strict=True):
+        self._working = [helper for helper in self._helpers if not helper.is_lost]
+        self._results = {}
+        shares = deal(requests, 1 + len(self._working))
+        for helper, share in zip(self._working, shares[1:], strict=True):
             try:
-                helper.line.send((kind, [requests[index].args for index in share]))
+                helper.connection.send((kind, [requests[index].args for index in share]))
             except OSError:
-                self._found[helper.number] = self._lost(helper)
+                self._results[helper.number] = self._lose(helper)
         try:
             own = answer(kind, [requests[index] for index in shares[0]])
-        finally:
-            self._wait_for_all()  # also after an error: the next task would get the answers of this one
-        results = [own, *(self._found[helper.number] for helper in self._at_work)]
+        finally:  # also after an error: the next task would get the answers of this one
+            while len(self._results) < len(self._working):
+                self.listen(timeout_s=None)
+        results = [own, *(self._results[helper.number] for helper in self._working)]
         answers: list[Any] = [None] * len(requests)
         for share, result in zip(shares, results, strict=True):
             if isinstance(result, TunebookError):
@@ -119,52 +117,43 @@ class Helpers:
                 answers[index] = text
         return answers
 
-    def listen(self) -> None:
-        """Take in what helpers have sent meanwhile; does not wait."""
-        self._hear(timeout_s=0)
-
-    def _wait_for_all(self) -> None:
-        while len(self._found) < len(self._at_work):
-            self._hear(timeout_s=None)
-
-    def _hear(self, timeout_s: float | None) -> None:
-        by_line = {helper.line: helper for helper in self._at_work if helper.number not in self._found}
-        for line in wait(list(by_line), timeout_s):
-            assert isinstance(line, Connection)
-            helper = by_line[line]
+    def listen(self, timeout_s: float | None = 0) -> None:
+        """Process the helpers' messages so far; with a timeout of None wait for the next one."""
+        waiting = {helper.connection: helper for helper in self._working if helper.number not in self._results}
+        for connection in wait(list(waiting), timeout_s):
+            assert isinstance(connection, Connection)
+            helper = waiting[connection]
             try:
-                kind, content = line.recv()
+                kind, content = connection.recv()
             except (EOFError, OSError):
-                self._found[helper.number] = self._lost(helper)
+                self._results[helper.number] = self._lose(helper)
                 continue
-            if kind == COUNT:
+            if kind == _COUNT:
                 self.progress.advance(content)
-            elif kind == SAID:
+            elif kind == _TEXT:
                 self.progress.say(f"process {helper.number}: {content}")
+            elif kind == _NO_MEMORY:
+                self._results[helper.number] = DoesNotFitError(content, problem_id="batch-does-not-fit")
+            elif kind == _FAILED:
+                message = f"process {helper.number} of the evaluation failed: {content}"
+                self._results[helper.number] = HelperError(message)
             else:
-                self._found[helper.number] = self._result(helper, kind, content)
+                self._results[helper.number] = content
 
-    def _result(self, helper: _Helper, kind: str, content: Any) -> list[Any] | TunebookError:
-        if kind == NO_MEMORY:
-            return DoesNotFitError(content, problem_id="batch-does-not-fit")
-        if kind == FAILED:
-            return HelperError(f"process {helper.number} of the evaluation failed: {content}")
-        answers: list[Any] = content
-        return answers
-
-    def _lost(self, helper: _Helper) -> HelperError:
-        """The error for a helper that is gone; it is not asked again."""
+    def _lose(self, helper: _Helper) -> HelperError:
+        """The error for a helper that died; it gets no more requests."""
         helper.is_lost = True
-        helper.line.close()
-        code = helper.process.wait()
+        helper.connection.close()
+        helper.process.join()
+        code = helper.process.exitcode or 0
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        said = helper.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-_NUM_LINES_QUOTED:]
-        last = "\nThe last it said:\n  " + "\n  ".join(said) if said else ""
-        return HelperError(f"process {helper.number} of the evaluation {how}{last}")
+        lines = helper.log.read_text(encoding="utf-8", errors="replace").splitlines() if helper.log.exists() else []
+        last = "".join(f"\n  {line}" for line in lines[-_NUM_LINES_QUOTED:])
+        return HelperError(f"process {helper.number} of the evaluation {how}" + (last and f"\nIts last output:{last}"))
 
 
 def deal(requests: Sequence[Instance], num_shares: int) -> list[list[int]]:
-    """Indexes of requests, dealt out so that every share has as many long ones; those of one context stay together.
+    """Indexes of requests in shares of equal work; requests with the same context stay together.
 
     The harness computes a context once for all its continuations of a single token.
     """
@@ -173,7 +162,71 @@ def deal(requests: Sequence[Instance], num_shares: int) -> list[list[int]]:
         by_context.setdefault(str(request.args[0]), []).append(index)
     shares: list[list[int]] = [[] for _ in range(num_shares)]
     for number, context in enumerate(sorted(by_context, key=len, reverse=True)):
-        # There and back again: else the first share would get the longest of each round.
+        # Forth and back: else the first share would get the longest of each round.
         place = number % (2 * num_shares)
         shares[min(place, 2 * num_shares - 1 - place)] += by_context[context]
     return shares
+
+
+class _HelperProgress(AnswerProgress):
+    """Sends a helper's count of answered requests to the first process, which shows it."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__("helper")
+        self._connection = connection
+        self._num_unsent = 0
+        self._sent_at = 0.0
+
+    def say(self, text: str) -> None:
+        """Send a sentence for people: nobody sees a helper's own output."""
+        self._connection.send((_TEXT, text))
+
+    def advance(self, num_requests: int = 1) -> None:
+        """Count, and send the count from time to time."""
+        self._num_done += num_requests
+        self._num_unsent += num_requests
+        if time.monotonic() - self._sent_at >= _SECONDS_BETWEEN_COUNTS:
+            self.send_count()
+
+    def send_count(self) -> None:
+        """Send what has not been sent yet."""
+        self._sent_at = time.monotonic()
+        if self._num_unsent:
+            self._connection.send((_COUNT, self._num_unsent))
+        self._num_unsent = 0
+
+
+def _serve(connection: Connection, load: Load, environment: dict[str, str], log: Path) -> None:
+    """What a helper does: load the model, and answer requests until the pipe is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the first process, which ends its helpers
+    ask_to_stop_when_parent_dies()
+    with log.open("wb") as stream:
+        os.dup2(stream.fileno(), 1)
+        os.dup2(stream.fileno(), 2)
+    os.environ.update(environment)  # before torch looks for GPUs
+    progress = _HelperProgress(connection)
+    try:
+        answer = load(progress)
+    except TunebookError as error:
+        print(f"evaluation: {error.message}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    with suppress(EOFError, ConnectionError):
+        while True:
+            kind, arguments = connection.recv()
+            connection.send(_result(answer, kind, arguments, progress))
+
+
+def _result(answer: Answer, kind: str, arguments: list[Any], progress: _HelperProgress) -> tuple[str, Any]:
+    """The message with the answers or with the error, whose traceback goes into the log."""
+    from lm_eval.api.instance import Instance
+
+    requests = [Instance(kind, {}, tuple(given), index) for index, given in enumerate(arguments)]
+    try:
+        answers = answer(kind, requests)
+    except DoesNotFitError as error:
+        return _NO_MEMORY, error.message
+    except Exception as error:
+        traceback.print_exc()
+        return _FAILED, f"{type(error).__name__}: {error}"
+    progress.send_count()
+    return _ANSWERS, answers

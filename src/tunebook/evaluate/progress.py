@@ -1,7 +1,7 @@
-"""How far an evaluation is: which task, and how many of its requests; a rich bar on a terminal, else plain lines.
+"""The progress of an evaluation: its task and answered requests; a rich bar on a terminal, else plain lines.
 
-Where there is no terminal each finished task gets a line, and one that takes long a few in between: at first every few
-seconds, later ever more rarely, so that the log of a night does not hold thousands.
+Without a terminal each finished task gets a line. A long one gets lines in between, first every few seconds and later
+less often, so that the log of a night does not hold thousands.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SHARE_BETWEEN_LINES = 0.05  # of the time since the start: 60 lines for the fir
 
 
 class AnswerProgress:
-    """Counts answered requests; used as a context manager around one evaluation."""
+    """Counts answered requests; a context manager around one evaluation."""
 
     def __init__(self, label: str, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._label = label
@@ -45,7 +45,7 @@ class AnswerProgress:
             self._bar.stop()
 
     def begin_task(self, name: str, number: int, num_tasks: int) -> None:
-        """Say which of the tasks it is that follows; its requests are counted anew."""
+        """Another task begins; its requests are counted from zero."""
         self._task = name if num_tasks == 1 else f"{name} (task {number} of {num_tasks})"
         self._num_done = self._num_expected = 0
         self._last_line = self._clock()
@@ -53,27 +53,27 @@ class AnswerProgress:
             self._bar.reset(self._bar_task, total=None, description=f"{self._label}: {self._task}")
 
     def end_task(self, how: str) -> None:
-        """Say what came of the task."""
+        """Report the outcome of the task."""
         self.say(f"{self._task}: {how}")
 
     def say(self, text: str) -> None:
-        """A line of its own, above the bar where there is one."""
+        """Print a line, above the bar if there is one."""
         self._last_line = self._clock()
         self._console.print(f"{self._label}: {text}", highlight=False, markup=False, soft_wrap=True)
 
     def expect(self, num_requests: int) -> None:
-        """Say that this many more requests are coming."""
+        """Expect this many more requests."""
         self._num_expected += num_requests
         if self._bar is not None:
             self._bar.update(self._bar_task, total=self._num_expected)
 
     @property
     def num_done(self) -> int:
-        """How many requests of the task are answered."""
+        """The number of answered requests of the task."""
         return self._num_done
 
     def advance(self, num_requests: int = 1) -> None:
-        """Say that this many more requests are answered; below zero, that some are to be answered again."""
+        """Count answered requests; a negative number if some are to be answered again."""
         self._num_done += num_requests
         if self._bar is not None:
             self._bar.update(self._bar_task, completed=self._num_done)

@@ -1,8 +1,8 @@
-"""The model as it answers the harness' requests: in batches that fit, with other processes' help, and counted.
+"""A run's model as lm-evaluation-harness sees it: it finds the batch size, shares requests with helpers, counts them.
 
-Imports the harness and torch, so it is only imported once there is something to compute. One call of the harness is
-one kind of request of one task, sorted by length inside the harness, longest first: a batch that is too large shows at
-the first one, and the call is simply made again with a smaller one.
+Imports the harness and torch, so it is imported once there is something to compute. The harness calls it with one kind
+of request of one task and sorts them, longest first. So a batch that is too large fails at once, and the call is
+repeated with a smaller one.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lm_eval.models.huggingface import HFLM
 
 from tunebook.evaluate.batch_size import BatchSize
 from tunebook.evaluate.progress import AnswerProgress
-from tunebook.evaluate.run_model import RunModel
+from tunebook.evaluate.trained_model import stop_ids
 from tunebook.hardware.detect import detect_machine
 from tunebook.model.out_of_memory import is_out_of_memory
 
@@ -24,12 +25,12 @@ if TYPE_CHECKING:
 
     from tunebook.evaluate.helpers import Helpers
 
-_CHARACTERS_PER_TOKEN = 4  # roughly, to weigh tokens that are generated beside text that is read
-_SHARE_OF_HOST_MEMORY = 0.25  # that the logits of one batch may take on a CPU, where running out is a kill
+_CHARACTERS_PER_TOKEN = 4  # roughly, to add generated tokens to text
+_SHARE_OF_HOST_MEMORY = 0.25  # for the logits of one batch on a CPU, where running out of memory kills the process
 
 
-class RequestModel(RunModel):
-    """RunModel that finds the batch size, shares its requests with helpers and counts them."""
+class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marker
+    """HFLM around a model object; stops at the tokenizer's EOS, adds no second BOS."""
 
     def __init__(
         self,
@@ -41,7 +42,17 @@ class RequestModel(RunModel):
         progress: AnswerProgress,
         helpers: Helpers | None = None,
     ) -> None:
-        super().__init__(model, tokenizer, batch_size=batch_size.asked or 1, compute_dtype=compute_dtype)
+        super().__init__(
+            pretrained=model,
+            tokenizer=tokenizer,
+            batch_size=batch_size.asked or 1,
+            mixed_precision_dtype=compute_dtype,
+            # A chat template writes BOS itself if the model wants one, and training tokenized its text without adding
+            # another. Text without a template is tokenized as the tokenizer does by default.
+            add_bos_token=None if tokenizer.chat_template is None else False,
+        )
+        assert model.generation_config is not None
+        model.generation_config.eos_token_id = stop_ids(model, tokenizer)
         self.set_cache_hook(_Counter(progress, helpers))
         self.sizes = batch_size
         self._progress = progress
@@ -60,7 +71,7 @@ class RequestModel(RunModel):
         return self._answer("generate_until", requests)
 
     def prompted(self) -> dict[str, Any]:
-        """What a record says of where answers ended, of the first token, and of where they were computed."""
+        """For the record: the stop tokens, whether BOS is added, and the device."""
         assert self.model.generation_config is not None
         return {
             "stop_tokens": self.tokenizer.convert_ids_to_tokens(self.model.generation_config.eos_token_id),
@@ -75,11 +86,11 @@ class RequestModel(RunModel):
         return self._helpers.share(kind, requests, self.answer_alone)
 
     def answer_alone(self, kind: str, requests: Sequence[Instance]) -> list[Any]:
-        """Answers in the order of the requests. Raises: DoesNotFitError where no batch that may be used fits."""
+        """Answers in the order of the requests. Raises: DoesNotFitError if no allowed batch size fits."""
         if not requests:
             return []
         longest = max(requests, key=_num_characters)
-        # More rows than there are requests would only be tried and halved in vain.
+        # More rows than requests would only fail and be halved.
         rows = 1 << (len(requests) - 1).bit_length()
         length, limit = _num_characters(longest), min(rows, self._limit_on_cpu(kind, longest) or rows)
         random_state = _random_state()
@@ -93,12 +104,12 @@ class RequestModel(RunModel):
             self._progress.advance(num_done - self._progress.num_done)
             _release_memory()
             _set_random_state(random_state)  # or sampled answers would depend on how often it was tried
-        if told := self.sizes.fitted(kind, size):
-            self._progress.say(told)
+        if note := self.sizes.fitted(kind, size):
+            self._progress.say(note)
         return answers
 
     def _try(self, kind: str, requests: Sequence[Instance]) -> list[Any] | None:
-        """The answers, or None where the memory ran out; on return nothing of the attempt is referred to any more."""
+        """The answers, or None if memory ran out; nothing refers to the attempt then, so that it can be freed."""
         answer: Any = getattr(super(), kind)
         try:
             answers: list[Any] = answer(list(requests), disable_tqdm=True)
@@ -109,7 +120,7 @@ class RequestModel(RunModel):
         return answers
 
     def _limit_on_cpu(self, kind: str, longest: Instance) -> int | None:
-        """How many rows of logits a part of the host's memory holds; None where the device itself says what fits."""
+        """How many rows of logits fit into a share of the host's memory; None if the device raises an error itself."""
         if self.device.type != "cpu" or kind == "generate_until":
             return None
         num_tokens = min(self.max_length, len(self.tok_encode("".join(_texts(longest)))) + 1)
@@ -119,16 +130,16 @@ class RequestModel(RunModel):
 
 
 class _Counter:
-    """Stands where the harness would put answers into a cache: it is told of each answered request."""
+    """Counts answered requests, in the place of the harness' cache of answers."""
 
-    dbdict = None  # the harness' own hook has it
+    dbdict = None  # an attribute of the harness' own hook
 
     def __init__(self, progress: AnswerProgress, helpers: Helpers | None) -> None:
         self._progress = progress
         self._helpers = helpers
 
     def add_partial(self, attr: str, req: Iterable[Any], res: Any) -> None:
-        """One more is answered, and maybe some more elsewhere."""
+        """Count one, and those that helpers answered meanwhile."""
         self._progress.advance()
         if self._helpers is not None:
             self._helpers.listen()
@@ -139,7 +150,7 @@ def _texts(request: Instance) -> list[str]:
 
 
 def _num_characters(request: Instance) -> int:
-    """How long a request is, with what it may generate."""
+    """The length of a request, with what it may generate."""
     options = [part for part in request.args if isinstance(part, dict)]
     generated = sum(_CHARACTERS_PER_TOKEN * int(option.get("max_gen_toks") or 0) for option in options)
     return sum(map(len, _texts(request))) + generated

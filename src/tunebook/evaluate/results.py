@@ -1,4 +1,4 @@
-"""What the harness returns, as the record of a run keeps it: scores with errors and groups, and sample answers."""
+"""The harness' results as the record of a run keeps them: scores with errors and groups, and sample answers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tunebook.errors import TunebookError
 from tunebook.files import read_json
 
 NUM_SAMPLES = 5
-# Where a task's data lies is no part of what it measures: its items are hashed by themselves.
+# Where a task's data is does not change what it measures: its items are hashed separately.
 _NOT_HASHED = ("metadata", "dataset_kwargs")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """One item as it was answered."""
+    """One answered item."""
 
     task: str
     group: str | None  # by the item's `task` key; None: the task has no groups
@@ -59,15 +59,15 @@ def task_scores(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def is_evaluated(run: Path, when: str) -> bool:
-    """Whether an evaluation of a run is finished, with none of its tasks failed."""
+    """Whether an evaluation of a run is finished and none of its tasks failed."""
     file = run / "evaluation" / f"{when}.json"
     return file.is_file() and not read_json(file).get("failed")
 
 
 def mean_score(tasks: dict[str, dict[str, Any]]) -> tuple[float, bool] | None:
-    """The mean over the tasks that are not part of another, and whether higher is better.
+    """The mean over the tasks that are not part of a group, and whether higher is better.
 
-    None when there is no task, or when some are better high and others low.
+    None without tasks, and if higher is better for some and worse for others.
     """
     within = {child for task in tasks.values() for child in task["subtasks"]}
     top = [task for name, task in tasks.items() if name not in within]
@@ -87,9 +87,9 @@ def task_answers(name: str, results: dict[str, Any]) -> list[Answer]:
 
 
 def choose_samples(answers: list[Answer], num_samples: int = NUM_SAMPLES) -> list[dict[str, Any]]:
-    """A few answers, the same ones before and after training: round the groups in an order of the prompts' hashes.
+    """A few answers, the same ones before and after training: from each group in turn, by the prompts' hashes.
 
-    When none of those is wrong although some answer is, the last one gives way to a wrong one.
+    If all of them are right although some answer is wrong, a wrong one replaces the last.
     """
     ordered = sorted(answers, key=_prompt_hash)
     by_group: defaultdict[tuple[str, str], list[Answer]] = defaultdict(list)
@@ -134,7 +134,7 @@ def _answer(task: str, sample: dict[str, Any], metric: str) -> Answer:
 
 
 def _response(response: Any) -> Any:
-    """A generated text, or a log-likelihood without the note whether it is the likeliest; None where not finite."""
+    """A generated text, or a log-likelihood without its greedy flag; None if it is not finite."""
     if isinstance(response, str):
         return response
     return _finite(response[0] if isinstance(response, tuple | list) else response)
@@ -148,14 +148,14 @@ def _finite_score(task: str, metric: str, value: float) -> float:
     if _finite(value) is None:
         raise TunebookError(
             f"the {metric} of {task} is {value}: most likely the model's logits are not finite, as after a training "
-            "that diverged, or a number format that is too small for it (fp16 for a model made in bf16)",
+            "that diverged, or in a number format with too small a range (fp16 for a model made in bf16)",
             problem_id="score-not-finite",
         )
     return float(value)
 
 
 def _given_and_expected(sample: dict[str, Any]) -> tuple[str, str]:
-    """The answer as text: what was generated, or of several choices the likeliest one."""
+    """The answer as text: what was generated, or the likeliest of several choices."""
     responses, target = sample["filtered_resps"], sample["target"]
     if isinstance(responses[0], str):
         return responses[0], str(target)
@@ -182,7 +182,7 @@ def _prompt_hash(answer: Answer) -> str:
 
 
 def as_stored(results: Any) -> Any:
-    """Results of the harness as JSON keeps them: numbers that are not finite become None, what is no JSON text."""
+    """Results of the harness as JSON: numbers that are not finite become None, other objects text."""
     if isinstance(results, dict):
         return {str(key): as_stored(value) for key, value in results.items()}
     if isinstance(results, list | tuple):
@@ -193,7 +193,7 @@ def as_stored(results: Any) -> Any:
 
 
 def settings_hash(config: dict[str, Any] | None) -> str | None:
-    """A hash of a task's settings, but not of where its data lies."""
+    """A hash of a task's settings, without the place of its data."""
     if config is None:
         return None
     kept = {key: value for key, value in config.items() if key not in _NOT_HASHED}

@@ -1,7 +1,6 @@
-"""Over which GPUs an evaluation is spread: a copy of the model on each, or one model over all where one is too small.
+"""The GPUs of an evaluation: a copy of the model on each, or one model over all of them if one is too small.
 
-Decided before torch is imported, from the headers of the weight files and from what the driver says of the GPUs that
-are visible: in a container and under a scheduler those are the ones that were given to it.
+Chosen before torch is imported, from the headers of the weight files and the driver's list of visible GPUs.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from tunebook.model.adapters import is_adapter
 from tunebook.model.load import weights_folder
 from tunebook.model.weight_files import find_weight_files, read_shapes
 
-_HEADROOM = 1.15  # for activations, the cache of keys and values and the logits of a small batch, beside the weights
-_HEADROOM_GIB = 1.0  # and for the libraries and the kernels' workspaces
+_HEADROOM = 1.15  # for activations, the KV cache and the logits of a small batch, in addition to the weights
+_HEADROOM_GIB = 1.0  # for the libraries and the kernels' workspaces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +33,7 @@ class Spread:
     is_sharded: bool = False  # one model over all GPUs
 
     def environments(self, inherited: Mapping[str, str]) -> list[dict[str, str]]:
-        """Each process' environment, of which each sees a GPU of its own; a sharded model sees them all."""
+        """The environment of each process, which sees its own GPU, or all of them with a sharded model."""
         if self.is_sharded or not self.gpus:
             return [dict(inherited) for _ in range(self.num_processes)]
         return [{**inherited, VISIBLE_VARIABLE: gpu} for gpu in self.gpus[: self.num_processes]]
@@ -44,17 +43,17 @@ ALONE = Spread(text="in this process, wherever torch finds a device")
 
 
 def choose_spread(weights_gib: float | None, gpus: Sequence[Gpu], asked: int | None = None) -> Spread:
-    """Every GPU with a copy if it fits into the smallest, else one model over all; on a CPU one process.
+    """A copy on each GPU if it fits into the smallest, else one model over all; on a CPU one process.
 
-    `asked` is a number of processes instead. Raises: DoesNotFitError for a model that is larger than all GPUs
-    together, RequestError for more processes than GPUs.
+    `asked` is another number of processes. Raises: DoesNotFitError for a model larger than all GPUs together,
+    RequestError for more processes than GPUs.
     """
     if not gpus:
         count = asked or 1
         return Spread(text=f"on the CPU, {_count(count, 'process', 'processes')}", num_processes=count)
     if asked is not None and asked > len(gpus):
         raise RequestError(
-            f"--processes {asked}: there are {len(gpus)} GPUs to be seen here, and each process needs one of its own; "
+            f"--processes {asked}: there are {len(gpus)} GPUs visible here, and each process needs its own; "
             f"type --processes {len(gpus)} or fewer",
             problem_id="more-processes-than-gpus",
         )
@@ -68,7 +67,7 @@ def choose_spread(weights_gib: float | None, gpus: Sequence[Gpu], asked: int | N
     if needed > everything:
         raise DoesNotFitError(
             f"the model's weights take {weights_gib:.1f} GiB, with room to compute {needed:.1f} GiB, and the "
-            f"{_count(len(gpus), 'GPU', 'GPUs')} to be seen here have {everything:.1f} GiB; use more or larger GPUs, "
+            f"{_count(len(gpus), 'GPU', 'GPUs')} visible here have {everything:.1f} GiB; use more or larger GPUs, "
             "or evaluate on the CPU, slowly: put CUDA_VISIBLE_DEVICES= before the command",
             problem_id="model-does-not-fit",
         )
@@ -81,9 +80,9 @@ def choose_spread(weights_gib: float | None, gpus: Sequence[Gpu], asked: int | N
 
 
 def loaded_gib(config: RunConfig, folder: Path | None) -> float | None:
-    """What the weights of a run's model take once they are loaded, from the headers of their files.
+    """The memory of a run's weights once they are loaded, from the headers of their files.
 
-    None where there are no files (random weights) or where they are rounded while they are read (QLoRA).
+    None without files (random weights) and if they are quantized while they are read (QLoRA).
     """
     if config.peft.method is PeftMethod.qlora:
         return None
@@ -95,16 +94,16 @@ def loaded_gib(config: RunConfig, folder: Path | None) -> float | None:
     bytes_each = 2 if config.precision.master_weights is MasterWeights.bf16 else 4
     if all(file.suffix == ".safetensors" for file in files):
         return sum(math.prod(shape) for shape in read_shapes(files).values()) * bytes_each / GIB
-    return sum(file.stat().st_size for file in files) * bytes_each / 2 / GIB  # pickles: as if they were of two bytes
+    return sum(file.stat().st_size for file in files) * bytes_each / 2 / GIB  # pickles: assume two bytes each
 
 
 def is_for_gpus(config: RunConfig) -> bool:
-    """Whether a model is evaluated on GPUs wherever there are some."""
+    """Whether a run's model is evaluated on GPUs, if there are any."""
     return config.hardware.generation is not Generation.cpu
 
 
 def evaluation_environment(config: RunConfig, inherited: Mapping[str, str]) -> dict[str, str]:
-    """As that of the ranks of a training, but with all GPUs that are visible here, however many it was trained on."""
+    """The environment of a training's ranks, but with all visible GPUs, not only as many as it was trained on."""
     environment = rank_environment(config, inherited)
     environment.pop(VISIBLE_VARIABLE, None)
     return environment | {name: text for name, text in inherited.items() if name == VISIBLE_VARIABLE}

@@ -1,44 +1,87 @@
-"""What an evaluation scores or a chat talks to: a run's model, a model folder outside of any run, or a hub name."""
+"""What an evaluation scores or a chat talks to: a run's model, a model folder outside of any run, or a hub name.
+
+`latest` and a recipe's name mean the newest run that finished: one that is running, was stopped or failed is skipped,
+and the reason is reported. Such a run can still be named by its folder.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tunebook.checkpoint.newest import complete_checkpoints
+from tunebook.checkpoint.record import CHECKPOINTS_FOLDER
 from tunebook.checkpoint.verify import MODEL_FOLDER, require_unchanged_model
-from tunebook.errors import RequestError
-from tunebook.evaluate.finished import checkpoints_of, choose_run, has_weights
-from tunebook.model.adapters import holds_model
-from tunebook.model.hub import WEIGHT_FILES
+from tunebook.config.choices import (
+    Attention,
+    Checkpointing,
+    Compute,
+    Generation,
+    MasterWeights,
+    PackingMode,
+    PeftMethod,
+)
+from tunebook.config.plain import plain_config
+from tunebook.config.schema import (
+    ActivationConfig,
+    AttentionConfig,
+    DatasetConfig,
+    EvaluationConfig,
+    HardwareConfig,
+    ModelConfig,
+    PackingConfig,
+    PeftSettings,
+    PrecisionConfig,
+    RunConfig,
+)
+from tunebook.errors import DataError, RequestError
+from tunebook.facts.generations import GENERATIONS
+from tunebook.hardware.detect import detect_machine
+from tunebook.model.adapters import ADAPTER_FILE, holds_model, is_adapter
+from tunebook.model.base_config import read_dtype
+from tunebook.model.hub import WEIGHT_FILES, fetch_config
+from tunebook.model.tokenizer_files import has_vocabulary
 from tunebook.record.files import RUN_FILE
+from tunebook.record.manifest import RunState, read_manifest
 from tunebook.record.origin import Origin, read_origin
-from tunebook.record.run_folder import is_run
+from tunebook.record.run_folder import LATEST, find_runs, is_run, resolve_run
 
+EVALUATIONS = "evaluations"  # the folder in outputs/ with the results of models that belong to no run
+MODEL_FILE = "model.yaml"  # in the place of run.yaml there
+_NUM_NAMED = 3  # skipped runs that a message names; the others are counted
+_STATES = {
+    RunState.stopped.name: "was stopped",
+    RunState.failed.name: "failed",
+    RunState.invalid.name: "is invalid",
+}
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A model: `folder`, or else `hub_name`. With a run it is bound to what the run was trained with."""
+    """A model: `folder`, or else `hub_name`. With a run it must have what the run was trained with."""
 
     run: Path | None = None
     folder: Path | None = None  # of a whole model or an adapter
     hub_name: str | None = None
-    origin: Origin | None = None  # what a folder outside of any run says of the run that it was exported from
+    origin: Origin | None = None  # of an exported folder outside of any run: which run it comes from
 
     @property
     def name(self) -> str:
-        """How it is called in messages."""
+        """Its name in messages."""
         return self.hub_name or str(self.folder)
 
 
-def find_target(text: str, outputs: Path) -> Target:
-    """Look for a model folder, then for a run under `outputs`; what can be neither is taken for a name on the hub.
+def find_target(text: str, outputs: Path, *, is_model: bool = False) -> Target:
+    """The model folder, the run under `outputs` or else the hub's model that `text` names; stderr says which run.
 
-    Where a recipe or `latest` is named, the standard error says which run was taken.
-    Raises: RequestError for a run without a model, a folder without weights, a name of nothing.
+    With `is_model`, a single word such as gpt2 may be on the hub too.
+    Raises: RequestError for a run without a model, a folder without weights, an unknown name.
     """
     named = Path(text).expanduser().absolute()
     if named.is_dir() and not is_run(named):
@@ -51,30 +94,23 @@ def find_target(text: str, outputs: Path) -> Target:
     try:
         run = choose_run(text, outputs, lambda line: print(line, file=sys.stderr))
     except RequestError as error:
-        if error.problem_id == "unknown-run" and "/" in text and _can_be_on_the_hub(text):
-            return Target(hub_name=text)
-        raise
-    return Target(run=run, folder=_model_of(run))
-
-
-def find_named_model(text: str, outputs: Path) -> Target:
-    """The target that `model=` names: as `find_target`, but a single word may be on the hub too, such as gpt2."""
-    try:
-        return find_target(text, outputs)
-    except RequestError as error:
         if error.problem_id != "unknown-run":
             raise
-        if _can_be_on_the_hub(text):
+        is_path = text.startswith((".", "~", "/")) or Path(text).exists()
+        if ("/" in text or is_model) and _HUB_NAME.fullmatch(text) and not is_path:
             return Target(hub_name=text)
+        if not is_model:
+            raise
         raise RequestError(
             f"model={text}: there is no such folder, and it is no name on the hub; type model=organisation/name, "
             "model=FOLDER with a Hugging Face model in it, or run=RUN",
             problem_id="model-folder",
         ) from error
+    return Target(run=run, folder=_model_of(run))
 
 
 def require_weights(folder: Path) -> None:
-    """Refuse a folder without a whole model or adapter in it. Raises: RequestError."""
+    """Refuse a folder without a whole model or adapter. Raises: RequestError."""
     if holds_model(folder) and has_weights(folder):
         return
     raise RequestError(
@@ -97,7 +133,197 @@ def _model_of(run: Path) -> Path:
     return model
 
 
-def _can_be_on_the_hub(text: str) -> bool:
-    """Whether a text is written as a name on the hub and names nothing here."""
-    is_path = text.startswith((".", "~", "/")) or Path(text).exists()
-    return _HUB_NAME.fullmatch(text) is not None and not is_path
+def choose_run(target: str, outputs: Path, say: Callable[[str], None]) -> Path:
+    """The run that `latest`, a recipe or a folder names; `say` reports the choice.
+
+    `latest` and a recipe name their newest run that finished; a run that is named by its folder is always taken.
+    Raises: RequestError if there is none, or if none has finished.
+    """
+    outputs = outputs.expanduser().absolute()
+    named = resolve_run(target, outputs)
+    if is_run(Path(target).expanduser()) or is_run(outputs / target):
+        return named
+    is_any = target == LATEST
+    runs = find_runs(outputs) if is_any else find_runs(named.parent.parent, named.parent.name)
+    skipped: list[str] = []  # newer runs, with the reason
+    for run in reversed(runs):
+        reason = why_not_finished(run)
+        if reason is None:
+            say(f"the newest finished run{'' if is_any else f' of {run.parent.name}'}: {run}")
+            for line in _shorten(skipped):
+                say(f"  newer, but {line}")
+            return run
+        skipped.append(f"{run.parent.name}/{run.name}: {reason}")
+    of = "" if is_any else f" of {named.parent.name}"
+    raise RequestError(
+        f"no run{of} has finished: {'; '.join(_shorten(skipped))}. Name one by its folder to take it as it is "
+        f"(run={runs[-1]}), or one of its checkpoints: {checkpoints_of(runs[-1])}",
+        problem_id="run-without-model",
+    )
+
+
+def why_not_finished(run: Path) -> str | None:
+    """Why a run does not count as finished with a model; None if it does."""
+    try:
+        status = read_manifest(run)["status"]
+        state, reason = status["state"], status["reason"]
+    except (DataError, KeyError, TypeError):
+        return "its manifest cannot be read"
+    if state == RunState.running.name:
+        return "it is running, or was killed"
+    if state == RunState.stopped.name and reason:  # such as `stopped by SIGTERM after step 98`
+        return str(reason).splitlines()[0]
+    if state != RunState.finished.name:
+        return f"it {_STATES.get(state, state)}" + (f": {str(reason).splitlines()[0]}" if reason else "")
+    return None if holds_model(run / "model") else "its model/ folder is gone"
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder holds the weights of a whole model; a sharded checkpoint does not."""
+    return any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES)
+
+
+def checkpoints_of(run: Path) -> str:
+    """The complete checkpoints of a run that hold a whole model, newest first, for a message."""
+    complete = complete_checkpoints(run / CHECKPOINTS_FOLDER)
+    whole = [folder for folder in complete if holds_model(folder) and has_weights(folder)]
+    if whole:
+        return ", ".join(map(str, whole))
+    if complete:
+        return f"they are sharded, so make a whole model of the newest with: tunebook export {run}"
+    return "there is none that is complete, so go on training"
+
+
+def _shorten(lines: list[str]) -> list[str]:
+    more = len(lines) - _NUM_NAMED
+    return [*lines[:_NUM_NAMED], f"{more} more that did not finish"] if more > 0 else lines
+
+
+def model_config(target: Target) -> ModelConfig:
+    """The model of a target without a run; of an adapter its base, with the tokenizer in the adapter's folder if any.
+
+    Raises: RequestError for an adapter whose base is unknown or not here.
+    """
+    if target.folder is None:
+        return ModelConfig(name=target.hub_name)
+    if not is_adapter(target.folder):
+        return ModelConfig(path=str(target.folder))
+    file = target.folder / ADAPTER_FILE
+    try:
+        base = str(json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise RequestError(
+            f"{file} does not say which base model the adapter belongs to; copy it again, or add "
+            "base_model_name_or_path",
+            problem_id="adapter-without-base",
+        ) from error
+    tokenizer = str(target.folder) if has_vocabulary(target.folder) else None
+    if Path(base).is_dir():
+        return ModelConfig(path=base, tokenizer=tokenizer)
+    if base.startswith(("/", ".", "~")) or base.count("/") > 1:
+        raise RequestError(
+            f"the adapter's base model, {base}, is not on this machine; copy it here and correct "
+            f"base_model_name_or_path in {file}",
+            problem_id="adapter-without-base",
+        )
+    return ModelConfig(name=base, tokenizer=tokenizer)
+
+
+def bare_config(target: Target) -> RunConfig:
+    """The configuration of a target without a run, from its folder or name on the hub; nothing in it is trained.
+
+    Fetches the config.json of a model on the hub. The GPUs are detected without importing torch.
+    Raises: RequestError for a model that is not here and cannot be fetched.
+    """
+    model = model_config(target)
+    if target.origin is not None and target.origin.template_date is not None:
+        model = replace(model, template_date=target.origin.template_date)  # as the training's template wrote it
+    if model.name is not None:
+        fetch_config(model)
+    gpus = detect_machine().gpus
+    facts = GENERATIONS[gpus[0].generation if gpus else Generation.cpu]
+    dtype = read_dtype(model) if gpus else None
+    is_bf16 = dtype == "bfloat16" and facts.has_bf16
+    origin = target.origin
+    return config_of(
+        model,
+        is_bf16=is_bf16,
+        # A CPU computes fp32 fastest; fp16 weights are kept in fp32 and their products computed in fp16.
+        compute=Compute.fp16 if dtype == "float16" else Compute.fp32,
+        hardware=HardwareConfig(
+            generation=gpus[0].generation if gpus else Generation.cpu, gpus_per_node=max(1, len(gpus))
+        ),
+        system_prompt=origin.system_prompt if origin else None,
+        recipe=origin.recipe if origin else None,
+    )
+
+
+def config_of(
+    model: ModelConfig,
+    *,
+    is_bf16: bool,
+    compute: Compute = Compute.fp32,
+    hardware: HardwareConfig | None = None,
+    system_prompt: str | None = None,
+    recipe: str | None = None,
+) -> RunConfig:
+    """A configuration that loads a model in its weights' own format."""
+    return plain_config(
+        recipe=recipe,
+        model=model,
+        dataset=DatasetConfig(system_prompt=system_prompt),
+        hardware=hardware or HardwareConfig(),
+        # Products are computed in the weights' format: fp32 means no conversion.
+        precision=PrecisionConfig(
+            compute=compute, master_weights=MasterWeights.bf16 if is_bf16 else MasterWeights.fp32
+        ),
+        attention=AttentionConfig(implementation=Attention.sdpa),
+        packing=PackingConfig(mode=PackingMode.padded),
+        activation=ActivationConfig(checkpointing=Checkpointing.disabled),
+        peft=PeftSettings(method=PeftMethod.lora),
+        evaluation=EvaluationConfig(tasks=[], batch_size=None),
+    )
+
+
+def results_folder(target: Target, outputs: Path) -> Path:
+    """The folder for the results of a target without a run: `outputs/evaluations/<name>`.
+
+    A folder's name gets a hash of its path, so that equal names, such as `model` of two copied runs, differ.
+    """
+    if target.folder is None:
+        name = (target.hub_name or "").replace("/", "--")
+    else:
+        place = hashlib.sha256(str(target.folder.resolve()).encode()).hexdigest()[:8]
+        name = f"{re.sub(r'[^A-Za-z0-9._-]', '-', target.folder.resolve().name)}-{place}"
+    return outputs.expanduser().absolute() / EVALUATIONS / name
+
+
+def without_overrides(error: RequestError, target: Target, command: str) -> RequestError:
+    """The error of a target without a run, with advice that does not name keys: there are no overrides here.
+
+    `command` is followed by a model's folder, such as `tunebook chat `.
+    """
+    if error.problem_id == "hub-out-of-reach":
+        return RequestError(
+            f"there is no run or folder {target.name} here, and the hub is out of reach with no copy of it in the "
+            f"cache. On a machine with network run `hf download {target.name} --local-dir DIR`, copy DIR here and "
+            f"type: {command}DIR",
+            problem_id="hub-out-of-reach",
+        )
+    if error.problem_id == "remote-code-refused":
+        return RequestError(
+            f"{target.name} brings Python code of its own, which is not run here; name a model of an "
+            "architecture that transformers has, or a run that was trained with model.trust_remote_code=true",
+            problem_id="remote-code-refused",
+        )
+    if target.hub_name is not None:
+        return RequestError(
+            f"there is no run or folder {target.name} here, and on the hub: {error.message}",
+            problem_id=error.problem_id,
+        )
+    if "model." not in error.message:
+        return error
+    return RequestError(
+        f"{error.message}. (No keys are set here: set it in the model's own folder, in tokenizer_config.json)",
+        problem_id=error.problem_id,
+    )

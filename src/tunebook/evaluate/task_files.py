@@ -1,41 +1,48 @@
-"""Tasks that are written in a YAML file of the user's or of this book, in the harness' own format.
+"""Tasks in YAML files of the user or of this book, in the harness' format, and suites: named sets of tasks.
 
 Two keys under `metadata` are Tunebook's. `conversations` names a file of held-out conversations, relative to the YAML
-file: they are rendered with the run's own chat template before each evaluation, into a JSONL of {prompt, answer, task}
-that the task reads as its `test` split. `baseline` names a Python file with a function that scores the same items
-without any model, `score(train_file, heldout_file)`, which is reported beside the model's score.
+file: before each evaluation the run's chat template renders them into a JSONL of {prompt, answer, task}, which the task
+reads as its `test` split. `baseline` names a Python file with a function that scores the same items without a model.
+
+A suite is an evaluation group of the book, with its tasks, limit, examples and batch size; or `quick`, the local tasks
+that the run's recipe ships, with the run's other settings.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from tunebook.config.book import is_in_book, resolve_path
+from tunebook.config.book import book_root, is_in_book, recipe_folders, resolve_path
+from tunebook.config.interpolation import to_object
+from tunebook.config.schema import EvaluationConfig, RunConfig
 from tunebook.errors import RequestError, TunebookError, did_you_mean, nearest
 from tunebook.evaluate.code.code_task import CodeTask, own_tasks, read_code_task
 from tunebook.evaluate.harness_tasks import check_harness_name, metric_names, refuse_code
 
+QUICK = "quick"  # the suite of the tasks that a run's recipe ships
 _SUFFIXES = (".yaml", ".yml")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskFile:
-    """One task file, read but with none of its Python functions imported."""
+    """One task file; none of its Python functions is imported."""
 
     name: str
     file: Path
     conversations: Path | None
     baseline: Path | None
-    is_group: bool  # names other tasks, maybe the harness' own
+    is_group: bool  # names other tasks, possibly the harness' own
     code: CodeTask | None = None  # the model writes programs, which the sandbox judges
 
     @property
     def has_own_data(self) -> bool:
-        """Whether its items lie beside it, so that none can be missing."""
+        """Whether its items are next to it, so that none can be missing."""
         return self.conversations is not None or (self.code is not None and self.code.problems is not None)
 
 
@@ -45,7 +52,7 @@ def is_task_file(task: str) -> bool:
 
 
 def check_tasks(tasks: list[str]) -> None:
-    """Check `evaluation.tasks`; imports neither torch nor the harness. Raises: RequestError with all that is wrong."""
+    """Check `evaluation.tasks`, without importing torch or the harness. Raises: RequestError with every problem."""
     errors: list[TunebookError] = []
     for task in tasks:
         try:
@@ -57,7 +64,7 @@ def check_tasks(tasks: list[str]) -> None:
 
 
 def resolve_task(task: str) -> TaskFile | str:
-    """A task file, or a name the harness knows. Raises: RequestError saying what is wrong with either."""
+    """A task file, or a name that the harness knows. Raises: RequestError."""
     if is_task_file(task):
         return read_task_file(resolve_path(task))
     if task in own_tasks():
@@ -89,9 +96,9 @@ def read_task_file(file: Path) -> TaskFile:
 
 
 def _check_metrics(file: Path, config: dict[str, Any]) -> None:
-    """Refuse a misspelt metric, which the harness finds out only after loading model and data."""
+    """Refuse a misspelled metric, which the harness reports only after loading model and data."""
     metrics = config.get("metric_list")
-    if "process_results" in config or not isinstance(metrics, list):  # then the names are the task's own
+    if "process_results" in config or not isinstance(metrics, list):  # the task may define its own
         return
     known = metric_names()
     for entry in metrics:
@@ -99,13 +106,9 @@ def _check_metrics(file: Path, config: dict[str, Any]) -> None:
         if isinstance(metric, str) and metric not in known and nearest(metric, known):
             raise RequestError(
                 f"{file}: there is no metric '{metric}' in lm-evaluation-harness.{did_you_mean(metric, known)} "
-                "One of the evaluate library is named with hf_evaluate: true beside it",
+                "A metric of the evaluate library needs hf_evaluate: true next to it",
                 problem_id="task-file",
             )
-
-
-class FunctionName(str):
-    """What follows `!function` in a task file: `module.name`, a module beside the file or one that is installed."""
 
 
 def read_task_config(file: Path, seen: frozenset[Path] = frozenset()) -> dict[str, Any]:
@@ -155,7 +158,70 @@ def _beside(file: Path, metadata: dict[str, Any], key: str) -> Path | None:
 
 
 class _FunctionsAsText(yaml.SafeLoader):
-    """Reads the harness' `!function module.name` as text, so that reading a task imports nothing."""
+    """Reads `!function module.name` as text, so that reading a task imports nothing."""
 
 
-_FunctionsAsText.add_constructor("!function", lambda loader, node: FunctionName(loader.construct_scalar(node)))  # type: ignore[arg-type]
+_FunctionsAsText.add_constructor("!function", lambda loader, node: loader.construct_scalar(node))  # type: ignore[arg-type]
+
+
+def suite_settings(name: str, config: RunConfig) -> EvaluationConfig:
+    """The evaluation settings of a suite for a run of this configuration.
+
+    Raises: RequestError for an unknown suite, with the nearest name, and for `quick` if the recipe ships no tasks.
+    """
+    if name == QUICK:
+        return _quick(config)
+    groups = _groups()
+    if name not in groups:
+        known = sorted([*groups, QUICK])
+        raise RequestError(
+            f"there is no suite '{name}'.{did_you_mean(name, known)} Suites: {', '.join(known)}. Single tasks of "
+            "lm-evaluation-harness, or YAML files of your own, are named by tasks=a,b",
+            problem_id="unknown-suite",
+        )
+    return groups[name]
+
+
+def _groups() -> dict[str, EvaluationConfig]:
+    """The evaluation groups of the book that name tasks."""
+    found = {}
+    for file in sorted((book_root() / "hydra_configs" / "evaluation").glob("*.yaml")):
+        settings = _read_group(file)
+        if settings is not None and settings.tasks:
+            found[file.stem] = settings
+    return found
+
+
+def _read_group(file: Path) -> EvaluationConfig | None:
+    """One group over the schema's defaults; None if the user is to name its tasks."""
+    try:
+        values = OmegaConf.create(yaml.safe_load(file.read_text(encoding="utf-8")) or {})
+        merged = OmegaConf.merge(OmegaConf.structured(EvaluationConfig), values)
+        if OmegaConf.is_missing(merged, "tasks"):
+            return None
+        settings = to_object(merged)
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise RequestError(
+            f"{file} is no evaluation group: {str(error).splitlines()[0]}; its keys are those of `evaluation`",
+            problem_id="suite-file",
+        ) from error
+    assert isinstance(settings, EvaluationConfig)
+    return settings
+
+
+def _quick(config: RunConfig) -> EvaluationConfig:
+    tasks = _shipped_tasks(config.recipe) if config.recipe else []
+    tasks = tasks or [task for task in config.evaluation.tasks if is_task_file(task)]
+    if not tasks:
+        missing = f"{config.recipe} ships none" if config.recipe else "this run has no recipe"
+        raise RequestError(
+            f"suite={QUICK} is the tasks that a run's recipe ships in its folder tasks/, and {missing}; name another "
+            f"suite ({', '.join(sorted(_groups()))}), or tasks=a,b",
+            problem_id="unknown-suite",
+        )
+    return replace(config.evaluation, tasks=tasks)
+
+
+def _shipped_tasks(recipe: str) -> list[str]:
+    folders = (folder / recipe / "tasks" for folder in recipe_folders([]))
+    return [str(file) for folder in folders for file in sorted(folder.glob("*.yaml"))]

@@ -1,6 +1,6 @@
-"""Run the tasks of an evaluation one by one: take those that are finished already, keep each as soon as it is.
+"""Run the tasks of an evaluation one by one: reuse finished results, keep each new one at once.
 
-A task that fails does not take the others with it: they run, and what failed is named at the end.
+If a task fails, the others still run, and the failures are named at the end.
 """
 
 from __future__ import annotations
@@ -18,26 +18,25 @@ from tunebook.evaluate.harness import (
     HarnessSettings,
     LoadedTask,
     LoadedTasks,
-    Prompting,
     aggregate,
-    asked_in,
-    part_of,
+    group_inputs,
+    requests_in,
     requests_of,
     run_task,
 )
-from tunebook.evaluate.parts import Part, Parts, key_of, requests_hash
 from tunebook.evaluate.progress import AnswerProgress
 from tunebook.evaluate.results import as_stored, settings_hash, task_answers, task_scores
+from tunebook.evaluate.resume import ResultCache, TaskResult, cache_key, requests_hash
 from tunebook.hardware.disk import is_disk_full
 
 if TYPE_CHECKING:
     from tunebook.evaluate.request_model import RequestModel
 
-_NUM_NAMED = 3  # taken tasks that a message names; the others are counted
+_NUM_NAMED = 3  # reused tasks that a message names; the others are counted
 
 
 class TasksFailedError(TunebookError):
-    """Some tasks of an evaluation failed; ends it with the first one's exit code."""
+    """Some tasks of an evaluation failed; it ends with the first one's exit code."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message, problem_id="evaluation-incomplete")
@@ -46,27 +45,26 @@ class TasksFailedError(TunebookError):
 
 @dataclass(kw_only=True)
 class TaskRuns:
-    """The tasks of one evaluation and what has become of them."""
+    """The tasks of one evaluation and their results."""
 
     loaded: LoadedTasks
-    prompting: Prompting
     settings: HarnessSettings
-    ingredients: dict[str, Any]  # what decides every task's result, beside the task itself
-    parts: Parts
-    load_model: Callable[[], RequestModel]  # only called where something is left to compute
+    ingredients: dict[str, Any]  # what decides every task's result, in addition to the task itself
+    cache: ResultCache
+    load_model: Callable[[], RequestModel]  # called only if something is left to compute
     progress: AnswerProgress
-    is_fresh: bool = False  # take nothing that was finished before
-    done: dict[str, Part] = field(default_factory=dict)
-    taken: dict[str, str] = field(default_factory=dict)  # when those were finished that were taken
+    is_fresh: bool = False  # reuse nothing
+    done: dict[str, TaskResult] = field(default_factory=dict)
+    reused: dict[str, str] = field(default_factory=dict)  # when the reused ones were finished
     failed: dict[str, Exception] = field(default_factory=dict)
 
     def run(self) -> None:
-        """All of it. Raises: what loading the model or a full disk raises; a failing task is noted under `failed`."""
+        """Run them all; failures are collected in `failed`. Raises: what loading the model or a full disk raises."""
         self.failed |= self.loaded.missing
         for error in self.loaded.missing.values():
             self.progress.say(f"left out: {error.message}")
         if not self.is_fresh:
-            self._take()
+            self._reuse()
         left = [task for name, task in self.loaded.tasks.items() if name not in self.done]
         if not left:
             return
@@ -76,17 +74,17 @@ class TaskRuns:
             try:
                 self._run_one(task, model)
             except Exception as error:
-                if is_disk_full(error):  # what the next ones answer could not be kept either
+                if is_disk_full(error):  # no later answer could be kept either
                     raise
                 self.failed[task.name] = error
                 if not isinstance(error, TunebookError):
                     traceback.print_exc(file=sys.stderr)
-                said = error.message if isinstance(error, TunebookError) else describe_error(error)
-                self.progress.end_task(f"failed, {said}")
+                message = error.message if isinstance(error, TunebookError) else describe_error(error)
+                self.progress.end_task(f"failed, {message}")
 
     def scores(self) -> dict[str, dict[str, Any]]:
-        """The scores of the finished tasks, and of the groups all of whose tasks are, each before its tasks."""
-        finished = {name: part.harness for name, part in self.done.items() if not self.loaded.tasks[name].is_code}
+        """The scores of finished tasks, and of groups whose tasks are all finished, each before its tasks."""
+        finished = {name: result.harness for name, result in self.done.items() if not self.loaded.tasks[name].is_code}
         scores = task_scores(aggregate(finished, self.loaded.groups))
         ordered: dict[str, dict[str, Any]] = {}
         for name, loaded in self.loaded.tasks.items():
@@ -99,15 +97,15 @@ class TaskRuns:
         return ordered
 
     def generated(self) -> dict[str, Any]:
-        """The harness' results of the tasks that asked for programs, which nobody has judged yet."""
+        """The harness' results of the tasks with programs, which are not judged yet."""
         results: dict[str, Any] = {"group_subtasks": {}, "groups": {}}
-        for part in self.done.values():
-            for key, value in (part.generated or {}).items():
+        for result in self.done.values():
+            for key, value in (result.generated or {}).items():
                 results.setdefault(key, {}).update(value)
         return results
 
     def key_of(self, task: LoadedTask) -> str:
-        """The key of a task's part."""
+        """The key of a task's result."""
         own = {
             "task": task.name,
             "version": task.task.VERSION,
@@ -115,24 +113,24 @@ class TaskRuns:
             "source_sha256": task.source_sha256,
             "is_rendered": task.is_rendered,
         }
-        return key_of({**self.ingredients, **own})
+        return cache_key({**self.ingredients, **own})
 
-    def _take(self) -> None:
+    def _reuse(self) -> None:
         for task in self.loaded.tasks.values():
-            part = self.parts.read(task.name, self.key_of(task))
-            if part is not None and self._is_asked_alike(task, part):
-                self.done[task.name] = part
-                self.taken[task.name] = part.finished
-        for line in self.parts.damaged:
+            result = self.cache.read(task.name, self.key_of(task))
+            if result is not None and self._has_same_requests(task, result):
+                self.done[task.name] = result
+                self.reused[task.name] = result.finished
+        for line in self.cache.damaged:
             self.progress.say(line)
-        if self.taken:
-            self.progress.say(_taken_text(self.taken, len(self.loaded.tasks)))
+        if self.reused:
+            self.progress.say(_describe_reused(self.reused, len(self.loaded.tasks)))
 
-    def _is_asked_alike(self, task: LoadedTask, part: Part) -> bool:
-        """Whether the model would be asked today what it was asked then: data may have changed under one name."""
+    def _has_same_requests(self, task: LoadedTask, result: TaskResult) -> bool:
+        """Whether the model would get the same requests today: data may have changed under the same name."""
         try:
-            return requests_hash(requests_of(task, self.prompting, self.settings)) == part.requests_sha256
-        except Exception:  # it will be raised again where the task runs, and be told there
+            return requests_hash(requests_of(task, self.settings)) == result.requests_sha256
+        except Exception:  # it is raised again when the task runs, and reported then
             return False
 
     def _run_one(self, task: LoadedTask, model: RequestModel) -> None:
@@ -140,11 +138,11 @@ class TaskRuns:
         model.sizes.begin_task()
         results = run_task(model, task, self.settings)
         score = None if task.is_code else task_scores(results).get(task.name)  # programs are judged at the end
-        part = Part(
+        result = TaskResult(
             task=task.name,
             key=self.key_of(task),
-            requests_sha256=requests_hash(asked_in(results["samples"][task.name])),
-            harness=as_stored(part_of(task.name, results)),
+            requests_sha256=requests_hash(requests_in(results["samples"][task.name])),
+            harness=as_stored(group_inputs(task.name, results)),
             score=score,
             answers=task_answers(task.name, results),
             generated=_generated(results) if task.is_code else None,
@@ -153,26 +151,26 @@ class TaskRuns:
             finished=datetime.now(UTC).isoformat(timespec="seconds"),
             bound=model.prompted(),
         )
-        self.parts.write(part)
-        self.done[task.name] = part
-        self.progress.end_task(f"{_score_text(score)}{part.seconds:.0f} s")
+        self.cache.write(result)
+        self.done[task.name] = result
+        self.progress.end_task(f"{_describe_score(score)}{result.seconds:.0f} s")
 
 
 def failure(runs: TaskRuns, record_file: str, command: str) -> TunebookError | None:
-    """The error that an evaluation with failed tasks ends with; None where all went well. `command` goes on with it."""
+    """The error of an evaluation with failed tasks, None without; `command` resumes it."""
     if not runs.failed:
         return None
     first = next(iter(runs.failed.values()))
     if len(runs.failed) == 1 and not runs.done and isinstance(first, TunebookError):
         return first
-    told = "; ".join(f"{name} ({describe_error(error)})" for name, error in runs.failed.items())
+    failures = "; ".join(f"{name} ({describe_error(error)})" for name, error in runs.failed.items())
     kept = (
         f"The results of the other {len(runs.done)} are in {record_file}; {command} evaluates only what failed"
         if runs.done
         else "Nothing was written"
     )
     count = f"{len(runs.failed)} of {len(runs.failed) + len(runs.done)} tasks failed"
-    return TasksFailedError(f"{count}: {told}. {kept}", getattr(first, "exit_code", 1))
+    return TasksFailedError(f"{count}: {failures}. {kept}", getattr(first, "exit_code", 1))
 
 
 def describe_error(error: Exception) -> str:
@@ -183,25 +181,25 @@ def describe_error(error: Exception) -> str:
 
 
 def _generated(results: dict[str, Any]) -> dict[str, Any]:
-    """A task's results as JSON keeps them, with all that was generated."""
+    """A task's results as JSON, with everything that was generated."""
     keys = ("results", "configs", "versions", "n-shot", "higher_is_better", "n-samples", "samples")
     stored: dict[str, Any] = as_stored({key: results[key] for key in keys})
     return stored
 
 
-def _score_text(score: dict[str, Any] | None) -> str:
+def _describe_score(score: dict[str, Any] | None) -> str:
     if score is None:
         return ""
     error = "" if score["stderr"] is None else f" ± {score['stderr']:.2g}"
     return f"{score['num_items']:,} items, {score['metric']} {score['value']:.4g}{error}, "
 
 
-def _taken_text(taken: dict[str, str], num_tasks: int) -> str:
-    named = ", ".join(list(taken)[:_NUM_NAMED])
-    more = f" and {len(taken) - _NUM_NAMED} more" if len(taken) > _NUM_NAMED else ""
-    all_of = "the only task is" if num_tasks == 1 else f"{len(taken)} of {num_tasks} tasks are"
-    when = max(taken.values()).replace("T", " ").replace("+00:00", " UTC")
+def _describe_reused(reused: dict[str, str], num_tasks: int) -> str:
+    named = ", ".join(list(reused)[:_NUM_NAMED])
+    more = f" and {len(reused) - _NUM_NAMED} more" if len(reused) > _NUM_NAMED else ""
+    count = "the only task is" if num_tasks == 1 else f"{len(reused)} of {num_tasks} tasks are"
+    when = max(reused.values()).replace("T", " ").replace("+00:00", " UTC")
     return (
-        f"{all_of} taken from an evaluation of the same model and request, the last of {when}: {named}{more}; --fresh "
-        "evaluates anew"
+        f"{count} taken from an evaluation of the same model and request, the last of {when}: {named}{more}; --fresh "
+        "evaluates again"
     )

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,36 +19,27 @@ from pathlib import Path
 from tunebook.checkpoint.verify import MODEL_FOLDER, require_unchanged_model
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import EvaluationConfig
-from tunebook.errors import RequestError, TunebookError
+from tunebook.errors import DoesNotFitError, RequestError, TunebookError
 from tunebook.evaluate.batch_size import read_batch_size
-from tunebook.evaluate.code.checks import with_samples
-from tunebook.evaluate.code.choice import take_words
-from tunebook.evaluate.evaluation import Evaluation, evaluate, help_evaluate
-from tunebook.evaluate.full_disk import full_disk
-from tunebook.evaluate.going_on import AFTER, what_goes_on
-from tunebook.evaluate.helping import leave_signals_to_the_first
+from tunebook.evaluate.code.checks import take_overrides, with_samples
+from tunebook.evaluate.evaluation import Evaluation, evaluate
+from tunebook.evaluate.resume import AFTER, resume_command
 from tunebook.evaluate.spread import choose_spread, is_for_gpus, loaded_gib
-from tunebook.evaluate.suites import suite_settings
-from tunebook.evaluate.task_files import resolve_task
+from tunebook.evaluate.task_files import resolve_task, suite_settings
 from tunebook.hardware.detect import detect_machine
-from tunebook.hardware.disk import is_disk_full
+from tunebook.hardware.disk import existing, is_disk_full, no_space
 from tunebook.model.adapters import holds_model
 from tunebook.record.binding import MISMATCHES, recorded_beside, recorded_by_run
 from tunebook.record.files import RUN_FILE
 
 
 def main(words: list[str] | None = None) -> int:
-    """Run one evaluation from the command line; the exit code is the error's."""
+    """Run one evaluation; returns the exit code, which is the error's."""
     started = time.monotonic()
-    words = sys.argv[1:] if words is None else words
     request = _parse(words)
     try:
         evaluation = _evaluation_of(request)
-        if request.helper is not None:
-            leave_signals_to_the_first()
-            help_evaluate(evaluation, request.helper)
-            return 0
-        evaluate(_spread_out(evaluation, request.processes, words), started)
+        evaluate(_with_spread(evaluation, request.processes), started)
     except TunebookError as error:
         print(f"evaluation: {error.message}", file=sys.stderr)
         return error.exit_code
@@ -54,13 +47,13 @@ def main(words: list[str] | None = None) -> int:
         if not is_disk_full(error):
             raise
         run = request.run.absolute()
-        problem = full_disk(run / "evaluation", what_goes_on(run, request.when))
+        problem = full_disk_error(run / "evaluation", resume_command(run, request.when))
         print(f"evaluation: {problem.message}", file=sys.stderr)
         return problem.exit_code
     return 0
 
 
-def _parse(words: list[str]) -> argparse.Namespace:
+def _parse(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tunebook.evaluate")
     parser.add_argument("--run", type=Path, required=True, help="the run folder, with its run.yaml")
     parser.add_argument("--when", required=True, help="before, after, or a name for a later evaluation")
@@ -74,7 +67,6 @@ def _parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--batch-size", help="requests at once, or auto; default: evaluation.batch_size")
     parser.add_argument("--fresh", action="store_true", help="evaluate finished tasks once more")
     parser.add_argument("--processes", type=int, help="that share the requests; default: one for each GPU")
-    parser.add_argument("--helper", type=int, help="the descriptor of a pipe, in a process that answers another's")
     parser.add_argument("--allow-mismatch", action="append", default=[], choices=MISMATCHES, help="what may differ")
     parser.add_argument("--config", type=Path, help="of a model that belongs to no run; default: run.yaml")
     return parser.parse_args(words)
@@ -103,29 +95,46 @@ def _evaluation_of(request: argparse.Namespace) -> Evaluation:
         config=config,
         model=None if model is None else model.absolute(),
         tasks=[with_samples(resolve_task(task), config.evaluation.code) for task in named],
-        limit=config.evaluation.limit,
         trained=recorded_by_run(run) if request.config is None else recorded_beside(model),
         allowed=tuple(request.allow_mismatch),
         is_fresh=request.fresh,
     )
 
 
-def _spread_out(evaluation: Evaluation, num_processes: int | None, words: list[str]) -> Evaluation:
-    """The evaluation with the GPUs that it uses; this process sees only its own from here on."""
+def _with_spread(evaluation: Evaluation, num_processes: int | None) -> Evaluation:
+    """The evaluation with its GPUs; from here on this process sees only its own."""
     config = evaluation.config
     gpus = detect_machine().gpus if is_for_gpus(config) else []
     spread = choose_spread(loaded_gib(config, evaluation.model) if gpus else None, gpus, num_processes)
     os.environ.update(spread.environments(os.environ)[0])
-    helper_command = (sys.executable, "-m", "tunebook.evaluate", *words, "--helper")
-    return replace(evaluation, spread=spread, helper_command=helper_command)
+    return replace(evaluation, spread=spread)
 
 
 def _with_options(settings: EvaluationConfig, request: argparse.Namespace) -> EvaluationConfig:
-    """The settings with what the command line says instead."""
+    """The settings, with the command line's in their place."""
     said = {key: getattr(request, key) for key in ("limit", "num_fewshot")}
     settings = replace(settings, **{key: value for key, value in said.items() if value is not None})
     is_unsafe = settings.confirm_run_unsafe_code or request.confirm_run_unsafe_code
-    settings = replace(take_words(settings, request.code), confirm_run_unsafe_code=is_unsafe)
+    settings = replace(take_overrides(settings, request.code), confirm_run_unsafe_code=is_unsafe)
     if request.batch_size is None:
         return settings
     return replace(settings, batch_size=read_batch_size(request.batch_size))
+
+
+def full_disk_error(results: Path, command: str) -> DoesNotFitError:
+    """The error for the disk with the least free space; libraries seldom say which file they were writing.
+
+    `command` resumes the evaluation.
+    """
+    from huggingface_hub import constants
+
+    temporary, hub = Path(tempfile.gettempdir()), Path(constants.HF_HOME)
+    again = f"then {command} reuses the finished tasks"
+    advice = {
+        results: f"free some space, {again}",
+        temporary: f"free some space or use another disk, TMPDIR=FOLDER in front of the command; {again}",
+        hub: f"free some space or use another disk, HF_HOME=FOLDER in front of the command; {again}",
+    }
+    # The first one, if several are on the same disk.
+    fullest = min(advice, key=lambda folder: shutil.disk_usage(existing(folder)).free)
+    return no_space("the evaluation", fullest, advice[fullest])

@@ -25,8 +25,8 @@ from tunebook.config.schema import RunConfig, world_size
 from tunebook.errors import DataError, DoesNotFitError, StoppedError, TunebookError
 from tunebook.evaluate.code.checks import check_code
 from tunebook.evaluate.command import run_worker, score_table, worker_error
-from tunebook.evaluate.going_on import what_goes_on
 from tunebook.evaluate.results import is_evaluated
+from tunebook.evaluate.resume import resume_command
 from tunebook.files import read_json
 from tunebook.hardware.disk import disk_full, is_disk_full
 from tunebook.launch.commands import evaluation_command, has_callers, ranks_command
@@ -108,7 +108,7 @@ class Attempt:
         end = self._evaluate_in_container(when) if is_contained(self.config) else run_worker(self.folder, when)
         self.stopped_by = self.stopped_by or end.stopped_by
         if end.exit_code != 0:
-            raise worker_error(end, when, what_goes_on(self.folder, when))
+            raise worker_error(end, when, resume_command(self.folder, when))
 
     def _evaluate_in_container(self, when: str) -> ProcessEnd:
         """As the ranks: followed on a line of its own, because a container may outlive what started it."""
@@ -222,7 +222,7 @@ class Attempt:
             if end.failure.problem_id == "rank-stalled" and outcome.time is not None:
                 # Without the guess that it was killed: it was, from here or by torchrun, for standing still.
                 said = f"Rank {outcome.rank} says: {read_json(outcome_file(self.folder, outcome.rank))['reason']}"
-                said += f". After that, {self._what_goes_on(newest_checkpoint(self.folder))}"
+                said += f". After that, {self._resume_command(newest_checkpoint(self.folder))}"
             return replace(outcome, reason=f"{end.failure.message}. {said}")
         if outcome.exit_code != 1:
             return outcome
@@ -277,10 +277,10 @@ class Attempt:
         """What is said where no rank came to the end of a step in the time that it had."""
         return (
             f"No rank ended within that, or within launcher.stop_timeout_s={self.config.launcher.stop_timeout_s}, and "
-            f"nothing more was saved; {self._what_goes_on(newest_checkpoint(self.folder))}"
+            f"nothing more was saved; {self._resume_command(newest_checkpoint(self.folder))}"
         )
 
-    def _what_goes_on(self, newest: Path | None) -> str:
+    def _resume_command(self, newest: Path | None) -> str:
         if newest is None:
             return "the same command begins again, since there is no checkpoint"
         return f"{same_command(self.config)} goes on from {newest}"
@@ -292,7 +292,7 @@ class Attempt:
         if not step and not saved:
             return "before the first step"
         how = f"after step {step} and before a save" if step > saved else f"after step {saved}, which is saved"
-        return f"{how}; {self._what_goes_on(newest)}"
+        return f"{how}; {self._resume_command(newest)}"
 
     def _last_step(self) -> int | None:
         """The last one that was logged, for ranks that do not say themselves how far they came."""

@@ -20,7 +20,7 @@ from tunebook.data.batch import BatchPlan, solve_batch
 from tunebook.data.view import show_summary
 from tunebook.errors import Problem, RequestError, RulesError
 from tunebook.evaluate.code.checks import check_code
-from tunebook.evaluate.needs.check import require_needs
+from tunebook.evaluate.preflight import require_task_data
 from tunebook.evaluate.task_files import check_tasks
 from tunebook.files import atomic_write_json, atomic_write_text
 from tunebook.launch.attempt import Attempt
@@ -151,7 +151,7 @@ def require_runnable(job: Job) -> None:
     if job.config.evaluation.tasks:
         check_tasks(job.config.evaluation.tasks)
         _check_sandbox(job.config)
-        require_needs(job.config.evaluation.tasks)  # now, and not after hours of training
+        require_task_data(job.config.evaluation.tasks)  # now, and not after hours of training
     check_upload(job.config.training.push_to_hub)
 
 

@@ -15,7 +15,7 @@ from lm_eval.api.model import LM
 from transformers import PreTrainedTokenizerBase
 
 from tunebook.evaluate.code.code_task import FOLDER
-from tunebook.evaluate.harness import HarnessSettings, Prompting, load_tasks, run_task
+from tunebook.evaluate.harness import HarnessSettings, load_tasks, run_task
 from tunebook.evaluate.harness_tasks import task_folder
 from tunebook.evaluate.task_files import TaskFile
 
@@ -125,11 +125,11 @@ def generate(
 
     def run(tasks: list[TaskFile | str], answer: Answer, limit: int | None = None) -> dict[str, Any]:
         settings = HarnessSettings(
-            num_fewshot=None, limit=limit, system_prompt=None, items_folder=tmp_path, cache_folder=tmp_path / "cache"
-        )
-        prompting = Prompting(tokenizer=tokenizer, max_length=4096)
+            tokenizer=tokenizer, max_length=4096, num_fewshot=None, limit=limit, system_prompt=None,
+            items_folder=tmp_path, cache_folder=tmp_path / "cache",
+        )  # fmt: skip
         results: dict[str, Any] = {}
-        for task in load_tasks(tasks, prompting, settings).tasks.values():
+        for task in load_tasks(tasks, settings).tasks.values():
             for key, value in run_task(ToldModel(tokenizer, answer), task, settings).items():
                 if isinstance(value, dict):
                     results.setdefault(key, {}).update(value)

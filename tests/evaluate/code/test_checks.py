@@ -15,10 +15,8 @@ from tunebook.config.frozen import config_to_yaml
 from tunebook.config.schema import CodeConfig, EvaluationConfig
 from tunebook.errors import RequestError
 from tunebook.evaluate import evaluation, worker
-from tunebook.evaluate.code.checks import check_code
-from tunebook.evaluate.code.choice import take_options, take_words
-from tunebook.evaluate.suites import suite_settings
-from tunebook.evaluate.task_files import resolve_task
+from tunebook.evaluate.code.checks import check_code, take_options, take_overrides
+from tunebook.evaluate.task_files import resolve_task, suite_settings
 from tunebook.launch import attempt, job
 
 
@@ -87,18 +85,18 @@ def test_a_program_that_does_not_fit_into_the_context_is_refused(run: Path, caps
     words = ["--run", str(run), "--when", "before", "--task", "small_python", "--confirm_run_unsafe_code"]
     assert worker.main([*words, "--code", "evaluation.code.max_new_tokens=1024"]) == 2
     said = capsys.readouterr().err
-    assert "lets a program have 1024 tokens, and the whole context of this model" in said
+    assert "allows a program 1024 tokens, and the whole context of this model" in said
     assert "try evaluation.code.max_new_tokens=512" in said
 
 
 def test_words_of_the_command_line() -> None:
     before = settings("humaneval", code=CodeConfig(temperature=0.2))
-    after = take_words(
+    after = take_overrides(
         before, ["evaluation.code.num_samples=20", "evaluation.code.pass_at_k=[1,10]", "evaluation.code.top_p=0.95"]
     )
     assert after.code == CodeConfig(num_samples=20, temperature=0.2, top_p=0.95, pass_at_k=[1, 10])
     assert replace(after, code=before.code) == before
-    assert take_words(after, ["evaluation.code.temperature=null"]).code.temperature is None
+    assert take_overrides(after, ["evaluation.code.temperature=null"]).code.temperature is None
 
 
 @pytest.mark.parametrize(
@@ -115,7 +113,7 @@ def test_words_of_the_command_line() -> None:
 )
 def test_words_that_cannot_be_meant(word: str, message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        take_words(settings("humaneval"), [word])
+        take_overrides(settings("humaneval"), [word])
 
 
 @pytest.mark.parametrize(

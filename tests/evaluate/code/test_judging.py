@@ -16,8 +16,7 @@ from tunebook.config.schema import CodeConfig
 from tunebook.errors import RequestError
 from tunebook.evaluate.code import judging
 from tunebook.evaluate.code.checks import with_samples
-from tunebook.evaluate.code.judging import estimate_pass_at_k, judge_programs
-from tunebook.evaluate.code.samples import MAX_PROGRAM_CHARS
+from tunebook.evaluate.code.judging import MAX_PROGRAM_CHARS, estimate_pass_at_k, judge_programs
 from tunebook.evaluate.results import task_answers, task_scores
 from tunebook.evaluate.task_files import TaskFile, read_task_file, resolve_task
 

@@ -13,7 +13,7 @@ from lm_eval.tasks import TaskManager
 from transformers import PreTrainedTokenizerBase
 
 from tunebook.evaluate.code.code_task import FOLDER, own_tasks
-from tunebook.evaluate.harness import HarnessSettings, LoadedTask, Prompting, load_tasks, requests_of
+from tunebook.evaluate.harness import HarnessSettings, LoadedTask, load_tasks, requests_of
 from tunebook.evaluate.harness_tasks import task_folder
 from tunebook.evaluate.task_files import TaskFile, read_task_config, read_task_file
 
@@ -31,10 +31,11 @@ def local_data(name: str, folder: Path, mbpp: Path) -> dict[str, Any]:
     return {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": data | {"cache_dir": str(folder / "cache")}}
 
 
-def settings(folder: Path) -> HarnessSettings:
+def settings_of(tokenizer: PreTrainedTokenizerBase, folder: Path) -> HarnessSettings:
     return HarnessSettings(
-        num_fewshot=None, limit=2, system_prompt="Be brief.", items_folder=folder, cache_folder=folder / "cache"
-    )
+        tokenizer=tokenizer, max_length=4096, num_fewshot=None, limit=2, system_prompt="Be brief.",
+        items_folder=folder, cache_folder=folder / "cache",
+    )  # fmt: skip
 
 
 def harness_task(name: str, data: dict[str, Any], harness_function: HarnessFunction) -> LoadedTask:
@@ -50,11 +51,11 @@ def harness_task(name: str, data: dict[str, Any], harness_function: HarnessFunct
     return LoadedTask(name=name, task=task, is_rendered=False, source_sha256=None)
 
 
-def own_task(name: str, data: dict[str, Any], prompting: Prompting, folder: Path) -> LoadedTask:
+def own_task(name: str, data: dict[str, Any], settings: HarnessSettings, folder: Path) -> LoadedTask:
     """The shipped task, as a user's file that includes it and names other data."""
     file = folder / f"{name}.yaml"
     file.write_text(json.dumps({"include": str(own_tasks()[name]), **data}))
-    [task] = load_tasks([read_task_file(file)], prompting, settings(folder)).tasks.values()
+    [task] = load_tasks([read_task_file(file)], settings).tasks.values()
     return task
 
 
@@ -66,11 +67,11 @@ def test_the_model_is_asked_what_the_harness_asks(
 ) -> None:  # fmt: skip
     if not has_template:
         monkeypatch.setattr(tokenizer, "chat_template", None)
-    prompting = Prompting(tokenizer=tokenizer, max_length=4096)
+    settings = settings_of(tokenizer, tmp_path)
     data = local_data(name, tmp_path, mbpp)
-    own, theirs = own_task(name, data, prompting, tmp_path), harness_task(name, data, harness_function)
-    asked = requests_of(own, prompting, settings(tmp_path))
-    assert asked == requests_of(theirs, prompting, settings(tmp_path))  # prompts, stops, lengths, sampling
+    own, theirs = own_task(name, data, settings, tmp_path), harness_task(name, data, harness_function)
+    asked = requests_of(own, settings)
+    assert asked == requests_of(theirs, settings)  # prompts, stops, lengths, sampling
     assert len(asked) == 2 and len(asked[0][2]) == 1
     for key in ("repeats", "num_fewshot", "doc_to_target"):
         assert own.task.get_config(key) == theirs.task.get_config(key), key
@@ -85,11 +86,9 @@ def test_the_model_is_asked_what_the_harness_asks(
 def test_mbpp_fenced_asks_what_mbpp_instruct_asks(
     tmp_path: Path, mbpp: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    prompting = Prompting(tokenizer=tokenizer, max_length=4096)
+    settings = settings_of(tokenizer, tmp_path)
     asked = [
-        requests_of(
-            own_task(name, local_data(name, tmp_path, mbpp), prompting, tmp_path), prompting, settings(tmp_path)
-        )
+        requests_of(own_task(name, local_data(name, tmp_path, mbpp), settings, tmp_path), settings)
         for name in ("mbpp_instruct", "mbpp_fenced")
     ]
     assert asked[0] == asked[1]

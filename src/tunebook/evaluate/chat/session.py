@@ -1,21 +1,50 @@
-"""A conversation as it goes: its turns, what of them fits into the model's context, and where it is saved."""
+"""A conversation: its turns, which of them fit into the model's context, and saving it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tunebook.data.turns import Turn
 from tunebook.errors import RequestError
-from tunebook.evaluate.chat.answering import ChatModel, Ending, Sampling
 from tunebook.files import atomic_write_text
+
+if TYPE_CHECKING:
+    from tunebook.evaluate.chat.model import ChatModel
+
+
+class Ending(Enum):
+    """Why an answer ended."""
+
+    stop = "stop"  # the model wrote a token that ends a turn
+    length = "length"  # as many tokens as were asked for
+    interrupted = "interrupted"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generated:
+    """A finished answer."""
+
+    text: str
+    ending: Ending
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen: the likeliest at temperature 0, sampled otherwise."""
+
+    max_new_tokens: int
+    temperature: float
+    seed: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """An answer, and what a person should be told about it."""
+    """An answer, with notes for the user."""
 
     text: str
     notes: list[str]
@@ -42,7 +71,7 @@ class Session:
         self.model.seed(self._sampling.seed)
 
     def set_system_prompt(self, text: str | None) -> None:
-        """Put another system prompt (None: none) before a new conversation. Raises: DataError, the old one stays."""
+        """Begin a new conversation under another system prompt. Raises: DataError, and the old one stays."""
         if text is not None:
             self._check_system_prompt(text)
         self.system_prompt = text
@@ -51,11 +80,11 @@ class Session:
     def ask(
         self, question: str, on_text: Callable[[str], None], is_interrupted: Callable[[], bool] = lambda: False
     ) -> Answer:
-        """Answer a question and keep both. Raises: RequestError, DataError, DoesNotFitError; then neither is kept."""
+        """Answer a question and keep both. Raises: RequestError, DataError, DoesNotFitError; neither is kept then."""
         turns = [*self.turns, {"role": "user", "content": checked_text(question)}]
         tokens, num_left_out = self._fit(turns)
-        room = self.model.context_tokens - len(tokens)
-        sampling = replace(self._sampling, max_new_tokens=min(self._sampling.max_new_tokens, room))
+        space = self.model.context_tokens - len(tokens)
+        sampling = replace(self._sampling, max_new_tokens=min(self._sampling.max_new_tokens, space))
         generated = self.model.generate(tokens, sampling, on_text, is_interrupted)
         notes = [_left_out_note(num_left_out)] if num_left_out > self._num_left_out else []
         self._num_left_out = num_left_out
@@ -63,7 +92,7 @@ class Session:
             notes.append("stopped")
             if not generated.text:
                 return Answer(text="", notes=[*notes, "nothing was said yet, so the question is not kept"])
-        elif generated.ending is Ending.length and room <= self._sampling.max_new_tokens:
+        elif generated.ending is Ending.length and space <= self._sampling.max_new_tokens:
             notes.append(f"cut off: the context of {self.model.context_tokens} tokens is full; /reset empties it")
         elif generated.ending is Ending.length:
             notes.append(f"cut off after --max-new-tokens {self._sampling.max_new_tokens}")
@@ -75,7 +104,7 @@ class Session:
     def save(self, text: str) -> Path:
         """Write the conversation as one line of JSONL, in the format `messages`, which can be trained on.
 
-        Raises: RequestError for an empty conversation, a file that is there already, a folder that is not.
+        Raises: RequestError for an empty conversation, an existing file, a missing folder.
         """
         file = Path(text).expanduser().absolute()
         if not self.turns:
@@ -103,11 +132,11 @@ class Session:
         return [*system, *turns]
 
     def _check_system_prompt(self, text: str) -> None:
-        """Some templates know no system turn, which is better said now than at every question."""
+        """Report now, and not at every question, that a template has no system turn."""
         self.model.encode([{"role": "system", "content": checked_text(text)}, {"role": "user", "content": "?"}])
 
     def _fit(self, turns: list[Turn]) -> tuple[list[int], int]:
-        """The tokens of the newest turns that leave room for an answer, and how many older turns are left out."""
+        """The tokens of the newest turns that leave space for an answer, and the number of older turns left out."""
         context = self.model.context_tokens
         wanted = context - min(self._sampling.max_new_tokens, context // 2)
         last = len(turns) - 1

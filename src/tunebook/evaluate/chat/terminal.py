@@ -1,19 +1,26 @@
-"""The conversation in a terminal: a prompt, streamed answers, a few commands that begin with a slash."""
+"""`tunebook chat` in the terminal: one answer for `--prompt` or piped input, or a conversation with slash commands."""
 
 from __future__ import annotations
 
+import io
+import logging
+import math
+import os
 import re
 import shlex
 import signal
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 
 from rich.console import Console
 from rich.text import Text
 
 from tunebook.errors import RequestError, TunebookError, did_you_mean
-from tunebook.evaluate.chat.session import Session
+from tunebook.evaluate.chat.session import Sampling, Session, checked_text
+from tunebook.evaluate.target import Target, find_target
 from tunebook.second_interrupt import forget_interrupts
 
 PROMPT = "> "
@@ -27,13 +34,130 @@ Ctrl-C ends an answer that is being written.
 A space in front of a slash makes the line a question."""
 
 _COMMAND = re.compile(r"/([a-zA-Z]+)(?:\s+(.*))?", re.DOTALL)
-# A model may write anything, also what would move the cursor, change colours or fill the clipboard.
+# A model may write anything, including sequences that move the cursor, change colors or fill the clipboard.
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def printable(text: str) -> str:
-    """The text without what a terminal would obey; lines and tabs stay."""
+    """The text without control characters; line breaks and tabs stay."""
     return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def chat_command(
+    target: str,
+    outputs: Path,
+    *,
+    prompt: str | None,
+    system: str | None,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+) -> int:
+    """Talk to a run, a checkpoint, a model folder or a model on the hub; returns the exit code.
+
+    With `prompt` or piped input, exactly one answer goes to stdout and everything else to stderr. `system` replaces
+    the run's system prompt; an empty one removes it.
+    Raises: RequestError, DataError for another template than in training, DoesNotFitError.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # an answer may hold characters that the terminal lacks
+    sampling = _sampling(max_new_tokens, temperature, seed)
+    if system:
+        checked_text(system)
+    is_terminal = prompt is None and sys.stdin is not None and sys.stdin.isatty()
+    question = None if is_terminal else checked_text(_read_input() if prompt is None else prompt)
+    found = find_target(target, outputs)
+    # Threads that wait by spinning starve each other if something else runs on the same cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    with quiet_libraries():
+        session, notes = _load(found, sampling, system)
+        if question is not None:
+            return _answer_once(session, question)
+        console = Console(highlight=False)
+        lines = [found.name, *notes, "/help lists the commands, Ctrl-D ends"]
+        console.print(Text("\n".join(lines), style="dim"), soft_wrap=True)
+        with suppress(ImportError):  # Python may be built without it: no arrow keys, history or pasting of lines
+            import readline
+
+            readline.parse_and_bind("set enable-bracketed-paste on")
+        Terminal(session, console).run()
+    return 0
+
+
+def _sampling(max_new_tokens: int, temperature: float, seed: int) -> Sampling:
+    if max_new_tokens < 1:
+        raise RequestError(
+            f"--max-new-tokens {max_new_tokens}: an answer has at least one token; try --max-new-tokens 512",
+            problem_id="chat-setting",
+        )
+    if temperature != 0 and not 0.01 <= temperature < math.inf:  # logits divided by less than that overflow
+        raise RequestError(
+            f"--temperature {temperature}: it is 0 (always the likeliest token) or at least 0.01; try --temperature "
+            "0.7",
+            problem_id="chat-setting",
+        )
+    if not 0 <= seed < 2**63:
+        raise RequestError(f"--seed {seed}: it is a whole number from 0 on; try --seed 0", problem_id="chat-setting")
+    return Sampling(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+
+
+def _load(target: Target, sampling: Sampling, system: str | None) -> tuple[Session, list[str]]:
+    """A session with the model, and notes about it. For a small model importing torch takes the longest."""
+    with Console(stderr=True).status(Text(f"loading {target.name}")):
+        from tunebook.evaluate.chat.model import load
+
+        loaded = load(target)
+        session = Session(loaded.model, sampling, loaded.system_prompt if system is None else system)
+    notes = [", ".join([*loaded.notes[:1], f"context {loaded.model.context_tokens:,} tokens"]), *loaded.notes[1:]]
+    if session.system_prompt is not None:
+        whose = "the run's" if system is None else "yours"
+        notes.append(f"system prompt ({whose}): {printable(session.system_prompt)}")
+    return session, notes
+
+
+def _answer_once(session: Session, question: str) -> int:
+    is_shown = sys.stdout.isatty()
+
+    def write(piece: str) -> None:
+        sys.stdout.write(printable(piece) if is_shown else piece)
+        sys.stdout.flush()
+
+    try:
+        answer = session.ask(question, write)
+        write("\n")
+    except BrokenPipeError:  # the reader has what it wanted; Python would complain again when it closes the stream
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    for note in answer.notes:
+        print(f"({note})", file=sys.stderr)
+    return 0
+
+
+def _read_input() -> str:
+    """The piped text, without the end of its last line."""
+    if sys.stdin is None:  # closed by the parent process
+        return ""
+    try:
+        return sys.stdin.buffer.read().decode("utf-8").rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"the piped text is not UTF-8 (at byte {error.start}); convert it, for example with iconv",
+            problem_id="chat-no-text",
+        ) from error
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Keep warnings and log records of the libraries out of the conversation; errors are still shown."""
+    before = logging.root.manager.disable
+    logging.captureWarnings(True)
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.captureWarnings(False)
+        logging.disable(before)
 
 
 class Terminal:
@@ -92,44 +216,44 @@ class Terminal:
         for note in answer.notes:
             self._say(f"({note})")
 
-    def _reset(self, _words: str) -> None:
+    def _reset(self, _argument: str) -> None:
         self._session.reset()
         self._say("(a new conversation)")
 
-    def _system(self, words: str) -> None:
-        if not words:
+    def _system(self, argument: str) -> None:
+        if not argument:
             prompt = self._session.system_prompt
             self._say("(no system prompt)" if prompt is None else f"system prompt: {prompt}")
             return
-        self._session.set_system_prompt(None if words in ('""', "''") else words)
+        self._session.set_system_prompt(None if argument in ('""', "''") else argument)
         self._say("(a new conversation under this system prompt)" if self._session.system_prompt else "(a new "
                   "conversation without a system prompt)")  # fmt: skip
 
-    def _save(self, words: str) -> None:
-        if not words:
+    def _save(self, argument: str) -> None:
+        if not argument:
             raise RequestError("say where: /save chat.jsonl", problem_id="chat-save")
-        file = self._session.save(_unquoted(words))
+        file = self._session.save(_unquoted(argument))
         self._say(f"(saved: {file})")
 
-    def _exit(self, _words: str) -> None:
+    def _exit(self, _argument: str) -> None:
         raise EOFError
 
     def _say(self, text: str, style: str = "dim") -> None:
         self._console.print(Text(printable(text), style=style), soft_wrap=True)
 
 
-def _unquoted(words: str) -> str:
-    """A path as typed, with the quotes or backslashes that a shell would have taken away."""
+def _unquoted(argument: str) -> str:
+    """A typed path, without the quotes or backslashes that a shell would remove."""
     try:
-        parts = shlex.split(words)
+        parts = shlex.split(argument)
     except ValueError:
-        return words
-    return parts[0] if len(parts) == 1 else words
+        return argument
+    return parts[0] if len(parts) == 1 else argument
 
 
 @contextmanager
 def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Let Ctrl-C end the answer at its next token; a second one, when none comes, ends the chat."""
+    """Let Ctrl-C end the answer at its next token; a second one ends the chat if no token comes."""
     requests: list[int] = []
 
     def note(number: int, _frame: FrameType | None) -> None:

@@ -1,29 +1,37 @@
-"""What is looked at before a model is asked for programs: the settings, and that something can execute them."""
+"""Checks before a model is asked for programs: the settings, and that a sandbox can execute them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from tunebook.config.interpolation import to_object
 from tunebook.config.schema import CodeConfig, EvaluationConfig
-from tunebook.errors import RequestError
+from tunebook.errors import RequestError, did_you_mean
 from tunebook.evaluate.code.code_task import CodeTask, with_choice
 from tunebook.evaluate.sandbox.backends import open_backend
 from tunebook.evaluate.task_files import TaskFile, resolve_task
+from tunebook.plan.rules.numbers import RANGES
 
 if TYPE_CHECKING:
-    from tunebook.evaluate.harness import Prompting
+    from tunebook.evaluate.harness import HarnessSettings
+
+UNSAFE = "--confirm_run_unsafe_code"
+PREFIX = "evaluation.code."
 
 
 def check_code(evaluation: EvaluationConfig, tasks: Iterable[str]) -> None:
-    """Refuse tasks whose programs could not be executed here, or contradict `evaluation.code`. Raises: RequestError."""
+    """Refuse tasks with programs that contradict `evaluation.code` or cannot be executed here. Raises: RequestError."""
     chosen = [with_samples(resolve_task(task), evaluation.code) for task in tasks]
     require_sandbox(chosen, confirm_run_unsafe_code=evaluation.confirm_run_unsafe_code)
 
 
 def with_samples(task: TaskFile | str, choice: CodeConfig) -> TaskFile | str:
-    """A task with the configured samples, if it asks for programs. Raises: RequestError for what contradicts."""
+    """A task with the configured samples, if it asks for programs. Raises: RequestError for a contradiction."""
     if isinstance(task, str) or task.code is None:
         return task
     return replace(task, code=with_choice(task.name, task.code, choice))
@@ -35,18 +43,62 @@ def has_code(tasks: Iterable[TaskFile | str]) -> bool:
 
 
 def require_sandbox(tasks: Iterable[TaskFile | str], *, confirm_run_unsafe_code: bool) -> None:
-    """Refuse tasks with programs where nothing would execute them. Raises: RequestError saying why and what helps."""
+    """Refuse tasks with programs that nothing would execute. Raises: RequestError with the reason and the fix."""
     if has_code(tasks):
         with open_backend(confirm_run_unsafe_code=confirm_run_unsafe_code):
             pass
 
 
-def check_context(name: str, code: CodeTask, prompting: Prompting) -> None:
-    """Refuse programs longer than the model's context, which the harness ends in an assertion. Raises: RequestError."""
-    longest = code.generation.get("max_gen_toks", prompting.max_gen_toks)
-    if longest >= prompting.max_length:
+def check_context(name: str, code: CodeTask, settings: HarnessSettings) -> None:
+    """Refuse programs longer than the model's context: the harness would fail an assertion. Raises: RequestError."""
+    longest = code.generation.get("max_gen_toks", settings.max_gen_toks)
+    if longest >= settings.max_length:
         raise RequestError(
-            f"{name} lets a program have {longest} tokens, and the whole context of this model, with the problem in "
-            f"it, is {prompting.max_length}; try evaluation.code.max_new_tokens={max(prompting.max_length // 2, 1)}",
+            f"{name} allows a program {longest} tokens, and the whole context of this model, with the problem in it, "
+            f"is {settings.max_length}; try evaluation.code.max_new_tokens={max(settings.max_length // 2, 1)}",
             problem_id="code-context",
         )
+
+
+def take_options(evaluation: EvaluationConfig, options: Sequence[str]) -> EvaluationConfig:
+    """The settings with those of the worker's options that are about programs.
+
+    A training that was allowed to run programs without a sandbox allows nothing to later evaluations.
+    """
+    settings = take_overrides(evaluation, [option for option in options if option.startswith(PREFIX)])
+    return replace(settings, confirm_run_unsafe_code=UNSAFE in options)
+
+
+def take_overrides(evaluation: EvaluationConfig, overrides: Sequence[str]) -> EvaluationConfig:
+    """The settings with overrides like `evaluation.code.num_samples=20`. Raises: RequestError for a wrong one."""
+    code = evaluation.code
+    for override in overrides:
+        code = _take(code, override)
+    return replace(evaluation, code=code)
+
+
+def _take(code: CodeConfig, override: str) -> CodeConfig:
+    key, _, text = override.partition("=")
+    name = key.removeprefix(PREFIX)
+    names = [field.name for field in fields(CodeConfig)]
+    if not key.startswith(PREFIX) or name not in names:
+        known = [PREFIX + name for name in names]
+        raise RequestError(
+            f"there is no setting '{key}' here.{did_you_mean(key, known)} About programs: {', '.join(known)}",
+            problem_id="unknown-key",
+        )
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(code), OmegaConf.from_dotlist([f"{name}={text}"]))
+        taken = to_object(merged)
+    except OmegaConfBaseException as error:
+        raise RequestError(
+            f"{override} cannot be read: {str(error).splitlines()[0]}; try {PREFIX}num_samples=20, "
+            f"{PREFIX}temperature=0.8 or {PREFIX}pass_at_k=[1,10]",
+            problem_id="unknown-key",
+        ) from error
+    assert isinstance(taken, CodeConfig)
+    for each in RANGES:
+        value = getattr(taken, name)
+        if each.key == key and value is not None and not each.holds(value):
+            raise RequestError(f"{override}: it must be {each.text()}, or left out", problem_id="unknown-key")
+    return taken

@@ -1,9 +1,9 @@
-"""What a task's file says about programs, under `metadata.code`; and the task files of this book, by name.
+"""The settings of a task that asks for programs, under `metadata.code` in its file; and this book's task files.
 
-    program       how an answer becomes a program: a name in `programs.BUILDERS`
+    program       how an answer becomes a program: a name in `BUILDERS`
     pass_at_k     the ks that are reported, the first as the task's score
     time_limit_s  of one program with its test
-    problems      a JSONL beside the task's file; without it the data set is the harness' own business
+    problems      a JSONL beside the task's file; without it the harness loads the data set
 
 The test of a program is the task's `doc_to_target`. How many samples, and how they are drawn, is `repeats` and
 `generation_kwargs`, as the harness reads them; `evaluation.code` takes their place where it says something.
@@ -11,23 +11,71 @@ The test of a program is the task's `doc_to_target`. How many samples, and how t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tunebook.config.schema import CodeConfig
 from tunebook.errors import RequestError, did_you_mean
-from tunebook.evaluate.code.programs import BUILDERS
 
 FOLDER = Path(__file__).parent / "tasks"
 TIME_LIMIT_S = 3.0  # as in the harness' own code_eval
 _KEYS = ("program", "pass_at_k", "time_limit_s", "problems")
+FENCE = "```"
+_OPENING = re.compile(r"\A\s*(?:```\w*|python)[ \t]*\n")
+_BLOCK = re.compile(r"```(?:\w+)?\n?(.*?)\n?```", re.DOTALL)
+
+
+# How an answer becomes the program that is executed, as in lm-evaluation-harness 0.4.13: `build_predictions` and
+# `build_predictions_instruct` of its humaneval, `extract_code_blocks` of its mbpp. A test compares them.
+
+
+def prompt_and_answer(problem: Mapping[str, Any], answer: str) -> str:
+    """The answer continues the problem's prompt."""
+    return str(problem["prompt"]) + answer
+
+
+def prompt_and_answer_to_fence(problem: Mapping[str, Any], answer: str) -> str:
+    """The same for an answer that begins inside a code block: text after the block is no program."""
+    return str(problem["prompt"]) + answer.partition(FENCE)[0]
+
+
+def answer_to_fence(problem: Mapping[str, Any], answer: str) -> str:
+    """The answer, which begins inside a code block, up to the block's end; it may open the block again.
+
+    Our own: the harness takes the answer's first word for the name of a language even if its line goes on.
+    """
+    return _OPENING.sub("", answer, count=1).partition(FENCE)[0]
+
+
+def answer_alone(problem: Mapping[str, Any], answer: str) -> str:
+    """The answer is the program."""
+    return answer
+
+
+def first_block(problem: Mapping[str, Any], answer: str) -> str:
+    """The first code block of an answer that begins inside one; empty if none is closed.
+
+    The harness then searches again without the language's name, but that needs two fences and finds nothing more.
+    """
+    found = _BLOCK.search(FENCE + answer)
+    return found[1] if found else ""
+
+
+BUILDERS: dict[str, Callable[[Mapping[str, Any], str], str]] = {
+    "prompt_and_answer": prompt_and_answer,
+    "prompt_and_answer_to_fence": prompt_and_answer_to_fence,
+    "answer": answer_alone,
+    "answer_to_fence": answer_to_fence,
+    "first_block": first_block,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodeTask:
-    """How one task's programs are asked for, made, executed and counted."""
+    """How one task's programs are sampled, executed and counted."""
 
     program: str
     pass_at_k: tuple[int, ...]
@@ -37,7 +85,7 @@ class CodeTask:
     problems: Path | None
 
     def harness_keys(self, cache_folder: Path) -> dict[str, Any]:
-        """What takes the place of the same keys of the task's file; data of its own is read afresh."""
+        """The keys that replace those of the task's file; its own data is not read from a shared cache."""
         keys: dict[str, Any] = {"repeats": self.num_samples, "generation_kwargs": dict(self.generation)}
         if self.problems is None:
             return keys
@@ -46,23 +94,23 @@ class CodeTask:
 
 
 def own_tasks() -> dict[str, Path]:
-    """The task files of this book, by the names that the harness' own have where there are some."""
+    """The task files of this book by name; some replace tasks of the harness."""
     return {file.stem: file for file in sorted(FOLDER.glob("*.yaml"))}
 
 
 def read_code_task(file: Path, config: Mapping[str, Any]) -> CodeTask | None:
-    """What a task's settings say; None for a task without programs. Raises: RequestError for what cannot be meant."""
+    """The settings of a task with programs; None for another task. Raises: RequestError for wrong ones."""
     metadata = config.get("metadata")
-    said = metadata.get("code") if isinstance(metadata, dict) else None
-    if said is None:
+    settings = metadata.get("code") if isinstance(metadata, dict) else None
+    if settings is None:
         return None
-    if not isinstance(said, dict) or not said.keys() <= set(_KEYS):
-        raise _wrong(file, f"is {said!r}; its keys are {', '.join(_KEYS)}")
-    program = said.get("program")
+    if not isinstance(settings, dict) or not settings.keys() <= set(_KEYS):
+        raise _wrong(file, f"is {settings!r}; its keys are {', '.join(_KEYS)}")
+    program = settings.get("program")
     if program not in BUILDERS:
         guess = did_you_mean(str(program), BUILDERS)
         raise _wrong(file, f".program is {program!r}.{guess} Programs are made by: {', '.join(BUILDERS)}")
-    ks, seconds = said.get("pass_at_k", [1]), said.get("time_limit_s", TIME_LIMIT_S)
+    ks, seconds = settings.get("pass_at_k", [1]), settings.get("time_limit_s", TIME_LIMIT_S)
     if not (isinstance(ks, list) and ks and all(type(k) is int and k > 0 for k in ks)):
         raise _wrong(file, f".pass_at_k is {ks!r}; it is a list of whole numbers above 0, such as [1, 10]")
     if type(seconds) not in (int, float) or not 0 < seconds < float("inf"):
@@ -73,12 +121,12 @@ def read_code_task(file: Path, config: Mapping[str, Any]) -> CodeTask | None:
         time_limit_s=float(seconds),
         num_samples=_num_samples(file, config),
         generation=_generation(file, config),
-        problems=_problems(file, said),
+        problems=_problems(file, settings),
     )
 
 
 def with_choice(name: str, task: CodeTask, choice: CodeConfig) -> CodeTask:
-    """The task with what the configuration says in place of its own. Raises: RequestError for what contradicts."""
+    """The task with the configuration's settings in place of its own. Raises: RequestError for a contradiction."""
     generation = dict(task.generation)
     if choice.max_new_tokens is not None:
         generation["max_gen_toks"] = choice.max_new_tokens

@@ -1,4 +1,8 @@
-"""The second step of an evaluation with programs: have the sandbox execute them, and put pass@k into the results.
+"""The second step of an evaluation with programs: the sandbox executes them, and pass@k goes into the results.
+
+The file of samples is written twice: once everything is generated, and again with the outcomes, so that a sandbox that
+dies costs no generation.
+
 
 pass@k is, for each problem, the chance that at least one of k samples passes, estimated from n samples of which c pass,
 and then the mean over problems; its standard error is that of a mean, as for all of the harness' scores.
@@ -8,24 +12,69 @@ harness uses.
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from tunebook.evaluate.code.code_task import CodeTask
-from tunebook.evaluate.code.samples import Sample, collect_samples, count_statuses, write_samples
+from tunebook.evaluate.code.code_task import BUILDERS, CodeTask
 from tunebook.evaluate.sandbox.backends import open_backend
 from tunebook.evaluate.sandbox.client import check_programs, run_programs
-from tunebook.evaluate.sandbox.jobs import Outcome
+from tunebook.evaluate.sandbox.jobs import Outcome, Program, Status
 from tunebook.evaluate.sandbox.limits import Limits
 from tunebook.evaluate.task_files import TaskFile
+from tunebook.files import atomic_write_text
 
 SAY_EVERY_S = 5.0
+MAX_PROGRAM_CHARS = 200_000  # a hundred times the longest answers
 UNPROTECTED = "WITHOUT a sandbox, as confirmed by confirm_run_unsafe_code"
+
+
+class Refused(StrEnum):
+    """Why a sample counts as wrong without being executed."""
+
+    not_text = "not_text"
+    empty = "empty"
+    too_long = "too_long"
+
+
+@dataclass(kw_only=True)
+class Sample:
+    """One answer to one problem."""
+
+    task: str
+    problem: str
+    number: int  # of this problem's samples, from 0
+    answer: Any  # text, unless something went wrong
+    program: str | None  # None: there is none to execute
+    test: str
+    time_limit_s: float
+    status: str | None = None  # of `Refused`, or of the sandbox's `Status`; None: not executed yet
+    message: str = ""
+    last_lines: list[str] = field(default_factory=list)  # of what it printed
+    seconds: float | None = None
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether it counts as right."""
+        return self.status == Status.passed
+
+    def take(self, outcome: Outcome) -> None:
+        """Take the outcome."""
+        self.status, self.message = outcome.status.value, outcome.message
+        self.last_lines, self.seconds = outcome.last_lines, outcome.seconds
+
+    def as_program(self) -> Program:
+        """The program for the sandbox."""
+        assert self.program is not None
+        name = f"{self.task}/{self.problem}/{self.number}"
+        return Program(id=name, source=self.program, test=self.test, time_limit_s=self.time_limit_s)
 
 
 def judge_programs(
@@ -36,9 +85,9 @@ def judge_programs(
     confirm_run_unsafe_code: bool,
     say: Callable[[str], None],
 ) -> dict[str, Any] | None:
-    """Execute what was generated and score it in `results`; returns what is recorded of it, None without programs.
+    """Execute what was generated and score it in `results`; returns what is recorded, None without programs.
 
-    `file` takes the samples. Raises: RequestError where the sandbox is gone; the samples are written by then.
+    `file` gets the samples. Raises: RequestError if the sandbox is gone; the samples are written by then.
     """
     codes = {task.name: task.code for task in tasks if isinstance(task, TaskFile) and task.code is not None}
     if not codes:
@@ -55,7 +104,7 @@ def judge_programs(
 
 
 def _execute(samples: Sequence[Sample], confirm_run_unsafe_code: bool, say: Callable[[str], None]) -> dict[str, Any]:
-    """Have every program executed; returns by what and within which limits."""
+    """Execute every program; returns the sandbox and its limits."""
     waiting = [sample for sample in samples if sample.program is not None]
     programs = [sample.as_program() for sample in waiting]
     check_programs(programs)
@@ -112,7 +161,7 @@ def _mean(values: Sequence[float]) -> dict[str, float | None]:
 def _put_scores(
     results: dict[str, Any], name: str, scores: Mapping[str, Any], problems: Sequence[Sequence[Sample]]
 ) -> None:
-    """Put pass@k where the harness put that it did not score: into the results, and into each logged answer."""
+    """Put pass@k in place of the harness' `bypass` metric: into the results and into each logged answer."""
     metrics = results["results"][name]
     [filter_name] = {key.partition(",")[2] for key in metrics if key.startswith("bypass,")}
     for key in (f"bypass,{filter_name}", f"bypass_stderr,{filter_name}"):
@@ -130,6 +179,49 @@ def _put_scores(
 
 
 def _shown(sample: Sample) -> str:
-    """What is shown as the answer: the program with how it ended."""
+    """The answer that is shown: the program and how it ended."""
     ended = sample.message or str(sample.status)
     return sample.program if sample.is_passed and sample.program else f"{sample.program or ''}\n# {ended}".strip()
+
+
+def collect_samples(task: str, code: CodeTask, documents: Sequence[Mapping[str, Any]]) -> list[list[Sample]]:
+    """The samples of each problem, from the harness' log of a task, in its order."""
+    return [
+        [_sample(task, code, document, number, answer) for number, answer in enumerate(document["resps"][0])]
+        for document in documents
+    ]
+
+
+def write_samples(samples: Iterable[Sample], file: Path) -> None:
+    """Write them as JSONL; in ASCII, because an answer may hold lone surrogates, or be no text."""
+    lines = [json.dumps(asdict(sample), default=repr) for sample in samples]
+    atomic_write_text(file, "\n".join([*lines, ""]))
+
+
+def count_statuses(samples: Iterable[Sample]) -> dict[str, int]:
+    """The number of samples with each status, the most frequent first."""
+    return dict(Counter(str(sample.status) for sample in samples).most_common())
+
+
+def _sample(task: str, code: CodeTask, document: Mapping[str, Any], number: int, answer: Any) -> Sample:
+    problem = document["doc"]
+    status, message, program = None, "", None
+    if not isinstance(answer, str):
+        status, message = Refused.not_text, f"the answer is {type(answer).__name__}, not text"
+    else:
+        program = BUILDERS[code.program](problem, answer)
+        if not answer.strip() or not program.strip():
+            status, message = Refused.empty, "the answer holds no program"
+        elif len(program) > MAX_PROGRAM_CHARS:
+            status, message = Refused.too_long, f"{len(program)} characters, and {MAX_PROGRAM_CHARS} are the most"
+    return Sample(
+        task=task,
+        problem=str(problem.get("task_id", document["doc_id"])),
+        number=number,
+        answer=answer,
+        program=program if status is None else None,
+        test=str(document["target"]),
+        time_limit_s=code.time_limit_s,
+        status=status,
+        message=message,
+    )

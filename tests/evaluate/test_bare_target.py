@@ -8,14 +8,10 @@ import pytest
 
 from tunebook.config.choices import Compute, Generation, MasterWeights
 from tunebook.config.frozen import config_to_yaml, load_config
-from tunebook.config.schema import EvaluationConfig
 from tunebook.errors import RequestError
-from tunebook.evaluate import bare_model
-from tunebook.evaluate.bare_model import bare_config, results_folder, without_overrides
-from tunebook.evaluate.target import Target
+from tunebook.evaluate import target as target_module
+from tunebook.evaluate.target import Target, bare_config, results_folder, without_overrides
 from tunebook.hardware.detect import Gpu, Machine
-
-NO_TASKS = EvaluationConfig(tasks=[])
 
 
 def machine(*gpus: Generation) -> Machine:
@@ -41,9 +37,9 @@ def test_the_number_format_is_the_published_one_where_the_gpu_has_it(
     weights: MasterWeights,
     compute: Compute,
 ) -> None:
-    monkeypatch.setattr(bare_model, "detect_machine", lambda: machine(*gpus))
+    monkeypatch.setattr(target_module, "detect_machine", lambda: machine(*gpus))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "dtype": dtype}))
-    config = bare_config(Target(folder=tmp_path), NO_TASKS)
+    config = bare_config(Target(folder=tmp_path))
     assert (config.precision.master_weights, config.precision.compute) == (weights, compute)
     assert config.hardware.generation is (gpus[0] if gpus else Generation.cpu)
     assert config.hardware.gpus_per_node == max(1, len(gpus))
@@ -51,7 +47,7 @@ def test_the_number_format_is_the_published_one_where_the_gpu_has_it(
 
 def test_the_configuration_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    config = bare_config(Target(folder=tmp_path), NO_TASKS)
+    config = bare_config(Target(folder=tmp_path))
     (tmp_path / "model.yaml").write_text(config_to_yaml(config))
     assert load_config(tmp_path / "model.yaml") == config
     assert config.model.path == str(tmp_path)

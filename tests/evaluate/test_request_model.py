@@ -9,16 +9,18 @@ from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from tunebook.evaluate.batch_size import BatchSize
+from tunebook.evaluate.progress import AnswerProgress
 from tunebook.evaluate.request_model import RequestModel
-from tunebook.evaluate.run_model import RunModel
 
 pytestmark = pytest.mark.usefixtures("quiet_harness")
 
 WRITES_BOS = "{{ '<s>' }}{% for message in messages %}{{ message.content }} {% endfor %}"
 
 
-def wrap(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> RunModel:
-    return RunModel(model, tokenizer, batch_size=4, compute_dtype=None)
+def wrap(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> RequestModel:
+    progress = AnswerProgress("evaluation test")
+    return RequestModel(model, tokenizer, batch_size=BatchSize(4), compute_dtype=None, progress=progress)
 
 
 def tokenizer_that_adds_bos(chat_template: str | None) -> PreTrainedTokenizerFast:

@@ -4,7 +4,6 @@ import errno
 import io
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +11,9 @@ from huggingface_hub import constants
 from rich.console import Console
 
 from tunebook.errors import DoesNotFitError, RequestError
-from tunebook.evaluate.needs import fetch, nltk_data
-from tunebook.evaluate.needs.check import find_lacks
-from tunebook.evaluate.needs.command import fetch_command
-from tunebook.evaluate.needs.fetch import fetch_tasks
+from tunebook.evaluate import fetch, preflight
+from tunebook.evaluate.fetch import fetch_command, fetch_tasks
+from tunebook.evaluate.preflight import find_missing
 
 TASK = "task: {name}\ndataset_path: {data}\ndataset_name: {subset}\ntest_split: test\n"
 
@@ -39,9 +37,11 @@ class Hub:
 
 @pytest.fixture
 def hub(cache_data_set: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch) -> Hub:
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
     hub = Hub(cache_data_set, {("zoo/open", "cats"), ("zoo/open", "dogs")})
     monkeypatch.setattr("datasets.load_dataset_builder", hub.load_dataset_builder)
-    monkeypatch.setattr(fetch, "Hub", lambda: SimpleNamespace(refusal=lambda _: None))
+    monkeypatch.setattr(preflight.Hub, "_ask", lambda *_: None)
     return hub
 
 
@@ -55,14 +55,16 @@ def task(tmp_path: Path) -> Callable[[str, str], str]:
     return make
 
 
-def test_what_was_fetched_is_no_lack_afterwards_and_is_not_fetched_again(
-    hub: Hub, task: Callable[[str, str], str]
+def test_what_was_fetched_is_not_missing_offline_and_is_not_fetched_again(
+    hub: Hub, task: Callable[[str, str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tasks = [task("zoo/open", "cats"), task("zoo/open", "dogs")]
-    assert len(find_lacks(tasks)) == 2
     said: list[str] = []
     assert fetch_tasks([*tasks, tasks[0]], said.append) == []
-    assert find_lacks(tasks) == []
+    with monkeypatch.context() as offline:
+        offline.setenv("HF_HUB_OFFLINE", "1")
+        assert find_missing([*tasks, task("zoo/open", "birds")]) != []
+        assert find_missing(tasks) == []
     assert said == ["fetching data set zoo/open (cats)", "fetching data set zoo/open (dogs)"]
     assert fetch_tasks(tasks, said.append) == []
     assert hub.asked == [("zoo/open", "cats"), ("zoo/open", "dogs")]
@@ -71,19 +73,24 @@ def test_what_was_fetched_is_no_lack_afterwards_and_is_not_fetched_again(
 def test_what_cannot_be_had_does_not_keep_the_rest_away(hub: Hub, task: Callable[[str, str], str]) -> None:
     tasks = [task("zoo/gone", "birds"), task("zoo/open", "cats")]
     console = Console(file=io.StringIO(), width=200)
-    with pytest.raises(RequestError, match=r"zoo/gone \(birds\): the hub is out of reach.*bring HF_HOME") as raised:
+    with pytest.raises(
+        RequestError, match=r"zoo/gone \(birds\) is not .*, and the hub is out of reach.*bring HF_HOME"
+    ) as raised:
         fetch_command(None, [], [], console, suite=None, tasks=tasks)
     assert raised.value.problem_id == "not-fetched"
     assert "zoo/open" not in raised.value.message
-    assert find_lacks(tasks[1:]) == []
+    assert hub.asked == [("zoo/gone", "birds"), ("zoo/open", "cats")]
 
 
 def test_without_a_network_the_library_is_not_left_to_try_for_minutes(
     hub: Hub, task: Callable[[str, str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetch, "Hub", lambda: SimpleNamespace(refusal=lambda _: "the hub is out of reach"))
+    monkeypatch.setattr(preflight.Hub, "_ask", lambda *_: "the hub is out of reach")
     problems = fetch_tasks([task("zoo/open", "cats"), task("zoo/open", "dogs")], lambda _: None)
-    assert problems == ["the data sets zoo/open (cats), zoo/open (dogs) are not here, and the hub is out of reach"]
+    assert [problem.partition(": ")[2] for problem in problems[:2]] == [
+        f"the data set zoo/open ({part}) is not on this machine, and the hub is out of reach"
+        for part in ("cats", "dogs")
+    ]
     assert hub.asked == []
 
 
@@ -91,8 +98,8 @@ def test_nltk_data_and_packages_belong_to_it(
     hub: Hub, task: Callable[[str, str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetched: list[str] = []
-    monkeypatch.setattr(nltk_data, "is_here", lambda _: False)
-    monkeypatch.setattr(nltk_data, "download", lambda data: fetched.append(data.package))
+    monkeypatch.setattr(preflight, "is_nltk_package_local", lambda _: False)
+    monkeypatch.setattr(fetch, "download_nltk_package", fetched.append)
     file = Path(task("zoo/open", "cats"))
     file.write_text(file.read_text() + "process_results: !function utils.score\n")
     (tmp_path / "utils.py").write_text("import not_here\nfrom lm_eval.tasks.ifeval import instructions_util\n")

@@ -1,3 +1,5 @@
+"""What goes on with an evaluation: of a training the words that go on with that."""
+
 from __future__ import annotations
 
 import os
@@ -7,9 +9,30 @@ from pathlib import Path
 import pytest
 
 from tunebook.config.choices import Compute
+from tunebook.config.frozen import config_to_yaml
 from tunebook.config.schema import RunConfig
-from tunebook.evaluate import identity
-from tunebook.evaluate.identity import fingerprint, model_identity
+from tunebook.evaluate import resume as resume_module
+from tunebook.evaluate.resume import file_hashes, model_identity, resume_command
+
+
+@pytest.mark.parametrize(
+    ("resume", "when", "command"),
+    [
+        ("auto", "after", "the same command"),
+        ("never", "after", "the same command without training.resume=never"),
+        ("auto", "before", "the same command with --run-folder '{run}'"),
+        ("never", "before", "the same command with --run-folder '{run}' without training.resume=never"),
+        ("never", "eval-2026-11-21T10-00-00Z-17", "the same command"),
+    ],
+)
+def test_what_was_typed_goes_on_where_a_training_does(
+    cpu_config: RunConfig, tmp_path: Path, resume: str, when: str, command: str
+) -> None:
+    run = tmp_path / "a run"
+    run.mkdir()
+    cpu_config.training.resume = resume
+    (run / "run.yaml").write_text(config_to_yaml(cpu_config))
+    assert resume_command(run, when) == command.format(run=run)
 
 
 @pytest.fixture
@@ -35,14 +58,14 @@ def test_a_copy_is_the_same_model_and_other_content_is_not(folder: Path, cpu_con
 
 
 def test_large_files_are_told_apart_by_size_time_and_both_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(identity, "_READ_WHOLE_BYTES", 10)
-    monkeypatch.setattr(identity, "_END_BYTES", 4)
+    monkeypatch.setattr(resume_module, "_HASHED_WHOLE_BYTES", 10)
+    monkeypatch.setattr(resume_module, "_END_BYTES", 4)
     file = folder / "model.safetensors"
 
     def seen(text: str, time_ns: int = 7) -> str:
         file.write_text(text)
         os.utime(file, ns=(time_ns, time_ns))
-        return fingerprint(folder)[file.name]
+        return file_hashes(folder)[file.name]
 
     first = seen("head and much more tail")
     assert seen("head and much more tail") == first

@@ -13,20 +13,170 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from tunebook.config.choices import PeftMethod, Weights
+from tunebook.config.choices import PeftMethod, TrainOn, Weights
 from tunebook.config.frozen import config_to_yaml, load_config
 from tunebook.config.schema import ModelConfig, RunConfig
-from tunebook.errors import DataError, RequestError
-from tunebook.evaluate.bound_model import load_trained
-from tunebook.evaluate.chat import loading
-from tunebook.evaluate.chat.answering import ChatModel, Sampling
-from tunebook.evaluate.chat.loading import load, quiet_libraries
-from tunebook.evaluate.chat.session import Session
+from tunebook.data.corpus import CorpusKind
+from tunebook.data.encode import Encoder
+from tunebook.errors import DataError, DoesNotFitError, RequestError
+from tunebook.evaluate.chat import model as chat_model
+from tunebook.evaluate.chat.model import ChatModel, load
+from tunebook.evaluate.chat.session import Ending, Generated, Sampling, Session
+from tunebook.evaluate.chat.terminal import quiet_libraries
 from tunebook.evaluate.target import Target
+from tunebook.evaluate.trained_model import load_trained
 from tunebook.model.tokenizer import load_tokenizer, tokenizer_hash
 from tunebook.record.origin import Origin
+
+Models = Callable[..., ChatModel]
+QUESTION = [{"role": "user", "content": "Reverse the order: rain key chair"}]
+
+
+def generate(
+    model: ChatModel, pieces: list[str], *, temperature: float = 0.0, tokens: int = 16, **more: Any
+) -> Generated:
+    sampling = Sampling(max_new_tokens=tokens, temperature=temperature, seed=0)
+    return model.generate(model.encode(QUESTION), sampling, pieces.append, **more)
+
+
+def test_it_streams_word_by_word_and_stops_at_the_trained_eos(chat_model: Models) -> None:
+    pieces: list[str] = []
+    answer = generate(chat_model("apple bird cat"), pieces)
+    assert answer == Generated(text="apple bird cat", ending=Ending.stop)
+    assert pieces == ["apple", " bird", " cat"]
+
+
+def test_every_eos_of_the_generation_config_ends_an_answer(
+    scripted: Callable[..., PreTrainedModel], tokenizer: PreTrainedTokenizerBase, chat_model: Models
+) -> None:
+    end_of_text: Any = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    assert end_of_text != tokenizer.eos_token_id
+    model = scripted("apple", end=[end_of_text, 300, 301])
+    assert generate(ChatModel(model, tokenizer, stop_ids=[tokenizer.eos_token_id]), []).text != "apple"
+    both = ChatModel(model, tokenizer, stop_ids=[tokenizer.eos_token_id, end_of_text])
+    assert generate(both, []) == Generated(text="apple", ending=Ending.stop)
+
+
+def test_it_ends_after_as_many_tokens_as_asked_for(chat_model: Models) -> None:
+    answer = generate(chat_model("apple bird cat"), [], tokens=2)
+    assert answer == Generated(text="apple bird", ending=Ending.length)
+
+
+def test_letters_of_several_tokens_come_whole(chat_model: Models) -> None:
+    pieces: list[str] = []
+    generate(chat_model("é🦊w"), pieces, tokens=16)  # 2 + 4 + 1 tokens
+    assert pieces == ["é", "🦊", "w"]
+
+
+def test_half_a_letter_at_the_end_is_not_lost(chat_model: Models) -> None:
+    pieces: list[str] = []
+    answer = generate(chat_model("w🦊"), pieces, tokens=3)  # two of the fox's four bytes
+    assert "".join(pieces) == answer.text == "w\ufffd"
+
+
+def test_pieces_of_a_long_answer_join_to_what_the_tokenizer_makes_of_all_tokens(
+    chat_model: Models, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    tokens = [token for token in range(3, 300) if "\n" not in tokenizer.decode([token])][::-1]
+    answer = generate(chat_model(tokens, context=1024), [], tokens=len(tokens))
+    assert answer.text == tokenizer.decode(tokens)
+
+
+def test_an_interruption_ends_it_at_the_next_token(chat_model: Models) -> None:
+    pieces: list[str] = []
+    answer = generate(chat_model("apple bird cat dog"), pieces, is_interrupted=lambda: len(pieces) >= 2)
+    assert answer == Generated(text="apple bird cat", ending=Ending.interrupted)
+
+
+def test_a_prompt_is_encoded_as_in_training(chat_model: Models, tokenizer: PreTrainedTokenizerBase) -> None:
+    turns = [*QUESTION, {"role": "assistant", "content": "chair key rain"}]
+    row: dict[str, Any] = {
+        "messages": [{**turn, "train": turn["role"] == "assistant"} for turn in turns],
+        "origin": "x",
+    }
+    (document,) = Encoder(CorpusKind.conversation, TrainOn.assistant, tokenizer).encode([row])
+    prompt = chat_model("apple").encode(QUESTION)
+    assert document.input_ids[: len(prompt)] == prompt
+    assert all(label == -100 for label in document.labels[: len(prompt)])
+    assert document.labels[len(prompt)] != -100
+
+
+def test_bos_is_not_doubled(scripted: Callable[..., PreTrainedModel]) -> None:
+    backend = Tokenizer(models.WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2, "a": 3, "b": 4}, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(["<s>", "</s>", "<pad>"])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    make: Any = PreTrainedTokenizerFast
+    adds_bos = make(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    adds_bos.chat_template = "{{ bos_token }}{% for message in messages %}{{ message.content }} {% endfor %}"
+    assert adds_bos("a b")["input_ids"] == [1, 3, 4]
+    model = ChatModel(scripted("apple"), adds_bos, stop_ids=[2])
+    assert model.encode([{"role": "user", "content": "a b"}]) == [1, 3, 4]
+
+
+def test_greedy_takes_no_notice_of_the_models_own_sampling(
+    scripted: Callable[..., PreTrainedModel], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    model = scripted("apple bird cat")
+    assert model.generation_config is not None
+    for key, value in {"do_sample": True, "temperature": 90.0, "top_p": 0.9, "top_k": 700}.items():
+        setattr(model.generation_config, key, value)
+    assert generate(ChatModel(model, tokenizer, stop_ids=[2]), []).text == "apple bird cat"
+
+
+def test_drawing_is_repeated_by_the_seed(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    random = ChatModel(model, tokenizer, stop_ids=[2])
+
+    def draw(seed: int) -> str:
+        random.seed(seed)
+        return generate(random, [], temperature=1.0, tokens=12).text
+
+    assert draw(1) == draw(1) != draw(2)
+
+
+def test_drawing_is_from_every_token_unless_the_model_says_otherwise(
+    scripted: Callable[..., PreTrainedModel], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    model = scripted("apple")
+    chat = ChatModel(model, tokenizer, stop_ids=[2])
+    drawn = chat._settings(Sampling(max_new_tokens=5, temperature=0.7, seed=0))
+    assert (drawn.do_sample, drawn.temperature, drawn.top_k, drawn.top_p) == (True, 0.7, 0, 1.0)
+    assert model.generation_config is not None
+    model.generation_config.top_k, model.generation_config.top_p = 20, 0.8
+    drawn = chat._settings(Sampling(max_new_tokens=5, temperature=0.7, seed=0))
+    assert (drawn.top_k, drawn.top_p) == (20, 0.8)
+
+
+def test_the_context_is_the_models_or_else_the_tokenizers(
+    scripted: Callable[..., PreTrainedModel], tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = scripted("apple", context=77)
+    assert ChatModel(model, tokenizer, stop_ids=[2]).context_tokens == 77
+    monkeypatch.setattr(model, "config", PretrainedConfig())  # of an architecture that has no such limit
+    assert ChatModel(model, tokenizer, stop_ids=[2]).context_tokens == tokenizer.model_max_length == 1024
+    monkeypatch.setattr(tokenizer, "model_max_length", int(1e30))
+    assert ChatModel(model, tokenizer, stop_ids=[2]).context_tokens == 2048
+
+
+def test_a_template_that_refuses_is_an_error_in_words(chat_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = chat_model("apple")
+    monkeypatch.setattr(model._renderer, "_template", "{{ raise_exception('no system turns here') }}")
+    with pytest.raises(DataError, match=r"refuses this conversation.*no system turns here"):
+        model.encode(QUESTION)
+
+
+def test_running_out_of_gpu_memory_is_an_error_in_words(chat_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("tried to allocate")
+
+    model = chat_model("apple")
+    monkeypatch.setattr(model._model, "generate", fail)
+    with pytest.raises(DoesNotFitError, match=r"ran out of memory on a conversation of \d+ tokens.*--max-new-tokens"):
+        generate(model, [])
+
 
 Scripted = Callable[..., PreTrainedModel]
 SAMPLING = Sampling(max_new_tokens=16, temperature=0.0, seed=0)
@@ -161,7 +311,7 @@ def test_a_base_that_is_named_on_the_hub_by_now_is_not_compared_and_that_is_note
     def from_hub(config: RunConfig, folder: Path | None) -> Any:
         return load_trained(replace(config, model=ModelConfig(path=str(base))), folder)
 
-    monkeypatch.setattr(loading, "load_trained", from_hub)
+    monkeypatch.setattr(chat_model, "load_trained", from_hub)
     notes = load(Target(run=run, folder=adapter)).notes
     assert any(note.startswith("the base model org/base is named on the hub and") for note in notes)
 
@@ -265,10 +415,9 @@ def test_a_hub_name_without_network_says_what_to_type() -> None:
 @pytest.mark.filterwarnings("default")
 def test_libraries_are_quiet_meanwhile_and_errors_are_not(capfd: pytest.CaptureFixture[str]) -> None:
     logger = logging.getLogger("transformers")
-    before = logger.level
     with quiet_libraries():
         warnings.warn("chatter", stacklevel=1)
         logger.warning("chatter")
         assert logger.isEnabledFor(logging.ERROR)
-    assert logger.level == before
+    assert logger.isEnabledFor(logging.WARNING) or logger.level > logging.WARNING
     assert "chatter" not in capfd.readouterr().err

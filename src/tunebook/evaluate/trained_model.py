@@ -1,0 +1,166 @@
+"""Load a run's model as it was trained: weights or adapter, number format, tokenizer, stop tokens, device.
+
+Evaluations and chats both load here, so that they get the same answers.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tunebook.config.choices import Attention, Compute, Generation, Weights
+from tunebook.config.schema import AttentionConfig, ModelConfig, PeftSettings, RunConfig
+from tunebook.errors import DoesNotFitError
+from tunebook.hardware.detect import GIB
+from tunebook.model.adapters import is_adapter, with_adapter
+from tunebook.model.tokenizer import has_padding_token, load_tokenizer, stop_token_ids
+from tunebook.model.tokenizer_files import has_vocabulary
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+SHARE_FOR_COPIES = 0.5  # of the free memory once the weights are loaded; the rest is for a batch of requests
+SHARE_FOR_COPIES_OF_ONE = 0.9  # for a single conversation, as `model.placement` counts it
+
+
+def load_trained(
+    config: RunConfig, folder: Path | None, *, is_sharded: bool = False, device: torch.device | None = None
+) -> PreTrainedModel:
+    """The model in `folder` on the CPU (quantised weights: on the GPU); without a folder, what training starts from.
+
+    `is_sharded` loads it onto all visible GPUs, some layers on each; `device` onto that one, except random weights.
+    """
+    from tunebook.model.load import load_model
+
+    model = load_model(_config_to_load(config, folder), is_sharded=is_sharded, device=device)
+    if folder is not None and is_adapter(folder):
+        return with_adapter(model, folder, config.peft.method)
+    return model
+
+
+def trained_architecture(config: RunConfig, folder: Path | None) -> PretrainedConfig:
+    """The configuration of the model that `load_trained` would load."""
+    from tunebook.model.load import load_architecture
+
+    return load_architecture(_config_to_load(config, folder).model)
+
+
+def uses_gpu(config: RunConfig) -> bool:
+    """Whether a run's model answers on a GPU: if there is one, unless the run was made for a CPU."""
+    import torch
+
+    return torch.cuda.is_available() and config.hardware.generation is not Generation.cpu
+
+
+def compute_dtype(config: RunConfig) -> torch.dtype | None:
+    """The autocast format, as in training; None: the weights' own format."""
+    import torch
+
+    return {Compute.bf16: torch.bfloat16, Compute.fp8: torch.bfloat16, Compute.fp16: torch.float16}.get(
+        config.precision.compute
+    )
+
+
+def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens that end an answer: those that end a trained turn, and those of the model's generation config."""
+    assert model.generation_config is not None
+    named = model.generation_config.eos_token_id
+    known = named if isinstance(named, list) else [] if named is None else [named]
+    return sorted({*stop_token_ids(tokenizer), *known})
+
+
+def tokenizer_of_run(model: ModelConfig, folder: Path | None) -> ModelConfig:
+    """The model whose tokenizer is used: the one saved with the weights, or else the base's."""
+    if folder is None or not has_vocabulary(folder):
+        return model
+    return ModelConfig(path=str(folder), trust_remote_code=model.trust_remote_code, template_date=model.template_date)
+
+
+def load_padded_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """A tokenizer that can pad: with its end-of-text token if it has no padding token, since padding is masked."""
+    tokenizer = load_tokenizer(model, is_padded=False)
+    if not has_padding_token(tokenizer):
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_on_gpu(load: Callable[[torch.device], Any]) -> Any:
+    """The model that `load` loads, on this process' GPU. Raises: DoesNotFitError if its free memory is too small."""
+    import torch
+
+    from tunebook.model.out_of_memory import is_out_of_memory
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    try:
+        model = load(device)
+        is_there = all(parameter.device == device for parameter in model.parameters())
+        return model if is_there else model.to(device)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        free, whole = torch.cuda.mem_get_info(device)
+        others = whole - free - torch.cuda.memory_reserved(device)
+        raise DoesNotFitError(
+            f"the model's weights do not fit into a GPU of {whole / GIB:.1f} GiB, of which other processes use "
+            f"{others / GIB:.1f} GiB; end them (nvidia-smi lists them), or leave that GPU out by CUDA_VISIBLE_DEVICES",
+            problem_id="model-does-not-fit",
+        ) from error
+
+
+def refuse_offloading(model: Any) -> None:
+    """Refuse a model with layers on the host, which each batch would copy again. Raises: DoesNotFitError."""
+    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
+    if places & {"cpu", "disk"}:
+        raise DoesNotFitError(
+            "the visible GPUs have too little free memory for the model: parts of it would stay on the host; end what "
+            "else runs there (nvidia-smi lists it), or use more GPUs",
+            problem_id="model-does-not-fit",
+        )
+
+
+def choose_copies(model: Any, compute_dtype: torch.dtype | None, share_of_free: float = SHARE_FOR_COPIES) -> str | None:
+    """Let autocast cache the weights that it converts if they fit; a note for the user if they do not.
+
+    torch caches only weights that require a gradient (`cached_cast` in aten/src/ATen/autocast_mode.cpp), even under
+    no_grad. The cache takes half as much memory as the fp32 weights. Without it each product converts its weights
+    again, so that generation is slow. The base of a merged adapter requires no gradient, so this sets it for all.
+    """
+    if compute_dtype is None:
+        return None
+    import torch
+
+    sizes: defaultdict[torch.device, int] = defaultdict(int)
+    converted = [parameter for parameter in model.parameters() if parameter.dtype is torch.float32]
+    for parameter in converted:
+        sizes[parameter.device] += parameter.numel() * compute_dtype.itemsize
+    is_kept = all(size <= share_of_free * _free_bytes(device) for device, size in sizes.items())
+    for parameter in converted:
+        parameter.requires_grad_(is_kept)
+    if is_kept:
+        return None
+    name = str(compute_dtype).removeprefix("torch.")
+    return (
+        f"{sum(sizes.values()) / GIB:.1f} GiB for a copy of its weights in {name} are not free, so each product "
+        "converts its own: slower, with the same results"
+    )
+
+
+def _free_bytes(device: torch.device) -> float:
+    import torch
+
+    return float(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else float("inf")
+
+
+def _config_to_load(config: RunConfig, folder: Path | None) -> RunConfig:
+    """The run's configuration with `folder` as its model; an adapter is loaded on the run's own base."""
+    if config.attention.implementation is not Attention.eager:
+        # The kernels for packed rows support neither padding nor a cache.
+        config = replace(config, attention=AttentionConfig(implementation=Attention.sdpa))
+    if folder is None or is_adapter(folder):
+        return config
+    trained = replace(config.model, path=str(folder), name=None, revision=None, weights=Weights.pretrained, facts=None)
+    return replace(config, model=trained, peft=PeftSettings())

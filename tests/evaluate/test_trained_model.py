@@ -1,0 +1,205 @@
+"""What evaluation and chat share; loading a run's folder is tried in chat/test_loading.py and test_worker.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tunebook.config.choices import Attention, Compute, Generation, Weights
+from tunebook.config.compose import compose
+from tunebook.config.schema import ModelConfig, RunConfig
+from tunebook.errors import DoesNotFitError
+from tunebook.evaluate import trained_model
+from tunebook.evaluate.trained_model import (
+    choose_copies,
+    compute_dtype,
+    load_on_gpu,
+    load_padded_tokenizer,
+    load_trained,
+    refuse_offloading,
+    stop_ids,
+    tokenizer_of_run,
+    uses_gpu,
+)
+
+
+@pytest.fixture
+def config() -> RunConfig:
+    config = compose("quickstart", []).config
+    config.attention.implementation = Attention.flash_attention_2
+    config.precision.compute = Compute.fp32
+    config.hardware.generation = Generation.cpu
+    return config
+
+
+@pytest.mark.parametrize(("named", "expected"), [(None, [2]), (0, [0, 2]), ([7, 2], [2, 7])])
+def test_generation_stops_at_what_was_trained_and_at_what_the_model_names(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, named: Any, expected: list[int]
+) -> None:
+    assert model.generation_config is not None
+    model.generation_config.eos_token_id = named
+    assert tokenizer.eos_token_id == 2
+    assert stop_ids(model, tokenizer) == expected
+
+
+@pytest.mark.parametrize(
+    ("compute", "dtype"),
+    [
+        (Compute.fp32, None),
+        (Compute.bf16, torch.bfloat16),
+        (Compute.fp8, torch.bfloat16),
+        (Compute.fp16, torch.float16),
+    ],
+)
+def test_products_are_computed_as_in_training(config: RunConfig, compute: Compute, dtype: torch.dtype | None) -> None:
+    config.precision.compute = compute
+    assert compute_dtype(config) is dtype
+
+
+def test_a_run_made_for_a_cpu_stays_there(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert not uses_gpu(config)
+    config.hardware.generation = Generation.hopper
+    assert uses_gpu(config)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not uses_gpu(config)
+
+
+def test_without_a_folder_it_is_what_training_starts_from_and_with_one_that_folders(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    start: Any = load_trained(config, None)
+    assert start.config._attn_implementation == "sdpa"  # packed rows' kernels have no cache
+    trained: Any = load_trained(config, None)
+    with torch.no_grad():
+        trained.model.norm.weight.fill_(2.0)
+    trained.save_pretrained(tmp_path)
+    loaded: Any = load_trained(config, tmp_path)
+    assert loaded.model.norm.weight.tolist() == [2.0] * 192
+    assert torch.equal(loaded.model.embed_tokens.weight, start.model.embed_tokens.weight)
+    assert config.model.weights is Weights.random  # the run's own configuration is left as it is
+
+
+def test_the_tokenizer_beside_the_weights_is_the_runs(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    base = ModelConfig(path="/somewhere/base", trust_remote_code=True)
+    assert tokenizer_of_run(base, None) is base
+    assert tokenizer_of_run(base, tmp_path) is base  # a checkpoint without one
+    tokenizer.save_pretrained(tmp_path)
+    assert tokenizer_of_run(base, tmp_path) == ModelConfig(path=str(tmp_path), trust_remote_code=True)
+
+
+def test_rows_are_padded_with_the_end_of_text_where_there_is_no_padding_token(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    own = load_padded_tokenizer(ModelConfig(path="book:recipes/quickstart/model"))
+    assert own.pad_token == tokenizer.pad_token != tokenizer.eos_token
+    tokenizer.save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"pad_token": None}))
+    assert load_padded_tokenizer(ModelConfig(path=str(tmp_path))).pad_token == tokenizer.eos_token
+
+
+GIB = 2**30
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU of 80 GiB that is not there; 1 GiB is free, 9 GiB are ours."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 9 * GIB)
+
+
+class Moved(torch.nn.Linear):
+    """Weights on the CPU, which say where they are to be moved."""
+
+    def to(self, device: torch.device) -> Any:  # type: ignore[override]
+        return f"moved to {device}"
+
+
+@pytest.mark.usefixtures("card")
+def test_a_model_is_read_onto_the_gpu_or_moved_there() -> None:
+    asked: list[torch.device] = []
+
+    def load(device: torch.device) -> Any:
+        asked.append(device)
+        return Moved(1, 1)
+
+    assert load_on_gpu(load) == "moved to cuda:0"
+    assert asked == [torch.device("cuda", 0)]
+    there = SimpleNamespace(parameters=lambda: [SimpleNamespace(device=torch.device("cuda", 0))])
+    assert load_on_gpu(lambda device: there) is there
+
+
+@pytest.mark.usefixtures("card")
+def test_a_model_that_does_not_fit_into_what_is_left_is_refused_in_words() -> None:
+    def fail(error: Exception) -> Any:
+        def load(device: torch.device) -> Any:
+            raise error
+
+        return load_on_gpu(load)
+
+    with pytest.raises(
+        DoesNotFitError, match=r"into a GPU of 80\.0 GiB, of which other processes use 70\.0 GiB"
+    ) as caught:
+        fail(torch.OutOfMemoryError("CUDA out of memory."))
+    assert caught.value.problem_id == "model-does-not-fit"
+    with pytest.raises(RuntimeError, match="no kernel image"):
+        fail(RuntimeError("CUDA error: no kernel image is available"))
+
+
+def test_a_part_that_stays_on_the_host_is_refused() -> None:
+    refuse_offloading(SimpleNamespace(hf_device_map={"": 0, "lm_head": 1}))
+    refuse_offloading(SimpleNamespace())
+    for place in ("cpu", "disk"):
+        with pytest.raises(DoesNotFitError, match="too little free memory for the model"):
+            refuse_offloading(SimpleNamespace(hf_device_map={"embed": 0, "lm_head": place}))
+
+
+def two_formats() -> torch.nn.Module:
+    """1,000 numbers in fp32, as of a merged adapter's base, and 10 in bf16."""
+    wide = torch.nn.Parameter(torch.zeros(1000), requires_grad=False)
+    narrow = torch.nn.Parameter(torch.zeros(10, dtype=torch.bfloat16), requires_grad=False)
+    return torch.nn.ParameterList([wide, narrow])
+
+
+@pytest.mark.parametrize(("free_bytes", "is_kept"), [(4000, True), (3999, False)])
+def test_converted_weights_are_kept_where_they_take_half_of_what_is_free(
+    free_bytes: int, is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trained_model, "_free_bytes", lambda device: float(free_bytes))
+    model = two_formats()  # 1,000 x 2 bytes
+    said = choose_copies(model, torch.bfloat16)
+    assert [parameter.requires_grad for parameter in model.parameters()] == [is_kept, False]
+    assert (said is None) == is_kept
+    if said is not None:
+        assert said.startswith("0.0 GiB for a copy of its weights in bfloat16 are not free")
+
+
+def test_weights_are_left_alone_where_nothing_is_converted() -> None:
+    model = two_formats()
+    assert choose_copies(model, None) is None
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_logits_are_the_same_whether_converted_weights_are_kept_or_not(
+    monkeypatch: pytest.MonkeyPatch,
+    small_qwen2: Callable[..., PreTrainedModel],
+    relative_difference: Callable[[torch.Tensor, torch.Tensor], float],
+) -> None:
+    model = small_qwen2(vocab_size=64, num_key_value_heads=2)
+    found = []
+    for free_bytes in (1e12, 0.0):
+        monkeypatch.setattr(trained_model, "_free_bytes", lambda device, free=free_bytes: free)
+        choose_copies(model, torch.bfloat16)
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            found.append(model(torch.arange(12)[None]).logits)
+    assert found[0].dtype is torch.bfloat16
+    assert relative_difference(*found) < torch.finfo(torch.bfloat16).eps / 2  # of one number; two passes differ less
