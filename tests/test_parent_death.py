@@ -63,13 +63,6 @@ def test_the_command_takes_the_place_of_what_begins_it():
     assert process.returncode == 7
 
 
-def test_signals_that_are_not_meant_for_it_are_ignored_from_the_start():
-    program = "import signal; print(signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN)"
-    for ignoring, expected in (((signal.SIGUSR2,), "True\n"), ((), "False\n")):
-        begun = stopping_with_parent([sys.executable, "-c", program], ignoring)
-        assert subprocess.run(begun, capture_output=True, text=True, check=True).stdout == expected
-
-
 def test_ctrl_c_is_heard_also_where_the_parent_ignores_it():
     """As everything does that a shell puts in the background."""
     program = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"

@@ -358,7 +358,7 @@ app.add_typer(records_app)  # report, verify, reproduce, diff, export: what is d
 @app.command(name="list")
 def list_recipes(recipes_dir: RecipesDir = None) -> None:
     """List the recipes: title, model, strategy, reference hardware."""
-    from tunebook.launch.listing import recipes_table
+    from tunebook.plan.show import recipes_table
 
     make_console().print(recipes_table(recipes_dir or []))
 

@@ -13,11 +13,11 @@ import sys
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 # A program of its own that becomes the command, because a fork that goes on in Python (`preexec_fn`) crashed where
-# torch was loaded and threads were at work. Its arguments: its parent, the signals to be ignored, "waits" where SIGINT
-# is to wait until the command listens, the command.
+# torch was loaded and threads were at work. Its arguments: its parent, "waits" where SIGINT is to wait until the
+# command listens, the command.
 _PROGRAM = f"""
 import signal, sys
-if sys.argv[3] == "waits":
+if sys.argv[2] == "waits":
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
 import ctypes, os
 if sys.platform == "linux":
@@ -25,10 +25,7 @@ if sys.platform == "linux":
     if os.getppid() != int(sys.argv[1]):
         os.kill(os.getpid(), signal.SIGTERM)
 signal.signal(signal.SIGINT, signal.SIG_DFL)
-for number in sys.argv[2].split(","):
-    if number:
-        signal.signal(int(number), signal.SIG_IGN)
-os.execvp(sys.argv[4], sys.argv[4:])
+os.execvp(sys.argv[3], sys.argv[3:])
 """
 # A rank that is started without torchrun: it listens after some imports, where Ctrl-C would end it with a traceback.
 _RANK = ["-m", "tunebook.train"]
@@ -50,14 +47,13 @@ def die_with_parent() -> None:
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def stopping_with_parent(command: list[str], ignoring: tuple[signal.Signals, ...] = ()) -> list[str]:
+def stopping_with_parent(command: list[str]) -> list[str]:
     """The command, to be started by this process: it is sent SIGTERM when this process dies, once or several times.
 
     Several times, since the kernel minds the thread that started it and then, one by one, those that outlive that one.
-    SIGINT is heard even where this process ignores it, being in the background. Signals in `ignoring` are ignored from
-    the start. SIGINT waits for a rank until `StopRequest` listens; nothing else listens that way, and would be deaf.
+    SIGINT is heard even where this process ignores it, being in the background. It waits for a rank until `StopRequest`
+    listens; nothing else listens that way, and would be deaf.
     Exit code 1, with a traceback, where the command does not exist.
     """
-    ignored = ",".join(str(int(number)) for number in ignoring)
     when = "waits" if command[1:3] == _RANK else "at once"
-    return [sys.executable, "-I", "-S", "-c", _PROGRAM, str(os.getpid()), ignored, when, *command]
+    return [sys.executable, "-I", "-S", "-c", _PROGRAM, str(os.getpid()), when, *command]

@@ -156,7 +156,7 @@ from tunebook.train.trainer import RecipeTrainer
 print(RecipeTrainer().train())
 """
 RANK = """
-from tunebook.launch.meeting import meet
+from tunebook.launch.first_collective import meet
 print("starts", flush=True)
 meet()
 """
@@ -168,7 +168,7 @@ def environment(tmp_path):
     files = {
         "train/trainer.py": "class RecipeTrainer:\n    def train(self):\n        return 'trained'\n",
         "train/run.py": "print('imported', flush=True)\n",
-        "launch/meeting.py": "def meet():\n    print('met', flush=True)\n",
+        "launch/first_collective.py": "def meet():\n    print('met', flush=True)\n",
     }
     for name, text in files.items():
         file = tmp_path / "site/tunebook" / name

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tunebook.data.prepared import Prepared
 from tunebook.errors import RequestError
-from tunebook.launch.job import plan_job, require_runnable, set_up_folder, show_job
+from tunebook.launch.job import check_upload, plan_job, require_runnable, set_up_folder, show_job
 from tunebook.record.manifest import read_manifest, recorded_fingerprint, update_manifest
 
 PREPARED = cast(
@@ -117,3 +117,40 @@ def test_programs_that_a_container_would_not_execute_are_refused_before_a_job_is
     words = ["launcher=slurm", "launcher.container_image=me/x", "hardware=cpu", "evaluation.tasks=[small_python]"]
     with pytest.raises(RequestError, match=r"small_python has programs .* train with evaluation=none, and evaluate"):
         require_runnable(plan_job("quickstart", words, []))
+
+
+class FakeHub:
+    error = None
+
+    def whoami(self):
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.HfApi", FakeHub)
+    monkeypatch.setattr(FakeHub, "error", None)
+    return FakeHub
+
+
+def test_nothing_to_upload_asks_nobody(hub):
+    hub.error = AssertionError("asked")
+    check_upload(None)
+
+
+def test_an_account_is_enough(hub):
+    check_upload("me/model")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ConnectionError("Name or service not known"), "me/model: the hub is out of reach .*push_to_hub=null"),
+        (OSError("Token is required"), "me/model: the hub knows no account here; run `hf auth login`"),
+    ],
+)
+def test_without_network_or_account_it_is_refused(hub, error, message):
+    hub.error = error
+    with pytest.raises(RequestError, match=message):
+        check_upload("me/model")

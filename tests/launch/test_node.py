@@ -1,109 +1,209 @@
-"""A node's agent on the line with its launcher."""
+"""A node's agent, linked to its launcher."""
 
 import signal
 import socket
+import threading
+import time
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
 
-from tunebook.errors import TunebookError
-from tunebook.launch import node
-from tunebook.launch.line import Line
-from tunebook.launch.node import Agent, Notice, take_part
+from tunebook.errors import RequestError, StoppedError, TunebookError
+from tunebook.launch import node, rendezvous
+from tunebook.launch.node import Agent, take_part
+from tunebook.launch.rendezvous import LauncherState, Link, NodeState, host_store, publish, read_node
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(rendezvous, "PUBLISH_EVERY_S", 0.02)
+    monkeypatch.setattr(node, "POLL_S", 0.02)
+    monkeypatch.delenv(rendezvous.TOKEN_VARIABLE, raising=False)
 
 
 @pytest.fixture
-def lines():
-    """The two ends of a line: the agent's and the launcher's."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        own = Line(socket.create_connection(server.getsockname()))
-        launcher = Line(server.accept()[0])
-    yield own, launcher
-    own.close()
-    launcher.close()
+def link_to():
+    """A node's link to what listens on a port."""
+    made = []
+
+    def begin(port):
+        state = NodeState(node=0, ranks=[0], host="a", address="127.0.0.1", reached_at="127.0.0.1", port=1,
+                          versions="", code="")  # fmt: skip
+        made.append(Link(f"127.0.0.1:{port}", state))
+        made[-1].start()
+        return made[-1]
+
+    yield begin
+    for link in made:
+        link._is_closed = True
 
 
-def test_a_notice_is_told_to_the_launcher_once(lines):
-    own, launcher = lines
-    agent = Agent(line=own, stop_timeout_s=20)
-    agent.notices.append(Notice(ranks=(1, 2), gone_in_s=4.5))
-    polls = [None, None, 0]
-    assert agent.follow(SimpleNamespace(poll=lambda: polls.pop(0))) == 0
-    assert launcher.receive(20) == [{"kind": "notice", "ranks": [1, 2], "gone_in_s": 4.5}]
+@pytest.fixture
+def linked(link_to):
+    """A launcher's end, what it publishes, and a node's link to it."""
+    (hub, port), launcher = host_store(0, ""), LauncherState(num_nodes=1)
+    publish(hub, launcher)
+    link = link_to(port)
+    wait_for(lambda: read_node(hub, 0))
+    return hub, launcher, link
 
 
-def hung_up(own):
-    agent = Agent(line=own, stop_timeout_s=20, meet="head:29400")
-    with pytest.raises(TunebookError) as error:
-        agent.wait_for_go()
-    return error.value
+def wait_for(condition):
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
-def test_a_launcher_that_ended_said_so(lines):
-    own, launcher = lines
-    launcher.send("end", exit_code=1)
-    launcher.close()
-    error = hung_up(own)
-    assert (error.problem_id, error.message) == (
-        "launcher-lost",
-        "the launcher on node 0 ended before the start; it says why",
+def tell(hub, launcher, link, **values):
+    """Let the launcher publish, until the node has read it."""
+    for name, value in values.items():
+        setattr(launcher, name, value)
+    publish(hub, launcher)
+    wait_for(lambda: all(getattr(link.launcher, name) == value for name, value in values.items()))
+
+
+def ranks(polls, *, ignores=()):
+    """Ranks that end as a list says, and what they are sent."""
+    sent = []
+    return SimpleNamespace(
+        sent=sent,
+        poll=lambda: -9 if "killed" in sent else polls.pop(0) if polls else None,
+        send=lambda number: sent.append(number.name),
+        kill=lambda: sent.append("killed"),
     )
 
 
-@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b'{"not": "ours"}\n'])
-def test_another_program_on_the_port_is_not_called_a_launcher(lines, said):
-    own, stranger = lines
-    stranger._connection.sendall(said)
-    stranger.close()
-    error = hung_up(own)
+def gone(link):
+    """What a node reports that has no launcher."""
+    with pytest.raises(TunebookError) as error:
+        Agent(link=link, stop_timeout_s=20, meet="head:29400", answer_within_s=0.5).wait_for_go()
+    return error.value
+
+
+def stranger(answer):
+    """Another program that takes one connection, says something and hangs up; None: it says nothing."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve():
+        connection, _ = listener.accept()
+        if answer is None:
+            time.sleep(2)
+        with suppress(OSError):
+            connection.sendall(answer or b"")
+        connection.close()
+        listener.close()
+
+    threading.Thread(target=serve, daemon=True).start()
+    return listener.getsockname()[1]
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b'{"not": "ours"}\n', None])
+def test_another_program_on_the_port_is_not_called_a_launcher(link_to, answer):
+    error = gone(link_to(stranger(answer)))
     assert error.problem_id == "launcher-out-of-reach"
-    assert "what listens at head:29400 hung up without an answer" in error.message
+    assert "what listens at head:29400 " in error.message
+    assert "so it is no launcher, or one that was killed" in error.message
     assert "is launcher.master_port the one that node 0 printed" in error.message
 
 
-def test_what_takes_the_call_and_stays_silent_is_no_launcher(lines):
-    own, _silent = lines
-    agent = Agent(line=own, stop_timeout_s=20, meet="head:29400", answer_within_s=0.05)
-    with pytest.raises(TunebookError, match=r"what listens at head:29400 took the call and said nothing for 0.05 s,"):
-        agent.wait_for_go()
+def test_a_launcher_that_ended_before_the_start_reports_why_itself(linked):
+    _, _, link = linked
+    link._is_dead = True
+    error = gone(link)
+    assert (error.problem_id, error.message) == (
+        "launcher-lost",
+        "the launcher on node 0 ended before the start; it reports why",
+    )
 
 
-def test_a_launcher_that_has_answered_may_prepare_for_longer(lines):
-    own, launcher = lines
+def test_a_launcher_that_has_answered_may_prepare_for_longer(linked):
+    hub, launcher, link = linked
     said = []
 
     def say(text):
         said.append(text)
-        launcher.send("go", folder="/runs/1")
+        tell(hub, launcher, link, members=[link.state.id], folder="/runs/1")
 
-    launcher.send("welcome")
-    agent = Agent(line=own, stop_timeout_s=20, meet="head:29400", answer_within_s=0.0, say=say)
-    assert agent.wait_for_go() == {"kind": "go", "folder": "/runs/1"}
+    agent = Agent(link=link, stop_timeout_s=20, meet="head:29400", answer_within_s=0.0, say=say)
+    wait_for(lambda: link.has_answered)
+    assert agent.wait_for_go().folder == "/runs/1"
     assert said == ["head:29400 has answered; waiting for node 0 to prepare, and for the other nodes"]
 
 
-def test_a_node_looks_at_its_machine_before_it_calls(monkeypatch):
-    """Drivers that wake up take longer than a launcher waits for the words of who has called."""
+def test_a_node_that_is_sent_home_or_asked_to_stop_starts_nothing(linked):
+    hub, launcher, link = linked
+    with pytest.raises(StoppedError, match="stopped by SIGTERM before the start"):
+        Agent(link=link, stop_timeout_s=20, asked=[signal.SIGTERM]).wait_for_go()
+    tell(hub, launcher, link, closed="node 1 cannot take part")
+    with pytest.raises(RequestError, match="node 1 cannot take part"):
+        Agent(link=link, stop_timeout_s=20).wait_for_go()
+
+
+def test_ranks_get_each_stop_once_and_are_killed_in_time(linked):
+    hub, launcher, link = linked
+    tell(hub, launcher, link, members=[link.state.id], stops=[["SIGUSR1", None], ["SIGTERM", 0.1]])
+    started = ranks([])
+    assert Agent(link=link, stop_timeout_s=20).follow(started) == -9
+    assert started.sent == ["SIGUSR1", "SIGTERM", "killed"]
+
+
+@pytest.mark.parametrize("loss", ["dead", "next-attempt"])
+def test_ranks_without_a_launcher_save_and_end(linked, loss):
+    hub, launcher, link = linked
+    tell(hub, launcher, link, members=[link.state.id])
+    link._is_dead = loss == "dead"
+    if loss != "dead":
+        tell(hub, launcher, link, members=[])
+    started = ranks([])
+    agent = Agent(link=link, stop_timeout_s=0.1)
+    assert agent.follow(started) == -9
+    assert started.sent == ["SIGTERM", "killed"]
+    assert agent.wait_for_end(-9) == (None if loss == "dead" else 1)
+
+
+@pytest.mark.parametrize("is_suspended", [True, False])
+def test_a_silent_launcher_is_lost_unless_its_machine_still_accepts_connections(linked, is_suspended):
+    _, _, link = linked
+    link._is_closed = True
+    link.join(20)
+    link._seen -= rendezvous.LOST_AFTER_S + 1
+    if not is_suspended:
+        with socket.create_server(("127.0.0.1", 0)) as closed:
+            link._address = closed.getsockname()
+    assert link.is_lost is not is_suspended
+
+
+def test_the_end_is_published_and_the_runs_exit_code_awaited(linked):
+    hub, launcher, link = linked
+    tell(hub, launcher, link, members=[link.state.id])
+    threading.Timer(0.2, lambda: tell(hub, launcher, link, exit_code=7)).start()
+    assert Agent(link=link, stop_timeout_s=20).wait_for_end(2, "the folder is not there") == 7
+    state = read_node(hub, 0)
+    assert (state.exit_code, state.folder_problem) == (2, "the folder is not there")
+
+
+def test_a_node_looks_at_its_machine_before_it_joins(monkeypatch):
     order = []
 
-    def call(*_words, **_options):
-        order.append("call")
+    def find(*_words, **_options):
+        order.append("find")
         raise TunebookError("no answer", problem_id="launcher-out-of-reach")
 
     monkeypatch.setattr(node, "node_facts", lambda config: order.append("look"))
-    monkeypatch.setattr(node, "call_launcher", call)
+    monkeypatch.setattr(node, "find_launcher", find)
     launcher = SimpleNamespace(start_timeout_s=1, stop_timeout_s=1)
     with pytest.raises(TunebookError, match="no answer"):
         take_part(SimpleNamespace(launcher=launcher), "head:29400", 1, lambda text: None)
-    assert order == ["look", "call"]
+    assert order == ["look", "find"]
 
 
-def test_a_second_request_ends_the_ranks_here_and_waits_for_no_launcher(lines):
+def test_a_second_request_ends_the_ranks_here_and_waits_for_no_launcher(linked):
     """As where node 0 hangs: it has been told, and says nothing."""
-    own, launcher = lines
-    ended = []
-    ranks = SimpleNamespace(poll=lambda: -9 if ended else None, kill=lambda: ended.append("killed"), send=None)
-    agent = Agent(line=own, stop_timeout_s=600, asked=[signal.SIGINT, signal.SIGINT], is_overdue=lambda: True)
-    assert agent.follow(ranks) == -9
+    hub, launcher, link = linked
+    tell(hub, launcher, link, members=[link.state.id])
+    agent = Agent(link=link, stop_timeout_s=600, asked=[signal.SIGINT, signal.SIGINT], is_overdue=lambda: True)
+    assert agent.follow(ranks([])) == -9
     assert agent.wait_for_end(-9) is None
-    assert [message["kind"] for message in launcher.receive(20)] == ["asked", "asked", "ended"]
+    wait_for(lambda: read_node(hub, 0).asked == ["SIGINT", "SIGINT"])

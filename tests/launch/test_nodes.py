@@ -1,34 +1,516 @@
-"""The command that starts the nodes: what is said of one that ends early, and who is still answered after a stop."""
+"""Nodes of a run over a real store: which may join, which are missing, what the others get."""
 
+import json
 import os
 import signal
+import socket
 import sys
+import time
+from dataclasses import asdict
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from tunebook.config.compose import compose
+from tunebook.errors import RequestError, TunebookError
 from tunebook.hardware.detect import Machine
-from tunebook.launch import nodes
-from tunebook.launch.nodes import run_on_nodes
-from tunebook.launch.roll_call import RollCall
+from tunebook.launch import nodes, rendezvous
+from tunebook.launch.node_facts import free_port
+from tunebook.launch.nodes import NodeGroup, open_to_nodes, run_on_nodes
+from tunebook.launch.rendezvous import LauncherState, Link, NodeState
 from tunebook.plan.auto.resolve import resolve_auto
 
+FOLDER = Path("/runs/1")
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
-# Asks for a stop, as Ctrl-C does, and calls once it is itself asked to end, as a container does that was slow to start.
-CALLS_LATE = """
-import json, os, signal, socket, sys
-def call(*_):
-    line = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
-    hello = {"kind": "hello", "token": "word", "node": 0, "ranks": [0], "host": "a", "address": "127.0.0.1",
-             "reached_at": "127.0.0.1", "port": 4000, "versions": "", "code": "", "problems": [], "place": None}
-    line.sendall(json.dumps(hello).encode() + b"\\n")
-    open(sys.argv[2], "wb").write(line.makefile("rb").readline())
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(rendezvous, "PUBLISH_EVERY_S", 0.02)
+    monkeypatch.setattr(nodes, "LOST_AFTER_S", 1.5)
+    monkeypatch.setenv(rendezvous.TOKEN_VARIABLE, "word")
+
+
+@pytest.fixture
+def opened():
+    def make(num_nodes=2, *, start_timeout_s=60, stop_timeout_s=60, begins=True, **settings):
+        published = {name: settings.pop(name) for name in [*settings] if hasattr(LauncherState, name)}
+        group = NodeGroup(launcher=LauncherState(num_nodes=num_nodes, **published), token="word", **settings)
+        group.has_begun = begins
+        if begins:
+            group.begin(FOLDER, start_timeout_s=start_timeout_s, stop_timeout_s=stop_timeout_s)
+        return group
+
+    return make
+
+
+@pytest.fixture
+def join():
+    """Join as a node; all leave after the test."""
+    made = []
+
+    def begin(group, node, **facts):
+        usual = {
+            "node": node, "ranks": [node], "host": f"host{node}", "address": "127.0.0.1", "reached_at": "127.0.0.1",
+            "port": 4000 + node, "versions": "torch 1", "code": "c0de",
+        }  # fmt: skip
+        made.append(Link(f"127.0.0.1:{group.port}", NodeState(**(usual | facts))))
+        made[-1]._address = ("127.0.0.1", group.port)
+        made[-1].start()
+        wait_for(lambda: made[-1].state.refused or made[-1].state.beat > 1)
+        poll(group)
+        return made[-1]
+
+    yield begin
+    for link in made:
+        link.close()
+
+
+def wait_for(condition):
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def poll(group, times=3):
+    """Let the launcher read, unless it still prepares, and the nodes what it publishes."""
+    if group.has_begun:
+        for _ in range(times):
+            group.poll(0.02)
+    time.sleep(0.05)
+
+
+def kill(link):
+    """As when a node's process is killed: it publishes nothing any more."""
+    link._write = lambda number: None
+
+
+def starts(link):
+    return link.state.id in link.launcher.members
+
+
+def ended(link, exit_code):
+    link.state.exit_code = exit_code
+    link.publish()
+
+
+def refused(link):
+    return link.state.refused or link.launcher.closed
+
+
+def test_all_are_told_to_start_together_and_where_to_meet(opened, join):
+    went = []
+    group = opened(on_go=went.append)
+    first = join(group, 0)
+    assert not starts(first)
+    assert group.missing() == "node 1 of 2 nodes has not joined"
+    second = join(group, 1, address="10.0.0.2", reached_at="10.0.0.1")
+    assert starts(first) and starts(second)
+    go = first.launcher
+    # node 0 came over loopback: the others reached its machine at .1
+    assert (go.folder, go.master_address, go.master_port) == ("/runs/1", "10.0.0.1", 4000)
+    assert went == [0]
+    assert group.hosts == {0: "host0", 1: "host1"}
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"node": 2}, r"node 2 \(host1\) joined, and the run has 2: numbers go from 0 to 1; set launcher.node_rank"),
+        ({"node": -1}, r"node -1 \(host1\) joined, and the run has 2: numbers go from 0 to 1"),
+        ({"node": 0}, r"node 0 \(host1\) joined, and so did host0 with that number"),
+        ({"versions": "torch 2"}, r"node 1 \(host1\) has other software than node 0 \(host0\): torch 2, and there"),
+        (
+            {"code": "0ther" * 4},
+            r"node 1 \(host1\) has other code of Tunebook than node 0 \(host0\), .* hash 0ther0ther0t, and there c0de; "
+            r"bring every node to the same commit",
+        ),
+        (
+            {"weights": "b" * 64},
+            r"node 1 \(host1\) has other weights of the base model in model\.path than node 0 \(host0\): .* is "
+            r"bbbbbbbbbbbb, and there aaaaaaaaaaaa; copy the folder again",
+        ),
+        ({"problems": ["hardware.generation: hopper"]}, r"node 1 \(host1\) cannot take part: hardware.generation"),
+        ({"config_sha256": "b"}, r"node 1 \(host1\) was asked for another run: type the same command on every node"),
+        (
+            {"config_sha256": "b", "node": 7, "problems": ["other hardware"]},
+            r"node 7 \(host1\) was asked for another run: type the same command on every node",
+        ),
+    ],
+)
+def test_a_node_that_does_not_fit_sends_all_home(opened, facts, message, join):
+    group = opened(config_sha256="a")
+    first = join(group, 0, weights="a" * 64)
+    second = join(group, **({"node": 1, "host": "host1"} | facts))
+    with pytest.raises(RequestError, match=message):
+        raise group.failure
+    assert group.failure.problem_id == "node-refused"
+    assert refused(first) and refused(second)
+    assert group.is_over
+    assert group.has_unread_end()
+    first.close()
+    second.close()
+    assert not group.has_unread_end()
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"config_sha256": "b"}, "node 1 (host9) was asked for another run: type the same command on every node"),
+        ({"config_sha256": "a"}, "node 1 (host9) joined, and the run is at work already, with all its nodes"),
+        ({"node": 5}, "node 5 (host9) joined, and the run has 3"),
+        ({"versions": "torch 2"}, "node 1 (host9) joined, and the run is at work already"),
+    ],
+    ids=["other-request", "same-request", "other-number", "other-software"],
+)
+@pytest.mark.parametrize("is_second_lost", [False, True])
+def test_a_node_that_comes_while_the_run_is_at_work_is_refused_and_ends_nothing(
+    opened, join, facts, message, is_second_lost
+):
+    group = opened(3, config_sha256="a")
+    first, second, third = (join(group, node) for node in range(3))
+    assert starts(first) and starts(third)
+    if is_second_lost:  # while the others save, its place is not taken by another
+        second.close()
+        poll(group)
+        assert [name for name, _ in first.launcher.stops] == ["SIGTERM"]
+    failure = group.failure
+    assert refused(join(group, **({"node": 1, "host": "host9"} | facts))).startswith(message)
+    assert group.failure is failure
+    assert (failure is not None, group.is_over, group.stopped_by) == (is_second_lost, False, None)
+
+
+def test_a_node_of_another_run_ends_no_run_that_waits_for_others(opened, join):
+    group = opened(3, config_sha256="a")
+    first = join(group, 0)
+    second = join(group, 1, config_sha256="a")
+    stray = join(group, 1, host="host9", config_sha256="b")
+    assert stray.state.refused.startswith("node 1 (host9) was asked for another run")
+    assert (group.failure, group.is_over) == (None, False)
+    third = join(group, 2)
+    assert all(starts(link) for link in (first, second, third))
+
+
+def test_a_node_that_comes_after_the_run_was_given_up_gets_the_reason(opened, join):
+    group = opened()
+    join(group, 0, problems=["no GPU"])
+    assert refused(join(group, 1)) == "node 0 (host0) cannot take part: no GPU"
+    assert group.is_over
+
+
+def test_a_node_is_answered_while_the_launcher_prepares_and_may_be_corrected(opened, join):
+    group = opened(config_sha256="a", begins=False)
+    wrong = join(group, 1, config_sha256="b")
+    assert wrong.state.refused.startswith(
+        "node 1 (host1) was asked for another run: type the same command on every node"
+    )
+    assert join(group, 1, problems=["no GPU"]).state.refused == "node 1 (host1) cannot take part: no GPU"
+    second = join(group, 1, config_sha256="a")
+    assert second.has_answered and second.state.refused is None
+    group.begin(FOLDER, start_timeout_s=60, stop_timeout_s=60)
+    group.has_begun = True
+    first = join(group, 0)
+    assert starts(first) and starts(second)
+
+
+def test_a_node_that_was_refused_early_and_did_not_come_again_ends_the_run_as_it_begins(opened, join):
+    group = opened(3, begins=False)
+    join(group, 1, problems=["no GPU"])
+    join(group, 2, problems=["no disk"])
+    join(group, 2)
+    group.begin(FOLDER, start_timeout_s=600, stop_timeout_s=60)
+    group.poll(0)
+    assert (group.failure.message, group.failure.problem_id) == (
+        "node 1 (host1) cannot take part: no GPU",
+        "node-refused",
+    )
+
+
+@pytest.mark.parametrize("facts", [{"weights": "a" * 64}, {"weights": None}], ids=["same", "not-looked"])
+def test_a_node_with_the_same_weights_or_that_has_not_looked_takes_part(opened, join, facts):
+    group = opened()
+    first, second = join(group, 0, weights="a" * 64), join(group, 1, **facts)
+    assert starts(first) and starts(second)
+
+
+@pytest.mark.parametrize("token", ["guess", "word"], ids=["another-run", "no-node"])
+def test_a_stranger_changes_nothing(opened, join, monkeypatch, token):
+    group = opened(1)
+    monkeypatch.setenv(rendezvous.TOKEN_VARIABLE, token)
+    with socket.create_connection(("127.0.0.1", group.port)) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        store = rendezvous._store("127.0.0.1", group.port, token)
+        usual = NodeState(node=0, ranks=[0], host="a", address="b", reached_at="c", port=1, versions="", code="")
+        for junk in ("{", "[]", '{"node": 0}', json.dumps(asdict(usual) | {"ranks": None})):
+            store.set("node/0", junk)
+            poll(group)
+        assert (group.failure, group.is_over, group.is_running) == (None, False, False)
+    monkeypatch.setenv(rendezvous.TOKEN_VARIABLE, "word")
+    assert starts(join(group, 0))
+
+
+def test_a_missing_node_is_named_when_the_time_is_up(opened, join):
+    group = opened(3, start_timeout_s=0.1, names={2: "gpu07"})
+    join(group, 0)
+    poll(group, times=10)
+    assert group.failure.message == (
+        "node 1, node 2 (gpu07) of 3 nodes have not joined within 0.1 s (launcher.start_timeout_s)"
+    )
+    assert (group.failure.exit_code, group.is_over) == (1, True)
+
+
+@pytest.mark.parametrize("leave", [Link.close, kill], ids=["left", "killed"])
+def test_a_node_that_came_too_early_and_left_may_come_again(opened, join, leave):
+    group = opened()
+    leave(join(group, 0))
+    first, second = join(group, 0), join(group, 1)
+    assert starts(first) and starts(second)
+
+
+@pytest.mark.parametrize("lose", [Link.close, kill], ids=["left", "silent"])
+def test_when_one_is_lost_the_others_get_time_to_save(opened, join, lose):
+    group = opened(stop_timeout_s=40)
+    first, second = join(group, 0), join(group, 1, ranks=[1, 2, 3])
+    lose(second)
+    poll(group, times=80)
+    assert first.launcher.stops == [["SIGTERM", 40]]
+    assert group.failure.message == "node 1 (host1) was lost with ranks 1 to 3: its launcher was killed, or the machine"
+    assert group.lost_ranks == [1, 2, 3]
+    assert not group.is_over
+    ended(first, 0)
+    poll(group)
+    assert group.is_over
+
+
+def test_a_job_that_is_suspended_as_a_whole_loses_no_node(opened, join):
+    group = opened()
+    join(group, 0)
+    join(group, 1)
+    group._polled -= 3600
+    poll(group)
+    assert group.failure is None
+
+
+def test_when_ranks_of_one_fail_the_others_are_ended_soon(opened, join):
+    group = opened()
+    first, second = join(group, 0), join(group, 1)
+    ended(second, -9)
+    poll(group)
+    assert first.launcher.stops == [["SIGTERM", 30]]
+    assert (group.failed.rank, group.failed.exit_code) == (1, -9)
+    ended(first, 1)
+    poll(group)
+    assert group.is_over
+    assert group.failure is None  # the ranks say why
+    group.end(7)
+    assert group.has_unread_end()
+    wait_for(lambda: second.launcher.exit_code == 7)
+    first.close()
+    second.close()
+    assert not group.has_unread_end()
+
+
+def test_a_request_of_one_node_reaches_all(opened, join):
+    group = opened()
+    first, second = join(group, 0), join(group, 1)
+    second.state.asked.append("SIGINT")
+    second.publish()
+    poll(group)
+    assert first.launcher.stops == second.launcher.stops == [["SIGINT", None]]
+    assert group.stopped_by == "SIGINT"
+
+
+@pytest.mark.parametrize(
+    ("gone_in_s", "stop_timeout_s", "kill_after_s", "when"),
+    [(20.4, 60, 20.4, " in 20 s"), (90, 60, 60, " in 90 s"), (None, 60, 60, "")],
+    ids=["sooner", "later", "unknown"],
+)
+def test_before_a_machine_is_taken_away_all_get_time_to_save(
+    opened, join, gone_in_s, stop_timeout_s, kill_after_s, when
+):
+    group = opened(3, restarts=True, unit="rank", stop_timeout_s=stop_timeout_s)
+    links = [join(group, 0), join(group, 1, host="b"), join(group, 2, host="b")]
+    links[0].state.notice = {"ranks": [1, 2], "gone_in_s": gone_in_s}
+    links[0].publish()
+    poll(group)
+    assert links[1].launcher.stops == [["SIGTERM", kill_after_s]]
+    assert (group.stopped_by, group.notice) == ("SIGTERM", f"b is to be taken away{when}, with ranks 1, 2")
+    for link in links:
+        ended(link, 6)
+    poll(group)
+    assert group.is_over  # and does not wait for others in their place
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["before-the-end", "after-the-end"])
+def test_a_node_that_comes_after_a_stop_before_the_start_is_sent_home_and_changes_nothing(opened, join, ends):
+    """A container that was slow to start would wait for `launcher.start_timeout_s` otherwise."""
+    group = opened()
+    first = join(group, 0)
+    group.stop(signal.SIGINT)
+    poll(group)
+    assert group.is_over
+    if ends:
+        group.end(6)
+    assert refused(first) == refused(join(group, 1)) == "stopped by SIGINT before the start"
+    assert (group.failure, group.is_running) == (None, False)
+
+
+def test_a_node_that_comes_after_the_end_of_a_run_is_sent_home(opened, join):
+    group = opened(1, restarts=True)
+    first = join(group, 0)
+    ended(first, 0)
+    poll(group)
+    group.end(0)
+    wait_for(lambda: first.launcher.exit_code == 0)
+    first.close()
+    assert refused(join(group, 0)) == "the run has ended"
+    assert group.failure is None
+
+
+def test_containers_with_other_code_than_the_launchers_are_refused(opened, join):
+    """All of them alike, so that comparing them with each other shows nothing."""
+    group = opened(code="1auncher" * 8)
+    assert join(group, 0, code="0ther" * 4).state.refused == group.failure.message
+    assert group.failure.message == (
+        "node 0 (host0) has other code of Tunebook in its container than the launcher: its files have the hash "
+        "0ther0ther0t, the launcher's 1auncher1aun; update the image of every node (make image, or make pull), or run "
+        "the code in it: TUNEBOOK_USE_IMAGE_SOURCES=1"
+    )
+    assert group.failure.exit_code == 2
+    assert starts(join(opened(1, code="c0de"), 0))
+
+
+def attempt_that_fails(group, join, ends):
+    """Rank 1 ends in some way, and rank 0 after it."""
+    first, second = join(group, 0), join(group, 1)
+    ends(second)
+    poll(group, times=80)
+    ended(first, 1)
+    poll(group)
+    assert (group.is_over, group.failure) == (False, None)  # others may come in their place
+    wait_for(lambda: not starts(first))
+    first.close()  # as a worker does that is told so
+
+
+def test_lost_workers_may_be_replaced(opened, join):
+    went = []
+    group = opened(restarts=True, unit="rank", on_go=went.append)
+    attempt_that_fails(group, join, kill)
+    again = [join(group, 0), join(group, 1)]
+    assert went == [0, 1]
+    for link in again:
+        ended(link, 0)
+    poll(group)
+    assert group.is_over
+    group.conclude()
+    assert (group.failure, group.lost_ranks) == (None, [])
+
+
+def test_a_worker_in_the_place_of_another_says_that_it_was_lost(opened, join):
+    group = opened(restarts=True, unit="rank")
+    first, second = join(group, 0), join(group, 1)
+    kill(second)
+    again = [join(group, 1)]
+    assert group.lost_ranks == [1]
+    ended(first, 1)
+    poll(group)
+    first.close()
+    again.append(join(group, 0))
+    assert all(starts(link) for link in again)
+
+
+@pytest.mark.parametrize(
+    ("ends", "reported"),
+    [
+        (kill, r"after rank 1 \(host1\) was lost"),
+        (lambda link: ended(link, -9), r"after rank 1 on host1 had failed: it was killed by SIGKILL"),
+    ],
+    ids=["lost", "killed"],
+)
+def test_lost_workers_that_are_not_replaced_are_named_when_the_time_is_up(opened, join, ends, reported):
+    group = opened(restarts=True, unit="rank", start_timeout_s=3)
+    attempt_that_fails(group, join, ends)
+    join(group, 0)  # comes again, alone
+    poll(group, times=150)
+    with pytest.raises(TunebookError, match=r"rank 1 of 2 ranks has not joined within 3 s \(.*\) " + reported):
+        raise group.failure
+
+
+def test_what_ended_the_last_attempt_is_reported_where_no_other_follows(opened, join):
+    group = opened(restarts=True, unit="rank")
+    attempt_that_fails(group, join, kill)
+    group.conclude()
+    assert group.is_over
+    assert group.failure.message == "rank 1 (host1) was lost: its launcher was killed, or the machine"
+    assert group.lost_ranks == [1]
+
+
+def test_workers_on_other_machines_than_planned_are_refused(opened, join):
+    group = opened(num_places=2, unit="rank")
+    join(group, 0, place="a")
+    join(group, 1, place="a")
+    with pytest.raises(RequestError, match=r"the ranks were placed on 1 machine, and hardware.num_nodes=2 was planned"):
+        raise group.failure
+
+
+def test_a_port_in_use_names_another(opened):
+    group = opened()
+    with pytest.raises(RequestError, match=f"launcher.master_port={group.port}: .* Try launcher.master_port="):
+        opened(port=group.port)
+
+
+@pytest.mark.parametrize(("known", "is_warned"), [("", True), ("head", False)])
+def test_a_name_that_only_the_other_nodes_know_is_warned_of_and_printed(monkeypatch, known, is_warned):
+    def find(name, *_rest, **_more):
+        if name != known:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", find)
+    words = ["hardware.num_nodes=2", "launcher.master_address=head", f"launcher.master_port={free_port()}"]
+    config = resolve_auto(compose("quickstart", words).config, NO_GPU).config
+    out = StringIO()
+    open_to_nodes(config, Console(file=out, width=200))
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "on node 1, type the same with: launcher.node_rank=1 launcher.master_address=head"
+    assert ("warning: launcher.master_address: node 0 does not find head itself" in "".join(lines[1:])) is is_warned
+
+
+NODE = """
+import os, signal, sys, time
+from tunebook.launch.rendezvous import LauncherState, Link, NodeState
+def join(node):
+    state = NodeState(node=node, ranks=[node], host="a", address="127.0.0.1", reached_at="127.0.0.1", port=4000,
+                      versions="", code="")
+    link = Link("127.0.0.1:" + sys.argv[1], state)
+    link.start()
+    return link
+"""
+# Asks for a stop, as Ctrl-C does, and joins once it is itself asked to end, as a container does that was slow to start.
+JOINS_LATE = f"""{NODE}
+def late(*_):
+    link = join(0)
+    while not link.state.refused:
+        time.sleep(0.05)
+    open(sys.argv[2], "w").write(link.state.refused)
     sys.exit(3)
-signal.signal(signal.SIGTERM, call)
+signal.signal(signal.SIGTERM, late)
 os.kill(os.getppid(), signal.SIGINT)
 while True:
     signal.pause()
+"""
+# Two nodes that join, are told to start, and then hang; they press Ctrl-C twice.
+HANGS = f"""{NODE}
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+links = [join(0), join(1)]
+while links[0].state.id not in links[0].launcher.members:
+    time.sleep(0.05)
+for _ in range(2):
+    os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(0.5)
+time.sleep(600)
 """
 
 
@@ -36,57 +518,39 @@ while True:
 def follow(tmp_path, monkeypatch):
     """Follow a command that starts two nodes to its end."""
     (tmp_path / "logs").mkdir()
-    monkeypatch.setattr(nodes, "_LINGER_S", 0.2)
-    roll = RollCall(num_members=2, token="word", names={1: "node2"})
+    monkeypatch.setattr(nodes, "_LINGER_S", 3)
+    group = NodeGroup(launcher=LauncherState(num_nodes=2), token="word", names={1: "node2"})
     words = ["launcher=slurm", "launcher.container_image=tunebook:cpu", "launcher.container_runtime=docker"]
     config = resolve_auto(compose("quickstart", words).config, NO_GPU).config
 
     def begin(*command):
-        words = [str(roll.port) if word == "PORT" else word for word in command]
-        return run_on_nodes(words, dict(os.environ), roll, config, tmp_path, exit_code_of=lambda: 6)
+        words = [str(group.port) if word == "PORT" else word for word in command]
+        return run_on_nodes(words, dict(os.environ), group, config, tmp_path, exit_code_of=lambda: 6)
 
-    yield begin
-    roll.close(1)
+    return begin
 
 
-def test_a_node_that_calls_after_a_stop_before_the_start_is_told_so(follow, tmp_path):
+def test_a_node_that_joins_after_a_stop_before_the_start_is_told_so(follow, tmp_path):
     answer = tmp_path / "answer"
-    end = follow(sys.executable, "-c", CALLS_LATE, "PORT", str(answer))
-    assert answer.read_text() == '{"kind": "refuse", "message": "stopped by SIGINT before the start"}\n'
+    end = follow(sys.executable, "-c", JOINS_LATE, "PORT", str(answer))
+    assert answer.read_text() == "stopped by SIGINT before the start"
     assert (end.stopped_by, end.failure, end.exit_code) == (signal.SIGINT.name, None, 3)
 
 
 def test_a_command_that_ends_early_is_called_by_its_own_name(follow):
     end = follow("sh", "-c", "exit 5")
-    assert end.failure.message == "sh ended (exit code 5), and node 0, node 1 (node2) of 2 nodes have not called in"
+    assert end.failure.message == "sh ended (exit code 5), and node 0, node 1 (node2) of 2 nodes have not joined"
 
 
-def test_one_node_without_the_image_ends_the_wait_for_it(follow, tmp_path):
-    """srun waits for the others, and they for it; what an earlier attempt said is not taken for this one's."""
+def test_one_node_without_the_image_ends_the_wait_for_it(follow, tmp_path, monkeypatch):
+    """srun waits for the others, and they for it; what an earlier attempt printed is not taken for this one's."""
+    monkeypatch.setattr(nodes, "_LINGER_S", 0.2)
     log = Path(tmp_path / "logs" / "launcher.log")
     log.write_text("srun: error: node1: task 0: Exited with exit code 127\n")
     end = follow("sh", "-c", "echo 'srun: error: node2: task 1: Exited with exit code 125' >&2; exec sleep 600")
     assert end.failure.problem_id == "container-not-started"
     assert "launcher.container_image=tunebook:cpu on node2, and says above why" in end.failure.message
     assert end.failure.exit_code == 2
-
-
-# A node that calls, is told to go, and then hangs with its line open; it presses Ctrl-C twice.
-HANGS = """
-import json, os, signal, socket, sys, time
-for node in (0, 1):
-    line = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
-    hello = {"kind": "hello", "token": "word", "node": node, "ranks": [node], "host": "a", "address": "127.0.0.1",
-             "reached_at": "127.0.0.1", "port": 4000, "versions": "", "code": "", "problems": [], "place": None}
-    line.sendall(json.dumps(hello).encode() + b"\\n")
-    globals()[f"line_{node}"] = line
-line.makefile("rb").readline()
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-for _ in range(2):
-    os.kill(os.getppid(), signal.SIGINT)
-    time.sleep(0.5)
-time.sleep(600)
-"""
 
 
 def test_a_second_request_waits_for_no_node_that_hangs(follow, monkeypatch):

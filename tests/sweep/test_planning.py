@@ -161,7 +161,7 @@ def test_how_a_search_runs_is_said() -> None:
 
 @pytest.mark.parametrize(
     ("package", "options"),
-    [("joblib", {"launcher": "joblib"}), ("submitit", {"launcher": "slurm"}), ("optuna", {"search": "optuna"})],
+    [("joblib", {"launcher": "joblib"}), ("optuna", {"search": "optuna"})],
 )
 def test_a_package_that_is_missing_is_named_with_what_installs_it(
     package: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import shlex
+import json
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import submitit
-from submitit.core.utils import FailedJobError
 
-from tunebook.config.choices import LauncherName
 from tunebook.config.compose import compose
-from tunebook.config.schema import RunConfig, SlurmConfig
+from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError, TunebookError
 from tunebook.launch.slurm import client
 from tunebook.launch.slurm.client import JobState
 from tunebook.sweep import slurm_trials as module
 from tunebook.sweep.folder import SweepFolder
-from tunebook.sweep.slurm_job import TrialJob
-from tunebook.sweep.slurm_trials import RunInSlurm, _Executor, _minutes
+from tunebook.sweep.slurm_trials import RunInSlurm, check_jobs, split_overrides
 from tunebook.sweep.stopping import Stopping
 from tunebook.sweep.trial_process import TrialEnd, write_trial_end
 from tunebook.sweep.trials import Trial
@@ -34,15 +29,10 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_POLL_S", 0.001)
     monkeypatch.setattr(client, "SILENT_POLL_S", 0.001)
     monkeypatch.setattr(module, "_RECORD_WITHIN_S", 0.05)
-    monkeypatch.setattr(submitit.SlurmExecutor, "affinity", classmethod(lambda _cls: 2))
 
 
-def config() -> RunConfig:
-    return compose("quickstart", ["hardware=cpu", "hardware.gpus_per_node=1", "launcher=slurm"]).config
-
-
-def settings() -> SlurmConfig:
-    return SlurmConfig(name=LauncherName.slurm, time_limit="1-0", stop_timeout_s=300)
+def config(*words: str) -> RunConfig:
+    return compose("quickstart", ["hardware=cpu", "hardware.gpus_per_node=1", "launcher=slurm", *words]).config
 
 
 @pytest.fixture
@@ -96,44 +86,47 @@ def following(monkeypatch: pytest.MonkeyPatch, folder: SweepFolder) -> Callable[
     return begin
 
 
-def test_the_script_has_the_launchers_options_and_no_limit_of_submitits_own(tmp_path: Path) -> None:
-    executor = _Executor(
-        tmp_path, ["--partition=gpus", "--time=1-0", "--signal=B:USR1@300", "--constraint=a100"], settings()
+def sbatch(monkeypatch: pytest.MonkeyPatch, *, error: str = "") -> None:
+    """Take every job as number 17, or refuse it."""
+    code, output = (1, "") if error else (0, "17;cluster\n")
+    monkeypatch.setattr(
+        client, "slurm", lambda *words: subprocess.CompletedProcess(words, code, stdout=output, stderr=error)
     )
-    lines = executor._make_submission_file_text("python job", "uid").splitlines()
-    options = [line.removeprefix("#SBATCH ").partition("=")[0] for line in lines if line.startswith("#SBATCH ")]
-    assert sorted(options) == [
-        *("--constraint", "--error", "--open-mode", "--output", "--partition", "--signal", "--time")
-    ]
-    assert "#SBATCH --time=1-0" in lines
-    assert "#SBATCH --signal=USR2@300" in lines
-    assert lines[-2] == "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_ON_NODE"
-    assert lines[-1].startswith("srun ")
 
 
-def test_a_script_is_read_as_it_is_meant_whatever_the_folder_and_the_options_hold(tmp_path: Path) -> None:
-    folder = tmp_path / "50% #1 'q'"
-    folder.mkdir()
-    lines = (
-        _Executor(folder, ["--comment=a # b"], settings())._make_submission_file_text("python job", "x").splitlines()
-    )
-    escaped = str(folder).replace("%", "%%")
-    assert '#SBATCH --comment="a # b"' in lines
-    assert f'#SBATCH --output="{escaped}/%j_0_log.out"' in lines
-    assert f'#SBATCH --error="{escaped}/%j_0_log.err"' in lines
-    assert len([line for line in lines if line.startswith(("#SBATCH --output", "#SBATCH --error"))]) == 2
-    srun = shlex.split(lines[-1])
-    assert srun[-4:] == [f"--output={escaped}/%j_%t_log.out", f"--error={escaped}/%j_%t_log.err", "python", "job"]
+@pytest.mark.parametrize("name", ["plain", "50% #1 'q'"])
+def test_the_script_has_the_launchers_options_and_runs_the_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    folder = SweepFolder(path=tmp_path / name)
+    folder.path.mkdir()
+    sbatch(monkeypatch)
+    assert in_slurm(folder)._submit(TRIAL, config("launcher.time_limit=1-0", "launcher.stop_timeout_s=300")) == "17"
+    lines = (folder.path / "trial-002.sh").read_text().splitlines()
+    assert {"#SBATCH --time=1-0", "#SBATCH --signal=B:USR1@300", "#SBATCH --open-mode=append"} <= set(lines)
+    path = f"{folder.path}/trial-002.slurm-%j.out"
+    quoted = '"' + path.replace("50%", "50%%") + '"' if name != "plain" else path
+    assert f"#SBATCH --output={quoted}" in lines
+    program = "import sys; print(sys.argv[1:])"
+    script = (folder.path / "trial-002.sh").read_text().replace("-m tunebook.sweep.slurm_job", f"-c '{program}'")
+    answer = subprocess.run(["bash", "-c", f"SLURM_CPUS_ON_NODE=1\n{script}"], capture_output=True, text=True)
+    assert answer.stdout == f"{[str(folder.path / 'trial-002.job.json')]}\n"
+    job = json.loads((folder.path / "trial-002.job.json").read_text())
+    assert (job["command"], job["run_folder"]) == (["train"], str(folder.path / "trial-002"))
+    assert json.loads((folder.path / "trial-002.slurm.json").read_text()) == {"job_id": "17"}
 
 
-def test_no_sign_of_a_folder_cuts_a_line_in_two(tmp_path: Path) -> None:
+def test_no_sign_of_a_folder_cuts_a_line_in_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python takes more signs for line breaks than the shell, which would run what follows them as a command."""
-    with pytest.raises(RequestError, match="the sweep's command="):
-        _Executor(tmp_path, [], settings())._make_submission_file_text("python 'a\u2028touch x'", "uid")
+    sbatch(monkeypatch)
+    folder = SweepFolder(path=tmp_path / "a\u2028touch x")
+    folder.path.mkdir()
+    with pytest.raises(RequestError, match="U\\+2028"):
+        in_slurm(folder)._submit(TRIAL, config())
+    broken = config()
+    broken.launcher.partition = "a\u2028b"  # type: ignore[attr-defined]
     with pytest.raises(RequestError, match="an option of sbatch="):
-        _Executor(tmp_path, ["--partition=a\u2028b"], settings())._make_submission_file_text("python", "uid")
-    with pytest.raises(RequestError, match="the sweep's folder="):
-        _Executor(tmp_path / "a\u2028b", [], settings())
+        in_slurm(SweepFolder(path=tmp_path))._submit(TRIAL, broken)
 
 
 @pytest.mark.parametrize(
@@ -152,11 +145,7 @@ def test_no_sign_of_a_folder_cuts_a_line_in_two(tmp_path: Path) -> None:
 def test_a_trial_that_slurm_does_not_take_is_taken_up_by_the_same_command(
     folder: SweepFolder, monkeypatch: pytest.MonkeyPatch, said: str, exit_code: int
 ) -> None:
-    def refuse(_self: _Executor, _job: object) -> None:
-        raise FailedJobError(said)
-
-    monkeypatch.setattr(_Executor, "submit", refuse)
-    monkeypatch.setattr(client, "slurm", lambda *words: subprocess.CompletedProcess(words, 1, stdout="", stderr=""))
+    sbatch(monkeypatch, error=said)
     run = in_slurm(folder)
     run(TRIAL, None)
     end = folder.end_of(TRIAL)
@@ -180,23 +169,6 @@ def test_a_trial_whose_values_break_a_rule_is_no_job(folder: SweepFolder) -> Non
     end = folder.end_of(TRIAL)
     assert end is not None
     assert (end.exit_code, end.reason) == (2, "no")
-
-
-@pytest.mark.parametrize(
-    ("limit", "minutes"),
-    [
-        ("90", 90),
-        ("90:30", 90),
-        ("1:30:00", 90),
-        ("2-12", 2 * 1440 + 720),
-        ("2-12:30", 2 * 1440 + 750),
-        ("2-12:30:15", 2 * 1440 + 750),
-        (None, 10**7),
-        ("UNLIMITED", 10**7),
-    ],
-)
-def test_a_time_limit_in_minutes(limit: str | None, minutes: int) -> None:
-    assert _minutes(limit) == minutes
 
 
 def test_a_job_is_followed_to_the_end_that_it_wrote(
@@ -460,14 +432,30 @@ def test_a_trial_that_was_asked_to_stop_has_ended_while_slurm_still_cleans_up(
 def test_what_a_stopped_trial_took_counts_when_it_is_submitted_again(
     folder: SweepFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jobs: list[TrialJob] = []
-
-    def submit(_self: _Executor, job: TrialJob) -> SimpleNamespace:
-        jobs.append(job)
-        return SimpleNamespace(job_id=17)
-
-    monkeypatch.setattr(_Executor, "submit", submit)
+    sbatch(monkeypatch)
     stopped(folder)
     in_slurm(folder)._submit(TRIAL, config())
-    assert [job.earlier_s for job in jobs] == [9.0]
+    assert json.loads((folder.path / "trial-002.job.json").read_text())["earlier_s"] == 9.0
     assert folder.end_of(TRIAL) is None
+
+
+def test_the_job_gets_the_launchers_options_and_the_trial_what_concerns_its_ranks() -> None:
+    words = ["launcher=slurm", "training.seed=0,1", "launcher.partition=main", "launcher.timeout_s=60"]
+    for_job, inside = split_overrides(words)
+    assert for_job == ["launcher=slurm", *words[1:]]
+    assert inside == ["training.seed=0,1", "launcher.timeout_s=60", "launcher=local"]
+    assert split_overrides(words[1:]) == (for_job, inside)  # it need not be typed
+    assert split_overrides(for_job) == (for_job, inside)
+
+
+@pytest.mark.parametrize("word", ["launcher=local", "launcher=ray", "launcher=slurm,local"])
+def test_another_launcher_is_refused(word: str) -> None:
+    with pytest.raises(RequestError, match=rf"--launcher=slurm and {word} ask for two launchers.*leave {word} out"):
+        split_overrides([word])
+
+
+@pytest.mark.parametrize("word", ["hardware.num_nodes=2", "launcher.container_image=x"])
+def test_trials_on_several_nodes_or_in_containers_submit_their_own_jobs(word: str) -> None:
+    check_jobs(config())
+    with pytest.raises(RequestError, match=f"{word}: with --launcher=slurm a trial is one process on one node"):
+        check_jobs(config(word))

@@ -1,6 +1,7 @@
 """Launching: the run folder is set up, the command is built by a pure function, printed, and run.
 
-`job` does all of it; `attempt` is one turn of it, on the first node. What starts the ranks differs by launcher
-(`commands`, `slurm`, `ray`); what follows them does not: on one node `local`, on several `nodes` with its `roll_call`,
-which a `node` on each answers. Every rank of several is a `rank`, which first has a `meeting` with the others.
+`job` does all of it; `attempt` is one attempt, on the first node. What starts the ranks differs by launcher
+(`commands`, `slurm`, `ray`). On one node `local` follows them. On several, `nodes` is the launcher's side and `node`
+the side of each node; they meet in a `rendezvous`. Each of several ranks is a `rank`, which meets the others in a
+`first_collective` before it trains.
 """

@@ -41,10 +41,10 @@ from tunebook.launch.logs import (
     torchrun_log,
     where,
 )
-from tunebook.launch.nodes import new_token, own_addresses, run_on_nodes
+from tunebook.launch.nodes import NodeGroup, address_of, new_token, run_on_nodes
 from tunebook.launch.pulse import PulseWatch
+from tunebook.launch.rendezvous import LauncherState
 from tunebook.launch.resume import is_trained
-from tunebook.launch.roll_call import RollCall
 from tunebook.launch.slurm.client import node_names
 from tunebook.launch.slurm.container import is_contained, remove_containers
 from tunebook.launch.slurm.inside import note_inside, required_code
@@ -67,7 +67,7 @@ class Attempt:
     folder: Path
     lock: int  # the descriptor that holds the folder; the ranks keep it open
     console: Console
-    roll: RollCall | None = None  # of the nodes, where they were told a port beforehand
+    nodes: NodeGroup | None = None  # where they know a port beforehand
     stopped_by: str | None = None
     asked: Sequence[signal.Signals] = ()  # requests to stop that came while nothing was at work to hand them to
     hosts: Mapping[int, str] = field(default_factory=dict)  # of ranks
@@ -111,16 +111,16 @@ class Attempt:
             raise worker_error(end, when, resume_command(self.folder, when))
 
     def _evaluate_in_container(self, when: str) -> ProcessEnd:
-        """As the ranks: followed on a line of its own, because a container may outlive what started it."""
-        roll = new_roll_call(self.config, num_members=1)
+        """As the ranks: followed through a rendezvous, because a container may outlive what started it."""
+        nodes = new_group(self.config, num_nodes=1)
         launcher_log(self.folder).parent.mkdir(exist_ok=True)
-        command = evaluation_command(self.config, self.folder, meeting_place(roll), when)
+        command = evaluation_command(self.config, self.folder, address_of(nodes), when)
         show_command(command, self.console)
 
         def exit_code() -> int:
-            return roll.failed.exit_code if roll.failed is not None else 0
+            return nodes.failed.exit_code if nodes.failed is not None else 0
 
-        end = self._run_on_nodes(command, roll, exit_code)
+        end = self._run_on_nodes(command, nodes, exit_code)
         if end.failure is not None or end.failed is not None:
             self._quote(launcher_log(self.folder))
         if end.failure is not None:
@@ -175,33 +175,33 @@ class Attempt:
         return end
 
     def _start_nodes(self, watch: PulseWatch) -> ProcessEnd:
-        """Start ranks that call in, on nodes or through Ray."""
+        """Start ranks on several nodes, in containers or through Ray."""
         config, folder = self.config, self.folder
-        roll = self.roll or new_roll_call(config)
+        nodes = self.nodes or new_group(config)
         if config.launcher.name is LauncherName.ray:
-            roll.on_go = lambda attempt: clear_outcomes(folder) if attempt else None
-        command = ranks_command(config, folder, meeting_place(roll))
+            nodes.on_go = lambda attempt: clear_outcomes(folder) if attempt else None
+        command = ranks_command(config, folder, address_of(nodes))
         show_command(command, self.console)
-        end = self._run_on_nodes(command, roll, lambda: self._read_outcomes().exit_code, watch.look)
-        self.hosts = roll.hosts
+        end = self._run_on_nodes(command, nodes, lambda: self._read_outcomes().exit_code, watch.look)
+        self.hosts = nodes.hosts
         return end
 
     def _run_on_nodes(
         self,
         command: list[str],
-        roll: RollCall,
+        nodes: NodeGroup,
         exit_code_of: Callable[[], int],
         find_stall: Callable[[], TunebookError | None] = lambda: None,
     ) -> ProcessEnd:
         config, folder = self.config, self.folder
         if is_contained(config):
-            roll.on_go = lambda attempt: note_inside(config, folder, roll.hello_of(0))
+            nodes.on_go = lambda attempt: note_inside(config, folder, nodes.members[0].state)
         environment, keep_open = dict(os.environ), [self.lock]
         try:
             return run_on_nodes(
                 command,
                 environment,
-                roll,
+                nodes,
                 config,
                 folder,
                 exit_code_of=exit_code_of,
@@ -337,24 +337,13 @@ class Attempt:
         return True
 
 
-def new_roll_call(config: RunConfig, num_members: int | None = None) -> RollCall:
-    """The roll call of a Slurm job's nodes (the first of them), or of a Ray run's ranks, on any free port."""
+def new_group(config: RunConfig, num_nodes: int | None = None) -> NodeGroup:
+    """The nodes of a Slurm job, or the ranks of a Ray run, which join on any free port."""
     if config.launcher.name is LauncherName.ray:
-        return RollCall(
-            num_members=world_size(config),
-            token=new_token(),
-            unit="rank",
-            reassembles=True,
-            num_places=config.hardware.num_nodes,
-        )
-    count = num_members or config.hardware.num_nodes
-    names = dict(enumerate(node_names()))
-    return RollCall(num_members=count, token=new_token(), names=names, code=required_code(config))
-
-
-def meeting_place(roll: RollCall) -> str:
-    """Where the nodes of a roll call reach this machine, as `call_launcher` reads it."""
-    return f"{','.join(own_addresses())}:{roll.port}"
+        state = LauncherState(num_nodes=world_size(config), unit="rank", restarts=True)
+        return NodeGroup(launcher=state, token=new_token(), num_places=config.hardware.num_nodes)
+    state = LauncherState(num_nodes=num_nodes or config.hardware.num_nodes, code=required_code(config))
+    return NodeGroup(launcher=state, token=new_token(), names=dict(enumerate(node_names())))
 
 
 def show_scores(folder: Path, console: Console) -> None:

@@ -27,7 +27,7 @@ CALLED_LATER = "<address>:<port>"  # of the launcher, which is known once it has
 def launch_command(config: RunConfig, folder: Path, python: str = sys.executable) -> list[str]:
     """What the user's machine runs for a resolved configuration whose run folder is `folder`."""
     if config.launcher.name is LauncherName.slurm:
-        return submit_command(folder)
+        return submit_command(folder / JOB_SCRIPT)
     return ranks_command(config, folder, python=python)
 
 
@@ -104,9 +104,9 @@ def job_commands(config: RunConfig, folder: Path, python: str = sys.executable) 
     return commands
 
 
-def submit_command(folder: Path) -> list[str]:
-    """Hand the job script to Slurm; it answers with the job's number alone."""
-    return ["sbatch", "--parsable", str(folder / JOB_SCRIPT)]
+def submit_command(script: Path) -> list[str]:
+    """Hand a job script to Slurm; it answers with the job's number alone."""
+    return ["sbatch", "--parsable", str(script)]
 
 
 def step_command(config: RunConfig, num_nodes: int | None = None) -> list[str]:

@@ -15,7 +15,7 @@ from tunebook.checkpoint.candidates import expected_checkpoint
 from tunebook.checkpoint.identity import identity_of
 from tunebook.config.control_characters import require_printable
 from tunebook.config.frozen import config_to_yaml
-from tunebook.config.schema import RunConfig, SlurmConfig, world_size
+from tunebook.config.schema import RayConfig, RunConfig, SlurmConfig, world_size
 from tunebook.data.batch import BatchPlan, solve_batch
 from tunebook.data.view import show_summary
 from tunebook.errors import Problem, RequestError, RulesError
@@ -26,13 +26,14 @@ from tunebook.files import atomic_write_json, atomic_write_text
 from tunebook.launch.attempt import Attempt
 from tunebook.launch.commands import JOB_SCRIPT, job_commands, launch_command
 from tunebook.launch.lock import working_in
+from tunebook.launch.node import join_run
+from tunebook.launch.nodes import has_later_nodes, is_later_node, open_to_nodes
 from tunebook.launch.resume import check_run_folder, is_trained, unfinished_run
-from tunebook.launch.several_nodes import has_later_nodes, is_later_node, join_run, open_to_nodes
+from tunebook.launch.slurm.client import check_job
 from tunebook.launch.slurm.container import is_contained, refuse_code_inside
 from tunebook.launch.slurm.script import job_script
 from tunebook.launch.slurm.submit import follow, refuse_if_queued, submit
-from tunebook.launch.starting import check_launcher
-from tunebook.launch.upload import check_upload
+from tunebook.model.hub import why_no_upload
 from tunebook.model.load import check_model
 from tunebook.model.weights_fingerprint import weights_fingerprint
 from tunebook.plan.auto.decisions import asked_keys
@@ -114,8 +115,8 @@ def run_job(job: Job, console: Console, *, folder: Path | None = None, clock: St
     check_outputs(folder or Path(config.outputs))
     clock.passed("checks")
     with ExitStack() as stack:
-        # Before anything is prepared: a port that is in use is said at once, and nodes that come early are answered.
-        roll = stack.enter_context(open_to_nodes(config, console)) if has_later_nodes(config) else None
+        # Before anything is prepared: a port in use is reported at once, and nodes that come early get an answer.
+        nodes = open_to_nodes(config, console) if has_later_nodes(config) else None
         prepared = prepare_data(config, console)
         clock.passed("data")
         show_summary(prepared, console)
@@ -130,7 +131,7 @@ def run_job(job: Job, console: Console, *, folder: Path | None = None, clock: St
         console.print(Text(f"run folder: {folder}{_going_on(config, folder, checkpoint)}"), soft_wrap=True)
         clock.passed("run_folder")
         if not isinstance(config.launcher, SlurmConfig):
-            attempt = Attempt(config=config, folder=folder, lock=lock, console=console, roll=roll, clock=clock)
+            attempt = Attempt(config=config, folder=folder, lock=lock, console=console, nodes=nodes, clock=clock)
             return attempt.carry_out()
         job_id = submit(config, folder, console)
     # The folder is the job's now.
@@ -153,6 +154,25 @@ def require_runnable(job: Job) -> None:
         _check_sandbox(job.config)
         require_task_data(job.config.evaluation.tasks)  # now, and not after hours of training
     check_upload(job.config.training.push_to_hub)
+
+
+def check_launcher(config: RunConfig) -> None:
+    """Refuse a launch that cannot begin. Raises: RequestError with what to change, TunebookError when out of reach."""
+    if isinstance(config.launcher, SlurmConfig):
+        check_job(config)
+    elif isinstance(config.launcher, RayConfig):
+        from tunebook.launch.ray.check import check_ray
+
+        check_ray(config)
+
+
+def check_upload(name: str | None) -> None:
+    """Refuse `training.push_to_hub` without a network or an account. Raises: RequestError."""
+    if name is not None and (why := why_no_upload()):
+        raise RequestError(
+            f"training.push_to_hub={name}: {why}; or train without: training.push_to_hub=null",
+            problem_id="upload-not-possible",
+        )
 
 
 def _check_sandbox(config: RunConfig) -> None:

@@ -1,4 +1,8 @@
-"""Run the command that starts the nodes of a run, and follow them by roll call until all of them have ended."""
+"""The launcher's side of a run on several nodes, in containers or under Ray: wait for all, follow them to the end.
+
+A node that does not come, differs from the others or is lost is named, and the others are told at once: ranks that talk
+over NCCL would wait for it until `launcher.timeout_s`.
+"""
 
 from __future__ import annotations
 
@@ -6,52 +10,334 @@ import os
 import secrets
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from subprocess import TimeoutExpired
 
+from rich.console import Console
+from rich.text import Text
+
+from tunebook.config.choices import LauncherName
+from tunebook.config.identity import config_hash
 from tunebook.config.schema import RunConfig
-from tunebook.errors import TunebookError
-from tunebook.launch.calling import TOKEN_VARIABLE
+from tunebook.errors import RequestError, TunebookError
 from tunebook.launch.descendants import adopting_orphans, children_of, end_children
-from tunebook.launch.line import is_loopback
 from tunebook.launch.local import POLL_S, ProcessEnd, Started, StopRequests, start_command
-from tunebook.launch.logs import launcher_log
-from tunebook.launch.roll_call import KILL_AFTER_S, RollCall, node_missing
+from tunebook.launch.logs import Failure, launcher_log, where
+from tunebook.launch.rendezvous import (
+    LOST_AFTER_S,
+    TOKEN_VARIABLE,
+    LauncherState,
+    NodeState,
+    difference,
+    host_store,
+    is_loopback,
+    own_addresses,
+    publish,
+    read_node,
+)
 from tunebook.launch.slurm.container import why_not_started
+from tunebook.plan.rules.environment import address_warning
 
+# Seconds that ranks get to end after one of them has failed: no save can succeed without it. torchrun gives as many.
+KILL_AFTER_S = 30.0
 _LINGER_S = 10.0  # for a command that has nothing left to do
-_CUT_OFF_S = 2.0  # for nodes to say that their ranks were killed; one that hangs, or is out of reach, says nothing
+_CUT_OFF_S = 2.0  # for nodes to report that their ranks were killed; one that hangs, or is out of reach, does not
+
+
+@dataclass(kw_only=True)
+class Member:
+    """A node that has joined."""
+
+    state: NodeState
+    quiet_s: float = 0.0  # since its state changed, counted while this process ran: a job may be suspended as a whole
+    is_lost: bool = False
+    is_end_handled: bool = False
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether its ranks may still run."""
+        return self.state.exit_code is None and not self.is_lost
+
+
+@dataclass(kw_only=True)
+class NodeGroup:
+    """The nodes of a run (of a Ray run: its ranks), which join on a port and are followed to their end."""
+
+    launcher: LauncherState  # what they read
+    token: str = ""
+    port: int = 0  # 0: any that is free
+    names: Mapping[int, str] = field(default_factory=dict)  # of nodes, where a scheduler knows them beforehand
+    num_places: int | None = None  # machines that the nodes must be spread over, where they do not know it themselves
+    on_go: Callable[[int], None] = lambda attempt: None  # called before the ranks start, with the attempt's number
+    failure: TunebookError | None = None  # why the run was ended from here
+    stopped_by: str | None = None  # the signal that asked a node, or this process, to stop
+    notice: str | None = None  # preemption notice from the scheduler, for people
+    failed: Failure | None = None  # the rank that failed first, where a node is one rank
+    lost_ranks: list[int] = field(default_factory=list)  # of the node that was lost last
+    hosts: dict[int, str] = field(default_factory=dict)  # of ranks
+    members: dict[int, Member] = field(default_factory=dict)  # by node
+
+    def __post_init__(self) -> None:
+        self._store, self.port = host_store(self.port, self.token)
+        self._attempt = 0
+        self._previous_failure: TunebookError | None = None  # of the attempt before
+        self._is_concluded = False
+        self._sent_home: dict[int, Member] = {}  # before the start
+        self._past: set[str] = set()  # ids of nodes of attempts before
+        self.is_running = False  # whether every node has been told to start
+        self._start_by = self._polled = 0.0
+        self._stops: list[tuple[signal.Signals, float | None]] = []
+        publish(self._store, self.launcher)  # nodes that join from now on get an answer, and wait for `begin`
+
+    def begin(self, folder: Path, *, start_timeout_s: float, stop_timeout_s: float) -> None:
+        """From now on nodes are started; those that are missing `start_timeout_s` later end the run."""
+        self.launcher.folder = str(folder)
+        self._start_timeout_s, self._stop_timeout_s = start_timeout_s, stop_timeout_s
+        self._polled = time.monotonic()
+        self._start_by = self._polled + start_timeout_s
+
+    def conclude(self) -> None:
+        """No node will join any more; what ended the last attempt has ended the run."""
+        self._is_concluded = True
+        self.failure = self.failure or self._previous_failure
+
+    @property
+    def has_been_running(self) -> bool:
+        """Whether ranks have been started, in this attempt or in one before."""
+        return self.is_running or self._attempt > 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no node is at work any more, after all were, or after the run was given up."""
+        has_begun = self.is_running or self.failure is not None or self.stopped_by is not None or self._is_concluded
+        return has_begun and not self._is_any_at_work()
+
+    def stop(self, number: signal.Signals, kill_after_s: float | None = None) -> None:
+        """Hand a request to stop on to the ranks of every node; may be called from a signal handler."""
+        self.stopped_by = self.stopped_by or number.name
+        self._stops.append((number, kill_after_s))
+
+    def give_up(self, failure: TunebookError, *, timeout_s: float = KILL_AFTER_S) -> None:
+        """End the run: ranks are asked to stop, and killed `timeout_s` later."""
+        self.failure = self.failure or failure
+        self._stop_ranks(signal.SIGTERM, timeout_s, failure.message)
+
+    def end(self, exit_code: int) -> None:
+        """Tell the nodes how the run ended; one that joins later, such as a slow container, is sent home."""
+        self.launcher.exit_code = exit_code
+        self.launcher.closed = self.launcher.closed or "the run has ended"
+        publish(self._store, self.launcher)
+
+    def has_unread_end(self) -> bool:
+        """Whether a node may not have read yet how the run ended, or why it does not begin."""
+        members = self._sent_home | self.members
+        for node, member in members.items():
+            member.state = read_node(self._store, node) or member.state
+        return any(not (member.is_lost or member.state.has_left) for member in members.values())
+
+    def missing(self) -> str:
+        """The nodes that have not joined."""
+        count, unit = self.launcher.num_nodes, self.launcher.unit
+        absent = [node for node in range(count) if node not in self.members]
+        names = ", ".join(
+            f"{unit} {node}" + (f" ({self.names[node]})" if node in self.names else "") for node in absent
+        )
+        return f"{names} of {count} {unit}s {'has' if len(absent) == 1 else 'have'} not joined"
+
+    def poll(self, timeout_s: float) -> None:
+        """Wait for `timeout_s`, read what nodes have published, and do what that and the time ask for."""
+        time.sleep(timeout_s)
+        now = time.monotonic()
+        passed_s, self._polled = min(now - self._polled, timeout_s + 1), now
+        while self._stops:
+            number, kill_after_s = self._stops.pop(0)
+            self._stop_ranks(number, kill_after_s, f"stopped by {number.name} before the start")
+        for node in range(self.launcher.num_nodes):
+            state = read_node(self._store, node)
+            if state is not None and state.refused is None and state.id not in self._past:
+                self._follow(node, state, passed_s)
+        if self.is_running and self.launcher.restarts and not self._is_any_at_work():
+            self._await_restart()
+        elif not self.is_running and self.launcher.closed is None:
+            self._start_or_give_up(now)
+        publish(self._store, self.launcher)
+
+    def _is_any_at_work(self) -> bool:
+        return any(member.is_at_work for member in self.members.values())
+
+    def _stop_ranks(self, number: signal.Signals, kill_after_s: float | None, why: str) -> None:
+        """Stop ranks that run; before the start send every node home, also one that joins later."""
+        if self.is_running:
+            self.launcher.stops.append((number.name, kill_after_s))
+        else:
+            self.launcher.closed = self.launcher.closed or why
+            self._sent_home |= self.members
+            self.members.clear()
+
+    def _follow(self, node: int, state: NodeState, passed_s: float) -> None:
+        member = self.members.get(node)
+        if not self.is_running:
+            if member is None or member.state.id != state.id:
+                member = self.members[node] = Member(state=state)
+            self._update(member, state, passed_s)
+            if member.is_lost or self.launcher.closed is not None:
+                del self.members[node]  # gone before the start: it, or its successor, may join again
+            return
+        assert member is not None
+        if member.state.id != state.id:  # Ray has started the rank again, so what was there is gone
+            member.is_lost = member.is_lost or member.is_at_work
+        else:
+            before = member.state
+            self._update(member, state, passed_s)
+            for name in state.asked[len(before.asked) :]:
+                self.stop(signal.Signals[name])
+            if state.notice is not None and before.notice is None:
+                self._take_notice(state.notice["ranks"], state.notice["gone_in_s"])
+        if not member.is_at_work and not member.is_end_handled:
+            member.is_end_handled = True
+            self._handle_end(member)
+
+    def _update(self, member: Member, state: NodeState, passed_s: float) -> None:
+        member.quiet_s = 0.0 if state.beat != member.state.beat else member.quiet_s + passed_s
+        member.state = state
+        has_gone = state.has_left or member.quiet_s > LOST_AFTER_S
+        member.is_lost = member.is_lost or (has_gone and state.exit_code is None)
+
+    def _handle_end(self, member: Member) -> None:
+        """Let the others end when a node is lost or has failed."""
+        state = member.state
+        who = f"{self.launcher.unit} {state.node} ({state.host})"
+        if member.is_lost:
+            self.lost_ranks = state.ranks
+            self.give_up(node_missing(_lost(who, state.ranks, self.launcher.unit)), timeout_s=self._stop_timeout_s)
+        elif state.folder_problem is not None:
+            self.give_up(RequestError(f"{who}: {state.folder_problem}", problem_id="folder-not-shared"))
+        elif state.exit_code:
+            if self.failed is None and len(state.ranks) == 1:
+                self.failed = Failure(rank=state.ranks[0], exit_code=state.exit_code)
+            self._stop_ranks(signal.SIGTERM, KILL_AFTER_S, "")
+
+    def _start_or_give_up(self, now: float) -> None:
+        """Start the ranks once every node is there and all are alike; name those that are not."""
+        states = [member.state for _, member in sorted(self.members.items())]
+        published = [read_node(self._store, node) for node in range(self.launcher.num_nodes + 1)]
+        refused = [state.refused for state in published if state is not None and state.refused is not None]
+        unit = self.launcher.unit
+        refused += [text for state in states[1:] if (text := difference(unit, state, states[0])) is not None]
+        places = {state.place for state in states}
+        is_complete = len(states) == self.launcher.num_nodes
+        if self.num_places is not None and is_complete and len(places) != self.num_places:
+            refused.append(
+                f"the {unit}s were placed on {len(places)} machine{'s' if len(places) > 1 else ''}, and "
+                f"hardware.num_nodes={self.num_places} was planned with; set hardware.num_nodes and gpus_per_node to "
+                "what there is"
+            )
+        if refused:
+            self.give_up(RequestError("; ".join(refused), problem_id="node-refused"))
+        elif is_complete:
+            self._go(states)
+        elif now > self._start_by:
+            limit = f"{self._start_timeout_s:g} s (launcher.start_timeout_s)"
+            self.give_up(node_missing(f"{self.missing()} within {limit}{self._after_what()}"))
+
+    def _go(self, states: list[NodeState]) -> None:
+        self.on_go(self._attempt)
+        self.failed = self._previous_failure = None
+        self.lost_ranks = []
+        self.is_running = True
+        self.hosts = {rank: state.host for state in states for rank in state.ranks}
+        # The first node may have reached the launcher over loopback, where the others do not find it: it is then on the
+        # launcher's own machine, whose address is the one by which the others reached that.
+        addresses = [states[0].address, *(state.reached_at for state in states)]
+        self.launcher.master_address = next((each for each in addresses if not is_loopback(each)), addresses[0])
+        self.launcher.master_port = states[0].port
+        self.launcher.stops, self.launcher.members = [], [state.id for state in states]
+
+    def _take_notice(self, ranks: list[int], gone_in_s: float | None) -> None:
+        """Let all ranks save before some lose their machine, within the time that any stop gets."""
+        when = "" if gone_in_s is None else f" in {gone_in_s:.0f} s"
+        hosts = ", ".join(sorted({self.hosts[rank] for rank in ranks}))
+        named = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+        self.notice = f"{hosts} is to be taken away{when}, with {named}"
+        timeout_s = self._stop_timeout_s
+        self.stop(signal.SIGTERM, timeout_s if gone_in_s is None else min(timeout_s, gone_in_s))
+
+    def _await_restart(self) -> None:
+        """Wait for the nodes of the next attempt, which Ray starts after one that failed."""
+        if all(member.state.exit_code == 0 for member in self.members.values()) or self.stopped_by is not None:
+            return
+        self._attempt += 1
+        self._previous_failure = self.failure
+        self.is_running, self.failure = False, None
+        silent_s = max((member.quiet_s for member in self.members.values() if member.is_lost), default=0.0)
+        self._start_by = time.monotonic() + self._start_timeout_s - silent_s  # Ray counts from the loss, too
+        self._past |= {member.state.id for member in self.members.values()}
+        self.members.clear()
+        self.launcher.members = []  # which tells those of this attempt to leave
+
+    def _after_what(self) -> str:
+        """How the attempt before ended, if there was one."""
+        if self._previous_failure is not None:
+            return f" after {self._previous_failure.message}"
+        if self.failed is not None:
+            return f" after {where(self.failed.rank, self.hosts)} had failed: {self.failed.how}"
+        return ""
+
+
+def _lost(who: str, ranks: list[int], unit: str) -> str:
+    """The message for a node that is silent, or has left while its ranks were at work."""
+    last = f" to {ranks[-1]}" if len(ranks) > 1 else ""
+    with_ranks = f" with rank{'s' if last else ''} {ranks[0]}{last}" if ranks and unit != "rank" else ""
+    return f"{who} was lost{with_ranks}: its launcher was killed, or the machine"
+
+
+def node_missing(why: str) -> TunebookError:
+    """The error for a node that is not there."""
+    return TunebookError(why, problem_id="node-missing")
+
+
+def has_later_nodes(config: RunConfig) -> bool:
+    """Whether the same command is typed on other nodes too, which join this one's."""
+    return config.launcher.name is LauncherName.local and config.hardware.num_nodes > 1
+
+
+def is_later_node(config: RunConfig) -> bool:
+    """Whether this node joins node 0."""
+    return has_later_nodes(config) and config.launcher.node_rank > 0
+
+
+def open_to_nodes(config: RunConfig, console: Console) -> NodeGroup:
+    """The nodes of `launcher=local`, on the port that they know. Nodes may join from now on. Raises: RequestError."""
+    launcher, num_nodes = config.launcher, config.hardware.num_nodes
+    state = LauncherState(num_nodes=num_nodes, config_sha256=config_hash(config))
+    group = NodeGroup(launcher=state, port=launcher.master_port)
+    name = launcher.master_address or socket.gethostname()
+    others, number = ("1", "1") if num_nodes == 2 else (f"N of 1 to {num_nodes - 1}", "N")
+    text = f"on node {others}, type the same with: launcher.node_rank={number} launcher.master_address={name}"
+    console.print(Text(text), soft_wrap=True)
+    if (warning := address_warning(config)) is not None:
+        console.print(Text(f"warning: {warning.text()}", style="yellow"), soft_wrap=True)
+    return group
 
 
 def new_token() -> str:
-    """A word by which the launcher knows its own nodes."""
+    """A name for this run's keys, which its own nodes get."""
     return secrets.token_hex(16)
 
 
-def own_addresses() -> list[str]:
-    """How other machines may reach this one, the likeliest first; loopback last, for nodes on this machine."""
-    names = [os.environ.get("SLURMD_NODENAME", ""), socket.gethostname()]
-    found = [address for name in names if name for address in _resolve(name) if not is_loopback(address)]
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        probe.connect(("192.0.2.1", 9))  # sends nothing: asks which address a packet to elsewhere would carry
-        found.append(str(probe.getsockname()[0]))
-    return list(dict.fromkeys([*found, "127.0.0.1"]))
-
-
-def _resolve(name: str) -> list[str]:
-    try:
-        return [str(info[4][0]) for info in socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)]
-    except OSError:
-        return []
+def address_of(group: NodeGroup) -> str:
+    """Where the nodes of a group reach this machine, as `find_launcher` reads it."""
+    return f"{','.join(own_addresses())}:{group.port}"
 
 
 def run_on_nodes(
     command: list[str],
     environment: Mapping[str, str],
-    roll: RollCall,
+    group: NodeGroup,
     config: RunConfig,
     folder: Path,
     *,
@@ -59,74 +345,73 @@ def run_on_nodes(
     keep_open: Sequence[int] = (),
     find_stall: Callable[[], TunebookError | None] = lambda: None,
 ) -> ProcessEnd:
-    """Run a command that makes nodes call `roll`, to the end of all of them; nothing of it is left then.
+    """Run a command that starts nodes, which join `group`, to the end of all of them; nothing of it is left then.
 
-    `exit_code_of` reads the run's exit code from its folder, for the nodes to end with. `find_stall` is asked again and
-    again for a reason why the ranks will never end: then they are killed.
+    `exit_code_of` reads the run's exit code from its folder, for the nodes to end with. `find_stall` is called again
+    and again for a reason why the ranks will never end: then they are killed.
     """
-    launcher = config.launcher
-    log = launcher_log(folder)
-    requests = StopRequests(roll.stop)
+    launcher, log = config.launcher, launcher_log(folder)
+    requests = StopRequests(group.stop)
     with requests.listening(), adopting_orphans():
         before = set(children_of(os.getpid()))
-        roll.begin(folder, start_timeout_s=launcher.start_timeout_s, stop_timeout_s=launcher.stop_timeout_s)
-        for _ in range(roll.num_members):
-            roll.poll(0)  # who has been waiting in line, perhaps with other words
-        if roll.failure is not None:
-            roll.close(roll.failure.exit_code)
-            return ProcessEnd(exit_code=roll.failure.exit_code, stopped_by=None, failure=roll.failure)
-        said_before = log.stat().st_size if log.is_file() else 0
-        started = start_command(command, {**environment, TOKEN_VARIABLE: roll.token}, keep_open, log=log)
+        group.begin(folder, start_timeout_s=launcher.start_timeout_s, stop_timeout_s=launcher.stop_timeout_s)
+        group.poll(0)  # nodes that were started by hand may have been refused by now
+        if group.failure is not None:
+            _end(group, None, requests, group.failure.exit_code)
+            return ProcessEnd(exit_code=group.failure.exit_code, stopped_by=None, failure=group.failure)
+        reported_before = log.stat().st_size if log.is_file() else 0
+        started = start_command(command, {**environment, TOKEN_VARIABLE: group.token}, keep_open, log=log)
         is_cut_off = False
-        while not roll.is_over and requests.overdue_s < _CUT_OFF_S:
-            roll.poll(POLL_S)
+        while not group.is_over and requests.overdue_s < _CUT_OFF_S:
+            group.poll(POLL_S)
             if requests.overdue_s > 0 and not is_cut_off:
-                roll.stop(signal.SIGKILL)
+                group.stop(signal.SIGKILL)
                 is_cut_off = True
-            if roll.is_running and roll.failure is None and (stall := find_stall()) is not None:
-                roll.give_up(stall, timeout_s=_CUT_OFF_S)
-            # Only the others would come, and srun would wait for them, and they for the one that is missing.
-            if not roll.is_running and (error := why_not_started(config, log, said_before)) is not None:
-                roll.give_up(error)
-            elif started.poll() is not None and not roll.is_running:
-                _ended_early(roll, command, started)
-        roll.end(exit_code_of())
-        _end(started, roll, requests)
-        roll.close(started.process.returncode)
+            if group.is_running and group.failure is None and (stall := find_stall()) is not None:
+                group.give_up(stall, timeout_s=_CUT_OFF_S)
+            # srun would wait for the nodes that have started, and they for the one that is missing.
+            if not group.is_running and (error := why_not_started(config, log, reported_before)) is not None:
+                group.give_up(error)
+            elif started.poll() is not None and not group.is_running:
+                _ended_early(group, command, started)
+        _end(group, started, requests, exit_code_of())
         end_children(exclude=before, timeout_s=_LINGER_S, is_urgent=lambda: requests.is_urgent)
     return ProcessEnd(
         exit_code=started.process.returncode,
-        stopped_by=requests.first or roll.stopped_by,
-        failed=roll.failed,
-        failure=roll.failure,
-        lost_ranks=tuple(roll.lost_ranks),
-        notice=roll.notice,
+        stopped_by=requests.first or group.stopped_by,
+        failed=group.failed,
+        failure=group.failure,
+        lost_ranks=tuple(group.lost_ranks),
+        notice=group.notice,
     )
 
 
-def _ended_early(roll: RollCall, command: list[str], started: Started) -> None:
-    if roll.has_been_running:
-        roll.conclude()  # the ranks have written how they ended
+def _ended_early(group: NodeGroup, command: list[str], started: Started) -> None:
+    if group.has_been_running:
+        group.conclude()  # the ranks have written how they ended
         return
-    why = f"{Path(command[0]).name} ended (exit code {started.process.returncode}), and {roll.missing()}"
-    roll.give_up(node_missing(why))
+    why = f"{Path(command[0]).name} ended (exit code {started.process.returncode}), and {group.missing()}"
+    group.give_up(node_missing(why))
 
 
-def _end(started: Started, roll: RollCall, requests: StopRequests) -> None:
-    """Wait for a command whose nodes have ended; then ask it, then kill it. Nodes that call meanwhile are sent home.
+def _end(group: NodeGroup, started: Started | None, requests: StopRequests, exit_code: int) -> None:
+    """Tell the nodes how the run ended and wait for them and their command; then end that, and then kill it.
 
     After a second request to stop it is killed at once.
     """
-    patience_s = _LINGER_S if roll.failure else KILL_AFTER_S
-    if roll.stopped_by is not None and not roll.has_been_running:
-        started.process.terminate()  # who has not called yet hears of the stop by this
+    group.end(exit_code)
+    patience_s = _LINGER_S if group.failure else KILL_AFTER_S
+    if started is not None and group.stopped_by is not None and not group.has_been_running:
+        started.process.terminate()  # nodes that have not joined yet get the stop by this
     for number in (None, signal.SIGTERM, signal.SIGKILL):
-        if number is not None:
+        if number is not None and started is not None:
             started.process.send_signal(number)
         end = time.monotonic() + (patience_s if number is None else _LINGER_S)
         while time.monotonic() < end and not (requests.is_urgent and number is not signal.SIGKILL):
-            if started.poll() is not None:
+            has_ended = started is None or started.poll() is not None
+            if has_ended and (number is not None or not group.has_unread_end()):
                 return
-            roll.poll(POLL_S)
-    with suppress(subprocess.TimeoutExpired):
-        started.process.wait(POLL_S)
+            time.sleep(POLL_S)
+    with suppress(TimeoutExpired):
+        if started is not None:
+            started.process.wait(POLL_S)

@@ -16,8 +16,8 @@ from pathlib import Path
 from tunebook.config.frozen import load_config
 from tunebook.errors import StoppedError
 from tunebook.launch.commands import DIES_WITH_PARENT
+from tunebook.launch.first_collective import StartWatch, meet
 from tunebook.launch.logs import rank_log, where
-from tunebook.launch.meeting import StartWatch, meet
 from tunebook.launch.pulse import PulseWriter
 from tunebook.parent_death import ask_to_stop_when_parent_dies, die_with_parent
 from tunebook.record.run_folder import write_outcome

@@ -1,4 +1,4 @@
-"""What the launcher prints: the choices and why, the batch arithmetic, the command, progress and the end."""
+"""What the launcher prints: the recipes, the choices and why, the batch, the command, progress and the end."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
+from tunebook.config.book import find_recipes
+from tunebook.config.compose import compose
 from tunebook.config.override_text import as_typed
+from tunebook.config.schema import ReferenceHardware, RunConfig
 from tunebook.data.batch import BatchPlan
-from tunebook.errors import Problem
+from tunebook.errors import Problem, RequestError
 from tunebook.plan.auto.resolve import Choice
 from tunebook.plan.memory.gpu import Memory, MemoryPlan
 from tunebook.plan.memory.host_memory import HostPlan
@@ -221,3 +224,34 @@ def preparing(console: Console) -> Iterator[Callable[[int, int | None, str], Non
             bar.update(tasks[what], completed=done, total=total)
 
         yield update
+
+
+def recipes_table(recipes_dirs: list[Path]) -> Table:
+    """A line per recipe; one that does not compose says so instead of hiding."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("recipe", no_wrap=True)  # in pieces or cut it cannot be typed
+    for column in ("title", "strategy", "reference hardware", "evidence"):
+        table.add_column(column, overflow="fold")
+    for name, file in find_recipes(recipes_dirs).items():
+        try:
+            config = compose(name, [], recipes_dirs).config
+        except RequestError as error:
+            table.add_row(*map(Text, (name, f"does not compose: {error.message.splitlines()[0]}", "", "", "")))
+            continue
+        strategy = config.parallelism.strategy.name
+        cells = (name, config.title, strategy, _reference_hardware(config), _evidence(file))
+        table.add_row(*map(Text, cells))  # a title may hold brackets
+    return table
+
+
+def _reference_hardware(config: RunConfig) -> str:
+    """The machine the recipe's source used, such as `8 x volta`."""
+    reference: ReferenceHardware = config.hardware.reference
+    nodes = f"{config.hardware.num_nodes} nodes x " if config.hardware.num_nodes > 1 else ""
+    return f"{nodes}{reference.gpus_per_node} x {reference.generation.name}"
+
+
+def _evidence(recipe_file: Path) -> str:
+    """The labels of the recorded evidence, or `none yet`."""
+    files = sorted((recipe_file.parent / recipe_file.stem / "evidence").glob("*.json"))
+    return ", ".join(file.stem for file in files) or "none yet"

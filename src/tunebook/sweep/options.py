@@ -13,7 +13,7 @@ class SweepLauncher(Enum):
 
     basic = "basic"  # one after the other, here
     joblib = "joblib"  # side by side on this machine
-    slurm = "slurm"  # each as a Slurm job, through submitit
+    slurm = "slurm"  # each as a Slurm job
 
 
 class Direction(Enum):

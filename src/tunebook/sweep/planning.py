@@ -20,6 +20,7 @@ from tunebook.sweep.dividing import Division, TrialDrafts, divide
 from tunebook.sweep.options import METRICS, SHOWN_WHILE_RUNNING, Direction, SweepLauncher, SweepOptions
 from tunebook.sweep.results import Goal
 from tunebook.sweep.shares import num_at_once, uses_this_machine
+from tunebook.sweep.slurm_trials import check_jobs, split_overrides
 from tunebook.sweep.space import Space, corners, describe, read_space
 from tunebook.sweep.trial_process import train_command
 from tunebook.sweep.trials import Trial, check_trials, expand_trials, without_resume_word
@@ -83,9 +84,7 @@ class SweepPlan:
             # That is about the sweep: in the trials' own folders Slurm's next turn, or the same command, goes on.
             overrides = [*without_resume_word(overrides), "training.resume=auto"]
         if self.options.way is SweepLauncher.slurm:
-            from tunebook.sweep.slurm_words import split_words
-
-            overrides = split_words(overrides)[1]
+            overrides = split_overrides(overrides)[1]
         return train_command(self.recipe, overrides, run_folder, self.recipes_dirs)
 
     def search_plan(self) -> SearchPlan:
@@ -158,9 +157,7 @@ def plan_sweep(
     """
     _require_packages(options)
     if options.way is SweepLauncher.slurm:
-        from tunebook.sweep.slurm_words import split_words
-
-        words = split_words(words)[0]
+        words = split_overrides(words)[0]
     fixed: list[str] = []
     space: Space | None = None
     if options.search is None:
@@ -205,7 +202,6 @@ def _require_packages(options: SweepOptions) -> None:
     """Refuse what needs a package that is not here. Raises: RequestError with what installs it."""
     needed = {
         "--launcher=joblib": ("joblib", "joblib>=1.4,<2", options.way is SweepLauncher.joblib),
-        "--launcher=slurm": ("submitit", "submitit>=1.5.4,<2", options.way is SweepLauncher.slurm),
         "--search=optuna": ("optuna", "optuna>=5,<6", options.search is not None),
     }
     for option, (package, requirement, is_needed) in needed.items():
@@ -251,8 +247,6 @@ def _resolved(draft: Draft) -> Resolution:
 def check_launch(config: RunConfig, options: SweepOptions) -> None:
     """Refuse trials whose end nobody would see. Raises: RequestError."""
     if options.way is SweepLauncher.slurm:
-        from tunebook.sweep.slurm_words import check_jobs
-
         check_jobs(config)
     elif isinstance(config.launcher, SlurmConfig) and not config.launcher.wait:
         raise RequestError(

@@ -24,6 +24,7 @@ from tunebook.sweep.options import SweepLauncher, SweepOptions, check_options
 from tunebook.sweep.planning import SweepPlan, plan_sweep
 from tunebook.sweep.results import Ranking, TrialResult, rank, read_result, sweep_exit_code
 from tunebook.sweep.shares import machine_shares
+from tunebook.sweep.slurm_trials import RunInSlurm
 from tunebook.sweep.stopping import Stopping
 from tunebook.sweep.table import best_line, sweep_table, trial_table, write_csv
 from tunebook.sweep.trial_process import EXIT_STOPPED, TrialEnd, wait_until_free
@@ -126,8 +127,6 @@ def _wait_for_leftovers(folder: SweepFolder, trials: list[Trial], console: Conso
 
 def _run_one(plan: SweepPlan, folder: SweepFolder, stopping: Stopping, command_of: CommandOf) -> RunTrial:
     if plan.options.way is SweepLauncher.slurm:
-        from tunebook.sweep.slurm_trials import RunInSlurm
-
         return RunInSlurm(
             folder=folder,
             command_of=command_of,

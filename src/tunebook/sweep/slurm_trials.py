@@ -1,24 +1,18 @@
-"""Run the trials of a sweep as Slurm jobs through submitit: submitted from here, followed, and found again.
+"""Run the trials of a sweep as Slurm jobs: submitted from here, followed, and found again by the next sweep.
 
-submitit writes the batch script, brings the trial to the node and requeues it. Its own way of following a job is not
-used: it asks sacct, which only answers where Slurm keeps accounts, and raises when a job is lost. Its limit of five
-minutes is left out of the script; the job's options are those of launcher=slurm.
+A trial's job is a script like that of launcher=slurm, with its options, which runs `sweep.slurm_job` on one node.
 """
 
 from __future__ import annotations
 
-import re
-import threading
+import shlex
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import submitit
-from submitit.core.utils import FailedJobError, FailedSubmissionError
-
 from tunebook.checkpoint.candidates import same_command
-from tunebook.config.control_characters import require_printable
 from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.errors import RequestError, TunebookError
 from tunebook.files import atomic_write_json, atomic_write_text, read_json
@@ -26,11 +20,11 @@ from tunebook.launch.slurm.client import (
     HopelessWait,
     JobState,
     patient_job_state,
-    refusal,
     slurm,
+    submit_script,
     take_back_hopeless,
 )
-from tunebook.launch.slurm.script import option_lines, option_words, output_pattern
+from tunebook.launch.slurm.script import option_words, output_pattern, script_text
 from tunebook.sweep.folder import SweepFolder, is_final
 from tunebook.sweep.launching import CommandOf
 from tunebook.sweep.slurm_job import TrialJob
@@ -40,22 +34,48 @@ from tunebook.sweep.trials import Trial
 
 _POLL_S = 2.0
 _RECORD_WITHIN_S = 20.0  # for a network file system to show what the job has written
-_NO_LIMIT_MINUTES = 10**7  # what submitit counts with where the limit is the partition's
-_OF_SUBMITIT = ("open-mode", "signal")  # of its options, those that stay
-_LOGS = {"output": "out", "error": "err"}  # as submitit names them: by job and task
 _NOT_NOW = 1  # the exit code of a trial that Slurm does not take for now: the same command tries again
 _PASSES = (  # of Slurm's errors, in lower case: a partition or nodes that are down, limits on jobs, a busy controller
     *("partition not available", "required node not available", "policy", "temporarily un"),
     *("qosmax", "qosgrp", "assocmax", "assocgrp", "maxsubmit"),
 )
+_KEPT_IN_JOB = ("launcher.timeout_s", "launcher.start_timeout_s", "launcher.stop_timeout_s")
 
 
-class _RefusedError(Exception):
-    """Slurm refuses a trial's job, for now or for good: as the exit code says."""
+def split_overrides(overrides: list[str]) -> tuple[list[str], list[str]]:
+    """Overrides of a sweep whose trials are Slurm jobs: those for the job's options, and those for the trial inside it.
 
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
+    Raises: RequestError for another launcher, or several values of its keys.
+    """
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key == "launcher" and value != "slurm":
+            raise RequestError(
+                f"--launcher=slurm and {override} ask for two launchers; a trial always runs launcher=local inside its "
+                f"job: leave {override} out",
+                problem_id="sweep-option",
+            )
+    for_job = ["launcher=slurm", *(each for each in overrides if not each.startswith("launcher="))]
+    inside = [
+        each
+        for each in overrides
+        if not each.startswith(("launcher=", "launcher.")) or each.partition("=")[0] in _KEPT_IN_JOB
+    ]
+    return for_job, [*inside, "launcher=local"]
+
+
+def check_jobs(config: RunConfig) -> None:
+    """Whether trials of a configuration can be Slurm jobs. Raises: RequestError with what to type."""
+    assert isinstance(config.launcher, SlurmConfig)
+    if config.hardware.num_nodes > 1 or config.launcher.container_image is not None:
+        what = f"hardware.num_nodes={config.hardware.num_nodes}"
+        if config.launcher.container_image is not None:
+            what = f"launcher.container_image={config.launcher.container_image}"
+        raise RequestError(
+            f"{what}: with --launcher=slurm a trial is one process on one node, outside of containers; let each trial "
+            "submit its own job instead: --launcher=joblib --jobs=2 launcher=slurm launcher.wait=true",
+            problem_id="sweep-option",
+        )
 
 
 @dataclass(kw_only=True)
@@ -67,7 +87,6 @@ class RunInSlurm:
     config_of: Callable[[Trial], RunConfig]  # with launcher=slurm: the job's options are in it
     stopping: Stopping
     num_trials: int
-    _submitting: threading.Lock = field(default_factory=threading.Lock)
 
     def __call__(self, trial: Trial, watch: Watch | None) -> None:
         """Submit one, or find its job, and wait until it has ended; what Slurm does not do is how the trial ends."""
@@ -80,11 +99,8 @@ class RunInSlurm:
         try:
             job_id = self._find(trial) or self._submit(trial, config)
             end = self._follow(trial, job_id, watch)
-        except _RefusedError as error:
-            self._fail(trial, error.exit_code, str(error))
-            return
-        except TunebookError as error:  # a silent controller: other trials, and the job itself, may go on
-            self._lose_sight(trial, job_id, error.message)
+        except TunebookError as error:  # refused, or a silent controller: other trials, and the job itself, may go on
+            self._leave(trial, job_id, error)
             return
         if end is not None:
             write_trial_end(end, self.folder.end_file(trial))
@@ -97,15 +113,17 @@ class RunInSlurm:
         write_trial_end(end, self.folder.end_file(trial))
         self._say(trial, f"{how}: {reason}")
 
-    def _lose_sight(self, trial: Trial, job_id: str | None, reason: str) -> None:
-        """Leave a trial, and the job that it may have, to the next time; one that has ended meanwhile has ended."""
+    def _leave(self, trial: Trial, job_id: str | None, error: TunebookError) -> None:
+        """Leave a trial, and the job that it may have, to the next sweep; one that has ended meanwhile has ended."""
         if is_final(self.folder.end_of(trial)):
-            self._say(trial, f"ended, as its job wrote down; {reason}")
+            self._say(trial, f"ended, as its job wrote down; {error.message}")
         elif job_id is None:
-            self._fail(trial, _NOT_NOW, reason)
+            passes = any(text in error.message.lower() for text in _PASSES)
+            self._fail(trial, _NOT_NOW if passes else error.exit_code, error.message)
         else:
             again = same_command(self.config_of(trial))
-            self._fail(trial, _NOT_NOW, f"{reason}; job {job_id} goes on, and {again} finds it", "left alone")
+            reason = f"{error.message}; job {job_id} goes on, and {again} finds it"
+            self._fail(trial, _NOT_NOW, reason, "left alone")
 
     def _find(self, trial: Trial) -> str | None:
         """The trial's job of an earlier time, if it still waits or runs."""
@@ -132,23 +150,23 @@ class RunInSlurm:
         run_folder = self.folder.run_folder(trial)
         job = TrialJob(
             command=self.command_of(trial, run_folder),
-            run_folder=run_folder,
-            end_file=self.folder.end_file(trial),
-            output=self.folder.output(trial),
-            stop_file=self._stop_file(trial),
+            run_folder=str(run_folder),
+            end_file=str(self.folder.end_file(trial)),
+            output=str(self.folder.output(trial)),
+            stop_file=str(self._stop_file(trial)),
             num_ranks=config.hardware.gpus_per_node or 1,
             is_requeued=config.launcher.requeue,
             earlier_s=earlier_s,
         )
-        with self._submitting:
-            executor = _Executor(self.folder.path / "submitit", option_words(config), config.launcher)
-            try:
-                job_id = str(executor.submit(job).job_id)
-            except (FailedJobError, FailedSubmissionError) as error:
-                said = str(error)
-                refused = refusal(said, config)
-                passes = any(words in said.lower() for words in _PASSES)
-                raise _RefusedError(refused.message, _NOT_NOW if passes else refused.exit_code) from error
+        description = self.folder.path / f"{trial.name}.job.json"
+        atomic_write_json(description, asdict(job))
+        script = self.folder.path / f"{trial.name}.sh"
+        output = output_pattern(self.folder.path, f"{trial.name}.slurm-%j.out")
+        options = [*option_words(config), f"--output={output}", "--open-mode=append"]
+        # Python ignores the signal until it has a handler for it.
+        body = f"trap '' USR1; exec {shlex.join([sys.executable, '-m', 'tunebook.sweep.slurm_job', str(description)])}"
+        atomic_write_text(script, script_text([f"{trial.name} of {self.folder.path}"], options, body))
+        job_id = submit_script(script, config)
         atomic_write_json(self._job_file(trial), {"job_id": job_id})
         self._say(trial, f"{trial.title}: submitted as job {job_id}, prints to {self.folder.output(trial)}")
         return job_id
@@ -204,8 +222,8 @@ class RunInSlurm:
         return TrialEnd(exit_code=error.exit_code, seconds=seconds, was_interrupted=False, reason=error.message)
 
     def _lost(self, trial: Trial, job_id: str, how: str) -> TrialEnd:
-        logs = self.folder.path / "submitit"
-        reason = f"Slurm's job {job_id} ended without a word: {how}; look at {logs}/{job_id}_0_log.err"
+        output = self.folder.path / f"{trial.name}.slurm-{job_id}.out"
+        reason = f"Slurm's job {job_id} ended without a word: {how}; look at {output}"
         interrupted = self.stopping.num_requests > 0
         return TrialEnd(exit_code=1, seconds=0.0, was_interrupted=interrupted, reason=reason)
 
@@ -217,52 +235,3 @@ class RunInSlurm:
 
     def _say(self, trial: Trial, text: str) -> None:
         print(f"\ntrial {trial.number + 1} of {self.num_trials}: {text}", flush=True)
-
-
-class _Executor(submitit.SlurmExecutor):
-    """submitit's executor, whose scripts have the options of launcher=slurm in the place of its own defaults."""
-
-    def __init__(self, folder: Path, options: list[str], settings: SlurmConfig) -> None:
-        try:
-            super().__init__(folder=folder, max_num_timeout=1000)
-        except RuntimeError as error:
-            raise TunebookError(f"submitit: {error}", problem_id="slurm-not-found") from error
-        require_printable("the sweep's folder", folder)
-        # Its own options for these would be wrong where there is a % in the folder, and a sign that sbatch reads.
-        logs = [f"--{name}={output_pattern(folder, f'%j_0_log.{end}')}" for name, end in _LOGS.items()]
-        self._options = [*(word for word in options if not word.startswith("--signal=")), *logs]
-        self.update_parameters(
-            # Its copy of the limit tells a time-out from a preemption; Slurm gets the original.
-            time=_minutes(settings.time_limit),
-            signal_delay_s=settings.stop_timeout_s,
-            srun_args=[f"--{name}={output_pattern(folder, f'%j_%t_log.{end}')}" for name, end in _LOGS.items()],
-        )
-
-    def _make_submission_file_text(self, command: str, uid: str) -> str:
-        require_printable("the sweep's command", command)
-        # Not at the other signs that Python takes for line breaks: the shell and sbatch do not.
-        lines = super()._make_submission_file_text(command, uid).removesuffix("\n").split("\n")
-        own = [line for line in lines if _is_kept(line)]
-        place = own.index("# Parameters") + 1
-        # srun no longer takes the cores from the job, and would use one.
-        cores = "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_ON_NODE"
-        return "\n".join([*own[:place], *option_lines(self._options), *own[place:-1], cores, own[-1], ""])
-
-
-def _is_kept(line: str) -> bool:
-    option = re.match(r"#SBATCH --([a-z-]+)", line)
-    return option is None or option[1] in _OF_SUBMITIT
-
-
-def _minutes(limit: str | None) -> int:
-    """A time limit as sbatch takes it, in minutes: 90, 90:00, 1:30:00, 2-12, 2-12:30 or 2-12:30:00."""
-    if limit is None:
-        return _NO_LIMIT_MINUTES
-    days, _, rest = limit.rpartition("-")
-    numbers = [int(part) for part in rest.split(":")] if re.fullmatch(r"\d+(:\d+)*", rest) else []
-    if days.isdecimal() and numbers:
-        hours, minutes, *_ = [*numbers, 0]
-        return int(days) * 1440 + hours * 60 + minutes
-    if not numbers or days:
-        return _NO_LIMIT_MINUTES
-    return numbers[0] * 60 + numbers[1] if len(numbers) == 3 else numbers[0]

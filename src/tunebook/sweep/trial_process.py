@@ -69,8 +69,7 @@ def run_trial(
     started = time.monotonic()
     stream = None if output is None else output.open("ab")
     try:
-        # Slurm sends submitit's signal, SIGUSR2, to every process of a job's step: it is not meant for the trial.
-        begin = stopping_with_parent(command, ignoring=(signal.SIGUSR2,))
+        begin = stopping_with_parent(command)
         process = subprocess.Popen(begin, stdout=stream, stderr=stream, env=environment, start_new_session=True)
         if cores and hasattr(os, "sched_setaffinity"):  # while it is still one thread: all that follow inherit it
             with suppress(ProcessLookupError):

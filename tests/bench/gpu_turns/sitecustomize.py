@@ -134,5 +134,5 @@ _run_the_other()
 if "TUNEBOOK_BENCH_TURN" in os.environ:
     _CHANGES = {"tunebook.train.trainer": _train_in_turn}
     if _WAITS_EARLY:
-        _CHANGES["tunebook.launch.meeting"] = _meet_in_turn
+        _CHANGES["tunebook.launch.first_collective"] = _meet_in_turn
     sys.meta_path.insert(0, _Patched(_CHANGES))

@@ -1,4 +1,4 @@
-"""What a Ray worker does before its rank starts, with words in the place of Ray."""
+"""What a Ray worker does before its rank starts, and with a preemption notice; without Ray."""
 
 from types import SimpleNamespace
 
@@ -6,10 +6,11 @@ import pytest
 
 from tunebook.errors import TunebookError
 from tunebook.launch.ray import worker
+from tunebook.launch.ray.worker import NoticeWatch, notice_of
 
 
 @pytest.mark.parametrize("local_rank", [0, 1])
-def test_a_worker_looks_at_its_machine_before_it_calls(monkeypatch, tmp_path, local_rank):
+def test_a_worker_looks_at_its_machine_before_it_joins(monkeypatch, tmp_path, local_rank):
     """Drivers that wake up take longer than a launcher waits for the words of who has called."""
     order = []
 
@@ -28,7 +29,47 @@ def test_a_worker_looks_at_its_machine_before_it_calls(monkeypatch, tmp_path, lo
         worker, "load_config", lambda file: SimpleNamespace(launcher=SimpleNamespace(start_timeout_s=1))
     )
     monkeypatch.setattr(worker, "node_facts", look)
-    monkeypatch.setattr(worker, "call_launcher", call)
+    monkeypatch.setattr(worker, "find_launcher", call)
     with pytest.raises(TunebookError, match="no answer"):
         worker.work({"folder": str(tmp_path), "token": "word", "meet": "head:1", "working_folder": "/"})
     assert order == [f"look, judged: {local_rank == 0}", "call"]
+
+
+def info(deadline_ms=None, ranks=(1,)):
+    """What Ray Train's get_preemption_info returns."""
+    return SimpleNamespace(deadline_ms=deadline_ms, preempted_ranks=list(ranks))
+
+
+@pytest.fixture(autouse=True)
+def without_pauses(monkeypatch):
+    monkeypatch.setattr(worker, "_ASK_EVERY_S", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("deadline_ms", "gone_in_s"),
+    [(1_000_030_500, 30.5), (999_999_000, 0.0), (None, None)],
+    ids=["ahead", "past", "unknown"],
+)
+def test_the_time_left_counts_from_now(deadline_ms, gone_in_s):
+    assert notice_of(info(deadline_ms, [2, 3]), now=1_000_000.0) == {"ranks": [2, 3], "gone_in_s": gone_in_s}
+
+
+def test_asks_until_told_and_hands_that_on_once():
+    answers = [None, None, info()]
+    told = []
+    watch = NoticeWatch(lambda: answers.pop(0), told.append)
+    watch.start()
+    watch.join(20)
+    assert told == [{"ranks": [1], "gone_in_s": None}]
+    assert (answers, watch.has_come) == ([], True)
+
+
+def test_an_end_of_ray_is_no_notice():
+    def ask():
+        raise RuntimeError("the actor died")
+
+    told = []
+    watch = NoticeWatch(ask, told.append)
+    watch.start()
+    watch.join(20)
+    assert (told, watch.has_come, watch.is_alive()) == ([], False, False)

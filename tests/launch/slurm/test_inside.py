@@ -6,7 +6,8 @@ import pytest
 
 from tunebook.config.compose import compose
 from tunebook.hardware.detect import Machine
-from tunebook.launch.calling import code_hash
+from tunebook.launch.node_facts import code_hash
+from tunebook.launch.rendezvous import NodeState
 from tunebook.launch.slurm.inside import describe_inside, note_inside, required_code
 from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.record.manifest import read_manifest, start_manifest
@@ -19,6 +20,12 @@ OF_THE_IMAGE = {"git_commit": "1" * 40, "git_diff_sha256": None, "is_clean": Tru
 def config_of(*words):
     config = compose("quickstart", ["launcher=slurm", *words]).config
     return resolve_auto(config, NO_GPU).config
+
+
+def node_with(code, inside):
+    """What a node publishes."""
+    return NodeState(node=0, ranks=[0], host="a", address="a", reached_at="b", port=1, versions="", code=code,
+                     inside=inside)  # fmt: skip
 
 
 @pytest.fixture
@@ -61,7 +68,7 @@ def test_the_manifest_says_what_the_container_holds_and_keeps_the_commit_of_the_
     before = read_manifest(folder)
     config = config_of(f"launcher.container_image='registry.example/tunebook@{DIGEST}'")
     inside = {"code": OF_THE_IMAGE, "environment": environment(of_a_later_version=1)}
-    note_inside(config, folder, {"kind": "hello", "code": code_hash(), "inside": inside})
+    note_inside(config, folder, node_with(code_hash(), inside))
     after = read_manifest(folder)
     assert after["environment"] == environment(image_digest=DIGEST, variables=None, lock=None), "an earlier version"
     assert after["code"] == before["code"] != OF_THE_IMAGE
@@ -72,7 +79,7 @@ def test_other_code_in_the_container_is_the_runs_code(folder):
     lock = {"name": "cpu", "sha256": "2" * 64, "differences": differences, "reason": None}
     found = environment(variables={"NCCL_ALGO": "Ring"}, lock=lock, lock_sha256=None)
     inside = {"code": OF_THE_IMAGE, "environment": found}
-    note_inside(config_of("launcher.container_image=x"), folder, {"kind": "hello", "code": "5" * 64, "inside": inside})
+    note_inside(config_of("launcher.container_image=x"), folder, node_with("5" * 64, inside))
     after = read_manifest(folder)
     assert (after["code"], after["environment"]) == (OF_THE_IMAGE, found)
 
@@ -81,11 +88,11 @@ def test_other_code_in_the_container_is_the_runs_code(folder):
 def test_what_is_no_digest_is_not_recorded_as_one(folder, image):
     inside = {"code": OF_THE_IMAGE, "environment": environment()}
     config = config_of(f"launcher.container_image='{image}'")
-    note_inside(config, folder, {"kind": "hello", "code": "5" * 64, "inside": inside})
+    note_inside(config, folder, node_with("5" * 64, inside))
     assert read_manifest(folder)["environment"]["image_digest"] is None
 
 
 def test_nodes_without_containers_change_nothing(folder):
     before = read_manifest(folder)
-    note_inside(config_of(), folder, {"kind": "hello", "code": "5" * 64, "inside": None})
+    note_inside(config_of(), folder, node_with("5" * 64, None))
     assert read_manifest(folder) == before

@@ -239,7 +239,7 @@ def test_a_lost_node_that_nobody_replaces_ends_the_run_in_time(cluster, start_on
     ended = running.wait(300)
     assert ended.exit_code == 1, ended.output
     reason = read_run(folder).status["reason"]
-    assert "not called in within 100 s (launcher.start_timeout_s) after" in reason
+    assert "not joined within 100 s (launcher.start_timeout_s) after" in reason
     assert f"after rank {lost} (node2) was lost" in reason
     leaves_nothing()
 

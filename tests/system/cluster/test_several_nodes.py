@@ -139,10 +139,10 @@ def test_ctrl_c_on_any_node_saves_on_all(start_pair, read_run, leaves_nothing):
 
 
 def test_a_node_that_does_not_come_up_is_named_in_time(hosts, run, tmp_path, leaves_nothing):
-    words = train_words(tmp_path, *ON_TWO, "hardware.gpus_per_node=1", "launcher.start_timeout_s=4")
+    words = train_words(tmp_path, *ON_TWO, "hardware.gpus_per_node=1", "launcher.start_timeout_s=20")
     ended = run(hosts("node3", words), timeout_s=60)
     assert ended.exit_code == 1, ended.output
-    assert "node 1 of 2 nodes has not called in within 4 s (launcher.start_timeout_s)" in ended.output
+    assert "node 1 of 2 nodes has not joined within 20 s (launcher.start_timeout_s)" in ended.output
     leaves_nothing(2)
 
 

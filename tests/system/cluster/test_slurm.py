@@ -188,6 +188,6 @@ def test_a_node_that_does_not_come_up_ends_the_job_in_time(start_job, in_slurm, 
     finally:
         subprocess.run([project_root / ".ci" / "slurm", "start", "node2"], check=True, env=os.environ | slurm)
     assert ended.exit_code == 1, ended.output
-    assert "node 1 (node2) of 2 nodes have not called in" in read_run(folder).status["reason"]
+    assert re.search(r"node 1 \(node2\) of 2 nodes ha(s|ve) not joined", read_run(folder).status["reason"])
     assert "failed on node node2" in ended.output
     leaves_nothing()

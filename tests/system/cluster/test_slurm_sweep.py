@@ -67,7 +67,8 @@ def test_trials_are_jobs_that_train_locally_and_a_failing_one_is_a_row(
     shutil.copytree(good, wild)
     config = json.loads((wild / "config.json").read_text())
     (wild / "config.json").write_text(json.dumps(config | {"initializer_range": 1e30}))  # its loss is not finite
-    ended = run(words_of(f"model.path={wild},{good}", "training.seed=0,1", "--jobs=2", steps=4), 300, **slurm)
+    words = words_of(f"model.path={wild},{good}", "training.seed=0,1", "--jobs=2", "packing=padded", steps=4)
+    ended = run(words, 300, **slurm)
     assert ended.exit_code == 7, ended.output
     assert len(re.findall(r"submitted as job \d+", ended.output)) == 4
     rows = rows_of(tmp_path)

@@ -1,7 +1,7 @@
 """`python -m tunebook.launch.ray RUN_FOLDER --meet ADDRESS:PORT`: Ray Train's TorchTrainer for the run of a folder.
 
 Ray places the workers, gives each its GPU, and starts all of them again when one is lost; the ranks then go on from
-the newest checkpoint of the run folder. The launcher that started this process follows the ranks by roll call.
+the newest checkpoint of the run folder. The launcher that started this process follows the ranks.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ import tunebook
 from tunebook.config.choices import Generation
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import RayConfig, RunConfig, world_size
-from tunebook.launch.calling import TOKEN_VARIABLE
 from tunebook.launch.local import handed_on
-from tunebook.launch.ray.check import worker_resources
-from tunebook.launch.ray.cluster import connect
+from tunebook.launch.ray.check import connect, worker_resources
 from tunebook.launch.ray.worker import work
+from tunebook.launch.rendezvous import TOKEN_VARIABLE
 from tunebook.record.files import RUN_FILE
 
 

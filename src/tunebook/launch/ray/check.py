@@ -1,13 +1,18 @@
-"""Whether a Ray run can begin, asked before anything is prepared: the package, the cluster, its size."""
+"""Whether a Ray run can begin, asked before anything is prepared: the package, the cluster, its size.
+
+`python -m tunebook.launch.ray.check ADDRESS` prints what a cluster has, as one line of JSON.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
+import os
 import shlex
 import socket
 import subprocess
 import sys
-from importlib import metadata
+from importlib import import_module, metadata
 from typing import Any
 
 from tunebook.config.book import book_root
@@ -18,6 +23,7 @@ from tunebook.hardware.image import read_image
 
 _RAY_LOCK = "docker/requirements-ray.lock"
 CLUSTER_TIMEOUT_S = 60.0
+_UNTIL_THE_HEAD_IS_GONE_S = 30  # Ray's own default is 60
 _CONNECT_TIMEOUT_S = 10.0  # Ray itself tries for half a minute and more
 
 
@@ -90,7 +96,7 @@ def local_resources() -> dict[str, float] | None:
 
 
 def _command(address: str) -> list[str]:
-    return [sys.executable, "-m", "tunebook.launch.ray.cluster", address]
+    return [sys.executable, "-m", "tunebook.launch.ray.check", address]
 
 
 def _out_of_reach(address: str, why: str) -> TunebookError:
@@ -119,3 +125,36 @@ def _check_size(config: RunConfig, resources: dict[str, float], subject: str) ->
                 "lower hardware.num_nodes, hardware.gpus_per_node or launcher.cpus_per_worker",
                 problem_id="ray-too-small",
             )
+
+
+def connect(address: str, runtime_env: dict[str, Any] | None = None) -> Any:
+    """Connect this process to the cluster at an address, `auto` or `local`; returns the package `ray`.
+
+    Raises: ConnectionError or RuntimeError, by Ray, when there is none.
+    """
+    # Read when Ray is imported. Nothing leaves the machine; relative paths mean what they mean elsewhere.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_COLOR_PREFIX", "0")
+    os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(_UNTIL_THE_HEAD_IS_GONE_S))
+    ray: Any = import_module("ray")
+    here = {"include_dashboard": False} if address == "local" else {}
+    ray.init(address=address, runtime_env=runtime_env, logging_level=logging.WARNING, **here)
+    return ray
+
+
+def main() -> None:
+    """Print `{"resources": ...}` or `{"error": ...}`."""
+    try:
+        ray = connect(sys.argv[1])
+        said = {"resources": ray.cluster_resources()}
+        if sys.argv[1] == "local":
+            ray.shutdown()  # it was started for this question
+    except Exception as error:  # Ray's, which it documents no base class of
+        said = {"error": str(error).strip().splitlines()[0]}
+    print(json.dumps(said), flush=True)
+    os._exit(0)  # without Ray's own leave-taking, which waits for the head
+
+
+if __name__ == "__main__":
+    main()

@@ -1,40 +1,37 @@
 """What Ray runs once per rank: a rank in a process of its own, followed as on every other launcher.
 
 In a process of its own, because Ray runs this function in a thread, where no signal can be handled, and because a rank
-that hangs must be ended without losing who could say so.
+that hangs must be ended without losing the process that reports it.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from tunebook.config.frozen import load_config
 from tunebook.errors import RequestError
-from tunebook.launch.calling import (
-    TOKEN_VARIABLE,
-    call_launcher,
-    folder_problem,
-    hello,
-    node_facts,
-    socket_interface,
-)
 from tunebook.launch.commands import rank_command
 from tunebook.launch.local import rank_environment, start_command
 from tunebook.launch.logs import rank_log
 from tunebook.launch.node import Agent
-from tunebook.launch.ray.notices import NoticeWatch
+from tunebook.launch.node_facts import folder_problem, node_facts, socket_interface
+from tunebook.launch.rendezvous import TOKEN_VARIABLE, LauncherState, Link, NodeState, find_launcher, open_store
 from tunebook.record.files import RUN_FILE
 
 # Endings that another attempt would not change, or that were asked for.
 _DECIDED = (0, 2, 3, 4, 6, 7)
+_ASK_EVERY_S = 1.0
 
 
 def work(settings: dict[str, str]) -> None:
-    """One worker: call the launcher, run the rank, and raise where Ray should start all workers again."""
+    """One worker: join the launcher, run the rank, and raise where Ray should start all workers again."""
     train = import_module("ray.train")
     context = train.get_context()
     rank, folder = int(context.get_world_rank()), Path(settings["folder"])
@@ -43,20 +40,29 @@ def work(settings: dict[str, str]) -> None:
     if problem is not None:
         raise RequestError(problem, problem_id="folder-not-shared")
     config = load_config(folder / RUN_FILE)
-    store = _open_store() if rank == 0 else None
+    # The store in which the ranks find each other; it lives as long as this worker.
+    store = open_store("0.0.0.0", 0, is_master=True) if rank == 0 else None
     facts = node_facts(config, is_judged=context.get_local_rank() == 0)
-    line, reached_at = call_launcher(settings["meet"], config.launcher.start_timeout_s, print)
+    address, reached_at = find_launcher(settings["meet"], config.launcher.start_timeout_s, print)
+    state = NodeState(
+        node=rank,
+        ranks=[rank],
+        address=address,
+        reached_at=reached_at,
+        port=store.port if store is not None else 0,
+        place=import_module("ray").get_runtime_context().get_node_id(),
+        **facts,
+    )
+    link = Link(settings["meet"], state)
+    link.start()
     try:
-        port = store.port if store is not None else 0
-        place = import_module("ray").get_runtime_context().get_node_id()
-        hello(line, reached_at, node=rank, ranks=[rank], port=port, facts=facts, place=place)
-        agent = Agent(line=line, stop_timeout_s=config.launcher.stop_timeout_s)
-        # Every worker asks, since Ray has them agree; one of them tells.
-        watch = NoticeWatch(train.get_preemption_info, agent.notices.append if rank == 0 else lambda notice: None)
+        agent = Agent(link=link, stop_timeout_s=config.launcher.stop_timeout_s)
+        # Every worker asks, since Ray has them agree; one of them reports it.
+        watch = NoticeWatch(train.get_preemption_info, lambda notice: _report(link, notice) if rank == 0 else None)
         watch.start()
         go = agent.wait_for_go()
         environment = rank_environment(config, os.environ) | _rank_variables(context, go)
-        if interface := socket_interface(line.own_address):
+        if interface := socket_interface(address):
             environment.setdefault("GLOO_SOCKET_IFNAME", interface)
         working_folder = Path(settings["working_folder"])
         started = start_command(
@@ -67,21 +73,17 @@ def work(settings: dict[str, str]) -> None:
         exit_code = agent.follow(started)
         agent.wait_for_end(exit_code)
     finally:
-        line.close()
-    if exit_code not in _DECIDED and not watch.has_come:  # after a notice nobody is to be started here again
+        link.close()
+    if exit_code not in _DECIDED and not watch.has_come:  # after a notice nothing is to be started here again
         raise RuntimeError(f"rank {rank} ended with exit code {exit_code}; it says why in {rank_log(folder, rank)}")
 
 
-def _open_store() -> Any:
-    """The store in which the ranks find each other; it lives as long as this worker."""
-    from datetime import timedelta
-
-    from torch._C._distributed_c10d import TCPStore  # torch.distributed has it too, but not to mypy
-
-    return TCPStore("0.0.0.0", 0, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False)
+def _report(link: Link, notice: dict[str, Any]) -> None:
+    link.state.notice = notice
+    link.publish()
 
 
-def _rank_variables(context: Any, go: dict[str, Any]) -> dict[str, str]:
+def _rank_variables(context: Any, go: LauncherState) -> dict[str, str]:
     """What torchrun would set."""
     return {
         "RANK": str(context.get_world_rank()),
@@ -89,8 +91,39 @@ def _rank_variables(context: Any, go: dict[str, Any]) -> dict[str, str]:
         "WORLD_SIZE": str(context.get_world_size()),
         "LOCAL_WORLD_SIZE": str(context.get_local_world_size()),
         "GROUP_RANK": str(context.get_node_rank()),
-        "MASTER_ADDR": str(go["master_address"]),
-        "MASTER_PORT": str(go["master_port"]),
+        "MASTER_ADDR": str(go.master_address),
+        "MASTER_PORT": str(go.master_port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is not rank 0's
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
+
+
+class NoticeWatch(threading.Thread):
+    """Asks Ray Train for a preemption notice until there is one, and hands that on.
+
+    Ray has one when a node is drained: by its autoscaler or a cloud's operator for a spot machine, or by `ray start
+    --block` itself when it gets SIGTERM, as in a pod that Kubernetes deletes. In a thread, because
+    `ray.train.get_preemption_info` waits for the same call of every worker: one rank that hangs would otherwise keep
+    all workers from reading what the launcher publishes.
+    """
+
+    def __init__(self, ask: Callable[[], Any], hand_on: Callable[[dict[str, Any]], None]) -> None:
+        super().__init__(name="notices", daemon=True)  # it may wait for a worker that is gone
+        self.has_come = False
+        self._ask, self._hand_on = ask, hand_on
+
+    def run(self) -> None:
+        """Ask until there is a notice."""
+        try:
+            while (info := self._ask()) is None:
+                time.sleep(_ASK_EVERY_S)
+        except Exception:  # Ray's: it ends this worker, or has lost another, which the launcher sees
+            return
+        self.has_come = True
+        self._hand_on(notice_of(info, time.time()))
+
+
+def notice_of(info: Any, now: float) -> dict[str, Any]:
+    """Ray Train's PreemptionInfo, whose deadline is in milliseconds since 1970, at `now`, in seconds since then."""
+    gone_in_s = None if info.deadline_ms is None else max(0.0, info.deadline_ms / 1000 - now)
+    return {"ranks": list(info.preempted_ranks), "gone_in_s": gone_in_s}

@@ -15,6 +15,7 @@ from typing import TypeVar
 from tunebook.config.override_text import as_typed
 from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.errors import RequestError, TunebookError, did_you_mean
+from tunebook.launch.commands import submit_command
 from tunebook.launch.slurm.script import option_words, unusable_sign
 from tunebook.plan.rules.launching import slurm_seconds
 
@@ -107,6 +108,14 @@ def check_path(folder: Path) -> None:
             "outputs=/a/folder/of/yours",
             problem_id="slurm-refused",
         )
+
+
+def submit_script(script: Path, config: RunConfig) -> str:
+    """Hand a job script to Slurm; the job's number. Raises: RequestError when Slurm refuses."""
+    answer = slurm(*submit_command(script))
+    if answer.returncode != 0:
+        raise refusal(answer.stderr, config)
+    return answer.stdout.strip().partition(";")[0]
 
 
 def refusal(said: str, config: RunConfig) -> TunebookError:

@@ -18,8 +18,8 @@ from tunebook.evaluate.code.checks import has_code
 from tunebook.evaluate.sandbox.backends import HANDOVER_VARIABLE, SERVICE_HANDOVER
 from tunebook.evaluate.task_files import is_task_file, resolve_task
 from tunebook.files import CACHE_VARIABLE, cache_root
-from tunebook.launch.calling import TOKEN_VARIABLE
 from tunebook.launch.local import handed_on
+from tunebook.launch.rendezvous import TOKEN_VARIABLE
 from tunebook.record.files import PREPARED_FILE
 
 # What a container of Docker's gets of the task's environment; pyxis passes all of it.

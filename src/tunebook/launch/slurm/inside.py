@@ -1,6 +1,6 @@
 """What the containers of a run hold: compared with the launcher's own code, and written into the run's manifest.
 
-A container's agent describes it when it calls (`launch.node`); the launcher, which is outside, knows none of it.
+A container's node describes it when it joins (`launch.node`); the launcher, which is outside, knows none of it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 
 from tunebook.config.book import book_root
 from tunebook.config.schema import RunConfig, SlurmConfig
-from tunebook.launch.calling import code_hash
-from tunebook.launch.line import Message
+from tunebook.launch.node_facts import code_hash
+from tunebook.launch.rendezvous import NodeState
 from tunebook.launch.slurm.container import is_contained
 from tunebook.record.manifest import read_manifest, update_manifest
 from tunebook.record.provenance import describe_code, describe_environment
@@ -38,9 +38,9 @@ def describe_inside(config: RunConfig) -> dict[str, Any] | None:
     return {"code": describe_code(book_root()), "environment": environment}
 
 
-def note_inside(config: RunConfig, folder: Path, hello: Message) -> None:
+def note_inside(config: RunConfig, folder: Path, node: NodeState) -> None:
     """Replace in the manifest what was found outside by what a node's container holds."""
-    inside, settings = hello.get("inside"), config.launcher
+    inside, settings = node.inside, config.launcher
     if inside is None or not isinstance(settings, SlurmConfig):
         return
     known = read_manifest(folder)["environment"]  # an image's own Tunebook may say more
@@ -48,6 +48,6 @@ def note_inside(config: RunConfig, folder: Path, hello: Message) -> None:
     _, _, last = (settings.container_image or "").rpartition("@")  # before it a user's name may have one, too
     digest = last if last.startswith("sha256:") else environment.get("image_digest")
     facts = {"environment": {"variables": None, "lock": None} | environment | {"image_digest": digest}}
-    if hello["code"] != code_hash():  # otherwise the commit that was found outside is the code's, too
+    if node.code != code_hash():  # otherwise the commit that was found outside is the code's, too
         facts["code"] = inside["code"]
     update_manifest(folder, facts)

@@ -74,21 +74,33 @@ def job_script(config: RunConfig, folder: Path, python: str = sys.executable) ->
     """
     settings = config.launcher
     assert isinstance(settings, SlurmConfig)
-    parts = {"title": config.title, "the run folder": str(folder), "the working folder": str(Path.cwd())}
-    for what, text in (parts | {"Python": python}).items():
+    for what, text in {"title": config.title, "the run folder": str(folder)}.items():
+        require_printable(what, text)
+    comments = [
+        f"{config.title or 'A run'}: the job of {folder}",
+        f"Submitted by tunebook train; again by hand: sbatch {shlex.quote(str(folder / JOB_SCRIPT))}",
+        f"Slurm sends USR1 {settings.stop_timeout_s} s before the time limit, and on preemption where set to; the run",
+        f"saves, and {'asks to be requeued: it then goes on in this folder' if settings.requeue else 'ends'}.",
+    ]
+    return script_text(comments, option_words(config, folder), job_body(folder, python))
+
+
+def script_text(comments: list[str], options: list[str], body: str) -> str:
+    """A job script: comments, sbatch's options, and one command that starts everything.
+
+    Raises: RequestError for a control character in anything that it is made of.
+    """
+    for what, text in {"the job's command": body, "the working folder": str(Path.cwd())}.items():
         require_printable(what, text)
     lines = [
         _HEAD,
-        f"# {config.title or 'A run'}: the job of {folder}",
-        f"# Submitted by tunebook train; again by hand: sbatch {shlex.quote(str(folder / JOB_SCRIPT))}",
-        *option_lines(option_words(config, folder)),
+        *(f"# {comment}" for comment in comments),
+        *option_lines(options),
         "",
-        f"# Slurm sends USR1 {settings.stop_timeout_s} s before the time limit, and on preemption where set to; the",
-        f"# run saves, and {'asks to be requeued: it then goes on in this folder' if settings.requeue else 'ends'}.",
         "set -euo pipefail",
         "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_ON_NODE  # srun no longer takes it from the job, and would use one core",
         f"cd {shlex.quote(str(Path.cwd()))}",
-        job_body(folder, python),
+        body,
     ]
     return "\n".join(lines) + "\n"
 

@@ -24,8 +24,8 @@ from tunebook.launch.slurm.client import (
     check_path,
     job_state,
     patient_job_state,
-    refusal,
     slurm,
+    submit_script,
     take_back_hopeless,
 )
 from tunebook.launch.slurm.script import job_script, output_file
@@ -43,15 +43,11 @@ def submit(config: RunConfig, folder: Path, console: Console) -> str:
     try:
         check_path(folder)
         atomic_write_text(folder / JOB_SCRIPT, job_script(config, folder))
-        command = submit_command(folder)
-        show_command(command, console)
-        answer = slurm(*command)
-        if answer.returncode != 0:
-            raise refusal(answer.stderr, config)
+        show_command(submit_command(folder / JOB_SCRIPT), console)
+        job_id = submit_script(folder / JOB_SCRIPT, config)
     except TunebookError as error:
         finish_manifest(folder, RunState.failed, error.exit_code, error.message)
         raise
-    job_id = answer.stdout.strip().partition(";")[0]
     update_manifest(folder, {"slurm": {"job_id": job_id}})
     output = output_file(folder, job_id)
     state = _state_if_told(job_id)

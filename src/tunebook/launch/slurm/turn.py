@@ -18,8 +18,8 @@ from tunebook.config.frozen import load_config
 from tunebook.config.schema import SlurmConfig
 from tunebook.errors import RequestError, StoppedError, TunebookError
 from tunebook.launch.attempt import Attempt
-from tunebook.launch.calling import folder_problem
 from tunebook.launch.lock import working_in
+from tunebook.launch.node_facts import folder_problem
 from tunebook.launch.other_launchers import removal_notice, remove_other_launchers
 from tunebook.launch.resume import is_trained
 from tunebook.launch.slurm.client import JobState, patient_job_state, patient_requeue

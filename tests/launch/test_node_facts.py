@@ -1,11 +1,10 @@
-"""A node's call to the launcher, and what it looks for on its own machine."""
+"""What a node finds out about its own machine, and how it finds the launcher."""
 
 import errno
 import json
 import os
 import signal
 import socket
-from dataclasses import replace
 
 import pytest
 
@@ -14,18 +13,17 @@ from tunebook.config.compose import compose
 from tunebook.config.schema import ModelConfig
 from tunebook.errors import RequestError, StoppedError, TunebookError
 from tunebook.hardware.detect import Gpu, Machine
-from tunebook.launch import calling
-from tunebook.launch.calling import (
-    call_launcher,
+from tunebook.launch import node_facts as module
+from tunebook.launch import rendezvous
+from tunebook.launch.node_facts import (
     code_hash,
     folder_problem,
     free_port,
-    hello,
     node_facts,
     node_problems,
     socket_interface,
 )
-from tunebook.launch.line import Line
+from tunebook.launch.rendezvous import find_launcher
 from tunebook.model.weights_fingerprint import weights_fingerprint
 from tunebook.plan.auto.resolve import resolve_auto
 
@@ -46,9 +44,9 @@ A100S = machine_of("NVIDIA A100-SXM4-80GB", (8, 0), Generation.ampere)
 def test_a_node_with_gpus_of_another_generation_says_what_to_change(monkeypatch, launcher):
     words = ["hardware.num_nodes=2", f"launcher={launcher}"]
     config = resolve_auto(compose("qwen3b_zero2", words).config, H100S).config
-    monkeypatch.setattr(calling, "detect_machine", lambda: H100S)
+    monkeypatch.setattr(module, "detect_machine", lambda: H100S)
     assert [problem for problem in node_problems(config) if problem.startswith("hardware.generation: hopper is")] == []
-    monkeypatch.setattr(calling, "detect_machine", lambda: A100S)
+    monkeypatch.setattr(module, "detect_machine", lambda: A100S)
     (problem,) = node_problems(config)
     assert problem == (
         "hardware.generation: hopper is set, and this machine has NVIDIA A100-SXM4-80GB (ampere) (fix: run on nodes "
@@ -62,33 +60,32 @@ def test_the_first_address_that_answers_is_taken():
     said = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        line, reached_at = call_launcher(f"no-such-host.invalid,127.0.0.1:{port}", 5, said.append)
-    assert (reached_at, line.own_address, said) == ("127.0.0.1", "127.0.0.1", [])
-    line.close()
+        assert find_launcher(f"no-such-host.invalid,127.0.0.1:{port}", 5, said.append) == ("127.0.0.1", "127.0.0.1")
+    assert said == []
 
 
 def test_nobody_there_is_said_at_once_and_given_up_in_time(monkeypatch):
-    monkeypatch.setattr(calling, "_CALL_EVERY_S", 0.05)
+    monkeypatch.setattr(rendezvous, "_CONNECT_EVERY_S", 0.05)
     said = []
     port = free_port()
     with pytest.raises(
         TunebookError, match=rf"no launcher answers at 127.0.0.1:{port} within 0.2 s .*refused"
     ) as caught:
-        call_launcher(f"127.0.0.1:{port}", 0.2, said.append)
+        find_launcher(f"127.0.0.1:{port}", 0.2, said.append)
     assert caught.value.exit_code == 1
-    assert said == [f"calling 127.0.0.1:{port}, up to 0.2 s (127.0.0.1: Connection refused)"]
+    assert said == [f"connecting to 127.0.0.1:{port}, up to 0.2 s (127.0.0.1: Connection refused)"]
 
 
 def test_a_name_that_nobody_knows_is_not_waited_for_to_the_end(monkeypatch):
-    monkeypatch.setattr(calling, "_CALL_EVERY_S", 0.05)
-    monkeypatch.setattr(calling, "_NAME_WITHIN_S", 0.1)
+    monkeypatch.setattr(rendezvous, "_CONNECT_EVERY_S", 0.05)
+    monkeypatch.setattr(rendezvous, "_NAME_WITHIN_S", 0.1)
     with pytest.raises(RequestError, match=r"name node 0 with launcher\.master_address"):
-        call_launcher("no-such-host.invalid:29400", 600, lambda text: None)
+        find_launcher("no-such-host.invalid:29400", 600, lambda text: None)
 
 
 def test_a_request_to_stop_ends_the_calling():
     with pytest.raises(StoppedError, match="stopped by SIGTERM before the start"):
-        call_launcher(f"127.0.0.1:{free_port()}", 600, lambda text: None, [signal.SIGTERM])
+        find_launcher(f"127.0.0.1:{free_port()}", 600, lambda text: None, [signal.SIGTERM])
 
 
 def no_route(*_):
@@ -101,8 +98,8 @@ def refused(*_):
 
 def answers(monkeypatch, by_name):
     """Let calls end as said, by the name that is called, until the time is up."""
-    monkeypatch.setattr(calling, "_CALL_EVERY_S", 0.01)
-    monkeypatch.setattr(calling.socket, "create_connection", lambda place, timeout: by_name[place[0]]())
+    monkeypatch.setattr(rendezvous, "_CONNECT_EVERY_S", 0.01)
+    monkeypatch.setattr(rendezvous.socket, "create_connection", lambda place, timeout: by_name[place[0]]())
 
 
 @pytest.mark.parametrize("other", [no_route, refused])
@@ -110,16 +107,16 @@ def test_a_launcher_that_refuses_for_long_has_ended_where_it_listened_before_any
     """A container outlives a job that is cancelled while it starts."""
     answers(monkeypatch, {"10.0.0.1": refused, "127.0.0.1": other})
     with pytest.raises(
-        TunebookError, match=r"the launcher at .*:29400 has ended: calls are refused since 0.1 s"
+        TunebookError, match=r"the launcher at .*:29400 has ended: connections are refused since 0.1 s"
     ) as caught:
-        call_launcher("10.0.0.1,127.0.0.1:29400", 600, lambda text: None, refused_for_s=0.1)
+        find_launcher("10.0.0.1,127.0.0.1:29400", 600, lambda text: None, refused_for_s=0.1)
     assert caught.value.problem_id == "launcher-lost"
 
 
 def test_loopback_that_refuses_may_be_another_machines(monkeypatch):
     answers(monkeypatch, {"10.0.0.1": no_route, "127.0.0.1": refused})
     with pytest.raises(TunebookError, match=r"no launcher answers at .* within 0.2 s"):
-        call_launcher("10.0.0.1,127.0.0.1:29400", 0.2, lambda text: None, refused_for_s=0.05)
+        find_launcher("10.0.0.1,127.0.0.1:29400", 0.2, lambda text: None, refused_for_s=0.05)
 
 
 def test_a_folder_that_is_not_shared_is_named(tmp_path):
@@ -140,7 +137,7 @@ def test_the_code_is_told_apart_by_its_content_and_by_nothing_else(tmp_path, mon
         (package / "data" / "sampler.py").write_text(line)
         (package / "data" / "__pycache__" / "sampler.pyc").write_text(name)
         (package / "data" / ".#sampler.py").symlink_to("somebody@somewhere")  # as editors leave them
-        monkeypatch.setattr(calling.tunebook, "__file__", str(package / "__init__.py"))
+        monkeypatch.setattr(module.tunebook, "__file__", str(package / "__init__.py"))
         found.append(code_hash())
     here, elsewhere, changed = found
     assert here == elsewhere != changed
@@ -151,22 +148,13 @@ def test_the_code_is_told_apart_by_its_content_and_by_nothing_else(tmp_path, mon
     assert code_hash() != changed
 
 
-def test_a_node_says_what_code_it_has():
+def test_a_node_reports_its_software_and_code():
     """Else two checkouts of one version could train together on different data."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        line, reached_at = call_launcher(f"127.0.0.1:{listener.getsockname()[1]}", 5, lambda text: None)
-        other = Line(listener.accept()[0])
-    config = resolve_auto(compose("quickstart", []).config, H100S).config
-    facts = replace(node_facts(config, is_judged=False), weights="f" * 64)
-    hello(line, reached_at, node=1, ranks=[1], port=4000, facts=facts)
-    (said,) = other.receive(20)
-    assert said["weights"] == "f" * 64
-    assert said["code"] == code_hash()
-    assert len(said["code"]) == 64
-    assert said["versions"].startswith("tunebook ")
-    assert said["problems"] == []
-    line.close()
-    other.close()
+    facts = node_facts(resolve_auto(compose("quickstart", []).config, H100S).config, is_judged=False)
+    assert facts["code"] == code_hash()
+    assert len(facts["code"]) == 64
+    assert facts["versions"].startswith("tunebook ")
+    assert facts["host"] == socket.gethostname()
 
 
 def test_one_of_several_nodes_says_which_weights_it_has(tmp_path, monkeypatch):
@@ -176,14 +164,14 @@ def test_one_of_several_nodes_says_which_weights_it_has(tmp_path, monkeypatch):
     config.model = ModelConfig(path=str(tmp_path / "base"))
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "pytorch_model.bin").write_bytes(b"weights")
-    assert node_facts(config).weights is None  # there is no other node to differ from
+    assert node_facts(config)["weights"] is None  # there is no other node to differ from
     config.hardware.num_nodes = 2
-    weights = node_facts(config).weights
+    weights = node_facts(config)["weights"]
     assert weights is not None
     assert weights == weights_fingerprint(config.model)
-    assert node_facts(config, is_judged=False).weights is None
+    assert "weights" not in node_facts(config, is_judged=False)
     (tmp_path / "base" / "model.safetensors").write_bytes(b"cut off")
-    assert node_facts(config).weights is None, "the rank that reads it says why it cannot"
+    assert node_facts(config)["weights"] is None, "the rank that reads it says why it cannot"
 
 
 def test_loopback_is_no_interface_between_nodes():

@@ -32,38 +32,28 @@ _ASK_TIMEOUT_S = 5.0
 _LATER = timedelta(seconds=60)  # than the watch, which says more than torch's own time-outs
 
 
-class StartWatch:
+class StartWatch(threading.Thread):
     """A thread that ends this process when the ranks have not met in time, or when it has been left alone.
 
     A thread, because a rank that hangs in a collective runs no Python in its main thread, and so no signal handler.
     """
 
     def __init__(self, folder: Path, *, rank: int, num_ranks: int, start_timeout_s: float, alone_timeout_s: float):
+        super().__init__(daemon=True, name="start-watch")
+        self.has_met = False  # from then on only the parent is watched
+        self.connect: Callable[[], TCPStore] | None = None  # to the store in which every rank notes that it is here
         self._folder, self._rank, self._num_ranks = folder, rank, num_ranks
         self._start_timeout_s, self._alone_timeout_s = start_timeout_s, alone_timeout_s
         self._parent = os.getppid()
-        self._has_met = threading.Event()
-        self._store: Callable[[], TCPStore] | None = None
 
-    def start(self) -> None:
-        """From now on the time counts."""
-        threading.Thread(target=self._watch, daemon=True, name="start-watch").start()
-
-    def ask_with(self, connect: Callable[[], TCPStore]) -> None:
-        """How to reach the store in which every rank notes that it is here."""
-        self._store = connect
-
-    def has_met(self) -> None:
-        """The ranks have met: from now on only the parent is watched."""
-        self._has_met.set()
-
-    def _watch(self) -> None:
+    def run(self) -> None:
+        """Watch until this process ends."""
         meet_by = time.monotonic() + self._start_timeout_s
         alone_since: float | None = None
         while True:
             time.sleep(_POLL_S)
             now = time.monotonic()
-            if now > meet_by and not self._has_met.is_set():
+            if now > meet_by and not self.has_met:
                 limit = f"{self._start_timeout_s:g} s (launcher.start_timeout_s)"
                 self._leave(f"{self._whom()} waited {limit} for the first collective: {self._why()}")
             if os.getppid() != self._parent:
@@ -86,10 +76,10 @@ class StartWatch:
         return f"rank {self._rank} on {socket.gethostname()}"
 
     def _why(self) -> str:
-        if self._store is None:
+        if self.connect is None:
             return "it was still starting (a slow file system, or a package that hangs while it is imported)"
         try:
-            store = self._store()
+            store = self.connect()
             absent = [rank for rank in range(self._num_ranks) if not store.check([f"{_PREFIX}/{rank}"])]
         except RuntimeError as error:
             return f"rank 0 cannot be reached ({str(error).splitlines()[0]})"
@@ -115,7 +105,7 @@ def meet(config: RunConfig, watch: StartWatch, is_asked_to_stop: Callable[[], bo
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         return TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
 
-    watch.ask_with(connect)
+    watch.connect = connect
     store = connect(timeout + _LATER)
     store.set(f"{_PREFIX}/{rank}", "here")
     is_on_gpu = config.hardware.generation is not Generation.cpu
@@ -134,5 +124,5 @@ def meet(config: RunConfig, watch: StartWatch, is_asked_to_stop: Callable[[], bo
     distributed.all_reduce(asked)
     is_stopping = asked.item() > 0  # waits for the GPU
     distributed.destroy_process_group()
-    watch.has_met()
+    watch.has_met = True
     return is_stopping

@@ -1,0 +1,118 @@
+"""What a node finds out about itself before it joins a run: its software, code, weights, and what it lacks."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import socket
+import struct
+from contextlib import suppress
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import tunebook
+from tunebook.config.book import INSTALLED_BOOK
+from tunebook.config.choices import LauncherName
+from tunebook.config.override_text import typed_list
+from tunebook.config.schema import LauncherConfig, RunConfig
+from tunebook.errors import Problem, RequestError
+from tunebook.files import read_json
+from tunebook.hardware.detect import Machine, detect_machine
+from tunebook.launch.rendezvous import is_loopback
+from tunebook.model.weights_fingerprint import weights_fingerprint
+from tunebook.plan.rules import check_environment
+from tunebook.record.files import PREPARED_FILE, RUN_FILE
+
+_SAME_EVERYWHERE = ("tunebook", "torch", "transformers", "accelerate", "deepspeed")
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
+
+
+def node_facts(config: RunConfig, *, is_judged: bool = True) -> dict[str, Any]:
+    """The facts of this node, by their names in `NodeState`; `is_judged`: also what one rank may check for all."""
+    facts: dict[str, Any] = {"host": socket.gethostname(), "versions": software(), "code": code_hash()}
+    if not is_judged:
+        return facts
+    weights = None
+    if config.hardware.num_nodes > 1:
+        with suppress(RequestError):  # nothing there that can be read: ranks that need it say so
+            weights = weights_fingerprint(config.model)
+    return facts | {"problems": node_problems(config), "weights": weights}
+
+
+def software() -> str:
+    """The versions that all ranks of a run must have in common."""
+    return ", ".join(f"{name} {version}" for name in _SAME_EVERYWHERE if (version := _version(name)) is not None)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def code_hash() -> str:
+    """The hash of Tunebook's own Python files, wherever they are; an installed book next to them does not count.
+
+    A version does not tell two commits apart, and ranks of different code may train on different data without an error.
+    """
+    package = Path(tunebook.__file__).parent
+    found = {file.relative_to(package): file for file in package.rglob("*.py") if file.is_file()}
+    files = {name.as_posix(): file for name, file in found.items() if name.parts[0] != INSTALLED_BOOK}
+    whole = hashlib.sha256()
+    for name in sorted(files):
+        whole.update(f"{name}\0{hashlib.sha256(files[name].read_bytes()).hexdigest()}\n".encode())
+    return whole.hexdigest()
+
+
+def node_problems(config: RunConfig) -> list[str]:
+    """What this machine lacks for its ranks."""
+    launcher = LauncherConfig(name=LauncherName.local)  # a node is judged by the machine it is
+    machine = detect_machine()
+    found = check_environment(replace(config, launcher=launcher), machine)
+    return [f"{problem.key}: {problem.message} (fix: {_fix_on_nodes(problem, machine)})" for problem in found]
+
+
+def _fix_on_nodes(problem: Problem, machine: Machine) -> str:
+    """What to change where one node of several has the problem: `auto` would look at another machine."""
+    if problem.id != "other-gpu-here":
+        return problem.fix
+    kind = machine.gpus[0].generation.name
+    return (
+        "run on nodes with GPUs of one generation, under Slurm by launcher.partition or "
+        f"{typed_list('launcher.extra_args', ['--constraint=FEATURE'])}; where all of them have {kind}, hardware={kind}"
+    )
+
+
+def folder_problem(folder: Path) -> str | None:
+    """Why a node cannot work in a run folder: it must see what the launcher wrote there."""
+    if not (folder / RUN_FILE).is_file():
+        return f"the run folder {folder} is not there; name one that all nodes share: outputs=/a/shared/folder"
+    prepared = Path(read_json(folder / PREPARED_FILE)["folder"])
+    if not prepared.is_dir():
+        return f"the prepared data {prepared} is not there; set TUNEBOOK_CACHE to a folder that all nodes share"
+    return None
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def socket_interface(address: str) -> str | None:
+    """The network interface that has an IPv4 address; None for loopback and where none has."""
+    if is_loopback(address):
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue  # it has no IPv4 address
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None
