@@ -105,6 +105,7 @@ lint: $(DEV_READY)  ## Style of Python, YAML and shell; changes nothing
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/yamllint --strict .
+	.venv/bin/lint-imports --no-cache --no-logo
 	.venv/bin/shellcheck -xa $(SCRIPTS)
 
 format: $(DEV_READY)  ## Mend what can be mended by itself
