@@ -15,7 +15,6 @@ from tunebook.doctor.findings import (
     size_text,
 )
 from tunebook.errors import Problem, RequestError
-from tunebook.explain.doctor import DOCTOR
 
 OK = Finding(id="swap", kind=Kind.system, what="no swap")
 WARNING = Finding(id="swap", kind=Kind.system, level=Level.warning, what="swap in use", fix="swapoff")
@@ -72,7 +71,3 @@ def test_numbers_for_people(numbers: list[int], text: str) -> None:
 )
 def test_sizes_for_people(num_bytes: int, text: str) -> None:
     assert size_text(num_bytes) == text
-
-
-def test_the_texts_are_of_findings() -> None:
-    assert len(DOCTOR) > 30
