@@ -10,17 +10,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tunebook.config.choices import MasterWeights, OptimizerName, PeftMethod, Weights
+from tunebook.config.choices import MasterWeights, PeftMethod, Weights
 from tunebook.config.schema import RunConfig, ZeroConfig
 from tunebook.doctor.findings import Finding, Kind, Level, size_text
 from tunebook.doctor.hub_cache import cached_weights
+from tunebook.facts.optimizers import OPTIMIZERS
 from tunebook.files import cache_root
 from tunebook.hardware.disk import existing
 from tunebook.model.hub_token import unreadable_token
 
 GIB = 2**30
 _MIN_FREE_GIB = 5.0  # records, prepared data, compiled operators
-_EIGHT_BIT = (OptimizerName.adamw_8bit, OptimizerName.paged_adamw_8bit)
 _PUBLISHED_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 # The first that is set counts, whatever it says. Source: huggingface_hub, `constants.HF_HUB_OFFLINE`.
 _OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
@@ -82,7 +82,7 @@ def checkpoint_bytes(config: RunConfig) -> tuple[int, int]:
     on the quickstart, without its tokenizer's 0.7 MB: 12 bytes a parameter on one rank, 20 with ZeRO-2 on two.
     """
     weight = 2 if config.precision.master_weights is MasterWeights.bf16 else 4
-    moments = 2 if config.optimizer.name in _EIGHT_BIT else 2 * weight
+    moments = OPTIMIZERS[config.optimizer.name].state_bytes or 2 * weight
     return weight, moments + (weight + 4 if isinstance(config.parallelism, ZeroConfig) else 0)
 
 

@@ -9,7 +9,6 @@ from tunebook.config.choices import (
     Attention,
     Compute,
     Generation,
-    OptimizerName,
     PackingMode,
     PeftMethod,
     Strategy,
@@ -18,6 +17,7 @@ from tunebook.config.choices import (
 from tunebook.config.schema import ModelFacts, RunConfig, world_size
 from tunebook.config.sharing import is_offloaded
 from tunebook.facts.attention import FLASH, WITHOUT_MASK
+from tunebook.facts.optimizers import OPTIMIZERS
 from tunebook.plan.speed.measured_speed import (
     ADAPTERS,
     ALONE,
@@ -30,7 +30,6 @@ from tunebook.plan.speed.measured_speed import (
 )
 
 SEVERAL_NODES = "no speed was measured on several nodes, and their links decide it"
-_PAGED = (OptimizerName.paged_adamw_32bit, OptimizerName.paged_adamw_8bit)
 
 
 def why_not_estimated(config: RunConfig) -> str | None:
@@ -78,7 +77,7 @@ def as_on_one_node(config: RunConfig) -> RunConfig:
 
 
 def _needs_host(config: RunConfig) -> bool:
-    return is_offloaded(config) or config.optimizer.name in _PAGED
+    return is_offloaded(config) or OPTIMIZERS[config.optimizer.name].is_paged
 
 
 def alike(config: RunConfig, facts: ModelFacts, flops_per_pass: float) -> Alone:

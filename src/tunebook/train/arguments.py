@@ -15,7 +15,6 @@ from tunebook.config.choices import (
     Compute,
     Generation,
     MasterWeights,
-    OptimizerName,
     PackingMode,
     ScheduleName,
     Switch,
@@ -23,17 +22,11 @@ from tunebook.config.choices import (
 )
 from tunebook.config.schema import RunConfig, ScheduleConfig
 from tunebook.data.batch import BatchPlan
+from tunebook.facts.optimizers import OPTIMIZERS
 from tunebook.model.fp8_layers import ALIGNMENT
 from tunebook.parallel.ddp import ddp_arguments
 from tunebook.parallel.deepspeed import deepspeed_settings, uses_autocast, zero_stage
 from tunebook.parallel.fsdp import fsdp_arguments, is_fsdp
-
-_OPTIMIZERS = {
-    OptimizerName.adamw: "adamw_torch_fused",
-    OptimizerName.adamw_8bit: "adamw_8bit",
-    OptimizerName.paged_adamw_32bit: "paged_adamw_32bit",
-    OptimizerName.paged_adamw_8bit: "paged_adamw_8bit",
-}
 
 
 def trainer_arguments(config: RunConfig, plan: BatchPlan, folder: Path, *, has_validation: bool) -> dict[str, Any]:
@@ -78,7 +71,7 @@ def row_multiple(config: RunConfig) -> int | None:
 def _optimizer(config: RunConfig) -> dict[str, Any]:
     optimizer = config.optimizer
     return {
-        "optim": _OPTIMIZERS[optimizer.name],
+        "optim": OPTIMIZERS[optimizer.name].optim,
         "learning_rate": optimizer.learning_rate,
         "weight_decay": optimizer.weight_decay,
         "adam_beta1": optimizer.beta1,

@@ -19,11 +19,10 @@ from tunebook.config.choices import Checkpointing, Compute, Generation, Offload,
 from tunebook.config.frozen import PARALLELISM_SCHEMAS
 from tunebook.config.schema import CHOICE_SCHEMAS, ParallelismConfig, RunConfig, ZeroConfig, world_size
 from tunebook.errors import Problem
-from tunebook.plan.advice.host_advice import UNPAGED
+from tunebook.facts.optimizers import OPTIMIZERS, RUNS_EVERYWHERE
 from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.draft import Draft, draft_run
 from tunebook.plan.memory import estimate_memory
-from tunebook.plan.rules.optimizing import BITSANDBYTES
 from tunebook.plan.speed.measured_speed import RECOMPUTED, SELECTIVE, STORED, rate_on_8, share_beside
 
 HOW_MANY = 3
@@ -133,9 +132,8 @@ _OTHER_LEARNING = (
     ),
 )
 _ADAPTERS = _OTHER_LEARNING[1:]
-_IN_8_BITS = (OptimizerName.adamw_8bit, OptimizerName.paged_adamw_8bit)
 # See the rules bitsandbytes-optimizer-with-fsdp and -offloaded, fp8-with-deepspeed and fp8-with-adapters.
-_REFUSE_BITSANDBYTES = {"parallelism=fsdp"} | {word for change in _OFFLOADED for word in change.words}
+_NEED_PLAIN_ADAMW = {"parallelism=fsdp"} | {word for change in _OFFLOADED for word in change.words}
 _REFUSE_FP8 = {f"parallelism={name}" for name in ("zero2", "zero3", "zero2_offload", "zero3_offload")}
 _REFUSE_FP8 |= {word for change in _ADAPTERS for word in change.words}
 # What divides the frozen weights, the fastest way and with the host's memory. Each try takes a third of a second.
@@ -291,7 +289,7 @@ def _candidates(draft: Draft) -> list[Change]:
     smaller = [_SMALLER_PASSES] * ((config.training.micro_batch_size or 1) > 1)
     single += smaller
     strategies_of_adapters = [change for change in single if change.words in _WITH_ADAPTERS]
-    single += _OTHER_LEARNING if config.optimizer.name not in _IN_8_BITS else _ADAPTERS
+    single += _OTHER_LEARNING if not OPTIMIZERS[config.optimizer.name].is_8bit else _ADAPTERS
     single += [_both(strategy, adapter) for adapter in _ADAPTERS for strategy in strategies_of_adapters]
     single = [_as_rules_allow(_that_counts(change, draft), draft, config) for change in single]
     sparing = _sparing_the_host(config) if draft.host is not None and draft.host.fits is False else []
@@ -327,10 +325,10 @@ def _that_counts(change: Change, draft: Draft) -> Change:
 def _as_rules_allow(change: Change, draft: Draft, config: RunConfig) -> Change:
     """With AdamW where the run has an optimizer of bitsandbytes that a change does not go with, and in bf16 for fp8."""
     words = set(change.words)
-    if config.optimizer.name in BITSANDBYTES and words & _REFUSE_BITSANDBYTES:
+    if not OPTIMIZERS[config.optimizer.name].takes_dtensors and words & _NEED_PLAIN_ADAMW:
         exact = "optimizer state in 32 bits instead of 8: learns no less exactly"
-        note = exact if config.optimizer.name in _IN_8_BITS else "the same steps"
-        adamw = (_to_type("optimizer", "name", OptimizerName.adamw, draft),)
+        note = exact if OPTIMIZERS[config.optimizer.name].is_8bit else "the same steps"
+        adamw = (_to_type("optimizer", "name", RUNS_EVERYWHERE, draft),)
         change = _both(change, Change(words=adamw, speed=1.0, note=note))
     if config.precision.compute is Compute.fp8 and words & _REFUSE_FP8:
         bf16 = (_to_type("precision", "compute", Compute.bf16, draft),)
@@ -351,7 +349,7 @@ def _to_type(group: str, field: str, value: Enum, draft: Draft) -> str:
 def _sparing_the_host(config: RunConfig) -> list[Change]:
     """Without what was asked for that takes host memory and changes nothing that is learned."""
     changes = [_KEPT_ON_GPU] if config.activation.offload else []
-    if (name := UNPAGED.get(config.optimizer.name)) is not None:
+    if (name := OPTIMIZERS[config.optimizer.name].same_steps_unpaged) is not None:
         note = "the same steps, with the optimizer's state on the GPU"
         changes.append(Change(words=(f"optimizer={name.name}",), speed=1.0, note=note))
     return changes

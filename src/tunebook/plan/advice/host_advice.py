@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tunebook.config.choices import Checkpointing, Offload, OptimizerName, PeftMethod, Strategy
+from tunebook.config.choices import Checkpointing, Offload, PeftMethod, Strategy
 from tunebook.config.schema import FsdpConfig, ModelFacts, ParallelismConfig, RunConfig, ZeroConfig
+from tunebook.facts.optimizers import OPTIMIZERS
 from tunebook.plan.memory import GIB, estimate_memory
 from tunebook.plan.memory.gpu import plan_memory
 from tunebook.plan.memory.host import HostBytes, host_bytes, offloaded_activation_bytes, offloaded_bytes
@@ -19,11 +20,6 @@ from tunebook.plan.rules import check
 
 HOW_MANY = 3
 _TYPE_MORE = "say what the nodes really have: hardware.host_memory_gib=GIB"
-# The optimizers whose state the driver moves to the host, and the same arithmetic with a state that stays on the GPU.
-UNPAGED = {
-    OptimizerName.paged_adamw_32bit: OptimizerName.adamw,
-    OptimizerName.paged_adamw_8bit: OptimizerName.adamw_8bit,
-}
 _DOUBLINGS = 3  # of the nodes, and halvings of the GPUs of each, at most: more is another plan
 
 
@@ -105,7 +101,7 @@ def _remedies(config: RunConfig, facts: ModelFacts, capacity: float) -> Iterator
         recomputed = replace(kept_on_gpu.activation, checkpointing=Checkpointing.enabled)
         words = "activation=checkpointing activation.offload=false"
         yield _Remedy(words=words, config=replace(config, activation=recomputed))
-    if (name := UNPAGED.get(config.optimizer.name)) is not None:
+    if (name := OPTIMIZERS[config.optimizer.name].same_steps_unpaged) is not None:
         another = replace(config, optimizer=replace(config.optimizer, name=name))
         yield _Remedy(words=f"optimizer.name={name.name}", config=another)  # counts where the key was typed, too
     yield from _strategies(config)

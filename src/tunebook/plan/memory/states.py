@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tunebook.config.choices import Compute, MasterWeights, Offload, OptimizerName, PeftMethod, Strategy
+from tunebook.config.choices import Compute, MasterWeights, Offload, PeftMethod, Strategy
 from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig, ZeroConfig
 from tunebook.config.sharing import is_cast_by_deepspeed
+from tunebook.facts.optimizers import OPTIMIZERS
 from tunebook.model.parameters import count_parameters, trained_sizes
 
-_EIGHT_BIT = (OptimizerName.adamw_8bit, OptimizerName.paged_adamw_8bit)
-_PAGED = (OptimizerName.paged_adamw_32bit, OptimizerName.paged_adamw_8bit)
 # transformers 5.23 asks bitsandbytes for moments in 32 bits of every embedding (trainer.py, create_optimizer), which it
 # finds by the parameter itself: not by DeepSpeed's flat copies.
 _MOMENTS_OF_EMBEDDINGS = 8
@@ -51,7 +50,7 @@ def state_bytes(config: RunConfig, facts: ModelFacts) -> States:
     """
     states, settings = states_anywhere(config, facts), config.parallelism
     weights, gradients, optimizer = states.weights, states.gradients, states.optimizer
-    if config.optimizer.name in _PAGED:
+    if OPTIMIZERS[config.optimizer.name].is_paged:
         optimizer -= paged_bytes(config, facts)
     if isinstance(settings, ZeroConfig) and settings.offload_optimizer is not Offload.none:
         gradients = optimizer = 0.0
@@ -144,7 +143,7 @@ def states_anywhere(config: RunConfig, facts: ModelFacts) -> States:
 
 def paged_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """One rank's moments, where the driver moves them between GPU and host as they are needed. A master copy stays."""
-    if config.optimizer.name not in _PAGED:
+    if not OPTIMIZERS[config.optimizer.name].is_paged:
         return 0.0
     return _moments_bytes(config, facts) / divided_among(config).optimizer
 
@@ -182,7 +181,7 @@ def has_parameters_away(config: RunConfig) -> bool:
 def _moments_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """Of Adam's two moments, before they are divided. Measured in 8 bits: Phi-4's 4 layers on two H200 with DDP."""
     parameters, element = count_parameters(config, facts), _moments_element(config)
-    if config.optimizer.name not in _EIGHT_BIT or isinstance(config.parallelism, ZeroConfig):
+    if not OPTIMIZERS[config.optimizer.name].keeps_embeddings_in_fp32 or isinstance(config.parallelism, ZeroConfig):
         return float(parameters.trained * element)
     embeddings = parameters.trained_embeddings
     return float((parameters.trained - embeddings) * element + embeddings * _MOMENTS_OF_EMBEDDINGS)
@@ -193,10 +192,8 @@ def _moments_element(config: RunConfig) -> int:
 
     torch's are in the format of the weights, bitsandbytes' of 32 bits always fp32 (0.50, optim/optimizer.py).
     """
-    if config.optimizer.name in _EIGHT_BIT:
-        return 2
     is_bf16 = trained_element(config) == 2 and not isinstance(config.parallelism, ZeroConfig)
-    return 4 if is_bf16 and config.optimizer.name not in _PAGED else 8
+    return OPTIMIZERS[config.optimizer.name].state_bytes or (4 if is_bf16 else 8)
 
 
 def _master_element(config: RunConfig) -> int:

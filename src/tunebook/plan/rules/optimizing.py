@@ -9,7 +9,6 @@ from tunebook.config.choices import (
     Compute,
     Generation,
     Offload,
-    OptimizerName,
     PeftMethod,
     ScheduleName,
     Strategy,
@@ -18,11 +17,11 @@ from tunebook.config.choices import (
 from tunebook.config.override_text import typed_list
 from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
 from tunebook.errors import nearest
+from tunebook.facts.optimizers import OPTIMIZERS
 from tunebook.model.parameters import EMBEDDINGS, HEADS, PRODUCTS_OF, has_experts, last_name, linear_layers
 from tunebook.plan.rules.frame import Finding, Level, Rule, rule
 from tunebook.plan.rules.quantised import quantiser_of
 
-BITSANDBYTES = (OptimizerName.adamw_8bit, OptimizerName.paged_adamw_32bit, OptimizerName.paged_adamw_8bit)
 # Of a model whose layers are as Llama's, beside its linear layers.
 _MODULES = ("embed_tokens", "lm_head", "norm", "self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
 _MOST_LAYERS = 1000  # whose names are looked at
@@ -242,7 +241,7 @@ def qlora_random_weights(config: RunConfig) -> Finding | None:
 def bitsandbytes_optimizer_without_gpu(config: RunConfig) -> Finding | None:
     """bitsandbytes on a CPU."""
     name = config.optimizer.name
-    if name not in BITSANDBYTES or config.hardware.generation is not Generation.cpu:
+    if not OPTIMIZERS[name].needs_gpu or config.hardware.generation is not Generation.cpu:
         return None
     return Finding(key="optimizer.name", message=f"{name.name} needs a GPU", fix="optimizer.name=adamw")
 
@@ -258,7 +257,7 @@ def bitsandbytes_optimizer_without_gpu(config: RunConfig) -> Finding | None:
 def bitsandbytes_optimizer_with_fsdp(config: RunConfig) -> Finding | None:
     """bitsandbytes on DTensors."""
     name, strategy = config.optimizer.name, config.parallelism.strategy
-    if name not in BITSANDBYTES or strategy not in (Strategy.fsdp, Strategy.fsdp_grad_op, Strategy.hsdp):
+    if OPTIMIZERS[name].takes_dtensors or strategy not in (Strategy.fsdp, Strategy.fsdp_grad_op, Strategy.hsdp):
         return None
     message = f"{name.name} does not work on the sharded tensors of {strategy.name}"
     other = "" if config.precision.compute is Compute.fp8 else " or parallelism=zero3"  # see fp8-with-deepspeed
@@ -274,7 +273,7 @@ def bitsandbytes_optimizer_with_fsdp(config: RunConfig) -> Finding | None:
 def bitsandbytes_optimizer_offloaded(config: RunConfig) -> Finding | None:
     """Two ways of moving the optimizer to the host at once."""
     name, settings = config.optimizer.name, config.parallelism
-    if name not in BITSANDBYTES or not isinstance(settings, ZeroConfig):
+    if OPTIMIZERS[name].can_be_offloaded or not isinstance(settings, ZeroConfig):
         return None
     if settings.offload_optimizer is Offload.none:
         return None

@@ -11,11 +11,11 @@ from tunebook.config.schema import RunConfig
 from tunebook.errors import Problem
 from tunebook.facts.attention import BY_LENGTHS
 from tunebook.facts.generations import ATTENTION_PACKAGES, GENERATIONS, can_run
+from tunebook.facts.optimizers import OPTIMIZERS
 from tunebook.hardware.image import Image
 from tunebook.plan.rules.attention import without_flash_attn
 from tunebook.plan.rules.frame import Explanation
 from tunebook.plan.rules.image import train_line
-from tunebook.plan.rules.optimizing import BITSANDBYTES
 from tunebook.plan.rules.parallelism import ZERO
 
 VersionOf = Callable[[str], str | None]
@@ -62,7 +62,7 @@ _NEEDS: tuple[_Need, ...] = (
     _Need(
         package="bitsandbytes",
         key="optimizer.name",
-        is_needed=lambda config: config.optimizer.name in BITSANDBYTES,
+        is_needed=lambda config: OPTIMIZERS[config.optimizer.name].package == "bitsandbytes",
         install="pip install bitsandbytes",
     ),
     _Need(

@@ -19,8 +19,8 @@ from tunebook.config.choices import (
 from tunebook.config.fsdp_units import layer_parameters
 from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
 from tunebook.config.sharing import is_cast_by_deepspeed
+from tunebook.facts.optimizers import OPTIMIZERS
 from tunebook.plan.rules.frame import Finding, Level, Rule, another_model, rule, world_size
-from tunebook.plan.rules.optimizing import BITSANDBYTES
 from tunebook.plan.rules.quantised import quantiser_of
 
 ZERO = (Strategy.zero1, Strategy.zero2, Strategy.zero3)
@@ -290,7 +290,7 @@ def offload_not_possible(config: RunConfig) -> Iterator[Finding]:
 
 def _zero3_can_offload(config: RunConfig) -> bool:
     """Whether ZeRO-3 with all states offloaded goes with the rest: see fp8-with-deepspeed, bitsandbytes-optimizer-*."""
-    return config.precision.compute is not Compute.fp8 and config.optimizer.name not in BITSANDBYTES
+    return config.precision.compute is not Compute.fp8 and OPTIMIZERS[config.optimizer.name].can_be_offloaded
 
 
 def _or_to_nvme(config: RunConfig) -> str:

@@ -18,9 +18,9 @@ from tunebook.config.choices import (
 from tunebook.config.schema import RunConfig, ZeroConfig
 from tunebook.facts.attention import FLASH
 from tunebook.facts.generations import GENERATIONS, GenerationFacts, capability_text
+from tunebook.facts.optimizers import OPTIMIZERS, RUNS_EVERYWHERE
 from tunebook.plan.rules.attention import compiles, nearest_attention, without_flash_attn
 from tunebook.plan.rules.frame import Finding, Level, Rule, rule
-from tunebook.plan.rules.optimizing import BITSANDBYTES
 
 
 def _facts(config: RunConfig) -> GenerationFacts | None:
@@ -147,7 +147,8 @@ def fp8_with_deepspeed(config: RunConfig) -> Finding | None:
     offloads = settings.offload_parameters is not Offload.none or settings.offload_optimizer is not Offload.none
     is_whole = settings.strategy is not Strategy.zero3
     better = "fsdp_offload" if offloads else "fsdp_grad_op" if is_whole else "fsdp"
-    fix = f"parallelism={better}" + (" optimizer.name=adamw" if config.optimizer.name in BITSANDBYTES else "")
+    optimizer = "" if OPTIMIZERS[config.optimizer.name].takes_dtensors else f" optimizer.name={RUNS_EVERYWHERE.name}"
+    fix = f"parallelism={better}{optimizer}"
     if any(refusing.find(config) for refusing in (fp8_without_hardware, fp8_with_adapters)):  # under FSDP as well
         fix = _instead_of_fp8(config)
     return Finding(key="precision.compute", message=f"fp8 does not run under {settings.strategy.name}", fix=fix)
