@@ -19,7 +19,7 @@ import pytest
 from tunebook.config import schema
 from tunebook.config.choices import Overlong, PackingMode, Source, Weights
 from tunebook.data import prepare as prepare_module
-from tunebook.data.fitting import NOTHING_TRAINED, TOO_LONG
+from tunebook.data.chunks import NOTHING_TRAINED, TOO_LONG
 from tunebook.data.prepare import load_prepared, prepare
 from tunebook.errors import DataError, DoesNotFitError, RequestError
 

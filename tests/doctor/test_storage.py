@@ -10,8 +10,7 @@ from huggingface_hub import constants
 
 from tunebook.doctor import storage
 from tunebook.doctor.findings import Level
-from tunebook.doctor.hub_cache import CachedWeights
-from tunebook.doctor.storage import Space, checkpoint_bytes, checkpoint_space, disk, disks, hub_space
+from tunebook.doctor.storage import CachedWeights, Space, checkpoint_bytes, checkpoint_space, disk, disks, hub_space
 from tunebook.hardware.disk import existing
 
 from .conftest import only, resolved

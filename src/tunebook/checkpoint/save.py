@@ -16,13 +16,14 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from threading import Thread
 
-from tunebook.checkpoint.background import Background
 from tunebook.checkpoint.newest import complete_checkpoints
 from tunebook.checkpoint.record import (
     CHECKPOINTS_FOLDER,
@@ -38,12 +39,74 @@ from tunebook.checkpoint.record import (
 )
 from tunebook.checkpoint.retention import clean_up, remove_old
 from tunebook.checkpoint.room import require_room, require_writable
-from tunebook.checkpoint.stall import Stall
 from tunebook.checkpoint.together import Group, on_every_rank, on_first_rank, rank_and_size, share_of
 from tunebook.checkpoint.verify import why_not_complete
 from tunebook.errors import TunebookError
 from tunebook.files import atomic_write_json, flush_folder, sha256_file
 from tunebook.hardware.disk import is_disk_full
+
+
+class Stall:
+    """How long training has stood still for a save, from when this is made; read by the thread that completes it."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._before_s = 0.0
+        self._since: float | None = self._began  # None while training goes on
+
+    @property
+    def age_s(self) -> float:
+        """Since the save began."""
+        return time.perf_counter() - self._began
+
+    @property
+    def seconds(self) -> float:
+        """That training has stood still, up to now."""
+        since = self._since
+        return self._before_s + (time.perf_counter() - since if since is not None else 0.0)
+
+    def stop(self) -> None:
+        """Training goes on. To be called before the thread is started that reads."""
+        self._before_s, self._since = self.seconds, None
+
+    def go_on(self) -> None:
+        """Training stands still again, for good."""
+        self._since = time.perf_counter()
+
+
+class Background:
+    """A thread for work that reads and writes files, which lets Python go on meanwhile. It holds no tensors."""
+
+    def __init__(self) -> None:
+        self._thread: Thread | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether what was started has not ended yet."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Start some work; what was started before has been waited for."""
+        assert self._thread is None
+        # A daemon: a process that is told to end at once does not wait for a disk.
+        self._thread = Thread(target=self._do, args=(work,), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> BaseException | None:
+        """Wait until the work has ended, if there is any; the error that it ended with. Ctrl-C breaks the wait off."""
+        if self._thread is None:
+            return None
+        self._thread.join()
+        self._thread, error, self._error = None, self._error, None
+        return error
+
+    def _do(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            self._error = error
+
 
 _PACKAGES = ("tunebook", "torch", "transformers", "trl", "accelerate", "peft", "deepspeed")
 

@@ -6,6 +6,7 @@ further from the reference than the tolerance allows, the run's own code where o
 
 from __future__ import annotations
 
+import math
 import shutil
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,19 +14,98 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from tunebook.config.schema import RunConfig
-from tunebook.errors import StoppedError
-from tunebook.files import atomic_write_json
+from tunebook.config.schema import RunConfig, SlurmConfig
+from tunebook.errors import RequestError, StoppedError
+from tunebook.files import atomic_write_json, atomic_write_text
 from tunebook.launch.job import plan_job
 from tunebook.parity.cases import Case, list_cases, mark_refused, weights_alike, words_set_aside
 from tunebook.parity.compare import check_tolerance, tolerance_of
-from tunebook.parity.launching import check_attended
-from tunebook.parity.page import write_page
-from tunebook.parity.result import CaseResult, exit_code_of, parity_table, read_case, to_json
+from tunebook.parity.result import CaseResult, exit_code_of, parity_table, read_case, to_json, verdict
+from tunebook.record.page.charts import Chart, Line
+from tunebook.record.page.curves import dash_of_run
 from tunebook.record.provenance import describe_hardware
+from tunebook.record.report import render_page
 from tunebook.record.run_folder import WITHOUT_RECIPE, make_run_folder
+from tunebook.sweep.options import SweepOptions
+from tunebook.sweep.planning import check_launch
 from tunebook.sweep.stopping import Stopping
 from tunebook.sweep.trial_process import run_trial, train_command, write_trial_end
+
+
+def write_page(results: list[CaseResult], tolerance: float, recipe: str, file: Path) -> None:
+    """Write the page of the results; the first is the reference."""
+    ran = [result for result in results if result.losses]
+    rows = [(result, verdict(result, tolerance, is_reference=index == 0)) for index, result in enumerate(results)]
+    page = render_page(
+        "parity.html.jinja",
+        beside=Path(__file__).parent,
+        recipe=recipe,
+        reference=results[0].case.name,
+        allowed=f"may differ by {tolerance:g} of their value" if tolerance else "must be equal",
+        rows=rows,
+        charts=[_losses(ran), _differences(ran[1:], tolerance)],
+    )
+    atomic_write_text(file, page)
+
+
+def _losses(ran: list[CaseResult]) -> Chart:
+    lines = [
+        Line(name=result.case.name, points=_points(result.losses), colour=index, dash=dash_of_run(index))
+        for index, result in enumerate(ran)
+    ]
+    return Chart(title="Loss", y_label="loss per trained token", lines=lines)
+
+
+def _differences(ran: list[CaseResult], tolerance: float) -> Chart:
+    """Powers of ten: differences of 1e-7 and 1e-3 are both of interest. Steps that agree in every bit are left out."""
+    lines = [
+        Line(
+            name=result.case.name,
+            points=_points([_power(value) for value in result.difference.per_step]),
+            colour=index + 1,
+            dash=dash_of_run(index + 1),
+        )
+        for index, result in enumerate(ran)
+        if result.difference is not None
+    ]
+    asked = f"The tolerance is {math.log10(tolerance):.1f}." if tolerance else "The tolerance is 0: equal losses."
+    return Chart(
+        title="Difference from the reference",
+        y_label="relative, as a power of ten",
+        lines=lines,
+        note=asked,
+    )
+
+
+def _power(value: float) -> float | None:
+    return math.log10(value) if value > 0 and math.isfinite(value) else None
+
+
+def _points(values: list[float] | list[float | None]) -> list[tuple[float, float | None]]:
+    return [(float(step), value) for step, value in enumerate(values, 1)]
+
+
+def check_attended(config: RunConfig) -> None:
+    """Refuse runs whose end nobody would see, or that wait for other commands. Raises: RequestError."""
+    try:
+        check_launch(config, SweepOptions())
+    except RequestError as error:  # which names options of a sweep
+        raise RequestError(_instead(config), problem_id="parity-request") from error
+
+
+def _instead(config: RunConfig) -> str:
+    """What a parity is told where a sweep's trials would be refused."""
+    if isinstance(config.launcher, SlurmConfig):
+        return (
+            "launcher=slurm: a run's command would end when its job is submitted, before there is a loss to compare; "
+            "let each wait for its job: launcher.wait=true"
+        )
+    return (
+        f"hardware.num_nodes={config.hardware.num_nodes}: with launcher={config.launcher.name.name} on this machine "
+        "alone, every configuration would wait for the other nodes; use launcher=slurm launcher.wait=true or "
+        "launcher=ray launcher.address=HOST:PORT, or hardware.num_nodes=1"
+    )
+
 
 JSON_FILE = "parity.json"
 PAGE_FILE = "parity.html"

@@ -18,16 +18,16 @@ from tunebook.checkpoint.export.folder import beside, check_room, check_target
 from tunebook.checkpoint.export.formats import find_stored
 from tunebook.checkpoint.export.kinds import Work, Written, base_dtype, write_adapter, write_merged, write_whole
 from tunebook.checkpoint.export.model import blueprint_of
-from tunebook.checkpoint.export.push import check_push, push
 from tunebook.checkpoint.export.source import Source, choose_source
 from tunebook.checkpoint.export.stored_weights import open_weights
 from tunebook.checkpoint.export.write import compare_with_model, flush, num_bytes, short_name
 from tunebook.config.choices import PeftMethod, Weights
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import RunConfig
-from tunebook.errors import RequestError
+from tunebook.errors import RequestError, TunebookError
 from tunebook.files import atomic_write_text
 from tunebook.model.adapters import is_adapter
+from tunebook.model.hub import why_no_upload
 from tunebook.model.load import check_model
 from tunebook.record.binding import BASE, Trained, check_base, check_bound, recorded_by_run
 from tunebook.record.files import RUN_FILE
@@ -35,6 +35,51 @@ from tunebook.record.manifest import describe_model
 from tunebook.record.origin import origin_of, write_origin
 from tunebook.record.run_folder import resolve_run
 from tunebook.record.run_record import RunRecord, read_run
+
+
+def check_push(name: str | None) -> None:
+    """Refuse --push with a name that is none, without a network or an account. Raises: RequestError."""
+    if name is None:
+        return
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils._validators import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise RequestError(
+            f"--push {name}: {str(error).splitlines()[0]}; write it as ORGANISATION/NAME",
+            problem_id="upload-not-possible",
+        ) from error
+    if name.count("/") != 1:
+        raise RequestError(
+            f"--push {name}: that does not say whose it shall be; write it as ORGANISATION/NAME",
+            problem_id="upload-not-possible",
+        )
+    if why := why_no_upload():
+        raise RequestError(f"--push {name}: {why}; or export without --push", problem_id="upload-not-possible")
+
+
+def push(folder: Path, name: str, message: str) -> str:
+    """Upload a folder as one commit; a repository that is not there yet is made, as a private one. Returns its address.
+
+    Raises: TunebookError when the hub refuses or is lost; the folder stays.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        made = api.create_repo(name, private=True, exist_ok=True)
+        api.upload_folder(folder_path=str(folder), repo_id=name, commit_message=message)
+    except Exception as error:  # the hub's errors, and those of the HTTP library below it
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise TunebookError(
+            f"the export is whole in {folder}, but it was not uploaded to {name}: {reason}; type again what is left: "
+            f"hf upload {name} {folder}",
+            problem_id="upload-failed",
+        ) from error
+    return str(made)
+
 
 if TYPE_CHECKING:
     import torch

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
-from tunebook.record.page.histogram import draw_histogram
+from tunebook.record.page.details import draw_histogram
 
 
 def test_bars_are_as_tall_as_their_counts() -> None:

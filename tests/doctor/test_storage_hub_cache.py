@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from tunebook.doctor.hub_cache import CachedWeights, cached_weights
+from tunebook.doctor.storage import CachedWeights, cached_weights
 
 NAME, COMMIT = "some-organisation/some-model", "0123456789abcdef0123456789abcdef01234567"
 INDEX = "model.safetensors.index.json"

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tunebook.checkpoint.stall import Stall
+from tunebook.checkpoint.save import Stall
 
 
 def test_the_time_in_which_training_goes_on_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:

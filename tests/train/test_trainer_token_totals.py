@@ -8,8 +8,7 @@ import pytest
 import torch
 from trl import SFTTrainer
 
-from tunebook.train.token_totals import TokenTotals
-from tunebook.train.trainer import RecipeTrainer
+from tunebook.train.trainer import RecipeTrainer, TokenTotals
 
 
 def head(judged, entropy, right):

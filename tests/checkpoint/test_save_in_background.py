@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tunebook.checkpoint.background import Background
+from tunebook.checkpoint.save import Background
 
 PATIENCE_S = 60
 

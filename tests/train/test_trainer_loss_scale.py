@@ -7,7 +7,7 @@ import torch
 from accelerate.utils import GradScalerKwargs
 from torch.amp.grad_scaler import GradScaler
 
-from tunebook.train.loss_scale import keep_scale_on_host
+from tunebook.train.trainer import keep_scale_on_host
 
 
 def one_step(accelerator, gradient):

@@ -5,7 +5,7 @@ import pytest
 from tunebook.config.compose import compose
 from tunebook.errors import RequestError
 from tunebook.hardware.detect import Machine
-from tunebook.parity.launching import check_attended
+from tunebook.parity.run import check_attended
 from tunebook.plan.auto.resolve import resolve_auto
 
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)

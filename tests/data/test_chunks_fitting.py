@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from tunebook.config.choices import Overlong
+from tunebook.data.chunks import NEVER_TRAINED, NOTHING_TRAINED, PIECE_NOT_TRAINED, TOO_LONG, fit
 from tunebook.data.encode import Document
-from tunebook.data.fitting import NEVER_TRAINED, NOTHING_TRAINED, PIECE_NOT_TRAINED, TOO_LONG, fit
 
 LONG = Document([1, 2, 3, 4, 5, 6, 7], [-100, -100, 3, -100, -100, -100, 7])
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tunebook.record.page.axes import round_ticks, step_axis, value_axis
+from tunebook.record.page.charts import round_ticks, step_axis, value_axis
 from tunebook.record.page.numbers import Unit
 
 
