@@ -253,6 +253,6 @@ def test_for_people_it_is_a_table_and_not_json(host: Host, capsys: pytest.Captur
 def test_the_real_thing_on_this_machine(as_json: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     code, said = as_json("quickstart", "hardware=cpu")
-    assert code == 0, said["findings"]
+    assert code == 0, [finding for finding in said["findings"] if finding["level"] != "ok"]
     assert levels(said)["tokenizer-template"] == "ok"
     assert list(tmp_path.iterdir()) == []  # looking leaves nothing behind

@@ -25,7 +25,7 @@ LOCKED_PYTHON = "3.11"  # of every image, and what the locks are resolved for
 PACKAGES = (
     "tunebook", "torch", "triton", "transformers", "tokenizers", "trl", "accelerate", "datasets", "peft", "deepspeed",
     "liger-kernel", "flash-attn", "flash-attn-4", "torchao", "bitsandbytes", "safetensors", "numpy", "lm-eval", "ray",
-    "submitit", "hydra-core", "omegaconf",
+    "hydra-core", "omegaconf",
 )  # fmt: skip
 _CUDA_LIBRARY = re.compile(r"(nvidia-(?!ml-py)|cuda-)")
 # Locks that a run may do without: flash-attn 2 exists in images only, the others are for building, checks and Ray.

@@ -229,7 +229,7 @@ def test_what_takes_too_long_ends_with_its_workers(tmp_path, monkeypatch):
 def test_it_ends_with_a_plan_that_is_killed(tmp_path):
     look = f"import os, time; open({str(tmp_path / 'started')!r}, 'w').write(f'{{os.getpid()}} '); time.sleep(60)"
     plan = (
-        "import os, sys; from pathlib import Path; from tunebook.config import meta_device; "
+        "import os, sys; from pathlib import Path; from tunebook.plan import architecture as meta_device; "
         f"meta_device._run([sys.executable, '-c', {look!r}], dict(os.environ), Path({str(tmp_path / 'found')!r}))"
     )
     with subprocess.Popen([sys.executable, "-c", plan]) as killed:
