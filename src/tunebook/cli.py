@@ -262,7 +262,7 @@ def chat(
     outputs: Outputs = Path("outputs"),
 ) -> None:
     """Talk to the newest finished run, or to run=DIR, run=RECIPE or a model, with its own chat template."""
-    from tunebook.evaluate.chat import chat_command
+    from tunebook.evaluate.chat.terminal import chat_command
     from tunebook.plan.rules.image import refuse_wrong_image
     from tunebook.record.run_folder import LATEST
 

@@ -337,7 +337,7 @@ def _task_spec(task: TaskFile | str, settings: HarnessSettings) -> dict[str, Any
         return task
     config: dict[str, Any] = load_yaml(task.file)
     if task.code is not None:
-        check_context(task.name, task.code, settings)
+        check_context(task.name, task.code, max_gen_toks=settings.max_gen_toks, max_length=settings.max_length)
         return config | task.code.harness_keys(settings.cache_folder)
     if task.conversations is None:
         return config

@@ -13,9 +13,8 @@ import pytest
 from rich.console import Console
 
 from tunebook.errors import DataError, DoesNotFitError, RequestError
-from tunebook.evaluate.chat import chat_command
 from tunebook.evaluate.chat.session import Answer, Session
-from tunebook.evaluate.chat.terminal import HELP, Terminal, printable
+from tunebook.evaluate.chat.terminal import HELP, Terminal, chat_command, printable
 
 Sessions = Callable[..., Session]
 
@@ -263,7 +262,7 @@ def test_a_changed_template_ends_with_the_code_of_wrong_data(chat: Callable[...,
 def test_a_reader_that_goes_away_is_no_error(run: Path, run_python: Callable[[str], str]) -> None:
     """`tunebook chat ... | head -c 0` in a process of its own, which ends without a word."""
     program = (
-        "from pathlib import Path; from tunebook.evaluate.chat import chat_command\n"
+        "from pathlib import Path; from tunebook.evaluate.chat.terminal import chat_command\n"
         f"raise SystemExit(chat_command({str(run)!r}, Path(), prompt='rain', system=None, max_new_tokens=16, "
         "temperature=0.0, seed=0))"
     )

@@ -109,3 +109,14 @@ def _leads_out(path: Path, folder: Path, end: Path) -> RequestError:
         "another model's; replace the link by the file itself if it belongs here",
         problem_id="export-link",
     )
+
+
+def damaged(file: Path, error: Exception | str) -> RequestError:
+    """The error for a file that cannot be read as what it should be."""
+    size = f"{file.stat().st_size:,} bytes" if file.is_file() else "not there"
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return RequestError(
+        f"{file} ({size}) cannot be read: {reason}; it is damaged, was cut off, or was not written by Tunebook. Name "
+        "another checkpoint with --checkpoint, or restore this one from a copy",
+        problem_id="weights-file-damaged",
+    )

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunebook.checkpoint.export.stored_weights import damaged
+from tunebook.checkpoint.export.formats import damaged
 from tunebook.checkpoint.unpickling import METADATA_FILE, load_list, restricted_unpickling, root_cause
 from tunebook.model.weight_files import Shapes
 

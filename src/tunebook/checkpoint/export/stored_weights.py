@@ -12,8 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tunebook.checkpoint.export.formats import Form, Stored
-from tunebook.errors import RequestError
+from tunebook.checkpoint.export.formats import Form, Stored, damaged
 from tunebook.model.weight_files import Shapes
 
 if TYPE_CHECKING:
@@ -118,17 +117,6 @@ class RenamedWeights:
         back = {self._names[name]: name for name in names}
         for old, tensor in self._weights.read(back):
             yield back[old], tensor
-
-
-def damaged(file: Path, error: Exception | str) -> RequestError:
-    """The error for a file that cannot be read as what it should be."""
-    size = f"{file.stat().st_size:,} bytes" if file.is_file() else "not there"
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return RequestError(
-        f"{file} ({size}) cannot be read: {reason}; it is damaged, was cut off, or was not written by Tunebook. Name "
-        "another checkpoint with --checkpoint, or restore this one from a copy",
-        problem_id="weights-file-damaged",
-    )
 
 
 def _opened(file: Path) -> Any:

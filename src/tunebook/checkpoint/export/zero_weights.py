@@ -18,7 +18,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunebook.checkpoint.export.stored_weights import damaged
+from tunebook.checkpoint.export.formats import damaged
 from tunebook.model.weight_files import Shapes
 
 if TYPE_CHECKING:

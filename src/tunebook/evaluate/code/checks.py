@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -16,9 +15,6 @@ from tunebook.evaluate.code.code_task import CodeTask, with_choice
 from tunebook.evaluate.sandbox.backends import open_backend
 from tunebook.evaluate.task_files import TaskFile, resolve_task
 from tunebook.plan.rules.numbers import RANGES
-
-if TYPE_CHECKING:
-    from tunebook.evaluate.harness import HarnessSettings
 
 UNSAFE = "--confirm_run_unsafe_code"
 PREFIX = "evaluation.code."
@@ -49,13 +45,13 @@ def require_sandbox(tasks: Iterable[TaskFile | str], *, confirm_run_unsafe_code:
             pass
 
 
-def check_context(name: str, code: CodeTask, settings: HarnessSettings) -> None:
+def check_context(name: str, code: CodeTask, *, max_gen_toks: int, max_length: int) -> None:
     """Refuse programs longer than the model's context: the harness would fail an assertion. Raises: RequestError."""
-    longest = code.generation.get("max_gen_toks", settings.max_gen_toks)
-    if longest >= settings.max_length:
+    longest = code.generation.get("max_gen_toks", max_gen_toks)
+    if longest >= max_length:
         raise RequestError(
             f"{name} allows a program {longest} tokens, and the whole context of this model, with the problem in it, "
-            f"is {settings.max_length}; try evaluation.code.max_new_tokens={max(settings.max_length // 2, 1)}",
+            f"is {max_length}; try evaluation.code.max_new_tokens={max(max_length // 2, 1)}",
             problem_id="code-context",
         )
 
