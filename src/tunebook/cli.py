@@ -75,7 +75,7 @@ def train(
 ) -> None:
     """Train a recipe: compose, check, plan, prepare, launch, evaluate, report."""
     from tunebook.launch.job import plan_job, run_job
-    from tunebook.plan.command import plan_command
+    from tunebook.launch.plan_command import plan_command
     from tunebook.record.start_up import StartClock, process_begun
 
     clock = StartClock(process_begun())
@@ -100,7 +100,7 @@ def plan(
     recipes_dir: RecipesDir = None,
 ) -> None:
     """Show what a recipe would do: choices and why, batch, launch command, memory, time. No GPU, no download."""
-    from tunebook.plan.command import plan_command
+    from tunebook.launch.plan_command import plan_command
 
     recipe, overrides = split(words)
     if compare:

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 from tunebook.errors import StoppedError
-from tunebook.launch.descendants import descendants_of
+from tunebook.processes import descendants_of
 from tunebook.train.signals import RequestCount
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

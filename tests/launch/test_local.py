@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tunebook import processes as descendants
 from tunebook.config.compose import compose
 from tunebook.hardware.detect import Machine
-from tunebook.launch import descendants
 from tunebook.launch.local import TORCHRUN, StopRequests, handed_on, rank_environment, run_and_wait
 from tunebook.plan.auto.resolve import resolve_auto
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tunebook.errors import DoesNotFitError, TunebookError
 from tunebook.evaluate.progress import AnswerProgress
-from tunebook.parent_death import ask_to_stop_when_parent_dies
+from tunebook.processes import ask_to_stop_when_parent_dies
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance

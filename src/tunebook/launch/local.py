@@ -22,10 +22,9 @@ from types import FrameType
 from tunebook.config.choices import Generation
 from tunebook.config.schema import RunConfig
 from tunebook.errors import TunebookError
-from tunebook.launch.descendants import adopting_orphans, children_of, end_children
 from tunebook.launch.logs import Failure
 from tunebook.launch.other_launchers import without_other_launchers
-from tunebook.parent_death import stopping_with_parent
+from tunebook.processes import adopting_orphans, children_of, end_children, stopping_with_parent
 from tunebook.train.signals import RequestCount
 
 TORCHRUN = "torch.distributed.run"

@@ -27,13 +27,12 @@ from tunebook.errors import RequestError, StoppedError, TunebookError
 from tunebook.evaluate.command import worker_command
 from tunebook.evaluate.spread import evaluation_environment
 from tunebook.launch.commands import torchrun_command
-from tunebook.launch.descendants import adopting_orphans, children_of, end_children
 from tunebook.launch.local import POLL_S, Started, StopRequests, rank_environment, start_command
 from tunebook.launch.logs import torchrun_log
 from tunebook.launch.node_facts import folder_problem, free_port, node_facts, socket_interface
 from tunebook.launch.rendezvous import REFUSED_FOR_S, LauncherState, Link, NodeState, find_launcher
 from tunebook.launch.slurm.inside import describe_inside
-from tunebook.parent_death import ask_to_stop_when_parent_dies
+from tunebook.processes import adopting_orphans, ask_to_stop_when_parent_dies, children_of, end_children
 from tunebook.record.files import RUN_FILE
 from tunebook.record.run_folder import read_outcomes
 

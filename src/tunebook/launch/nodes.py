@@ -24,7 +24,6 @@ from tunebook.config.choices import LauncherName
 from tunebook.config.identity import config_hash
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError, TunebookError
-from tunebook.launch.descendants import adopting_orphans, children_of, end_children
 from tunebook.launch.local import POLL_S, ProcessEnd, Started, StopRequests, start_command
 from tunebook.launch.logs import Failure, launcher_log, where
 from tunebook.launch.rendezvous import (
@@ -41,6 +40,7 @@ from tunebook.launch.rendezvous import (
 )
 from tunebook.launch.slurm.container import why_not_started
 from tunebook.plan.rules.environment import address_warning
+from tunebook.processes import adopting_orphans, children_of, end_children
 
 # Seconds that ranks get to end after one of them has failed: no save can succeed without it. torchrun gives as many.
 KILL_AFTER_S = 30.0

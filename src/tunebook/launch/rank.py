@@ -19,7 +19,7 @@ from tunebook.launch.commands import DIES_WITH_PARENT
 from tunebook.launch.first_collective import StartWatch, meet
 from tunebook.launch.logs import rank_log, where
 from tunebook.launch.pulse import PulseWriter
-from tunebook.parent_death import ask_to_stop_when_parent_dies, die_with_parent
+from tunebook.processes import ask_to_stop_when_parent_dies, die_with_parent
 from tunebook.record.run_folder import write_outcome
 from tunebook.record.start_up import StartClock, process_begun
 from tunebook.train.death import AGREED_ENDINGS, RankEnd

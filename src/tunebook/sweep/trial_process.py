@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tunebook.files import atomic_write_json, read_json
 from tunebook.launch.lock import LOCK_FILE, is_worked_in
-from tunebook.parent_death import stopping_with_parent
+from tunebook.processes import stopping_with_parent
 from tunebook.sweep.stopping import Stopping
 
 EXIT_STOPPED = 6  # a run that was asked to stop

@@ -5,7 +5,7 @@ import signal
 import sys
 from pathlib import Path
 
-from tunebook.parent_death import ask_to_stop_when_parent_dies
+from tunebook.processes import ask_to_stop_when_parent_dies
 from tunebook.record.start_up import StartClock, process_begun
 from tunebook.train.death import AGREED_ENDINGS, RankEnd
 from tunebook.train.imports import importing_libraries

@@ -46,7 +46,7 @@ class StopRequest:
     def listening(self) -> Iterator[None]:
         """Take over the signals of this process (main thread only), and give them back.
 
-        One that waits, because this process was started with it blocked (`parent_death`), comes now.
+        One that waits, because this process was started with it blocked (`processes`), comes now.
         """
         before = {number: signal.signal(number, self._note) for number in self.signals}
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self.signals)

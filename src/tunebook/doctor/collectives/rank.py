@@ -20,7 +20,7 @@ from tunebook.doctor.collectives.formulas import (
     algorithm_gb_per_s,
     bus_gb_per_s,
 )
-from tunebook.parent_death import die_with_parent
+from tunebook.processes import die_with_parent
 
 MEASURED_FILE = "measured.jsonl"
 NCCL_SIZES = (2**20, 2**23, 2**26, 2**28, 2**30)  # bytes: from latency to what a large layer is

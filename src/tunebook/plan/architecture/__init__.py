@@ -29,7 +29,7 @@ import tunebook
 from tunebook.config.model_facts import MeasuredLayers, ModelFacts
 from tunebook.errors import RequestError
 from tunebook.files import cache_root, remember
-from tunebook.parent_death import stopping_with_parent
+from tunebook.processes import stopping_with_parent
 
 # Raised when the answer to the same config.json changes: what was remembered is then measured again.
 _FORM = 7

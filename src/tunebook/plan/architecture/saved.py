@@ -29,11 +29,11 @@ from transformers.initialization import no_init_weights
 
 from tunebook.config.compiling import set_up_compiler
 from tunebook.config.unreached import expression
-from tunebook.parent_death import die_with_parent
 from tunebook.plan.architecture.cuda_autocast import CudaAutocast
 from tunebook.plan.architecture.kernels import BY_LENGTHS, MASKED, UNMASKED, grouped_product, register_kernels
 from tunebook.plan.architecture.offloading import Offloading
 from tunebook.plan.architecture.targets import names_beside_experts
+from tunebook.processes import die_with_parent
 
 LENGTHS = (62, 124, 186)  # tokens; like no size of a real model, by which copies of weights are told apart
 LORA_RANK = 1

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 import tunebook
-from tunebook.parent_death import stopping_with_parent
+from tunebook.processes import stopping_with_parent
 from tunebook.train import death
 
 # Starts the command that follows through the module under test, says its process, and waits.
 PARENT = """
 import subprocess, sys, time
-from tunebook.parent_death import stopping_with_parent
+from tunebook.processes import stopping_with_parent
 child = subprocess.Popen(stopping_with_parent(sys.argv[1:]))
 print(child.pid, flush=True)
 time.sleep(60)

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 
-from tunebook.launch.descendants import adopting_orphans, children_of, descendants_of, end_children
+from tunebook.processes import adopting_orphans, children_of, descendants_of, end_children
 
 # Starts a child in a session of its own, says who that is, and dies.
 PARENT = """

@@ -15,9 +15,9 @@ from rich.console import Console
 from tunebook.config.book import find_recipes
 from tunebook.errors import DataError, DoesNotFitError, RequestError, RulesError
 from tunebook.hardware.detect import Machine
-from tunebook.plan import command as plan_command_module
+from tunebook.launch import plan_command_module
+from tunebook.launch.plan_command import plan_command
 from tunebook.plan import draft
-from tunebook.plan.command import plan_command
 
 TOO_LARGE = ("hardware=cpu", "parallelism=single", "model.liger_kernel=false")  # 46 GiB of states on 8 GiB
 KEYS = {
