@@ -239,7 +239,7 @@ def test_chat_hands_its_options_on_and_ends_with_its_code(run, monkeypatch, tmp_
         asked.update(settings, target=target, outputs=outputs)
         return 3
 
-    monkeypatch.setattr("tunebook.evaluate.chat.chat_command", chat)
+    monkeypatch.setattr("tunebook.evaluate.chat.terminal.chat_command", chat)
     usual = {"prompt": None, "system": None, "max_new_tokens": 512, "temperature": 0.0, "seed": 0}
     assert run("chat")[0] == 3
     assert asked == usual | {"target": "latest", "outputs": Path("outputs")}

@@ -15,7 +15,7 @@ from rich.console import Console
 from tunebook.config.book import find_recipes
 from tunebook.errors import DataError, DoesNotFitError, RequestError, RulesError
 from tunebook.hardware.detect import Machine
-from tunebook.launch import plan_command_module
+from tunebook.launch import plan_command as plan_command_module
 from tunebook.launch.plan_command import plan_command
 from tunebook.plan import draft
 
