@@ -19,7 +19,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tunebook.config.choices import Checkpointing, Compute, PeftMethod, Strategy, Switch
-from tunebook.config.schema import FsdpConfig, ParallelismConfig, RunConfig, ZeroConfig
+from tunebook.config.frozen import PARALLELISM_SCHEMAS
+from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
 from tunebook.data.batch import BatchPlan, solve_batch
 from tunebook.data.mean_length import mean_tokens
 from tunebook.doctor.collectives.formulas import ALL_GATHER, ALL_REDUCE
@@ -27,14 +28,11 @@ from tunebook.doctor.collectives.run import Bandwidth
 from tunebook.doctor.findings import Finding, Kind, Level
 from tunebook.errors import RequestError
 from tunebook.facts.peaks import peak_of
+from tunebook.facts.strategies import KEEPING_AND_GATHERING, STRATEGIES, Engine, strategy_facts
 from tunebook.plan.memory.gpu import plan_memory
 from tunebook.plan.rules import check
 
 _GB, _TERA = 1e9, 1e12
-GATHERING = (Strategy.zero3, Strategy.fsdp)
-_WHOLE = (Strategy.ddp, Strategy.zero1)  # weights and gradients, so that links are used once a step
-_NAMES = {Strategy.zero2: "ZeRO-2", Strategy.zero3: "ZeRO-3", Strategy.fsdp_grad_op: "FSDP without resharding",
-          Strategy.fsdp: "FSDP"}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +118,8 @@ def _milliseconds(seconds: float) -> str:
 
 def advise(config: RunConfig, batch: BatchPlan, bandwidth: Bandwidth, gpu_name: str) -> Finding | None:
     """The finding for a recipe, or None where the question does not arise: one GPU, or a size that is not known."""
-    strategy = config.parallelism.strategy
-    if config.model.facts is None or batch.world_size < 2 or strategy in (Strategy.single, Strategy.hsdp):
+    facts = strategy_facts(config)
+    if config.model.facts is None or batch.world_size < 2 or facts.runs_on_one or facts.within_groups:
         return None
     if config.hardware.num_nodes > 1:
         what = f"the links between the {config.hardware.num_nodes} nodes were not measured, so no strategy is advised"
@@ -129,7 +127,7 @@ def advise(config: RunConfig, batch: BatchPlan, bandwidth: Bandwidth, gpu_name: 
     costs = costs_of(config, batch, bandwidth, gpu_name)
     if costs is None:
         return None
-    if strategy in _WHOLE and plan_memory(config, batch).fits is not False:
+    if not facts.divides_gradients and plan_memory(config, batch).fits is not False:
         return None
     return _finding(config, batch, costs)
 
@@ -183,17 +181,16 @@ def _fits(config: RunConfig, strategy: Strategy) -> bool | None:
     """Whether a strategy with nothing offloaded is estimated to fit."""
     if config.parallelism.strategy is strategy:
         return plan_memory(config).fits
-    kind = FsdpConfig if strategy is Strategy.fsdp_grad_op else ZeroConfig
-    other: ParallelismConfig = kind(strategy=strategy)
+    other = PARALLELISM_SCHEMAS[strategy](strategy=strategy)
     return plan_memory(replace(config, parallelism=other)).fits
 
 
 def _finding(config: RunConfig, batch: BatchPlan, costs: Costs) -> Finding:
     """Of the two strategies: one keeps whole weights and one gathers them."""
-    strategy = config.parallelism.strategy
-    keeping, gathering = (Strategy.fsdp_grad_op, Strategy.fsdp) if costs.is_fsdp else (Strategy.zero2, Strategy.zero3)
-    fits, does_gather = _fits(config, keeping), strategy in GATHERING
-    kept, gathered = _NAMES[keeping], _NAMES[gathering]
+    facts = strategy_facts(config)
+    keeping, gathering = KEEPING_AND_GATHERING[Engine.fsdp if costs.is_fsdp else Engine.deepspeed]
+    fits, does_gather = _fits(config, keeping), facts.gathers_each_layer
+    kept, gathered = STRATEGIES[keeping].title, STRATEGIES[gathering].title
     fix = None
     if fits is False:
         advised, why = gathering, f"{kept} is estimated not to fit"
@@ -210,10 +207,12 @@ def _finding(config: RunConfig, batch: BatchPlan, costs: Costs) -> Finding:
         elif does_gather:
             why += f", and {gathered} waits for its links here"
             fix = f"parallelism={keeping.name}"
-        elif strategy in _WHOLE:
-            why = f"{kept} {known}, and {strategy.name} is estimated not to"
+        elif not facts.divides_gradients:  # whole weights and gradients, so that links are used once a step
+            why = f"{kept} {known}, and {config.parallelism.strategy.name} is estimated not to"
             fix = f"parallelism={keeping.name}"
-    what = f"for {config.recipe or 'this run'} {_NAMES[advised]} is advised: {why}. {costs.text(kept, gathered)}"
+    what = (
+        f"for {config.recipe or 'this run'} {STRATEGIES[advised].title} is advised: {why}. {costs.text(kept, gathered)}"
+    )
     data = asdict(costs) | {
         "advised": advised.name,
         "hides": costs.hides,
@@ -234,7 +233,9 @@ def _more_tokens(config: RunConfig, batch: BatchPlan, costs: Costs) -> str:
     rows = math.ceil(batch.micro_batch_size * costs.needed_tokens / costs.tokens_per_pass)
     options = [_rows_of_the_step(config, batch, rows) or _larger_step(config, batch, rows)]
     adapter = replace(
-        config, peft=replace(config.peft, method=PeftMethod.lora), parallelism=ZeroConfig(strategy=Strategy.zero2)
+        config,
+        peft=replace(config.peft, method=PeftMethod.lora),
+        parallelism=ZeroConfig(strategy=KEEPING_AND_GATHERING[Engine.deepspeed][0]),
     )
     if costs.trains_all and _can_run(adapter):
         options.append("peft=lora parallelism=zero2")

@@ -14,10 +14,11 @@ from typing import Any
 
 from tunebook.config.schema import RunConfig
 from tunebook.data.batch import BatchPlan
-from tunebook.doctor.advice import GATHERING, advise
+from tunebook.doctor.advice import advise
 from tunebook.doctor.collectives.run import Bandwidth, Measurement
 from tunebook.doctor.findings import Level
 from tunebook.errors import Problem
+from tunebook.facts.strategies import strategy_facts
 from tunebook.files import atomic_write_json, cache_root
 from tunebook.hardware.detect import Machine
 from tunebook.plan.rules.environment import starts_elsewhere
@@ -48,7 +49,7 @@ def recall(machine: Machine, num_gpus: int) -> Bandwidth | None:
 def slow_links(config: RunConfig, batch: BatchPlan, machine: Machine) -> list[Problem]:
     """A warning where a strategy that gathers weights in every layer waits for links that were measured here."""
     num_gpus = config.hardware.gpus_per_node or 1
-    if config.parallelism.strategy not in GATHERING:
+    if not strategy_facts(config).gathers_each_layer:
         return []
     if starts_elsewhere(config) or config.hardware.num_nodes > 1 or not 2 <= num_gpus <= len(machine.gpus):
         return []

@@ -6,10 +6,11 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunebook.config.choices import Compute, MasterWeights, PeftMethod, Strategy
+from tunebook.config.choices import Compute, MasterWeights, PeftMethod
 from tunebook.config.schema import RunConfig, ZeroConfig
 from tunebook.config.unreached import expression, stand_for, unreached_of
 from tunebook.errors import RequestError
+from tunebook.facts.strategies import strategy_facts
 from tunebook.model.completeness import require_complete
 from tunebook.model.parameters import EMBEDDINGS
 from tunebook.model.weight_files import Shapes, read_shapes
@@ -23,7 +24,6 @@ ADAPTER_FILE = "adapter_config.json"
 IGNORED_PATTERNS = "The following (rank|alpha)_pattern keys did not match any targeted module"
 # What it says of an adapter on one matrix of a tied pair: see `merged`.
 UNTIED = "Model (has|with) `tie_word_embeddings=True`"
-_SHARDS_PARAMETERS = (Strategy.zero3, Strategy.fsdp, Strategy.fsdp_grad_op, Strategy.hsdp)
 _BASE_EMBEDDINGS = tuple(f"{name}.base_layer.weight" for name in EMBEDDINGS)
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
@@ -67,7 +67,7 @@ def four_bit(config: RunConfig) -> Any:
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=computed,
-        bnb_4bit_quant_storage=computed if config.parallelism.strategy in _SHARDS_PARAMETERS else torch.uint8,
+        bnb_4bit_quant_storage=computed if strategy_facts(config).divides_weights else torch.uint8,
     )
 
 

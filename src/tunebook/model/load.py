@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tunebook.config.book import resolve_path
-from tunebook.config.choices import MasterWeights, PeftMethod, Strategy, Weights
+from tunebook.config.choices import MasterWeights, PeftMethod, Weights
 from tunebook.config.schema import ModelConfig, ModelFacts, ParallelismConfig, RunConfig
 from tunebook.errors import RequestError
 from tunebook.facts.attention import BY_LENGTHS
+from tunebook.facts.strategies import ALONE
 from tunebook.model.adapters import four_bit
 from tunebook.model.base_config import model_folder_problem
 from tunebook.model.completeness import check_stored_weights, require_complete
@@ -143,7 +144,7 @@ def load_model(config: RunConfig, *, is_sharded: bool = False, device: torch.dev
     `is_sharded` puts a few layers of pretrained weights on each GPU that this process sees instead, to compute with
     but not to train. `device` is a GPU that pretrained weights are read straight into: no host memory for them.
     """
-    alone = replace(config, parallelism=ParallelismConfig(strategy=Strategy.single))
+    alone = replace(config, parallelism=ParallelismConfig(strategy=ALONE))
     begun = begin_loading(alone)
     if is_sharded and config.model.weights is Weights.pretrained:
         return _read(alone, begun.config, "auto")

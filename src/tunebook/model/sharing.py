@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tunebook.config.sharing import Sharing, sharing_of, stays_whole
+from tunebook.facts.sharing import Sharing, sharing_of, stays_whole
 
 if TYPE_CHECKING:
     import torch

@@ -11,17 +11,17 @@ from typing import Any
 
 from tunebook.config.choices import Offload, Strategy
 from tunebook.config.schema import RunConfig, ZeroConfig, world_size
-from tunebook.config.sharing import is_cast_by_deepspeed
+from tunebook.facts.sharing import is_cast_by_deepspeed
+from tunebook.facts.strategies import STRATEGIES
 from tunebook.model.parameters import largest_parameter
 from tunebook.parallel.precision import mixes_formats
 
 _NVME_BUFFER_ELEMENTS = 100_000_000  # DeepSpeed's default; a larger parameter ends the run before its first step
-_STAGES = {Strategy.zero1: 1, Strategy.zero2: 2, Strategy.zero3: 3}
 
 
 def zero_stage(strategy: Strategy) -> int | None:
     """The ZeRO stage of a strategy, None for the others."""
-    return _STAGES.get(strategy)
+    return STRATEGIES[strategy].zero_stage
 
 
 def uses_nvme(config: RunConfig) -> bool:
@@ -74,7 +74,7 @@ def _largest_share(config: RunConfig) -> int | None:
 
 
 def _zero_optimization(zero: ZeroConfig, *, largest: int | None) -> dict[str, Any]:
-    stage = _STAGES[zero.strategy]
+    stage = STRATEGIES[zero.strategy].zero_stage
     settings: dict[str, Any] = {"stage": stage}
     said = {
         "overlap_comm": zero.overlap_comm,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunebook.config.choices import Compute, MasterWeights, MixedPrecision, Offload, PeftMethod, StateDict, Strategy
 from tunebook.config.schema import FsdpConfig, RunConfig
+from tunebook.facts.strategies import STRATEGIES
 from tunebook.parallel.precision import mixes_formats
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ _STATE_DICTS = {StateDict.sharded: "SHARDED_STATE_DICT", StateDict.full: "FULL_S
 
 def is_fsdp(strategy: Strategy) -> bool:
     """Whether a strategy is one of FSDP's."""
-    return strategy in (Strategy.fsdp, Strategy.fsdp_grad_op, Strategy.hsdp)
+    return STRATEGIES[strategy].is_fsdp
 
 
 def fsdp_of(config: RunConfig) -> FsdpConfig:
@@ -35,7 +36,7 @@ def fsdp_settings(config: RunConfig) -> dict[str, Any]:
     fsdp = fsdp_of(config)
     settings: dict[str, Any] = {
         "version": 2,
-        "reshard_after_forward": fsdp.strategy is not Strategy.fsdp_grad_op,
+        "reshard_after_forward": not STRATEGIES[fsdp.strategy].keeps_gathered,
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",  # by size too: see `parallel.units`
         "cpu_ram_efficient_loading": fsdp.cpu_ram_efficient_loading,
         "cpu_offload": offloads(fsdp),  # not `offload_params`, which accelerate knows and transformers drops in silence
@@ -70,7 +71,7 @@ def offloads(fsdp: FsdpConfig) -> bool:
 
 def hsdp_sizes(config: RunConfig) -> tuple[int, int] | None:
     """The number of whole copies of the model, and of the GPUs that share one; None without hsdp."""
-    if config.parallelism.strategy is not Strategy.hsdp:
+    if not STRATEGIES[config.parallelism.strategy].within_groups:
         return None
     group, hardware = fsdp_of(config).shard_group_size, config.hardware
     assert group is not None and hardware.gpus_per_node is not None

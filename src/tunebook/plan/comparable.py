@@ -15,9 +15,10 @@ from tunebook.config.choices import (
     Switch,
 )
 from tunebook.config.schema import ModelFacts, RunConfig, world_size
-from tunebook.config.sharing import is_offloaded
 from tunebook.facts.attention import FLASH, WITHOUT_MASK
 from tunebook.facts.optimizers import OPTIMIZERS
+from tunebook.facts.sharing import is_offloaded
+from tunebook.facts.strategies import STRATEGIES, strategy_facts
 from tunebook.plan.speed.measured_speed import (
     ADAPTERS,
     ALONE,
@@ -70,8 +71,8 @@ def as_on_one_node(config: RunConfig) -> RunConfig:
     HSDP, which divides among the GPUs of a node and copies over the nodes, is FSDP there.
     """
     parallelism = config.parallelism
-    if parallelism.strategy is Strategy.hsdp:
-        parallelism = replace(parallelism, strategy=Strategy.fsdp)
+    if (on_one_node := strategy_facts(config).on_one_node) is not None:
+        parallelism = replace(parallelism, strategy=on_one_node)
     hardware = replace(config.hardware, num_nodes=1, gpus_per_node=world_size(config))
     return replace(config, hardware=hardware, parallelism=parallelism)
 
@@ -141,7 +142,7 @@ def adapter_like(config: RunConfig, facts: ModelFacts) -> Adapter | None:
 
 def measured_as(strategy: Strategy) -> Strategy:
     """ZeRO-1 was not measured: it sends what ZeRO-2 sends."""
-    return Strategy.zero2 if strategy is Strategy.zero1 else strategy
+    return STRATEGIES[strategy].moves_as or strategy
 
 
 def _spreads(config: RunConfig) -> list[Spread]:

@@ -14,9 +14,10 @@ import torch.distributed
 from accelerate.utils import gather_object
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from tunebook.config.choices import Compute, Generation, Strategy
+from tunebook.config.choices import Compute, Generation
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
+from tunebook.facts.strategies import STRATEGIES
 from tunebook.files import atomic_write_json
 from tunebook.model.fp8_layers import count_fp8_layers
 from tunebook.parallel.deepspeed import uses_nvme, zero_stage
@@ -37,7 +38,7 @@ def join_ranks(config: RunConfig) -> None:
     strategy = config.parallelism.strategy
     is_zero, is_on_cpu = zero_stage(strategy) is not None, config.hardware.generation is Generation.cpu
     timeout = timedelta(seconds=config.launcher.timeout_s)
-    if strategy not in (Strategy.single, Strategy.ddp) and "WORLD_SIZE" not in os.environ:
+    if not STRATEGIES[strategy].is_copied and "WORLD_SIZE" not in os.environ:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         os.environ.update(alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())})
     if is_zero:

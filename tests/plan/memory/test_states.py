@@ -9,7 +9,7 @@ import pytest
 
 from tunebook.config.choices import Compute, MasterWeights, MixedPrecision, Offload, OptimizerName, PeftMethod, Strategy
 from tunebook.config.schema import FsdpConfig, ParallelismConfig, ZeroConfig
-from tunebook.config.sharing import is_cast_by_deepspeed
+from tunebook.facts.sharing import is_cast_by_deepspeed
 from tunebook.parallel.deepspeed import uses_autocast
 from tunebook.plan.memory import GIB, estimate_memory
 from tunebook.plan.memory.buffers import backward_buffer_bytes, buffer_bytes, reducing_bytes

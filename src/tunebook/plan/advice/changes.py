@@ -20,6 +20,7 @@ from tunebook.config.frozen import PARALLELISM_SCHEMAS
 from tunebook.config.schema import CHOICE_SCHEMAS, ParallelismConfig, RunConfig, ZeroConfig, world_size
 from tunebook.errors import Problem
 from tunebook.facts.optimizers import OPTIMIZERS, RUNS_EVERYWHERE
+from tunebook.facts.strategies import COPIED, DIVIDED, OFFLOADING_OPTIMIZER, UNDECIDED
 from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.draft import Draft, draft_run
 from tunebook.plan.memory import estimate_memory
@@ -94,8 +95,8 @@ class Fitting:
 
 def _sharded() -> tuple[Change, ...]:
     """The strategies whose speeds were measured side by side, as shares of FSDP's."""
-    rates = {strategy: rate_on_8(strategy) for strategy in (Strategy.fsdp, Strategy.zero2, Strategy.zero3)}
-    fsdp = rates[Strategy.fsdp]
+    rates = {strategy: rate_on_8(strategy) for strategy in DIVIDED}
+    fsdp = rates[DIVIDED[0]]
     return tuple(
         Change(words=(f"parallelism={strategy.name}",), speed=rate / fsdp)
         for strategy, rate in rates.items()
@@ -107,7 +108,7 @@ _SELECTIVE = Change(words=("activation=selective",), speed=SELECTIVE.gain)
 _CHECKPOINTING = Change(words=("activation=checkpointing",), speed=RECOMPUTED / STORED)
 _SHARDED = _sharded()
 _ALONE = Change(words=("parallelism=single",), speed=1.0)  # nothing waits for anything
-_COPIES = Change(words=("parallelism=ddp",), speed=share_beside(Strategy.ddp, Strategy.fsdp))
+_COPIES = Change(words=(f"parallelism={COPIED.name}",), speed=share_beside(COPIED, DIVIDED[0]))
 _OFFLOADED = (
     Change(words=("parallelism=zero2_offload",), speed=None, note="optimizer state in host memory"),
     Change(words=("parallelism=fsdp_offload",), speed=None, note="weights and optimizer state in host memory"),
@@ -197,7 +198,7 @@ def _is_hopeless(change: Change, asked: Draft, overrides: list[str]) -> bool:
 def _settings(name: str) -> ParallelismConfig | None:
     """What decides about the states of a strategy as its file has it; None where few are left on the GPUs."""
     if name == "zero2_offload":
-        return ZeroConfig(strategy=Strategy.zero2, offload_optimizer=Offload.cpu)
+        return ZeroConfig(strategy=OFFLOADING_OPTIMIZER, offload_optimizer=Offload.cpu)
     if name not in Strategy.__members__:
         return None
     return PARALLELISM_SCHEMAS[Strategy[name]](strategy=Strategy[name])
@@ -304,8 +305,8 @@ def _candidates(draft: Draft) -> list[Change]:
 
 def _strategies(draft: Draft, config: RunConfig) -> list[Change]:
     """Those that this many GPUs gain from, but for the one that is asked for or that auto took."""
-    asked = draft.composition.groups["parallelism"] if draft.composition is not None else Strategy.auto.name
-    taken = config.parallelism.strategy.name if asked == Strategy.auto.name else asked
+    asked = draft.composition.groups["parallelism"] if draft.composition is not None else UNDECIDED.name
+    taken = config.parallelism.strategy.name if asked == UNDECIDED.name else asked
     offloaded = () if config.hardware.generation is Generation.cpu else _OFFLOADED  # a CPU's memory is the host's
     strategies = chain((_COPIES,), _SHARDED, offloaded) if world_size(config) > 1 else (_ALONE, *offloaded)
     return [change for change in strategies if change.words != (f"parallelism={taken}",)]

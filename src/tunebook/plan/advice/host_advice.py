@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tunebook.config.choices import Checkpointing, Offload, PeftMethod, Strategy
+from tunebook.config.choices import Checkpointing, Offload, PeftMethod
 from tunebook.config.schema import FsdpConfig, ModelFacts, ParallelismConfig, RunConfig, ZeroConfig
 from tunebook.facts.optimizers import OPTIMIZERS
+from tunebook.facts.strategies import ALONE, OFFLOADING_ALL, SPARING_THE_HOST
 from tunebook.plan.memory import GIB, estimate_memory
 from tunebook.plan.memory.gpu import plan_memory
 from tunebook.plan.memory.host import HostBytes, host_bytes, offloaded_activation_bytes, offloaded_bytes
@@ -119,13 +120,13 @@ def _strategies(config: RunConfig) -> Iterator[_Remedy]:
     places = _offloaded(config)
     without = f" without {', '.join(f'parallelism.{key}' for key in places)}" if places else ""
     is_alone = (config.hardware.gpus_per_node or 1) * config.hardware.num_nodes == 1
-    alone, divided = ParallelismConfig(strategy=Strategy.single), FsdpConfig(strategy=Strategy.fsdp)
+    alone, divided = ParallelismConfig(strategy=ALONE), FsdpConfig(strategy=SPARING_THE_HOST)
     on_gpus = alone if is_alone else divided
     words = f"parallelism={on_gpus.strategy.name}{without}"
     yield _Remedy(words=words, config=replace(config, parallelism=on_gpus))
     if places:
         on_disk = ZeroConfig(
-            strategy=Strategy.zero3, offload_optimizer=Offload.nvme, offload_parameters=Offload.nvme, nvme_path="FOLDER"
+            strategy=OFFLOADING_ALL, offload_optimizer=Offload.nvme, offload_parameters=Offload.nvme, nvme_path="FOLDER"
         )
         words = f"parallelism=zero3_nvme parallelism.nvme_path=FOLDER{without}"
         yield _Remedy(words=words, config=replace(config, parallelism=on_disk))

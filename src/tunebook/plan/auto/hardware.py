@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from tunebook.config.choices import Generation, LauncherName, Strategy
+from tunebook.config.choices import Generation, LauncherName
 from tunebook.config.schema import RunConfig
 from tunebook.facts.generations import GENERATIONS
+from tunebook.facts.strategies import UNDECIDED, strategy_facts
 from tunebook.hardware.detect import Gpu, Machine
 from tunebook.plan.auto.decisions import Decisions
 
@@ -29,14 +30,14 @@ def _usable(config: RunConfig, machine: Machine) -> list[Gpu]:
 
 
 def _runs_on_one_gpu(config: RunConfig, machine: Machine) -> bool:
-    if config.parallelism.strategy is Strategy.single or config.hardware.gpus_per_node == 1:
+    if strategy_facts(config).runs_on_one or config.hardware.gpus_per_node == 1:
         return True
     return config.hardware.gpus_per_node is None and _why_only_one(config, machine.gpus) is not None
 
 
 def _why_only_one(config: RunConfig, gpus: list[Gpu]) -> str | None:
     """Why `parallelism=auto` leaves all but one idle. A strategy that was named is obeyed, or refused with a fix."""
-    if config.parallelism.strategy is not Strategy.auto or len(gpus) < 2:
+    if config.parallelism.strategy is not UNDECIDED or len(gpus) < 2:
         return None
     if any(gpu.is_mig for gpu in gpus):
         return "NCCL cannot connect slices of a GPU"
@@ -77,7 +78,7 @@ def _reference(config: RunConfig) -> str:
 
 def _gpus_per_node(config: RunConfig, machine: Machine) -> tuple[int, str]:
     hardware, reference = config.hardware, config.hardware.reference
-    if config.parallelism.strategy is Strategy.single:
+    if strategy_facts(config).runs_on_one:
         return 1, "parallelism=single runs on one"
     found = _usable(config, machine)
     if why := _why_only_one(config, found):

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tunebook.config.choices import Attention, Compute, Generation, PackingMode, PeftMethod, Strategy, WrapPolicy
+from tunebook.config.choices import Attention, Compute, Generation, PackingMode, PeftMethod, WrapPolicy
 from tunebook.config.schema import FsdpConfig, RunConfig
-from tunebook.config.sharing import is_offloaded
 from tunebook.facts.generations import ATTENTION_PACKAGES, GENERATIONS, can_run
+from tunebook.facts.sharing import is_offloaded
+from tunebook.facts.strategies import strategy_facts
 from tunebook.plan.rules.attention import (
     VARLEN_ARCHITECTURES,
     has_attention,
@@ -30,13 +31,6 @@ COMPILED_ARCHITECTURES = frozenset({
     "LlamaForCausalLM", "MistralForCausalLM", "OlmoForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM",
     "Phi3ForCausalLM", "PhiForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "SmolLM3ForCausalLM",
     "Starcoder2ForCausalLM",
-})  # fmt: skip
-# Seen likewise, but for two that do to a block what another does: zero1 leaves it whole as zero2 does, hsdp gathers it
-# as fsdp does. ZeRO-3 gathers weights by hooks inside a block: 8,500 tokens/s where fsdp had 21,500
-# (h200x4_speed.jsonl). What `auto` will pick is among these.
-COMPILED_STRATEGIES = frozenset({
-    Strategy.auto, Strategy.single, Strategy.ddp, Strategy.fsdp, Strategy.fsdp_grad_op, Strategy.hsdp, Strategy.zero1,
-    Strategy.zero2,
 })  # fmt: skip
 # What was tried in compiled blocks with packed rows; the first is what `auto` takes.
 _COMPILED_WITH, *_COMPILED_TOO = Attention.varlen_attention, Attention.varlen_attention_4
@@ -82,7 +76,7 @@ def _reasons_against(config: RunConfig) -> Iterator[str]:
         yield f"blocks were compiled with {known} only, and {kernel.name} is asked for"
     if config.training.deterministic:
         yield "training.deterministic=true, and compiled kernels were not seen giving the same bits in every run"
-    if settings.strategy not in COMPILED_STRATEGIES:
+    if not strategy_facts(config).may_compile:
         yield f"blocks were not seen to gain by it under parallelism={settings.strategy.name}"
     if isinstance(settings, FsdpConfig) and (settings.wrap_policy is WrapPolicy.size or settings.wrap_classes):
         yield "blocks were not compiled yet where FSDP's units are other ones than the blocks"

@@ -12,6 +12,14 @@ from dataclasses import dataclass, replace
 from tunebook.config.choices import Checkpointing, Generation, Strategy
 from tunebook.config.frozen import PARALLELISM_SCHEMAS
 from tunebook.config.schema import ParallelismConfig, RunConfig
+from tunebook.facts.strategies import (
+    ALONE,
+    COPIED,
+    FASTEST_ON_ONE_NODE,
+    FASTEST_ON_SEVERAL_NODES,
+    STRATEGIES,
+    UNDECIDED,
+)
 from tunebook.plan.auto.decisions import Decisions
 from tunebook.plan.auto.passes import SHORT_ROW_TOKENS
 from tunebook.plan.memory import USABLE_SHARE, estimate_memory, fits_into, gib_text
@@ -20,16 +28,6 @@ from tunebook.plan.rules.frame import world_size
 
 DecidePasses = Callable[[Decisions], None]
 
-# The fastest first. Between nodes links are slow, so there a model is divided within each node where it fits that way.
-# Not ZeRO, which divides the same and was slower, nor what offloads: the plan names that where nothing fits.
-_ON_ONE_NODE = (Strategy.ddp, Strategy.fsdp_grad_op, Strategy.fsdp)
-_ON_SEVERAL_NODES = (Strategy.ddp, Strategy.hsdp, Strategy.fsdp)
-_WHAT = {
-    Strategy.ddp: "a whole copy on each GPU is the fastest",
-    Strategy.fsdp_grad_op: "gradients and optimizer states divided among the GPUs",
-    Strategy.hsdp: "all states divided among the GPUs of a node, which have the fastest links",
-    Strategy.fsdp: "all states divided among all GPUs",
-}
 _RECOMPUTED = {
     Checkpointing.enabled: " with activations recomputed",
     Checkpointing.selective: " with norms and activation functions computed again",
@@ -69,7 +67,7 @@ def decide_strategy(decisions: Decisions, decide_passes: DecidePasses) -> None:
     `decide_passes` decides what depends on the strategy: rows, passes and whether activations are recomputed.
     """
     config = decisions.config
-    is_open = config.parallelism.strategy is Strategy.auto
+    is_open = config.parallelism.strategy is UNDECIDED
     if is_open and type(config.parallelism) is not ParallelismConfig:
         return  # settings of a named strategy would be lost; `strategy-settings-mismatch` says so
     decisions.decide("parallelism.strategy", lambda: _strategy(config, decide_passes))
@@ -84,10 +82,10 @@ def _settings(strategy: Strategy) -> ParallelismConfig:
 def _strategy(config: RunConfig, decide_passes: DecidePasses) -> tuple[Strategy, str]:
     is_on_cpu = config.hardware.generation is Generation.cpu
     if world_size(config) == 1:
-        return Strategy.single, "one process on the CPU" if is_on_cpu else "one GPU has nothing to divide"
+        return ALONE, "one process on the CPU" if is_on_cpu else "one GPU has nothing to divide"
     if is_on_cpu:
-        return Strategy.ddp, "several ranks on a CPU, where FSDP does not run"
-    order = _ON_SEVERAL_NODES if config.hardware.num_nodes > 1 else _ON_ONE_NODE
+        return COPIED, "several ranks on a CPU, where FSDP does not run"
+    order = FASTEST_ON_SEVERAL_NODES if config.hardware.num_nodes > 1 else FASTEST_ON_ONE_NODE
     tried = [_try(config, strategy, decide_passes) for strategy in order]
     # What is wrong with every one of them is not the strategy's fault, and is reported whichever is taken.
     fewest = min(len(one.refusals) for one in tried)
@@ -125,7 +123,7 @@ def _why(config: RunConfig, chosen: _Tried, tried: list[_Tried]) -> str:
 
 
 def _for(config: RunConfig, chosen: _Tried) -> str:
-    what = _WHAT[chosen.strategy]
+    what = STRATEGIES[chosen.strategy].auto_reason
     if config.hardware.memory_gib is None:
         return f"{what}; the memory is not known, and this is the safe side"
     if chosen.total_gib is None:

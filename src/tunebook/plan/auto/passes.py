@@ -14,10 +14,10 @@ from tunebook.config.choices import (
     Generation,
     PackingMode,
     PeftMethod,
-    Strategy,
 )
 from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig
 from tunebook.facts.attention import FLASH, WITHOUT_MASK
+from tunebook.facts.strategies import strategy_facts
 from tunebook.plan.auto.decisions import Decisions
 from tunebook.plan.memory import USABLE_SHARE, estimate_memory, fits_into, gib_text
 from tunebook.plan.rules.frame import world_size
@@ -46,7 +46,7 @@ def decide_passes(decisions: Decisions) -> None:
     resolved = decisions.config
     decisions.decide("packing.row_length", lambda: _row_length(resolved))
     decisions.decide("training.micro_batch_size", lambda: _micro_batch_size(resolved))
-    if resolved.parallelism.strategy is Strategy.hsdp and isinstance(resolved.parallelism, FsdpConfig):
+    if strategy_facts(resolved).within_groups and isinstance(resolved.parallelism, FsdpConfig):
         decisions.decide("parallelism.shard_group_size", lambda: _shard_group_size(resolved))
     decisions.decide("activation.checkpointing", lambda: _checkpointing(resolved))
 

@@ -24,6 +24,7 @@ from tunebook.config.unreached import unreached_of
 from tunebook.errors import Problem
 from tunebook.facts.attention import WITHOUT_MASK
 from tunebook.facts.generations import GENERATIONS
+from tunebook.facts.strategies import strategy_facts
 from tunebook.hardware.detect import Machine
 from tunebook.model.base_config import brings_code, read_dtype
 from tunebook.plan.architecture.base_model import read_facts
@@ -35,7 +36,6 @@ from tunebook.plan.auto.passes import decide_passes
 from tunebook.plan.rules.attention import leaks
 from tunebook.plan.rules.environment import hardware_problem, starts_elsewhere
 from tunebook.plan.rules.numbers import refuse_absurd
-from tunebook.plan.rules.parallelism import ZERO
 
 __all__ = ["Choice", "Resolution", "resolve_auto"]
 
@@ -151,7 +151,7 @@ def _master_weights(config: RunConfig) -> tuple[MasterWeights, str]:
         return MasterWeights.fp32, f"bf16 weights are for products in bf16, and these are in {compute.name}"
     if dtype != "bfloat16":
         return MasterWeights.fp32, f"the base model is {dtype or 'of a dtype not known before it is loaded'}"
-    if config.parallelism.strategy in ZERO:
+    if strategy_facts(config).is_zero:
         return MasterWeights.fp32, "with bf16 weights DeepSpeed would compute with adapters in bf16, too"
     return MasterWeights.bf16, "the frozen base stays as it is published, in half of fp32's memory; adapters are fp32"
 

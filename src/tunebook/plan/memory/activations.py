@@ -18,12 +18,12 @@ from tunebook.config.choices import (
     MixedPrecision,
     PackingMode,
     PeftMethod,
-    Strategy,
 )
 from tunebook.config.model_facts import CAST, MeasuredLayers
 from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig
-from tunebook.config.sharing import is_cast_by_deepspeed
 from tunebook.data.batch import PADDED_TOKENS_PER_PASS, largest_micro_batch
+from tunebook.facts.sharing import is_cast_by_deepspeed
+from tunebook.facts.strategies import strategy_facts
 from tunebook.model.parameters import (
     EMBEDDINGS,
     HEADS,
@@ -133,7 +133,7 @@ def _compiled_mode(config: RunConfig) -> str | None:
     That was with torch's kernel for packed rows, and in one piece each, as ZeRO-3's hooks do not leave them.
     """
     is_by_lengths = config.attention.implementation in (Attention.varlen_attention, Attention.varlen_attention_4)
-    is_whole = config.parallelism.strategy is not Strategy.zero3
+    is_whole = not strategy_facts(config).is_zero3
     if not (config.model.compile_layers and is_by_lengths and is_whole):
         return None
     method = "dropout" if has_dropout(config) else _method(config)
@@ -172,8 +172,8 @@ def _is_without_autocast(config: RunConfig) -> bool:
     they do.
     """
     is_16_bit = config.precision.compute is not Compute.fp32 and stream_element(config) == 2
-    strategy, is_qlora = config.parallelism.strategy, config.peft.method is PeftMethod.qlora
-    return is_16_bit and not is_qlora and strategy not in (Strategy.single, Strategy.ddp, Strategy.zero3)
+    facts, is_qlora = strategy_facts(config), config.peft.method is PeftMethod.qlora
+    return is_16_bit and not is_qlora and not facts.is_copied and not facts.is_zero3
 
 
 def tokens_per_pass(config: RunConfig) -> int:
@@ -247,7 +247,7 @@ def _norm_bytes(config: RunConfig) -> float:
         # Of both norms the input and the output; where the input is fp32, one of the outputs is cast from it again.
         # Not in fp8 nor with ZeRO-3, whose hooks cut blocks into pieces, as the peaks that were measured say.
         element = product_element(config)
-        is_whole = config.precision.compute is Compute.bf16 and config.parallelism.strategy is not Strategy.zero3
+        is_whole = config.precision.compute is Compute.bf16 and not strategy_facts(config).is_zero3
         is_cast = is_whole and stream_element(config) == 4
         outputs = 1 if is_cast and not is_adapter else 2
         return 2 * stream_element(config) + outputs * element
@@ -294,8 +294,8 @@ def _inputs_under_zero3(config: RunConfig, facts: ModelFacts) -> float:
     That is uncast, and also where the weight is frozen (deepspeed 0.19, runtime/zero/linear.py). Where DeepSpeed casts
     the whole model, adapters are in bf16 as well, and nothing needs a cast. A test runs DeepSpeed's product.
     """
-    settings, method = config.parallelism, config.peft.method
-    if settings.strategy is not Strategy.zero3 or config.model.compile_layers or method is PeftMethod.qlora:
+    method = config.peft.method
+    if not strategy_facts(config).is_zero3 or config.model.compile_layers or method is PeftMethod.qlora:
         return 0.0
     hidden, inner = facts.hidden_size, facts.intermediate_size
     is_fp32, has_drop = config.precision.compute is Compute.fp32, has_dropout(config)
@@ -358,7 +358,7 @@ def _unadapted_bytes(config: RunConfig, facts: ModelFacts, *, is_handed_on: bool
     autograd saves and what torch's partitioner keeps.
     """
     missing, is_selective = unadapted(config, facts), config.activation.checkpointing is Checkpointing.selective
-    if not missing or is_selective or config.parallelism.strategy is Strategy.zero3:
+    if not missing or is_selective or strategy_facts(config).is_zero3:
         return 0.0
     is_handed_on = is_handed_on or config.precision.compute is Compute.fp32 or _hands_on(config)
     every = linear_inputs(facts)

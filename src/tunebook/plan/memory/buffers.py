@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from tunebook.config.choices import Checkpointing, Compute, MasterWeights, Offload, PeftMethod, Strategy
+from tunebook.config.choices import Checkpointing, Compute, MasterWeights, Offload, PeftMethod
 from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig, ZeroConfig
+from tunebook.facts.strategies import strategy_facts
 from tunebook.model.parameters import count_parameters, linear_layers
 from tunebook.plan.memory.activations import OF_ATTENTION, head_gradient_bytes, unadapted
 from tunebook.plan.memory.states import (
@@ -28,7 +29,7 @@ _LIVE_PARAMETERS = 1_000_000_000  # that DeepSpeed's ZeRO-3 keeps whole at most 
 
 def buffer_bytes(config: RunConfig, facts: ModelFacts, *, is_recomputed: bool) -> float:
     """Bytes of all of it while the output head is computed, when no layer is whole that is to be computed again."""
-    is_whole_again = is_recomputed and config.parallelism.strategy is not Strategy.fsdp_grad_op
+    is_whole_again = is_recomputed and not strategy_facts(config).keeps_gathered
     layers = 0.0 if is_whole_again else _gathered_ahead(config, facts)
     whole = _gathered(config, facts) + layers
     if _gathers_head_last(config, facts):
@@ -41,7 +42,7 @@ def forward_buffer_bytes(config: RunConfig, facts: ModelFacts, *, is_recomputed:
     if not _gathers_head_last(config, facts):
         return buffer_bytes(config, facts, is_recomputed=is_recomputed)
     element, parameters = product_element(config), count_parameters(config, facts)
-    keeps_all = config.parallelism.strategy is Strategy.fsdp_grad_op
+    keeps_all = strategy_facts(config).keeps_gathered
     layers = (facts.num_layers + 1 if keeps_all else 2) / max(1, facts.num_layers)
     return element * (parameters.layers * layers + (parameters.embeddings if keeps_all else 0))
 
@@ -74,7 +75,7 @@ def _head_unit_bytes(config: RunConfig, facts: ModelFacts, *, has_arrived: bool)
     not 2.13, reduces this unit after all others, for which 7.4 GiB were there instead of 5.3.
     """
     element, parameters = product_element(config), count_parameters(config, facts)
-    kept = parameters.embeddings + parameters.layers if config.parallelism.strategy is Strategy.fsdp_grad_op else 0.0
+    kept = parameters.embeddings + parameters.layers if strategy_facts(config).keeps_gathered else 0.0
     return element * (kept + parameters.embeddings * (2 if has_arrived else 1))
 
 
@@ -122,7 +123,7 @@ def reducing_layer_bytes(config: RunConfig, facts: ModelFacts, *, is_last: bool 
         return 0.0
     element = product_element(config)
     whole = 1 if is_last or layers == 2 else 2
-    if config.parallelism.strategy is Strategy.fsdp_grad_op and not is_last:
+    if strategy_facts(config).keeps_gathered and not is_last:
         whole = layers - 1
     parameters = count_parameters(config, facts)
     tied = element * parameters.embeddings if facts.tie_word_embeddings else 0
@@ -192,7 +193,7 @@ def _casts(config: RunConfig) -> bool:
         return False
     if config.peft.method is PeftMethod.qlora or isinstance(config.parallelism, FsdpConfig):
         return False  # four bits are widened for each product and not kept
-    return config.parallelism.strategy is not Strategy.zero3 or config.model.compile_layers or num_ranks(config) == 1
+    return not strategy_facts(config).is_zero3 or config.model.compile_layers or num_ranks(config) == 1
 
 
 def _gathered(config: RunConfig, facts: ModelFacts) -> float:
@@ -205,7 +206,7 @@ def _gathered(config: RunConfig, facts: ModelFacts) -> float:
         return 0.0
     if divided_among(config).weights == 1 and isinstance(settings, ZeroConfig):
         return _on_one_rank(config, facts)
-    if settings.strategy is Strategy.zero3:
+    if strategy_facts(config).is_zero3:
         return kept_for_backward(config, facts)
     matrices = 1 if facts.tie_word_embeddings or _are_units(config, facts) else 2
     return float(product_element(config) * count_parameters(config, facts).embeddings * matrices)
@@ -218,7 +219,7 @@ def _are_units(config: RunConfig, facts: ModelFacts) -> bool:
     to 2.3 GiB less than with both (H200). Two ranks held as much as that: what arrived of the one is there until the
     next unit's has arrived, too (torch 2.13, _fsdp_param_group.py).
     """
-    is_sharded = config.parallelism.strategy in (Strategy.fsdp, Strategy.hsdp)
+    is_sharded = strategy_facts(config).is_fsdp and not strategy_facts(config).keeps_gathered
     return is_sharded and num_ranks(config) == 1 and not facts.tie_word_embeddings
 
 
@@ -228,7 +229,7 @@ def _gathered_ahead(config: RunConfig, facts: ModelFacts) -> float:
     One rank fetches nothing ahead (torch 2.13, _fsdp_param_group.py): slices of Qwen2.5-7B and Llama 3 8B had nothing
     of their layers there on an H100.
     """
-    if config.parallelism.strategy is Strategy.fsdp_grad_op:
+    if strategy_facts(config).keeps_gathered:
         return _gathered_layers(config, facts)
     if num_ranks(config) == 1:
         return 0.0
@@ -245,7 +246,7 @@ def _gathered_layers(config: RunConfig, facts: ModelFacts) -> float:
     was 1.58 of the 1.64 GiB that 5 layers of Qwen2.5-7B had beside what was traced of activations (H200).
     What ZeRO-3 keeps is counted by `kept_for_backward`.
     """
-    if not _is_gathered(config) or config.parallelism.strategy is Strategy.zero3:
+    if not _is_gathered(config) or strategy_facts(config).is_zero3:
         return 0.0
     parameters, element = count_parameters(config, facts), product_element(config)
     in_four_bits = parameters.linear if config.peft.method is PeftMethod.qlora else 0  # and stays so when gathered
@@ -255,7 +256,7 @@ def _gathered_layers(config: RunConfig, facts: ModelFacts) -> float:
     if not is_full and num_ranks(config) == 1 and isinstance(config.parallelism, FsdpConfig):
         arriving: float = FOUR_BIT_BYTES if in_four_bits else _arriving_element(config)
         return layer + arriving * max(_weight_sizes(facts).values())
-    return (layer if is_full else 0.0) + (whole if config.parallelism.strategy is Strategy.fsdp_grad_op else 2 * layer)
+    return (layer if is_full else 0.0) + (whole if strategy_facts(config).keeps_gathered else 2 * layer)
 
 
 def _is_gathered(config: RunConfig) -> bool:
@@ -338,7 +339,7 @@ def scattering_bytes(config: RunConfig, facts: ModelFacts) -> float:
     gradient sent when the backward pass ends.
     """
     is_cast = config.precision.compute is not Compute.fp32
-    if config.parallelism.strategy is not Strategy.zero3 or facts.tie_word_embeddings or num_ranks(config) == 1:
+    if not strategy_facts(config).is_zero3 or facts.tie_word_embeddings or num_ranks(config) == 1:
         return 0.0
     return ((0.5 if is_cast else 0.0) + 1 / num_ranks(config)) * head_gradient_bytes(config, facts)
 
@@ -377,7 +378,7 @@ def reducing_bytes(config: RunConfig, facts: ModelFacts) -> float:
     Made whole when a backward pass begins (0.19.8, stage_1_and_2.py, setup_buckets), however few gradients there are.
     """
     settings = config.parallelism
-    is_stage_1_or_2 = settings.strategy in (Strategy.zero1, Strategy.zero2)
+    is_stage_1_or_2 = strategy_facts(config).keeps_whole_weights
     if not isinstance(settings, ZeroConfig) or not is_stage_1_or_2 or settings.offload_optimizer is not Offload.none:
         return 0.0
     return float(weight_element(config) * _reduce_bucket(settings, facts) * (2 if settings.overlap_comm else 1))
@@ -390,11 +391,11 @@ def bucket_bytes(config: RunConfig, facts: ModelFacts, *, is_backward: bool = Fa
     there are (0.19.8, stage_1_and_2.py, setup_buckets).
     """
     settings, trained = config.parallelism, count_parameters(config, facts).trained
-    if settings.strategy is Strategy.ddp and num_ranks(config) > 1:
+    if strategy_facts(config).averages_gradients and num_ranks(config) > 1:
         return float(trained * trained_element(config))  # together they are as large as all gradients
     if not isinstance(settings, ZeroConfig):
         return 0.0
-    if settings.strategy is Strategy.zero3:
+    if strategy_facts(config).is_zero3:
         return weight_element(config) * _ahead(settings, facts)
     if settings.offload_optimizer is Offload.none:
         return 0.0

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tunebook.config.choices import Checkpointing, Generation, MasterWeights, Offload, PeftMethod, Strategy, Weights
+from tunebook.config.choices import Checkpointing, Generation, MasterWeights, Offload, PeftMethod, Weights
 from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig, ZeroConfig
-from tunebook.config.sharing import Sharing, sharing_of, stays_whole
+from tunebook.facts.sharing import Sharing, sharing_of, stays_whole
+from tunebook.facts.strategies import strategy_facts
 from tunebook.model.parameters import count_parameters, largest_parameter
 from tunebook.plan.memory.activations import activation_bytes
 from tunebook.plan.memory.buffers import cast_copies_bytes
@@ -164,7 +165,7 @@ def saving_bytes(config: RunConfig, facts: ModelFacts) -> float:
     is_adapter = config.peft.method is not PeftMethod.full
     states = states_anywhere(config, facts)
     model = states.weights * divided_among(config).weights  # whole, quantised or not, with the adapter
-    if isinstance(settings, ZeroConfig) and settings.strategy is Strategy.zero3:
+    if isinstance(settings, ZeroConfig) and strategy_facts(config).is_zero3:
         if not settings.gather_weights_on_save:
             return 0.0
         return float(parameters.trained * element) if is_adapter else model  # gathered on rank 0

@@ -20,8 +20,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tunebook.config.choices import Checkpointing, Strategy
+from tunebook.config.choices import Checkpointing
 from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig
+from tunebook.facts.strategies import strategy_facts
 from tunebook.model.parameters import count_parameters
 from tunebook.plan.memory.activations import (
     after_head_bytes,
@@ -103,7 +104,7 @@ class _Room:
 
     @classmethod
     def of(cls, config: RunConfig, facts: ModelFacts, states: States, *, accumulates: bool) -> _Room:
-        whole, is_stage_1 = reduced_gradient_bytes(config, facts), config.parallelism.strategy is Strategy.zero1
+        whole, is_stage_1 = reduced_gradient_bytes(config, facts), strategy_facts(config).zero_stage == 1
         spare = whole - states.gradients if whole > 0 and not is_stage_1 else 0.0
         # Stage 2 adds up pieces of the first pass's room, and so keeps all of it (0.19.8, copy_grads_in_partition).
         return cls(whole=whole, spare=spare, of_earlier=spare if accumulates else 0.0, is_stage_1=is_stage_1)
@@ -182,7 +183,7 @@ def _left_for_layers(config: RunConfig, facts: ModelFacts, kept: float, *, accum
     """
     of_head = left_head_gradient_bytes(config, facts)
     if config.activation.checkpointing is Checkpointing.enabled or computes_products_again(config):
-        is_alone = config.parallelism.strategy in (Strategy.single, Strategy.ddp)
+        is_alone = strategy_facts(config).is_copied
         return kept + (0.0 if accumulates and is_alone and not facts.tie_word_embeddings else of_head)
     return kept + after_head_bytes(config, facts) - head_gradient_bytes(config, facts) + of_head
 

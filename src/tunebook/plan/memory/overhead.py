@@ -7,8 +7,9 @@ Runs write down what it really was: `memory_reserved_gib` and `memory_device_gib
 
 from __future__ import annotations
 
-from tunebook.config.choices import Generation, Strategy
+from tunebook.config.choices import Generation
 from tunebook.config.schema import RunConfig
+from tunebook.facts.strategies import strategy_facts
 from tunebook.plan.memory.states import num_ranks
 
 MIB = 2**20
@@ -36,9 +37,9 @@ def overhead_bytes(config: RunConfig, tensors: float, capacity: float | None = N
     """
     if config.hardware.generation is Generation.cpu:
         return float(PROCESS)
-    is_divided = config.parallelism.strategy not in (Strategy.single, Strategy.ddp)
-    share = ALLOCATOR_SHARE_DIVIDED if is_divided else ALLOCATOR_SHARE
-    share = ALLOCATOR_SHARE_FSDP if config.parallelism.strategy is Strategy.fsdp else share
+    facts = strategy_facts(config)
+    share = ALLOCATOR_SHARE if facts.is_copied else ALLOCATOR_SHARE_DIVIDED
+    share = ALLOCATOR_SHARE_FSDP if facts.is_fsdp and facts.gathers_each_layer else share
     contexts = float(CUDA_CONTEXT + sum(map(_communicator, _groups(config))))
     if capacity is None:
         return contexts + share * tensors
@@ -50,7 +51,7 @@ def _groups(config: RunConfig) -> list[int]:
     """The sizes of the groups of GPUs that a rank talks to: all of them, and hsdp's two."""
     hardware = config.hardware
     world = num_ranks(config)
-    if config.parallelism.strategy is not Strategy.hsdp:
+    if not strategy_facts(config).within_groups:
         return [world]
     group = getattr(config.parallelism, "shard_group_size", None) or hardware.gpus_per_node or 1
     return [world, group, max(1, world // max(1, group))]

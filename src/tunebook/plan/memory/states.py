@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tunebook.config.choices import Compute, MasterWeights, Offload, PeftMethod, Strategy
+from tunebook.config.choices import Compute, MasterWeights, Offload, PeftMethod
 from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig, ZeroConfig
-from tunebook.config.sharing import is_cast_by_deepspeed
 from tunebook.facts.optimizers import OPTIMIZERS
+from tunebook.facts.sharing import is_cast_by_deepspeed
+from tunebook.facts.strategies import strategy_facts
 from tunebook.model.parameters import count_parameters, trained_sizes
 
 # transformers 5.23 asks bitsandbytes for moments in 32 bits of every embedding (trainer.py, create_optimizer), which it
@@ -66,7 +67,7 @@ def earlier_gradient_bytes(config: RunConfig, states: States, *, accumulates: bo
 
     DeepSpeed's stage 3 has one buffer for them, made at the start.
     """
-    if config.parallelism.strategy is Strategy.zero3:
+    if strategy_facts(config).is_zero3:
         return states.gradients
     return states.gradients if accumulates else 0.0
 
@@ -78,8 +79,8 @@ def reduced_gradient_bytes(config: RunConfig, facts: ModelFacts) -> float:
     Where parameters are dealt out in turn, both the embeddings and the head of 3 layers of Qwen2.5-7B were among them
     on one of two H200, 5.2 GiB for a share of 3.3. Stage 1 does so once a step, when all gradients are there whole.
     """
-    strategy, ranks = config.parallelism.strategy, num_ranks(config)
-    if strategy not in (Strategy.zero1, Strategy.zero2) or not state_bytes(config, facts).gradients:
+    ranks = num_ranks(config)
+    if not strategy_facts(config).keeps_whole_weights or not state_bytes(config, facts).gradients:
         return 0.0
     element, share = trained_element(config), count_parameters(config, facts).trained / ranks
     return element * max(share, *(held.whole for held in _held_by_rank(config, facts)))
@@ -98,7 +99,7 @@ def stepping_bytes(config: RunConfig, facts: ModelFacts) -> float:
         return 0.0
     ranks, element = num_ranks(config), trained_element(config)
     share, cast = count_parameters(config, facts).trained / ranks, 4 if element == 2 else 0
-    if settings.strategy is Strategy.zero3:
+    if strategy_facts(config).is_zero3:
         at_once, largest = min(share, settings.sub_group_size or _SUB_GROUP), max(trained_sizes(config, facts)) / ranks
         return element * share + max(at_once * (element + cast), _FP64 * largest)
     return max(
@@ -212,16 +213,12 @@ def num_ranks(config: RunConfig) -> int:
 
 def divided_among(config: RunConfig) -> Shares:
     """How the strategy divides the states."""
-    gpus_per_node, world = max(1, config.hardware.gpus_per_node or 1), num_ranks(config)
-    strategy = config.parallelism.strategy
-    if strategy is Strategy.zero1:
-        return Shares(optimizer=world)
-    if strategy is Strategy.zero2:
-        return Shares(gradients=world, optimizer=world)
-    if strategy in (Strategy.zero3, Strategy.fsdp, Strategy.fsdp_grad_op):  # the last gathers all of it for a pass
-        return Shares(weights=world, gradients=world, optimizer=world)
-    if strategy is Strategy.hsdp:
+    facts, ranks = strategy_facts(config), num_ranks(config)
+    if facts.within_groups:
         named = config.parallelism.shard_group_size if isinstance(config.parallelism, FsdpConfig) else None
-        group = max(1, named or gpus_per_node)
-        return Shares(weights=group, gradients=group, optimizer=group)
-    return Shares()
+        ranks = max(1, named or config.hardware.gpus_per_node or 1)
+    return Shares(  # what stays gathered for a pass is divided all the same
+        weights=ranks if facts.divides_weights else 1,
+        gradients=ranks if facts.divides_gradients else 1,
+        optimizer=ranks if facts.divides_optimizer else 1,
+    )

@@ -7,9 +7,10 @@ does so again); compiled layers are met without. `hidden`, `inner` and `element`
 
 from __future__ import annotations
 
-from tunebook.config.choices import Attention, Checkpointing, Compute, PeftMethod, Strategy
+from tunebook.config.choices import Attention, Checkpointing, Compute, PeftMethod
 from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig
-from tunebook.config.sharing import is_cast_by_deepspeed
+from tunebook.facts.sharing import is_cast_by_deepspeed
+from tunebook.facts.strategies import strategy_facts
 from tunebook.model.parameters import of_layers
 from tunebook.plan.memory.activations import (
     activation_bytes,
@@ -86,7 +87,7 @@ def _left_under_zero3(config: RunConfig) -> int:
     """What each norm gives to several products, which ZeRO-3's own keep uncast (traced on two H200, Qwen2.5-0.5B)."""
     is_full, is_bf16 = config.peft.method is PeftMethod.full, stream_element(config) == 2
     is_fp32 = config.precision.compute is Compute.fp32
-    if config.parallelism.strategy is not Strategy.zero3 or is_fp32 or (is_full and is_bf16):
+    if not strategy_facts(config).is_zero3 or is_fp32 or (is_full and is_bf16):
         return 0
     return 2 * stream_element(config)
 

@@ -11,13 +11,13 @@ from tunebook.config.choices import (
     Offload,
     PeftMethod,
     ScheduleName,
-    Strategy,
     Weights,
 )
 from tunebook.config.override_text import typed_list
 from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
 from tunebook.errors import nearest
 from tunebook.facts.optimizers import OPTIMIZERS
+from tunebook.facts.strategies import strategy_facts
 from tunebook.model.parameters import EMBEDDINGS, HEADS, PRODUCTS_OF, has_experts, last_name, linear_layers
 from tunebook.plan.rules.frame import Finding, Level, Rule, rule
 from tunebook.plan.rules.quantised import quantiser_of
@@ -257,7 +257,7 @@ def bitsandbytes_optimizer_without_gpu(config: RunConfig) -> Finding | None:
 def bitsandbytes_optimizer_with_fsdp(config: RunConfig) -> Finding | None:
     """bitsandbytes on DTensors."""
     name, strategy = config.optimizer.name, config.parallelism.strategy
-    if OPTIMIZERS[name].takes_dtensors or strategy not in (Strategy.fsdp, Strategy.fsdp_grad_op, Strategy.hsdp):
+    if OPTIMIZERS[name].takes_dtensors or not strategy_facts(config).is_fsdp:
         return None
     message = f"{name.name} does not work on the sharded tensors of {strategy.name}"
     other = "" if config.precision.compute is Compute.fp8 else " or parallelism=zero3"  # see fp8-with-deepspeed

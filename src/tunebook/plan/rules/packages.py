@@ -12,11 +12,11 @@ from tunebook.errors import Problem
 from tunebook.facts.attention import BY_LENGTHS
 from tunebook.facts.generations import ATTENTION_PACKAGES, GENERATIONS, can_run
 from tunebook.facts.optimizers import OPTIMIZERS
+from tunebook.facts.strategies import strategy_facts
 from tunebook.hardware.image import Image
 from tunebook.plan.rules.attention import without_flash_attn
 from tunebook.plan.rules.frame import Explanation
 from tunebook.plan.rules.image import train_line
-from tunebook.plan.rules.parallelism import ZERO
 
 VersionOf = Callable[[str], str | None]
 
@@ -56,7 +56,7 @@ _NEEDS: tuple[_Need, ...] = (
     _Need(
         package="deepspeed",
         key="parallelism.strategy",
-        is_needed=lambda config: config.parallelism.strategy in ZERO,
+        is_needed=lambda config: strategy_facts(config).is_zero,
         install="DS_BUILD_OPS=0 pip install deepspeed",  # builds its operators when they are first used
     ),
     _Need(

@@ -12,19 +12,17 @@ from tunebook.config.choices import (
     MixedPrecision,
     Offload,
     PeftMethod,
-    Strategy,
     Weights,
     WrapPolicy,
 )
 from tunebook.config.fsdp_units import layer_parameters
 from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
-from tunebook.config.sharing import is_cast_by_deepspeed
 from tunebook.facts.optimizers import OPTIMIZERS
+from tunebook.facts.sharing import is_cast_by_deepspeed
+from tunebook.facts.strategies import UNDECIDED, strategy_facts
 from tunebook.plan.rules.frame import Finding, Level, Rule, another_model, rule, world_size
 from tunebook.plan.rules.quantised import quantiser_of
 
-ZERO = (Strategy.zero1, Strategy.zero2, Strategy.zero3)
-FSDP = (Strategy.fsdp, Strategy.fsdp_grad_op, Strategy.hsdp)
 _ZERO3_ONLY = (
     "max_live_parameters", "max_reuse_distance", "prefetch_bucket_size", "param_persistence_threshold",
     "sub_group_size",
@@ -55,10 +53,10 @@ DECODER_LAYERS = {
 )
 def strategy_settings_mismatch(config: RunConfig) -> Finding | None:
     """The group's schema must be the strategy's."""
-    settings, strategy = config.parallelism, config.parallelism.strategy
-    needed = ZeroConfig if strategy in ZERO else FsdpConfig if strategy in FSDP else None
+    settings, strategy, facts = config.parallelism, config.parallelism.strategy, strategy_facts(config)
+    needed = ZeroConfig if facts.is_zero else FsdpConfig if facts.is_fsdp else None
     has_settings = isinstance(settings, ZeroConfig | FsdpConfig)
-    if strategy is Strategy.auto:  # left where a strategy was named before, whose settings it keeps
+    if strategy is UNDECIDED:  # left where a strategy was named before, whose settings it keeps
         message = "auto is set over the settings of a named strategy, which would be lost"
         return Finding(key="parallelism.strategy", message=message, fix="parallelism=auto")
     if (needed is None and not has_settings) or (needed is not None and isinstance(settings, needed)):
@@ -77,7 +75,7 @@ def strategy_settings_mismatch(config: RunConfig) -> Finding | None:
 def single_needs_one_gpu(config: RunConfig) -> Finding | None:
     """One rank."""
     world = world_size(config)
-    if config.parallelism.strategy is not Strategy.single or world == 1:
+    if not strategy_facts(config).runs_on_one or world == 1:
         return None
     message = f"single runs on one GPU, and {world} are asked for"
     fix = "hardware.num_nodes=1 hardware.gpus_per_node=1 or parallelism=ddp"
@@ -94,7 +92,7 @@ def single_needs_one_gpu(config: RunConfig) -> Finding | None:
 def sharding_on_one_rank(config: RunConfig) -> Finding | None:
     """A distributed strategy without offload on one rank."""
     settings = config.parallelism
-    if settings.strategy is Strategy.single or world_size(config) > 1 or _offloads(config):
+    if strategy_facts(config).runs_on_one or world_size(config) > 1 or _offloads(config):
         return None
     message = f"{settings.strategy.name} on one GPU saves nothing"
     return Finding(key="parallelism.strategy", message=message, fix="parallelism=single")
@@ -116,7 +114,7 @@ def _offloads(config: RunConfig) -> bool:
 def fsdp_on_cpu(config: RunConfig) -> Finding | None:
     """Any FSDP without GPUs."""
     strategy = config.parallelism.strategy
-    if strategy not in FSDP or config.hardware.generation is not Generation.cpu:
+    if not strategy_facts(config).is_fsdp or config.hardware.generation is not Generation.cpu:
         return None
     message = f"{strategy.name} would silently become ddp on a CPU"
     other = "ddp" if world_size(config) > 1 else "single"
@@ -133,7 +131,7 @@ def fsdp_on_cpu(config: RunConfig) -> Finding | None:
 def hsdp_group(config: RunConfig) -> Finding | None:
     """The group size must be a proper divisor of the world, above one."""
     settings, world = config.parallelism, world_size(config)
-    if settings.strategy is not Strategy.hsdp or not isinstance(settings, FsdpConfig):
+    if not strategy_facts(config).within_groups or not isinstance(settings, FsdpConfig):
         return None
     group = settings.shard_group_size or max(1, config.hardware.gpus_per_node or 1)
     if 1 < group < world and world % group == 0:
@@ -166,12 +164,14 @@ def parallelism_setting_ignored(config: RunConfig) -> Iterator[Finding]:
     settings, strategy = config.parallelism, config.parallelism.strategy
     ignored: list[str] = []
     if isinstance(settings, ZeroConfig):
-        if strategy in (Strategy.zero1, Strategy.zero2):
+        if strategy_facts(config).keeps_whole_weights:
             ignored += [name for name in _ZERO3_ONLY if getattr(settings, name) is not None]
         uses_nvme = Offload.nvme in (settings.offload_optimizer, settings.offload_parameters)
         ignored += ["nvme_path"] if settings.nvme_path and not uses_nvme else []
     if isinstance(settings, FsdpConfig):
-        ignored += ["shard_group_size"] if settings.shard_group_size and strategy is not Strategy.hsdp else []
+        ignored += (
+            ["shard_group_size"] if settings.shard_group_size and not strategy_facts(config).within_groups else []
+        )
         is_by_size = settings.wrap_policy is WrapPolicy.size
         ignored += ["wrap_classes"] if settings.wrap_classes and is_by_size else []
     for name in ignored:
@@ -193,7 +193,7 @@ def parallelism_setting_ignored(config: RunConfig) -> Iterator[Finding]:
 def bf16_weights_under_zero(config: RunConfig) -> Finding | None:
     """A whole fine-tune; under LoRA the frozen weights may be bf16."""
     is_bf16 = config.precision.master_weights is MasterWeights.bf16
-    if not is_bf16 or config.parallelism.strategy not in ZERO or config.peft.method is not PeftMethod.full:
+    if not is_bf16 or not strategy_facts(config).is_zero or config.peft.method is not PeftMethod.full:
         return None
     message = f"{config.parallelism.strategy.name} keeps fp32 weights whatever precision.master_weights says"
     return Finding(key="precision.master_weights", message=message, fix="precision.master_weights=fp32")
@@ -276,7 +276,7 @@ def offload_not_possible(config: RunConfig) -> Iterator[Finding]:
         has_own = settings != FsdpConfig(strategy=strategy, offload_parameters=Offload.nvme)  # which ZeRO does not know
         fix = f"{key}=cpu" + ("" if has_own else _or_to_nvme(config))
         yield Finding(key=key, message=message, fix=fix)
-    if not isinstance(settings, ZeroConfig) or strategy not in (Strategy.zero1, Strategy.zero2):
+    if not isinstance(settings, ZeroConfig) or not strategy_facts(config).keeps_whole_weights:
         return
     if settings.offload_parameters is not Offload.none:
         message, key = f"{strategy.name} keeps whole parameters on every GPU", "parallelism.offload_parameters"
@@ -313,7 +313,7 @@ def nvme_path_missing(config: RunConfig) -> Finding | None:
     if not isinstance(settings, ZeroConfig) or settings.nvme_path:
         return None
     uses_nvme = Offload.nvme in (settings.offload_optimizer, settings.offload_parameters)
-    if not uses_nvme or settings.strategy is not Strategy.zero3:  # other stages have no offload to NVMe at all
+    if not uses_nvme or not strategy_facts(config).is_zero3:  # other stages have no offload to NVMe at all
         return None
     message = "an offload to nvme needs a folder on a local NVMe disk"
     return Finding(key="parallelism.nvme_path", message=message, fix="parallelism.nvme_path=/local_nvme")

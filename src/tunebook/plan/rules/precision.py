@@ -11,7 +11,6 @@ from tunebook.config.choices import (
     MasterWeights,
     Offload,
     PeftMethod,
-    Strategy,
     Switch,
     Weights,
 )
@@ -19,6 +18,7 @@ from tunebook.config.schema import RunConfig, ZeroConfig
 from tunebook.facts.attention import FLASH
 from tunebook.facts.generations import GENERATIONS, GenerationFacts, capability_text
 from tunebook.facts.optimizers import OPTIMIZERS, RUNS_EVERYWHERE
+from tunebook.facts.strategies import strategy_facts
 from tunebook.plan.rules.attention import compiles, nearest_attention, without_flash_attn
 from tunebook.plan.rules.frame import Finding, Level, Rule, rule
 
@@ -145,7 +145,7 @@ def fp8_with_deepspeed(config: RunConfig) -> Finding | None:
     if config.precision.compute is not Compute.fp8 or not isinstance(settings, ZeroConfig):
         return None
     offloads = settings.offload_parameters is not Offload.none or settings.offload_optimizer is not Offload.none
-    is_whole = settings.strategy is not Strategy.zero3
+    is_whole = not strategy_facts(config).is_zero3
     better = "fsdp_offload" if offloads else "fsdp_grad_op" if is_whole else "fsdp"
     optimizer = "" if OPTIMIZERS[config.optimizer.name].takes_dtensors else f" optimizer.name={RUNS_EVERYWHERE.name}"
     fix = f"parallelism={better}{optimizer}"

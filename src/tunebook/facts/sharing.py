@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from enum import Enum
 
-from tunebook.config.choices import Compute, MixedPrecision, Offload, PeftMethod, Strategy
+from tunebook.config.choices import Compute, MixedPrecision, Offload, PeftMethod
 from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
+from tunebook.facts.strategies import strategy_facts
 
 
 class Sharing(Enum):
@@ -24,7 +25,7 @@ def sharing_of(config: RunConfig) -> Sharing:
     settings = config.parallelism
     if config.peft.method is PeftMethod.qlora:
         return Sharing.each
-    if settings.strategy is Strategy.zero3:
+    if strategy_facts(config).is_zero3:
         return Sharing.scatter
     if isinstance(settings, FsdpConfig) and settings.cpu_ram_efficient_loading:
         return Sharing.send
@@ -37,8 +38,7 @@ def stays_whole(config: RunConfig) -> bool:
     Such a model is read straight into the GPU, or drawn by rank 0 and copied from GPU to GPU: no host memory for it.
     Not where DeepSpeed casts the model before it moves it, because the GPU would hold it in fp32 first.
     """
-    has_whole_model = config.parallelism.strategy in (Strategy.single, Strategy.ddp, Strategy.zero1, Strategy.zero2)
-    return has_whole_model and not is_cast_by_deepspeed(config)
+    return not strategy_facts(config).divides_weights and not is_cast_by_deepspeed(config)
 
 
 def is_cast_by_deepspeed(config: RunConfig) -> bool:

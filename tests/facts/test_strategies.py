@@ -1,0 +1,68 @@
+"""Facts of strategies are those of their settings, and nobody else asks for a strategy by its name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import tunebook
+from tunebook.config.choices import Strategy
+from tunebook.config.frozen import PARALLELISM_SCHEMAS
+from tunebook.config.schema import FsdpConfig, ZeroConfig
+from tunebook.facts.strategies import FASTEST_ON_ONE_NODE, FASTEST_ON_SEVERAL_NODES, STRATEGIES, Engine
+
+SOURCE = Path(tunebook.__file__).parent
+# The schema of each strategy, the one that is there where nobody chooses, and a record of what was measured.
+MAY_NAME = {"config/frozen.py", "config/plain.py", "facts/strategies.py", "plan/speed/measured_speed.py"}
+
+
+def test_every_strategy_has_facts_and_the_schema_of_its_library() -> None:
+    assert set(STRATEGIES) == set(Strategy)
+    for strategy, schema in PARALLELISM_SCHEMAS.items():
+        engine = {ZeroConfig: Engine.deepspeed, FsdpConfig: Engine.fsdp}.get(schema, Engine.torch)
+        assert STRATEGIES[strategy].engine is engine
+
+
+@pytest.mark.parametrize(
+    ("strategy", "optimizer", "gradients", "weights", "each_layer"),
+    [
+        (Strategy.single, False, False, False, False),
+        (Strategy.ddp, False, False, False, False),
+        (Strategy.zero1, True, False, False, False),
+        (Strategy.zero2, True, True, False, False),
+        (Strategy.zero3, True, True, True, True),
+        (Strategy.fsdp, True, True, True, True),
+        (Strategy.fsdp_grad_op, True, True, True, False),
+        (Strategy.hsdp, True, True, True, False),
+    ],
+)
+def test_what_is_divided_and_gathered(
+    strategy: Strategy, optimizer: bool, gradients: bool, weights: bool, each_layer: bool
+) -> None:
+    """Source: the ZeRO paper (Rajbhandari et al. 2020), figure 1; torch 2.13, `fully_shard`."""
+    facts = STRATEGIES[strategy]
+    assert (facts.divides_optimizer, facts.divides_gradients, facts.divides_weights) == (optimizer, gradients, weights)
+    assert facts.gathers_each_layer == each_layer
+    assert facts.is_copied == (not optimizer)
+
+
+def test_the_stage_of_zero_is_what_it_divides() -> None:
+    stages = {strategy: facts.zero_stage for strategy, facts in STRATEGIES.items() if facts.zero_stage is not None}
+    assert stages == {Strategy.zero1: 1, Strategy.zero2: 2, Strategy.zero3: 3}
+
+
+def test_what_auto_tries_compiles_and_says_why() -> None:
+    for strategy in (*FASTEST_ON_ONE_NODE, *FASTEST_ON_SEVERAL_NODES):
+        assert STRATEGIES[strategy].may_compile and STRATEGIES[strategy].auto_reason
+    assert not STRATEGIES[Strategy.zero3].may_compile
+
+
+def test_no_other_module_asks_for_a_strategy_by_its_name() -> None:
+    asking = {
+        file.relative_to(SOURCE).as_posix()
+        for file in SOURCE.rglob("*.py")
+        if re.search(r"\bStrategy\.[a-z]", file.read_text(encoding="utf-8"))
+    }
+    assert {name for name in asking if not name.startswith("parallel/")} == MAY_NAME
