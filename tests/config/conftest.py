@@ -29,6 +29,8 @@ from tunebook.config.schema import (
 )
 from tunebook.hardware.detect import Gpu, Machine
 
+from ..record.conftest import run_config  # noqa: F401
+
 QWEN_FACTS = {
     "architecture": "Qwen2ForCausalLM",
     "num_parameters": 494_032_768,

@@ -10,14 +10,12 @@ import pytest
 
 from tunebook.config.book import resolve_path
 from tunebook.config.choices import (
-    Generation,
     LauncherName,
     ResumeAnyway,
     Source,
     SpecialText,
     Strategy,
     TrackerName,
-    Weights,
 )
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml, load_config
@@ -32,36 +30,17 @@ from tunebook.config.identity import (
     hash_anywhere,
     result_settings,
 )
-from tunebook.config.plain import plain_config
 from tunebook.config.schema import (
-    DatasetConfig,
-    HardwareConfig,
     LauncherConfig,
     MixturePart,
-    ModelConfig,
     OptimizerConfig,
     RunConfig,
     TrackingConfig,
-    TrainingConfig,
     ZeroConfig,
 )
 from tunebook.config.walk import all_keys
 
 DEFAULTS_FILE = Path(__file__).with_name("defaults_of_hash_version_2.json")
-
-
-@pytest.fixture
-def run_config() -> RunConfig:
-    """A resolved configuration of the quickstart's model and data."""
-    return plain_config(
-        recipe="example",
-        title="An example",
-        model=ModelConfig(path="book:recipes/quickstart/model", weights=Weights.random),
-        dataset=DatasetConfig(path="book:recipes/quickstart/data/train.jsonl"),
-        hardware=HardwareConfig(generation=Generation.cpu, gpus_per_node=1),
-        optimizer=OptimizerConfig(learning_rate=2e-3),
-        training=TrainingConfig(max_length=512, global_samples=64),
-    )
 
 
 @pytest.mark.parametrize(
