@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tunebook.config.choices import Attention
-from tunebook.config.compiling import _REASONS_TO_KEEP
 from tunebook.errors import RequestError
+from tunebook.facts.compiling import _REASONS_TO_KEEP
 from tunebook.model.blocks import transformer_blocks
 from tunebook.model.compiled_layers import compile_layers
 from tunebook.model.varlen_attention import register

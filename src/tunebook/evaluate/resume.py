@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from tunebook.checkpoint.candidates import same_command
-from tunebook.config.choices import Attention, Weights
+from tunebook.config.choices import Weights
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import RunConfig
 from tunebook.errors import DataError
 from tunebook.evaluate.results import Answer
+from tunebook.facts.attention import WITHOUT_KERNEL
 from tunebook.files import atomic_write_text, read_json, sha256_file, sha256_text
 from tunebook.model.adapters import is_adapter
 from tunebook.model.hub import WEIGHT_FILES
@@ -116,7 +117,7 @@ def model_identity(config: RunConfig, folder: Path | None) -> dict[str, Any]:
         "master_weights": config.precision.master_weights.name,
         "compute": config.precision.compute.name,
         "peft": config.peft.method.name,
-        "is_eager": config.attention.implementation is Attention.eager,
+        "is_eager": config.attention.implementation is WITHOUT_KERNEL,
     }
     if folder is not None:
         identity["files"] = file_hashes(folder)

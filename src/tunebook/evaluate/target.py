@@ -18,7 +18,6 @@ from tunebook.checkpoint.newest import complete_checkpoints
 from tunebook.checkpoint.record import CHECKPOINTS_FOLDER
 from tunebook.checkpoint.verify import MODEL_FOLDER, require_unchanged_model
 from tunebook.config.choices import (
-    Attention,
     Checkpointing,
     Compute,
     Generation,
@@ -40,6 +39,7 @@ from tunebook.config.schema import (
     RunConfig,
 )
 from tunebook.errors import DataError, RequestError
+from tunebook.facts.attention import MASKED
 from tunebook.facts.generations import GENERATIONS
 from tunebook.hardware.detect import detect_machine
 from tunebook.model.adapters import ADAPTER_FILE, holds_model, is_adapter
@@ -277,7 +277,7 @@ def config_of(
         precision=PrecisionConfig(
             compute=compute, master_weights=MasterWeights.bf16 if is_bf16 else MasterWeights.fp32
         ),
-        attention=AttentionConfig(implementation=Attention.sdpa),
+        attention=AttentionConfig(implementation=MASKED),
         packing=PackingConfig(mode=PackingMode.padded),
         activation=ActivationConfig(checkpointing=Checkpointing.disabled),
         peft=PeftSettings(method=PeftMethod.lora),

@@ -11,9 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunebook.config.choices import Attention, Compute, Generation, Weights
+from tunebook.config.choices import Compute, Generation, Weights
 from tunebook.config.schema import AttentionConfig, ModelConfig, PeftSettings, RunConfig
 from tunebook.errors import DoesNotFitError
+from tunebook.facts.attention import MASKED, WITHOUT_KERNEL
 from tunebook.hardware.detect import GIB
 from tunebook.model.adapters import is_adapter, with_adapter
 from tunebook.model.tokenizer import has_padding_token, load_tokenizer, stop_token_ids
@@ -157,9 +158,9 @@ def _free_bytes(device: torch.device) -> float:
 
 def _config_to_load(config: RunConfig, folder: Path | None) -> RunConfig:
     """The run's configuration with `folder` as its model; an adapter is loaded on the run's own base."""
-    if config.attention.implementation is not Attention.eager:
+    if config.attention.implementation is not WITHOUT_KERNEL:
         # The kernels for packed rows support neither padding nor a cache.
-        config = replace(config, attention=AttentionConfig(implementation=Attention.sdpa))
+        config = replace(config, attention=AttentionConfig(implementation=MASKED))
     if folder is None or is_adapter(folder):
         return config
     trained = replace(config.model, path=str(folder), name=None, revision=None, weights=Weights.pretrained, facts=None)

@@ -1,16 +1,95 @@
-"""Attention kernels: which of them need the flash-attn kernels, and how each learns where documents end."""
+"""Attention kernels: where they run, how each keeps packed documents apart, and what it keeps in memory."""
 
 from __future__ import annotations
 
-from tunebook.config.choices import Attention
+from dataclasses import dataclass
+from enum import Enum
 
-FLASH = (
-    Attention.flash_attention_2,
-    Attention.flash_attention_3,
-    Attention.flash_attention_4,
-    Attention.varlen_attention,
-    Attention.varlen_attention_4,
-)
-# Those that are told where documents begin and end, and by nothing else.
-BY_LENGTHS = (Attention.varlen_attention, Attention.varlen_attention_4, Attention.sdpa_by_document)
-WITHOUT_MASK = (*FLASH, Attention.sdpa_by_document)
+from tunebook.config.choices import Attention
+from tunebook.config.schema import RunConfig
+
+
+class Isolation(Enum):
+    """How a kernel is told where the documents of a row begin and end."""
+
+    mask = "mask"  # of N x N entries, N being all tokens of the pass
+    block_mask = "block_mask"  # flex_attention's, of blocks
+    lengths = "lengths"  # cu_seqlens
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionFacts:
+    """One kernel."""
+
+    isolation: Isolation = Isolation.mask
+    oldest: tuple[int, int] | None = None  # compute capability that it needs; None: every GPU, and CPUs
+    package: str | None = None  # the distribution that transformers looks for; None: torch brings it
+    is_flash: bool = False  # a flash attention kernel: fp16 and bf16 alone
+    needs_lengths: bool = False  # Tunebook's own, registered with transformers: packed rows alone
+    trains_on_cpu: bool = True
+    compiles_with_blocks: bool = True  # a block with it is one graph: see the rules `compiled-layers-...`
+    compiles_itself: str = ""  # what the first steps compile of it, for people
+    repeats_heads: bool = False  # keeps keys and values once for each query's head
+    keeps_softmax: bool = False  # scores of every pair of tokens, in fp32
+    mask_bytes: int | None = None  # of a mask's entry, which all layers are handed; None: as the products
+    keeps_documents: bool = False  # the output of each document, and once more in one piece
+    # Tokens of a packed row that give a GPU work enough. Measured on one H200, Qwen2.5-0.5B (tests/bench/results): rows
+    # of 1,024 are bound by launching kernels, 8,192 with flash attention are 5.6 x as fast; sdpa computes the whole
+    # square of a row, so a longer row than 4,096 (2.5 x) costs more than it brings. None: not known.
+    full_row_tokens: int | None = 8192
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether a mask, of entries or of blocks, keeps documents apart."""
+        return self.isolation is not Isolation.lengths
+
+
+_FLASH_4 = "flash-attn 4 a kernel for each new shape (seconds each)"
+# Flash attention kernels need the instructions of the oldest GPU named here. Version 3 exists as Hopper builds, whose
+# source also compiles for 8.0; whether this environment's build has the GPU's code is checked when it is loaded.
+ATTENTIONS: dict[Attention, AttentionFacts] = {
+    Attention.auto: AttentionFacts(mask_bytes=0, full_row_tokens=None),  # not decided yet
+    Attention.eager: AttentionFacts(repeats_heads=True, keeps_softmax=True, full_row_tokens=None),
+    Attention.sdpa: AttentionFacts(repeats_heads=True, mask_bytes=1, full_row_tokens=4096),
+    Attention.flex_attention: AttentionFacts(
+        isolation=Isolation.block_mask,
+        mask_bytes=0,
+        trains_on_cpu=False,
+        compiles_itself="torch.compile the attention (seconds to a minute)",
+    ),
+    Attention.flash_attention_2: AttentionFacts(
+        isolation=Isolation.lengths, oldest=(8, 0), package="flash-attn", is_flash=True, mask_bytes=0,
+        compiles_with_blocks=False,
+    ),
+    Attention.flash_attention_3: AttentionFacts(
+        isolation=Isolation.lengths, oldest=(8, 0), package="flash-attn-3", is_flash=True, mask_bytes=0,
+        compiles_with_blocks=False,
+    ),
+    Attention.flash_attention_4: AttentionFacts(
+        isolation=Isolation.lengths, oldest=(9, 0), package="flash-attn-4", is_flash=True, mask_bytes=0,
+        compiles_with_blocks=False, compiles_itself=_FLASH_4,
+    ),
+    Attention.varlen_attention: AttentionFacts(
+        isolation=Isolation.lengths, oldest=(8, 0), is_flash=True, mask_bytes=0, needs_lengths=True
+    ),
+    Attention.varlen_attention_4: AttentionFacts(
+        isolation=Isolation.lengths, oldest=(9, 0), package="flash-attn-4", is_flash=True, mask_bytes=0,
+        needs_lengths=True, compiles_itself=_FLASH_4,
+    ),
+    Attention.sdpa_by_document: AttentionFacts(
+        isolation=Isolation.lengths, mask_bytes=0, needs_lengths=True, repeats_heads=True, keeps_documents=True,
+        compiles_with_blocks=False, full_row_tokens=4096,  # in fp32, where the products of a row keep a GPU busy
+    ),
+}  # fmt: skip
+UNDECIDED = Attention.auto
+MASKED = Attention.sdpa  # on every GPU and on CPUs, in every number format
+WITHOUT_KERNEL = Attention.eager  # that every architecture has
+FLEX = Attention.flex_attention
+INSTALLED = Attention.flash_attention_2  # what `auto` takes where blocks are not compiled and the package is there
+COMPILED, COMPILED_BETA = Attention.varlen_attention, Attention.varlen_attention_4  # tried in compiled blocks
+BY_DOCUMENT = Attention.sdpa_by_document  # fastest in fp32
+
+
+def attention_facts(config: RunConfig) -> AttentionFacts:
+    """The facts of a run's kernel."""
+    return ATTENTIONS[config.attention.implementation]

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 
 from tunebook.config.choices import Attention, Compute, Generation
+from tunebook.facts.attention import ATTENTIONS
 
 ComputeCapability = tuple[int, int]
 
@@ -136,22 +137,6 @@ GENERATIONS: dict[Generation, GenerationFacts] = {
     ),
 }
 
-# The oldest GPU that has the instructions a flash attention kernel is written in. Version 3 exists as Hopper builds,
-# whose source also compiles for 8.0; whether this environment's build has the GPU's code is checked when it is loaded.
-MIN_ATTENTION_CAPABILITY: dict[Attention, ComputeCapability] = {
-    Attention.flash_attention_2: (8, 0),
-    Attention.flash_attention_3: (8, 0),
-    Attention.flash_attention_4: (9, 0),
-    Attention.varlen_attention: (8, 0),
-    Attention.varlen_attention_4: (9, 0),
-}
-# The distribution on the package registry (or, for 3, of its own build) that transformers looks for.
-ATTENTION_PACKAGES: dict[Attention, str] = {
-    Attention.flash_attention_2: "flash-attn",
-    Attention.flash_attention_3: "flash-attn-3",
-    Attention.flash_attention_4: "flash-attn-4",
-    Attention.varlen_attention_4: "flash-attn-4",
-}
 OLDEST_SUPPORTED: ComputeCapability = (7, 0)
 
 
@@ -185,7 +170,7 @@ def generation_of(capability: ComputeCapability) -> GenerationMatch:
 
 def can_run(attention: Attention, generation: Generation) -> bool:
     """Whether every GPU of a generation has what an attention kernel needs; torch's own run everywhere."""
-    needed = MIN_ATTENTION_CAPABILITY.get(attention)
+    needed = ATTENTIONS[attention].oldest
     oldest = GENERATIONS[generation].min_compute_capability
     return needed is None or (oldest is not None and oldest >= needed)
 

@@ -16,8 +16,8 @@ from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from tunebook.config.compiling import set_up_compiler
 from tunebook.errors import RequestError
+from tunebook.facts.compiling import set_up_compiler
 from tunebook.model.blocks import transformer_blocks
 
 if TYPE_CHECKING:

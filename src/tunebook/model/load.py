@@ -15,7 +15,7 @@ from tunebook.config.book import resolve_path
 from tunebook.config.choices import MasterWeights, PeftMethod, Weights
 from tunebook.config.schema import ModelConfig, ModelFacts, ParallelismConfig, RunConfig
 from tunebook.errors import RequestError
-from tunebook.facts.attention import BY_LENGTHS
+from tunebook.facts.attention import attention_facts
 from tunebook.facts.strategies import ALONE
 from tunebook.model.adapters import four_bit
 from tunebook.model.base_config import model_folder_problem
@@ -217,7 +217,7 @@ def _loader() -> Any:
 
 
 def _options(config: RunConfig) -> dict[str, Any]:
-    if config.attention.implementation in BY_LENGTHS:
+    if attention_facts(config).needs_lengths:
         register(config.attention.implementation)
     return {
         "attn_implementation": config.attention.implementation.value,

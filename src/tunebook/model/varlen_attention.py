@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunebook.config.choices import Attention
 from tunebook.errors import RequestError
+from tunebook.facts.attention import BY_DOCUMENT, COMPILED, COMPILED_BETA
 
 if TYPE_CHECKING:
     import torch
@@ -36,11 +37,11 @@ def register(implementation: Attention) -> None:
 
 
 def _kernel_of(implementation: Attention) -> Callable[..., Any]:
-    if implementation is Attention.sdpa_by_document:
+    if implementation is BY_DOCUMENT:
         from tunebook.model.document_attention import sdpa_by_document
 
         return sdpa_by_document
-    if implementation is Attention.varlen_attention_4:
+    if implementation is COMPILED_BETA:
         from tunebook.model.flash_attention_4 import flash_attention_4
 
         return flash_attention_4
@@ -63,7 +64,7 @@ def varlen_attention(
     *,
     kernel: Any,
     kernel_takes: frozenset[str],
-    name: str = Attention.varlen_attention.value,
+    name: str = COMPILED.value,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention of each document to itself.

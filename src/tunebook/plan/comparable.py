@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 
 from tunebook.config.choices import (
-    Attention,
     Compute,
     Generation,
     PackingMode,
@@ -15,7 +14,7 @@ from tunebook.config.choices import (
     Switch,
 )
 from tunebook.config.schema import ModelFacts, RunConfig, world_size
-from tunebook.facts.attention import FLASH, WITHOUT_MASK
+from tunebook.facts.attention import ATTENTIONS, BY_DOCUMENT, MASKED, attention_facts
 from tunebook.facts.optimizers import OPTIMIZERS
 from tunebook.facts.sharing import is_offloaded
 from tunebook.facts.strategies import STRATEGIES, strategy_facts
@@ -36,13 +35,13 @@ SEVERAL_NODES = "no speed was measured on several nodes, and their links decide 
 def why_not_estimated(config: RunConfig) -> str | None:
     """Why nothing that was measured is comparable with a resolved configuration; None where something is."""
     hardware, kernel, compute = config.hardware, config.attention.implementation, config.precision.compute
-    is_padded = config.packing.mode is PackingMode.padded
+    facts, is_padded = attention_facts(config), config.packing.mode is PackingMode.padded
     reasons = (
         (hardware.generation is Generation.cpu, "a CPU has no peak to take a share of: they differ too much"),
         (_needs_host(config), "no speed was measured that would carry over to another host's memory, cores and disks"),
         (config.peft.method is PeftMethod.qlora, "no speed was measured with a quantised base (peft=qlora)"),
         (
-            compute is Compute.fp8 and (is_padded or kernel not in FLASH or not config.model.compile_layers),
+            compute is Compute.fp8 and (is_padded or not facts.is_flash or not config.model.compile_layers),
             "in fp8 only compiled blocks in packed rows were measured (model.compile_layers=true, "
             "attention=varlen_attention)",
         ),
@@ -51,11 +50,11 @@ def why_not_estimated(config: RunConfig) -> str | None:
             "fp32 was measured without TF32 only; precision.tf32=disabled has an estimate",
         ),
         (
-            kernel is Attention.sdpa_by_document and compute is not Compute.fp32,
+            kernel is BY_DOCUMENT and compute is not Compute.fp32,
             f"no speed was measured with attention={kernel.name} in {compute.name}",
         ),
-        (kernel not in (*WITHOUT_MASK, Attention.sdpa), f"no speed was measured with attention={kernel.name}"),
-        (is_padded and kernel in FLASH, f"padded rows were measured with sdpa, not with {kernel.name}"),
+        (facts.has_mask and kernel is not MASKED, f"no speed was measured with attention={kernel.name}"),
+        (is_padded and facts.is_flash, f"padded rows were measured with sdpa, not with {kernel.name}"),
         (
             world_size(config) > 1 and not _spreads(config),
             f"no speed was measured with parallelism={config.parallelism.strategy.name}",
@@ -91,7 +90,7 @@ def alike(config: RunConfig, facts: ModelFacts, flops_per_pass: float) -> Alone:
     kernel, is_packed = config.attention.implementation, config.packing.mode is PackingMode.isolated
     rows = [row for row in ALONE if row.compute is compute and row.is_packed == is_packed]
     if compute is not Compute.fp32:  # which has no such kernels
-        rows = [row for row in rows if (row.attention in FLASH) == (kernel in FLASH)]
+        rows = [row for row in rows if ATTENTIONS[row.attention].is_flash == ATTENTIONS[kernel].is_flash]
         # Compiled blocks were measured with two models only: for others they are taken as if they were not.
         is_compiled = bool(config.model.compile_layers)
         rows = [row for row in rows if is_compiled or not row.is_compiled]
@@ -111,7 +110,7 @@ def alike(config: RunConfig, facts: ModelFacts, flops_per_pass: float) -> Alone:
 
 def waiting_like(config: RunConfig) -> Alone:
     """What bounds a pass of little work from below, by the number of its kernels."""
-    return FLASH_WAITING if config.attention.implementation in WITHOUT_MASK else SDPA_WAITING
+    return SDPA_WAITING if attention_facts(config).has_mask else FLASH_WAITING
 
 
 def spread_like(config: RunConfig, facts: ModelFacts) -> Spread | None:

@@ -20,9 +20,10 @@ import torch
 from accelerate.utils import gather_object
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from tunebook.config.choices import Attention, PackingMode, Switch
+from tunebook.config.choices import PackingMode, Switch
 from tunebook.config.schema import RunConfig
 from tunebook.errors import InvalidTrainingError
+from tunebook.facts.attention import FLEX
 from tunebook.model.fp8_layers import plain_products
 from tunebook.model.parameters import has_experts
 from tunebook.parallel.trace import forget_parameter_order
@@ -84,7 +85,7 @@ class LeakProbe(TrainerCallback):
         vocab_size = self.trainer.model.config.get_text_config().vocab_size
         forward = TrainingForward(self.trainer)
         model = self.trainer.model_wrapped
-        is_flex = self.config.attention.implementation is Attention.flex_attention
+        is_flex = self.config.attention.implementation is FLEX
         lengths = LENGTHS_FOR_FLEX if is_flex else LENGTHS
         with torch.no_grad(), _in_evaluation_mode(model), _generators_kept(), plain_products(model):
             start = time.monotonic()

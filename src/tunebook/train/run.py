@@ -33,13 +33,13 @@ from tunebook.checkpoint.save import CheckpointSaver
 from tunebook.checkpoint.together import group_apart, on_first_rank
 from tunebook.checkpoint.unpickling import restricted_unpickling
 from tunebook.config.choices import Checkpointing, Compute, Generation, PackingMode, PeftMethod, Switch
-from tunebook.config.compiling import compilation_notice
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import RunConfig
 from tunebook.data.batch import BatchPlan, row_length, schedule_of, solve_batch
 from tunebook.data.prepared import Prepared, PreparedPart, load_prepared
 from tunebook.data.sampler import RankBatches, Schedule, StepSize
 from tunebook.errors import DataError, DoesNotFitError, InvalidTrainingError, StoppedError, TunebookError
+from tunebook.facts.compiling import compilation_notice
 from tunebook.facts.peaks import peak_of
 from tunebook.hardware.disk import disk_full, is_disk_full
 from tunebook.model.adapters import adapter_config, freeze_unreached, keep_in_fp32, trains_in_fp32

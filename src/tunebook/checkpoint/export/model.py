@@ -19,6 +19,7 @@ from tunebook.config.choices import Attention, MasterWeights, PeftMethod
 from tunebook.config.choices import Weights as Origin
 from tunebook.config.schema import AttentionConfig, ModelConfig, PeftSettings, RunConfig
 from tunebook.errors import RequestError
+from tunebook.facts.attention import MASKED, WITHOUT_KERNEL
 from tunebook.model.adapters import ADAPTER_FILE, IGNORED_PATTERNS, UNTIED, adapter_config
 from tunebook.model.hub import hub_problem
 from tunebook.model.load import architecture_from_facts, check_model, load_architecture, load_model, model_location
@@ -175,7 +176,7 @@ def _on_cpu(config: RunConfig) -> RunConfig:
 
 def cpu_attention(config: RunConfig) -> Attention:
     """Kernels that a CPU has."""
-    return Attention.eager if config.attention.implementation is Attention.eager else Attention.sdpa
+    return WITHOUT_KERNEL if config.attention.implementation is WITHOUT_KERNEL else MASKED
 
 
 def _tokenizer(config: RunConfig, folder: Path) -> PreTrainedTokenizerBase:

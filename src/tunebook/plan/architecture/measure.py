@@ -36,6 +36,7 @@ from tunebook.config.choices import Attention
 from tunebook.config.model_facts import CAST
 from tunebook.config.unreached import as_patterns
 from tunebook.errors import nearest
+from tunebook.facts.attention import ATTENTIONS, FLEX, MASKED, WITHOUT_KERNEL
 from tunebook.plan.architecture import progress_file
 from tunebook.plan.architecture.base_model import CHOSEN_EXPERTS
 from tunebook.plan.architecture.saved import (
@@ -57,8 +58,8 @@ from tunebook.plan.architecture.targets import (
 
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _LONGEST = 2**20  # tokens, where an architecture has no highest position
-_FLASH_ATTN = (Attention.flash_attention_2, Attention.flash_attention_3, Attention.flash_attention_4)
-_OURS = (Attention.varlen_attention, Attention.varlen_attention_4, Attention.sdpa_by_document)
+_FLASH_ATTN = [kernel for kernel, facts in ATTENTIONS.items() if facts.is_flash and not facts.needs_lengths]
+_OURS = [kernel for kernel, facts in ATTENTIONS.items() if facts.needs_lengths]
 _ALIKE = 0.75  # among so many short names one that is less alike was hardly meant: bart for foobar
 _UNKNOWN = ("unrecognized", "does not recognize", "should have a `model_type`", "trust_remote_code", "no file named")
 # What tensors without memory cannot do, and those with it can.
@@ -240,9 +241,9 @@ def _not_chosen(layers: nn.ModuleList, text: Any) -> int:
 
 def attention_of(model: Any) -> list[Attention]:
     """What transformers lets a model's architecture attend with of its own kernels, wherever it runs."""
-    found = [Attention.eager]
-    found += [Attention.sdpa] if model._supports_sdpa else []
-    found += [Attention.flex_attention] if model._supports_flex_attn else []
+    found = [WITHOUT_KERNEL]
+    found += [MASKED] if model._supports_sdpa else []
+    found += [FLEX] if model._supports_flex_attn else []
     only = getattr(model, "_compatible_flash_implementations", None)  # None: any
     is_flash = bool(model._supports_flash_attn)
     return found + [kernel for kernel in _FLASH_ATTN if is_flash and (only is None or kernel.value in only)]

@@ -27,8 +27,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from tunebook.config.compiling import set_up_compiler
 from tunebook.config.unreached import expression
+from tunebook.facts.compiling import set_up_compiler
 from tunebook.plan.architecture.cuda_autocast import CudaAutocast
 from tunebook.plan.architecture.kernels import BY_LENGTHS, MASKED, UNMASKED, grouped_product, register_kernels
 from tunebook.plan.architecture.offloading import Offloading

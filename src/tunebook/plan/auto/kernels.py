@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 from tunebook.config.choices import Attention, Compute, Generation, PackingMode, PeftMethod, WrapPolicy
 from tunebook.config.schema import FsdpConfig, RunConfig
-from tunebook.facts.generations import ATTENTION_PACKAGES, GENERATIONS, can_run
+from tunebook.facts.attention import ATTENTIONS, BY_DOCUMENT, COMPILED, COMPILED_BETA, INSTALLED, MASKED, UNDECIDED
+from tunebook.facts.generations import GENERATIONS, can_run
 from tunebook.facts.sharing import is_offloaded
 from tunebook.facts.strategies import strategy_facts
 from tunebook.plan.rules.attention import (
@@ -33,9 +34,9 @@ COMPILED_ARCHITECTURES = frozenset({
     "Starcoder2ForCausalLM",
 })  # fmt: skip
 # What was tried in compiled blocks with packed rows; the first is what `auto` takes.
-_COMPILED_WITH, *_COMPILED_TOO = Attention.varlen_attention, Attention.varlen_attention_4
+_COMPILED_WITH, *_COMPILED_TOO = COMPILED, COMPILED_BETA
 # Not what `auto` takes while the package is a beta: h200_flash_attention_4.jsonl, on the same GPUs in the same minutes.
-_FASTER = f"; 3% faster, by a beta of flash-attn 4: {Attention.varlen_attention_4.name} (Qwen2.5-3B, one H200)"
+_FASTER = f"; 3% faster, by a beta of flash-attn 4: {COMPILED_BETA.name} (Qwen2.5-3B, one H200)"
 
 
 def decide_compiling(config: RunConfig, missing_for_triton: str | None) -> tuple[bool, str]:
@@ -71,7 +72,7 @@ def _reasons_against(config: RunConfig) -> Iterator[str]:
         yield f"{facts.architecture} cannot attend by {_COMPILED_WITH.name}, which compiles with the blocks"
     if config.packing.mode is PackingMode.padded:
         yield "blocks were compiled with packed rows only, and packing.mode=padded"
-    if kernel not in (Attention.auto, _COMPILED_WITH, *_COMPILED_TOO):
+    if kernel not in (UNDECIDED, _COMPILED_WITH, *_COMPILED_TOO):
         known = " and ".join(one.name for one in (_COMPILED_WITH, *_COMPILED_TOO))
         yield f"blocks were compiled with {known} only, and {kernel.name} is asked for"
     if config.training.deterministic:
@@ -115,44 +116,44 @@ def _fastest_attention(config: RunConfig, is_planned: bool) -> tuple[Attention, 
 
     What is planned for elsewhere has flash-attn in its image.
     """
-    flash, generation, compute = Attention.flash_attention_2, config.hardware.generation, config.precision.compute
+    flash, generation, compute = INSTALLED, config.hardware.generation, config.precision.compute
     if generation is Generation.cpu:
-        return Attention.sdpa, "flash attention needs a GPU"
+        return MASKED, "flash attention needs a GPU"
     if compute is Compute.fp32 and _goes_by_document(config):
-        return Attention.sdpa_by_document, (
+        return BY_DOCUMENT, (
             "flash attention computes in bf16 or fp16 only; in fp32 packed rows were 1.5 x as fast so as with the mask "
             "of a whole row (one H200)"
         )
     if not can_run(flash, generation):
-        return Attention.sdpa, f"flash attention needs compute capability 8.0, and {generation.name} is older"
+        return MASKED, f"flash attention needs compute capability 8.0, and {generation.name} is older"
     if compute is Compute.fp32:
-        return Attention.sdpa, "flash attention computes in bf16 or fp16 only, and precision.compute=fp32"
+        return MASKED, "flash attention computes in bf16 or fp16 only, and precision.compute=fp32"
     if config.model.compile_layers:
         kernel = _of_torch(config)
         why = f"flash-attn's packages do not compile with the blocks; {kernel.name}, torch's own, does"
-        has_faster = kernel is _COMPILED_WITH and can_run(Attention.varlen_attention_4, generation)
+        has_faster = kernel is _COMPILED_WITH and can_run(COMPILED_BETA, generation)
         return kernel, why + (_FASTER if has_faster else "")
     if is_planned:
         return flash, f"the fastest stable kernel on {generation.name}; the {_image(config)} image has it"
-    package = ATTENTION_PACKAGES[flash]
+    package = str(ATTENTIONS[flash].package)
     version = installed_version(package)
     if version is None:
         missing = f"the package {package} is not installed here; the {_image(config)} image has it"
         kernel = _of_torch(config)
-        return kernel, missing if kernel is Attention.sdpa else f"torch brings it along; {missing}"
+        return kernel, missing if kernel is MASKED else f"torch brings it along; {missing}"
     return flash, f"the fastest stable kernel on {generation.name} ({package} {version})"
 
 
 def _of_torch(config: RunConfig) -> Attention:
     """torch's kernel for packed rows where it can be taken, else sdpa: whether the model has that is looked at last."""
     kernel = without_flash_attn(config)
-    return kernel if kernel is _COMPILED_WITH else Attention.sdpa
+    return kernel if kernel is _COMPILED_WITH else MASKED
 
 
 def _goes_by_document(config: RunConfig) -> bool:
     """Whether packed rows can go through sdpa one document at a time, which in fp32 keeps no scores of a whole row."""
     is_known = config.model.facts is not None and config.model.facts.architecture in VARLEN_ARCHITECTURES
-    is_known = is_known and has_attention(config, Attention.sdpa_by_document)
+    is_known = is_known and has_attention(config, BY_DOCUMENT)
     is_packed = config.packing.mode is not PackingMode.padded
     # torch's kernel for it has no deterministic backward pass.
     return is_known and is_packed and not config.model.compile_layers and not config.training.deterministic

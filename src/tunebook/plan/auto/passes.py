@@ -9,27 +9,18 @@ import math
 from dataclasses import replace
 
 from tunebook.config.choices import (
-    Attention,
     Checkpointing,
     Generation,
     PackingMode,
     PeftMethod,
 )
 from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig
-from tunebook.facts.attention import FLASH, WITHOUT_MASK
+from tunebook.facts.attention import ATTENTIONS, attention_facts
 from tunebook.facts.strategies import strategy_facts
 from tunebook.plan.auto.decisions import Decisions
 from tunebook.plan.memory import USABLE_SHARE, estimate_memory, fits_into, gib_text
 from tunebook.plan.rules.frame import world_size
 
-# Tokens of a packed row that give a GPU work enough. Measured on one H200, Qwen2.5-0.5B (tests/bench/results): rows of
-# 1,024 are bound by launching kernels, 8,192 with flash attention are 5.6 x as fast; sdpa computes the whole square of
-# a row, so a longer row than 4,096 (2.5 x) costs more than it brings.
-_FULL_ROW_TOKENS = dict.fromkeys(FLASH, 8192) | {
-    Attention.sdpa: 4096,
-    Attention.sdpa_by_document: 4096,  # in fp32, where the products of a row keep a GPU busy
-    Attention.flex_attention: 8192,
-}
 # Compiled blocks leave less between the matrix products, which a longer row makes larger: Qwen2.5-3B on one H200 had
 # 25,079 tokens/s in rows of 8,192 and 27,062 in rows of 16,384 (h200x4_speed.jsonl), and computing norms and
 # activation functions again 27,114 in those and 27,808 in rows of 32,768 (h200_selective.jsonl).
@@ -57,7 +48,7 @@ def _row_length(config: RunConfig) -> tuple[int, str]:
         return length, "the shortest row there is: training.max_length cannot be so short"
     if config.packing.mode is PackingMode.padded:
         return length, "training.max_length: the longest a padded row can be"
-    target = _FULL_ROW_TOKENS.get(config.attention.implementation)
+    target = attention_facts(config).full_row_tokens
     if config.model.compile_layers:
         target = _FULL_COMPILED_ROW_TOKENS
     if target is None or config.hardware.generation is Generation.cpu:
@@ -149,7 +140,7 @@ def _micro_batch_size(config: RunConfig) -> tuple[int | None, str]:
     kernel, row = config.attention.implementation, config.packing.row_length
     if config.packing.mode is PackingMode.padded:
         return None, "the batch solver takes the largest that divides the batch evenly"
-    if kernel in WITHOUT_MASK:
+    if not ATTENTIONS[kernel].has_mask:
         return 1, f"one packed row of {row} tokens has work enough for a GPU; more is worth it only for short rows"
     return 1, f"{kernel.name} builds a mask of all tokens of a pass squared: one row of {row} keeps it smallest"
 

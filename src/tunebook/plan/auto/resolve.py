@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tunebook.config.choices import (
-    Attention,
     Compute,
     Generation,
     MasterWeights,
@@ -22,7 +21,7 @@ from tunebook.config.choices import (
 from tunebook.config.schema import RunConfig
 from tunebook.config.unreached import unreached_of
 from tunebook.errors import Problem
-from tunebook.facts.attention import WITHOUT_MASK
+from tunebook.facts.attention import ATTENTIONS, BY_DOCUMENT
 from tunebook.facts.generations import GENERATIONS
 from tunebook.facts.strategies import strategy_facts
 from tunebook.hardware.detect import Machine
@@ -170,7 +169,7 @@ def _packing(config: RunConfig) -> tuple[PackingMode, str]:
         return PackingMode.padded, f"{facts.architecture} cannot keep packed documents apart"
     if brings_code(config.model):
         return PackingMode.padded, "the model brings code of its own, which may let packed documents see each other"
-    way = "by their lengths (varlen)" if kernel in WITHOUT_MASK else "by a block mask"
-    if kernel is Attention.sdpa_by_document:
+    way = "by their lengths (varlen)" if not ATTENTIONS[kernel].has_mask else "by a block mask"
+    if kernel is BY_DOCUMENT:
         way = "by computing document by document"
     return PackingMode.isolated, f"rows without padding; {kernel.name} keeps documents apart {way}"

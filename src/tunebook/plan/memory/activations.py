@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from tunebook.config.choices import (
-    Attention,
     Checkpointing,
     Compute,
     MixedPrecision,
@@ -22,6 +21,7 @@ from tunebook.config.choices import (
 from tunebook.config.model_facts import CAST, MeasuredLayers
 from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig
 from tunebook.data.batch import PADDED_TOKENS_PER_PASS, largest_micro_batch
+from tunebook.facts.attention import ATTENTIONS, BY_DOCUMENT, COMPILED, COMPILED_BETA, MASKED, attention_facts
 from tunebook.facts.sharing import is_cast_by_deepspeed
 from tunebook.facts.strategies import strategy_facts
 from tunebook.model.parameters import (
@@ -47,8 +47,6 @@ OF_ATTENTION = frozenset({"o_proj", "dense", "out_proj"})
 _OF_INNER = frozenset({"down_proj", "dense_4h_to_h", "fc2", "fc_out", "c_proj"})  # GPT-2's attention has a c_proj, too
 _READING = OF_ATTENTION.union(_OF_INNER, *_READERS)
 _ROUTER = "gate"  # PEFT takes it for a parameter, as it does stacked experts, beside which it is small
-# Keys and values once for each query's head.
-_REPEATING = (Attention.sdpa, Attention.sdpa_by_document, Attention.eager)
 
 
 def activation_bytes(config: RunConfig, facts: ModelFacts, *, is_recomputed: bool) -> float:
@@ -132,7 +130,7 @@ def _compiled_mode(config: RunConfig) -> str | None:
 
     That was with torch's kernel for packed rows, and in one piece each, as ZeRO-3's hooks do not leave them.
     """
-    is_by_lengths = config.attention.implementation in (Attention.varlen_attention, Attention.varlen_attention_4)
+    is_by_lengths = config.attention.implementation in (COMPILED, COMPILED_BETA)
     is_whole = not strategy_facts(config).is_zero3
     if not (config.model.compile_layers and is_by_lengths and is_whole):
         return None
@@ -157,9 +155,9 @@ def mode_of(config: RunConfig, saved: Collection[str]) -> str:
     Without autocast that under it, which keeps more, where facts that somebody has stated know no other.
     """
     kernel = config.attention.implementation
-    if kernel is Attention.sdpa_by_document:
-        kernel = Attention.sdpa  # which counts a mask too many
-    way = f"{_method(config)}/{kernel.name if kernel in _REPEATING else 'flash'}"
+    if kernel is BY_DOCUMENT:
+        kernel = MASKED  # which counts a mask too many
+    way = f"{_method(config)}/{kernel.name if ATTENTIONS[kernel].repeats_heads else 'flash'}"
     cast = CAST + way
     return cast if cast in saved and _is_without_autocast(config) else f"{_number_format(config)}/{way}"
 
@@ -274,16 +272,16 @@ def _hands_on(config: RunConfig) -> bool:
 def _attention_bytes(config: RunConfig, facts: ModelFacts, element: int) -> float:
     """Query, key, value, output, and what the kernel keeps of the mask."""
     row, heads = attended_length(config), facts.num_attention_heads
-    kernel = config.attention.implementation
-    repeated = heads if kernel in _REPEATING else facts.num_key_value_heads
+    kernel = attention_facts(config)
+    repeated = heads if kernel.repeats_heads else facts.num_key_value_heads
     key_width = facts.hidden_size * repeated / max(1, heads)
     kept = element * (2 * facts.hidden_size + 2 * key_width)
-    if kernel is Attention.eager:
+    if kernel.keeps_softmax:
         # The softmax in fp32, and again in the number format of the product where that is another.
         return kept + heads * row * (4 if element == 4 else 4 + element)
-    if kernel is Attention.sdpa_by_document:
+    if kernel.keeps_documents:
         kept += element * facts.hidden_size  # the output of each document, and once more in one piece
-    if kernel is Attention.sdpa:
+    if kernel.mask_bytes:
         kept += element * row  # one mask per layer, added to the scores of all heads
     return kept
 
@@ -461,7 +459,8 @@ def stream_element(config: RunConfig) -> int:
 
 def mask_bytes(config: RunConfig) -> float:
     """The mask that all layers are handed: of each token a number for every other, where a kernel is given one."""
-    element = {Attention.sdpa: 1, Attention.eager: product_element(config)}.get(config.attention.implementation, 0)
+    stated = attention_facts(config).mask_bytes
+    element = product_element(config) if stated is None else stated
     return float(element * tokens_per_pass(config) * attended_length(config))
 
 

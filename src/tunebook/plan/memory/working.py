@@ -7,8 +7,9 @@ does so again); compiled layers are met without. `hidden`, `inner` and `element`
 
 from __future__ import annotations
 
-from tunebook.config.choices import Attention, Checkpointing, Compute, PeftMethod
+from tunebook.config.choices import Checkpointing, Compute, PeftMethod
 from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig
+from tunebook.facts.attention import attention_facts
 from tunebook.facts.sharing import is_cast_by_deepspeed
 from tunebook.facts.strategies import strategy_facts
 from tunebook.model.parameters import of_layers
@@ -67,7 +68,7 @@ def _left_bytes(config: RunConfig, facts: ModelFacts) -> float:
         under_zero3 = float(_left_under_zero3(config) * tokens * facts.num_layers * facts.hidden_size)
         return of_layers(facts, fixed + tokens * (each + pair * attended_length(config))) + under_zero3
     is_adapter, is_fp32 = config.peft.method is not PeftMethod.full, config.precision.compute is Compute.fp32
-    is_eager = config.attention.implementation is Attention.eager
+    is_eager = attention_facts(config).keeps_softmax
     if is_fp32:
         left = 8 if has_dropout(config) else 20
     elif is_adapter:
@@ -141,7 +142,7 @@ def _eager_backward_bytes(config: RunConfig, facts: ModelFacts) -> float:
     input's gradient are in fp32, whatever it was computed from. What of it the next product keeps in 16 bits is
     gone, and so is what the feed-forward network kept. Met on an H100 (h100_held_out).
     """
-    if config.attention.implementation is not Attention.eager:
+    if not attention_facts(config).keeps_softmax:
         return 0.0
     pairs = float(tokens_per_pass(config) * attended_length(config)) * facts.num_attention_heads
     gone = tokens_per_pass(config) * inner_bytes_per_token(config, facts) if facts.measured is None else 0.0

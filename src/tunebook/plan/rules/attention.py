@@ -6,8 +6,17 @@ from dataclasses import replace
 
 from tunebook.config.choices import Attention, Checkpointing, Compute, Generation, PackingMode
 from tunebook.config.schema import AttentionConfig, RunConfig
-from tunebook.facts.attention import BY_LENGTHS, FLASH, WITHOUT_MASK
-from tunebook.facts.generations import GENERATIONS, MIN_ATTENTION_CAPABILITY, can_run, capability_text
+from tunebook.facts.attention import (
+    ATTENTIONS,
+    BY_DOCUMENT,
+    COMPILED,
+    FLEX,
+    INSTALLED,
+    MASKED,
+    WITHOUT_KERNEL,
+    attention_facts,
+)
+from tunebook.facts.generations import GENERATIONS, can_run, capability_text
 from tunebook.plan.rules.batch import in_padded_documents
 from tunebook.plan.rules.frame import Finding, Level, Rule, rule
 
@@ -46,7 +55,7 @@ def _is_on_cpu(config: RunConfig) -> bool:
 
 def without_flash_attn(config: RunConfig) -> Attention:
     """What `auto` takes for compiled blocks and where flash-attn is missing: torch's for packed rows, or else sdpa."""
-    kernel, facts = Attention.varlen_attention, config.model.facts
+    kernel, facts = COMPILED, config.model.facts
     is_known = facts is not None and facts.architecture in VARLEN_ARCHITECTURES
     is_packed = config.packing.mode is not PackingMode.padded
     is_possible = can_run(kernel, config.hardware.generation) and config.precision.compute is not Compute.fp32
@@ -59,7 +68,7 @@ def leaks(config: RunConfig) -> bool:
     facts = config.model.facts
     if facts is None:
         return False
-    has_mask = config.attention.implementation not in WITHOUT_MASK
+    has_mask = attention_facts(config).has_mask
     return facts.architecture in LEAKING_ARCHITECTURES or (has_mask and facts.architecture in LEAKING_THROUGH_MASKS)
 
 
@@ -75,12 +84,12 @@ def nearest_attention(config: RunConfig) -> Attention:
 
     Not flex_attention, which for GPT-OSS found no kernel that an H200 could run (torch 2.11).
     """
-    return Attention.sdpa if has_attention(config, Attention.sdpa) else Attention.eager
+    return MASKED if has_attention(config, MASKED) else WITHOUT_KERNEL
 
 
 def compiles(kernel: Attention) -> bool:
     """Whether blocks with this attention are compiled as one: see the rules `compiled-layers-...`."""
-    return kernel not in WITHOUT_MASK or kernel in (Attention.varlen_attention, Attention.varlen_attention_4)
+    return ATTENTIONS[kernel].compiles_with_blocks
 
 
 @rule(
@@ -125,9 +134,9 @@ def flash_attention_below_ampere(config: RunConfig) -> Finding | None:
         return None
     oldest = GENERATIONS[generation].min_compute_capability
     hardware = f"{generation.name} has {capability_text(oldest)}" if oldest else "this is a CPU"
-    needed = capability_text(MIN_ATTENTION_CAPABILITY[kernel])
+    needed = capability_text(ATTENTIONS[kernel].oldest or (0, 0))
     message = f"{kernel.name} needs compute capability {needed}; {hardware}"
-    flash = Attention.flash_attention_2
+    flash = INSTALLED
     best = flash if can_run(flash, generation) and has_attention(config, flash) else nearest_attention(config)
     return Finding(key="attention.implementation", message=message, fix=f"attention.implementation={best.name}")
 
@@ -141,7 +150,7 @@ def flash_attention_below_ampere(config: RunConfig) -> Finding | None:
 def flash_attention_in_fp32(config: RunConfig) -> Finding | None:
     """Flash attention and fp32."""
     kernel = config.attention.implementation
-    if kernel not in FLASH or config.precision.compute is not Compute.fp32:
+    if not ATTENTIONS[kernel].is_flash or config.precision.compute is not Compute.fp32:
         return None
     message = f"{kernel.name} computes in fp16 or bf16 only, and precision.compute=fp32"
     return Finding(
@@ -160,7 +169,7 @@ def flash_attention_in_fp32(config: RunConfig) -> Finding | None:
 def varlen_attention_padded(config: RunConfig) -> Finding | None:
     """Attention by documents' lengths, and rows that are not packed."""
     kernel = config.attention.implementation
-    if kernel not in BY_LENGTHS or config.packing.mode is PackingMode.isolated:
+    if not ATTENTIONS[kernel].needs_lengths or config.packing.mode is PackingMode.isolated:
         return None
     message = f"{kernel.name} computes packed rows only, and packing.mode={config.packing.mode.name}"
     return Finding(
@@ -178,7 +187,7 @@ def varlen_attention_padded(config: RunConfig) -> Finding | None:
 )
 def flex_attention_on_cpu(config: RunConfig) -> Finding | None:
     """flex_attention and no GPU."""
-    if config.attention.implementation is not Attention.flex_attention or not _is_on_cpu(config):
+    if attention_facts(config).trains_on_cpu or not _is_on_cpu(config):
         return None
     message = "flex_attention cannot train on a CPU"
     return Finding(
@@ -199,7 +208,7 @@ def flex_attention_on_cpu(config: RunConfig) -> Finding | None:
 def flash_attention_not_deterministic(config: RunConfig) -> Finding | None:
     """Determinism asked for with flash attention."""
     kernel = config.attention.implementation
-    if kernel not in FLASH or not config.training.deterministic:
+    if not ATTENTIONS[kernel].is_flash or not config.training.deterministic:
         return None
     message = f"the backward pass of {kernel.name} may differ in the last bits although training.deterministic=true"
     return Finding(
@@ -226,7 +235,7 @@ def packing_leaks(config: RunConfig) -> Finding | None:
     how = "" if facts.architecture in LEAKING_ARCHITECTURES else f" with {kernel}, whose mask does not know them"
     message = f"{facts.architecture} cannot keep packed documents apart{how}"
     fix = _unpacked(config)
-    if config.attention.implementation in BY_LENGTHS:
+    if attention_facts(config).needs_lengths:
         fix += f" attention.implementation={nearest_attention(config).name}"
     return Finding(key="packing.mode", message=message, fix=fix)
 
@@ -317,7 +326,7 @@ def compiled_layers_with_liger(config: RunConfig) -> Finding | None:
 def compiled_layers_with_flash_attn(config: RunConfig) -> Finding | None:
     """Compiled blocks and an attention that makes each of them another one."""
     kernel = config.attention.implementation
-    if not config.model.compile_layers or kernel not in FLASH or compiles(kernel):
+    if not config.model.compile_layers or not ATTENTIONS[kernel].is_flash or compiles(kernel):
         return None
     message = f"with {kernel.name} every block would be compiled by itself, and most not at all"
     better = without_flash_attn(config)
@@ -361,7 +370,7 @@ def activation_offload_without_gpu(config: RunConfig) -> Finding | None:
 )
 def activation_offload_with_flex(config: RunConfig) -> Finding | None:
     """Met on an H200 with torch 2.11 (gemma-2b)."""
-    if not config.activation.offload or config.attention.implementation is not Attention.flex_attention:
+    if not config.activation.offload or config.attention.implementation is not FLEX:
         return None
     message = "flex_attention's backward pass does not take what was offloaded"
     fix = "activation.offload=false activation.checkpointing=enabled"
@@ -376,7 +385,7 @@ def activation_offload_with_flex(config: RunConfig) -> Finding | None:
 )
 def compiled_layers_by_document(config: RunConfig) -> Finding | None:
     """Compiled blocks and an attention that looks at each document."""
-    if not config.model.compile_layers or config.attention.implementation is not Attention.sdpa_by_document:
+    if not config.model.compile_layers or config.attention.implementation is not BY_DOCUMENT:
         return None
     better = without_flash_attn(config)
     message = "blocks with sdpa_by_document cannot be compiled as one"

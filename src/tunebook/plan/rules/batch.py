@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from tunebook.config.choices import Attention, Generation, PackingMode, Source
+from tunebook.config.choices import Generation, PackingMode, Source
 from tunebook.config.schema import RunConfig
 from tunebook.data.batch import fewer_gpus
+from tunebook.facts.attention import ATTENTIONS, Isolation
 from tunebook.plan.rules.frame import Finding, Level, Rule, rule, world_size
 
 _LOG_OF_ALL = 30.0  # the logarithm of a length that no document has
@@ -209,7 +210,7 @@ def row_shorter_than_document(config: RunConfig) -> Finding | None:
 def micro_rows_on_mask(config: RunConfig) -> Finding | None:
     """More than one packed row on sdpa or eager."""
     micro, kernel = config.training.micro_batch_size, config.attention.implementation
-    is_masked = kernel in (Attention.eager, Attention.sdpa) and config.packing.mode is PackingMode.isolated
+    is_masked = ATTENTIONS[kernel].isolation is Isolation.mask and config.packing.mode is PackingMode.isolated
     if micro is None or micro <= 1 or not is_masked:
         return None
     message = f"{micro} packed rows a pass make {kernel.name} build a mask {micro * micro} times as large as one row's"

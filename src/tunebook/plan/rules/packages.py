@@ -9,8 +9,8 @@ from importlib import metadata
 from tunebook.config.choices import Attention, Compute, PeftMethod, TrackerName
 from tunebook.config.schema import RunConfig
 from tunebook.errors import Problem
-from tunebook.facts.attention import BY_LENGTHS
-from tunebook.facts.generations import ATTENTION_PACKAGES, GENERATIONS, can_run
+from tunebook.facts.attention import ATTENTIONS, INSTALLED, attention_facts
+from tunebook.facts.generations import GENERATIONS, can_run
 from tunebook.facts.optimizers import OPTIMIZERS
 from tunebook.facts.strategies import strategy_facts
 from tunebook.hardware.image import Image
@@ -114,7 +114,7 @@ def missing_packages(config: RunConfig, version_of: VersionOf, image: Image | No
             fix = need.install if image is None else _add_to(image, need.package)
             yield Problem(id="missing-package", key=need.key, message=message, fix=fix)
     kernel = config.attention.implementation
-    package = ATTENTION_PACKAGES.get(kernel)
+    package = ATTENTIONS[kernel].package
     if package is not None and version_of(package) is None:
         where = f"; this is the {image.generation} image" if image else ""
         message = f"{kernel.name} needs the package {package}, which is not installed{where}"
@@ -125,11 +125,11 @@ def missing_packages(config: RunConfig, version_of: VersionOf, image: Image | No
 
 def _attention_at_hand(config: RunConfig, version_of: VersionOf) -> Attention:
     """What `attention=auto` would be here; flash-attn 2 only where nothing speaks for compiled blocks."""
-    if config.model.compile_layers or config.attention.implementation in BY_LENGTHS:
+    if config.model.compile_layers or attention_facts(config).needs_lengths:
         return without_flash_attn(config)
-    flash, is_fp32 = Attention.flash_attention_2, config.precision.compute is Compute.fp32
+    flash, is_fp32 = INSTALLED, config.precision.compute is Compute.fp32
     can_run_it = can_run(flash, config.hardware.generation) and not is_fp32
-    is_here = version_of(ATTENTION_PACKAGES[flash]) is not None
+    is_here = version_of(str(ATTENTIONS[flash].package)) is not None
     return flash if is_here and can_run_it else without_flash_attn(config)
 
 

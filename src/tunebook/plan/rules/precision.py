@@ -15,7 +15,7 @@ from tunebook.config.choices import (
     Weights,
 )
 from tunebook.config.schema import RunConfig, ZeroConfig
-from tunebook.facts.attention import FLASH
+from tunebook.facts.attention import attention_facts
 from tunebook.facts.generations import GENERATIONS, GenerationFacts, capability_text
 from tunebook.facts.optimizers import OPTIMIZERS, RUNS_EVERYWHERE
 from tunebook.facts.strategies import strategy_facts
@@ -42,7 +42,7 @@ def _instead_of_fp8(config: RunConfig) -> str:
 def _in_fp32(config: RunConfig) -> str:
     """What to type to compute in fp32, with what goes with it: flash attention and bf16 weights do not."""
     fix = "precision.compute=fp32"
-    if config.attention.implementation in FLASH:
+    if attention_facts(config).is_flash:
         fix += f" attention.implementation={nearest_attention(config).name}"
     if config.precision.master_weights is MasterWeights.bf16:
         fix += " precision.master_weights=fp32"

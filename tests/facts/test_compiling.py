@@ -2,8 +2,8 @@
 
 import pytest
 
-from tunebook.config.compiling import compilation_notice
 from tunebook.config.compose import compose
+from tunebook.facts.compiling import compilation_notice
 from tunebook.hardware.detect import Machine
 from tunebook.plan.auto.resolve import resolve_auto
 

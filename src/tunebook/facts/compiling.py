@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 
-from tunebook.config.choices import Attention
 from tunebook.config.schema import RunConfig
+from tunebook.facts.attention import attention_facts
 
 # What of a block's inputs stays open: all that is handed to its forward pass, and nothing that hangs on the block
 # itself. `dynamic=True` leaves that open too where FSDP has wrapped the block, whose numbers torch does not take for
@@ -51,14 +51,10 @@ def compilation_notice(config: RunConfig) -> str | None:
 
     DeepSpeed's operators are not among it: they are compiled earlier, and each is named when that begins.
     """
-    attention = config.attention.implementation
-    parts = []
+    parts: list[str] = []
     if config.model.compile_layers:
         parts.append("torch.compile the model's blocks (8 to 98 s on an H200, longer on a CPU)")
-    if attention is Attention.flex_attention:
-        parts.append("torch.compile the attention (seconds to a minute)")
-    if attention in (Attention.flash_attention_4, Attention.varlen_attention_4):
-        parts.append("flash-attn 4 a kernel for each new shape (seconds each)")
+    parts += filter(None, [attention_facts(config).compiles_itself])
     if config.model.liger_kernel:
         parts.append("Triton the kernels of Liger (some seconds)")
     if not parts:
