@@ -97,7 +97,7 @@ def measure_small(output: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from tunebook.plan.rules.attention import LEAKING_ARCHITECTURES, LEAKING_THROUGH_MASKS, VARLEN_ARCHITECTURES
+    from tunebook.facts.architectures import LEAKING_ARCHITECTURES, LEAKING_THROUGH_MASKS, VARLEN_ARCHITECTURES
     from tunebook.train.isolation import LENGTHS as PROBED
     from tunebook.train.isolation import measure_isolation
 

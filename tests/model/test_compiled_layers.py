@@ -12,11 +12,11 @@ from torch.distributed.fsdp import fully_shard
 
 from tunebook.config.choices import Attention
 from tunebook.errors import RequestError
+from tunebook.facts.architectures import COMPILED_ARCHITECTURES
 from tunebook.facts.compiling import _REASONS_TO_KEEP
 from tunebook.model.blocks import transformer_blocks
 from tunebook.model.compiled_layers import compile_layers
 from tunebook.model.varlen_attention import register
-from tunebook.plan.auto.kernels import COMPILED_ARCHITECTURES
 
 pytestmark = pytest.mark.usefixtures("own_compiler")
 # Compiled and plain layers may sum in another order, a few roundings of fp32; another dropout or weight changes much.

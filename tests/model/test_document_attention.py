@@ -8,10 +8,10 @@ from torch.nn import functional
 
 from tunebook.config.choices import Attention
 from tunebook.errors import RequestError
+from tunebook.facts.architectures import VARLEN_ARCHITECTURES
 from tunebook.model import document_attention
 from tunebook.model.document_attention import sdpa_by_document
 from tunebook.model.varlen_attention import register
-from tunebook.plan.rules.attention import VARLEN_ARCHITECTURES
 
 LENGTHS = (7, 1, 12)
 

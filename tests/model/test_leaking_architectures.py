@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tunebook.plan.rules.attention import LEAKING_ARCHITECTURES, LEAKING_THROUGH_MASKS, VARLEN_ARCHITECTURES
+from tunebook.facts.architectures import LEAKING_ARCHITECTURES, LEAKING_THROUGH_MASKS, VARLEN_ARCHITECTURES
 
 # By the names that architectures have for them; each takes those that it knows.
 SMALL: dict[str, Any] = {

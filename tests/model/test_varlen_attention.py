@@ -7,8 +7,8 @@ import torch
 
 from tunebook.config.choices import Attention
 from tunebook.errors import RequestError
+from tunebook.facts.architectures import VARLEN_ARCHITECTURES
 from tunebook.model.varlen_attention import register, varlen_attention
-from tunebook.plan.rules.attention import VARLEN_ARCHITECTURES
 
 LENGTHS = (12, 8)
 

@@ -20,10 +20,9 @@ from tunebook.config.choices import (
 )
 from tunebook.config.model_facts import MeasuredLayers
 from tunebook.config.schema import FsdpConfig, ParallelismConfig, ZeroConfig
-from tunebook.plan.auto.kernels import COMPILED_ARCHITECTURES
+from tunebook.facts.architectures import COMPILED_ARCHITECTURES, VARLEN_ARCHITECTURES
 from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.rules import check
-from tunebook.plan.rules.attention import VARLEN_ARCHITECTURES
 
 H200 = ("NVIDIA H200", (9, 0))
 A100 = ("NVIDIA A100-SXM4-80GB", (8, 0))

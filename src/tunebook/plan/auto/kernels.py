@@ -11,28 +11,18 @@ from collections.abc import Iterator
 
 from tunebook.config.choices import Attention, Compute, Generation, PackingMode, PeftMethod, WrapPolicy
 from tunebook.config.schema import FsdpConfig, RunConfig
+from tunebook.facts.architectures import COMPILED_ARCHITECTURES, VARLEN_ARCHITECTURES
 from tunebook.facts.attention import ATTENTIONS, BY_DOCUMENT, COMPILED, COMPILED_BETA, INSTALLED, MASKED, UNDECIDED
 from tunebook.facts.generations import GENERATIONS, can_run
 from tunebook.facts.sharing import is_offloaded
 from tunebook.facts.strategies import strategy_facts
 from tunebook.plan.rules.attention import (
-    VARLEN_ARCHITECTURES,
     has_attention,
     nearest_attention,
     without_flash_attn,
 )
 from tunebook.plan.rules.environment import installed_version
 
-# Seen compiled on H200s: Llama and Qwen2 in h200_speed_one_gpu.jsonl and h200_speed_spread.jsonl, the others with
-# losses within 9e-4 of blocks that are not (Phi 2, which has dropout, 7e-3), and 12 to 58% faster, in
-# h200x2_architectures.jsonl. A mixture of experts (Qwen3-MoE) gained 2% there, for 30 s of compiling, and is left as it
-# is.
-COMPILED_ARCHITECTURES = frozenset({
-    "CohereForCausalLM", "Gemma3ForCausalLM", "GemmaForCausalLM", "GPTNeoXForCausalLM", "GraniteForCausalLM",
-    "LlamaForCausalLM", "MistralForCausalLM", "OlmoForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM",
-    "Phi3ForCausalLM", "PhiForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "SmolLM3ForCausalLM",
-    "Starcoder2ForCausalLM",
-})  # fmt: skip
 # What was tried in compiled blocks with packed rows; the first is what `auto` takes.
 _COMPILED_WITH, *_COMPILED_TOO = COMPILED, COMPILED_BETA
 # Not what `auto` takes while the package is a beta: h200_flash_attention_4.jsonl, on the same GPUs in the same minutes.

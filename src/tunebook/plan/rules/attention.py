@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from tunebook.config.choices import Attention, Checkpointing, Compute, Generation, PackingMode
 from tunebook.config.schema import AttentionConfig, RunConfig
+from tunebook.facts.architectures import LEAKING_ARCHITECTURES, LEAKING_THROUGH_MASKS, VARLEN_ARCHITECTURES
 from tunebook.facts.attention import (
     ATTENTIONS,
     BY_DOCUMENT,
@@ -19,34 +20,6 @@ from tunebook.facts.attention import (
 from tunebook.facts.generations import GENERATIONS, can_run, capability_text
 from tunebook.plan.rules.batch import in_padded_documents
 from tunebook.plan.rules.frame import Finding, Level, Rule, rule
-
-# Architectures in which packed documents reach each other whatever the attention kernel: those that do not take
-# position_ids, from which transformers works out where a document starts, and those that carry a state along the row,
-# as linear attention does. Found by trying the causal language models of transformers 5.23 that can be made small, but
-# for encoders that can be told to be decoders; a test does it again for these. The leak probe looks at every run's own.
-LEAKING_ARCHITECTURES = frozenset({
-    "BailingHybridForCausalLM", "BambaForCausalLM", "BloomForCausalLM", "CpmAntForCausalLM", "DeepseekV4ForCausalLM",
-    "FalconH1ForCausalLM", "FalconMambaForCausalLM", "GraniteMoeHybridForCausalLM", "InklingForCausalLM",
-    "Inkling2ForCausalLM", "JambaForCausalLM", "KimiLinearForCausalLM", "Lfm2ForCausalLM", "Lfm2MoeForCausalLM",
-    "Lfm3ForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM", "MiniMaxForCausalLM", "MptForCausalLM",
-    "NemotronHForCausalLM", "OlmoHybridForCausalLM", "OpenAIGPTLMHeadModel", "Qwen3NextForCausalLM",
-    "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "RecurrentGemmaForCausalLM", "RwkvForCausalLM", "XGLMForCausalLM",
-    "Zamba2ForCausalLM", "ZambaForCausalLM", "xLSTMForCausalLM",
-})  # fmt: skip
-# Those that do not tell transformers the positions when it makes the mask, but do tell the attention, so that kernels
-# without a mask may know where documents end.
-LEAKING_THROUGH_MASKS = frozenset({
-    "AfmoeForCausalLM", "BioGptForCausalLM", "FalconForCausalLM", "GptOssForCausalLM", "OPTForCausalLM",
-})  # fmt: skip
-
-# Architectures that were compared with sdpa under torch's varlen kernel (tests/model/test_varlen_attention.py): `auto`
-# takes it for no others, since some call no attention function, and some ask for what it cannot compute.
-VARLEN_ARCHITECTURES = frozenset({
-    "CohereForCausalLM", "Gemma3ForCausalLM", "GemmaForCausalLM", "GPTNeoXForCausalLM", "GraniteForCausalLM",
-    "LlamaForCausalLM", "MistralForCausalLM", "OlmoForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM",
-    "Phi3ForCausalLM", "PhiForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
-    "SmolLM3ForCausalLM", "Starcoder2ForCausalLM",
-})  # fmt: skip
 
 
 def _is_on_cpu(config: RunConfig) -> bool:

@@ -17,6 +17,7 @@ from tunebook.config.choices import (
 )
 from tunebook.config.fsdp_units import layer_parameters
 from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
+from tunebook.facts.architectures import DECODER_LAYERS
 from tunebook.facts.optimizers import OPTIMIZERS
 from tunebook.facts.sharing import is_cast_by_deepspeed
 from tunebook.facts.strategies import UNDECIDED, strategy_facts
@@ -27,21 +28,6 @@ _ZERO3_ONLY = (
     "max_live_parameters", "max_reuse_distance", "prefetch_bucket_size", "param_persistence_threshold",
     "sub_group_size",
 )  # fmt: skip
-
-# The class of one transformer block, as the architecture's `_no_split_modules` names it in transformers 5.23.
-DECODER_LAYERS = {
-    "GPT2LMHeadModel": "GPT2Block",
-    "GPTNeoXForCausalLM": "GPTNeoXLayer",
-    "GemmaForCausalLM": "GemmaDecoderLayer",
-    "Gemma2ForCausalLM": "Gemma2DecoderLayer",
-    "Gemma3ForCausalLM": "Gemma3DecoderLayer",
-    "LlamaForCausalLM": "LlamaDecoderLayer",
-    "MistralForCausalLM": "MistralDecoderLayer",
-    "MixtralForCausalLM": "MixtralDecoderLayer",
-    "Phi3ForCausalLM": "Phi3DecoderLayer",
-    "Qwen2ForCausalLM": "Qwen2DecoderLayer",
-    "Qwen3ForCausalLM": "Qwen3DecoderLayer",
-}
 
 
 @rule(
