@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -22,10 +23,11 @@ def test_equal_runs_differ_in_nothing(make_run: MakeRun) -> None:
     assert differences(read_run(make_run()), read_run(make_run())) == {"config": [], "manifest": [], "results": []}
 
 
-def test_how_long_a_start_took_is_no_difference(make_run: MakeRun) -> None:
+def test_how_long_a_start_took_and_arguments_that_name_the_folder_are_no_difference(make_run: MakeRun) -> None:
     folders = [make_run(), make_run()]
     for folder, seconds in zip(folders, (1.0, 2.0), strict=True):
-        took = {"start_up": {"launcher": {"plan": seconds}, "rank": {}, "first_step_s": seconds}}
+        took: dict[str, Any] = {"start_up": {"launcher": {"plan": seconds}, "rank": {}, "first_step_s": seconds}}
+        took["model_files"] = {"training_args.bin": {"size": 6000 + int(seconds), "sha256": f"{seconds}" * 8}}
         file = folder / "manifest.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | took))
     assert differences(*map(read_run, folders))["manifest"] == []

@@ -17,7 +17,7 @@ NOT_SET = "not set"
 # Of every run its own, with all below them, and so no difference worth a line.
 _EVERY_RUNS_OWN = tuple(f"{key}." for key in (
     "status.started", "status.ended", "status.seconds", "command", "typed", "config_sha256", "leak_probe.probe_s",
-    "leak_probe.warm_up_s", "start_up", "files_sha256",
+    "leak_probe.warm_up_s", "start_up", "files_sha256", "model_files.training_args.bin",  # which names the run folder
 ))  # fmt: skip
 _NUMBERS = (
     "num_steps", "num_tokens", "first_loss", "final_loss", "best_validation_loss", "tokens_per_second_per_gpu", "mfu",
