@@ -46,6 +46,14 @@ CONFIGURATIONS: dict[str, list[str]] = {
     "fsdp_lora": ["attention=sdpa", "parallelism=fsdp", "peft=lora", "optimizer.learning_rate=2e-4"],
     "hsdp": ["attention=sdpa", "parallelism=hsdp"],
     "fsdp": ["attention=sdpa", "parallelism=fsdp"],
+    "adamw": ["optimizer=adamw"],
+    "adafactor": ["optimizer=adafactor"],
+    "muon": ["optimizer=muon"],
+    "muon_lora": ["optimizer=muon", "peft=lora", "optimizer.learning_rate=2e-4"],
+    "adamw_fsdp": ["optimizer=adamw", "parallelism=fsdp"],
+    "muon_fsdp": ["optimizer=muon", "parallelism=fsdp"],
+    "muon_fsdp_grad_op": ["optimizer=muon", "parallelism=fsdp_grad_op"],
+    "muon_ddp": ["optimizer=muon", "parallelism=ddp"],
 }
 
 

@@ -138,6 +138,8 @@ def test_every_setting_of_the_libraries_beneath_is_known() -> None:
         ("eval_steps=5", "training.evaluate_every_steps=5"),
         ("optim=adamw_8bit", "optimizer=adamw_8bit"),
         ("optim=adamw_torch_8bit", "optimizer=adamw_8bit"),
+        ("optim=adafactor", "optimizer=adafactor"),
+        ("use_muon=true", "optimizer=muon"),
         ("fsdp=full_shard", "parallelism=fsdp"),
         ("fsdp='shard_grad_op auto_wrap'", "parallelism=fsdp_grad_op"),
         ("world_size=2", "hardware.gpus_per_node=2"),
@@ -168,8 +170,8 @@ def test_a_foreign_key_is_answered_with_what_to_type(word: str, instead: str) ->
     [
         ("neftune_noise_alpha", "5", "as in transformers, TRL, axolotl, LLaMA-Factory: it is not offered. No noise"),
         ("tensor_parallel_size", "2", ": it is not offered. Data are split over the GPUs"),
-        ("optim", "lion_32bit", ". Only AdamW is offered"),
-        ("optim", "muon", ". Only AdamW is offered"),
+        ("optim", "lion_32bit", ". Offered are adamw"),
+        ("optim", "sgd", ". Offered are adamw"),
         ("report_to", "mlflow", ". Offered are tracking=wandb, tensorboard and trackio"),
         ("report_to", "[wandb,tensorboard]", ". One tracker at a time"),
         ("stage", "dpo", "as in LLaMA-Factory. Tunebook does supervised fine-tuning alone."),
@@ -195,7 +197,7 @@ def test_a_name_of_nobody_is_left_to_the_spelling() -> None:
         (["packing=true"], r"there is no packing 'true'; type packing=isolated instead\. .*Choices of packing: auto"),
         (["packing=false"], r"type packing=padded instead"),
         (["optimizer=adamw_torch"], "there is no optimizer 'adamw_torch'; type optimizer=adamw instead"),
-        (["optimizer=adafactor"], "there is no optimizer 'adafactor'. Only AdamW is offered"),
+        (["optimizer=lion_8bit"], "there is no optimizer 'lion_8bit'. Offered are adamw"),
         (["optimizer=adam_w"], "there is no optimizer 'adam_w'. Did you mean 'adamw'"),
         (["schedule=polynomial"], "there is no schedule 'polynomial'. Offered are constant"),
         (["schedule=cosine_with_restarts"], "there is no schedule 'cosine_with_restarts'. Offered are constant"),
@@ -287,6 +289,6 @@ def test_commands_and_options_of_the_tables_lead_to_ones_that_are() -> None:
 def test_a_choice_that_is_none_of_the_tables_is_left_to_the_spelling() -> None:
     assert answer_choice("optimizer", "adamww", is_near_another=True) is None
     assert answer_choice("optimizer", "adamww") == (
-        "Only AdamW is offered: adamw, adamw_8bit, paged_adamw_32bit, paged_adamw_8bit."
+        "Offered are adamw, adamw_8bit, paged_adamw_32bit, paged_adamw_8bit, adafactor, muon."
     )
     assert answer_choice("no-such-group", "x") is None

@@ -100,7 +100,7 @@ def test_llama2_computes_in_bf16_with_flash_attention_as_its_source_did() -> Non
 def test_paged_adamw_of_the_llama2_source_is_refused_under_fsdp() -> None:
     for name in ("llama2_70b_fsdp", "llama2_70b_fsdp_1node"):
         (problem,) = check(resolved(name, "optimizer=paged_adamw_32bit"))
-        assert problem.id == "bitsandbytes-optimizer-with-fsdp"
+        assert problem.id == "optimizer-with-fsdp"
 
 
 def test_fp8_runs_on_its_source_s_machine_and_not_under_deepspeed() -> None:

@@ -16,7 +16,7 @@ from trl import SFTTrainer
 from tunebook.checkpoint import save
 from tunebook.checkpoint.newest import newest_checkpoint
 from tunebook.checkpoint.verify import verified_record
-from tunebook.config.choices import PackingMode, PeftMethod, ResumeAnyway
+from tunebook.config.choices import OptimizerName, PackingMode, PeftMethod, ResumeAnyway
 from tunebook.files import sha256_file
 from tunebook.record.metrics import by_schedule
 from tunebook.train.callbacks import Records
@@ -42,8 +42,15 @@ def steps(folder):
     return sorted(int(path.name.split("-")[1]) for path in (folder / "checkpoints").glob("checkpoint-*"))
 
 
+MUON, ADAFACTOR = ({"optimizer": {"name": name}} for name in (OptimizerName.muon, OptimizerName.adafactor))
+
+
 @of_upstream
-@pytest.mark.parametrize("groups", [{}, PADDED, LORA, LORA | PADDED], ids=["packed", "padded", "lora", "lora-padded"])
+@pytest.mark.parametrize(
+    "groups",
+    [{}, PADDED, LORA, LORA | PADDED, MUON, ADAFACTOR],
+    ids=["packed", "padded", "lora", "lora-padded", "muon", "adafactor"],
+)
 def test_a_stopped_run_ends_with_the_bits_of_the_uninterrupted_one(config, run, stopped, changed, groups):
     config = changed(config, **groups)
     whole, code, lines = run(config, "whole")

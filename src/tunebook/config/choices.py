@@ -192,12 +192,14 @@ class PeftMethod(Enum):
 
 
 class OptimizerName(Enum):
-    """The optimizers, by the name transformers uses for `optim`, or `adamw` for torch's fused AdamW."""
+    """The optimizers, by the name transformers uses for `optim`; `adamw` and `muon` are torch's."""
 
     adamw = "adamw"
     adamw_8bit = "adamw_8bit"
     paged_adamw_32bit = "paged_adamw_32bit"
     paged_adamw_8bit = "paged_adamw_8bit"
+    adafactor = "adafactor"
+    muon = "muon"
 
 
 class ScheduleName(Enum):

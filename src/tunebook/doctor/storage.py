@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import shutil
@@ -122,13 +123,14 @@ def checkpoint_space(config: RunConfig | None, outputs: Path) -> Space:
 
 
 def checkpoint_bytes(config: RunConfig) -> tuple[int, int]:
-    """Bytes a parameter takes in a checkpoint: of weights, and of optimizer state (two moments).
+    """Bytes a parameter takes in a checkpoint: of weights, and of optimizer state (at most two moments).
 
     DeepSpeed writes the weights once more as module states, and an fp32 copy of them beside the moments. Measured
     on the quickstart, without its tokenizer's 0.7 MB: 12 bytes a parameter on one rank, 20 with ZeRO-2 on two.
     """
     weight = 2 if config.precision.master_weights is MasterWeights.bf16 else 4
-    moments = OPTIMIZERS[config.optimizer.name].state_bytes or 2 * weight
+    state_bytes = OPTIMIZERS[config.optimizer.name].state_bytes
+    moments = math.ceil(2 * weight if state_bytes is None else state_bytes)
     return weight, moments + (weight + 4 if isinstance(config.parallelism, ZeroConfig) else 0)
 
 

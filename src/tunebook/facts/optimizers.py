@@ -1,4 +1,4 @@
-"""Optimizers: what transformers calls them, what they keep of each parameter, and where they run."""
+"""Optimizers: what builds each, the state it keeps per parameter, and where it runs."""
 
 from __future__ import annotations
 
@@ -6,34 +6,43 @@ from dataclasses import dataclass
 
 from tunebook.config.choices import OptimizerName
 
+_ADAM_SETTINGS = frozenset({"beta1", "beta2", "epsilon"})
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerFacts:
-    """One optimizer. Sizes are bytes per trained parameter of both of Adam's moments together."""
+    """One optimizer."""
 
     optim: str  # the value of transformers' `optim`
-    state_bytes: int | None  # None: two moments in the format of the weights
-    is_paged: bool = False  # the driver moves its state between GPU and host as it is needed
-    same_steps_unpaged: OptimizerName | None = None  # of a paged one: the optimizer that keeps the state on the GPU
-    keeps_embeddings_in_fp32: bool = False  # transformers asks bitsandbytes for that, where it finds the parameter
-    package: str | None = None  # what it needs besides torch
+    factory: str | None = None  # module:function called with (model, config); None: transformers builds `optim`
+    state_bytes: float | None  # per trained parameter, all moments together; None: moments in the weights' format
+    matrix_moments: int = 2  # with None: moments of each weight matrix of a layer; all other parameters have two
+    settings: frozenset[str] = _ADAM_SETTINGS  # the keys of `optimizer` it uses besides the rate and the weight decay
+    package: str | None = None  # required in addition to torch
+    is_paged: bool = False  # the driver moves its state between GPU and host on demand
+    same_steps_unpaged: OptimizerName | None = None  # of a paged optimizer: the one that keeps its state on the GPU
+    in_8bit: OptimizerName | None = None  # of a 32-bit optimizer: the same with 8-bit state
+    keeps_embeddings_in_fp32: bool = False  # transformers asks bitsandbytes for fp32 moments of embeddings
     needs_gpu: bool = False
-    takes_dtensors: bool = True  # FSDP2's sharded tensors
-    can_be_offloaded: bool = True  # to the host, where DeepSpeed's own Adam for CPUs updates
+    needs_bf16: bool = False  # multiplies in bf16 in every step
+    takes_dtensors: bool = True  # the sharded tensors of FSDP2
+    takes_flat_pieces: bool = True  # DeepSpeed's 1-D slices of all parameters joined end to end
+    can_be_offloaded: bool = True  # its step can run on the host
 
     @property
     def is_8bit(self) -> bool:
-        """Whether its moments are kept in 8 bits, which learns slightly differently."""
-        return self.state_bytes is not None and self.state_bytes < 4
+        """Whether its moments have at most 8 bits, which learns slightly differently."""
+        return self.state_bytes is not None and 0 < self.state_bytes < 4
 
 
 def _bitsandbytes(optim: str, state_bytes: int, unpaged: OptimizerName | None = None) -> OptimizerFacts:
-    """bitsandbytes 0.50: GPU kernels that know no DTensor; its 32-bit moments are fp32 whatever the weights are."""
+    """bitsandbytes 0.50: GPU kernels without DTensor support; its 32-bit moments are fp32 whatever the weights are."""
     return OptimizerFacts(
         optim=optim,
         state_bytes=state_bytes,
         is_paged=unpaged is not None,
         same_steps_unpaged=unpaged,
+        in_8bit=OptimizerName.adamw_8bit if state_bytes == 8 else None,
         keeps_embeddings_in_fp32=state_bytes == 2,
         package="bitsandbytes",
         needs_gpu=True,
@@ -43,9 +52,29 @@ def _bitsandbytes(optim: str, state_bytes: int, unpaged: OptimizerName | None = 
 
 
 OPTIMIZERS: dict[OptimizerName, OptimizerFacts] = {
-    OptimizerName.adamw: OptimizerFacts(optim="adamw_torch_fused", state_bytes=None),
+    OptimizerName.adamw: OptimizerFacts(optim="adamw_torch_fused", state_bytes=None, in_8bit=OptimizerName.adamw_8bit),
     OptimizerName.adamw_8bit: _bitsandbytes("adamw_8bit", 2),
     OptimizerName.paged_adamw_32bit: _bitsandbytes("paged_adamw_32bit", 8, OptimizerName.adamw),
     OptimizerName.paged_adamw_8bit: _bitsandbytes("paged_adamw_8bit", 2, OptimizerName.adamw_8bit),
+    # One row and one column of second moments per matrix, no first moment (transformers 5.23, optimization.py): less
+    # than a thousandth of the weights. It builds them from the gradient's shape as plain tensors.
+    OptimizerName.adafactor: OptimizerFacts(
+        optim="adafactor",
+        state_bytes=0,
+        settings=frozenset(),
+        takes_dtensors=False,
+        takes_flat_pieces=False,
+        can_be_offloaded=False,
+    ),
+    # torch's Muon orthogonalizes each matrix of a layer in bf16; AdamW updates the rest.
+    OptimizerName.muon: OptimizerFacts(
+        optim="adamw_torch_fused",
+        factory="tunebook.train.muon:muon_with_adamw",
+        state_bytes=None,
+        matrix_moments=1,
+        needs_bf16=True,
+        takes_flat_pieces=False,
+        can_be_offloaded=False,
+    ),
 }
 RUNS_EVERYWHERE = OptimizerName.adamw  # with every strategy, on every GPU and on CPUs

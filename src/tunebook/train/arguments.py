@@ -7,6 +7,7 @@ left out.
 from __future__ import annotations
 
 import math
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,19 @@ def _optimizer(config: RunConfig) -> dict[str, Any]:
         "adam_beta2": optimizer.beta2,
         "adam_epsilon": optimizer.epsilon,
     }
+
+
+def optimizer_factory(config: RunConfig) -> tuple[Any, dict[str, Any]] | None:
+    """The Trainer's `optimizer_cls_and_kwargs`; None where it builds the optimizer that `optim` names.
+
+    transformers takes any callable that is no optimizer class for a factory and calls what it returns with the model.
+    """
+    factory = OPTIMIZERS[config.optimizer.name].factory
+    if factory is None:
+        return None
+    module, _, function = factory.partition(":")
+    build = getattr(import_module(module), function)
+    return lambda: build, {"settings": config.optimizer}
 
 
 def learning_rate_schedule(schedule: ScheduleConfig, learning_rate: float, total_steps: int) -> dict[str, Any]:

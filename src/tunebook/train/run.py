@@ -58,7 +58,7 @@ from tunebook.record.manifest import MANIFEST_FILE, MODEL_FILES, update_manifest
 from tunebook.record.metrics import MetricsWriter, read_metrics
 from tunebook.record.run_folder import FINISHED, write_outcome
 from tunebook.record.start_up import StartClock
-from tunebook.train.arguments import row_multiple, trainer_arguments
+from tunebook.train.arguments import optimizer_factory, row_multiple, trainer_arguments
 from tunebook.train.callbacks import (
     EarlyStopping,
     FiniteLoss,
@@ -268,6 +268,7 @@ def _build_trainer(
         train_dataset=prepared.train.load(),
         eval_dataset=validation.load() if validation is not None else None,
         peft_config=adapter_config(config),
+        optimizer_cls_and_kwargs=optimizer_factory(config),
         filler_token_id=tokenizer.eos_token_id,
         train_batches=batches,
         validation_batches=_validation_batches(config, plan, validation, rank, ranks) if validation else None,

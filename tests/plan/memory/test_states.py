@@ -54,6 +54,16 @@ def test_moments_of_bitsandbytes_in_32_bits_are_fp32_beside_bf16_weights(sound):
     assert found == {OptimizerName.adamw: 4, OptimizerName.paged_adamw_32bit: 8}
 
 
+@pytest.mark.parametrize(("name", "moments"), [(OptimizerName.adafactor, (0, 0)), (OptimizerName.muon, (4, 8))])
+def test_moments_of_matrices_and_of_the_rest(sound, name, moments):
+    """The embeddings, which are the output head of this model, are no matrix of a layer."""
+    sound.optimizer.name = name
+    embeddings = sound.model.facts.vocab_size * sound.model.facts.hidden_size
+    in_layers = sound.model.facts.num_parameters - embeddings
+    expected = moments[0] * in_layers + moments[1] * embeddings
+    assert states_anywhere(sound, sound.model.facts).optimizer == expected
+
+
 def test_fp16_is_what_deepspeed_casts_whatever_is_set(sound):
     """And torch's autocast where it does not: the plan and `deepspeed.json` say the same of every run."""
     sound.hardware.gpus_per_node = 8

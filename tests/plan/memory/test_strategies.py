@@ -32,10 +32,14 @@ OPTIMIZER_OFFLOADED = {"zero2_offload", "zero3_offload", "zero3_nvme"}
 def refused_by(strategy, method=PeftMethod.full, optimizer=ADAMW):
     """The rules that refuse a combination; everything that is not refused must have an estimate."""
     rules = set()
-    if optimizer is not ADAMW and strategy in FSDP:
-        rules.add("bitsandbytes-optimizer-with-fsdp")
+    if optimizer not in (ADAMW, OptimizerName.muon) and strategy in FSDP:
+        rules.add("optimizer-with-fsdp")
+    if optimizer in (OptimizerName.muon, OptimizerName.adafactor) and strategy.startswith("zero"):
+        rules.add("optimizer-with-zero")
+    if optimizer is OptimizerName.muon and strategy == "fsdp_offload":
+        rules.add("optimizer-offloaded")
     if optimizer is not ADAMW and strategy in OPTIMIZER_OFFLOADED:
-        rules.add("bitsandbytes-optimizer-offloaded")
+        rules.add("optimizer-offloaded")
     if method is PeftMethod.qlora and strategy == "zero3_nvme":
         rules.add("qlora-parameters-on-nvme")
     return rules

@@ -134,7 +134,7 @@ CASES = [
         "hsdp-group",
         "parallelism=fsdp parallelism.shard_group_size=null",
     ),
-    ("llama3_8b_fp8", (*ON_8, "optimizer.name=adamw_8bit"), "bitsandbytes-optimizer-with-fsdp", "optimizer.name=adamw"),
+    ("llama3_8b_fp8", (*ON_8, "optimizer.name=adamw_8bit"), "optimizer-with-fsdp", "optimizer.name=adamw"),
     ("quickstart", ("precision.fp8_scaling=rowwise",), "fp8-scaling-ignored", "precision.fp8_scaling=tensorwise"),
     (
         "zero1_lora",

@@ -19,7 +19,7 @@ from tunebook.config.choices import Checkpointing, Compute, Generation, Offload,
 from tunebook.config.frozen import PARALLELISM_SCHEMAS
 from tunebook.config.schema import CHOICE_SCHEMAS, ParallelismConfig, RunConfig, ZeroConfig, world_size
 from tunebook.errors import Problem
-from tunebook.facts.optimizers import OPTIMIZERS, RUNS_EVERYWHERE
+from tunebook.facts.optimizers import OPTIMIZERS, RUNS_EVERYWHERE, OptimizerFacts
 from tunebook.facts.strategies import COPIED, DIVIDED, OFFLOADING_OPTIMIZER, UNDECIDED
 from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.draft import Draft, draft_run
@@ -133,10 +133,11 @@ _OTHER_LEARNING = (
     ),
 )
 _ADAPTERS = _OTHER_LEARNING[1:]
-# See the rules bitsandbytes-optimizer-with-fsdp and -offloaded, fp8-with-deepspeed and fp8-with-adapters.
-_NEED_PLAIN_ADAMW = {"parallelism=fsdp"} | {word for change in _OFFLOADED for word in change.words}
-_REFUSE_FP8 = {f"parallelism={name}" for name in ("zero2", "zero3", "zero2_offload", "zero3_offload")}
-_REFUSE_FP8 |= {word for change in _ADAPTERS for word in change.words}
+# See the rules optimizer-with-fsdp, -with-zero and -offloaded, fp8-with-deepspeed and fp8-with-adapters.
+_OFFLOADED_WORDS = {word for change in _OFFLOADED for word in change.words}
+_NEED_PLAIN_ADAMW = {"parallelism=fsdp"} | _OFFLOADED_WORDS
+_ZERO_WORDS = {f"parallelism={name}" for name in ("zero2", "zero3", "zero2_offload", "zero3_offload")}
+_REFUSE_FP8 = _ZERO_WORDS | {word for change in _ADAPTERS for word in change.words}
 # What divides the frozen weights, the fastest way and with the host's memory. Each try takes a third of a second.
 _WITH_ADAPTERS = (("parallelism=fsdp",), ("parallelism=fsdp_offload",))
 _WITHOUT_STATES = {"activation", "activation.offload", "packing.row_length", "training.micro_batch_size"}
@@ -290,7 +291,7 @@ def _candidates(draft: Draft) -> list[Change]:
     smaller = [_SMALLER_PASSES] * ((config.training.micro_batch_size or 1) > 1)
     single += smaller
     strategies_of_adapters = [change for change in single if change.words in _WITH_ADAPTERS]
-    single += _OTHER_LEARNING if not OPTIMIZERS[config.optimizer.name].is_8bit else _ADAPTERS
+    single += _OTHER_LEARNING if OPTIMIZERS[config.optimizer.name].in_8bit else _ADAPTERS
     single += [_both(strategy, adapter) for adapter in _ADAPTERS for strategy in strategies_of_adapters]
     single = [_as_rules_allow(_that_counts(change, draft), draft, config) for change in single]
     sparing = _sparing_the_host(config) if draft.host is not None and draft.host.fits is False else []
@@ -324,17 +325,33 @@ def _that_counts(change: Change, draft: Draft) -> Change:
 
 
 def _as_rules_allow(change: Change, draft: Draft, config: RunConfig) -> Change:
-    """With AdamW where the run has an optimizer of bitsandbytes that a change does not go with, and in bf16 for fp8."""
+    """With AdamW where the optimizer does not go with the change, and in bf16 instead of fp8 where that does not."""
     words = set(change.words)
-    if not OPTIMIZERS[config.optimizer.name].takes_dtensors and words & _NEED_PLAIN_ADAMW:
-        exact = "optimizer state in 32 bits instead of 8: learns no less exactly"
-        note = exact if OPTIMIZERS[config.optimizer.name].is_8bit else "the same steps"
+    if _refuses_optimizer(words, OPTIMIZERS[config.optimizer.name]):
         adamw = (_to_type("optimizer", "name", RUNS_EVERYWHERE, draft),)
-        change = _both(change, Change(words=adamw, speed=1.0, note=note))
+        change = _both(change, Change(words=adamw, speed=1.0, **_effect_of_adamw(config.optimizer.name)))
     if config.precision.compute is Compute.fp8 and words & _REFUSE_FP8:
         bf16 = (_to_type("precision", "compute", Compute.bf16, draft),)
         change = _both(change, Change(words=bf16, speed=None, note="computes in bf16 instead of fp8: more exactly"))
     return change
+
+
+def _refuses_optimizer(words: set[str], facts: OptimizerFacts) -> bool:
+    """See the rules optimizer-with-fsdp, -with-zero and -offloaded."""
+    refused = set() if facts.takes_dtensors else _NEED_PLAIN_ADAMW
+    refused = refused if facts.can_be_offloaded else refused | _OFFLOADED_WORDS
+    refused = refused if facts.takes_flat_pieces else refused | _ZERO_WORDS
+    return bool(words & refused)
+
+
+def _effect_of_adamw(name: OptimizerName) -> dict[str, Any]:
+    """What changes with AdamW in place of an optimizer."""
+    facts = OPTIMIZERS[name]
+    if facts.same_steps_unpaged is RUNS_EVERYWHERE:
+        return {"note": "the same steps"}
+    if facts.is_8bit:
+        return {"note": "optimizer state in 32 bits instead of 8: learns no less exactly"}
+    return {"note": f"AdamW in place of {name.name}: learns differently", "changes_learning": True}
 
 
 def _to_type(group: str, field: str, value: Enum, draft: Draft) -> str:

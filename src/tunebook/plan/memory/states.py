@@ -180,21 +180,25 @@ def has_parameters_away(config: RunConfig) -> bool:
 
 
 def _moments_bytes(config: RunConfig, facts: ModelFacts) -> float:
-    """Of Adam's two moments, before they are divided. Measured in 8 bits: Phi-4's 4 layers on two H200 with DDP."""
+    """Of all moments, before they are divided. Measured in 8 bits: Phi-4's 4 layers on two H200 with DDP."""
     parameters, element = count_parameters(config, facts), _moments_element(config)
-    if not OPTIMIZERS[config.optimizer.name].keeps_embeddings_in_fp32 or isinstance(config.parallelism, ZeroConfig):
-        return float(parameters.trained * element)
+    optimizer = OPTIMIZERS[config.optimizer.name]
+    if not optimizer.keeps_embeddings_in_fp32 or isinstance(config.parallelism, ZeroConfig):
+        matrices = parameters.trained - parameters.trained_embeddings
+        matrices -= 0 if facts.tie_word_embeddings else parameters.trained_head
+        return parameters.trained * element - matrices * element * (1 - optimizer.matrix_moments / 2)
     embeddings = parameters.trained_embeddings
     return float((parameters.trained - embeddings) * element + embeddings * _MOMENTS_OF_EMBEDDINGS)
 
 
-def _moments_element(config: RunConfig) -> int:
-    """Bytes of Adam's two moments per trained parameter.
+def _moments_element(config: RunConfig) -> float:
+    """Bytes of two moments per trained parameter.
 
     torch's are in the format of the weights, bitsandbytes' of 32 bits always fp32 (0.50, optim/optimizer.py).
     """
     is_bf16 = trained_element(config) == 2 and not isinstance(config.parallelism, ZeroConfig)
-    return OPTIMIZERS[config.optimizer.name].state_bytes or (4 if is_bf16 else 8)
+    state_bytes = OPTIMIZERS[config.optimizer.name].state_bytes
+    return state_bytes if state_bytes is not None else 4 if is_bf16 else 8
 
 
 def _master_element(config: RunConfig) -> int:

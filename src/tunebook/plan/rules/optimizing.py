@@ -13,11 +13,13 @@ from tunebook.config.choices import (
     ScheduleName,
     Weights,
 )
+from tunebook.config.identity import default_of
 from tunebook.config.override_text import typed_list
 from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
 from tunebook.errors import nearest
-from tunebook.facts.optimizers import OPTIMIZERS
-from tunebook.facts.strategies import strategy_facts
+from tunebook.facts.generations import GENERATIONS
+from tunebook.facts.optimizers import OPTIMIZERS, RUNS_EVERYWHERE
+from tunebook.facts.strategies import COPIED, SPARING_THE_HOST, strategy_facts
 from tunebook.model.parameters import EMBEDDINGS, HEADS, PRODUCTS_OF, has_experts, last_name, linear_layers
 from tunebook.plan.rules.frame import Finding, Level, Rule, rule
 from tunebook.plan.rules.quantised import quantiser_of
@@ -29,6 +31,7 @@ _MOST_LAYERS = 1000  # whose names are looked at
 # all linear layers an adapter of rank 1 is at least that is put on them: 25 of Mixtral's, under 6 without experts.
 _OF_EXPERTS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 _EXPERTS_SHARE = 8
+_ADAMW = f"optimizer.name={RUNS_EVERYWHERE.name}"
 
 
 @rule(
@@ -233,53 +236,107 @@ def qlora_random_weights(config: RunConfig) -> Finding | None:
 
 
 @rule(
-    "bitsandbytes-optimizer-without-gpu",
-    summary="An 8-bit or paged optimizer without a GPU.",
-    why="bitsandbytes' optimizers are GPU kernels.",
+    "optimizer-without-gpu",
+    summary="An optimizer that is a GPU kernel, without a GPU.",
+    why="bitsandbytes' 8-bit and paged optimizers are GPU kernels.",
     advice="Use optimizer.name=adamw.",
 )
-def bitsandbytes_optimizer_without_gpu(config: RunConfig) -> Finding | None:
-    """bitsandbytes on a CPU."""
+def optimizer_without_gpu(config: RunConfig) -> Finding | None:
+    """A GPU optimizer on a CPU."""
     name = config.optimizer.name
     if not OPTIMIZERS[name].needs_gpu or config.hardware.generation is not Generation.cpu:
         return None
-    return Finding(key="optimizer.name", message=f"{name.name} needs a GPU", fix="optimizer.name=adamw")
+    return Finding(key="optimizer.name", message=f"{name.name} needs a GPU", fix=_ADAMW)
 
 
 @rule(
-    "bitsandbytes-optimizer-with-fsdp",
-    summary="An 8-bit or paged optimizer under FSDP.",
-    why="FSDP2 hands the optimizer sharded tensors (DTensor), which bitsandbytes does not know; an illegal memory "
-    "access in the optimizer's step is reported for the pair.",
-    advice="Use adamw, whose states FSDP shards; to save more memory offload with parallelism=fsdp_offload, or use "
-    "zero3 with the same optimizer.",
+    "optimizer-without-bf16",
+    summary="Muon on a GPU generation without bf16.",
+    why="torch's Muon orthogonalizes each update by products in bf16, which GPUs before Ampere do not have.",
+    advice="Use optimizer.name=adamw.",
 )
-def bitsandbytes_optimizer_with_fsdp(config: RunConfig) -> Finding | None:
-    """bitsandbytes on DTensors."""
+def optimizer_without_bf16(config: RunConfig) -> Finding | None:
+    """CPUs compute bf16 slowly but correctly."""
+    name, generation = config.optimizer.name, config.hardware.generation
+    has_bf16 = generation in (Generation.auto, Generation.cpu) or GENERATIONS[generation].has_bf16
+    if not OPTIMIZERS[name].needs_bf16 or has_bf16:
+        return None
+    return Finding(key="optimizer.name", message=f"{name.name} needs bf16, which {generation.name} lacks", fix=_ADAMW)
+
+
+@rule(
+    "optimizer-with-fsdp",
+    summary="An optimizer that does not support sharded tensors, under FSDP.",
+    why="FSDP2 passes the optimizer sharded tensors (DTensor). bitsandbytes does not support them: an illegal memory "
+    "access in the optimizer step is reported. Adafactor mixes them with plain tensors.",
+    advice="Use adamw, whose states FSDP shards, and parallelism=fsdp_offload to save more memory. Or keep a "
+    "bitsandbytes optimizer and use zero3.",
+)
+def optimizer_with_fsdp(config: RunConfig) -> Finding | None:
+    """DTensors and an optimizer without support for them."""
     name, strategy = config.optimizer.name, config.parallelism.strategy
-    if OPTIMIZERS[name].takes_dtensors or not strategy_facts(config).is_fsdp:
+    facts = OPTIMIZERS[name]
+    if facts.takes_dtensors or not strategy_facts(config).is_fsdp:
         return None
     message = f"{name.name} does not work on the sharded tensors of {strategy.name}"
-    other = "" if config.precision.compute is Compute.fp8 else " or parallelism=zero3"  # see fp8-with-deepspeed
-    return Finding(key="optimizer.name", message=message, fix=f"optimizer.name=adamw{other}")
+    may_use_zero = facts.takes_flat_pieces and config.precision.compute is not Compute.fp8  # see fp8-with-deepspeed
+    return Finding(
+        key="optimizer.name", message=message, fix=_ADAMW + (" or parallelism=zero3" if may_use_zero else "")
+    )
 
 
 @rule(
-    "bitsandbytes-optimizer-offloaded",
-    summary="An 8-bit or paged optimizer with DeepSpeed's optimizer offload.",
-    why="What is offloaded is updated on the host by DeepSpeed's own CPU Adam; a GPU optimizer cannot reach it.",
+    "optimizer-with-zero",
+    summary="An optimizer that needs whole matrices, under ZeRO.",
+    why="DeepSpeed joins all parameters end to end and passes the optimizer flat slices. Muon's update and Adafactor's "
+    "state are defined for matrices only.",
+    advice="Use adamw; or use Muon with parallelism=fsdp, Adafactor with parallelism=ddp.",
+)
+def optimizer_with_zero(config: RunConfig) -> Finding | None:
+    """Flat slices and an optimizer of matrices."""
+    name, strategy = config.optimizer.name, config.parallelism.strategy
+    facts = OPTIMIZERS[name]
+    if facts.takes_flat_pieces or not strategy_facts(config).is_zero:
+        return None
+    message = f"{name.name} needs whole matrices, and {strategy.name} passes it flat slices of them"
+    other = SPARING_THE_HOST if facts.takes_dtensors else COPIED
+    return Finding(key="optimizer.name", message=message, fix=f"{_ADAMW} or parallelism={other.name}")
+
+
+@rule(
+    "optimizer-offloaded",
+    summary="An optimizer whose step cannot run on the host, offloaded.",
+    why="Offloaded parameters are updated on the host. DeepSpeed does that with its own CPU Adam; bitsandbytes has "
+    "only GPU kernels; Muon's products would take minutes a step there.",
     advice="Use adamw with the offload, or keep the optimizer on the GPU.",
 )
-def bitsandbytes_optimizer_offloaded(config: RunConfig) -> Finding | None:
-    """Two ways of moving the optimizer to the host at once."""
+def optimizer_offloaded(config: RunConfig) -> Finding | None:
+    """An optimizer on the GPU whose parameters or states are on the host."""
     name, settings = config.optimizer.name, config.parallelism
-    if OPTIMIZERS[name].can_be_offloaded or not isinstance(settings, ZeroConfig):
+    if OPTIMIZERS[name].can_be_offloaded:
         return None
-    if settings.offload_optimizer is Offload.none:
+    field = "offload_optimizer" if isinstance(settings, ZeroConfig) else "offload_parameters"
+    if getattr(settings, field, Offload.none) is Offload.none or optimizer_with_fsdp.find(config) is not None:
         return None
-    message = f"{name.name} runs on the GPU, and parallelism.offload_optimizer moves its states to the host"
-    fix = "optimizer.name=adamw or parallelism.offload_optimizer=none"
-    return Finding(key="optimizer.name", message=message, fix=fix)
+    message = f"{name.name} runs on the GPU, and parallelism.{field} moves its states to the host"
+    return Finding(key="optimizer.name", message=message, fix=f"{_ADAMW} or parallelism.{field}=none")
+
+
+@rule(
+    "optimizer-settings-ignored",
+    level=Level.warning,
+    summary="A setting of another optimizer.",
+    why="beta1, beta2 and epsilon are AdamW's; Adafactor derives its decay from the step count.",
+    advice="Remove the setting, or use adamw.",
+)
+def optimizer_settings_ignored(config: RunConfig) -> Iterator[Finding]:
+    """Settings that the optimizer does not use and that differ from their defaults."""
+    optimizer = config.optimizer
+    for field in ("beta1", "beta2", "epsilon"):
+        default = default_of(f"optimizer.{field}")
+        if field not in OPTIMIZERS[optimizer.name].settings and getattr(optimizer, field) != default:
+            message = f"{optimizer.name.name} does not use {field}"
+            yield Finding(key=f"optimizer.{field}", message=message, fix=f"optimizer.{field}={default:g} or {_ADAMW}")
 
 
 @rule(
@@ -407,9 +464,12 @@ RULES: tuple[Rule, ...] = (
     tied_matrix_trained_apart,
     adapter_settings_ignored,
     qlora_random_weights,
-    bitsandbytes_optimizer_without_gpu,
-    bitsandbytes_optimizer_with_fsdp,
-    bitsandbytes_optimizer_offloaded,
+    optimizer_without_gpu,
+    optimizer_without_bf16,
+    optimizer_with_fsdp,
+    optimizer_with_zero,
+    optimizer_offloaded,
+    optimizer_settings_ignored,
     two_warm_ups,
     two_floors,
     floor_without_its_schedule,

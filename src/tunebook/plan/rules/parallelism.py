@@ -275,7 +275,7 @@ def offload_not_possible(config: RunConfig) -> Iterator[Finding]:
 
 
 def _zero3_can_offload(config: RunConfig) -> bool:
-    """Whether ZeRO-3 with all states offloaded goes with the rest: see fp8-with-deepspeed, bitsandbytes-optimizer-*."""
+    """Whether ZeRO-3 with all states offloaded goes with the rest: see fp8-with-deepspeed, optimizer-*."""
     return config.precision.compute is not Compute.fp8 and OPTIMIZERS[config.optimizer.name].can_be_offloaded
 
 
