@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -95,13 +96,16 @@ def run(name: str, recipe: str, overrides: list[str], output: Path, timeout_s: f
 
 
 def _wait(command: list[str], terminal: Any, timeout_s: float) -> int | str:
-    try:
-        environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-        return subprocess.run(
-            command, stdout=terminal, stderr=subprocess.STDOUT, timeout=timeout_s, env=environment, check=False
-        ).returncode
-    except subprocess.TimeoutExpired:
-        return "timeout"
+    """The exit code. A run that takes too long ends with all its ranks, which would keep the GPU's memory."""
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    with subprocess.Popen(
+        command, stdout=terminal, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+    ) as process:
+        try:
+            return process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            return "timeout"
 
 
 def _measured(folder: Path) -> dict[str, Any]:

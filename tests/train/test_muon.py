@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW, Muon
 from torch.optim.lr_scheduler import LambdaLR
@@ -103,3 +104,17 @@ def test_a_scheduler_sets_the_rate_of_both(group):
     before = getattr(model, group).weight.clone()
     trained(model, optimizer, 1)
     assert torch.equal(getattr(model, group).weight, before)
+
+
+def test_the_state_of_a_sharded_model_is_stored_and_loaded_whole(one_gloo_rank):
+    """As accelerate does for FSDP2's checkpoints."""
+    torch.manual_seed(0)
+    model, other = Model(), Model()
+    for each in (model, other):
+        fully_shard(each)
+    optimizer, resumed = muon_with_adamw(model, SETTINGS), muon_with_adamw(other, SETTINGS)
+    trained(model, optimizer, 2)
+    other.load_state_dict(model.state_dict())
+    set_optimizer_state_dict(other, resumed, copy.deepcopy(get_optimizer_state_dict(model, optimizer)))
+    straight, again = trained(model, optimizer, 1), trained(other, resumed, 1)
+    assert all(torch.equal(straight[name].full_tensor(), again[name].full_tensor()) for name in straight)
