@@ -46,13 +46,8 @@ from tunebook.config.control_characters import shown
 from tunebook.config.secrets import without_secrets
 from tunebook.errors import DoesNotFitError, RequestError, StoppedError, TunebookError
 from tunebook.hardware.disk import is_disk_full
-from tunebook.launch.other_launchers import (
-    is_read_only,
-    refuse_inside_launcher,
-    removal_notice,
-    remove_other_launchers,
-)
 from tunebook.second_interrupt import watching_interrupts
+from tunebook.train.other_launchers import is_read_only, refuse_inside_launcher, removal_notice, remove_other_launchers
 
 app = typer.Typer(
     name="tunebook",
@@ -74,8 +69,8 @@ def train(
     recipes_dir: RecipesDir = None,
 ) -> None:
     """Train a recipe: compose, check, plan, prepare, launch, evaluate, report."""
-    from tunebook.launch.job import plan_job, run_job
-    from tunebook.launch.plan_command import plan_command
+    from tunebook.commands.plan import plan_command
+    from tunebook.commands.train import plan_job, run_job
     from tunebook.record.start_up import StartClock, process_begun
 
     clock = StartClock(process_begun())
@@ -100,7 +95,7 @@ def plan(
     recipes_dir: RecipesDir = None,
 ) -> None:
     """Show what a recipe would do: choices and why, batch, launch command, memory, time. No GPU, no download."""
-    from tunebook.launch.plan_command import plan_command
+    from tunebook.commands.plan import plan_command
 
     recipe, overrides = split(words)
     if compare:
@@ -127,7 +122,7 @@ def doctor(
     recipes_dir: RecipesDir = None,
 ) -> None:
     """Look at GPUs, driver, torch, links, disks and limits, and at what RECIPE needs of them; each with its fix."""
-    from tunebook.doctor.command import doctor_command
+    from tunebook.commands.doctor import doctor_command
 
     recipe, overrides = split(words)
     code = doctor_command(
@@ -149,7 +144,7 @@ def data(
     recipes_dir: RecipesDir = None,
 ) -> None:
     """Prepare a recipe's data and show samples, what is trained on, lengths, and what was cut or dropped and why."""
-    from tunebook.launch.job import plan_job, prepare_data
+    from tunebook.commands.train import plan_job, prepare_data
 
     recipe, overrides = split(words)
     console = make_console()
@@ -263,8 +258,8 @@ def chat(
 ) -> None:
     """Talk to the newest finished run, or to run=DIR, run=RECIPE or a model, with its own chat template."""
     from tunebook.evaluate.chat.terminal import chat_command
-    from tunebook.plan.rules.image import refuse_wrong_image
     from tunebook.record.run_folder import LATEST
+    from tunebook.train.image import refuse_wrong_image
 
     said = settings(words, ("run", "model"))
     if len(said) == 2:
@@ -302,8 +297,8 @@ def sweep(
     After an interruption the same command goes on: finished trials are kept, the others go on from their checkpoints.
     training.resume=never starts anew.
     """
+    from tunebook.commands.sweep import sweep_command
     from tunebook.sweep.options import SweepOptions
-    from tunebook.sweep.run import sweep_command
 
     recipe, overrides = split(words)
     options = SweepOptions(
@@ -336,7 +331,7 @@ def parity(
     recipes_dir: RecipesDir = None,
 ) -> None:
     """Train a recipe split in several ways and compare every step's loss with the first; exit 5 where they differ."""
-    from tunebook.parity.run import parity_command
+    from tunebook.commands.parity import parity_command
 
     recipe, overrides = split(words)
     code = parity_command(

@@ -48,7 +48,7 @@ def verify(
     recipes_dir: RecipesDir = None,
 ) -> None:
     """Compare a run with the recorded evidence of its recipe; exit 5, with a table and a plot, where it differs."""
-    from tunebook.evidence.command import verify_command
+    from tunebook.commands.verify import verify_command
 
     code = verify_command(
         list(map(named_run, runs)),
@@ -71,7 +71,7 @@ def reproduce(
     recipes_dir: RecipesDir = None,
 ) -> None:
     """Run again what a run's manifest says, after telling what is different here, and compare; exit 5 if it differs."""
-    from tunebook.evidence.reproducing import reproduce_command
+    from tunebook.commands.reproduce import reproduce_command
 
     raise typer.Exit(reproduce_command(named_run(run), outputs, recipes_dir or [], make_console(), dry_run=dry_run))
 
@@ -84,7 +84,7 @@ def diff(
     outputs: Outputs = Path("outputs"),
 ) -> None:
     """Show what is not the same in two runs: configuration, manifest, and what came out."""
-    from tunebook.evidence.command import diff_command
+    from tunebook.commands.verify import diff_command
 
     raise typer.Exit(diff_command((named_run(one), named_run(other)), outputs, make_console(), as_json=as_json))
 

@@ -1,7 +1,6 @@
 """What `tunebook explain ID` prints: every rule, and every error that is raised with a `problem_id`.
 
-Rules carry their own texts (`plan.rules`), and so does what a machine may lack (`plan.rules.environment`). All others
-are in `errors.yaml`.
+Rules carry their own texts (`plan.rules`). All others are in `errors.yaml`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from tunebook.config.foreign import all_names, describe
 from tunebook.config.interpolation import ALLOWED
 from tunebook.errors import RequestError, did_you_mean
 from tunebook.plan.rules import RULES
-from tunebook.plan.rules.environment import EXPLANATIONS
 from tunebook.plan.rules.frame import Explanation
 
 
@@ -32,7 +30,7 @@ def error_texts() -> dict[str, Explanation]:
 
 def _texts() -> dict[str, Explanation]:
     """Every id and its text. An id that is both a rule and an error is the same thing, found earlier or later."""
-    return {**error_texts(), **EXPLANATIONS, **{rule.id: rule.explanation for rule in RULES}}
+    return {**error_texts(), **{rule.id: rule.explanation for rule in RULES}}
 
 
 def all_ids() -> list[str]:

@@ -22,7 +22,7 @@ from typing import Any
 
 from checkpoint_kills import Attempt, forked, give_extensions, import_everything, remove_stale_locks, result_of, set_up
 
-from tunebook.parity.compare import compare_losses
+from tunebook.record.losses import compare_losses
 
 SAVED_AT = 4
 TOLERANCE = 1e-6

@@ -33,7 +33,7 @@ from typing import Any
 from gpu_queue import ASKS, KEPT, machine_versions, measured, require_gpus
 from gpu_recipes import facts_of, slice_words
 
-from tunebook.parity.compare import compare_losses
+from tunebook.record.losses import compare_losses
 
 STEPS, HALF = 12, 6
 CASES: dict[str, tuple[bool, list[str]]] = {  # whether it takes all GPUs, and what is overridden

@@ -20,7 +20,7 @@ from typing import Any
 from gpu_models import write_model
 from gpu_queue import Job, add_arguments, require_gpus, run_jobs
 
-from tunebook.parity.compare import compare_losses
+from tunebook.record.losses import compare_losses
 
 NVME = Path("/tmp/nvme")
 SHARDED = ("zero1", "zero2", "zero3", "fsdp", "fsdp_grad_op")

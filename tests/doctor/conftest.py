@@ -10,9 +10,8 @@ import pytest
 from tunebook.config.choices import Generation
 from tunebook.config.compose import compose
 from tunebook.config.schema import RunConfig
-from tunebook.doctor.collectives.formulas import OPERATIONS
-from tunebook.doctor.collectives.run import Bandwidth, Measurement
 from tunebook.doctor.findings import Finding
+from tunebook.hardware.bandwidth import OPERATIONS, Bandwidth, Measurement
 from tunebook.hardware.detect import Gpu, Machine
 from tunebook.hardware.topology import Topology, parse_topology
 from tunebook.plan.auto.resolve import resolve_auto

@@ -8,16 +8,9 @@ from pathlib import Path
 import pytest
 
 from tunebook.doctor.collectives import run
-from tunebook.doctor.collectives.formulas import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    OPERATIONS,
-    algorithm_gb_per_s,
-    bus_factor,
-    bus_gb_per_s,
-)
 from tunebook.doctor.collectives.rank import GLOO_SIZES, NCCL_SIZES
 from tunebook.doctor.collectives.run import collectives_command, measure_bandwidth
+from tunebook.hardware.bandwidth import ALL_GATHER, ALL_REDUCE, OPERATIONS, algorithm_gb_per_s, bus_factor, bus_gb_per_s
 
 
 @pytest.mark.parametrize(

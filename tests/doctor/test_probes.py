@@ -224,6 +224,6 @@ def test_the_quickstarts_tokenizer(tmp_path: Path) -> None:
 
 def test_nothing_is_imported_by_the_command_that_its_probes_are_there_for() -> None:
     code = (
-        "import tunebook.doctor.command, sys; sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
+        "import tunebook.commands.doctor, sys; sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

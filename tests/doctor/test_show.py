@@ -6,10 +6,10 @@ import io
 
 from rich.console import Console
 
-from tunebook.doctor.collectives.run import Bandwidth
 from tunebook.doctor.findings import Finding, Kind, Level, finding_of_error
 from tunebook.doctor.show import show_findings
 from tunebook.errors import RequestError
+from tunebook.hardware.bandwidth import Bandwidth
 from tunebook.hardware.topology import Topology
 
 from .conftest import measured, topology_of

@@ -12,7 +12,7 @@ from tunebook.doctor.findings import Finding, Level
 from tunebook.doctor.probes import Probe
 from tunebook.doctor.software import look_at_software
 from tunebook.hardware.detect import Machine
-from tunebook.plan.rules import environment
+from tunebook.train import requirements as environment
 
 from .conftest import CPU_ONLY, h200, machine_with, only, resolved
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,16 +13,14 @@ from tunebook.doctor.findings import Level
 from tunebook.doctor.system import (
     clock,
     clock_difference,
-    host_memory,
     limits,
     look_at_system,
-    offloaded_gib,
     read_meminfo,
     shared_memory,
     swap,
 )
 
-from .conftest import CPU_ONLY, machine_with, only, resolved
+from .conftest import CPU_ONLY, only, resolved
 
 GIB, MIB = 2**30, 2**20
 
@@ -51,7 +48,7 @@ def test_what_is_used_of_it_does_not_count() -> None:
 
 def test_without_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(system, "SHARED_MEMORY", tmp_path / "missing")
-    found = only(look_at_system(CPU_ONLY, None, tmp_path, has_cards=False), "shm-size")
+    found = only(look_at_system(CPU_ONLY, None, tmp_path, has_cards=False, of_host=[]), "shm-size")
     assert (found.level, "No such file or directory" in found.what) == (Level.warning, True)
 
 
@@ -105,76 +102,6 @@ def test_the_kernels_table(tmp_path: Path) -> None:
     assert memory["MemAvailable"] == 12 * GIB
     assert memory["SwapTotal"] == 8 * GIB
     assert read_meminfo(tmp_path / "missing") == {}
-
-
-@pytest.mark.parametrize(("available", "level"), [(12, Level.ok), (2, Level.ok), (1, Level.warning)])
-def test_free_host_memory(available: int, level: Level) -> None:
-    found = host_memory(machine_with(), None, {"MemAvailable": available * GIB})
-    assert found.level is level
-
-
-def test_a_container_may_use_less_than_is_free() -> None:
-    assert host_memory(CPU_ONLY, None, {"MemAvailable": 100 * GIB}).data["free_gib"] == 8.0
-
-
-@pytest.mark.parametrize(
-    ("recipe", "per_parameter"),
-    [
-        ("qwen3b_zero2", 0),
-        ("qwen3b_zero2 parallelism=zero2_offload", 20),  # master, moments, gradient, and fp32 weights on their way back
-        ("qwen3b_zero2 parallelism=zero3_offload", 24),  # the gradients as they arrive, and the weights
-        ("qwen3b_zero2 parallelism=fsdp_offload", 16),
-    ],
-)
-def test_what_is_offloaded(recipe: str, per_parameter: int) -> None:
-    config = resolved(*recipe.split())
-    assert offloaded_gib(config) == pytest.approx(3085938688 * per_parameter / GIB, rel=1e-3)
-
-
-def test_of_an_adapter_only_its_own_states_are_offloaded() -> None:
-    assert 0 < offloaded_gib(resolved("zero2_lora")) < 1
-
-
-def test_states_that_do_not_fit_into_the_host() -> None:
-    config = resolved("qwen3b_zero2", "parallelism=zero2_offload")  # 57 GiB
-    found = host_memory(CPU_ONLY, config, {"MemAvailable": 8 * GIB})
-    assert (found.level, "57.5 GiB of states are offloaded" in found.what) == (Level.error, True)
-    assert host_memory(machine_with(), config, {"MemAvailable": 40 * GIB}).level is Level.warning
-    assert host_memory(machine_with(), config, {"MemAvailable": 400 * GIB}).level is Level.ok
-
-
-@pytest.mark.parametrize(
-    ("words", "level", "said"),
-    [
-        ((), Level.ok, "is not known here: say it with hardware.host_memory_gib=GIB"),
-        (("hardware.host_memory_gib=512",), Level.ok, "; by estimate this fits into 90% of the host's 512 GiB"),
-        (("hardware.host_memory_gib=170",), Level.warning, " at the peak leave little of 170 GiB"),
-        (("hardware.host_memory_gib=16",), Level.error, "; by estimate this does not fit: 57.5 GiB are offloaded"),
-    ],
-)
-def test_a_machine_that_only_submits_is_not_where_the_memory_is_needed(
-    words: tuple[str, ...], level: Level, said: str
-) -> None:
-    config = resolved("qwen3b_zero2", "parallelism=zero2_offload", "hardware=hopper", "launcher=slurm", *words)
-    found = host_memory(CPU_ONLY, config, {"MemAvailable": 4 * GIB})
-    assert (found.level, said in found.what) == (level, True), found.what
-    assert ", of them 57.5 offloaded" in found.what
-    assert (found.fix is None) == (level is Level.ok)
-    assert found.data["usable_gib"] == config.hardware.host_memory_gib
-
-
-def test_what_offloads_too_much_is_told_what_a_plan_is_and_not_what_it_does_already() -> None:
-    config = resolved("qwen3b_zero2", "parallelism=zero3_nvme", "parallelism.nvme_path=FOLDER")
-
-    def fix(capacity: float) -> str:
-        machine = replace(machine_with(), host_memory_gib=capacity)
-        return host_memory(machine, config, {"MemAvailable": int(capacity * GIB)}).fix or ""
-
-    on_gpus = "parallelism=fsdp without parallelism.offload_optimizer, parallelism.offload_parameters"
-    assert f"; try {on_gpus} (27.5 GiB) or peft=lora (31.7 GiB), or take " in fix(40.0)
-    assert f"; no change that was estimated is enough, {on_gpus} needs least (27.5 GiB); " in fix(8.0)
-    assert "zero3_nvme" not in fix(8.0)
-    assert fix(8.0).endswith("take machines with more memory")
 
 
 @pytest.mark.parametrize(

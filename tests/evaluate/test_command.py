@@ -24,8 +24,8 @@ from tunebook.evaluate.command import (
     worker_error,
 )
 from tunebook.evaluate.preflight import Missing
-from tunebook.launch.local import ProcessEnd
 from tunebook.record.origin import ORIGIN_FILE
+from tunebook.supervise import ProcessEnd
 
 MakeRun = Callable[..., Path]
 QUICKSTART = "book:recipes/quickstart/tasks/quickstart.yaml"

@@ -6,15 +6,8 @@ from typing import Any
 import pytest
 
 from tunebook.errors import TunebookError
-from tunebook.evaluate.results import (
-    Answer,
-    as_stored,
-    choose_samples,
-    is_evaluated,
-    mean_score,
-    task_answers,
-    task_scores,
-)
+from tunebook.evaluate.results import Answer, as_stored, choose_samples, is_evaluated, task_answers, task_scores
+from tunebook.record.differences import mean_score
 
 
 def sample(prompt: str, answer: str, expected: str, group: str | None, filter_name: str = "strip") -> dict[str, Any]:

@@ -9,8 +9,9 @@ from transformers import PreTrainedModel
 from tunebook.config.choices import Generation, MasterWeights, PeftMethod, Weights
 from tunebook.config.schema import ModelConfig, PeftSettings, RunConfig
 from tunebook.errors import DoesNotFitError, RequestError
-from tunebook.evaluate.spread import choose_spread, evaluation_environment, is_for_gpus, loaded_gib
+from tunebook.evaluate.spread import choose_spread, is_for_gpus, loaded_gib
 from tunebook.hardware.detect import Gpu
+from tunebook.train.environment import evaluation_environment
 
 
 def gpus(*memory_gib: float) -> list[Gpu]:

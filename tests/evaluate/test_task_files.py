@@ -8,19 +8,12 @@ from pathlib import Path
 import pytest
 
 from tunebook.config import book
-from tunebook.config.book import book_root, resolve_path
+from tunebook.config.book import book_root, is_task_file, resolve_path
 from tunebook.config.compose import compose
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
 from tunebook.evaluate import task_files
-from tunebook.evaluate.task_files import (
-    TaskFile,
-    check_tasks,
-    is_task_file,
-    read_task_file,
-    resolve_task,
-    suite_settings,
-)
+from tunebook.evaluate.task_files import TaskFile, check_tasks, read_task_file, resolve_task, suite_settings
 
 QUICKSTART = "book:recipes/quickstart/tasks/quickstart.yaml"
 

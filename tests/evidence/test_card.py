@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tunebook.commands.verify import verify_command
 from tunebook.errors import DataError, RequestError
 from tunebook.evidence.card import BEGIN, END, plot_file, update_card, with_section
-from tunebook.evidence.command import verify_command
 
 from .conftest import MakeRun, curve
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from tunebook.commands.verify import diff_command
 from tunebook.errors import RequestError
-from tunebook.evidence.command import diff_command
 from tunebook.evidence.difference import differences, first_different_step, largest_difference
 from tunebook.evidence.gather import gather_results
 from tunebook.record.run_record import read_run

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tunebook.commands.record_evidence import record_evidence
+from tunebook.commands.recorded_evidence import verify
 from tunebook.evidence.gather import read_finished
 from tunebook.evidence.page import write_page
-from tunebook.evidence.recording import record_evidence
-from tunebook.evidence.verifying import verify
 
 from .conftest import MakeRun, curve
 

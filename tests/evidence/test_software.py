@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from tunebook.commands.record_evidence import record_evidence
+from tunebook.commands.recorded_evidence import verify
+from tunebook.commands.verify import verify_command
 from tunebook.errors import RequestError
-from tunebook.evidence.command import verify_command
 from tunebook.evidence.files import content_hash, read_evidence, rewrite_evidence
 from tunebook.evidence.gather import read_finished
 from tunebook.evidence.page import write_page
-from tunebook.evidence.recording import record_evidence
 from tunebook.evidence.schema import Software
 from tunebook.evidence.software import correct_files, corrected, gather_software, main, packages_row
-from tunebook.evidence.verifying import verify
 from tunebook.files import sha256_file
 
 from .conftest import MakeRun

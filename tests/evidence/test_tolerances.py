@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from tunebook.commands.record_evidence import record_evidence
+from tunebook.commands.recorded_evidence import verify
 from tunebook.config.plain import plain_config
 from tunebook.evidence.compare import Claim, Verdict, compare
 from tunebook.evidence.files import content_hash
 from tunebook.evidence.gather import read_finished
-from tunebook.evidence.recording import record_evidence
 from tunebook.evidence.schema import Hardware, Results
 from tunebook.evidence.tolerances import MEMORY, SPEED, work_out
-from tunebook.evidence.verifying import verify
 
 from .conftest import MakeRun
 

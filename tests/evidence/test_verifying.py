@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tunebook.commands.record_evidence import record_evidence
+from tunebook.commands.recorded_evidence import recorded_evidence, verify
+from tunebook.commands.verify import verify_command
 from tunebook.errors import DataError, RequestError
-from tunebook.evidence.command import verify_command
 from tunebook.evidence.files import content_hash
 from tunebook.evidence.gather import config_of, gather_hardware, gather_inputs, read_finished
-from tunebook.evidence.recording import record_evidence
 from tunebook.evidence.show import PAGE_FILE
-from tunebook.evidence.verifying import recorded_evidence, verify
 
 from .conftest import MakeRun
 

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from tunebook.commands.record_evidence import record_evidence
+from tunebook.commands.recorded_evidence import verify
+from tunebook.commands.reproduce import reproduce_command
+from tunebook.commands.verify import diff_command
 from tunebook.errors import RequestError
-from tunebook.evidence.command import diff_command
 from tunebook.evidence.compare import told_steps
 from tunebook.evidence.gather import read_finished
-from tunebook.evidence.recording import record_evidence
-from tunebook.evidence.reproducing import reproduce_command
-from tunebook.evidence.verifying import hold_against, recorded_run, verify
+from tunebook.evidence.verifying import hold_against, recorded_run
 from tunebook.files import sha256_file
 from tunebook.record.manifest import RunState, finish_manifest
 

@@ -78,7 +78,7 @@ def ranks(polls, *, ignores=()):
 def gone(link):
     """What a node reports that has no launcher."""
     with pytest.raises(TunebookError) as error:
-        Agent(link=link, stop_timeout_s=20, meet="head:29400", answer_within_s=0.5).wait_for_go()
+        Agent(link=link, stop_timeout_s=20, meet="head:29400", answer_within_s=0.5).wait_for_start()
     return error.value
 
 
@@ -128,17 +128,17 @@ def test_a_launcher_that_has_answered_may_prepare_for_longer(linked):
 
     agent = Agent(link=link, stop_timeout_s=20, meet="head:29400", answer_within_s=0.0, say=say)
     wait_for(lambda: link.has_answered)
-    assert agent.wait_for_go().folder == "/runs/1"
+    assert agent.wait_for_start().folder == "/runs/1"
     assert said == ["head:29400 has answered; waiting for node 0 to prepare, and for the other nodes"]
 
 
 def test_a_node_that_is_sent_home_or_asked_to_stop_starts_nothing(linked):
     hub, launcher, link = linked
     with pytest.raises(StoppedError, match="stopped by SIGTERM before the start"):
-        Agent(link=link, stop_timeout_s=20, asked=[signal.SIGTERM]).wait_for_go()
+        Agent(link=link, stop_timeout_s=20, asked=[signal.SIGTERM]).wait_for_start()
     tell(hub, launcher, link, closed="node 1 cannot take part")
     with pytest.raises(RequestError, match="node 1 cannot take part"):
-        Agent(link=link, stop_timeout_s=20).wait_for_go()
+        Agent(link=link, stop_timeout_s=20).wait_for_start()
 
 
 def test_ranks_get_each_stop_once_and_are_killed_in_time(linked):

@@ -18,9 +18,10 @@ from tunebook.errors import RequestError, TunebookError
 from tunebook.hardware.detect import Machine
 from tunebook.launch import nodes, rendezvous
 from tunebook.launch.node_facts import free_port
-from tunebook.launch.nodes import NodeGroup, open_to_nodes, run_on_nodes
+from tunebook.launch.nodes import NodeGroup, address_warning, open_to_nodes, run_on_nodes
 from tunebook.launch.rendezvous import LauncherState, Link, NodeState
 from tunebook.plan.auto.resolve import resolve_auto
+from tunebook.train.requirements import check_environment
 
 FOLDER = Path("/runs/1")
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
@@ -103,7 +104,7 @@ def refused(link):
 
 def test_all_are_told_to_start_together_and_where_to_meet(opened, join):
     went = []
-    group = opened(on_go=went.append)
+    group = opened(on_start=went.append)
     first = join(group, 0)
     assert not starts(first)
     assert group.missing() == "node 1 of 2 nodes has not joined"
@@ -397,7 +398,7 @@ def attempt_that_fails(group, join, ends):
 
 def test_lost_workers_may_be_replaced(opened, join):
     went = []
-    group = opened(restarts=True, unit="rank", on_go=went.append)
+    group = opened(restarts=True, unit="rank", on_start=went.append)
     attempt_that_fails(group, join, kill)
     again = [join(group, 0), join(group, 1)]
     assert went == [0, 1]
@@ -554,8 +555,34 @@ def test_one_node_without_the_image_ends_the_wait_for_it(follow, tmp_path, monke
 
 
 def test_a_second_request_waits_for_no_node_that_hangs(follow, monkeypatch):
-    monkeypatch.setattr("tunebook.launch.local._SECOND_WITHIN_S", 0.1)
+    monkeypatch.setattr("tunebook.supervise._SECOND_WITHIN_S", 0.1)
     monkeypatch.setattr(nodes, "_CUT_OFF_S", 0.2)
     monkeypatch.setattr(nodes, "KILL_AFTER_S", 600)
     end = follow(sys.executable, "-c", HANGS, "PORT")
     assert (end.stopped_by, end.exit_code) == (signal.SIGINT.name, -signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("words", "is_warned"),
+    [
+        (["launcher.master_address=no-such-host.invalid"], True),
+        (["launcher.master_address=127.0.0.1"], False),
+        ([], False),
+        (["launcher.master_address=no-such-host.invalid", "launcher.node_rank=1"], False),
+        (["launcher.master_address=no-such-host.invalid", "hardware.num_nodes=1"], False),
+    ],
+)
+def test_node_0_warns_of_a_name_that_it_does_not_know_itself(monkeypatch, words, is_warned):
+    def find(name, port):
+        if not name.startswith("127."):
+            raise socket.gaierror("Name or service not known")
+
+    monkeypatch.setattr(nodes.socket, "getaddrinfo", find)
+    words = ["hardware.num_nodes=2", "hardware.gpus_per_node=1", *words]
+    config = resolve_auto(compose("quickstart", words).config, NO_GPU).config
+    assert check_environment(config, NO_GPU) == [], "the other nodes alone may know the name"
+    warning = address_warning(config)
+    assert (warning is not None) is is_warned
+    if warning is not None:
+        assert "node 0 does not find no-such-host.invalid itself (Name or service not known)" in warning.message
+        assert (warning.fix, warning.is_error) == ("launcher.master_address=null", False)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tunebook.parity.compare import FP32_TOLERANCE, LOW_PRECISION_TOLERANCE, compare_losses
+from tunebook.record.losses import FP32_TOLERANCE, LOW_PRECISION_TOLERANCE, compare_losses
 
 NUM_STEPS = 50
 

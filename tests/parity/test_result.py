@@ -6,8 +6,8 @@ import pytest
 from rich.console import Console
 
 from tunebook.parity.cases import Case
+from tunebook.parity.page import write_page
 from tunebook.parity.result import exit_code_of, parity_table, read_case, to_json
-from tunebook.parity.run import write_page
 
 TOLERANCE = 1e-5
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from tunebook.commands.verify import diff_command
 from tunebook.errors import DataError, RequestError
-from tunebook.evidence.command import diff_command
 from tunebook.record.intact import is_number, naming
 from tunebook.record.report import write_report
 

@@ -14,8 +14,7 @@ from tunebook.errors import RequestError
 from tunebook.sweep.folder import SweepFolder
 from tunebook.sweep.launching import RunHere, TrialList, work_off
 from tunebook.sweep.shares import Shares
-from tunebook.sweep.stopping import Stopping
-from tunebook.sweep.trial_process import TrialEnd, Watch, write_trial_end
+from tunebook.sweep.trial_process import Stopping, TrialEnd, Watch, write_trial_end
 from tunebook.sweep.trials import Trial
 
 TRIALS = [Trial(number=number, overrides=(), swept={"a": str(number)}) for number in range(6)]

@@ -9,16 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from tunebook import slurm as client
 from tunebook.config.compose import compose
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError, TunebookError
-from tunebook.launch.slurm import client
-from tunebook.launch.slurm.client import JobState
+from tunebook.slurm import JobState
 from tunebook.sweep import slurm_trials as module
 from tunebook.sweep.folder import SweepFolder
 from tunebook.sweep.slurm_trials import RunInSlurm, check_jobs, split_overrides
-from tunebook.sweep.stopping import Stopping
-from tunebook.sweep.trial_process import TrialEnd, write_trial_end
+from tunebook.sweep.trial_process import Stopping, TrialEnd, write_trial_end
 from tunebook.sweep.trials import Trial
 
 TRIAL = Trial(number=2, overrides=("training.seed=0",), swept={"training.seed": "0"})

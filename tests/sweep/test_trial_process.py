@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tunebook.launch.lock import working_in
-from tunebook.sweep.stopping import Stopping
+from tunebook.record.run_folder import working_in
 from tunebook.sweep.trial_process import (
+    Stopping,
     TrialEnd,
     read_trial_end,
     run_trial,
@@ -47,8 +47,7 @@ while time.monotonic() < end:
 # A sweep of one trial, to be killed.
 SWEEP = """
 import sys
-from tunebook.sweep.stopping import Stopping
-from tunebook.sweep.trial_process import run_trial
+from tunebook.sweep.trial_process import Stopping, run_trial
 run_trial([sys.executable, "-c", sys.argv[1], sys.argv[2]], Stopping())
 """
 
@@ -196,3 +195,42 @@ def test_a_folder_is_free_once_nobody_holds_it(tmp_path: Path) -> None:
     waiting.join(5)
     assert not waiting.is_alive()
     assert said == ["waits"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_every_request_reaches_every_trial_that_runs(number: signal.Signals) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    stopping = Stopping()
+    asked: list[tuple[str, int]] = []
+    with (
+        stopping.listening(),
+        stopping.asking(lambda count: asked.append(("one", count))),
+    ):
+        os.kill(os.getpid(), number)
+        with stopping.asking(lambda count: asked.append(("other", count))):
+            os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+    assert asked == [("one", 1), ("other", 1), ("one", 2), ("other", 2), ("one", 3)]
+    assert stopping.num_requests == 3
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_what_comes_several_times_for_one_reason_is_one_request(number: signal.Signals) -> None:
+    stopping = Stopping()
+    asked: list[int] = []
+    with stopping.listening(), stopping.asking(asked.append):
+        for _ in range(3):
+            os.kill(os.getpid(), number)
+    assert asked == [1]
+
+
+def test_what_was_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        stopping = Stopping()
+        with stopping.listening():
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert stopping.num_requests == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)

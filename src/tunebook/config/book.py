@@ -74,6 +74,11 @@ def is_in_book(text: str) -> bool:
     return text.startswith(BOOK_PREFIX)
 
 
+def is_task_file(task: str) -> bool:
+    """Whether `task` is a file rather than a name: `book:...`, or ends like YAML."""
+    return is_in_book(task) or task.endswith((".yaml", ".yml"))
+
+
 def resolve_path(text: str) -> Path:
     """The absolute path of a configured one: `book:...` is inside the book, others start where they were typed.
 

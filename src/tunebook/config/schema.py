@@ -431,3 +431,8 @@ CHOICE_SCHEMAS: dict[str, type] = {
     "launcher/slurm": SlurmConfig,
     "launcher/ray": RayConfig,
 }
+
+
+def starts_elsewhere(config: RunConfig) -> bool:
+    """Whether the launcher starts the ranks on other machines than this one."""
+    return config.launcher.name is not LauncherName.local

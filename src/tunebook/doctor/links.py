@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tunebook.doctor.collectives.formulas import ALL_GATHER, ALL_REDUCE
-from tunebook.doctor.collectives.run import Bandwidth, Measurement
 from tunebook.doctor.findings import Finding, Kind, Level, size_text
+from tunebook.hardware.bandwidth import ALL_GATHER, ALL_REDUCE, Bandwidth, Measurement
 from tunebook.hardware.detect import VISIBLE_VARIABLE, Gpu, Machine
 from tunebook.hardware.nvidia_smi import SmiAnswer
 from tunebook.hardware.topology import Connection, Link, Topology, parse_topology

@@ -6,9 +6,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tunebook.doctor.collectives.formulas import ALL_GATHER, ALL_REDUCE
-from tunebook.doctor.collectives.run import Bandwidth
 from tunebook.doctor.findings import Finding, Kind, Level, size_text
+from tunebook.hardware.bandwidth import ALL_GATHER, ALL_REDUCE, Bandwidth
 from tunebook.hardware.topology import Topology
 
 _STYLES = {Level.ok: "green", Level.warning: "yellow", Level.error: "bold red"}

@@ -7,15 +7,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tunebook.config.schema import HardwareConfig, RunConfig
+from tunebook.config.schema import HardwareConfig, RunConfig, starts_elsewhere
 from tunebook.doctor.findings import Finding, Kind, Level, finding_of, finding_of_error, listed
 from tunebook.doctor.probes import Probe
 from tunebook.errors import Problem, RequestError
 from tunebook.facts.generations import capability_text
 from tunebook.hardware.detect import Gpu, Machine
 from tunebook.hardware.image import IMAGE_FILE_VARIABLE, Image, read_image, runs_on_any
-from tunebook.plan.rules.environment import check_environment, starts_elsewhere, torch_problems
-from tunebook.plan.rules.image import gpu_problem, no_gpu_problem
+from tunebook.train.image import gpu_problem, no_gpu_problem
+from tunebook.train.requirements import check_environment, torch_problems
 
 _IMAGE_DIGEST_VARIABLE = "TUNEBOOK_IMAGE_DIGEST"
 # Docker and Podman leave a file each; what Slurm and Kubernetes start is seen by the variables they set.

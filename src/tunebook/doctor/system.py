@@ -13,31 +13,26 @@ from tunebook.config.choices import Offload
 from tunebook.config.schema import RunConfig, ZeroConfig
 from tunebook.doctor.findings import Finding, Kind, Level, size_text
 from tunebook.hardware.detect import Machine
-from tunebook.plan.advice.host_advice import host_advice
-from tunebook.plan.memory.host_memory import plan_host_memory
-from tunebook.plan.rules.environment import starts_elsewhere
 
 GIB, MIB = 2**30, 2**20
 SHARED_MEMORY = Path("/dev/shm")
-_MEMINFO = Path("/proc/meminfo")
+MEMINFO = Path("/proc/meminfo")
 
 # Docker's own 64 MB end in a bus error; NCCL takes about 10 MB for each pair of ranks that PCIe keeps apart, and data
 # loaders pass whole batches through it.
 _TOO_LITTLE_SHM, _ENOUGH_SHM = 128 * MIB, GIB
 _ENOUGH_FILES = 4096  # each shard of weights and data, each socket between ranks, each loader's tensor is one
 _ENOUGH_STACK = 8 * MIB  # Linux's own default
-_MIN_FREE_GIB = 2.0  # Python, torch and a rank's share of the data take this much before anything is loaded
 _SWAPPED_SHARE = 0.25
 _CLOCK_S = 2.0  # file systems round to a second
 
 
-def look_at_system(machine: Machine, config: RunConfig | None, outputs: Path, *, has_cards: bool) -> list[Finding]:
-    """The findings; `has_cards`: RDMA network cards, which need locked memory."""
-    memory = read_meminfo(_MEMINFO)
+def look_at_system(
+    machine: Machine, config: RunConfig | None, outputs: Path, *, has_cards: bool, of_host: list[Finding]
+) -> list[Finding]:
+    """The findings, with those of the host's memory. `has_cards`: RDMA network cards, which need locked memory."""
     findings = [_shared_memory(SHARED_MEMORY, num_gpus=len(machine.gpus)), *limits(config, has_cards=has_cards)]
-    if memory:
-        findings += [host_memory(machine, config, memory), swap(memory)]
-    return [*findings, *clock(outputs, config)]
+    return [*findings, *of_host, *clock(outputs, config)]
 
 
 def _shared_memory(folder: Path, num_gpus: int) -> Finding:
@@ -150,74 +145,6 @@ def read_meminfo(file: Path) -> dict[str, int]:
         if number and number[0].isdecimal():
             found[name] = int(number[0]) * 1024
     return found
-
-
-def host_memory(machine: Machine, config: RunConfig | None, memory: dict[str, int]) -> Finding:
-    """What is free of the host's memory, against what a recipe offloads to it; this host's where the ranks start on it.
-
-    One that only submits a job is not where they need it.
-    """
-    if config is not None and starts_elsewhere(config):
-        return _nodes_memory(config)
-    free = min(memory.get("MemAvailable", 0) / GIB, machine.host_memory_gib)
-    needed = offloaded_gib(config) if config is not None else 0.0
-    what = f"host memory: {machine.host_memory_gib:g} GiB may be used, {free:.1f} are free"
-    data = {"usable_gib": machine.host_memory_gib, "free_gib": round(free, 2), "offloaded_gib": round(needed, 2)}
-    if config is not None and needed > machine.host_memory_gib:
-        return Finding(
-            id="host-memory",
-            kind=Kind.system,
-            level=Level.error,
-            what=f"{what}; {needed:.1f} GiB of states are offloaded to it",
-            fix=_less_offloaded(config, machine.host_memory_gib),
-            data=data,
-        )
-    if free < max(_MIN_FREE_GIB, needed):
-        return Finding(
-            id="host-memory",
-            kind=Kind.system,
-            level=Level.warning,
-            what=what + (f"; {needed:.1f} GiB of states are offloaded to it" if needed else ""),
-            fix="end what else runs here (top -o %MEM shows it); in a container, raise its memory limit",
-            data=data,
-        )
-    if needed:
-        what += f"; {needed:.1f} GiB of states are offloaded to it"
-    return Finding(id="host-memory", kind=Kind.system, what=what, data=data)
-
-
-def _nodes_memory(config: RunConfig) -> Finding:
-    """What each of the other machines needs, against what is said of them, as `tunebook plan` judges it."""
-    capacity = config.hardware.host_memory_gib
-    plan = plan_host_memory(config, capacity)
-    needed, offloaded = plan.memory.total, plan.memory.offload
-    what = "host memory of the nodes that the ranks start on"
-    what += f": {needed:,.1f} GiB are needed on each, of them {offloaded or 0.0:,.1f} offloaded" if needed else ""
-    level, fix = Level.ok, None
-    if capacity is None:
-        what += "; what they have is not known here: say it with hardware.host_memory_gib=GIB"
-    else:
-        what += f"; by estimate this {plan.verdict}" if plan.fits is not None else f"; {plan.verdict}"
-    if capacity is not None and plan.fits is not True and config.model.facts is not None:
-        level = Level.error if plan.fits is False else Level.warning
-        fix = host_advice(config, config.model.facts, capacity)
-    data = {
-        "usable_gib": capacity,
-        "needed_gib": None if needed is None else round(needed, 2),
-        "offloaded_gib": round(offloaded or 0.0, 2),
-    }
-    return Finding(id="host-memory", kind=Kind.system, level=level, what=what, fix=fix, data=data)
-
-
-def _less_offloaded(config: RunConfig, capacity: float) -> str:
-    """As `tunebook plan` advises, but for the memory, which was looked at here."""
-    assert config.model.facts is not None, "what is offloaded is estimated from them"
-    return host_advice(config, config.model.facts, capacity, otherwise="take machines with more memory")
-
-
-def offloaded_gib(config: RunConfig) -> float:
-    """What all ranks of a node keep in its memory while they train, as `tunebook plan` estimates it; 0 if unknown."""
-    return plan_host_memory(config, None).memory.offload or 0.0
 
 
 def swap(memory: dict[str, int]) -> Finding:

@@ -20,7 +20,6 @@ from tunebook.errors import RequestError, StoppedError, TunebookError
 from tunebook.evaluate.batch_size import read_batch_size
 from tunebook.evaluate.code.checks import check_code, take_options
 from tunebook.evaluate.preflight import Missing, describe_missing, find_missing, harness_environment, missing_error
-from tunebook.evaluate.spread import evaluation_environment
 from tunebook.evaluate.target import (
     MODEL_FILE,
     bare_config,
@@ -30,14 +29,15 @@ from tunebook.evaluate.target import (
 )
 from tunebook.evaluate.task_files import check_tasks, suite_settings
 from tunebook.files import atomic_write_json, atomic_write_text, read_json
-from tunebook.launch.local import ProcessEnd, run_and_wait
-from tunebook.plan.rules.image import refuse_wrong_image
 from tunebook.record.binding import allowed_mismatches
 from tunebook.record.differences import Answers, answers_of, task_difference
 from tunebook.record.files import RUN_FILE
 from tunebook.record.page.evaluation import change_text
 from tunebook.record.page.numbers import Unit
 from tunebook.record.run_folder import LATEST
+from tunebook.supervise import ProcessEnd, run_and_wait
+from tunebook.train.environment import evaluation_environment
+from tunebook.train.image import refuse_wrong_image
 
 
 @dataclass(frozen=True, kw_only=True)

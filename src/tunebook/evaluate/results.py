@@ -64,19 +64,6 @@ def is_evaluated(run: Path, when: str) -> bool:
     return file.is_file() and not read_json(file).get("failed")
 
 
-def mean_score(tasks: dict[str, dict[str, Any]]) -> tuple[float, bool] | None:
-    """The mean over the tasks that are not part of a group, and whether higher is better.
-
-    None without tasks, and if higher is better for some and worse for others.
-    """
-    within = {child for task in tasks.values() for child in task["subtasks"]}
-    top = [task for name, task in tasks.items() if name not in within]
-    directions = {task["higher_is_better"] is not False for task in top}
-    if len(directions) != 1:
-        return None
-    return sum(task["value"] for task in top) / len(top), directions.pop()
-
-
 def task_answers(name: str, results: dict[str, Any]) -> list[Answer]:
     """Every answered item of one task under its main filter."""
     samples = results["samples"].get(name, [])

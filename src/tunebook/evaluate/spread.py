@@ -14,7 +14,6 @@ from tunebook.config.choices import Generation, MasterWeights, PeftMethod, Weigh
 from tunebook.config.schema import RunConfig
 from tunebook.errors import DoesNotFitError, RequestError
 from tunebook.hardware.detect import GIB, VISIBLE_VARIABLE, Gpu
-from tunebook.launch.local import rank_environment
 from tunebook.model.adapters import is_adapter
 from tunebook.model.load import weights_folder
 from tunebook.model.weight_files import find_weight_files, read_shapes
@@ -100,13 +99,6 @@ def loaded_gib(config: RunConfig, folder: Path | None) -> float | None:
 def is_for_gpus(config: RunConfig) -> bool:
     """Whether a run's model is evaluated on GPUs, if there are any."""
     return config.hardware.generation is not Generation.cpu
-
-
-def evaluation_environment(config: RunConfig, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a training's ranks, but with all visible GPUs, not only as many as it was trained on."""
-    environment = rank_environment(config, inherited)
-    environment.pop(VISIBLE_VARIABLE, None)
-    return environment | {name: text for name, text in inherited.items() if name == VISIBLE_VARIABLE}
 
 
 def _count(number: int, one: str, many: str) -> str:

@@ -18,7 +18,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from tunebook.config.book import book_root, is_in_book, recipe_folders, resolve_path
+from tunebook.config.book import book_root, is_task_file, recipe_folders, resolve_path
 from tunebook.config.interpolation import to_object
 from tunebook.config.schema import EvaluationConfig, RunConfig
 from tunebook.errors import RequestError, TunebookError, did_you_mean, nearest
@@ -26,7 +26,6 @@ from tunebook.evaluate.code.code_task import CodeTask, own_tasks, read_code_task
 from tunebook.evaluate.harness_tasks import check_harness_name, metric_names, refuse_code
 
 QUICK = "quick"  # the suite of the tasks that a run's recipe ships
-_SUFFIXES = (".yaml", ".yml")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +43,6 @@ class TaskFile:
     def has_own_data(self) -> bool:
         """Whether its items are next to it, so that none can be missing."""
         return self.conversations is not None or (self.code is not None and self.code.problems is not None)
-
-
-def is_task_file(task: str) -> bool:
-    """Whether `task` is a file rather than a name: `book:...`, or ends like YAML."""
-    return is_in_book(task) or task.endswith(_SUFFIXES)
 
 
 def check_tasks(tasks: list[str]) -> None:

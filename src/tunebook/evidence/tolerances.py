@@ -12,7 +12,7 @@ from statistics import fmean
 
 from tunebook.config.schema import RunConfig
 from tunebook.evidence.schema import Evidence, Results, Tolerance
-from tunebook.parity.compare import tolerance_of
+from tunebook.record.losses import tolerance_of
 
 FACTOR = 3.0
 NUM_WINDOWS = 20  # of a loss curve: after hundreds of steps single steps of equal runs differ, their means hardly

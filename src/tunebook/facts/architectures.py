@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from tunebook.config.choices import Attention, Compute, PackingMode
+from tunebook.config.schema import RunConfig
+from tunebook.facts.attention import COMPILED, MASKED, WITHOUT_KERNEL
+from tunebook.facts.generations import can_run
+
 # Architectures in which packed documents reach each other whatever the attention kernel: those that do not take
 # position_ids, from which transformers works out where a document starts, and those that carry a state along the row,
 # as linear attention does. Found by trying the causal language models of transformers 5.23 that can be made small, but
@@ -55,3 +60,28 @@ DECODER_LAYERS = {
     "Qwen2ForCausalLM": "Qwen2DecoderLayer",
     "Qwen3ForCausalLM": "Qwen3DecoderLayer",
 }
+
+
+def has_attention(config: RunConfig, kernel: Attention) -> bool:
+    """Whether transformers lets the model's architecture attend with a kernel; true where nobody has looked."""
+    facts = config.model.facts
+    names = facts.measured.attention if facts is not None and facts.measured is not None else []
+    return not names or kernel.name in names
+
+
+def nearest_attention(config: RunConfig) -> Attention:
+    """What the architecture has without another package: sdpa, or the one that every architecture has.
+
+    Not flex_attention, which for GPT-OSS found no kernel that an H200 could run (torch 2.11).
+    """
+    return MASKED if has_attention(config, MASKED) else WITHOUT_KERNEL
+
+
+def without_flash_attn(config: RunConfig) -> Attention:
+    """What `auto` takes for compiled blocks and where flash-attn is missing: torch's for packed rows, or else sdpa."""
+    kernel, facts = COMPILED, config.model.facts
+    is_known = facts is not None and facts.architecture in VARLEN_ARCHITECTURES
+    is_packed = config.packing.mode is not PackingMode.padded
+    is_possible = can_run(kernel, config.hardware.generation) and config.precision.compute is not Compute.fp32
+    is_taken = is_known and is_packed and is_possible and has_attention(config, kernel)
+    return kernel if is_taken else nearest_attention(config)

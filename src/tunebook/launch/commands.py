@@ -10,15 +10,20 @@ import shlex
 import sys
 from pathlib import Path
 
+from rich.console import Console
+from rich.text import Text
+
 from tunebook.config.choices import LauncherName
 from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.launch.slurm.container import in_container, is_contained
+from tunebook.slurm import submit_command
 
 _TRAIN = "tunebook.train"
 _RANK = "tunebook.launch.rank"  # tunebook.train with what can go wrong between several ranks
 _NODE = "tunebook.launch.node"
+_EVALUATE = "tunebook.evaluate"
 _RAY = "tunebook.launch.ray"
-_SLURM = "tunebook.launch.slurm"
+_SLURM_JOB = "tunebook.commands.slurm_job"
 JOB_SCRIPT = "job.sh"
 DIES_WITH_PARENT = "--dies-with-parent"
 CALLED_LATER = "<address>:<port>"  # of the launcher, which is known once it has begun
@@ -90,6 +95,11 @@ def evaluation_command(
     return [*step_command(config, 1), *in_container(config, folder, inside)]
 
 
+def evaluation_worker(folder: Path, when: str, python: str = sys.executable) -> list[str]:
+    """The process that evaluates a run, as a node starts it inside a container."""
+    return [python, "-m", _EVALUATE, "--run", str(folder), "--when", when]
+
+
 def job_commands(config: RunConfig, folder: Path, python: str = sys.executable) -> list[list[str]]:
     """What a Slurm job starts on its nodes in turn, where that is more than the training in the job's own process."""
     if not has_callers(config):
@@ -104,11 +114,6 @@ def job_commands(config: RunConfig, folder: Path, python: str = sys.executable) 
     return commands
 
 
-def submit_command(script: Path) -> list[str]:
-    """Hand a job script to Slurm; it answers with the job's number alone."""
-    return ["sbatch", "--parsable", str(script)]
-
-
 def step_command(config: RunConfig, num_nodes: int | None = None) -> list[str]:
     """srun with one task per node. When one fails the others are left to the launcher, which lets them save."""
     nodes = str(num_nodes or config.hardware.num_nodes)
@@ -117,4 +122,9 @@ def step_command(config: RunConfig, num_nodes: int | None = None) -> list[str]:
 
 def job_body(folder: Path, python: str = sys.executable) -> str:
     """The last line of a job script; `exec`, so that Slurm's signals reach the launcher and no shell."""
-    return f"exec {shlex.join([python, '-m', _SLURM, str(folder)])}"
+    return f"exec {shlex.join([python, '-m', _SLURM_JOB, str(folder)])}"
+
+
+def show_command(command: list[str], console: Console, what: str = "launch") -> None:
+    """The launch command as one line that a shell takes."""
+    console.print(Text(f"{what}: {shlex.join(command)}"), soft_wrap=True)

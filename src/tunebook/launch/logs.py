@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+
+from tunebook.supervise import Failure
 
 LOG_FOLDER = "logs"
 _NUM_LAST_LINES = 8
@@ -41,36 +42,8 @@ def make_logs(folder: Path) -> None:
             file.unlink(missing_ok=True)
 
 
-def outcome_file(folder: Path, rank: int) -> Path:
-    """Where a rank says how it ended (see `record.run_folder`)."""
-    return folder / f"outcome-{rank}.json"
-
-
 # An entry of that table: the root cause, or one of the others.
 _ENTRY = re.compile(r"^ *rank\s*: (\d+) \(local_rank: \d+\)\n *exitcode\s*: (-?\d+)", re.MULTILINE)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """A rank that ended badly, as torchrun saw it."""
-
-    rank: int
-    exit_code: int  # below zero: killed by that signal
-
-    @property
-    def is_by_signal(self) -> bool:
-        """Whether somebody else ended it; SIGTERM does not count, by which ranks are ended for another's failure."""
-        return self.exit_code < 0 and self.exit_code != -signal.SIGTERM
-
-    @property
-    def how(self) -> str:
-        """In words."""
-        if self.exit_code >= 0:
-            return f"it ended with exit code {self.exit_code}"
-        number = -self.exit_code
-        names = {each.value: each.name for each in signal.Signals}
-        hint = " (the system's usual way when memory runs out)" if number == signal.SIGKILL else ""
-        return f"it was killed by {names.get(number, f'signal {number}')}{hint}"
 
 
 def first_failure(folder: Path) -> Failure | None:

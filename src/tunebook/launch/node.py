@@ -24,17 +24,16 @@ from tunebook.config.frozen import load_config
 from tunebook.config.identity import config_hash
 from tunebook.config.schema import RunConfig, SlurmConfig, world_size
 from tunebook.errors import RequestError, StoppedError, TunebookError
-from tunebook.evaluate.command import worker_command
-from tunebook.evaluate.spread import evaluation_environment
-from tunebook.launch.commands import torchrun_command
-from tunebook.launch.local import POLL_S, Started, StopRequests, rank_environment, start_command
+from tunebook.launch.commands import evaluation_worker, torchrun_command
 from tunebook.launch.logs import torchrun_log
 from tunebook.launch.node_facts import folder_problem, free_port, node_facts, socket_interface
 from tunebook.launch.rendezvous import REFUSED_FOR_S, LauncherState, Link, NodeState, find_launcher
-from tunebook.launch.slurm.inside import describe_inside
+from tunebook.launch.slurm.container import describe_container
 from tunebook.processes import adopting_orphans, ask_to_stop_when_parent_dies, children_of, end_children
 from tunebook.record.files import RUN_FILE
 from tunebook.record.run_folder import read_outcomes
+from tunebook.supervise import POLL_S, Started, StopRequests, start_command
+from tunebook.train.environment import evaluation_environment, rank_environment
 
 _ANSWER_WITHIN_S = 30.0  # a launcher answers at once, also while it prepares
 
@@ -51,7 +50,7 @@ class Agent:
     asked: list[signal.Signals] = field(default_factory=list)  # requests to stop that this process got itself
     is_overdue: Callable[[], bool] = lambda: False  # whether a second request of this process should have ended it
 
-    def wait_for_go(self) -> LauncherState:
+    def wait_for_start(self) -> LauncherState:
         """What to start. Raises: RequestError when refused, TunebookError when the launcher is gone, or was none."""
         link, answer_by, has_said = self.link, time.monotonic() + self.answer_within_s, False
         while True:
@@ -168,7 +167,7 @@ def take_part(
         if config_sha256 is not None:  # somebody typed this here, and watches
             agent.say = say
         try:
-            go = agent.wait_for_go()
+            go = agent.wait_for_start()
             folder = Path(str(go.folder))
             if problem := folder_problem(folder):
                 agent.wait_for_end(RequestError.exit_code, problem)
@@ -209,7 +208,7 @@ def _join(
         reached_at=reached_at,
         port=free_port(),
         config_sha256=config_sha256,
-        inside=describe_inside(config) if node == 0 else None,
+        inside=describe_container(config) if node == 0 else None,
         **facts,
     )
     link = Link(meet, state)
@@ -221,7 +220,7 @@ def _start(config: RunConfig, go: LauncherState, state: NodeState, evaluation: s
     """Start what this node is there for."""
     folder = Path(str(go.folder))
     if evaluation is not None:
-        return start_command(worker_command(folder, evaluation), evaluation_environment(config, os.environ))
+        return start_command(evaluation_worker(folder, evaluation), evaluation_environment(config, os.environ))
     assert go.master_address is not None and go.master_port is not None
     environment = rank_environment(config, os.environ)
     if interface := socket_interface(state.address):

@@ -22,8 +22,8 @@ from tunebook.files import read_json
 from tunebook.hardware.detect import Machine, detect_machine
 from tunebook.launch.rendezvous import is_loopback
 from tunebook.model.weights_fingerprint import weights_fingerprint
-from tunebook.plan.rules import check_environment
 from tunebook.record.files import PREPARED_FILE, RUN_FILE
+from tunebook.train.requirements import check_environment
 
 _SAME_EVERYWHERE = ("tunebook", "torch", "transformers", "accelerate", "deepspeed")
 _SIOCGIFADDR = 0x8915  # linux/sockios.h

@@ -23,9 +23,8 @@ from rich.text import Text
 from tunebook.config.choices import LauncherName
 from tunebook.config.identity import config_hash
 from tunebook.config.schema import RunConfig
-from tunebook.errors import RequestError, TunebookError
-from tunebook.launch.local import POLL_S, ProcessEnd, Started, StopRequests, start_command
-from tunebook.launch.logs import Failure, launcher_log, where
+from tunebook.errors import Problem, RequestError, TunebookError
+from tunebook.launch.logs import launcher_log, where
 from tunebook.launch.rendezvous import (
     LOST_AFTER_S,
     TOKEN_VARIABLE,
@@ -39,8 +38,8 @@ from tunebook.launch.rendezvous import (
     read_node,
 )
 from tunebook.launch.slurm.container import why_not_started
-from tunebook.plan.rules.environment import address_warning
 from tunebook.processes import adopting_orphans, children_of, end_children
+from tunebook.supervise import POLL_S, Failure, ProcessEnd, Started, StopRequests, start_command
 
 # Seconds that ranks get to end after one of them has failed: no save can succeed without it. torchrun gives as many.
 KILL_AFTER_S = 30.0
@@ -53,7 +52,7 @@ class Member:
     """A node that has joined."""
 
     state: NodeState
-    quiet_s: float = 0.0  # since its state changed, counted while this process ran: a job may be suspended as a whole
+    silent_s: float = 0.0  # since its state changed, counted while this process ran: a job may be suspended as a whole
     is_lost: bool = False
     is_end_handled: bool = False
 
@@ -72,7 +71,7 @@ class NodeGroup:
     port: int = 0  # 0: any that is free
     names: Mapping[int, str] = field(default_factory=dict)  # of nodes, where a scheduler knows them beforehand
     num_places: int | None = None  # machines that the nodes must be spread over, where they do not know it themselves
-    on_go: Callable[[int], None] = lambda attempt: None  # called before the ranks start, with the attempt's number
+    on_start: Callable[[int], None] = lambda attempt: None  # called before the ranks start, with the attempt's number
     failure: TunebookError | None = None  # why the run was ended from here
     stopped_by: str | None = None  # the signal that asked a node, or this process, to stop
     notice: str | None = None  # preemption notice from the scheduler, for people
@@ -86,8 +85,8 @@ class NodeGroup:
         self._attempt = 0
         self._previous_failure: TunebookError | None = None  # of the attempt before
         self._is_concluded = False
-        self._sent_home: dict[int, Member] = {}  # before the start
-        self._past: set[str] = set()  # ids of nodes of attempts before
+        self._dismissed: dict[int, Member] = {}  # before the start
+        self._earlier_ids: set[str] = set()  # ids of nodes of attempts before
         self.is_running = False  # whether every node has been told to start
         self._start_by = self._polled = 0.0
         self._stops: list[tuple[signal.Signals, float | None]] = []
@@ -134,7 +133,7 @@ class NodeGroup:
 
     def has_unread_end(self) -> bool:
         """Whether a node may not have read yet how the run ended, or why it does not begin."""
-        members = self._sent_home | self.members
+        members = self._dismissed | self.members
         for node, member in members.items():
             member.state = read_node(self._store, node) or member.state
         return any(not (member.is_lost or member.state.has_left) for member in members.values())
@@ -158,7 +157,7 @@ class NodeGroup:
             self._stop_ranks(number, kill_after_s, f"stopped by {number.name} before the start")
         for node in range(self.launcher.num_nodes):
             state = read_node(self._store, node)
-            if state is not None and state.refused is None and state.id not in self._past:
+            if state is not None and state.refused is None and state.id not in self._earlier_ids:
                 self._follow(node, state, passed_s)
         if self.is_running and self.launcher.restarts and not self._is_any_at_work():
             self._await_restart()
@@ -175,7 +174,7 @@ class NodeGroup:
             self.launcher.stops.append((number.name, kill_after_s))
         else:
             self.launcher.closed = self.launcher.closed or why
-            self._sent_home |= self.members
+            self._dismissed |= self.members
             self.members.clear()
 
     def _follow(self, node: int, state: NodeState, passed_s: float) -> None:
@@ -202,9 +201,9 @@ class NodeGroup:
             self._handle_end(member)
 
     def _update(self, member: Member, state: NodeState, passed_s: float) -> None:
-        member.quiet_s = 0.0 if state.beat != member.state.beat else member.quiet_s + passed_s
+        member.silent_s = 0.0 if state.beat != member.state.beat else member.silent_s + passed_s
         member.state = state
-        has_gone = state.has_left or member.quiet_s > LOST_AFTER_S
+        has_gone = state.has_left or member.silent_s > LOST_AFTER_S
         member.is_lost = member.is_lost or (has_gone and state.exit_code is None)
 
     def _handle_end(self, member: Member) -> None:
@@ -239,13 +238,13 @@ class NodeGroup:
         if refused:
             self.give_up(RequestError("; ".join(refused), problem_id="node-refused"))
         elif is_complete:
-            self._go(states)
+            self._start_ranks(states)
         elif now > self._start_by:
             limit = f"{self._start_timeout_s:g} s (launcher.start_timeout_s)"
             self.give_up(node_missing(f"{self.missing()} within {limit}{self._after_what()}"))
 
-    def _go(self, states: list[NodeState]) -> None:
-        self.on_go(self._attempt)
+    def _start_ranks(self, states: list[NodeState]) -> None:
+        self.on_start(self._attempt)
         self.failed = self._previous_failure = None
         self.lost_ranks = []
         self.is_running = True
@@ -273,9 +272,9 @@ class NodeGroup:
         self._attempt += 1
         self._previous_failure = self.failure
         self.is_running, self.failure = False, None
-        silent_s = max((member.quiet_s for member in self.members.values() if member.is_lost), default=0.0)
+        silent_s = max((member.silent_s for member in self.members.values() if member.is_lost), default=0.0)
         self._start_by = time.monotonic() + self._start_timeout_s - silent_s  # Ray counts from the loss, too
-        self._past |= {member.state.id for member in self.members.values()}
+        self._earlier_ids |= {member.state.id for member in self.members.values()}
         self.members.clear()
         self.launcher.members = []  # which tells those of this attempt to leave
 
@@ -322,6 +321,25 @@ def open_to_nodes(config: RunConfig, console: Console) -> NodeGroup:
     if (warning := address_warning(config)) is not None:
         console.print(Text(f"warning: {warning.text()}", style="yellow"), soft_wrap=True)
     return group
+
+
+def address_warning(config: RunConfig) -> Problem | None:
+    """What node 0 of several says where it does not know the name that the others are to call it by, as they may.
+
+    A later node calls for a while: a scheduler may make names known when nodes are up.
+    """
+    launcher, key = config.launcher, "launcher.master_address"
+    if not launcher.master_address or launcher.node_rank > 0 or config.hardware.num_nodes < 2:
+        return None
+    try:
+        socket.getaddrinfo(launcher.master_address, launcher.master_port)
+    except (OSError, UnicodeError) as error:
+        message = (
+            f"node 0 does not find {launcher.master_address} itself ({error}); where the other nodes do not either, "
+            "they call in vain"
+        )
+        return Problem(id="master-address-unknown", key=key, message=message, fix=f"{key}=null", is_error=False)
+    return None
 
 
 def new_token() -> str:

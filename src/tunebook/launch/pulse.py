@@ -22,7 +22,8 @@ from types import FrameType
 
 from tunebook.config.schema import LauncherConfig
 from tunebook.errors import TunebookError
-from tunebook.launch.logs import LOG_FOLDER, failed_by_themselves, last_text, outcome_file, rank_log, where
+from tunebook.launch.logs import LOG_FOLDER, failed_by_themselves, last_text, rank_log, where
+from tunebook.record.run_folder import outcome_file
 from tunebook.record.start_up import StartClock
 
 _SHORTEST_S, _LONGEST_S = 1.0, 15.0  # between two pulses: often enough for the time-out, rare enough for a shared disk

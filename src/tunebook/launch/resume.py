@@ -1,25 +1,35 @@
-"""Which run folder a run goes on in: an unfinished one of the same configuration, unless training.resume=never.
+"""Which run folder a run resumes: an unfinished one of the same configuration, unless training.resume=never.
 
-Where `training.resume` names a folder, it is one that began there: its own checkpoints come first then.
+Where `training.resume` names a folder, it is one that started from there: its own checkpoints come first then. A run
+can be resumed when it stopped, failed or was killed after a checkpoint, or after the training itself: then only its
+evaluation is left to do.
 
-A run can be gone on with when it stopped, failed or was killed after a checkpoint, or after the training itself: then
-only its evaluation is left to do.
+Two runs are the same where their configurations' hashes are, whatever memory was found on the machine. One that differs
+in what `auto` decided, or in the machine, is another run: the message says which overrides resume it all the same.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection
+from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from tunebook.checkpoint.candidates import named_by
+from tunebook.checkpoint.identity import differences
 from tunebook.checkpoint.newest import newest_checkpoint, passed_over
-from tunebook.config.identity import config_hash
+from tunebook.checkpoint.record import Identity, read_record
+from tunebook.config.choices import ResumeAnyway
+from tunebook.config.frozen import load_config
+from tunebook.config.identity import CAPACITIES, config_hash, found_capacities, result_settings
+from tunebook.config.override_text import as_typed, typed
 from tunebook.config.schema import RunConfig, world_size
 from tunebook.errors import DataError, RequestError
-from tunebook.launch.likeness import began_alike, decided_otherwise, is_same_run, on_another_machine
-from tunebook.launch.lock import LOCK_FILE, is_worked_in
+from tunebook.record.files import RUN_FILE
 from tunebook.record.manifest import MANIFEST_FILE, RunState, hash_of_run, read_manifest
-from tunebook.record.run_folder import WITHOUT_RECIPE, find_runs, is_run, read_outcomes
+from tunebook.record.run_folder import LOCK_FILE, WITHOUT_RECIPE, find_runs, is_run, is_worked_in, read_outcomes
 
 # One that was invalid would end the same way again.
 _UNFINISHED = (RunState.stopped.name, RunState.failed.name)
@@ -39,7 +49,7 @@ def unfinished_run(
         return None
 
     def is_wanted(folder: Path, sha256: str) -> bool:
-        return is_same_run(config, folder, sha256, asked) and began_alike(config, folder)
+        return is_same_run(config, folder, sha256, asked) and has_same_start(config, folder)
 
     wanted, ended, is_newest = config_hash(config), list[tuple[Path, str]](), True
     for folder in reversed(find_runs(Path(config.outputs), config.recipe or WITHOUT_RECIPE)):
@@ -52,7 +62,7 @@ def unfinished_run(
             ended.append((folder, sha256))  # perhaps with other memory: looked into only where it matters
             continue
         if not is_wanted(folder, sha256):
-            if why := _why_another(config, folder, sha256, asked, is_newest=is_newest):
+            if why := _why_not_resumed(config, folder, sha256, asked, is_newest=is_newest):
                 say(f"not gone on with {folder}, which ended early: {why}")
             is_newest = False
             continue
@@ -67,15 +77,15 @@ def unfinished_run(
     return None
 
 
-def _why_another(
+def _why_not_resumed(
     config: RunConfig, folder: Path, sha256: str, asked: Collection[str], *, is_newest: bool
 ) -> str | None:
     """What is said of a run that ended early and nearly is the one asked for; None for any other."""
     if config.training.resume != "auto":
         return None  # where to go on from was named
-    if words := decided_otherwise(config, folder, sha256, asked):
+    if words := overrides_to_match(config, folder, sha256, asked):
         return f"what was left open is decided otherwise now; to go on with it, add {' '.join(words)}"
-    return on_another_machine(config, folder, sha256, asked) if is_newest else None
+    return machine_difference(config, folder, sha256, asked) if is_newest else None
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -114,7 +124,7 @@ def _why_taken(config: RunConfig, folder: Path, asked: Collection[str]) -> str |
         return f"it holds a run ({state}), and training.resume=never says not to go on with one"
     sha256 = hash_of_run(folder, manifest)
     if not is_same_run(config, folder, sha256, asked):
-        words = decided_otherwise(config, folder, sha256, asked)
+        words = overrides_to_match(config, folder, sha256, asked)
         add = f"; add {' '.join(words)} to go on with it, which is decided otherwise now" if words else ""
         return f"it holds a run ({state}) of another configuration, which is in {folder / 'run.yaml'}{add}"
     if state == RunState.finished.name:
@@ -137,3 +147,110 @@ def _has_progress(folder: Path, config: RunConfig) -> bool:
 def is_trained(folder: Path, config: RunConfig) -> bool:
     """Whether every rank has trained to the end, so that no more than the evaluation is left to do."""
     return (folder / "model").is_dir() and read_outcomes(folder, world_size(config)).exit_code == 0
+
+
+# What `auto` decides by estimates that get better: how much a pass computes and what it keeps. No loss depends on it.
+_AUTO_DECISIONS = ("activation.checkpointing", "packing.row_length", "training.micro_batch_size")
+_MACHINE = ("hardware.generation", "hardware.num_nodes", "hardware.gpus_per_node")
+
+
+def is_same_run(config: RunConfig, folder: Path, sha256: str, asked: Collection[str]) -> bool:
+    """Whether the run in a folder, whose configuration had the hash, is that of `config`, as it was resolved here.
+
+    `asked` are the keys that somebody has set.
+    """
+    if sha256 == config_hash(config):
+        return True
+    theirs = _recorded_config(folder)
+    return (
+        theirs is not None and config_hash(_with_values_of(config, theirs, found_capacities(config, asked))) == sha256
+    )
+
+
+def has_same_start(config: RunConfig, folder: Path) -> bool:
+    """Whether the run in a folder began where `training.resume` says: elsewhere, its losses are others."""
+    named = named_by(config)
+    if named is None:
+        return True
+    theirs = _recorded_config(folder)
+    begun = named_by(theirs) if theirs is not None else None
+    if theirs is None or begun is None or begun.resolve() != named.resolve():
+        return False
+    # `best` is about checkpoints that are gone now, and not about where a run began.
+    return not (set(theirs.training.resume_anyway) ^ set(config.training.resume_anyway)) - {ResumeAnyway.best}
+
+
+def overrides_to_match(config: RunConfig, folder: Path, sha256: str, asked: Collection[str]) -> list[str]:
+    """What to type for an earlier run's configuration, where nothing but `_AUTO_DECISIONS` differs; else nothing."""
+    theirs = _recorded_config(folder)
+    if theirs is None:
+        return []
+    same = _with_values_of(config, theirs, (*found_capacities(config, asked), *_AUTO_DECISIONS))
+    if config_hash(same) != sha256:
+        return []
+    return [f"{key}={as_typed(_plain(theirs, key))}" for key in _changed_keys(theirs, config, _AUTO_DECISIONS)]
+
+
+def machine_difference(config: RunConfig, folder: Path, sha256: str, asked: Collection[str]) -> str | None:
+    """How an earlier run's machine differs and what goes on from its checkpoint; None where more differs, or less.
+
+    The strategy may differ with the machine, and what `auto` decides by it.
+    """
+    theirs, checkpoint = _recorded_config(folder), newest_checkpoint(folder)
+    if theirs is None or checkpoint is None:
+        return None
+    named = [key for key in CAPACITIES if key not in found_capacities(config, asked)]
+    changed = _changed_keys(theirs, config, (*_MACHINE, *named))
+    own = _with_values_of(config, theirs, (*_MACHINE, *CAPACITIES, "parallelism", *_AUTO_DECISIONS))
+    if not changed or config_hash(own) != sha256:
+        return None
+    changed += _changed_keys(theirs, config, ("parallelism.strategy",))
+    told = [f"{key} was {as_typed(_plain(theirs, key))} and is {as_typed(_plain(config, key))}" for key in changed]
+    return f"{', '.join(told)}; {_going_on(config, folder, read_record(checkpoint).identity)}"
+
+
+def _going_on(config: RunConfig, folder: Path, theirs: Identity) -> str:
+    """What to type to go on from a checkpoint whose run differs in its machine, or why that cannot be."""
+    # Of the data and the model no more is known here than that the configurations name the same.
+    strategy = config.parallelism.strategy.name
+    own = replace(theirs, strategy=strategy, world_size=world_size(config), settings=result_settings(config))
+    found = list(differences(theirs, own))
+    impossible = next((difference for difference in found if difference.allowed_by is None), None)
+    if impossible is not None:
+        return f"{impossible.text}. {impossible.fix}"
+    needed = {*(difference.allowed_by for difference in found), *config.training.resume_anyway}
+    names = ",".join(name.name for name in ResumeAnyway if name in needed)
+    anyway = f" 'training.resume_anyway=[{names}]'" if names else ""
+    return f"to go on: {typed('training.resume', str(folder))}{anyway}"
+
+
+def _recorded_config(folder: Path) -> RunConfig | None:
+    try:
+        return load_config(folder / RUN_FILE)
+    except RequestError:
+        return None
+
+
+def _with_values_of(config: RunConfig, theirs: RunConfig, keys: Collection[str]) -> RunConfig:
+    """A copy of a configuration with another one's values of some keys."""
+    own = copy.deepcopy(config)
+    for key in keys:
+        *sections, name = key.split(".")
+        setattr(_value(own, sections), name, _value(theirs, [*sections, name]))
+    return own
+
+
+def _changed_keys(theirs: RunConfig, config: RunConfig, keys: Collection[str]) -> list[str]:
+    return [key for key in keys if _plain(theirs, key) != _plain(config, key)]
+
+
+def _plain(config: RunConfig, key: str) -> object:
+    value = _value(config, key.split("."))
+    return value.name if isinstance(value, Enum) else value
+
+
+def _value(config: RunConfig, path: list[str]) -> Any:
+    node: Any = config
+    for name in path:
+        node = getattr(node, name)
+    return node

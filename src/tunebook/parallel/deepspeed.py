@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tunebook.config.choices import Offload, Strategy
-from tunebook.config.schema import RunConfig, ZeroConfig, world_size
+from tunebook.config.choices import MasterWeights, Offload, Strategy
+from tunebook.config.schema import ModelFacts, RunConfig, ZeroConfig, world_size
 from tunebook.facts.sharing import is_cast_by_deepspeed
 from tunebook.facts.strategies import STRATEGIES
-from tunebook.model.parameters import largest_parameter
+from tunebook.model.parameters import count_parameters, largest_parameter
 from tunebook.parallel.precision import mixes_formats
 
+_OPTIMIZER_BYTES = 16
 _NVME_BUFFER_ELEMENTS = 100_000_000  # DeepSpeed's default; a larger parameter ends the run before its first step
 
 
@@ -28,6 +29,24 @@ def uses_nvme(config: RunConfig) -> bool:
     """Whether any state is kept in files."""
     zero = config.parallelism
     return isinstance(zero, ZeroConfig) and Offload.nvme in (zero.offload_optimizer, zero.offload_parameters)
+
+
+def nvme_bytes(config: RunConfig, facts: ModelFacts) -> float:
+    """Bytes of the files that one rank keeps on its node's NVMe disk.
+
+    The optimizer's are the master copy, two moments and the gradient in fp32 of each trained parameter. The weights are
+    all of them: a rule refuses quantised ones there.
+    """
+    zero = config.parallelism
+    if not isinstance(zero, ZeroConfig):
+        return 0.0
+    parameters, num_bytes = count_parameters(config, facts), 0.0
+    if zero.offload_optimizer is Offload.nvme:
+        num_bytes += _OPTIMIZER_BYTES * parameters.trained
+    if zero.offload_parameters is Offload.nvme:
+        is_16_bit = is_cast_by_deepspeed(config) or config.precision.master_weights is MasterWeights.bf16
+        num_bytes += (2 if is_16_bit else 4) * (parameters.trained + parameters.frozen)
+    return num_bytes / max(1, config.hardware.num_nodes * (config.hardware.gpus_per_node or 1))
 
 
 def deepspeed_settings(config: RunConfig) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from tunebook.errors import DifferenceError, TunebookError
 from tunebook.parity.cases import Case
-from tunebook.parity.compare import Difference, compare_losses
+from tunebook.record.losses import Difference, compare_losses
 from tunebook.record.manifest import MANIFEST_FILE, read_manifest
 from tunebook.record.metrics import is_training_line, read_metrics
 

@@ -14,9 +14,9 @@ from tunebook.config.compose import Composition, compose
 from tunebook.config.schema import RunConfig
 from tunebook.data.batch import BatchPlan, solve_batch
 from tunebook.data.files import what_is_not_there
-from tunebook.doctor.remembered import slow_links
 from tunebook.errors import DataError, DoesNotFitError, Problem, RequestError, RulesError
 from tunebook.hardware.detect import Machine, detect_machine
+from tunebook.plan.advice.links import slow_links
 from tunebook.plan.auto.decisions import ChoiceValue
 from tunebook.plan.auto.resolve import Resolution, resolve_auto
 from tunebook.plan.memory.gpu import MemoryPlan, plan_memory
@@ -45,6 +45,18 @@ class Draft:
     time: TimePlan | None = None
     error: RequestError | None = None  # why it does not compose, or its batch cannot be solved
     missing_data: DataError | None = None  # why its files cannot be trained on here; it is planned without them
+    overrides: list[str] = field(default_factory=list)  # as typed, for the record
+
+    @property
+    def resolved(self) -> Resolution:
+        """The resolution, once `raise_errors` has found no error."""
+        assert self.resolution is not None
+        return self.resolution
+
+    @property
+    def config(self) -> RunConfig:
+        """The resolved configuration, once `raise_errors` has found no error."""
+        return self.resolved.config
 
     def raise_errors(self) -> None:
         """Raise what is wrong with the request. Raises: RequestError, or RulesError with every broken rule at once."""

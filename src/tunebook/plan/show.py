@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -184,11 +183,6 @@ def _hours(hours: float | None) -> str:
 
 def _gib(value: float) -> str:
     return f"{value:,.1f}" if value >= 1 or value == 0 else f"{value:.2g}"
-
-
-def show_command(command: list[str], console: Console, what: str = "launch") -> None:
-    """The launch command as one line that a shell takes."""
-    console.print(Text(f"{what}: {shlex.join(command)}"), soft_wrap=True)
 
 
 def show_end(outcome: Outcome, folder: Path, report: Path | None, console: Console) -> None:

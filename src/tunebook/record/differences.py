@@ -113,3 +113,16 @@ def _are_pairs(old: Mapping[str, Any], new: Mapping[str, Any], old_values: Value
         return False
     pairs = ((old, old_values), (new, new_values))
     return all(abs(statistics.fmean(values.values()) - score["value"]) < _TOLERANCE for score, values in pairs)
+
+
+def mean_score(tasks: dict[str, dict[str, Any]]) -> tuple[float, bool] | None:
+    """The mean over the tasks that are not part of a group, and whether higher is better.
+
+    None without tasks, and if higher is better for some and worse for others.
+    """
+    within = {child for task in tasks.values() for child in task["subtasks"]}
+    top = [task for name, task in tasks.items() if name not in within]
+    directions = {task["higher_is_better"] is not False for task in top}
+    if len(directions) != 1:
+        return None
+    return sum(task["value"] for task in top) / len(top), directions.pop()

@@ -6,13 +6,14 @@ Also how each rank ended: it says so in a file of its own, since torchrun turns 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import secrets
 import shutil
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,11 +24,13 @@ from tunebook.files import atomic_write_json, read_json
 from tunebook.hardware.disk import existing
 
 LATEST = "latest"
+LOCK_FILE = ".lock"
 WITHOUT_RECIPE = "custom"  # the folder of runs that name no recipe, and what evidence calls it
 FINISHED = "finished"  # the reason of a rank that trained to the last step
 MINIMUM_FREE_GIB = 0.1  # room for metrics, manifest and report; checkpoints are planned for by the caller
 _RUN_NAME = re.compile(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\dZ(-\d{3,})?")
 _NUM_RUNS_LISTED = 8
+_LOCK_POLL_S = 0.5
 # The most telling code first. 7 and 6 are decisions the ranks take together, and torchrun may kill the others before
 # they can say so; a named error says more than 1 (unexpected, or killed); 0 only when every rank says 0.
 _MOST_TELLING = (7, 6, 4, 3, 2, 5, 1, 0)
@@ -195,7 +198,7 @@ def write_outcome(
         rank=rank, exit_code=exit_code, reason=reason, step=step,
         last_checkpoint=noted_checkpoint(folder, last_checkpoint), best_step=best_step, time=time.time(),
     )  # fmt: skip
-    atomic_write_json(_outcome_file(folder, rank), asdict(outcome))
+    atomic_write_json(outcome_file(folder, rank), asdict(outcome))
 
 
 def read_outcomes(folder: Path, world_size: int) -> Outcome:
@@ -288,12 +291,13 @@ def _cannot_write(outputs: Path, error: OSError) -> TunebookError:
     )
 
 
-def _outcome_file(folder: Path, rank: int) -> Path:
+def outcome_file(folder: Path, rank: int) -> Path:
+    """Where a rank writes how it ended."""
     return folder / f"outcome-{rank}.json"
 
 
 def _read_outcome(folder: Path, rank: int) -> Outcome:
-    file = _outcome_file(folder, rank)
+    file = outcome_file(folder, rank)
     if not file.is_file():
         reason = f"rank {rank} ended without a word: it was killed (out of memory?), or crashed before it could speak"
         return Outcome(rank=rank, exit_code=1, reason=reason, step=None, last_checkpoint=None)
@@ -302,3 +306,51 @@ def _read_outcome(folder: Path, rank: int) -> Outcome:
         reason = f"exit code {outcome.exit_code}: {outcome.reason}"
         return Outcome(**{**asdict(outcome), "exit_code": 1, "reason": reason})
     return outcome
+
+
+# Who is at work in a run folder: a lock that the system gives back when its holders end, however they do. The launcher
+# takes it and its ranks keep it open. So a run whose manifest says `running` and whose lock is free was killed.
+@contextmanager
+def working_in(folder: Path, wait_s: float = 0.0) -> Iterator[int]:
+    """Hold the folder's lock; yields the file descriptor that holds it.
+
+    Raises: RequestError when another process holds it for longer than `wait_s`. On a file system without locks nothing
+    is held.
+    """
+    descriptor = os.open(folder / LOCK_FILE, os.O_CREAT | os.O_RDWR, 0o644)
+    give_up_at = time.monotonic() + wait_s
+    try:
+        while not _try_lock(descriptor, fcntl.LOCK_EX):
+            if time.monotonic() < give_up_at:
+                time.sleep(_LOCK_POLL_S)
+                continue
+            raise RequestError(
+                f"a run is at work in {folder}; wait for it, or start another in a folder of its own (without "
+                "--run-folder, or with training.resume=never)",
+                problem_id="run-is-running",
+            )
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def is_worked_in(folder: Path) -> bool:
+    """Whether some process holds the folder's lock; a folder that never had one counts, since nothing is known."""
+    try:
+        descriptor = os.open(folder / LOCK_FILE, os.O_RDONLY)
+    except OSError:
+        return True
+    try:
+        return not _try_lock(descriptor, fcntl.LOCK_SH)
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return kind == fcntl.LOCK_EX  # no locks here: go ahead, but never take over what may be another's
+    return True

@@ -31,8 +31,8 @@ from tunebook.errors import (
 )
 from tunebook.files import atomic_write_json, read_json
 from tunebook.hardware.disk import tells_of_full_disk
-from tunebook.launch.lock import working_in
 from tunebook.record.manifest import MANIFEST_FILE, RunState, read_manifest
+from tunebook.record.run_folder import working_in
 from tunebook.sweep.trial_process import TrialEnd, read_trial_end, write_trial_end
 from tunebook.sweep.trials import Trial, parse_words
 

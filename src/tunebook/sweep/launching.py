@@ -13,8 +13,7 @@ from tunebook.config.schema import RunConfig
 from tunebook.errors import TunebookError
 from tunebook.sweep.folder import SweepFolder
 from tunebook.sweep.shares import Shares
-from tunebook.sweep.stopping import Stopping
-from tunebook.sweep.trial_process import TrialEnd, Watch, run_trial, wait_until_free, write_trial_end
+from tunebook.sweep.trial_process import Stopping, TrialEnd, Watch, run_trial, wait_until_free, write_trial_end
 from tunebook.sweep.trials import Trial
 
 CommandOf = Callable[[Trial, Path], list[str]]  # what to run for a trial, given its run folder

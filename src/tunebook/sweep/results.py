@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tunebook.errors import DataError
-from tunebook.evaluate.results import mean_score
 from tunebook.files import read_json
+from tunebook.record.differences import mean_score
 from tunebook.record.manifest import MANIFEST_FILE, read_manifest
 from tunebook.record.metrics import is_training_line, median_after_warm_up, read_metrics
 from tunebook.sweep.options import Direction

@@ -11,9 +11,8 @@ from pathlib import Path
 from tunebook.checkpoint.newest import newest_checkpoint
 from tunebook.errors import StoppedError, TunebookError
 from tunebook.files import read_json
-from tunebook.launch.slurm.client import patient_requeue
-from tunebook.sweep.stopping import Stopping
-from tunebook.sweep.trial_process import read_trial_end, run_trial, wait_until_free, write_trial_end
+from tunebook.slurm import patient_requeue
+from tunebook.sweep.trial_process import Stopping, read_trial_end, run_trial, wait_until_free, write_trial_end
 
 
 @dataclass(kw_only=True)

@@ -16,20 +16,21 @@ from tunebook.checkpoint.candidates import same_command
 from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.errors import RequestError, TunebookError
 from tunebook.files import atomic_write_json, atomic_write_text, read_json
-from tunebook.launch.slurm.client import (
+from tunebook.slurm import (
     HopelessWait,
     JobState,
+    option_words,
+    output_pattern,
     patient_job_state,
+    script_text,
     slurm,
     submit_script,
     take_back_hopeless,
 )
-from tunebook.launch.slurm.script import option_words, output_pattern, script_text
 from tunebook.sweep.folder import SweepFolder, is_final
 from tunebook.sweep.launching import CommandOf
 from tunebook.sweep.slurm_job import TrialJob
-from tunebook.sweep.stopping import Stopping
-from tunebook.sweep.trial_process import TrialEnd, Watch, write_trial_end
+from tunebook.sweep.trial_process import Stopping, TrialEnd, Watch, write_trial_end
 from tunebook.sweep.trials import Trial
 
 _POLL_S = 2.0

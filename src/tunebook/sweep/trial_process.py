@@ -12,15 +12,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import FrameType
 
 from tunebook.files import atomic_write_json, read_json
-from tunebook.launch.lock import LOCK_FILE, is_worked_in
 from tunebook.processes import stopping_with_parent
-from tunebook.sweep.stopping import Stopping
+from tunebook.record.run_folder import LOCK_FILE, is_worked_in
+from tunebook.train.signals import RequestCount, handling_signals
 
 EXIT_STOPPED = 6  # a run that was asked to stop
 _WATCH_EVERY_S = 1.0
@@ -140,3 +141,50 @@ def write_trial_end(end: TrialEnd, end_file: Path) -> None:
 def read_trial_end(end_file: Path) -> TrialEnd | None:
     """How a trial ended; None when it never did, or was never started."""
     return TrialEnd(**read_json(end_file)) if end_file.is_file() else None
+
+
+_REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+Ask = Callable[[int], None]  # how often a trial has been asked by now, from 1
+
+
+class Stopping:
+    """Whether the sweep was asked to stop, and how often."""
+
+    def __init__(self) -> None:
+        self._count = RequestCount()
+        self._asked: dict[int, Ask] = {}  # single operations only: a signal's handler must not wait for a lock
+
+    @property
+    def num_requests(self) -> int:
+        """How often, by now."""
+        return self._count.num
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take over the signals of this process (main thread only), and give them back."""
+        with handling_signals(_REQUESTS, self._note):
+            yield
+
+    @contextmanager
+    def asking(self, ask: Ask) -> Iterator[None]:
+        """Hand requests on to a trial while it runs, also one that has come in already."""
+        self._asked[id(ask)] = ask
+        try:
+            if self.num_requests:
+                ask(self.num_requests)
+            yield
+        finally:
+            del self._asked[id(ask)]
+
+    def request(self) -> None:
+        """Ask every trial that runs to stop, once more."""
+        self._ask(self._count.take(signal.SIGINT))
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        if turn := self._count.take(number):
+            self._ask(turn)
+
+    def _ask(self, turn: int) -> None:
+        for ask in list(self._asked.values()):
+            ask(turn)

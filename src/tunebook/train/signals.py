@@ -7,9 +7,27 @@ nothing heavy, so that a rank can listen while it still imports torch.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+
+@contextmanager
+def handling_signals(
+    numbers: Collection[int], handler: Callable[[int, FrameType | None], None], *, takes_ignored: bool = False
+) -> Iterator[None]:
+    """Handle signals of this process (main thread only), and restore the earlier handlers.
+
+    Ignored signals stay ignored unless `takes_ignored`: nohup ignores the end of the terminal, a shell ignores Ctrl-C
+    for background jobs.
+    """
+    taken = [number for number in numbers if takes_ignored or signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in taken}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 class RequestCount:
@@ -48,13 +66,9 @@ class StopRequest:
 
         One that waits, because this process was started with it blocked (`processes`), comes now.
         """
-        before = {number: signal.signal(number, self._note) for number in self.signals}
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, self.signals)
-        try:
+        with handling_signals(self.signals, self._note, takes_ignored=True):
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, self.signals)
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         if self.name is not None and number == signal.SIGINT:

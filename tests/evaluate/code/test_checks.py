@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from tunebook.commands import attempt
+from tunebook.commands import train as job
 from tunebook.config.choices import Generation
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml
@@ -17,7 +19,6 @@ from tunebook.errors import RequestError
 from tunebook.evaluate import evaluation, worker
 from tunebook.evaluate.code.checks import check_code, take_options, take_overrides
 from tunebook.evaluate.task_files import resolve_task, suite_settings
-from tunebook.launch import attempt, job
 
 
 def settings(*tasks: str, **more: Any) -> EvaluationConfig:

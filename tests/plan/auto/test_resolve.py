@@ -25,7 +25,8 @@ from tunebook.config.schema import FsdpConfig, ModelConfig, SlurmConfig
 from tunebook.errors import RequestError
 from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.memory.gpu import plan_memory
-from tunebook.plan.rules import check, environment
+from tunebook.plan.rules import check
+from tunebook.train import requirements as environment
 
 H200 = ("NVIDIA H200", (9, 0))
 V100 = ("Tesla V100-SXM2-32GB", (7, 0))

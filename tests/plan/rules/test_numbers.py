@@ -13,6 +13,7 @@ from tunebook.config.choices import (
     Generation,
     Source,
 )
+from tunebook.config.ranges import RANGES
 from tunebook.config.schema import (
     FsdpConfig,
     MixturePart,
@@ -52,11 +53,11 @@ def test_every_number_of_the_schema_has_a_range():
         (RayConfig, "launcher"),
     ):
         keys |= set(numeric_keys(kind, f"{group}."))
-    assert keys - {each.key for each in numbers.RANGES} == {"dataset.synthetic.seed"}  # any seed will do
-    assert {each.key for each in numbers.RANGES} <= keys
+    assert keys - {each.key for each in RANGES} == {"dataset.synthetic.seed"}  # any seed will do
+    assert {each.key for each in RANGES} <= keys
 
 
-@pytest.mark.parametrize("each", numbers.RANGES, ids=lambda each: each.key)
+@pytest.mark.parametrize("each", RANGES, ids=lambda each: each.key)
 def test_the_value_a_range_suggests_lies_in_it(each):
     assert each.usual == "null" or each.holds(float(each.usual))
     assert not each.holds(math.nan)

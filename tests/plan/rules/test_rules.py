@@ -25,6 +25,7 @@ from tunebook.config.choices import (
 )
 from tunebook.config.compose import parse_overrides
 from tunebook.config.model_facts import MeasuredLayers
+from tunebook.config.ranges import RANGES
 from tunebook.config.schema import (
     FsdpConfig,
     LauncherConfig,
@@ -210,7 +211,7 @@ def test_rules_survive_whatever_composes(sound, changed):
     """Rules see broken numbers of every kind at once, and must report instead of crash."""
     chance = random.Random(0)
     others = ("parallelism.", "launcher.", "model.facts.")  # classes of their own, or none at all
-    keys = [each.key for each in numbers.RANGES if not each.key.startswith(others)]
+    keys = [each.key for each in RANGES if not each.key.startswith(others)]
     groups = [
         ZeroConfig(strategy=Strategy.zero3, offload_parameters=Offload.nvme),
         FsdpConfig(strategy=Strategy.hsdp, shard_group_size=0),

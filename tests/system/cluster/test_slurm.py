@@ -170,7 +170,7 @@ def test_a_killed_head_ends_the_job_and_is_not_taken_for_success(start_job, read
     running, folder = start_job()
     wait_for_steps(running, read_run, folder, 3)
     place = folder.resolve()
-    (head,) = [process for process, words in at_work(place).items() if " -m tunebook.launch.slurm " in words]
+    (head,) = [process for process, words in at_work(place).items() if " -m tunebook.commands.slurm_job " in words]
     os.kill(head, signal.SIGKILL)
     ended = running.wait(150)
     assert ended.exit_code == 1, ended.output

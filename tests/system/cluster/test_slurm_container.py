@@ -86,7 +86,9 @@ def test_a_stop_while_containers_start_leaves_none_behind(in_containers, engine,
 
 def kill_the_head(folder):
     """Slurm kills Docker's clients then, but no container."""
-    (head,) = [process for process, words in at_work(folder.resolve()).items() if "-m tunebook.launch.slurm " in words]
+    (head,) = [
+        process for process, words in at_work(folder.resolve()).items() if "-m tunebook.commands.slurm_job " in words
+    ]
     os.kill(head, signal.SIGKILL)
 
 

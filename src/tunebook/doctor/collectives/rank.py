@@ -14,12 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tunebook.doctor.collectives.formulas import (
-    ALL_REDUCE,
-    OPERATIONS,
-    algorithm_gb_per_s,
-    bus_gb_per_s,
-)
+from tunebook.hardware.bandwidth import ALL_REDUCE, OPERATIONS, algorithm_gb_per_s, bus_gb_per_s
 from tunebook.processes import die_with_parent
 
 MEASURED_FILE = "measured.jsonl"

@@ -6,53 +6,14 @@ import json
 import os
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from tunebook.doctor.collectives.rank import BUDGET_S, MEASURED_FILE
 from tunebook.hardware.asking import ask
+from tunebook.hardware.bandwidth import Bandwidth, Measurement
 
 _START_S = 100.0  # Python, torch, and NCCL's look at the machine: 10 to 30 s on a cold disk
 TIMEOUT_S = _START_S + BUDGET_S
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """One operation at one size. Bandwidths as nccl-tests count them, in GB (1e9 bytes) a second."""
-
-    operation: str
-    bytes: int
-    runs: int
-    seconds: float
-    algorithm_gb_per_s: float
-    bus_gb_per_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bandwidth:
-    """What was measured; `problem` says what ended it early, with what was measured before."""
-
-    backend: str
-    num_ranks: int
-    measurements: list[Measurement]
-    problem: str | None = None
-    is_late: bool = False  # the time limit ended it
-    wrong: list[str] | None = None  # ranks that received wrong numbers, and in what
-
-    def best(self, operation: str) -> Measurement | None:
-        """The measurement of an operation with the highest bandwidth."""
-        found = [one for one in self.measurements if one.operation == operation]
-        return max(found, key=lambda one: one.bus_gb_per_s, default=None)
-
-    def to_json(self) -> dict[str, Any]:
-        """The `bandwidth` part of `doctor --json`."""
-        return {
-            "backend": self.backend,
-            "num_ranks": self.num_ranks,
-            "problem": self.problem,
-            "measurements": [asdict(one) for one in self.measurements],
-        }
 
 
 def measure_bandwidth(num_ranks: int, backend: str, *, timeout_s: float = TIMEOUT_S) -> Bandwidth:

@@ -9,12 +9,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from tunebook.config.interpolation import to_object
+from tunebook.config.ranges import RANGES
 from tunebook.config.schema import CodeConfig, EvaluationConfig
 from tunebook.errors import RequestError, did_you_mean
 from tunebook.evaluate.code.code_task import CodeTask, with_choice
 from tunebook.evaluate.sandbox.backends import open_backend
 from tunebook.evaluate.task_files import TaskFile, resolve_task
-from tunebook.plan.rules.numbers import RANGES
 
 UNSAFE = "--confirm_run_unsafe_code"
 PREFIX = "evaluation.code."

@@ -17,11 +17,11 @@ import tunebook
 from tunebook.config.choices import Generation
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import RayConfig, RunConfig, world_size
-from tunebook.launch.local import handed_on
 from tunebook.launch.ray.check import connect, worker_resources
 from tunebook.launch.ray.worker import work
 from tunebook.launch.rendezvous import TOKEN_VARIABLE
 from tunebook.record.files import RUN_FILE
+from tunebook.train.environment import handed_on
 
 
 def runtime_env(settings: RayConfig) -> dict[str, Any]:

@@ -18,12 +18,13 @@ from typing import Any
 from tunebook.config.frozen import load_config
 from tunebook.errors import RequestError
 from tunebook.launch.commands import rank_command
-from tunebook.launch.local import rank_environment, start_command
 from tunebook.launch.logs import rank_log
 from tunebook.launch.node import Agent
 from tunebook.launch.node_facts import folder_problem, node_facts, socket_interface
 from tunebook.launch.rendezvous import TOKEN_VARIABLE, LauncherState, Link, NodeState, find_launcher, open_store
 from tunebook.record.files import RUN_FILE
+from tunebook.supervise import start_command
+from tunebook.train.environment import rank_environment
 
 # Endings that another attempt would not change, or that were asked for.
 _DECIDED = (0, 2, 3, 4, 6, 7)
@@ -60,7 +61,7 @@ def work(settings: dict[str, str]) -> None:
         # Every worker asks, since Ray has them agree; one of them reports it.
         watch = NoticeWatch(train.get_preemption_info, lambda notice: _report(link, notice) if rank == 0 else None)
         watch.start()
-        go = agent.wait_for_go()
+        go = agent.wait_for_start()
         environment = rank_environment(config, os.environ) | _rank_variables(context, go)
         if interface := socket_interface(address):
             environment.setdefault("GLOO_SOCKET_IFNAME", interface)

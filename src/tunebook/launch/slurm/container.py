@@ -8,19 +8,20 @@ import re
 import subprocess
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from tunebook.config.book import is_in_book, resolve_path
+from tunebook.config.book import book_root, is_in_book, is_task_file, resolve_path
 from tunebook.config.choices import ContainerRuntime, Generation
 from tunebook.config.control_characters import require_printable
 from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.errors import RequestError
-from tunebook.evaluate.code.checks import has_code
-from tunebook.evaluate.sandbox.backends import HANDOVER_VARIABLE, SERVICE_HANDOVER
-from tunebook.evaluate.task_files import is_task_file, resolve_task
 from tunebook.files import CACHE_VARIABLE, cache_root
-from tunebook.launch.local import handed_on
-from tunebook.launch.rendezvous import TOKEN_VARIABLE
+from tunebook.launch.node_facts import code_hash
+from tunebook.launch.rendezvous import TOKEN_VARIABLE, NodeState
 from tunebook.record.files import PREPARED_FILE
+from tunebook.record.manifest import read_manifest, update_manifest
+from tunebook.record.provenance import describe_code, describe_environment
+from tunebook.train.environment import handed_on
 
 # What a container of Docker's gets of the task's environment; pyxis passes all of it.
 _OF_THE_TASK = (TOKEN_VARIABLE, "SLURM_NODEID", "SLURM_JOB_ID")
@@ -138,26 +139,6 @@ def _named_folders() -> dict[str, str]:
     return {name: str(folder) for name, folder in folders.items() if folder.is_dir()}
 
 
-def refuse_code_inside(config: RunConfig) -> None:
-    """Refuse tasks whose programs nothing in a container would execute, before hours of training. Raises: RequestError.
-
-    No image has bubblewrap, which a container would not let build its walls, and the service's folder is not mounted.
-    """
-    settings, evaluation = config.launcher, config.evaluation
-    assert isinstance(settings, SlurmConfig)
-    handover = os.environ.get(HANDOVER_VARIABLE) or str(SERVICE_HANDOVER)
-    if evaluation.confirm_run_unsafe_code or handover in settings.container_mounts:
-        return
-    tasks = [task for task in evaluation.tasks if has_code([resolve_task(task)])]
-    if tasks and (evaluation.before or evaluation.after):
-        raise RequestError(
-            f"evaluation.tasks: {', '.join(tasks)} has programs executed that a model wrote, and a container of "
-            "launcher.container_image has no sandbox for them; train with evaluation=none, and evaluate the run "
-            f"afterwards where there is one: tunebook eval run=FOLDER tasks={','.join(tasks)}",
-            problem_id="sandbox-missing",
-        )
-
-
 def why_not_started(config: RunConfig, log: Path, after: int) -> RequestError | None:
     """Why Docker has started no container on some node, by what srun has said in a log since its byte `after`.
 
@@ -213,3 +194,39 @@ def _of_docker(config: RunConfig) -> SlurmConfig | None:
 
 def _docker(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["docker", *words], capture_output=True, text=True, timeout=_DOCKER_TIMEOUT_S)
+
+
+USE_IMAGE_SOURCES_VARIABLE = "TUNEBOOK_USE_IMAGE_SOURCES"  # "1": what the image holds is meant to run
+
+
+def required_code(config: RunConfig) -> str | None:
+    """The hash of the code that containers must hold; None where there are none, or theirs may be any.
+
+    Versions are not compared: where the launcher runs there need be no torch.
+    """
+    if not is_contained(config) or os.environ.get(USE_IMAGE_SOURCES_VARIABLE) == "1":
+        return None
+    return code_hash()
+
+
+def describe_container(config: RunConfig) -> dict[str, Any] | None:
+    """Code and packages of the container that this runs in; None where it is in none."""
+    if not is_contained(config):
+        return None
+    environment = describe_environment(config.hardware.generation.name)
+    return {"code": describe_code(book_root()), "environment": environment}
+
+
+def record_container(config: RunConfig, folder: Path, node: NodeState) -> None:
+    """Replace in the manifest what was found outside by what a node's container holds."""
+    inside, settings = node.inside, config.launcher
+    if inside is None or not isinstance(settings, SlurmConfig):
+        return
+    known = read_manifest(folder)["environment"]  # an image's own Tunebook may say more
+    environment = {name: value for name, value in inside["environment"].items() if name in known}
+    _, _, last = (settings.container_image or "").rpartition("@")  # before it a user's name may have one, too
+    digest = last if last.startswith("sha256:") else environment.get("image_digest")
+    facts = {"environment": {"variables": None, "lock": None} | environment | {"image_digest": digest}}
+    if node.code != code_hash():  # otherwise the commit that was found outside is the code's, too
+        facts["code"] = inside["code"]
+    update_manifest(folder, facts)

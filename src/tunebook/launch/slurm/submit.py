@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,28 +15,49 @@ from typing import NoReturn
 from rich.console import Console
 from rich.text import Text
 
-from tunebook.config.schema import RunConfig
+from tunebook.config.control_characters import require_printable
+from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.errors import RequestError, StoppedError, TunebookError
 from tunebook.files import atomic_write_text
-from tunebook.launch.commands import JOB_SCRIPT, submit_command
-from tunebook.launch.slurm.client import (
+from tunebook.launch.commands import JOB_SCRIPT, job_body, show_command
+from tunebook.record.manifest import RunState, finish_manifest, read_manifest, update_manifest
+from tunebook.slurm import (
     HopelessWait,
     JobState,
     check_path,
     job_state,
+    option_words,
+    output_file,
     patient_job_state,
+    script_text,
     slurm,
+    submit_command,
     submit_script,
     take_back_hopeless,
 )
-from tunebook.launch.slurm.script import job_script, output_file
-from tunebook.plan.show import show_command
-from tunebook.record.manifest import RunState, finish_manifest, read_manifest, update_manifest
-from tunebook.train.signals import RequestCount
+from tunebook.train.signals import RequestCount, handling_signals
 
 _POLL_S = 2.0
 _HELD = "JobHeldUser"
 _OWN_RECORDS_WITHIN_S = 20.0  # for a network file system to show what the job has written
+
+
+def job_script(config: RunConfig, folder: Path, python: str = sys.executable) -> str:
+    """The script that `sbatch` is given: one task per node, of which the first starts everything.
+
+    Raises: RequestError for a control character in anything that it is made of.
+    """
+    settings = config.launcher
+    assert isinstance(settings, SlurmConfig)
+    for what, text in {"title": config.title, "the run folder": str(folder)}.items():
+        require_printable(what, text)
+    comments = [
+        f"{config.title or 'A run'}: the job of {folder}",
+        f"Submitted by tunebook train; again by hand: sbatch {shlex.quote(str(folder / JOB_SCRIPT))}",
+        f"Slurm sends USR1 {settings.stop_timeout_s} s before the time limit, and on preemption where set to; the run",
+        f"saves, and {'asks to be requeued: it then goes on in this folder' if settings.requeue else 'ends'}.",
+    ]
+    return script_text(comments, option_words(config, folder), job_body(folder, python))
 
 
 def submit(config: RunConfig, folder: Path, console: Console) -> str:
@@ -173,12 +195,8 @@ def _stopping(job_id: str, console: Console) -> Iterator[None]:
             said = f"the job was not reached: {answer.stderr.strip()}; type it again: {' '.join(words)}"
             console.print(Text(said), soft_wrap=True)
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
+    with handling_signals((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), ask, takes_ignored=True):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _exit_code(job_id: str, folder: Path, state: JobState | None) -> int:

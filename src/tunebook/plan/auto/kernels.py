@@ -11,17 +11,18 @@ from collections.abc import Iterator
 
 from tunebook.config.choices import Attention, Compute, Generation, PackingMode, PeftMethod, WrapPolicy
 from tunebook.config.schema import FsdpConfig, RunConfig
-from tunebook.facts.architectures import COMPILED_ARCHITECTURES, VARLEN_ARCHITECTURES
-from tunebook.facts.attention import ATTENTIONS, BY_DOCUMENT, COMPILED, COMPILED_BETA, INSTALLED, MASKED, UNDECIDED
-from tunebook.facts.generations import GENERATIONS, can_run
-from tunebook.facts.sharing import is_offloaded
-from tunebook.facts.strategies import strategy_facts
-from tunebook.plan.rules.attention import (
+from tunebook.facts.architectures import (
+    COMPILED_ARCHITECTURES,
+    VARLEN_ARCHITECTURES,
     has_attention,
     nearest_attention,
     without_flash_attn,
 )
-from tunebook.plan.rules.environment import installed_version
+from tunebook.facts.attention import ATTENTIONS, BY_DOCUMENT, COMPILED, COMPILED_BETA, INSTALLED, MASKED, UNDECIDED
+from tunebook.facts.generations import GENERATIONS, can_run
+from tunebook.facts.sharing import is_offloaded
+from tunebook.facts.strategies import strategy_facts
+from tunebook.train.packages import installed_version
 
 # What was tried in compiled blocks with packed rows; the first is what `auto` takes.
 _COMPILED_WITH, *_COMPILED_TOO = COMPILED, COMPILED_BETA

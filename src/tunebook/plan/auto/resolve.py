@@ -18,7 +18,7 @@ from tunebook.config.choices import (
     PeftMethod,
     Switch,
 )
-from tunebook.config.schema import RunConfig
+from tunebook.config.schema import RunConfig, starts_elsewhere
 from tunebook.config.unreached import unreached_of
 from tunebook.errors import Problem
 from tunebook.facts.attention import ATTENTIONS, BY_DOCUMENT
@@ -33,8 +33,8 @@ from tunebook.plan.auto.kernels import decide_attention, decide_compiling, decid
 from tunebook.plan.auto.parallelism import decide_strategy
 from tunebook.plan.auto.passes import decide_passes
 from tunebook.plan.rules.attention import leaks
-from tunebook.plan.rules.environment import hardware_problem, starts_elsewhere
 from tunebook.plan.rules.numbers import refuse_absurd
+from tunebook.train.requirements import hardware_problem
 
 __all__ = ["Choice", "Resolution", "resolve_auto"]
 

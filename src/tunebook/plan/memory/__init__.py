@@ -29,7 +29,7 @@ GIB = 2**30
 # `overhead` estimates. The fullest runs on H200s held 86% (one GPU), 85% (DDP) and 83% (FSDP) without running out
 # (tests/bench/results: h200_memory.jsonl, h200x2_selective.jsonl), and thirty that were to fill one H100 or two to this
 # share took 79% to 97% of each GPU with all that comes on top (h100_held_out.jsonl, h100x2_held_out.jsonl), two of them
-# only with segments of the allocator that grow (`launch.local`). As runs are estimated today, none is more than 5% too
+# only with segments of the allocator that grow (`supervise`). As runs are estimated today, none is more than 5% too
 # low.
 USABLE_SHARE = 0.83
 

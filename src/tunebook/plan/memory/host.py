@@ -20,6 +20,7 @@ from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig, ZeroConfig
 from tunebook.facts.sharing import Sharing, sharing_of, stays_whole
 from tunebook.facts.strategies import strategy_facts
 from tunebook.model.parameters import count_parameters, largest_parameter
+from tunebook.parallel.deepspeed import nvme_bytes
 from tunebook.plan.memory.activations import activation_bytes
 from tunebook.plan.memory.buffers import cast_copies_bytes
 from tunebook.plan.memory.overhead import PROCESS
@@ -95,36 +96,36 @@ def offloaded_bytes(config: RunConfig, facts: ModelFacts) -> Offloaded:
     if not isinstance(settings, ZeroConfig):
         return Offloaded()
     optimizer, weights = _zero_optimizer(config, facts, settings), _zero_weights(config, facts, settings)
-    return Offloaded(host=optimizer.host + weights.host, nvme=optimizer.nvme + weights.nvme)
+    return Offloaded(host=optimizer + weights, nvme=nvme_bytes(config, facts))
 
 
-def _zero_optimizer(config: RunConfig, facts: ModelFacts, settings: ZeroConfig) -> Offloaded:
+def _zero_optimizer(config: RunConfig, facts: ModelFacts, settings: ZeroConfig) -> float:
     """Master copy and moments, 12 bytes, and the gradient that they are updated with in fp32, 4 bytes.
 
     Besides, in the format of the weights: stages 1 and 2 the updated weights on their way back, stage 3 the gradients
     as they arrive (DeepSpeed 0.19.8: `param_buffer_of_bit16_for_cpu_offload_groups`, `grad_partitions_flat_buffer`).
     """
     if settings.offload_optimizer is Offload.none:
-        return Offloaded()
+        return 0.0
     mine = count_parameters(config, facts).trained / divided_among(config).optimizer
     beside = mine * weight_element(config)
     if settings.offload_optimizer is Offload.cpu:
-        return Offloaded(host=16 * mine + beside)
+        return 16 * mine + beside
     group = min(mine, settings.sub_group_size or _SUB_GROUP_ELEMENTS)
-    return Offloaded(host=beside + _OPTIMIZER_BUFFERS * 4 * group, nvme=16 * mine)
+    return beside + _OPTIMIZER_BUFFERS * 4 * group
 
 
-def _zero_weights(config: RunConfig, facts: ModelFacts, settings: ZeroConfig) -> Offloaded:
+def _zero_weights(config: RunConfig, facts: ModelFacts, settings: ZeroConfig) -> float:
     weights = states_anywhere(config, facts).weights
     if settings.offload_parameters is Offload.none:
-        return Offloaded()
+        return 0.0
     if settings.offload_parameters is Offload.cpu:
-        return Offloaded(host=weights)
+        return weights
     element, shares = weight_element(config), divided_among(config)
     largest = largest_parameter(facts) / shares.weights
     buffers = _PARAMETER_BUFFERS * max(_PARAMETER_BUFFER_ELEMENTS, largest)
     stays = min(count_parameters(config, facts).trained / shares.weights, _MAX_IN_CPU)
-    return Offloaded(host=element * (buffers + stays), nvme=weights)
+    return element * (buffers + stays)
 
 
 def loading_bytes(config: RunConfig, facts: ModelFacts) -> float:

@@ -1,7 +1,7 @@
 """Every cross-field rule, as one table. `check` reports all broken ones at once, before anything is downloaded.
 
 A rule looks at the resolved configuration only (see `plan.auto.resolve`); what this machine must have for it stands in
-`rules.environment`. Adding a rule: write it in the module of its topic, list it in that module's `RULES`, and add its
+`train.requirements`. Adding a rule: write it in the module of its topic, list it in that module's `RULES`, and add its
 case to `tests/config/rule_cases.py`.
 """
 
@@ -24,11 +24,10 @@ from tunebook.plan.rules import (
     sources,
     texts,
 )
-from tunebook.plan.rules.environment import check_environment
 from tunebook.plan.rules.frame import Rule
 from tunebook.plan.rules.other_groups import PlaceOf, with_what_to_leave_out
 
-__all__ = ["RULES", "check", "check_environment"]
+__all__ = ["RULES", "check"]
 
 RULES: tuple[Rule, ...] = (
     *numbers.RULES,

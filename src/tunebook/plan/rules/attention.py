@@ -6,15 +6,18 @@ from dataclasses import replace
 
 from tunebook.config.choices import Attention, Checkpointing, Compute, Generation, PackingMode
 from tunebook.config.schema import AttentionConfig, RunConfig
-from tunebook.facts.architectures import LEAKING_ARCHITECTURES, LEAKING_THROUGH_MASKS, VARLEN_ARCHITECTURES
+from tunebook.facts.architectures import (
+    LEAKING_ARCHITECTURES,
+    LEAKING_THROUGH_MASKS,
+    has_attention,
+    nearest_attention,
+    without_flash_attn,
+)
 from tunebook.facts.attention import (
     ATTENTIONS,
     BY_DOCUMENT,
-    COMPILED,
     FLEX,
     INSTALLED,
-    MASKED,
-    WITHOUT_KERNEL,
     attention_facts,
 )
 from tunebook.facts.generations import GENERATIONS, can_run, capability_text
@@ -26,16 +29,6 @@ def _is_on_cpu(config: RunConfig) -> bool:
     return config.hardware.generation is Generation.cpu
 
 
-def without_flash_attn(config: RunConfig) -> Attention:
-    """What `auto` takes for compiled blocks and where flash-attn is missing: torch's for packed rows, or else sdpa."""
-    kernel, facts = COMPILED, config.model.facts
-    is_known = facts is not None and facts.architecture in VARLEN_ARCHITECTURES
-    is_packed = config.packing.mode is not PackingMode.padded
-    is_possible = can_run(kernel, config.hardware.generation) and config.precision.compute is not Compute.fp32
-    is_taken = is_known and is_packed and is_possible and has_attention(config, kernel)
-    return kernel if is_taken else nearest_attention(config)
-
-
 def leaks(config: RunConfig) -> bool:
     """Whether documents of a packed row are known to reach each other, with the model and the attention as they are."""
     facts = config.model.facts
@@ -43,21 +36,6 @@ def leaks(config: RunConfig) -> bool:
         return False
     has_mask = attention_facts(config).has_mask
     return facts.architecture in LEAKING_ARCHITECTURES or (has_mask and facts.architecture in LEAKING_THROUGH_MASKS)
-
-
-def has_attention(config: RunConfig, kernel: Attention) -> bool:
-    """Whether transformers lets the model's architecture attend with a kernel; true where nobody has looked."""
-    facts = config.model.facts
-    names = facts.measured.attention if facts is not None and facts.measured is not None else []
-    return not names or kernel.name in names
-
-
-def nearest_attention(config: RunConfig) -> Attention:
-    """What the architecture has without another package: sdpa, or the one that every architecture has.
-
-    Not flex_attention, which for GPT-OSS found no kernel that an H200 could run (torch 2.11).
-    """
-    return MASKED if has_attention(config, MASKED) else WITHOUT_KERNEL
 
 
 def compiles(kernel: Attention) -> bool:

@@ -10,6 +10,7 @@ from tunebook.config.choices import ContainerRuntime, LauncherName
 from tunebook.config.override_text import typed, typed_list
 from tunebook.config.schema import LauncherConfig, RayConfig, RunConfig, SlurmConfig
 from tunebook.plan.rules.frame import Finding, Level, Rule, rule
+from tunebook.slurm import slurm_seconds
 
 # Options of sbatch that the rendered script sets, and those that would run the same folder more than once.
 _RESERVED = {
@@ -141,18 +142,6 @@ def _long_enough(settings: LauncherConfig) -> str:
     """A limit that holds the longest start that is waited for, as long again for steps, and the end."""
     minutes = -(-(2 * settings.start_timeout_s + settings.stop_timeout_s + _EARLIER_S) // 60)
     return f"launcher.time_limit={minutes}"
-
-
-def slurm_seconds(time_limit: str) -> int | None:
-    """What Slurm makes of a time: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time_limit)
-    if match is None:
-        return None
-    days, *parts = [int(part) if part is not None else None for part in match.groups()]
-    if days is None and parts[2] is None:
-        parts = [0, *parts[:2]]  # the last of two is seconds, and one alone is minutes
-    hours, minutes, seconds = (part or 0 for part in parts)
-    return (((days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 @rule(

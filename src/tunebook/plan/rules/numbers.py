@@ -1,175 +1,14 @@
-"""The range of every number a configuration holds. What numbers must be to each other is in the other modules."""
+"""Rules about single numbers. What numbers must be to each other is in the other modules."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import Any
 
+from tunebook.config.ranges import MOST, PART_RANGES, RANGES, Range, is_finite, number_text
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RulesError
 from tunebook.plan.rules.frame import Finding, Rule, rule
-
-# Beyond it nothing that is counted or planned is told from infinity; products of a few such numbers are still numbers.
-MOST = 10**15
-_SHOWN_DIGITS = 20
-
-
-def _text(number: float) -> str:
-    """A number as it is typed: whole ones with all their digits, unless those would fill the screen."""
-    if not isinstance(number, int):
-        return f"{number:g}"
-    digits = str(number)
-    return digits if len(digits) <= _SHOWN_DIGITS else f"{digits[:6]}... ({len(digits.lstrip('-'))} digits)"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Range:
-    """What one number may be. The ends belong to the range unless `is_open_low` or `is_open_high` says otherwise."""
-
-    key: str
-    low: float
-    high: float = math.inf
-    is_open_low: bool = False
-    is_open_high: bool = False
-    usual: str  # a value to type instead
-    instead: str | None = None  # what to type instead of the key with that value
-
-    def holds(self, value: float) -> bool:
-        """Whether a value lies in the range; infinity and "not a number" never do."""
-        if not _is_finite(value) or abs(value) > MOST:
-            return False
-        above = value > self.low if self.is_open_low else value >= self.low
-        below = value < self.high if self.is_open_high else value <= self.high
-        return above and below
-
-    def text(self) -> str:
-        """The range in words."""
-        low = f"{'above' if self.is_open_low else 'at least'} {_text(self.low)}"
-        if math.isinf(self.high):
-            return low
-        return f"{low} and {'below' if self.is_open_high else 'at most'} {_text(self.high)}"
-
-    def demand(self, value: float) -> str:
-        """What a value that lies outside must be, in words."""
-        if not _is_finite(value):
-            return f"a finite number, {self.text()}"
-        return f"at most {MOST:.0e}".replace("+", "") if value > MOST and math.isinf(self.high) else self.text()
-
-
-def _is_finite(value: float) -> bool:
-    return not isinstance(value, float) or math.isfinite(value)  # isfinite cannot take a whole number of 400 digits
-
-
-def _positive(key: str, usual: str) -> Range:
-    """A number above zero, whole or not."""
-    return Range(key=key, low=0, is_open_low=True, usual=usual)
-
-
-def _count(key: str, usual: str, low: int = 1, high: float = math.inf) -> Range:
-    """A whole number of things."""
-    return Range(key=key, low=low, high=high, usual=usual)
-
-
-def _fact(name: str, low: int = 1) -> Range:
-    """A size of the model, which cannot be left out alone: all of them are read from the model instead."""
-    return Range(key=f"model.facts.{name}", low=low, usual="null", instead="model.facts=null")
-
-
-def _share(key: str, usual: str) -> Range:
-    return Range(key=key, low=0, high=1, is_open_high=True, usual=usual)
-
-
-_SOURCE_RANGES = (
-    _count("max_documents", "null"),
-    _count("synthetic.num_documents", "20000"),
-    Range(key="synthetic.log_mean_tokens", low=0, high=20, usual="5.8"),
-    Range(key="synthetic.log_sigma_tokens", low=0, high=5, usual="0.9"),
-    _count("synthetic.min_tokens", "16", low=2),
-    _count("synthetic.max_tokens", "4096", low=2),
-)
-
-RANGES: tuple[Range, ...] = (
-    _fact("num_parameters"),
-    _fact("num_layers"),
-    _fact("hidden_size"),
-    _fact("intermediate_size"),
-    _fact("num_attention_heads"),
-    _fact("num_key_value_heads"),
-    _fact("vocab_size", low=2),
-    _fact("max_position_embeddings", low=2),
-    _fact("measured.num_layers"),
-    _fact("measured.parameters"),
-    _fact("measured.linear_inputs", low=0),
-    _fact("measured.adapter_parameters", low=0),
-    _fact("measured.linear_parameters", low=0),
-    _fact("measured.active_parameters"),
-    _fact("measured.largest_parameter"),
-    _fact("measured.unreached_parameters", low=0),
-    *(replace(range_, key=f"dataset.{range_.key}") for range_ in _SOURCE_RANGES),
-    Range(key="dataset.validation_share", low=0, high=0.5, usual="0.05"),
-    _positive("dataset.mean_tokens", "null"),
-    _count("dataset.num_documents", "null"),
-    _count("dataset.num_workers", "null"),
-    _count("parallelism.allgather_bucket_size", "null"),
-    _count("parallelism.reduce_bucket_size", "null"),
-    _count("parallelism.max_live_parameters", "null", low=0),
-    _count("parallelism.max_reuse_distance", "null", low=0),
-    _count("parallelism.prefetch_bucket_size", "null", low=0),
-    _count("parallelism.param_persistence_threshold", "null", low=0),
-    _count("parallelism.sub_group_size", "null"),
-    _count("parallelism.wrap_min_num_parameters", "100000000"),
-    _count("parallelism.shard_group_size", "null"),
-    _count("hardware.num_nodes", "1", high=100_000),
-    _count("hardware.gpus_per_node", "null", high=1024),
-    _positive("hardware.memory_gib", "null"),
-    _positive("hardware.host_memory_gib", "null"),
-    _count("hardware.reference.gpus_per_node", "1", high=1024),
-    _positive("hardware.reference.memory_gib", "null"),
-    _count("packing.row_length", "null", low=2),
-    _count("peft.rank", "16"),
-    _positive("peft.alpha", "32"),
-    _share("peft.dropout", "0.05"),
-    Range(key="optimizer.learning_rate", low=0, high=1, is_open_low=True, usual="2e-5"),
-    Range(key="optimizer.weight_decay", low=0, high=1, usual="0"),
-    _share("optimizer.beta1", "0.9"),
-    _share("optimizer.beta2", "0.999"),
-    Range(key="optimizer.epsilon", low=0, high=1, is_open_low=True, usual="1e-8"),
-    _count("schedule.warmup_steps", "null", low=0),
-    _share("schedule.warmup_share", "0.03"),
-    Range(key="schedule.min_learning_rate", low=0, high=1, usual="0"),
-    Range(key="schedule.min_learning_rate_share", low=0, high=1, usual="0.1"),
-    _count("launcher.timeout_s", "1800"),
-    _count("launcher.start_timeout_s", "600"),
-    _count("launcher.stop_timeout_s", "300"),
-    _count("launcher.node_rank", "0", low=0),
-    Range(key="launcher.master_port", low=1, high=65535, usual="29400"),
-    _count("launcher.max_failures", "3", low=0),
-    _count("launcher.cpus_per_task", "null"),
-    _count("launcher.cpus_per_worker", "1"),
-    _count("evaluation.limit", "null"),
-    _count("evaluation.batch_size", "16"),
-    _count("evaluation.num_fewshot", "null", low=0),
-    _count("evaluation.code.num_samples", "null"),
-    Range(key="evaluation.code.temperature", low=0, usual="null"),
-    Range(key="evaluation.code.top_p", low=0, high=1, is_open_low=True, usual="null"),
-    _count("evaluation.code.max_new_tokens", "null"),
-    _count("training.global_samples", "64"),
-    _count("training.global_tokens", "65536"),
-    _count("training.micro_batch_size", "null"),
-    _count("training.max_length", "2048", low=2),
-    Range(key="training.num_epochs", low=0, high=1_000_000, is_open_low=True, usual="1"),
-    _count("training.max_steps", "null"),
-    _positive("training.max_grad_norm", "1"),
-    Range(key="training.seed", low=0, high=2**32 - 1, usual="42"),
-    _count("training.log_every_steps", "1"),
-    _count("training.save_every_steps", "null"),
-    _count("training.keep_checkpoints", "2"),
-    _count("training.evaluate_every_steps", "null"),
-    _count("training.early_stopping_patience", "null"),
-)
-_PART_RANGES = (*_SOURCE_RANGES, _positive("weight", "1"))
 
 
 def read_key(config: object, key: str) -> Any:
@@ -192,14 +31,14 @@ def refuse_absurd(config: RunConfig) -> None:
 
 
 def _is_absurd(value: Any) -> bool:
-    return isinstance(value, int | float) and not (_is_finite(value) and abs(value) <= MOST)
+    return isinstance(value, int | float) and not (is_finite(value) and abs(value) <= MOST)
 
 
 def _outside(range_: Range, key: str, value: Any) -> Finding | None:
     if value is None or isinstance(value, str) or range_.holds(value):
         return None
     fix = range_.instead or f"{key}={range_.usual}"
-    return Finding(key=key, message=f"{_text(value)} must be {range_.demand(value)}", fix=fix)
+    return Finding(key=key, message=f"{number_text(value)} must be {range_.demand(value)}", fix=fix)
 
 
 @rule(
@@ -210,10 +49,10 @@ def _outside(range_: Range, key: str, value: Any) -> Finding | None:
     advice="Type the value the fix names, or another inside the range the message states.",
 )
 def out_of_range(config: RunConfig) -> Iterator[Finding]:
-    """Look at every number in `RANGES`, and at those of each part of a mixture."""
+    """Look at every number in `config.ranges`, and at those of each part of a mixture."""
     places = [(range_, range_.key, read_key(config, range_.key)) for range_ in RANGES]
     for name, part in config.dataset.parts.items():
-        places += [(each, f"dataset.parts.{name}.{each.key}", read_key(part, each.key)) for each in _PART_RANGES]
+        places += [(each, f"dataset.parts.{name}.{each.key}", read_key(part, each.key)) for each in PART_RANGES]
     for range_, key, value in places:
         finding = _outside(range_, key, value)
         if finding is not None:

@@ -15,11 +15,12 @@ from tunebook.config.choices import (
     Weights,
 )
 from tunebook.config.schema import RunConfig, ZeroConfig
+from tunebook.facts.architectures import nearest_attention, without_flash_attn
 from tunebook.facts.attention import attention_facts
 from tunebook.facts.generations import GENERATIONS, GenerationFacts, capability_text
 from tunebook.facts.optimizers import OPTIMIZERS, RUNS_EVERYWHERE
 from tunebook.facts.strategies import strategy_facts
-from tunebook.plan.rules.attention import compiles, nearest_attention, without_flash_attn
+from tunebook.plan.rules.attention import compiles
 from tunebook.plan.rules.frame import Finding, Level, Rule, rule
 
 

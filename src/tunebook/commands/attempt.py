@@ -1,0 +1,352 @@
+"""One attempt at a run whose folder is set up: evaluate, start the ranks, evaluate, record how it ended.
+
+It runs where `tunebook train` was typed, or on the first node of a Slurm job, in each attempt that the job gets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryFile
+
+from rich.console import Console
+from rich.text import Text
+
+from tunebook.checkpoint.candidates import same_command
+from tunebook.checkpoint.newest import newest_checkpoint
+from tunebook.checkpoint.record import step_of
+from tunebook.config.choices import LauncherName
+from tunebook.config.schema import RunConfig, world_size
+from tunebook.errors import DataError, DoesNotFitError, StoppedError, TunebookError
+from tunebook.evaluate.code.checks import check_code
+from tunebook.evaluate.command import run_worker, score_table, worker_error
+from tunebook.evaluate.results import is_evaluated
+from tunebook.evaluate.resume import resume_command
+from tunebook.files import read_json
+from tunebook.hardware.disk import disk_full, is_disk_full
+from tunebook.launch.commands import evaluation_command, has_callers, ranks_command, show_command
+from tunebook.launch.logs import first_failure, launcher_log, make_logs, quote_log, rank_log, torchrun_log, where
+from tunebook.launch.nodes import NodeGroup, address_of, new_token, run_on_nodes
+from tunebook.launch.pulse import PulseWatch
+from tunebook.launch.rendezvous import LauncherState
+from tunebook.launch.resume import is_trained
+from tunebook.launch.slurm.container import is_contained, record_container, remove_containers, required_code
+from tunebook.plan.show import show_end
+from tunebook.record.files import RUN_FILE
+from tunebook.record.manifest import finish_manifest, state_of_exit_code
+from tunebook.record.metrics import is_training_line, read_metrics
+from tunebook.record.run_folder import (
+    Outcome,
+    clear_outcomes,
+    has_outcome,
+    noted_checkpoint,
+    outcome_file,
+    read_outcomes,
+)
+from tunebook.record.start_up import StartClock, note_launch
+from tunebook.slurm import node_names
+from tunebook.supervise import ProcessEnd, run_and_wait
+from tunebook.train.environment import rank_environment
+
+REPORT_FILE = "report.html"
+_PROBE_BYTES = 4096  # a block: less than that may go into one that a file has already
+
+
+@dataclass(kw_only=True)
+class Attempt:
+    """What one attempt works with; `stopped_by` tells afterwards which signal ended it, if one did."""
+
+    config: RunConfig
+    folder: Path
+    lock: int  # the descriptor that holds the folder; the ranks keep it open
+    console: Console
+    nodes: NodeGroup | None = None  # where they know a port beforehand
+    stopped_by: str | None = None
+    asked: Sequence[signal.Signals] = ()  # requests to stop that came while nothing was at work to hand them to
+    hosts: Mapping[int, str] = field(default_factory=dict)  # of ranks
+    clock: StartClock = field(default_factory=StartClock)  # of this process, up to the start of the ranks
+
+    def carry_out(self) -> int:
+        """Do all of it; returns the exit code that the run's outcome asks for. Errors are recorded, then raised."""
+        try:
+            outcome = self._train_and_evaluate()
+        except BaseException as error:
+            self._record_end(self._outcome_of(error))
+            raise
+        is_reported = self._record_end(outcome)
+        show_scores(self.folder, self.console)
+        show_end(outcome, self.folder, self.folder / REPORT_FILE if is_reported else None, self.console)
+        return outcome.exit_code
+
+    def _train_and_evaluate(self) -> Outcome:
+        evaluation = self.config.evaluation
+        if (evaluation.before or evaluation.after) and not is_contained(self.config):
+            check_code(evaluation, evaluation.tasks)  # now, and not after hours of training
+        if evaluation.tasks and evaluation.before and not is_evaluated(self.folder, "before"):
+            self._evaluate("before")
+            self.clock.passed("evaluation_before")
+        outcome = self._train()
+        if outcome.exit_code == 0 and evaluation.tasks and evaluation.after:
+            self._evaluate("after")
+        return outcome
+
+    def _refuse_if_asked(self) -> None:
+        """Begin nothing new after a request to stop. Raises: StoppedError."""
+        if self.asked:
+            self.stopped_by = self.asked[0].name
+            raise StoppedError(f"stopped by {self.stopped_by} between two steps", problem_id="stopped")
+
+    def _evaluate(self, when: str) -> None:
+        self._refuse_if_asked()
+        end = self._evaluate_in_container(when) if is_contained(self.config) else run_worker(self.folder, when)
+        self.stopped_by = self.stopped_by or end.stopped_by
+        if end.exit_code != 0:
+            raise worker_error(end, when, resume_command(self.folder, when))
+
+    def _evaluate_in_container(self, when: str) -> ProcessEnd:
+        """As the ranks: followed through a rendezvous, because a container may outlive what started it."""
+        nodes = new_group(self.config, num_nodes=1)
+        launcher_log(self.folder).parent.mkdir(exist_ok=True)
+        command = evaluation_command(self.config, self.folder, address_of(nodes), when)
+        show_command(command, self.console)
+
+        def exit_code() -> int:
+            return nodes.failed.exit_code if nodes.failed is not None else 0
+
+        end = self._run_on_nodes(command, nodes, exit_code)
+        if end.failure is not None or end.failed is not None:
+            self._quote(launcher_log(self.folder))
+        if end.failure is not None:
+            raise end.failure
+        return replace(end, exit_code=exit_code())
+
+    def _train(self) -> Outcome:
+        """Launch the ranks and wait for them, unless an earlier attempt has trained already."""
+        if is_trained(self.folder, self.config):
+            return self._read_outcomes()
+        self._refuse_if_asked()
+        end = self._start_ranks()
+        self.stopped_by = end.stopped_by
+        for rank in end.lost_ranks[:1]:
+            self._quote(rank_log(self.folder, rank))
+        if not (self.folder / RUN_FILE).is_file():
+            message = f"the run folder {self.folder} was removed while its run was at work"
+            raise TunebookError(message, problem_id="run-lost")
+        if not has_outcome(self.folder):
+            raise self._error_without_outcome(end)
+        if end.stopped_by is not None and is_trained(self.folder, self.config) and self.config.evaluation.tasks:
+            message = f"stopped by {end.stopped_by} after the last step, before the evaluation"
+            raise StoppedError(f"{message}; {same_command(self.config)} goes on with it", problem_id="stopped")
+        outcome = self._with_cause(self._read_outcomes(), end)
+        if end.notice is None or outcome.exit_code == 0:
+            return outcome
+        return replace(outcome, reason=f"{end.notice}. {outcome.reason}")
+
+    def _start_ranks(self) -> ProcessEnd:
+        config, folder = self.config, self.folder
+        note_launch(folder, self.clock)
+        ranks = world_size(config)
+        watch = PulseWatch(folder, ranks, config.launcher, is_shared=config.hardware.num_nodes > 1)
+        if has_callers(config):
+            make_logs(folder)
+            end = self._start_nodes(watch)
+        else:
+            command = ranks_command(config, folder)
+            show_command(command, self.console)
+            self.hosts = dict.fromkeys(range(ranks), socket.gethostname())
+            log = None
+            if ranks > 1:
+                make_logs(folder)
+                log = torchrun_log(folder, 0)
+            environment = rank_environment(config, os.environ)
+            timeout_s = config.launcher.stop_timeout_s
+            end = run_and_wait(
+                command, environment, [self.lock], log=log, stop_timeout_s=timeout_s, find_stall=watch.look
+            )
+        if end.failure is None and end.stopped_by is None and self._read_outcomes().exit_code == 1:
+            return replace(end, failure=watch.cause())
+        return end
+
+    def _start_nodes(self, watch: PulseWatch) -> ProcessEnd:
+        """Start ranks on several nodes, in containers or through Ray."""
+        config, folder = self.config, self.folder
+        nodes = self.nodes or new_group(config)
+        if config.launcher.name is LauncherName.ray:
+            nodes.on_start = lambda attempt: clear_outcomes(folder) if attempt else None
+        command = ranks_command(config, folder, address_of(nodes))
+        show_command(command, self.console)
+        end = self._run_on_nodes(command, nodes, lambda: self._read_outcomes().exit_code, watch.look)
+        self.hosts = nodes.hosts
+        return end
+
+    def _run_on_nodes(
+        self,
+        command: list[str],
+        nodes: NodeGroup,
+        exit_code_of: Callable[[], int],
+        find_stall: Callable[[], TunebookError | None] = lambda: None,
+    ) -> ProcessEnd:
+        config, folder = self.config, self.folder
+        if is_contained(config):
+            nodes.on_start = lambda attempt: record_container(config, folder, nodes.members[0].state)
+        environment, keep_open = dict(os.environ), [self.lock]
+        try:
+            return run_on_nodes(
+                command,
+                environment,
+                nodes,
+                config,
+                folder,
+                exit_code_of=exit_code_of,
+                keep_open=keep_open,
+                find_stall=find_stall,
+            )
+        finally:
+            remove_containers(config, folder)
+
+    def _read_outcomes(self) -> Outcome:
+        return read_outcomes(self.folder, world_size(self.config))
+
+    def _with_cause(self, outcome: Outcome, end: ProcessEnd) -> Outcome:
+        """The outcome with what only the launcher knows: which rank, on which host, and the last it said."""
+        reason = outcome.reason
+        if end.failure is not None:
+            said = reason if outcome.time is not None else "no rank could save"
+            if end.failure.problem_id == "rank-stalled" and outcome.time is not None:
+                # Without the guess that it was killed: it was, from here or by torchrun, for standing still.
+                said = f"Rank {outcome.rank} says: {read_json(outcome_file(self.folder, outcome.rank))['reason']}"
+                said += f". After that, {self._resume_command(newest_checkpoint(self.folder))}"
+            return replace(outcome, reason=f"{end.failure.message}. {said}")
+        if outcome.exit_code != 1:
+            return outcome
+        rank, failed = outcome.rank, first_failure(self.folder) or end.failed
+        if failed is not None and (failed.is_by_signal or outcome.time is None):
+            rank = failed.rank
+            reason = f"rank {rank} ended without a word: {failed.how}"
+        elif outcome.time is not None:  # others that are silent were ended because of this one
+            reason = str(read_json(outcome_file(self.folder, rank))["reason"])
+        self._quote(rank_log(self.folder, rank))
+        is_told = len(set(self.hosts.values())) < 2 or where(rank, self.hosts) in reason
+        return replace(outcome, reason=reason if is_told else f"{reason} [{where(rank, self.hosts)}]")
+
+    def _quote(self, log: Path) -> None:
+        """Show the end of a log, which says more than a record's one sentence can."""
+        if quoted := quote_log(log, self.folder):
+            self.console.print(Text(quoted), soft_wrap=True)
+
+    def _error_without_outcome(self, end: ProcessEnd) -> TunebookError:
+        """The error for a training of which no rank could write how it ended."""
+        if end.failure is not None:
+            self._quote(launcher_log(self.folder))
+            return end.failure
+        if end.notice is not None:
+            return StoppedError(f"{end.notice}. {self._nothing_saved()}", problem_id="stopped")
+        if end.stopped_by is not None:
+            return StoppedError(f"stopped by {end.stopped_by} {self._progress()}", problem_id="stopped")
+        # torchrun makes 1 of any exit code of its ranks, and theirs may not be written down either
+        if end.exit_code == DoesNotFitError.exit_code or self._is_disk_full():
+            return disk_full(self.folder)
+        failed = first_failure(self.folder) or end.failed
+        code = failed.exit_code if failed is not None else end.exit_code
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        who = where(failed.rank, self.hosts) if failed is not None else "the training"
+        log = rank_log(self.folder, failed.rank) if failed is not None else torchrun_log(self.folder, 0)
+        self._quote(log)
+        said = f"{who} {how} and could not say why; what it printed is above, and in {self.folder / 'log.txt'}"
+        if -code == signal.SIGKILL:
+            said += ". A kill by signal 9 is most often the system's, which ran out of memory"
+        return TunebookError(said, problem_id="run-lost")
+
+    def _is_disk_full(self) -> bool:
+        """Whether the run's disk has no room for even a small file."""
+        try:
+            with TemporaryFile(dir=self.folder) as probe:
+                probe.write(bytes(_PROBE_BYTES))
+        except OSError as error:
+            return is_disk_full(error)
+        return False
+
+    def _nothing_saved(self) -> str:
+        """What is said where no rank came to the end of a step in the time that it had."""
+        return (
+            f"No rank ended within that, or within launcher.stop_timeout_s={self.config.launcher.stop_timeout_s}, and "
+            f"nothing more was saved; {self._resume_command(newest_checkpoint(self.folder))}"
+        )
+
+    def _resume_command(self, newest: Path | None) -> str:
+        if newest is None:
+            return "the same command begins again, since there is no checkpoint"
+        return f"{same_command(self.config)} goes on from {newest}"
+
+    def _progress(self) -> str:
+        """How far ranks came that were not given the time to say so, and what becomes of steps that none has saved."""
+        step, newest = self._last_step() or 0, newest_checkpoint(self.folder)
+        saved = (step_of(newest) or 0) if newest is not None else 0
+        if not step and not saved:
+            return "before the first step"
+        how = f"after step {step} and before a save" if step > saved else f"after step {saved}, which is saved"
+        return f"{how}; {self._resume_command(newest)}"
+
+    def _last_step(self) -> int | None:
+        """The last one that was logged, for ranks that do not say themselves how far they came."""
+        with contextlib.suppress(DataError):  # of metrics that a stop has cut in two
+            return max((line["step"] for line in read_metrics(self.folder) if is_training_line(line)), default=None)
+        return None
+
+    def _outcome_of(self, error: BaseException) -> Outcome:
+        """How a run ended whose launcher itself failed or was interrupted; the ranks' progress is kept.
+
+        Of ranks that left no word it is what they logged and saved, or a report would say that all begins anew.
+        """
+        if isinstance(error, KeyboardInterrupt):
+            code, reason = StoppedError.exit_code, "interrupted"
+        elif isinstance(error, TunebookError):
+            code, reason = error.exit_code, error.message
+        else:
+            code, reason = 1, f"{type(error).__name__}: {error}"
+        if has_outcome(self.folder):
+            return replace(self._read_outcomes(), exit_code=code, reason=reason)
+        checkpoint = noted_checkpoint(self.folder, newest_checkpoint(self.folder))
+        return Outcome(rank=0, exit_code=code, reason=reason, step=self._last_step(), last_checkpoint=checkpoint)
+
+    def _record_end(self, outcome: Outcome) -> bool:
+        """Bring manifest and report to the end of the run; whether that went well. A full disk hides no other error."""
+        from tunebook.record.report import write_report
+
+        try:
+            finish_manifest(
+                self.folder,
+                state_of_exit_code(outcome.exit_code),
+                outcome.exit_code,
+                None if outcome.exit_code == 0 else outcome.reason,
+                step=outcome.step,
+                last_checkpoint=outcome.last_checkpoint,
+            )
+            write_report([self.folder], self.folder / REPORT_FILE)
+        except (OSError, TunebookError) as error:
+            warning = f"warning: the end of this run is not in its records: {error}"
+            self.console.print(Text(warning, style="yellow"))
+            return False
+        return True
+
+
+def new_group(config: RunConfig, num_nodes: int | None = None) -> NodeGroup:
+    """The nodes of a Slurm job, or the ranks of a Ray run, which join on any free port."""
+    if config.launcher.name is LauncherName.ray:
+        state = LauncherState(num_nodes=world_size(config), unit="rank", restarts=True)
+        return NodeGroup(launcher=state, token=new_token(), num_places=config.hardware.num_nodes)
+    state = LauncherState(num_nodes=num_nodes or config.hardware.num_nodes, code=required_code(config))
+    return NodeGroup(launcher=state, token=new_token(), names=dict(enumerate(node_names())))
+
+
+def show_scores(folder: Path, console: Console) -> None:
+    """What the evaluations before and after the training came to, side by side; nothing until both are done."""
+    files = [folder / "evaluation" / f"{when}.json" for when in ("before", "after")]
+    records = [read_json(file) for file in files if file.is_file()]
+    if files[-1].is_file():
+        console.print(score_table(records, folder))

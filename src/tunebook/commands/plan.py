@@ -1,0 +1,92 @@
+"""What `tunebook plan` and `tunebook train --dry-run` do: show a run without starting it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from tunebook.commands.train import show_job
+from tunebook.plan.advice.changes import Fitting, changes_that_fit
+from tunebook.plan.draft import Draft, draft_json, draft_run
+from tunebook.plan.show import show_host_memory, show_memory, show_time
+from tunebook.record.run_folder import WITHOUT_RECIPE
+
+
+def plan_command(
+    recipe: str | None,
+    overrides: list[str],
+    recipes_dirs: list[Path],
+    console: Console,
+    *,
+    folder: Path | None = None,
+    as_json: bool = False,
+) -> int:
+    """Print the choices, the batch, the launch command for `folder`, the memory and the time, or all as JSON.
+
+    JSON is printed whatever is wrong: problems are among its keys. Otherwise raises: RequestError or RulesError for a
+    wrong request, and after printing DoesNotFitError for a plan that cannot fit, DataError for files that are missing.
+    """
+    draft = draft_run(recipe, overrides, recipes_dirs)
+    is_in_doubt = draft.fits is False or (draft.memory is not None and draft.memory.is_in_doubt)
+    fitting = changes_that_fit(recipe, overrides, recipes_dirs, draft) if is_in_doubt else []
+    if as_json:
+        content = draft_json(draft, _advice(fitting, draft)) | {"would_fit": [change.to_json() for change in fitting]}
+        json.dump(content, sys.stdout, indent=2, ensure_ascii=False, allow_nan=False)
+        print()
+        return draft.exit_code
+    draft.raise_errors()
+    assert draft.memory is not None and draft.host is not None and draft.time is not None
+    show_job(draft, console, folder or Path(draft.config.outputs) / (recipe or WITHOUT_RECIPE) / "<time>")
+    if draft.missing_data is not None:
+        console.print("note: planned without the data, which is missing")
+    show_memory(draft.memory, console)
+    show_host_memory(draft.host, console)
+    show_time(draft.time, console)
+    if is_in_doubt:
+        _show_changes(fitting, console, draft)
+    draft.raise_if_too_large("what would fit is listed with the plan" if fitting else "no change that was tried would")
+    draft.raise_if_data_is_missing()
+    return 0
+
+
+def _show_changes(fitting: list[Fitting], console: Console, draft: Draft) -> None:
+    lines = [f"  {change.line()}" for change in fitting]
+    is_too_large = draft.fits is False
+    if lines:
+        is_certain = not is_too_large and all(change.host_fits or not change.is_in_host_memory for change in fitting)
+        would = "What would fit for certain" if is_certain else "What would fit"
+        lines.insert(0, f"{would}, by estimate, to be typed after the recipe:")
+    elif is_too_large:
+        nothing = _nothing_fits(draft)
+        lines = [nothing[0].upper() + nothing[1:]]
+    console.print(Text("\n".join(lines)), highlight=False, soft_wrap=True)
+
+
+def _advice(fitting: list[Fitting], draft: Draft) -> str:
+    """What was found, for programs, which may show a problem without the rest of the plan."""
+    if not fitting:
+        return _nothing_fits(draft)
+    words = [f"{' '.join(change.change.words)}{_without(change)}" for change in fitting]
+    return f"what would fit, by estimate: {' or '.join(words)}"
+
+
+def _without(change: Fitting) -> str:
+    return f" without {' '.join(change.left_out)}" if change.left_out else ""
+
+
+def _nothing_fits(draft: Draft) -> str:
+    """What no change of the plan can mend, by what is too small for it."""
+    nothing = "none of the changes that were tried makes it fit"
+    if draft.memory is not None and draft.memory.fits is not False:
+        return (
+            f"{nothing}, and what is too small is the host's memory: take nodes with more of it, or fewer GPUs of each "
+            "(hardware.gpus_per_node)"
+        )
+    return (
+        f"{nothing}: take more or larger GPUs, a smaller model or, where long documents are what is too much, a "
+        "smaller training.max_length"
+    )

@@ -1,0 +1,183 @@
+"""`verify --record`: evidence from finished runs of one claim, refused where it would not be one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tunebook.commands.evidence_words import require_meant
+from tunebook.config.book import book_root
+from tunebook.config.identity import flat_differences
+from tunebook.config.recipe_files import load_recipes
+from tunebook.errors import RequestError
+from tunebook.evidence.compare import input_differences, split_differences
+from tunebook.evidence.files import check_label, evidence_folder, write_evidence
+from tunebook.evidence.gather import (
+    config_of,
+    gather_hardware,
+    gather_inputs,
+    gather_ran,
+    gather_results,
+    typed_overrides,
+)
+from tunebook.evidence.machines import machine_of_manifest
+from tunebook.evidence.schema import FORMAT, Repeat, Results
+from tunebook.evidence.software import gather_software
+from tunebook.evidence.tolerances import work_out
+from tunebook.evidence.whole import require_every_loss, require_whole
+from tunebook.files import sha256_file
+from tunebook.record.metrics import METRICS_FILE
+from tunebook.record.provenance import why_not_committed
+from tunebook.record.run_record import RunRecord
+from tunebook.record.start_up import START_UP_KEY
+
+MIN_RUNS = 2
+
+
+def record_evidence(records: Sequence[RunRecord], label: str, recipes_dirs: list[Path]) -> Path:
+    """Write the evidence of repeated runs; the first one's numbers are what is claimed.
+
+    Raises: RequestError for fewer than two runs, runs of different things or by different software, a run's copy, one
+    that goes on from another or has lost a loss, code or a recipe that is in no commit or was changed since, a loss or
+    score that is not finite, a file that is there already.
+    """
+    check_label(label)
+    refuse_too_few(records)
+    for record in records:
+        _require_committed(record)
+        require_whole(record, config_of(record.folder))
+    _require_same(records)
+    _refuse_copies(records)
+    first = records[0]
+    config = config_of(first.folder)
+    _require_committed_recipe(config.recipe, recipes_dirs)
+    results = [gather_results(record) for record in records]
+    for record, found in zip(records, results, strict=True):
+        require_every_loss(record, found)
+    manifest, inputs = first.manifest or {}, gather_inputs(first, config)
+    machine = machine_of_manifest(manifest["hardware"])
+    require_meant(first.folder, config.recipe, typed_overrides(manifest), inputs, machine, recipes_dirs)
+    if config.recipe is None:
+        raise RequestError(
+            f"{first.folder} has no recipe, and evidence belongs to one: put its settings into recipes/NAME.yaml",
+            problem_id="evidence-without-recipe",
+        )
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        "ran": gather_ran(first, config, recipes_dirs).model_dump(mode="json"),
+        "hardware": gather_hardware(first, config).model_dump(mode="json"),
+        "label": label,
+        "recorded": f"{datetime.now(UTC):%Y-%m-%d}",
+        "repeats": _repeats(records, results),
+        "results": results[0].model_dump(mode="json"),
+        "tolerances": {key: found.model_dump(mode="json") for key, found in work_out(results, config).items()},
+        "inputs": inputs.model_dump(mode="json"),
+        "software": gather_software(manifest).model_dump(mode="json"),
+    }
+    return write_evidence(content, evidence_folder(config.recipe, recipes_dirs))
+
+
+def _repeats(records: Sequence[RunRecord], results: Sequence[Results]) -> list[dict[str, Any]]:
+    """What each of the runs came to, shortly."""
+    return [
+        Repeat(
+            run=record.name,
+            started=record.status["started"],
+            final_loss=result.losses[-1],
+            tokens_per_second_per_gpu=result.tokens_per_second_per_gpu,
+        ).model_dump(mode="json")
+        for record, result in zip(records, results, strict=True)
+    ]
+
+
+def refuse_too_few(records: Sequence[RunRecord]) -> None:
+    """Raises: RequestError unless the same thing was run more than once."""
+    folders = {record.folder for record in records}
+    if len(folders) < len(records):
+        said = "the same one is named twice"
+    elif len(folders) < MIN_RUNS:
+        said = f"{len(records)} was named"
+    else:
+        return
+    raise RequestError(
+        f"evidence rests on at least {MIN_RUNS} runs of the same thing, and {said}: train it again "
+        "(training.resume=never) and name both: tunebook verify RUN RUN --record --label NAME",
+        problem_id="evidence-not-repeated",
+    )
+
+
+def _refuse_copies(records: Sequence[RunRecord]) -> None:
+    """Times and speeds are logged with each loss, so that no two trainings write the same metrics.
+
+    A copy whose metrics were edited still has the start of the other: the second, and the milliseconds of its phases.
+    """
+    folders: dict[str, Path] = {}
+    for record in records:
+        manifest = record.manifest or {}
+        start = (manifest["hardware"]["host"], record.status["started"], manifest.get(START_UP_KEY))
+        for kept, same in (
+            (sha256_file(record.folder / METRICS_FILE), f"every line of their {METRICS_FILE} is the same"),
+            (repr(start), f"both were started on the same machine at {record.status['started']}"),
+        ):
+            first = folders.setdefault(kept, record.folder)
+            if first != record.folder:
+                raise RequestError(
+                    f"{record.folder} is a copy of {first}: {same}. Train it again (training.resume=never) and name "
+                    "both runs",
+                    problem_id="evidence-not-repeated",
+                )
+
+
+def _require_committed(record: RunRecord) -> None:
+    code = (record.manifest or {}).get("code") or {}
+    if code.get("git_commit") is None:
+        why = f"its code is of no known commit ({code.get('reason') or 'its manifest says none'})"
+    elif not code.get("is_clean"):
+        why = f"its code was changed after commit {code['git_commit'][:12]}"
+    else:
+        return
+    raise RequestError(
+        f"{record.folder}: {why}, so nobody could run the same again; commit the changes and train it again",
+        problem_id="evidence-of-changed-code",
+    )
+
+
+def _require_committed_recipe(recipe: str | None, recipes_dirs: list[Path]) -> None:
+    """A recipe of the book is in the commit that the manifest names; one from elsewhere has a repository of its own."""
+    files = [found.file for found in load_recipes(recipe, recipes_dirs)] if recipe is not None else []
+    for file in files:
+        if not file.is_relative_to(book_root()) and (why := why_not_committed(file)):
+            raise RequestError(
+                f"{file}: {why}, so nobody could run the same again; commit the recipe and record again",
+                problem_id="evidence-of-changed-code",
+            )
+
+
+def _require_same(records: Sequence[RunRecord]) -> None:
+    """All of one thing, split in one way, by the same software, on one kind of machine."""
+    first, *others = ((record, config_of(record.folder)) for record in records)
+    inputs, hardware = gather_inputs(*first), gather_hardware(*first)
+    # Of the same lock, wherever it is.
+    software = gather_software(first[0].manifest or {}).model_dump(exclude={"image_digest"})
+    for other in others:
+        found_inputs = gather_inputs(*other)
+        found_software = gather_software(other[0].manifest or {}).model_dump(exclude={"image_digest"})
+        if differing := [
+            *input_differences(inputs, found_inputs),
+            *split_differences(inputs, found_inputs),
+            *flat_differences(software, found_software),
+        ]:
+            key, one, two = differing[0]
+            raise RequestError(
+                f"{other[0].folder} is no repetition of {first[0].folder}: {key} is {two}, not {one}",
+                problem_id="evidence-not-repeated",
+            )
+        found = gather_hardware(*other)
+        if (found.gpu, found.gpus, found.nodes) != (hardware.gpu, hardware.gpus, hardware.nodes):
+            raise RequestError(
+                f"{other[0].folder} ran on other hardware than {first[0].folder}: {found.gpus} x {found.gpu or 'CPU'}, "
+                f"not {hardware.gpus} x {hardware.gpu or 'CPU'}",
+                problem_id="evidence-not-repeated",
+            )

@@ -1,0 +1,111 @@
+"""The recorded evidence that a run is compared with, and the comparison."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tunebook.commands.evidence_words import command_of
+from tunebook.config.schema import RunConfig
+from tunebook.errors import RequestError
+from tunebook.evidence.compare import (
+    Claim,
+    config_differences,
+    input_differences,
+    named_differences,
+    same_machine,
+    split_differences,
+)
+from tunebook.evidence.files import evidence_files, read_evidence
+from tunebook.evidence.gather import config_of, gather_hardware, gather_inputs
+from tunebook.evidence.schema import Evidence, Hardware, Inputs
+from tunebook.evidence.tolerances import judged_by
+from tunebook.evidence.verifying import Recorded, Verification, describe, hold_against
+from tunebook.record.run_folder import WITHOUT_RECIPE
+from tunebook.record.run_record import RunRecord
+
+
+def verify(record: RunRecord, recipes_dirs: list[Path], against: Path | None = None) -> Verification:
+    """Compare a finished run with the recipe's evidence, or with one file.
+
+    Raises: RequestError where there is none for what was run, DataError for a file that is damaged.
+    """
+    config = config_of(record.folder)
+    inputs, hardware = gather_inputs(record, config), gather_hardware(record, config)
+    return hold_against(recorded_evidence(config, inputs, hardware, recipes_dirs, against), record)
+
+
+def recorded_evidence(
+    config: RunConfig, inputs: Inputs, hardware: Hardware, recipes_dirs: list[Path], against: Path | None = None
+) -> Recorded:
+    """The evidence of the same thing, rather of the same machine. Raises: RequestError where there is none."""
+    file, found = _choose(config, inputs, hardware, recipes_dirs, against)
+    return Recorded(
+        name=file.name,
+        what=f"recorded on {found.recorded}: {describe(found.ran)}",
+        claim=Claim(results=found.results, hardware=found.hardware, tolerances=judged_by(found)),
+        inputs=found.inputs,
+        software=found.software,
+    )
+
+
+def _choose(
+    config: RunConfig, inputs: Inputs, hardware: Hardware, recipes_dirs: list[Path], against: Path | None
+) -> tuple[Path, Evidence]:
+    """The evidence of the same thing, rather on the same machine, and rather of a step that is split as this one."""
+    recipe = config.recipe or WITHOUT_RECIPE
+    if against is not None and not against.is_file():
+        raise RequestError(
+            f"--against {against} is no file; name one of recipes/NAME/evidence, or leave --against out to compare "
+            "with the recipe's own evidence",
+            problem_id="no-evidence",
+        )
+    if config.recipe is None and against is None:
+        raise RequestError(
+            "this run has no recipe, and evidence belongs to one: put its settings into recipes/NAME.yaml and train "
+            "that twice to record some, or compare this run with another: tunebook diff RUN RUN",
+            problem_id="evidence-without-recipe",
+        )
+    files = [against] if against is not None else evidence_files(recipe, recipes_dirs)
+    if not files:
+        raise RequestError(
+            f"nothing is recorded for {recipe}; tunebook list names the recipes that have evidence, and "
+            "tunebook verify RUN RUN --record --label NAME writes some",
+            problem_id="no-evidence",
+        )
+    known = [(file, read_evidence(file)) for file in files]
+    fitting = [(file, found) for file, found in known if not input_differences(found.inputs, inputs)]
+    if not fitting:
+        raise _of_other_things(recipe, known, inputs, recipes_dirs)
+
+    def nearness(one: tuple[Path, Evidence]) -> tuple[bool, bool, str]:
+        file, found = one
+        is_elsewhere = same_machine(found.hardware, hardware) is not None
+        return is_elsewhere, bool(split_differences(found.inputs, inputs)), file.name
+
+    return min(fitting, key=nearness)
+
+
+def _of_other_things(recipe: str, known: list[tuple[Path, Evidence]], inputs: Inputs, dirs: list[Path]) -> RequestError:
+    """The error that names the evidence that comes nearest, what is not the same, and how that claim is checked."""
+    file, nearest = min(known, key=lambda one: len(input_differences(one[1].inputs, inputs)))
+    differing = named_differences(input_differences(nearest.inputs, inputs))
+    command = command_of(nearest, dirs)
+    if command is not None and config_differences(nearest.inputs.config, inputs.config):
+        advice = f"To check that claim: {command}"
+    else:
+        advice = (
+            f"The book, or what it reads, was changed since commit {nearest.software.git_commit[:12]}: check that "
+            f"commit out to check the claim, or remove {file} and record it anew (tunebook verify RUN RUN --record "
+            f"--label {nearest.label})"
+        )
+    if nearest.ran.recipe != recipe:  # a file that was named
+        own = "no recipe" if recipe == WITHOUT_RECIPE else recipe
+        return RequestError(
+            f"{file.name} is evidence of {nearest.ran.recipe}, and the run is of {own}: {differing}. A run is compared "
+            f"with what is recorded of its own recipe, for which --against is not needed. {advice}",
+            problem_id="evidence-of-other-config",
+        )
+    return RequestError(
+        f"the evidence of {recipe} is of something else. Nearest is {file.name}: {differing}. {advice}",
+        problem_id="evidence-of-other-config",
+    )

@@ -1,0 +1,379 @@
+"""`tunebook reproduce`: set up again what a run's manifest says, tell what is different here, run it, compare.
+
+The words that were typed are composed anew. What they come to must be what the run was: a group that was changed since,
+or a choice that this machine makes otherwise, is named before anything starts, and so is other data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from tunebook.commands.recorded_evidence import recorded_evidence
+from tunebook.commands.train import plan_job, prepare_data, run_job
+from tunebook.config.book import book_root
+from tunebook.config.choices import Source
+from tunebook.config.frozen import typed_in_of
+from tunebook.config.identity import (
+    HASH_VERSION,
+    changed_settings,
+    comparable_config,
+    config_hash,
+    flat_differences,
+    has_hash,
+    result_settings,
+)
+from tunebook.config.override_text import quoted
+from tunebook.config.placing import typed_in
+from tunebook.config.schema import RunConfig, SlurmConfig
+from tunebook.data.files import SUFFIXES, find_files
+from tunebook.errors import RequestError, StoppedError
+from tunebook.evidence.compare import config_differences, named_differences
+from tunebook.evidence.gather import config_of, gather_hardware, gather_inputs, read_finished, typed_words
+from tunebook.evidence.machines import machine_of_manifest
+from tunebook.evidence.show import show_verification
+from tunebook.evidence.unchanged import require_unchanged
+from tunebook.evidence.verifying import Recorded, hold_against, recorded_run
+from tunebook.evidence.whole import require_whole, require_whole_words
+from tunebook.files import remembered_hash
+from tunebook.model.load import model_location
+from tunebook.model.weights_fingerprint import told, weights_fingerprint
+from tunebook.plan.draft import Draft, draft_run
+from tunebook.record.files import RUN_FILE
+from tunebook.record.intact import naming
+from tunebook.record.manifest import (
+    MANIFEST_FILE,
+    RunState,
+    read_manifest,
+    read_manifest_file,
+    recorded_fingerprint,
+)
+from tunebook.record.manifest_schema import check_read_manifest
+from tunebook.record.provenance import describe_code, describe_environment, describe_hardware
+from tunebook.record.run_folder import WITHOUT_RECIPE, create_run_folder, remove_if_empty, resolve_run
+from tunebook.record.run_record import RunRecord, read_run
+
+# Of what is compared before the run: what can change a loss or a speed, less what is always another. The lock is left
+# out because its differences are those of the packages.
+_HERE = ("code", "environment", "hardware")
+_NOT_TOLD = ("hardware.host", "hardware.topology", "code.reason", "environment.installed_sha256", "environment.lock.")
+# Why there may be nothing to hold a run against, by `problem_id`.
+_NOTHING_RECORDED = ("no-evidence", "evidence-of-other-config", "evidence-without-recipe")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Original:
+    """What is to be reproduced: a run, or no more than its manifest."""
+
+    manifest: dict[str, Any]
+    file: Path  # that the manifest was read from
+    run: Path | None
+
+    @property
+    def words(self) -> list[str]:
+        """What was typed after the recipe, but for where results go."""
+        return typed_words(self.manifest)
+
+    @property
+    def has_curve(self) -> bool:
+        """Whether the run is here and came to its end, so that another can be held against it."""
+        return self.run is not None and self.manifest["status"]["state"] == RunState.finished.name
+
+
+def find_original(target: str, outputs: Path) -> Original:
+    """A run, by folder or name, or a manifest.json. Raises: RequestError, DataError."""
+    named = Path(target).expanduser()
+    if named.is_file():
+        file, run = named, named.parent.absolute()
+        is_in_run = named.name == MANIFEST_FILE and (run / RUN_FILE).is_file()
+    else:
+        run = resolve_run(target, outputs).absolute()
+        file, is_in_run = run / MANIFEST_FILE, True
+    manifest = read_manifest_file(file) if named.is_file() else read_manifest(run)
+    check_read_manifest(manifest, file)
+    return Original(manifest=manifest, file=file, run=run if is_in_run else None)
+
+
+def reproduce_command(
+    target: str, outputs: Path, recipes_dirs: list[Path], console: Console, *, dry_run: bool = False
+) -> int:
+    """Run it again and compare: with the run where its folder is here, else with the recipe's evidence.
+
+    Returns the exit code of the run, or 5 where it ended well and differs. Raises: RequestError where what would be run
+    is not what was, or, but for a dry run, where there is nothing to compare it with.
+    """
+    original = find_original(target, outputs)
+    with naming(original.run or original.file):
+        _require_whole(original)
+    outputs = outputs.expanduser().absolute()
+    recipes_dirs = [folder.expanduser().absolute() for folder in recipes_dirs]
+    with _where_it_was_typed(original, console):
+        return _reproduce(original, outputs, recipes_dirs, console, dry_run=dry_run)
+
+
+@contextlib.contextmanager
+def _where_it_was_typed(original: Original, console: Console) -> Iterator[None]:
+    """In the folder that the words were typed in, where they have relative paths: there they mean what they meant."""
+    there = typed_in_of(original.run / RUN_FILE) if original.run is not None else None
+    if there is None or there == Path.cwd():
+        yield
+    elif there.is_dir():
+        console.print(Text(f"relative paths start at {there}, where the run was started"), soft_wrap=True)
+        with contextlib.chdir(there):
+            yield
+    else:
+        told = f"WARNING: {there}, where the run was started, is not here: relative paths start at {Path.cwd()}"
+        console.print(Text(f"{told}; change into the folder that holds what they name", style="yellow"), soft_wrap=True)
+        yield
+
+
+def _require_whole(original: Original) -> None:
+    """Whether it was trained from the first step. Raises: RequestError."""
+    if original.run is None or not (original.run / RUN_FILE).is_file():
+        require_whole_words(original.manifest, "its manifest says that")
+    else:
+        require_whole(read_run(original.run), config_of(original.run))
+
+
+def _reproduce(original: Original, outputs: Path, recipes_dirs: list[Path], console: Console, *, dry_run: bool) -> int:
+    recipe = original.manifest["recipe"]
+    words = [*original.words, "training.resume=never", f"outputs={quoted(str(outputs))}"]
+    job = plan_job(recipe, words, recipes_dirs)
+    with naming(original.run or original.file):
+        for line in require_same_config(original, job.config, recipes_dirs):
+            console.print(Text(line, style="yellow"), soft_wrap=True)
+        require_same_files(original.manifest, job.config)
+        require_same_weights(original.manifest, job.config)
+        for line in told_differences(original.manifest, job.config):
+            console.print(Text(line), soft_wrap=True)
+        if dry_run:
+            _tell_plan(original, job, recipes_dirs, console)
+            return 0
+        recorded = choose_recorded(original, job.config, recipes_dirs)
+    console.print(Text(f"to be compared with {recorded.name}"), soft_wrap=True)
+    require_same_data(original, job, console)
+    folder = create_run_folder(outputs, recipe or WITHOUT_RECIPE)
+    if (code := _train(original, job, folder, recipes_dirs, console)) != 0:
+        return code
+    if isinstance(job.config.launcher, SlurmConfig) and not job.config.launcher.wait:
+        compare = shlex.join(["tunebook", *_comparing(original, folder, recipes_dirs)])
+        console.print(Text(f"to compare it when the job has ended: {compare}"), soft_wrap=True)
+        return 0
+    record = read_finished(folder)
+    return show_verification(hold_against(recorded, record), record, console)
+
+
+def _tell_plan(original: Original, job: Draft, recipes_dirs: list[Path], console: Console) -> None:
+    """What would be run and held against what; that nothing is recorded to hold it against ends no dry run."""
+    console.print(Text(f"to be run: {_train_command(job, job.overrides, recipes_dirs)}"), soft_wrap=True)
+    try:
+        told, style = f"to be compared with {choose_recorded(original, job.config, recipes_dirs).name}", ""
+    except RequestError as error:
+        if error.problem_id not in _NOTHING_RECORDED:
+            raise
+        told, style = f"WARNING: there is nothing to verify it against, so it is not run: {error.message}", "yellow"
+    console.print(Text(told, style=style), soft_wrap=True)
+
+
+def _train(original: Original, job: Draft, folder: Path, recipes_dirs: list[Path], console: Console) -> int:
+    """Run it in its new folder, and tell how to go on where that was stopped; a refusal leaves no empty folder."""
+    try:
+        code = run_job(job, console, folder=folder)
+    except (StoppedError, KeyboardInterrupt):
+        console.print(Text(how_to_go_on(original, job, folder, recipes_dirs)), soft_wrap=True)
+        raise
+    except Exception:
+        remove_if_empty(folder)
+        raise
+    if code == StoppedError.exit_code:
+        console.print(Text(how_to_go_on(original, job, folder, recipes_dirs)), soft_wrap=True)
+    return code
+
+
+def how_to_go_on(original: Original, job: Draft, folder: Path, recipes_dirs: list[Path]) -> str:
+    """The lines that go on with a reproduction that was stopped, since the same command would begin another run."""
+    words = [word for word in job.overrides if not word.startswith("training.resume=")]
+    lines = (
+        "the same `tunebook reproduce` would begin again; to go on with this run, and to compare it:",
+        _train_command(job, words, recipes_dirs, "--run-folder", str(folder)),
+        shlex.join(["tunebook", *_comparing(original, folder, recipes_dirs)]),
+    )
+    return "\n  ".join(lines)
+
+
+def _train_command(job: Draft, words: Sequence[str], recipes_dirs: list[Path], *options: str) -> str:
+    """What trains it, wherever it is typed: relative paths start where this is asked."""
+    recipe = [job.config.recipe] if job.config.recipe is not None else []
+    train = shlex.join(["tunebook", "train", *recipe, *words, *_options(recipes_dirs), *options])
+    return train if typed_in(job.config) is None else f"cd {shlex.quote(str(Path.cwd()))} && {train}"
+
+
+def _comparing(original: Original, folder: Path, recipes_dirs: list[Path]) -> list[str]:
+    """The command that holds a finished reproduction against what is to be reproduced."""
+    if original.has_curve:
+        return ["diff", str(original.run), str(folder)]
+    return ["verify", str(folder), *_options(recipes_dirs)]
+
+
+def _options(recipes_dirs: list[Path]) -> list[str]:
+    return [part for named in recipes_dirs for part in ("--recipes-dir", str(named))]
+
+
+def require_same_config(original: Original, config: RunConfig, recipes_dirs: list[Path]) -> list[str]:
+    """Whether the words still mean what they meant; what is to be said where they do, and this machine decides more.
+
+    Raises: RequestError naming the keys that come out otherwise here. Without the run's folder only the seed and the
+    hash of the whole are known.
+    """
+    manifest = original.manifest
+    if original.run is not None:
+        _require_equal(manifest, _frozen(original.run, manifest), config)
+        return []
+    if manifest["seed"] != config.training.seed:
+        raise _otherwise(manifest, f"training.seed is {config.training.seed}, recorded with {manifest['seed']}")
+    version = manifest.get("hash_version", 1)
+    if version != HASH_VERSION:
+        return [
+            f"WARNING: the manifest notes its configuration by a hash of version {version}, and this Tunebook writes "
+            f"{HASH_VERSION}: whether the same command still trains the same is not known without the run's folder"
+        ]
+    if has_hash(config, manifest["config_sha256"]):
+        return []
+    machine = machine_of_manifest(manifest["hardware"])
+    there = draft_run(manifest["recipe"], original.words, recipes_dirs, machine).resolution
+    if there is None or not has_hash(there.config, manifest["config_sha256"]):
+        raise _otherwise(
+            manifest,
+            f"the configuration's hash is {config_hash(config)[:12]}, recorded with {manifest['config_sha256'][:12]}, "
+            "and is another for the recorded machine too (the run's whole folder would tell which key)",
+        )
+    _require_equal(manifest, there.config, config)
+    decided = named_differences(changed_settings(result_settings(there.config), result_settings(config)))
+    return [f"WARNING: this machine is another than the run's, and decides what was left open otherwise: {decided}"]
+
+
+def _frozen(run: Path, manifest: dict[str, Any]) -> RunConfig:
+    """A run's configuration. Raises: RequestError where it is not there, or not what the manifest notes."""
+    record = read_run(run)
+    if record.config is None:
+        raise RequestError(
+            f"{run} lacks {RUN_FILE}; copy its {MANIFEST_FILE} elsewhere and name that, to reproduce what it says",
+            problem_id="run-not-finished",
+        )
+    config = config_of(run)
+    require_unchanged(run, record.config, config, manifest)
+    return config
+
+
+def _require_equal(manifest: dict[str, Any], then: RunConfig, now: RunConfig) -> None:
+    """Of two machines no more than the machine and the split of a step may differ."""
+    if differing := config_differences(comparable_config(then), comparable_config(now)):
+        raise _otherwise(manifest, named_differences(differing))
+
+
+def _otherwise(manifest: dict[str, Any], differing: str) -> RequestError:
+    return RequestError(
+        f"the same words come to something else here: {differing}. The book was changed since (the run is of commit "
+        f"{_commit(manifest)}), or this machine makes another choice: check that commit out, or type the recorded "
+        "values",
+        problem_id="reproduces-otherwise",
+    )
+
+
+def choose_recorded(original: Original, config: RunConfig, recipes_dirs: list[Path]) -> Recorded:
+    """What the run will be held against, before hours are spent on it. Raises: RequestError where there is nothing."""
+    if original.has_curve:
+        assert original.run is not None
+        return recorded_run(read_finished(original.run), recipes_dirs)
+    here = original.manifest | {"hardware": describe_hardware(original.manifest["hardware"]["nccl"])}
+    record = RunRecord(folder=original.run or Path(), manifest=here)
+    inputs, hardware = gather_inputs(record, config), gather_hardware(record, config)
+    return recorded_evidence(config, inputs, hardware, recipes_dirs)
+
+
+def require_same_files(manifest: dict[str, Any], config: RunConfig) -> None:
+    """Whether the data's files are here as they were, without preparing them; the hub is not asked.
+
+    Raises: DataError for a file that is not there, RequestError for another.
+    """
+    dataset = config.dataset
+    places = {"dataset": dataset} | {f"dataset.parts.{name}": part for name, part in dataset.parts.items()}
+    named = {f"{key}.path": place.path for key, place in places.items() if place.source is Source.files}
+    named["dataset.validation_path"] = dataset.validation_path
+    here = {remembered_hash(file.path) for key, path in named.items() if path for file in find_files(path, key)}
+    for record in (manifest["dataset"] or {}).get("records", []):
+        if record["location"].lower().endswith(SUFFIXES) and record.get("sha256") not in (None, *here):
+            raise RequestError(
+                f"{record['location']}, which the run read, is not here as it was; take the files back to what they "
+                "were, or change into the folder that the run was started in",
+                problem_id="reproduces-otherwise",
+            )
+
+
+def require_same_weights(manifest: dict[str, Any], config: RunConfig) -> None:
+    """Whether the weights that the run started from are here as they were; older manifests do not say.
+
+    Raises: RequestError for others.
+    """
+    then = recorded_fingerprint(manifest)
+    if then is None:
+        return
+    now = weights_fingerprint(config.model)
+    if now != then:
+        raise RequestError(
+            f"the run started from other weights than it would here: those of {model_location(config.model)} "
+            f"{told(now)}, and the run's had {then[:12]}...; put the weights back that it started from",
+            problem_id="reproduces-otherwise",
+        )
+
+
+def require_same_data(original: Original, job: Draft, console: Console) -> None:
+    """Prepare the data, which the run then finds prepared. Raises: RequestError where it is not what was trained on."""
+    prepared = prepare_data(job.config, console)
+    manifest = original.manifest
+    found = {
+        "the data": ((manifest["dataset"] or {}).get("content_sha256"), prepared.content_sha256),
+        "the tokenizer": (manifest["tokenizer_sha256"], prepared.tokenizer_sha256),
+        "the chat template": (manifest["chat_template_sha256"], prepared.chat_template_sha256),
+    }
+    others = [name for name, (then, now) in found.items() if then is not None and then != now]
+    if others:
+        raise RequestError(
+            f"{' and '.join(others)} {'are' if len(others) > 1 else 'is'} not what the run was trained with; take the "
+            "files back to what they were, or name the revision that it used (dataset.revision=, model.revision=)",
+            problem_id="reproduces-otherwise",
+        )
+
+
+def told_differences(manifest: dict[str, Any], config: RunConfig) -> Iterator[str]:
+    """What of code, packages, image, variables and machine is not as it was, a line each; says so where all is."""
+    here = {
+        "code": describe_code(book_root()),
+        "environment": describe_environment(config.hardware.generation.name),
+        "hardware": describe_hardware(manifest["hardware"]["nccl"]),
+    }
+    if manifest["environment"].get("variables") is None:
+        del here["environment"]["variables"]  # nobody knows what they were
+    found = [one for section in _HERE for one in flat_differences(manifest[section], here[section], section)]
+    differing = [one for one in found if not one[0].startswith(_NOT_TOLD)]
+    if not differing:
+        yield "code, packages and machine are as they were"
+        return
+    yield f"different here ({len(differing)}):"
+    for key, one, other in differing:
+        yield f"  {key}: {_text(other)}, then {_text(one)}"
+
+
+def _text(value: Any) -> str:
+    return "none" if value is None else str(value)
+
+
+def _commit(manifest: dict[str, Any]) -> str:
+    return str(manifest["code"].get("git_commit") or "unknown")[:12]

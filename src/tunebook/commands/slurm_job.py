@@ -1,0 +1,19 @@
+"""`python -m tunebook.commands.slurm_job RUN_FOLDER`: the program of a job script; see `slurm_turn`."""
+
+import signal
+import sys
+from pathlib import Path
+
+
+def main() -> int:
+    """Note requests to stop from the first moment: Slurm may want the nodes back while Python still imports."""
+    asked: list[signal.Signals] = []
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, lambda number, _frame: asked.append(signal.Signals(number)))
+    from tunebook.commands.slurm_turn import carry_out_turn
+
+    return carry_out_turn(Path(sys.argv[1]), asked)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""One turn of a Slurm job, on its first node: the run of a folder, until it ends or Slurm wants the nodes back."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from tunebook.checkpoint.newest import newest_checkpoint
+from tunebook.commands.attempt import Attempt
+from tunebook.config.frozen import load_config
+from tunebook.config.schema import SlurmConfig
+from tunebook.errors import RequestError, StoppedError, TunebookError
+from tunebook.launch.node_facts import folder_problem
+from tunebook.launch.resume import is_trained
+from tunebook.record.files import RUN_FILE
+from tunebook.record.manifest import RunState, read_manifest, update_manifest
+from tunebook.record.provenance import describe_hardware
+from tunebook.record.run_folder import clear_outcomes, working_in
+from tunebook.slurm import JobState, patient_job_state, patient_requeue
+from tunebook.train.other_launchers import removal_notice, remove_other_launchers
+
+_LOCK_WITHIN_S = 60.0  # the one who submitted this job still holds the folder for a moment
+_WARNED_EARLIER_S = 60 + 30  # up to a minute, by `man sbatch`; and what its own clock may lag
+_BY_SLURM = "SIGUSR1"  # what the job script asks Slurm to send before it takes the job away
+
+
+def carry_out_turn(folder: Path, asked: Sequence[signal.Signals] = ()) -> int:
+    """Carry out one turn of the job; its exit code is the run's. `asked` holds requests to stop that no step took."""
+    console = Console(width=160)
+    if removed := remove_other_launchers(os.environ):  # of the shell that sbatch was typed in, or of the site's own
+        console.print(removal_notice(removed), markup=False, highlight=False, soft_wrap=True)
+    try:
+        if problem := folder_problem(folder):
+            raise RequestError(problem, problem_id="folder-not-shared")
+        config = load_config(folder / RUN_FILE)
+        assert isinstance(config.launcher, SlurmConfig)
+        with working_in(folder, _LOCK_WITHIN_S) as lock:
+            _begin(folder, is_done=is_trained(folder, config))
+            before = newest_checkpoint(folder)
+            attempt = Attempt(config=config, folder=folder, lock=lock, console=console, asked=asked)
+            try:
+                code = attempt.carry_out()
+            except TunebookError as error:
+                console.print(f"error: {error.message}", markup=False, highlight=False, soft_wrap=True)
+                code = error.exit_code
+            has_progress = newest_checkpoint(folder) != before or is_trained(folder, config)
+        if code == StoppedError.exit_code and attempt.stopped_by == _BY_SLURM and config.launcher.requeue:
+            _requeue(config.launcher, console, has_progress=has_progress)
+    except TunebookError as error:
+        console.print(f"error: {error.message}", markup=False, highlight=False, soft_wrap=True)
+        return error.exit_code
+    return code
+
+
+def _begin(folder: Path, *, is_done: bool) -> None:
+    """Bring the records to the start of this turn: where it runs, and what became of the turns before."""
+    manifest = read_manifest(folder)
+    facts: dict[str, Any] = {
+        "hardware": describe_hardware(None),
+        "slurm": {
+            "job_id": os.environ["SLURM_JOB_ID"],
+            "nodes": os.environ.get("SLURM_JOB_NODELIST"),
+            "restarts": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+        },
+    }
+    status = manifest["status"]
+    if status["state"] != RunState.running.name:
+        facts["earlier_attempts"] = [*manifest["earlier_attempts"], status]
+        started = datetime.now(UTC).isoformat(timespec="seconds")
+        running = {"state": RunState.running.name, "exit_code": None, "reason": None, "started": started}
+        facts["status"] = running | {"ended": None, "seconds": None}
+    update_manifest(folder, facts)
+    if not is_done:
+        clear_outcomes(folder)
+
+
+def _requeue(settings: SlurmConfig, console: Console, *, has_progress: bool) -> None:
+    """Ask for another turn, unless this one was used up and brought the run no further: then the next would not either.
+
+    One that was preempted early is asked for again: the next may be longer. A controller that is silent is waited for:
+    a job that ended now would have ended for good.
+    """
+    job_id = os.environ["SLURM_JOB_ID"]
+
+    def say(text: str) -> None:
+        console.print(f"job {job_id}: {text}", markup=False, highlight=False, soft_wrap=True)
+
+    try:
+        if not has_progress and _is_used_up(settings, patient_job_state(job_id, say)):
+            console.print("not requeued: this turn saved nothing; a longer launcher.time_limit is needed")
+            return
+        refused = patient_requeue(job_id, say)
+    except TunebookError as error:
+        refused = error.message
+    said = "requeued: it goes on in this folder" if refused is None else f"not requeued: {refused}"
+    console.print(f"job {job_id} {said}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _is_used_up(settings: SlurmConfig, state: JobState | None) -> bool:
+    """Whether the time limit is why Slurm wants the nodes back."""
+    if state is None or state.limit_s is None:
+        return False
+    return state.limit_s - state.run_s <= settings.stop_timeout_s + _WARNED_EARLIER_S

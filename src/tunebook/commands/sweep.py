@@ -1,0 +1,186 @@
+"""What `tunebook sweep` does: list or propose the trials, check them, run each in its own folder, rank them.
+
+Exit code: 0 when every trial finished or was pruned, otherwise that of the first trial (in the order of the sweep) that
+did not finish; 6 when the sweep was stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from tunebook.checkpoint.candidates import same_command
+from tunebook.commands.sweep_planning import SweepPlan, plan_sweep
+from tunebook.config.identity import hash_anywhere
+from tunebook.errors import RequestError
+from tunebook.plan.show import preparing
+from tunebook.record.run_folder import WITHOUT_RECIPE
+from tunebook.sweep.folder import Request, SweepFolder, create, newest_with, working_on
+from tunebook.sweep.launching import CommandOf, RunHere, RunTrial, TrialList, TrialSource, work_off
+from tunebook.sweep.options import SweepLauncher, SweepOptions, check_options
+from tunebook.sweep.results import Ranking, TrialResult, rank, read_result, sweep_exit_code
+from tunebook.sweep.shares import machine_shares
+from tunebook.sweep.slurm_trials import RunInSlurm
+from tunebook.sweep.table import best_line, sweep_table, trial_table, write_csv
+from tunebook.sweep.trial_process import EXIT_STOPPED, Stopping, TrialEnd, wait_until_free
+from tunebook.sweep.trials import Trial, without_resume_word
+
+CSV_FILE = "sweep.csv"
+_MANY = 50  # trials: from here on checking them takes seconds
+
+
+def sweep_command(
+    recipe: str | None,
+    words: list[str],
+    recipes_dirs: list[Path],
+    console: Console,
+    *,
+    options: SweepOptions | None = None,
+    dry_run: bool = False,
+    command_of: CommandOf | None = None,
+) -> int:
+    """Run a sweep, print the ranked table and write `sweep.csv`; returns the exit code.
+
+    Raises: RequestError, before anything runs, when any trial would be refused.
+    """
+    options = options or SweepOptions()
+    check_options(options)
+    with preparing(console) as show:
+
+        def progress(done: int, total: int) -> None:
+            if total >= _MANY:
+                show(done, total, f"checking {total} trials")
+
+        plan = plan_sweep(recipe, words, recipes_dirs, options, is_started=not dry_run, progress=progress)
+    if dry_run:
+        console.print(trial_table(plan.trials, plan.space))
+        console.print(Text(plan.describe()), soft_wrap=True)
+        for why, names in plan.too_large().items():
+            console.print(Text(f"warning: {', '.join(names)}: {why}", style="yellow"), soft_wrap=True)
+        return 0
+    stopping = Stopping()
+    with _at_work(plan, console) as (folder, source), stopping.listening():
+        if plan.options.way is not SweepLauncher.slurm:
+            _wait_for_leftovers(folder, source.trials, console)
+        run_one = _run_one(plan, folder, stopping, command_of or plan.command)
+        work_off(source, run_one, stopping, plan.num_at_once, folder.has_filled_disk)
+        return _conclude(plan, folder, source.trials, console, was_stopped=stopping.num_requests > 0)
+
+
+@contextmanager
+def _at_work(plan: SweepPlan, console: Console) -> Iterator[tuple[SweepFolder, TrialSource]]:
+    """The folder of an interrupted sweep that was asked for the same, or a new one, held; and the trials to run."""
+    config = plan.configs[0]
+    request = Request(
+        recipe=plan.recipe,
+        overrides=without_resume_word(plan.words),
+        config_sha256=hash_anywhere(config, plan.asked),
+        search=plan.search_record(),
+        gpus_per_trial=plan.division.gpus_per_trial if plan.division else None,
+    )
+    outputs, recipe = Path(config.outputs), plan.recipe or WITHOUT_RECIPE
+    earlier = newest_with(request, outputs, recipe) if config.training.resume != "never" else None
+    if earlier is not None:
+        with working_on(earlier):
+            source = _source(plan, earlier)
+            num_done = sum(earlier.is_done(trial) for trial in source.trials)
+            if num_done < plan.num_trials:
+                told = f"going on with the sweep in {earlier.path}: {num_done} of {plan.num_trials} trials are done"
+                told += f"; to start anew: training.resume=never\n{plan.describe()}"
+                console.print(Text(told), soft_wrap=True)
+                yield earlier, source
+                return
+    folder = create(request, outputs, recipe)
+    with working_on(folder):
+        console.print(Text(f"sweep of {plan.num_trials} trials: {folder.path}\n{plan.describe()}"), soft_wrap=True)
+        yield folder, _source(plan, folder)
+
+
+def _source(plan: SweepPlan, folder: SweepFolder) -> TrialSource:
+    if plan.space is None:
+        return TrialList(plan.trials, folder)
+    from tunebook.sweep.study import Search
+
+    return Search(plan.search_plan(), folder)
+
+
+def _wait_for_leftovers(folder: SweepFolder, trials: list[Trial], console: Console) -> None:
+    """Wait for trials that a killed sweep left at work: they save and end, and their GPUs are not free until then."""
+    for trial in trials:
+        run_folder = folder.run_folder(trial)
+
+        def say(name: str = trial.name) -> None:
+            console.print(f"waiting for {name}, which still saves")
+
+        if not wait_until_free(run_folder, say):
+            raise RequestError(
+                f"{run_folder} is still at work, on what this sweep would use; end it, or start a sweep beside it: "
+                "training.resume=never",
+                problem_id="sweep-is-running",
+            )
+
+
+def _run_one(plan: SweepPlan, folder: SweepFolder, stopping: Stopping, command_of: CommandOf) -> RunTrial:
+    if plan.options.way is SweepLauncher.slurm:
+        return RunInSlurm(
+            folder=folder,
+            command_of=command_of,
+            config_of=plan.config_of,
+            stopping=stopping,
+            num_trials=plan.num_trials,
+        )
+    return RunHere(
+        folder=folder,
+        command_of=command_of,
+        config_of=plan.config_of,
+        shares=machine_shares(plan.num_at_once),
+        stopping=stopping,
+        num_trials=plan.num_trials,
+        prints_to_files=plan.num_at_once > 1,
+    )
+
+
+def _conclude(plan: SweepPlan, folder: SweepFolder, trials: list[Trial], console: Console, *, was_stopped: bool) -> int:
+    """Write and print what the trials came to; the exit code."""
+    ends = [folder.end_of(trial) for trial in trials]
+    results = [read_result(trial, folder.run_folder(trial), end) for trial, end in zip(trials, ends, strict=True)]
+    if results:
+        ranking = rank(results, plan.goal)
+        write_csv(ranking, folder.path / CSV_FILE)
+        console.print(sweep_table(ranking))
+        if ranking.ranked:
+            console.print(Text(best_line(plan.recipe, ranking.ranked[0], plan.recipes_dirs)), soft_wrap=True)
+        console.print(Text(f"written: {folder.path / CSV_FILE}"), soft_wrap=True)
+    again = same_command(plan.configs[0])
+    if was_stopped and (len(trials) < plan.num_trials or any(map(_was_cut_short, ends))):
+        console.print(f"stopped; {again} goes on with it")
+        return EXIT_STOPPED
+    if any(folder.has_filled_disk(trial) for trial in trials):
+        console.print(f"no further trials were started, since the disk is full; free some space, and {again} goes on")
+    elif num_left := sum(not folder.is_done(trial) for trial in trials):
+        console.print(f"{again} tries {num_left} of {plan.num_trials} trials again")
+    _require_metric(plan, ranking, results)
+    return sweep_exit_code(results)
+
+
+def _was_cut_short(end: TrialEnd | None) -> bool:
+    """Whether a trial did not come to its end because its sweep, or its job, was stopped."""
+    return end is None or ((end.was_interrupted or end.exit_code == EXIT_STOPPED) and not end.was_pruned)
+
+
+def _require_metric(plan: SweepPlan, ranking: Ranking, results: list[TrialResult]) -> None:
+    """Refuse to call a search a success that had nothing to go by."""
+    if plan.goal is None or ranking.ranked or not any(result.has_finished for result in results):
+        return
+    measured = [
+        name for name in ("validation_loss", "final_loss") if any(getattr(r, name) is not None for r in results)
+    ]
+    instead = " or ".join(f"--metric={name}" for name in measured or ["seconds"])
+    raise RequestError(
+        f"--metric={plan.goal.metric}: no trial has it; type {instead}",
+        problem_id="sweep-metric",
+    )

@@ -1,0 +1,293 @@
+"""A sweep before it starts: its trials or its search, checked as by `tunebook train`, and how they are launched."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tunebook.commands.sweep_dividing import Division, TrialDrafts, divide
+from tunebook.config.schema import RunConfig, SlurmConfig
+from tunebook.errors import DoesNotFitError, RequestError
+from tunebook.hardware.detect import detect_machine
+from tunebook.plan.auto.decisions import asked_keys
+from tunebook.plan.draft import Draft
+from tunebook.slurm import check_job
+from tunebook.sweep.options import METRICS, SHOWN_WHILE_RUNNING, Direction, SweepLauncher, SweepOptions
+from tunebook.sweep.results import Goal
+from tunebook.sweep.shares import num_at_once, uses_this_machine
+from tunebook.sweep.slurm_trials import check_jobs, split_overrides
+from tunebook.sweep.space import Space, corners, describe, read_space
+from tunebook.sweep.trial_process import train_command
+from tunebook.sweep.trials import Trial, check_trials, expand_trials, without_resume_word
+
+if TYPE_CHECKING:
+    from tunebook.sweep.study import SearchPlan
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepPlan:
+    """A sweep that has passed every check."""
+
+    recipe: str | None
+    words: list[str]  # the overrides as they are composed
+    recipes_dirs: list[Path]
+    options: SweepOptions
+    trials: list[Trial]  # of a list all, of a search the ends of its ranges
+    configs: list[RunConfig]  # theirs
+    fixed: list[str]  # of a search: the overrides that all trials have
+    space: Space | None  # None: a list
+    goal: Goal | None  # None: ranked by what all have
+    num_at_once: int
+    drafts: TrialDrafts
+    division: Division | None  # None: every trial says how many GPUs it takes
+
+    @property
+    def num_trials(self) -> int:
+        """How many there will be."""
+        return len(self.trials) if self.space is None else self.options.num_trials or 0
+
+    @property
+    def asked(self) -> frozenset[str]:
+        """The keys of the first trial that somebody has set."""
+        resolution = self.drafts.divided(self.trials[0].overrides, self.division).resolution
+        return asked_keys(resolution.choices) if resolution is not None else frozenset()
+
+    def config_of(self, trial: Trial) -> RunConfig:
+        """A trial's configuration. Raises: RequestError where its values break a rule together."""
+        for known, config in zip(self.trials, self.configs, strict=True):
+            if known.overrides == trial.overrides:
+                return config
+        draft = self.drafts.divided(trial.overrides, self.division)
+        draft.raise_errors()
+        return draft.config
+
+    def too_large(self) -> dict[str, list[str]]:
+        """Why trials of the list will end with 3, each reason with the names of those: they do not fit by estimate."""
+        found: dict[str, list[str]] = {}
+        for trial in self.trials if self.space is None else []:
+            try:
+                self.drafts.divided(trial.overrides, self.division).raise_if_too_large()
+            except DoesNotFitError as error:
+                found.setdefault(error.message, []).append(trial.name)
+        return found
+
+    def command(self, trial: Trial, run_folder: Path) -> list[str]:
+        """What trains a trial where it runs."""
+        overrides = list(trial.overrides)
+        if self.config_of(trial).training.resume == "never":
+            # That is about the sweep: in the trials' own folders Slurm's next turn, or the same command, goes on.
+            overrides = [*without_resume_word(overrides), "training.resume=auto"]
+        if self.options.way is SweepLauncher.slurm:
+            overrides = split_overrides(overrides)[1]
+        return train_command(self.recipe, overrides, run_folder, self.recipes_dirs)
+
+    def search_plan(self) -> SearchPlan:
+        """What the study needs to know."""
+        from tunebook.sweep.study import SearchPlan
+
+        assert self.space is not None and self.goal is not None
+        return SearchPlan(
+            fixed=self.fixed,
+            space=self.space,
+            goal=self.goal,
+            num_trials=self.num_trials,
+            seed=self.options.seed or 0,
+            prune_from=self.options.prune,
+            is_direction_named=self.options.direction is not None,
+        )
+
+    def search_record(self) -> dict[str, Any] | None:
+        """The search as JSON; two with the same go on with each other's trials."""
+        if self.space is None or self.goal is None:
+            return None
+        return {
+            "search": self.options.search,
+            "space": describe(self.space),
+            "metric": self.goal.metric,
+            "direction": self.goal.direction.name,
+            "seed": self.options.seed or 0,
+            "prune": self.options.prune,
+        }
+
+    def describe(self) -> str:
+        """How it will be run, in a line or two."""
+        at_once = "one at a time" if self.num_at_once == 1 else f"{self.num_at_once} at a time"
+        how = {
+            SweepLauncher.basic: at_once,
+            SweepLauncher.joblib: f"{at_once}, {self._shares}",
+            SweepLauncher.slurm: f"as Slurm jobs, {at_once}",
+        }[self.options.way]
+        if self.goal is None or self.space is None:
+            return how
+        return (
+            f"{how}; searched by Optuna: {self.goal.direction.name} {self.goal.metric}, seed {self.options.seed or 0}"
+        )
+
+    @property
+    def _shares(self) -> str:
+        """What trials side by side compute on."""
+        if self.division is None:
+            return "each on GPUs or cores of its own"
+        num_gpus, jobs = self.division.num_gpus, self.options.jobs or 0
+        sizes = " or ".join(map(str, sorted({config.hardware.gpus_per_node or 1 for config in self.configs})))
+        waiting = f"; of --jobs={jobs} the others wait for one" if min(jobs, self.num_trials) > num_gpus else ""
+        left = num_gpus - self.division.num_at_once * self.division.gpus_per_trial
+        idle = f", {left} of which stay{'s' * (left == 1)} idle" if left and sizes.isdigit() else ""
+        return f"each on {sizes} of the {num_gpus} GPUs found here{idle} (or hardware.gpus_per_node=N){waiting}"
+
+
+def plan_sweep(
+    recipe: str | None,
+    words: list[str],
+    recipes_dirs: list[Path],
+    options: SweepOptions,
+    *,
+    is_started: bool,
+    progress: Progress | None = None,
+) -> SweepPlan:
+    """Compose and check every trial. Raises: RequestError with what to type, before anything is written.
+
+    `progress` hears how many are worked out, of how many.
+    """
+    _require_packages(options)
+    if options.way is SweepLauncher.slurm:
+        words = split_overrides(words)[0]
+    fixed: list[str] = []
+    space: Space | None = None
+    if options.search is None:
+        trials = expand_trials(words)
+    else:
+        fixed, space = read_space(words)
+        trials = corners(fixed, space)
+    num_trials = len(trials) if space is None else options.num_trials or 0
+    drafts = TrialDrafts(recipe=recipe, recipes_dirs=recipes_dirs, machine=detect_machine())
+    for number, trial in enumerate(trials, 1):
+        drafts.whole(trial.overrides)
+        if progress is not None:
+            progress(number, len(trials))
+    # A search may be given more trials later, which must not change what the first ones ran on.
+    division = divide(drafts, trials, options, num_trials if space is None else None)
+    configs: list[RunConfig] = []
+    try:
+        check_trials(
+            trials, lambda words: configs.append(_checked(drafts.divided(words, division), options, is_started))
+        )
+    except RequestError as error:
+        raise (_with_whole_numbers(error, space) if space else error) from error
+    if options.way is SweepLauncher.slurm and is_started:
+        check_job(configs[0])
+    return SweepPlan(
+        recipe=recipe,
+        words=words,
+        recipes_dirs=recipes_dirs,
+        options=options,
+        trials=trials,
+        configs=configs,
+        fixed=fixed,
+        space=space,
+        goal=_goal(options, configs[0]),
+        num_at_once=num_at_once(options, configs, num_trials, division.num_at_once if division else None),
+        drafts=drafts,
+        division=division,
+    )
+
+
+def _require_packages(options: SweepOptions) -> None:
+    """Refuse what needs a package that is not here. Raises: RequestError with what installs it."""
+    needed = {
+        "--launcher=joblib": ("joblib", "joblib>=1.4,<2", options.way is SweepLauncher.joblib),
+        "--search=optuna": ("optuna", "optuna>=5,<6", options.search is not None),
+    }
+    for option, (package, requirement, is_needed) in needed.items():
+        if is_needed and find_spec(package) is None:
+            raise RequestError(
+                f"{option} needs the package {package}, which is not installed here; type: pip install '{requirement}'",
+                problem_id="sweep-package",
+            )
+
+
+def _with_whole_numbers(error: RequestError, space: Space) -> RequestError:
+    """The same error; where a search proposes fractions for a whole number, with how to search whole ones."""
+    from optuna.distributions import FloatDistribution
+
+    wrong = [
+        f"{key}=int(interval({distribution.low:g},{distribution.high:g}))"
+        for key, distribution in space.items()
+        if isinstance(distribution, FloatDistribution)
+        and re.search(rf"{re.escape(key)}=\S+ is not a whole", error.message)
+    ]
+    if not wrong:
+        return error
+    return RequestError(f"{error.message}\nto search whole numbers: {' '.join(wrong)}", problem_id="sweep-range")
+
+
+def _checked(draft: Draft, options: SweepOptions, is_started: bool) -> RunConfig:
+    """One trial's configuration; where it is to be started, this must be the machine and the image for it."""
+    draft.raise_errors()
+    resolution = draft.resolved
+    if is_started and resolution.problem is not None:
+        raise RequestError(resolution.why_not_runnable, problem_id=resolution.problem.id)
+    check_launch(resolution.config, options)
+    draft.raise_if_data_is_missing()
+    return resolution.config
+
+
+def check_launch(config: RunConfig, options: SweepOptions) -> None:
+    """Refuse trials whose end nobody would see. Raises: RequestError."""
+    if options.way is SweepLauncher.slurm:
+        check_jobs(config)
+    elif isinstance(config.launcher, SlurmConfig) and not config.launcher.wait:
+        raise RequestError(
+            "launcher=slurm: a trial would end when its job is submitted, and the sweep before anything is trained; "
+            "let the sweep submit its trials: --launcher=slurm, or let each trial wait for its job: launcher.wait=true",
+            problem_id="sweep-option",
+        )
+    elif uses_this_machine(config) and config.hardware.num_nodes > 1:
+        raise RequestError(
+            f"hardware.num_nodes={config.hardware.num_nodes}: launcher=local on several nodes waits for a command on "
+            "each of them, for every trial; use launcher=slurm launcher.wait=true or launcher=ray, or "
+            "hardware.num_nodes=1",
+            problem_id="sweep-option",
+        )
+
+
+def _goal(options: SweepOptions, config: RunConfig) -> Goal | None:
+    """What is searched for, or ranked by. Raises: RequestError for what no trial will measure."""
+    if options.metric is None and options.search is None:
+        return None
+    measured = _measured(config)
+    metric = options.metric or measured[0]
+    if metric not in measured:
+        how = {
+            "validation_loss": "hold some documents out: dataset.validation_share=0.05",
+            "evaluation_score": "choose an evaluation, such as evaluation=quickstart, with evaluation.after=true",
+        }[metric]
+        others = ", ".join(f"--metric={name}" for name in measured)
+        raise RequestError(
+            f"--metric={metric}: no trial of this sweep measures it; {how}; or type one of {others}",
+            problem_id="sweep-metric",
+        )
+    if options.prune and metric not in SHOWN_WHILE_RUNNING:
+        raise RequestError(
+            f"--prune: a running trial does not show its {metric} yet; type --metric=final_loss, or leave --prune out",
+            problem_id="sweep-option",
+        )
+    direction = METRICS[metric] if options.direction is None else Direction[options.direction]
+    return Goal(metric=metric, direction=direction)
+
+
+def _measured(config: RunConfig) -> list[str]:
+    """The metrics that a run of this configuration ends with, the most telling first."""
+    missing = set()
+    data = config.dataset
+    if not (data.validation_split or data.validation_path or data.validation_share > 0):
+        missing.add("validation_loss")
+    if not (config.evaluation.tasks and config.evaluation.after):
+        missing.add("evaluation_score")
+    return [name for name in METRICS if name not in missing]

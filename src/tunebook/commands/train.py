@@ -1,0 +1,262 @@
+"""The main job, from words on a command line to a report: compose, check, plan, prepare, launch, evaluate, record."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.text import Text
+
+from tunebook.checkpoint.candidates import expected_checkpoint
+from tunebook.checkpoint.identity import identity_of
+from tunebook.commands.attempt import Attempt
+from tunebook.config.control_characters import require_printable
+from tunebook.config.frozen import config_to_yaml
+from tunebook.config.schema import RayConfig, RunConfig, SlurmConfig, world_size
+from tunebook.data.batch import BatchPlan, solve_batch
+from tunebook.data.view import show_summary
+from tunebook.errors import RequestError, RulesError
+from tunebook.evaluate.code.checks import check_code, has_code
+from tunebook.evaluate.preflight import require_task_data
+from tunebook.evaluate.sandbox.backends import HANDOVER_VARIABLE, SERVICE_HANDOVER
+from tunebook.evaluate.task_files import check_tasks, resolve_task
+from tunebook.files import atomic_write_json, atomic_write_text
+from tunebook.launch.commands import JOB_SCRIPT, job_commands, launch_command, show_command
+from tunebook.launch.node import join_run
+from tunebook.launch.nodes import has_later_nodes, is_later_node, open_to_nodes
+from tunebook.launch.resume import check_run_folder, is_trained, unfinished_run
+from tunebook.launch.slurm.container import is_contained
+from tunebook.launch.slurm.submit import follow, job_script, refuse_if_queued, submit
+from tunebook.model.hub import why_no_upload
+from tunebook.model.load import check_model
+from tunebook.model.weights_fingerprint import weights_fingerprint
+from tunebook.plan.auto.decisions import asked_keys
+from tunebook.plan.draft import Draft, draft_json, draft_run, estimate_time, refuse_too_large
+from tunebook.plan.memory.gpu import plan_memory
+from tunebook.plan.memory.host_memory import plan_host_memory
+from tunebook.plan.show import show_batch, show_choices
+from tunebook.record.files import PLAN_FILE, PREPARED_FILE, RUN_FILE
+from tunebook.record.manifest import MANIFEST_FILE, read_manifest, recorded_fingerprint, start_manifest
+from tunebook.record.run_folder import (
+    WITHOUT_RECIPE,
+    check_outputs,
+    clear_outcomes,
+    create_run_folder,
+    make_run_folder,
+    working_in,
+)
+from tunebook.record.start_up import StartClock
+from tunebook.slurm import check_job
+from tunebook.train.requirements import check_environment
+
+if TYPE_CHECKING:
+    from tunebook.checkpoint.record import Identity
+    from tunebook.data.prepared import Prepared
+
+
+def plan_job(recipe: str | None, overrides: list[str], recipes_dirs: list[Path]) -> Draft:
+    """Compose, resolve and check a run; nothing is downloaded, written or imported that needs a GPU.
+
+    Raises: RequestError for what does not compose, RulesError with every broken rule at once.
+    """
+    draft = draft_run(recipe, overrides, recipes_dirs)
+    draft.raise_errors()
+    draft.overrides = overrides
+    return draft
+
+
+def show_job(job: Draft, console: Console, folder: Path) -> None:
+    """Print the resolved choices, the batch arithmetic and the launch command; of a Slurm job also what it starts."""
+    show_choices(job.resolved.choices, job.problems, console)
+    assert job.batch is not None
+    show_batch(job.batch, console)
+    show_command(launch_command(job.config, folder), console)
+    if isinstance(job.config.launcher, SlurmConfig):
+        console.print(Text(f"{folder / JOB_SCRIPT}:\n{job_script(job.config, folder)}".rstrip()), soft_wrap=True)
+        for command in job_commands(job.config, folder):
+            show_command(command, console, "in the job")
+        if is_contained(job.config) and not (folder / PREPARED_FILE).is_file():
+            console.print(Text("  with the folder of the prepared data, known once that is prepared"), soft_wrap=True)
+
+
+def run_job(job: Draft, console: Console, *, folder: Path | None = None, clock: StartClock | None = None) -> int:
+    """Prepare, launch, evaluate and report; returns the exit code that the run's outcome asks for.
+
+    `clock` has the phases before this one, where somebody has counted them.
+    """
+    config, asked, clock = job.config, asked_keys(job.resolved.choices), clock or StartClock()
+    show_choices(job.resolved.choices, job.problems, console)
+    require_runnable(job)
+    if is_later_node(config):
+        return join_run(config, console)
+    if folder is not None:
+        folder = folder.expanduser().absolute()
+        require_printable("--run-folder", folder)
+        check_run_folder(config, folder, asked)
+    check_outputs(folder or Path(config.outputs))
+    clock.passed("checks")
+    with ExitStack() as stack:
+        # Before anything is prepared: a port in use is reported at once, and nodes that come early get an answer.
+        nodes = open_to_nodes(config, console) if has_later_nodes(config) else None
+        prepared = prepare_data(config, console)
+        clock.passed("data")
+        show_summary(prepared, console)
+        plan = solve_batch(config, prepared.train.load_lengths().astype("int64"))
+        show_batch(plan, console)
+        found = folder or unfinished_run(config, lambda text: console.print(Text(text), soft_wrap=True), asked)
+        is_done = found is not None and is_trained(found, config)
+        checkpoint = None if is_done else expected_checkpoint(config, found, _identity(config, prepared))
+        folder = _make_folder(config, found)
+        lock = stack.enter_context(working_in(folder))
+        set_up_folder(job, plan, prepared, folder)
+        console.print(Text(f"run folder: {folder}{_resume_note(config, folder, checkpoint)}"), soft_wrap=True)
+        clock.passed("run_folder")
+        if not isinstance(config.launcher, SlurmConfig):
+            attempt = Attempt(config=config, folder=folder, lock=lock, console=console, nodes=nodes, clock=clock)
+            return attempt.carry_out()
+        job_id = submit(config, folder, console)
+    # The folder is the job's now.
+    return follow(job_id, folder, console) if config.launcher.wait else 0
+
+
+def require_runnable(job: Draft) -> None:
+    """Refuse what can be planned but not run here. Raises: RequestError, RulesError, DoesNotFitError."""
+    problem = job.resolved.problem
+    if problem is not None:
+        raise RequestError(job.resolved.why_not_runnable, problem_id=problem.id)
+    if missing := check_environment(job.config):
+        raise RulesError(missing)
+    refuse_too_large(plan_memory(job.config))
+    plan_host_memory(job.config, job.resolved.host_memory_gib).raise_if_too_large()
+    check_launcher(job.config)
+    check_model(job.config.model)
+    if job.config.evaluation.tasks:
+        check_tasks(job.config.evaluation.tasks)
+        _check_sandbox(job.config)
+        require_task_data(job.config.evaluation.tasks)  # now, and not after hours of training
+    check_upload(job.config.training.push_to_hub)
+
+
+def check_launcher(config: RunConfig) -> None:
+    """Refuse a launch that cannot begin. Raises: RequestError with what to change, TunebookError when out of reach."""
+    if isinstance(config.launcher, SlurmConfig):
+        check_job(config)
+    elif isinstance(config.launcher, RayConfig):
+        from tunebook.launch.ray.check import check_ray
+
+        check_ray(config)
+
+
+def check_upload(name: str | None) -> None:
+    """Refuse `training.push_to_hub` without a network or an account. Raises: RequestError."""
+    if name is not None and (why := why_no_upload()):
+        raise RequestError(
+            f"training.push_to_hub={name}: {why}; or train without: training.push_to_hub=null",
+            problem_id="upload-not-possible",
+        )
+
+
+def _check_sandbox(config: RunConfig) -> None:
+    """Refuse an evaluation whose programs nothing here would execute; a Slurm job looks on its own node."""
+    if not isinstance(config.launcher, SlurmConfig) and not is_later_node(config):
+        check_code(config.evaluation, config.evaluation.tasks)
+    elif is_contained(config):
+        refuse_code_inside(config)
+
+
+def refuse_code_inside(config: RunConfig) -> None:
+    """Refuse tasks whose programs nothing in a container would execute, before hours of training. Raises: RequestError.
+
+    No image has bubblewrap, which a container would not let build its walls, and the service's folder is not mounted.
+    """
+    settings, evaluation = config.launcher, config.evaluation
+    assert isinstance(settings, SlurmConfig)
+    handover = os.environ.get(HANDOVER_VARIABLE) or str(SERVICE_HANDOVER)
+    if evaluation.confirm_run_unsafe_code or handover in settings.container_mounts:
+        return
+    tasks = [task for task in evaluation.tasks if has_code([resolve_task(task)])]
+    if tasks and (evaluation.before or evaluation.after):
+        raise RequestError(
+            f"evaluation.tasks: {', '.join(tasks)} has programs executed that a model wrote, and a container of "
+            "launcher.container_image has no sandbox for them; train with evaluation=none, and evaluate the run "
+            f"afterwards where there is one: tunebook eval run=FOLDER tasks={','.join(tasks)}",
+            problem_id="sandbox-missing",
+        )
+
+
+def prepare_data(config: RunConfig, console: Console) -> Prepared:
+    """Prepare the data with progress, or find it prepared; runs once, before any rank starts."""
+    from tunebook.data.prepare import prepare
+    from tunebook.plan.show import preparing
+
+    with preparing(console) as progress:
+        return prepare(config, progress)
+
+
+def _identity(config: RunConfig, prepared: Prepared) -> Identity:
+    """What the run's checkpoints will belong to; the ranks find the fingerprint remembered."""
+    return identity_of(config, prepared, weights_fingerprint(config.model))
+
+
+def _make_folder(config: RunConfig, found: Path | None) -> Path:
+    """The folder that was named, or of a run that is gone on with; a new one where there is neither."""
+    if found is None:
+        return create_run_folder(Path(config.outputs), config.recipe or WITHOUT_RECIPE)
+    refuse_if_queued(found)
+    return make_run_folder(found)
+
+
+def _resume_note(config: RunConfig, folder: Path, checkpoint: Path | None) -> str:
+    if is_trained(folder, config):
+        return ", trained already: going on with its evaluation"
+    return f", going on after {checkpoint}" if checkpoint is not None else ""
+
+
+def set_up_folder(job: Draft, plan: BatchPlan, prepared: Prepared, folder: Path) -> None:
+    """Write everything that the ranks read, before any of them starts."""
+    config, known = job.config, None
+    if not is_trained(folder, config):
+        clear_outcomes(folder)
+    elif (folder / MANIFEST_FILE).is_file():  # trained from weights that may be others by now
+        known = {"weights_fingerprint": recorded_fingerprint(read_manifest(folder))}
+    atomic_write_text(folder / RUN_FILE, config_to_yaml(config))
+    atomic_write_json(folder / PLAN_FILE, plan_json(job, plan))
+    atomic_write_json(folder / PREPARED_FILE, {"folder": str(prepared.folder)})
+    start_manifest(
+        folder,
+        config,
+        world_size=world_size(config),
+        # Not what was typed: `tunebook reproduce` types no word of what it trains.
+        command=["tunebook", "train", *([config.recipe] if config.recipe is not None else []), *job.overrides],
+        typed=["tunebook", *sys.argv[1:]],
+        model=known,
+        tokenizer_sha256=prepared.tokenizer_sha256,
+        chat_template_sha256=prepared.chat_template_sha256,
+        template_date=prepared.template_date,
+        dataset={
+            "records": [asdict(record) for record in prepared.records],
+            "fingerprint": prepared.fingerprint,
+            "content_sha256": prepared.content_sha256,
+            "counts": {name: part.counts.to_json() for name, part in prepared.parts().items()},
+        },
+    )
+
+
+def plan_json(job: Draft, batch: BatchPlan) -> dict[str, Any]:
+    """The content of plan.json: what `tunebook plan --json` prints, with the batch of the prepared data."""
+    config = job.config
+    return draft_json(
+        replace(
+            job,
+            batch=batch,
+            memory=plan_memory(config, batch),
+            host=plan_host_memory(config, job.resolved.host_memory_gib),
+            time=estimate_time(config, batch),
+            missing_data=None,
+        )
+    )

@@ -1,0 +1,203 @@
+"""Run a launch command on this machine and wait for it, handing on requests to stop; nothing it started outlives it.
+
+The command gets a process group of its own, so that Ctrl-C in a terminal reaches it from here only, once and in the
+right place. torchrun is left out of it: it would give its ranks 30 seconds and then kill them, which is too short to
+save a large model. A process whose launcher dies is asked to stop by the kernel.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from tunebook.errors import TunebookError
+from tunebook.processes import adopting_orphans, children_of, end_children, stopping_with_parent
+from tunebook.train.signals import RequestCount, handling_signals
+
+TORCHRUN = "torch.distributed.run"
+# What is sent on for a request: 1 finish the step and save, 2 end without saving (a rank takes a second request by
+# SIGINT as that, and is killed if it cannot), 3 and later kill. Those after the first come by Ctrl-C alone.
+_FIRST = {signal.SIGTERM: signal.SIGTERM, signal.SIGUSR1: signal.SIGUSR1, signal.SIGHUP: signal.SIGTERM}
+POLL_S = 0.2
+_SECOND_WITHIN_S = 2.0  # to end after a second request: a rank that waits in a library's code never hears of it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A rank that ended badly, as torchrun saw it."""
+
+    rank: int
+    exit_code: int  # below zero: killed by that signal
+
+    @property
+    def is_by_signal(self) -> bool:
+        """Whether somebody else ended it; SIGTERM does not count, by which ranks are ended for another's failure."""
+        return self.exit_code < 0 and self.exit_code != -signal.SIGTERM
+
+    @property
+    def how(self) -> str:
+        """In words."""
+        if self.exit_code >= 0:
+            return f"it ended with exit code {self.exit_code}"
+        number = -self.exit_code
+        names = {each.value: each.name for each in signal.Signals}
+        hint = " (the system's usual way when memory runs out)" if number == signal.SIGKILL else ""
+        return f"it was killed by {names.get(number, f'signal {number}')}{hint}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessEnd:
+    """How a command ended."""
+
+    exit_code: int  # below zero: killed by that signal
+    stopped_by: str | None  # the first request to stop that came in meanwhile
+    failed: Failure | None = None  # the rank that failed first, where its own launcher says so
+    failure: TunebookError | None = None  # what the launcher ended it for: a node that never came, or was lost
+    lost_ranks: tuple[int, ...] = ()  # of a node that was lost
+    notice: str | None = None  # which machines were to be taken away, and when
+
+
+def run_and_wait(
+    command: list[str],
+    environment: Mapping[str, str],
+    keep_open: Sequence[int] = (),
+    *,
+    log: Path | None = None,
+    stop_timeout_s: float = 60,
+    find_stall: Callable[[], TunebookError | None] = lambda: None,
+) -> ProcessEnd:
+    """Run a command to its end; the file descriptors `keep_open` stay open in it, `log` takes its standard error.
+
+    What it leaves behind when it is killed gets `stop_timeout_s` to save and end, and is killed then. `find_stall` is
+    asked again and again for a reason why it will never end: then it is killed.
+    """
+    started: list[Started] = []
+    pending: list[signal.Signals] = []
+
+    def hand_on(number: signal.Signals) -> None:
+        if started:
+            started[0].send(number)
+        else:
+            pending.append(number)
+
+    requests = StopRequests(hand_on)
+    with requests.listening(), adopting_orphans():
+        before = set(children_of(os.getpid()))
+        started.append(start_command(command, environment, keep_open, log=log))
+        for number in pending:
+            started[0].send(number)
+        exit_code, stall = _wait_for(started[0], requests, find_stall)
+        is_urgent = stall is not None
+        end_children(exclude=before, timeout_s=stop_timeout_s, is_urgent=lambda: is_urgent or requests.is_urgent)
+    return ProcessEnd(exit_code=exit_code, stopped_by=requests.first, failure=stall)
+
+
+def _wait_for(
+    started: Started, requests: StopRequests, find_stall: Callable[[], TunebookError | None]
+) -> tuple[int, TunebookError | None]:
+    """The command's exit code, once it has ended, and the stall for which it was killed, if it was.
+
+    It is also killed some time after a second request.
+    """
+    stall: TunebookError | None = None
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            return started.process.wait(POLL_S), stall
+        stall = stall or find_stall()
+        if requests.overdue_s > 0 or stall is not None:
+            started.kill()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """A command at work: torchrun with its ranks, or one process."""
+
+    process: subprocess.Popen[bytes]
+    is_torchrun: bool
+
+    def poll(self) -> int | None:
+        """Its exit code, once it has ended."""
+        return self.process.poll()
+
+    def send(self, number: signal.Signals) -> None:
+        """Signal the processes that train, which torchrun itself is not one of."""
+        ranks = children_of(self.process.pid) if self.is_torchrun else []
+        for process in ranks or [self.process.pid]:
+            with suppress(ProcessLookupError):
+                os.kill(process, number)
+
+    def kill(self) -> None:
+        """End the ranks and what started them, at once."""
+        self.send(signal.SIGKILL)
+        self.process.kill()
+
+
+def start_command(
+    command: list[str],
+    environment: Mapping[str, str],
+    keep_open: Sequence[int] = (),
+    *,
+    log: Path | None = None,
+    working_folder: Path | None = None,
+) -> Started:
+    """Start a command in a process group of its own; it is asked to stop should this process die."""
+    stream = None if log is None else log.open("ab")
+    try:
+        process = subprocess.Popen(
+            stopping_with_parent(command),
+            env=environment,
+            cwd=working_folder,
+            stderr=stream,
+            process_group=0,
+            pass_fds=tuple(keep_open),
+        )
+    finally:
+        if stream is not None:
+            stream.close()
+    return Started(process=process, is_torchrun=TORCHRUN in command)
+
+
+class StopRequests:
+    """Counts the requests to stop that this process gets, and hands each on as the signal the ranks are to get."""
+
+    def __init__(self, hand_on: Callable[[signal.Signals], None]) -> None:
+        self.first: str | None = None
+        self._hand_on = hand_on
+        self._count = RequestCount()
+        self._second_at: float | None = None
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether a second request has come: nothing is waited for any more."""
+        return self._second_at is not None
+
+    @property
+    def overdue_s(self) -> float:
+        """For how long everything should have ended that a second request was handed on to; 0 while it has time."""
+        if self._second_at is None:
+            return 0.0
+        return max(0.0, time.monotonic() - self._second_at - _SECOND_WITHIN_S)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take over the signals of this process (main thread only), and give them back."""
+        with handling_signals([signal.SIGINT, *_FIRST], self._note):
+            yield
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        turn = self._count.take(number)
+        if turn == 0:
+            return
+        self.first = self.first or signal.Signals(number).name
+        is_first, is_second = turn == 1, turn == 2
+        if is_second:
+            self._second_at = time.monotonic()
+        sent = _FIRST.get(signal.Signals(number), signal.SIGINT) if is_first else signal.SIGINT
+        self._hand_on(sent if is_first or is_second else signal.SIGKILL)

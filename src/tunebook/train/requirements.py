@@ -1,0 +1,152 @@
+"""What a resolved configuration needs of the machine and environment that its ranks start in.
+
+Asked before a run starts, not when it is only planned. A launcher that starts ranks elsewhere (Slurm, Ray) is not
+judged by the machine it is called on: the ranks look for themselves.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+
+from tunebook.config.book import resolve_path
+from tunebook.config.choices import Generation, Offload
+from tunebook.config.schema import RunConfig, ZeroConfig, starts_elsewhere
+from tunebook.errors import Problem
+from tunebook.facts.generations import OLDEST_SUPPORTED, capability_text, driver_major, image_for_driver
+from tunebook.hardware.detect import Machine, detect_machine
+from tunebook.hardware.image import read_image
+from tunebook.hardware.visible import equal_gpus, visible_only
+from tunebook.parallel.deepspeed import nvme_bytes
+from tunebook.train import image as image_rules
+from tunebook.train import packages
+from tunebook.train.packages import installed_version
+
+# torch on the registry: up to 2.10 CUDA 12.8 with code for 7.0, from 2.11 CUDA 13.0 with code from 7.5.
+_FIRST_TORCH_ON_CUDA_13 = (2, 11)
+GIB = 2**30
+
+
+def hardware_problem(config: RunConfig, machine: Machine) -> Problem | None:
+    """Why the ranks cannot start on this machine's GPUs, or None where they can.
+
+    Raises: RequestError when this is an image whose description is damaged.
+    """
+    if starts_elsewhere(config):
+        return None
+    image = read_image()
+    if image is not None and not machine.gpus:
+        problem = image_rules.no_gpu_problem(config.hardware, config.recipe, machine, image)
+        if problem is not None:
+            return problem
+    if config.hardware.generation in (Generation.cpu, Generation.auto):
+        return None
+    problem = _gpu_problem(config, machine)
+    if problem is None and image is not None:
+        problem = image_rules.gpu_problem(config.hardware, config.recipe, machine, image)
+    return problem
+
+
+def _gpu_problem(config: RunConfig, machine: Machine) -> Problem | None:
+    """Where the GPUs found here are not those that the configuration was resolved for."""
+    hardware, key = config.hardware, "hardware.generation"
+    wanted, asked = hardware.generation.name, max(1, hardware.gpus_per_node or 1)
+    if not machine.gpus:
+        reasons = "; ".join(machine.notes) or "none is listed"
+        message = f"{asked} x {wanted} needed, and no GPU is found here: {reasons}"
+        fix = "the same where the GPUs are (--dry-run shows here what it does there), or hardware.generation=cpu"
+        return Problem(id="no-gpu-here", key=key, message=message, fix=fix)
+    used = machine.gpus[:asked]
+    kinds = sorted({gpu.generation.name for gpu in used})
+    if len(kinds) > 1:
+        same = equal_gpus(machine.gpus)
+        message = f"the first {asked} GPUs are of different generations: {', '.join(kinds)}"
+        fewer = f", and hardware.gpus_per_node={len(same)}" if len(same) < asked else ""
+        fix = f"{visible_only(same)} in front of the command{fewer}"
+        return Problem(id="mixed-gpus", key=key, message=message, fix=fix)
+    if kinds != [wanted]:
+        message = f"{wanted} is set, and this machine has {used[0].name} ({kinds[0]})"
+        return Problem(id="other-gpu-here", key=key, message=message, fix="hardware.generation=auto")
+    if asked > len(machine.gpus):
+        message = f"{asked} GPUs are asked for, and {len(machine.gpus)} are found here"
+        fix = f"hardware.gpus_per_node={len(machine.gpus)}"
+        return Problem(id="too-few-gpus-here", key="hardware.gpus_per_node", message=message, fix=fix)
+    oldest = min(gpu.compute_capability for gpu in used)
+    if oldest < OLDEST_SUPPORTED:
+        message = f"{used[0].name} has compute capability {capability_text(oldest)}; torch starts at 7.0"
+        return Problem(id="gpu-too-old", key=key, message=message, fix="hardware.generation=cpu")
+    return None
+
+
+def check_environment(config: RunConfig, machine: Machine | None = None) -> list[Problem]:
+    """Everything that this machine and environment lack for a resolved configuration; empty when it can start here.
+
+    The machine is looked at when none is given.
+    """
+    if starts_elsewhere(config):
+        return []
+    machine = machine if machine is not None else detect_machine()
+    hardware = hardware_problem(config, machine)
+    if hardware is not None:
+        return [hardware]  # packages would be asked for that the machine with the GPUs may well have
+    image = read_image()
+    problems = [*packages.missing_packages(config, installed_version, image), *_compiler_problems(config, machine)]
+    # An image's torch was checked when it was built, and its GPU and driver by `hardware_problem`.
+    if image is None and config.hardware.generation not in (Generation.cpu, Generation.auto):
+        problems += torch_problems(config.hardware.generation, machine)
+    settings = config.parallelism
+    if isinstance(settings, ZeroConfig) and Offload.nvme in (settings.offload_optimizer, settings.offload_parameters):
+        problems += _nvme_problems(config, settings)
+    return problems
+
+
+def _compiler_problems(config: RunConfig, machine: Machine) -> Iterator[Problem]:
+    """Where blocks are to be compiled that cannot be here. What `auto` decides was decided knowing that."""
+    missing, what = machine.missing_for_triton, "Triton compiles a launcher for each kernel"
+    if config.hardware.generation is Generation.cpu:
+        missing, what = machine.missing_for_cpu_kernels, "torch compiles the blocks' kernels for the CPU"
+    if config.model.compile_layers and missing is not None:
+        message, fix = f"{what}, and {missing}", "model.compile_layers=false"
+        yield Problem(id="compiled-layers-without-compiler", key="model.compile_layers", message=message, fix=fix)
+
+
+def torch_problems(generation: Generation, machine: Machine) -> Iterator[Problem]:
+    """Whether the installed torch has code for the GPUs here, which are of a generation, and runs on their driver."""
+    version, key = installed_version("torch"), "hardware.generation"
+    numbers = re.match(r"(\d+)\.(\d+)", version or "")
+    if version is None or numbers is None:
+        return  # a missing torch is missing for everything and is reported as such
+    is_cuda_13 = (int(numbers[1]), int(numbers[2])) >= _FIRST_TORCH_ON_CUDA_13
+    image = image_for_driver(generation, machine.driver)
+    fitting = f"the {image.name} image (torch {image.torch})" if image else "no image, before the driver is updated"
+    if version.endswith("+cpu"):
+        message = f"torch {version} is a CPU build; {generation.name} needs {fitting}"
+        yield Problem(id="torch-without-gpu-code", key=key, message=message, fix="hardware.generation=cpu")
+    elif is_cuda_13 and generation is Generation.volta:
+        message = f"torch {version} has no code for compute capability 7.0; volta needs {fitting}"
+        yield Problem(id="torch-without-gpu-code", key=key, message=message, fix="pip install torch==2.10.0")
+    major = driver_major(machine.driver) if machine.driver else None
+    floor = 580 if is_cuda_13 else 525
+    if major is not None and major < floor and not version.endswith("+cpu"):
+        message = f"driver {machine.driver} is older than the {floor} that torch {version} needs; it runs {fitting}"
+        fix = "pip install torch==2.10.0" if image and image.torch == "2.10.0" else "update the NVIDIA driver"
+        yield Problem(id="driver-too-old", key=key, message=message, fix=fix)
+
+
+def _nvme_problems(config: RunConfig, settings: ZeroConfig) -> Iterator[Problem]:
+    if not settings.nvme_path:
+        return
+    folder, facts = resolve_path(settings.nvme_path), config.model.facts
+    if folder.is_dir() and facts is not None:
+        needed = (config.hardware.gpus_per_node or 1) * nvme_bytes(config, facts)
+        free = shutil.disk_usage(folder).free
+        if needed > free:
+            message = f"{free / GIB:,.1f} GiB are free on the disk of {folder}, and the states take {needed / GIB:,.1f}"
+            fix = "parallelism.nvme_path=FOLDER on a larger disk, or free some space"
+            yield Problem(id="nvme-too-small", key="parallelism.nvme_path", message=message, fix=fix)
+    if not folder.is_dir():
+        message = f"there is no folder {settings.nvme_path} on this machine"
+        fix = f"mkdir -p {shlex.quote(settings.nvme_path)} or parallelism.nvme_path=FOLDER"
+        yield Problem(id="nvme-path-not-found", key="parallelism.nvme_path", message=message, fix=fix)

@@ -1,0 +1,115 @@
+"""What an attempt says of ranks that could not say themselves how they ended."""
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tunebook.commands import attempt
+from tunebook.commands.attempt import Attempt
+from tunebook.config.choices import LauncherName
+from tunebook.config.plain import plain_config
+from tunebook.config.schema import RayConfig
+from tunebook.record.files import RUN_FILE
+from tunebook.supervise import ProcessEnd
+
+GOES = "node2 is to be taken away in 26 s, with rank 1"
+
+
+@pytest.fixture
+def make(tmp_path, monkeypatch):
+    """An attempt at a run whose ranks end in a given way, with some checkpoint left."""
+
+    def begin(end, newest=None):
+        (tmp_path / RUN_FILE).touch()
+        monkeypatch.setattr(Attempt, "_start_ranks", lambda self: end)
+        monkeypatch.setattr(attempt, "newest_checkpoint", lambda folder: newest)
+        config = plain_config(launcher=RayConfig(name=LauncherName.ray, stop_timeout_s=20))
+        return Attempt(config=config, folder=tmp_path, lock=0, console=Console(quiet=True))
+
+    return begin
+
+
+@pytest.mark.parametrize(
+    ("newest", "said"),
+    [(Path("/r/checkpoint-4"), "goes on from /r/checkpoint-4"), (None, "begins again, since there is no checkpoint")],
+    ids=["some", "none"],
+)
+def test_ranks_that_did_not_save_before_their_machine_went_are_told_apart_from_those_that_did(make, newest, said):
+    made = make(ProcessEnd(exit_code=0, stopped_by="SIGTERM", notice=GOES), newest)
+    with pytest.raises(attempt.StoppedError) as error:
+        made.carry_out()
+    assert error.value.message == (
+        f"{GOES}. No rank ended within that, or within launcher.stop_timeout_s=20, and nothing more was saved; the "
+        f"same command {said}"
+    )
+    assert error.value.exit_code == 6
+
+
+@pytest.mark.parametrize(
+    ("logged", "newest", "said"),
+    [
+        ([], None, "before the first step"),
+        (
+            [3, 4],
+            Path("/r/checkpoint-4"),
+            "after step 4, which is saved; the same command goes on from /r/checkpoint-4",
+        ),
+        ([3], None, "after step 3 and before a save; the same command begins again, since there is no checkpoint"),
+        (
+            [4, 9],
+            Path("/r/checkpoint-4"),
+            "after step 9 and before a save; the same command goes on from /r/checkpoint-4",
+        ),
+    ],
+    ids=["at once", "after a checkpoint", "no checkpoint", "steps after a checkpoint"],
+)
+def test_ranks_that_were_killed_on_request_leave_word_of_how_far_they_came(make, tmp_path, logged, newest, said):
+    """The third request gives them no time to save."""
+    lines = [json.dumps({"step": step, "loss": 1.0}) for step in logged]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    with pytest.raises(attempt.StoppedError) as error:
+        make(ProcessEnd(exit_code=-9, stopped_by="SIGTERM"), newest).carry_out()
+    assert error.value.message == f"stopped by SIGTERM {said}"
+
+
+def test_what_ranks_without_a_word_logged_and_saved_is_in_the_records(make, tmp_path, monkeypatch):
+    """Or the report would say that starting again begins at the first step, beside a checkpoint."""
+    noted = {}
+    monkeypatch.setattr(attempt, "finish_manifest", lambda *_, **kept: noted.update(kept))
+    monkeypatch.setattr("tunebook.record.report.write_report", lambda *_: None)
+    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps({'step': 9, 'loss': 1.0})}\n")
+    with pytest.raises(attempt.StoppedError):
+        make(ProcessEnd(exit_code=-9, stopped_by="SIGTERM"), tmp_path / "checkpoints" / "checkpoint-4").carry_out()
+    assert noted == {"step": 9, "last_checkpoint": "checkpoints/checkpoint-4"}
+
+
+@pytest.mark.parametrize(("code", "is_full"), [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EACCES, False)])
+def test_ranks_that_no_disk_had_room_for_a_word_of(make, monkeypatch, code, is_full):
+    """torchrun ends with 1 whatever its ranks end with."""
+
+    def write(**_):
+        raise OSError(code, os.strerror(code))
+
+    made = make(ProcessEnd(exit_code=1, stopped_by=None))
+    monkeypatch.setattr(attempt, "TemporaryFile", write)
+    with pytest.raises(attempt.TunebookError) as error:
+        made.carry_out()
+    assert error.value.problem_id == ("disk-full" if is_full else "run-lost")
+    assert error.value.exit_code == (3 if is_full else 1)
+
+
+def test_ranks_without_a_word_on_a_disk_with_room(make):
+    with pytest.raises(attempt.TunebookError, match="ended with exit code 1 and could not say why"):
+        make(ProcessEnd(exit_code=1, stopped_by=None)).carry_out()
+
+
+@pytest.mark.parametrize("number", [6, 9])
+def test_memory_is_only_thought_of_where_the_system_may_have_killed_a_rank(make, number):
+    with pytest.raises(attempt.TunebookError) as error:
+        make(ProcessEnd(exit_code=-number, stopped_by=None)).carry_out()
+    assert f"the training was killed by signal {number} and could not say why" in error.value.message
+    assert ("ran out of memory" in error.value.message) == (number == 9)

@@ -1,0 +1,284 @@
+"""`plan` and `train --dry-run`: what is printed for people and for programs, and the exit code."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tunebook.commands import plan as plan_command_module
+from tunebook.commands.plan import plan_command
+from tunebook.config.book import find_recipes
+from tunebook.errors import DataError, DoesNotFitError, RequestError, RulesError
+from tunebook.hardware.detect import Machine
+from tunebook.plan import draft
+
+TOO_LARGE = ("hardware=cpu", "parallelism=single", "model.liger_kernel=false")  # 46 GiB of states on 8 GiB
+KEYS = {
+    "recipe", "hardware", "precision", "attention", "packing", "batch", "memory_gib", "fits", "choices", "problems",
+    "would_fit", "host_memory_gib", "nvme_gib", "time",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two cores and 8 GiB, wherever this runs."""
+    machine = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
+    monkeypatch.setattr(draft, "detect_machine", lambda: machine)
+
+
+def shown(recipe: str | None, *words: str, folder: Path | None = None) -> str:
+    console = Console(file=io.StringIO(), width=160)
+    assert plan_command(recipe, [*words], [], console, folder=folder) == 0
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.fixture
+def as_json(capsys: pytest.CaptureFixture[str]) -> Any:
+    """`as_json("quickstart", "training.seed=1")`: the exit code and what was printed."""
+
+    def plan(recipe: str | None, *words: str) -> tuple[int, dict[str, Any]]:
+        code = plan_command(recipe, [*words], [], Console(), as_json=True)
+        plan: dict[str, Any] = json.loads(capsys.readouterr().out)
+        assert set(plan) == KEYS
+        return code, plan
+
+    return plan
+
+
+def test_the_choices_the_batch_the_launch_and_the_memory_are_shown() -> None:
+    text = shown("qwen3b_zero2", folder=Path("/a/run"))
+    for part in (
+        "hardware.generation",
+        "model.compile_layers       false             varlen_attention, which compiles",
+        "one optimizer step: 528 documents",
+        "-m tunebook.launch.rank /a/run",
+        "Memory of each GPU or rank (estimated, GiB, of 32)\n  weights 11.5 + gradients 2.9 + optimizer 4.3 + ",
+        "Host memory of each node (estimated, GiB)\n  processes 16.0, ",
+        " of 15.7 TFLOP/s\n  how many tokens is not known before the data is prepared",
+        "\n      never measured on volta, whose peak is taken from the V100-SXM2-32GB;\n",
+    ):
+        assert part in text
+
+
+def test_the_run_folder_is_made_up_where_none_is_named() -> None:
+    assert "outputs/quickstart/<time>" in shown("quickstart")
+
+
+@pytest.mark.parametrize("recipe", sorted(find_recipes([])))
+def test_every_recipe_has_a_whole_plan(as_json: Any, recipe: str) -> None:
+    code, plan = as_json(recipe)
+    assert code == 0
+    assert plan["recipe"] == recipe
+    assert set(plan["hardware"]) == {"generation", "num_nodes", "gpus_per_node", "memory_gib"}
+    assert {"global_samples", "micro", "accumulation", "world_size"} <= set(plan["batch"])
+    parts = ("weights", "gradients", "optimizer", "activations", "buffers", "overhead")
+    memory, host = plan["memory_gib"], plan["host_memory_gib"]
+    assert memory["total"] == pytest.approx(sum(memory[part] for part in parts), abs=0.01)
+    assert memory["overhead"] > 0.4  # at least Python itself
+    assert host["total"] >= max(host["processes"] + host["loading"], host["offload"] + host["saving"]) - 0.01
+    assert (plan["nvme_gib"] > 0) == ("nvme" in recipe)
+    assert plan["memory_gib"]["weights"] >= 0
+    time = plan["time"]
+    assert set(time) == {
+        "tokens_per_second_per_gpu", "tokens_per_second", "tokens", "hours", "gpu_hours", "efficiency", "peak_tflops",
+        "assumption", "least_hours", "most_tokens_per_second",
+    }  # fmt: skip
+    assert (time["tokens_per_second"] is None) == time["assumption"].startswith("not estimated: ")
+    assert all(set(choice) == {"key", "value", "why"} for choice in plan["choices"])
+    assert not any(problem["is_error"] for problem in plan["problems"])
+
+
+def test_a_strategy_that_was_chosen_is_planned_like_one_that_was_typed(as_json: Any) -> None:
+    words = ("model=llama3_8b", "dataset=synthetic", "training.global_samples=64", "hardware=hopper")
+    words += ("hardware.gpus_per_node=8",)
+    (code, chosen), (_, typed) = (as_json(None, *words, f"parallelism={name}") for name in ("auto", "fsdp_grad_op"))
+    assert code == 0
+    mine, theirs = (
+        {choice["key"]: choice for choice in plan.pop("choices")}["parallelism.strategy"] for plan in (chosen, typed)
+    )
+    assert mine["value"] == theirs["value"] == "fsdp_grad_op"
+    assert theirs["why"] == "as asked"
+    assert mine["why"].endswith("fit into 83% of 79.6 GiB; ddp would take 154.1 GiB")
+    assert chosen == typed
+
+
+def test_broken_rules_are_in_the_json_and_end_it_with_2(as_json: Any) -> None:
+    code, plan = as_json("qwen3b_zero2", "precision=bf16", "training.max_length=-1")
+    assert code == 2
+    assert {"bf16-on-volta", "out-of-range"} <= {problem["id"] for problem in plan["problems"]}
+    bf16 = next(problem for problem in plan["problems"] if problem["id"] == "bf16-on-volta")
+    assert (bf16["key"], bf16["fix"]) == ("precision.compute", "precision.compute=fp32")
+    assert bf16["place"] == "override 'precision=bf16'"
+    assert plan["precision"] == "bf16"  # as asked
+    assert (plan["batch"], plan["memory_gib"], plan["fits"], plan["time"]) == (None, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "word", "id"),
+    [
+        ("qwen3b_zero", "training.seed=0", "unknown-recipe"),
+        ("quickstart", "training.sead=0", "unknown-key"),
+        ("qwen3b_zero2", "training.global_samples=4", "batch-too-small"),
+    ],
+)
+def test_what_does_not_compose_or_divide_is_in_the_json_too(as_json: Any, recipe: str, word: str, id: str) -> None:
+    code, plan = as_json(recipe, word)
+    assert code == 2
+    assert [problem["id"] for problem in plan["problems"] if problem["is_error"]] == [id]
+    assert plan["recipe"] == recipe
+
+
+@pytest.mark.parametrize("number", ["inf", "nan"])
+def test_a_number_that_nothing_can_be_computed_with_is_a_problem_in_the_json(as_json: Any, number: str) -> None:
+    code, plan = as_json("qwen3b_zero2", f"hardware.memory_gib={number}")
+    assert (code, plan["hardware"], plan["fits"]) == (2, None, None)
+    assert [(problem["id"], problem["key"]) for problem in plan["problems"]] == [
+        ("out-of-range", "hardware.memory_gib")
+    ]
+
+
+def test_a_plan_that_cannot_fit_ends_with_3(as_json: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    code, plan = as_json("qwen3b_zero2", *TOO_LARGE)
+    assert (code, plan["fits"]) == (3, False)
+    assert [problem["id"] for problem in plan["problems"]] == ["does-not-fit"]
+    assert plan["would_fit"] == []
+    assert plan["problems"][0]["message"].endswith(
+        "on each GPU or rank; none of the changes that were tried makes it fit: take more or larger GPUs, a smaller "
+        "model or, where long documents are what is too much, a smaller training.max_length"
+    )
+    with pytest.raises(DoesNotFitError, match=r"more than 8 GiB on each GPU or rank; no change that was tried would$"):
+        plan_command("qwen3b_zero2", [*TOO_LARGE], [], Console())
+    out = capsys.readouterr().out
+    assert "does not fit: 47.8 GiB are more than 8 GiB\n" in out  # below the plan itself
+    assert "None of the changes that were tried makes it fit: take more or larger GPUs, a smaller model or, " in out
+    assert "a smaller training.max_length\n" in out
+
+
+def test_a_plan_that_does_not_fit_points_at_what_it_has_listed() -> None:
+    console = Console(file=io.StringIO(), width=160)
+    words = ["parallelism=ddp", "hardware=volta"]
+    with pytest.raises(DoesNotFitError, match=r"on each GPU or rank; what would fit is listed with the plan$"):
+        plan_command("qwen3b_zero2", words, [], console)
+    assert isinstance(console.file, io.StringIO)
+    assert "\nWhat would fit, by estimate, to be typed after the recipe:\n  parallelism=" in console.file.getvalue()
+
+
+def test_the_problem_in_the_json_names_what_was_found(as_json: Any) -> None:
+    words = ("hardware=ada", "parallelism=zero2", "hardware.gpus_per_node=4", "parallelism.overlap_comm=true")
+    code, plan = as_json("qwen3b_zero2", *words)
+    assert code == 3
+    (problem,) = plan["problems"]
+    fsdp = "parallelism=fsdp without parallelism.overlap_comm=true"
+    offloaded = "parallelism=fsdp_offload without parallelism.overlap_comm=true or parallelism=zero3_offload"
+    assert problem["id"] == "does-not-fit"
+    assert problem["message"].endswith(f"GPU or rank; what would fit, by estimate: {fsdp} or {offloaded}")
+
+
+def test_a_plan_whose_host_is_too_small_ends_with_3(as_json: Any) -> None:
+    words = ("hardware.host_memory_gib=931",)
+    code, plan = as_json("llama2_70b_fsdp_1node", *words)
+    assert (code, plan["fits"], plan["host_memory_gib"]["capacity"]) == (3, False, 931)
+    assert plan["host_memory_gib"]["offload"] == pytest.approx(1027.8, abs=0.1)
+    assert [problem["id"] for problem in plan["problems"] if problem["is_error"]] == ["host-memory-too-small"]
+    assert plan["would_fit"]  # and what would
+    with pytest.raises(DoesNotFitError, match=r"1,027\.8 GiB are offloaded to a host of 931 GiB"):
+        plan_command("llama2_70b_fsdp_1node", [*words], [], Console(file=io.StringIO()))
+
+
+def test_where_only_the_host_is_too_small_no_larger_gpu_is_asked_for(monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(plan_command_module, "changes_that_fit", lambda *_: [])  # as it is, after many tries
+    words = ["hardware=hopper", "hardware.gpus_per_node=8", "hardware.host_memory_gib=16", "parallelism=fsdp"]
+    with pytest.raises(DoesNotFitError, match=r"16\.0 GiB, is the processes.*hardware\.gpus_per_node=2 \(15\.5 GiB\)"):
+        plan_command("qwen3b_zero2", words, [], Console(width=200))
+    out = capsys.readouterr().out
+    assert "makes it fit, and what is too small is the host's memory: take nodes with more of it, or fewer GPUs" in out
+    assert "larger GPUs" not in out
+
+
+def test_for_people_errors_are_raised() -> None:
+    with pytest.raises(RulesError, match="bf16 cannot run on volta"):
+        shown("qwen3b_zero2", "precision=bf16")
+    with pytest.raises(RequestError, match="Did you mean 'quickstart'"):
+        shown("quickstrat")
+
+
+@pytest.mark.slow
+def test_planning_imports_neither_torch_nor_transformers() -> None:
+    program = (
+        "import sys, time; sys.argv = ['tunebook', 'plan', 'qwen3b_zero2', '--json']\n"
+        "from tunebook import cli\n"
+        "try: cli.main()\n"
+        "finally: print({'torch', 'transformers', 'datasets'} & set(sys.modules), file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr == "set()\n"
+    assert json.loads(done.stdout)["recipe"] == "qwen3b_zero2"
+
+
+def test_what_would_fit_for_certain_is_named_where_that_is_in_doubt(as_json: Any, capsys: Any) -> None:
+    words = ["model=llama3_8b", "dataset=synthetic", "training.global_samples=64", "training.max_length=2048",
+             "hardware=hopper", "hardware.gpus_per_node=8", "parallelism=zero1"]  # fmt: skip
+    code, plan = as_json(None, *words)
+    assert (code, plan["fits"]) == (0, None)
+    assert ["parallelism=fsdp"] in [change["overrides"] for change in plan["would_fit"]]
+    assert plan_command(None, words, [], Console(width=200)) == 0
+    out = capsys.readouterr().out
+    assert "more than 83% of 79.6 GiB, which leaves little for it" in out
+    assert "What would fit for certain, by estimate" in out
+
+
+def test_what_is_moved_to_hosts_of_unknown_memory_does_not_fit_for_certain(capsys: Any) -> None:
+    assert plan_command("llama2_70b_fsdp", [], [], Console(width=200)) == 0
+    out = capsys.readouterr().out
+    assert "What would fit, by estimate" in out and "for certain" not in out
+    assert "(18.0 GiB, and 786.9 GiB of each host, which is not known to have them; weights" in out
+    assert plan_command("llama2_70b_fsdp", ["hardware.host_memory_gib=2000"], [], Console(width=200)) == 0
+    out = capsys.readouterr().out
+    assert "What would fit for certain, by estimate" in out
+    assert "(18.0 GiB, and 786.9 GiB of each host; weights" in out
+
+
+def test_missing_files_end_a_plan_as_they_end_the_training(capsys: Any, tmp_path: Path, as_json: Any) -> None:
+    """Everything that can be planned without the data is shown all the same."""
+    there = tmp_path / "there.jsonl"
+    there.write_text('{"text": "a"}\n')
+    words = ["dataset=jsonl", f"dataset.path={tmp_path}/their.jsonl", f"dataset.validation_path={there}"]
+    with pytest.raises(
+        DataError, match=f"dataset.path: there is no file {tmp_path}/their.jsonl. Close to it"
+    ) as caught:
+        plan_command("qwen3b_zero2", ["hardware=hopper", *words], [], Console(width=200))
+    assert caught.value.exit_code == 4
+    printed = capsys.readouterr().out
+    assert "note: planned without the data, which is missing" in printed
+    assert "fits: " in printed
+    code, plan = as_json("qwen3b_zero2", "hardware=hopper", *words)
+    assert (code, plan["fits"]) == (4, True)
+    assert [problem["id"] for problem in plan["problems"]] == ["data-file-not-found"]
+    missing_validation = [
+        "hardware=hopper",
+        words[0],
+        f"dataset.path={there}",
+        f"dataset.validation_path={tmp_path}/no",
+    ]
+    with pytest.raises(DataError, match=r"dataset\.validation_path: there is no file"):
+        plan_command("qwen3b_zero2", missing_validation, [], Console(width=200))
+    capsys.readouterr()
+    words[1] = f"dataset.path={there}"
+    assert plan_command("qwen3b_zero2", ["hardware=hopper", *words[:2]], [], Console(width=200)) == 0
+    assert "note: " not in capsys.readouterr().out
+
+
+def test_a_number_of_hundreds_of_digits_is_named_and_shortened(as_json: Any) -> None:
+    code, plan = as_json("qwen3b_zero2", f"hardware.memory_gib=1{400 * '0'}")
+    assert code == 2
+    (problem,) = plan["problems"]
+    assert problem["id"] == "wrong-type"
+    assert "hardware.memory_gib=10000000000000000000... (401 characters) is not a number" in problem["message"]

@@ -1,0 +1,176 @@
+"""What a job writes into its run folder before a rank starts."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from rich.console import Console
+
+from tunebook.commands.train import check_upload, plan_job, require_runnable, set_up_folder, show_job
+from tunebook.data.prepared import Prepared
+from tunebook.errors import RequestError
+from tunebook.evaluate import preflight
+from tunebook.evaluate.preflight import Missing
+from tunebook.record.manifest import read_manifest, recorded_fingerprint, update_manifest
+
+PREPARED = cast(
+    Prepared,
+    SimpleNamespace(
+        folder=Path("/prepared"),
+        tokenizer_sha256="1",
+        chat_template_sha256="2",
+        template_date=None,
+        records=[],
+        fingerprint="3",
+        content_sha256="4",
+        parts=dict,
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        ("quickstart", ["training.max_steps=3", "outputs=/x"]),
+        (None, ["model=quickstart", "dataset=quickstart", "training.global_samples=4", "training.max_length=128"]),
+    ],
+    ids=["recipe", "no_recipe"],
+)
+def test_the_manifest_says_what_trains_the_same_whoever_typed_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str | None, words: list[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["/bin/tunebook", "reproduce", "some/run"])
+    job = plan_job(recipe, words, [])
+    set_up_folder(job, job.batch, PREPARED, tmp_path)
+    manifest: dict[str, Any] = read_manifest(tmp_path)
+    assert manifest["command"] == ["tunebook", "train", *([recipe] if recipe else []), *words]
+    assert manifest["typed"] == ["tunebook", "reproduce", "some/run"]
+
+
+def test_of_a_run_that_is_trained_already_the_manifest_keeps_what_it_started_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = plan_job("quickstart", ["training.max_steps=3"], [])
+    set_up_folder(job, job.batch, PREPARED, tmp_path)
+    update_manifest(tmp_path, {"model": {"weights_fingerprint": "1" * 64}})
+    set_up_folder(job, job.batch, PREPARED, tmp_path)
+    assert recorded_fingerprint(read_manifest(tmp_path)) is None, "it starts anew"
+    update_manifest(tmp_path, {"model": {"weights_fingerprint": "1" * 64}})
+    monkeypatch.setattr("tunebook.commands.train.is_trained", lambda folder, config: True)
+    set_up_folder(job, job.batch, PREPARED, tmp_path)
+    assert recorded_fingerprint(read_manifest(tmp_path)) == "1" * 64
+
+
+def shown(words: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What a dry run says that the job starts, word by word of each command as one line."""
+    show_job(plan_job("quickstart", ["launcher=slurm", *words], []), Console(width=200), Path("/runs/1"))
+    lines = capsys.readouterr().out.splitlines()
+    return [line.removeprefix("in the job: ") for line in lines if line.startswith("in the job: ")]
+
+
+def test_a_dry_run_shows_what_a_job_starts_in_containers(capsys: pytest.CaptureFixture[str]) -> None:
+    image = ["launcher.container_image=registry/x:1", "launcher.container_runtime=docker"]
+    (ranks, after) = shown([*image, "evaluation.before=false"], capsys)
+    for command in (ranks, after):
+        assert command.startswith("srun --nodes 1 --ntasks 1 ")
+        assert " docker run --rm " in command
+        assert " registry/x:1 -m tunebook.launch.node /runs/1 --meet '<address>:<port>'" in command
+    assert not ranks.endswith("--evaluate after")
+    assert after.endswith("--evaluate after")
+    before, ranks = shown([*image, "evaluation.before=true", "evaluation.after=false"], capsys)
+    assert before.endswith("--evaluate before")
+    assert "--evaluate" not in ranks
+    assert len(shown([*image, "evaluation=none"], capsys)) == 1
+
+
+def test_a_dry_run_says_which_folder_its_containers_will_have_besides(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = "  with the folder of the prepared data, known once that is prepared"
+    contained = ["launcher=slurm", "launcher.container_image=registry/x:1"]
+    show_job(plan_job("quickstart", contained, []), Console(width=200), tmp_path)
+    assert capsys.readouterr().out.splitlines()[-1] == line
+    (tmp_path / "prepared.json").write_text('{"folder": "/cache/prepared/1"}')
+    show_job(plan_job("quickstart", contained, []), Console(width=200), tmp_path)
+    printed = capsys.readouterr().out
+    assert line not in printed
+    assert "/cache/prepared/1:/cache/prepared/1" in printed
+    show_job(plan_job("quickstart", ["launcher=slurm"], []), Console(width=200), Path("/runs/1"))
+    assert line not in capsys.readouterr().out
+
+
+def test_a_dry_run_shows_what_a_job_starts_on_several_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["hardware=cpu", "hardware.num_nodes=2", "hardware.gpus_per_node=1", "parallelism=ddp"]
+    (ranks,) = shown(words, capsys)
+    assert ranks.startswith("srun --nodes 2 --ntasks 2 --ntasks-per-node 1 --kill-on-bad-exit=0 ")
+    assert ranks.endswith("-m tunebook.launch.node /runs/1 --meet '<address>:<port>'")
+    assert shown([], capsys) == []  # one node: the script says it all
+
+
+def test_programs_that_a_container_would_not_execute_are_refused_before_a_job_is_submitted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else they are missed after all of the training: nothing looks at them outside of the container."""
+    monkeypatch.setattr("tunebook.commands.train.check_launcher", lambda config: None)
+    words = ["launcher=slurm", "launcher.container_image=me/x", "hardware=cpu", "evaluation.tasks=[small_python]"]
+    with pytest.raises(RequestError, match=r"small_python has programs .* train with evaluation=none, and evaluate"):
+        require_runnable(plan_job("quickstart", words, []))
+
+
+class FakeHub:
+    error = None
+
+    def whoami(self):
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.HfApi", FakeHub)
+    monkeypatch.setattr(FakeHub, "error", None)
+    return FakeHub
+
+
+def test_nothing_to_upload_asks_nobody(hub):
+    hub.error = AssertionError("asked")
+    check_upload(None)
+
+
+def test_an_account_is_enough(hub):
+    check_upload("me/model")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ConnectionError("Name or service not known"), "me/model: the hub is out of reach .*push_to_hub=null"),
+        (OSError("Token is required"), "me/model: the hub knows no account here; run `hf auth login`"),
+    ],
+)
+def test_without_network_or_account_it_is_refused(hub, error, message):
+    hub.error = error
+    with pytest.raises(RequestError, match=message):
+        check_upload("me/model")
+
+
+def test_missing_task_data_is_named_before_anything_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        preflight, "find_missing", lambda tasks: [Missing(task=task, lacks="its data is not here") for task in tasks]
+    )
+    job = plan_job("quickstart", ["hardware=cpu", "evaluation=tasks", "evaluation.tasks=[gsm8k,arc_easy]"], [])
+    with pytest.raises(RequestError, match="2 tasks cannot be evaluated") as raised:
+        require_runnable(job)
+    assert raised.value.problem_id == "task-data-missing"
+    assert "with a network, type: tunebook fetch tasks=gsm8k,arc_easy" in raised.value.message
+
+
+def test_a_training_with_tasks_of_its_own_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(preflight, "_missing_of", lambda task, leaves, hub: [asked.append(leaf) for leaf in leaves])
+    require_runnable(plan_job("quickstart", ["hardware=cpu"], []))
+    assert asked == []

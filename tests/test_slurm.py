@@ -1,0 +1,310 @@
+"""What Slurm's commands say, as the versions from 22.05 on say it, and what is made of that."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tunebook import slurm as client
+from tunebook.config.compose import compose
+from tunebook.errors import RequestError, TunebookError
+from tunebook.hardware.detect import Machine
+from tunebook.launch.slurm.submit import job_script
+from tunebook.plan.auto.resolve import resolve_auto
+from tunebook.slurm import (
+    check_job,
+    job_state,
+    option_lines,
+    option_words,
+    patient_job_state,
+    refusal,
+    slurm,
+    unusable_sign,
+)
+
+NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
+
+
+@pytest.fixture
+def says(monkeypatch, tmp_path):
+    """Put a program in the place of one of Slurm's commands."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    def make(name, output="", errors="", code=0):
+        program = tmp_path / name
+        program.write_text(f"#!/bin/sh\ncat << 'END'\n{output}\nEND\ncat >&2 << 'END'\n{errors}\nEND\nexit {code}\n")
+        program.chmod(0o755)
+
+    return make
+
+
+def config_of(recipe="llama2_70b_fsdp", *words):
+    return resolve_auto(compose(recipe, list(words)).config, NO_GPU).config
+
+
+def test_without_slurm_it_is_said_where_to_type(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RequestError, match=r"needs Slurm's command sbatch, .* login node .* or use launcher=local"):
+        check_job(config_of())
+
+
+def test_a_controller_that_does_not_answer_is_given_up(says, monkeypatch):
+    says("squeue")
+    monkeypatch.setattr(client, "CLIENT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(client.subprocess, "run", lambda *args, **kwargs: _time_out())
+    with pytest.raises(TunebookError, match=r"squeue did not answer within 0.2 s.*scontrol ping"):
+        slurm("squeue")
+
+
+def _time_out():
+    raise subprocess.TimeoutExpired("squeue", 0.2)
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (
+            "sbatch: error: invalid partition specified: gpus\nallocation failure: Invalid partition name specified",
+            r"invalid partition specified: gpus; Invalid partition name specified. launcher.partition=gpus: Did you "
+            r"mean 'gpu'\? Partitions that are up: launcher.partition=cpu$",
+        ),
+        (
+            "allocation failure: Invalid account or account/partition combination specified",
+            r"launcher.account=chem: name an account that may use the partition",
+        ),
+        ("allocation failure: Requested node configuration is not available", r"no 2 nodes of the partition have"),
+        (
+            "sbatch: error: Invalid generic resource (gres) specification",
+            r"lower hardware.num_nodes, hardware.gpus_per_",
+        ),
+        ("allocation failure: More processors requested than permitted", r"no 2 nodes of the partition have"),
+        ("allocation failure: Required node not available (down, drained or reserved)", r"no 2 nodes of the partition"),
+        (
+            "allocation failure: Invalid node name specified",
+            r"specified\. a host in launcher\.extra_args is no node of this cluster: cpu, gpu",
+        ),
+        (
+            "allocation failure: Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)",
+            r"wait until some have ended \(squeue --me\)",
+        ),
+        ("allocation failure: Invalid feature specification", r"look at the cluster with: sinfo"),
+    ],
+)
+def test_refusals_say_what_to_change(says, said, words):
+    says("sinfo", "cpu=up\ngpu=inact\ngpu=inact" if "partition" in said.lower() else "gpu\ncpu\ngpu")
+    says("sbatch", errors=said, code=1)
+    with pytest.raises(RequestError, match=words) as caught:
+        check_job(config_of("llama2_70b_fsdp", "launcher.partition=gpus", "launcher.account=chem"))
+    assert caught.value.problem_id == "slurm-refused"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)",
+        "sbatch: fatal: Could not establish a configuration source",
+    ],
+)
+def test_a_controller_that_is_down_is_no_refusal(said):
+    error = refusal(said, config_of())
+    assert (error.exit_code, error.problem_id) == (1, "slurm-out-of-reach")
+
+
+def test_how_a_job_stands(says):
+    says(
+        "scontrol",
+        "JobId=12 JobName=x UserId=root(0) JobState=PENDING Reason=Nodes required for job are DOWN, DRAINED or "
+        "reserved Dependency=(null) Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:0 RunTime=00:00:00 "
+        "TimeLimit=UNLIMITED TimeMin=N/A NodeList=(null) "
+        "NumNodes=2-2 TRES=cpu=4,mem=1G Command=/a b/job.sh",
+    )
+    state = job_state("12")
+    assert state.text() == "PENDING (Nodes required for job are DOWN, DRAINED or reserved)"
+    assert (state.has_ended, state.exit_code) == (False, 0)
+    assert (state.run_s, state.limit_s) == (0, None)
+    says(
+        "scontrol",
+        "JobId=12 JobState=NODE_FAIL Reason=NodeDown ExitCode=0:9 RunTime=00:01:05 TimeLimit=1-00:00:00 "
+        "NodeList=node[1-2] NumNodes=2",
+    )
+    state = job_state("12")
+    assert (state.run_s, state.limit_s) == (65, 86400)
+    assert (state.text(), state.has_ended, state.signal) == ("NODE_FAIL (NodeDown) on node[1-2]", True, 9)
+
+
+def test_a_job_that_slurm_has_forgotten(says):
+    says("scontrol", errors="slurm_load_jobs error: Invalid job id specified", code=1)
+    assert job_state("12") is None
+    says("scontrol", errors="slurm_load_jobs error: Unable to contact slurm controller", code=1)
+    with pytest.raises(TunebookError, match="Unable to contact"):
+        job_state("12")
+
+
+def test_a_hint_is_left_out_where_the_controller_falls_silent(monkeypatch):
+    def silent(*_words):
+        raise TunebookError("no answer", problem_id="slurm-out-of-reach")
+
+    monkeypatch.setattr(client, "slurm", silent)
+    error = refusal(
+        "sbatch: error: invalid partition specified: gpus", config_of("llama2_70b_fsdp", "launcher.partition=gpus")
+    )
+    assert (error.exit_code, error.problem_id) == (2, "slurm-refused")
+    assert error.message.endswith("launcher.partition=gpus: sinfo lists them")
+
+
+INACTIVE = "sbatch: error: Batch job submission failed: Required partition not available (inactive or drain)"
+
+
+@pytest.mark.parametrize(
+    ("asked", "states", "words"),
+    [
+        ([], "main=inact", "The cluster's default partition takes no such job now: type the same again later, or name"),
+        ([], "main=inact\nb=up", r"another. Partitions that are up: launcher.partition=b$"),
+        (["launcher.partition=main"], "main=inact", r"launcher.partition=main takes no .* No other partition is up"),
+    ],
+)
+def test_a_partition_that_is_closed_for_now_is_not_what_is_named_instead(says, asked, states, words):
+    says("sinfo", states)
+    error = refusal(INACTIVE, config_of("llama2_70b_fsdp", *asked))
+    assert re.search(words, error.message)
+    assert "None" not in error.message
+
+
+def test_an_account_that_was_left_out_is_written_as_it_is_typed():
+    said = refusal("allocation failure: Invalid account or account/partition combination specified", config_of())
+    assert "launcher.account=null:" in said.message
+
+
+def test_a_folder_that_slurm_cannot_print_to_is_refused_before_anything_is_prepared(says):
+    says("sbatch")
+    with pytest.raises(RequestError, match=r"there is a backslash in the path; write elsewhere: outputs=/a/folder"):
+        check_job(config_of("llama2_70b_fsdp", "outputs='/a\\b'"))
+
+
+def test_a_controller_that_is_silent_for_a_while_is_waited_for(monkeypatch):
+    answers = iter([out_of_reach, out_of_reach, lambda: None])
+    monkeypatch.setattr(client, "SILENT_POLL_S", 0.0)
+    monkeypatch.setattr(client, "job_state", lambda job_id: next(answers)())
+    said = []
+    assert patient_job_state("12", said.append) is None
+    assert said == ["Slurm's controller does not answer; waiting for it for up to 600 s"]
+    monkeypatch.setattr(client, "SILENT_WITHIN_S", 0.05)
+    monkeypatch.setattr(client, "job_state", lambda job_id: out_of_reach())
+    with pytest.raises(TunebookError, match="no answer"):
+        patient_job_state("12")
+
+
+def test_a_machine_without_slurm_is_not_waited_for(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RequestError, match="needs Slurm's command scontrol"):
+        patient_job_state("12")
+
+
+def out_of_reach():
+    raise TunebookError("no answer", problem_id="slurm-out-of-reach")
+
+
+FOLDER = Path("/runs/1")
+
+
+def test_two_nodes_of_eight_gpus(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    config = config_of("llama2_70b_fsdp", "launcher.partition=gpu", "launcher.time_limit=24:00:00")
+    lines = job_script(config, FOLDER, "/venv/bin/python").splitlines()
+    assert lines[0] == "#!/usr/bin/env bash"
+    assert [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")] == [
+        *["--job-name=llama2_70b_fsdp", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8"],
+        *["--exclusive", "--mem=0", "--partition=gpu", "--time=24:00:00", "--output=/runs/1/slurm-%j.out"],
+        *["--open-mode=append", "--requeue", "--signal=B:USR1@300"],
+    ]
+    assert lines[-2:] == [f"cd {tmp_path}", "exec /venv/bin/python -m tunebook.commands.slurm_job /runs/1"]
+
+
+def test_shared_nodes_no_requeue_and_more_options():
+    words = option_words(
+        config_of(
+            *["quickstart", "launcher=slurm", "launcher.cpus_per_task=8", "launcher.requeue=false"],
+            *["launcher.account=physics", "launcher.stop_timeout_s=60", "launcher.extra_args=['--qos=high']"],
+        )
+    )
+    assert words == [
+        *["--job-name=quickstart", "--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=8", "--account=physics"],
+        *["--no-requeue", "--signal=B:USR1@60", "--qos=high"],
+    ]
+
+
+@pytest.mark.parametrize("name", ["plain", "with blank", "it's"])
+def test_the_shell_reads_it_whatever_the_folders_are_called(monkeypatch, tmp_path, name):
+    place = tmp_path / name
+    place.mkdir()
+    monkeypatch.chdir(place)
+    program = place / "python"
+    program.write_text('#!/bin/sh\nprintf "%s|" "$PWD" "$SRUN_CPUS_PER_TASK" "$@"\n')
+    program.chmod(0o755)
+    script = job_script(config_of("quickstart", "launcher=slurm"), place / "run", str(program))
+    answer = subprocess.run(
+        ["bash", "-c", script], env={"SLURM_CPUS_ON_NODE": "4", "PATH": "/usr/bin:/bin"}, capture_output=True, text=True
+    )
+    assert answer.stdout == f"{place}|4|-m|tunebook.commands.slurm_job|{place / 'run'}|", answer.stderr
+
+
+@pytest.mark.parametrize("sign", ["\n", "\r", "\0", "\x1b", "\t", "\x85", "\u2028", "\u2029"], ids=ascii)
+@pytest.mark.parametrize(
+    "part", ["title", "recipe", "partition", "account", "time_limit", "extra_args", "folder", "python", "cwd"]
+)
+def test_no_part_of_a_script_may_begin_another_line(monkeypatch, sign, part):
+    """sbatch reads no option after a line that is none, and the node would run it."""
+    config = config_of("quickstart", "launcher=slurm")
+    text = f"x{sign}touch /tmp/injected"
+    folder, python = "/runs/a", "python"
+    if part in ("title", "recipe"):
+        setattr(config, part, text)
+    elif part == "extra_args":
+        config.launcher.extra_args = [f"--comment={text}"]
+    elif part == "folder":
+        folder = f"/runs/{text}"
+    elif part == "python":
+        python = text
+    elif part == "cwd":
+        monkeypatch.setattr(Path, "cwd", lambda: Path(f"/home/{text}"))
+    else:
+        setattr(config.launcher, part, text)
+    with pytest.raises(RequestError) as caught:
+        job_script(config, Path(folder), python)
+    assert (caught.value.exit_code, caught.value.problem_id) == (2, "control-characters")
+    assert sign not in caught.value.message
+    assert f"(U+{ord(sign):04X}), which could begin another line" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        ("--exclusive", "--exclusive"),
+        ("--comment=two words", '--comment="two words"'),
+        ("--output=/runs/#1/x", '--output="/runs/#1/x"'),
+        ("--comment=it's", '--comment="it\'s"'),
+        ('--comment=a "b"', r'--comment="a \"b\""'),
+        ("--comment=a\\b", r'--comment="a\\b"'),
+        ("--constraint=a|b&c", "--constraint=a|b&c"),
+        ("-C a100", '"-C a100"'),
+        ("--gres=gpu:a=1 b", '--gres="gpu:a=1 b"'),
+    ],
+)
+def test_what_means_something_to_sbatch_is_between_quotes(word, line):
+    """As sbatch 22.05 was seen to read them."""
+    assert option_lines([word]) == [f"#SBATCH {line}"]
+
+
+def test_the_signs_of_a_folder_are_not_slurms():
+    options = option_words(config_of("quickstart", "launcher=slurm"), Path("/runs/50%j"))
+    assert "--output=/runs/50%%j/slurm-%j.out" in options
+
+
+@pytest.mark.parametrize(
+    ("path", "sign"), [("/a\\b", "a backslash"), ("/a\nb", "a line break (U+000A)"), ("/a%b #'", None)]
+)
+def test_paths_that_slurm_cannot_print_to(path, sign):
+    assert unusable_sign(Path(path)) == sign

@@ -1,0 +1,299 @@
+"""What a machine and its environment may lack for a configuration that keeps every rule."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tunebook.config.choices import (
+    Attention,
+    Compute,
+    Generation,
+    LauncherName,
+    Offload,
+    OptimizerName,
+    PackingMode,
+    PeftMethod,
+    Strategy,
+    Switch,
+    TrackerName,
+)
+from tunebook.config.schema import (
+    SlurmConfig,
+    ZeroConfig,
+)
+from tunebook.plan.auto.resolve import resolve_auto
+from tunebook.train import requirements as environment
+from tunebook.train.requirements import check_environment
+
+ON_CPU = {
+    "hardware.generation": Generation.cpu,
+    "precision.compute": Compute.fp32,
+    "precision.tf32": Switch.disabled,
+    "attention.implementation": Attention.sdpa,
+}
+ON_VOLTA = {
+    "hardware.generation": Generation.volta,
+    "precision.compute": Compute.fp32,
+    "precision.tf32": Switch.disabled,
+    "attention.implementation": Attention.sdpa,
+}
+
+
+def zero(strategy: Strategy, **settings: Any) -> dict[str, Any]:
+    return {"parallelism": ZeroConfig(strategy=strategy, **settings), "hardware.gpus_per_node": 1}
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """`installed({"torch": "2.13.0"})`: exactly these packages are installed."""
+
+    def install(packages):
+        monkeypatch.setattr(environment, "installed_version", packages.get)
+
+    return install
+
+
+H200 = ("NVIDIA H200", (9, 0))
+GPU_PACKAGES = {"torch": "2.13.0", "flash-attn": "2.8.3"}
+
+
+def ids(problems):
+    return [problem.id for problem in problems]
+
+
+def test_a_sound_environment(sound, machine, installed):
+    installed(GPU_PACKAGES)
+    assert check_environment(sound, machine(H200)) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "package", "key"),
+    [
+        (zero(Strategy.zero2), "deepspeed", "parallelism.strategy"),
+        ({"optimizer.name": OptimizerName.paged_adamw_8bit}, "bitsandbytes", "optimizer.name"),
+        ({"peft.method": PeftMethod.lora}, "peft", "peft.method"),
+        ({"model.liger_kernel": True}, "liger-kernel", "model.liger_kernel"),
+        ({"precision.compute": Compute.fp8}, "torchao", "precision.compute"),
+        ({"evaluation.tasks": ["gsm8k"]}, "lm_eval", "evaluation.tasks"),
+        ({"tracking.name": TrackerName.wandb}, "wandb", "tracking.name"),
+        ({"tracking.name": TrackerName.trackio}, "trackio", "tracking.name"),
+        ({"attention.implementation": Attention.flash_attention_4}, "flash-attn-4", "attention.implementation"),
+    ],
+)
+def test_a_missing_package_is_named_with_its_install_line(sound, changed, machine, installed, values, package, key):
+    config = changed(sound, values)
+    installed(GPU_PACKAGES)
+    (problem,) = check_environment(config, machine(H200))
+    assert (problem.id, problem.key) == ("missing-package", key)
+    assert package in problem.message
+    assert "pip install" in problem.fix
+    installed({**GPU_PACKAGES, package: "1.0"})
+    assert check_environment(config, machine(H200)) == []
+
+
+FLASH, FLASH_4 = "pip install flash-attn --no-build-isolation", "pip install flash-attn-4==4.0.0b36"
+UNPACKED = {"packing.mode": PackingMode.padded, "packing.row_length": None}
+GEMMA = {"model.facts.architecture": "Gemma2ForCausalLM"}  # no kernel of torch's was tried with it
+
+
+@pytest.mark.parametrize(
+    ("asked", "values", "has_flash_attn", "expected", "install"),
+    [
+        (Attention.flash_attention_2, {}, False, "varlen_attention", FLASH),
+        (Attention.flash_attention_2, UNPACKED, False, "sdpa", FLASH),
+        (Attention.flash_attention_2, GEMMA, False, "sdpa", FLASH),
+        (Attention.flash_attention_2, {"model.facts": None}, False, "sdpa", FLASH),
+        (Attention.flash_attention_4, {}, False, "varlen_attention", FLASH_4),
+        (Attention.flash_attention_4, {}, True, "flash_attention_2", FLASH_4),
+        (Attention.varlen_attention_4, {}, False, "varlen_attention", FLASH_4),
+        (Attention.flash_attention_3, {}, False, "varlen_attention", None),  # its package is on no registry
+        (Attention.flash_attention_3, {}, True, "flash_attention_2", None),
+    ],
+)
+def test_a_missing_attention_package_names_what_auto_takes(
+    sound, changed, machine, installed, monkeypatch, asked, values, has_flash_attn, expected, install
+):
+    present = GPU_PACKAGES if has_flash_attn else {"torch": "2.13.0"}
+    installed(present)
+    config = changed(sound, {"attention.implementation": asked} | values)
+    (problem,) = check_environment(config, machine(H200))
+    instead = f"attention.implementation={expected}"
+    assert problem.fix == (f"{instead} or {install}" if install else instead)
+    monkeypatch.setattr("tunebook.plan.auto.kernels.installed_version", present.get)
+    config.attention.implementation = Attention.auto
+    taken = resolve_auto(config, machine(H200)).config
+    assert taken.attention.implementation.name == expected
+    assert check_environment(taken, machine(H200)) == []
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_what_compiles_is_replaced_by_what_compiles(sound, changed, machine, installed, is_compiled):
+    """With flash-attn 2 there, too, which does not compile with the blocks."""
+    installed(GPU_PACKAGES)
+    values = {"attention.implementation": Attention.varlen_attention_4, "model.compile_layers": is_compiled}
+    (problem,) = check_environment(changed(sound, values), machine(H200))
+    assert problem.fix == f"attention.implementation=varlen_attention or {FLASH_4}"
+
+
+def test_in_fp32_a_missing_attention_package_is_replaced_by_sdpa(sound, changed, machine, installed):
+    config = changed(
+        sound, {"attention.implementation": Attention.flash_attention_4, "precision.compute": Compute.fp32}
+    )
+    for present in (GPU_PACKAGES, {"torch": "2.13.0"}):
+        installed(present)
+        (problem,) = check_environment(config, machine(H200))
+        assert problem.fix == f"attention.implementation=sdpa or {FLASH_4}"
+
+
+COMPILED = {"model.compile_layers": True, "attention.implementation": Attention.varlen_attention}
+COMPILED_ON_CPU = {
+    "model.compile_layers": True,
+    "hardware.generation": Generation.cpu,
+    "precision.compute": Compute.fp32,
+    "precision.tf32": Switch.disabled,
+    "attention.implementation": Attention.sdpa,
+}
+
+
+@pytest.mark.parametrize(
+    ("values", "lacks", "message"),
+    [
+        (COMPILED, "missing_for_triton", "Triton compiles a launcher for each kernel, and no compiler is found here"),
+        (
+            COMPILED_ON_CPU,
+            "missing_for_cpu_kernels",
+            "torch compiles the blocks' kernels for the CPU, and no compiler is found here",
+        ),
+    ],
+    ids=["gpu", "cpu"],
+)
+def test_blocks_are_not_compiled_without_a_compiler(sound, changed, machine, installed, values, lacks, message):
+    installed(GPU_PACKAGES)
+    gpus = [H200] if values is COMPILED else []
+    here, config = machine(*gpus), changed(sound, values)
+    (problem,) = check_environment(config, replace(here, **{lacks: "no compiler is found here"}))
+    assert (problem.id, problem.key) == ("compiled-layers-without-compiler", "model.compile_layers")
+    assert (problem.message, problem.fix) == (message, "model.compile_layers=false")
+    config.model.compile_layers = False  # as the fix says
+    assert check_environment(config, replace(here, **{lacks: "no compiler is found here"})) == []
+    config.model.compile_layers = True
+    other = {"missing_for_triton", "missing_for_cpu_kernels"} - {lacks}
+    assert check_environment(config, replace(here, **dict.fromkeys(other, "not needed"))) == []
+    config.launcher = SlurmConfig(name=LauncherName.slurm)
+    assert check_environment(config, replace(here, **{lacks: "it may be there"})) == []
+
+
+def test_what_auto_decides_to_compile_it_can(undecided, machine, installed):
+    """The rule is for those who ask by name: left open, blocks are compiled only where that works."""
+    installed(GPU_PACKAGES)
+    for missing in (None, "no compiler is found here"):
+        here = replace(machine(H200), missing_for_triton=missing)
+        taken = resolve_auto(undecided, here).config
+        assert taken.model.compile_layers is (missing is None)
+        taken.attention.implementation = Attention.sdpa  # whatever is installed where the test runs
+        assert check_environment(taken, here) == []
+
+
+def test_without_a_gpu_only_that_is_said(sound, machine, installed):
+    installed({})
+    (problem,) = check_environment(sound, machine())
+    assert problem.id == "no-gpu-here"
+    assert "no NVIDIA driver answers here" in problem.message
+
+
+def test_a_cluster_looks_for_itself(sound, changed, machine, installed):
+    installed({})
+    assert check_environment(changed(sound, {"launcher": SlurmConfig(name=LauncherName.slurm)}), machine()) == []
+
+
+@pytest.mark.parametrize(
+    ("gpus", "id", "match"),
+    [
+        ([("Tesla V100", (7, 0))], "other-gpu-here", r"hopper is set, and this machine has Tesla V100 \(volta\)"),
+        ([H200], "too-few-gpus-here", "2 GPUs are asked for, and 1 are found"),
+        ([H200, ("NVIDIA A100", (8, 0)), H200], "mixed-gpus", "ampere, hopper"),
+    ],
+)
+def test_other_hardware_than_planned(sound, changed, machine, installed, gpus, id, match):
+    installed(GPU_PACKAGES)
+    config = changed(sound, {"parallelism.strategy": Strategy.ddp, "hardware.gpus_per_node": 2})
+    (problem,) = check_environment(config, machine(*gpus))
+    assert problem.id == id
+    assert re.search(match, problem.message)
+    if id == "mixed-gpus":
+        assert problem.fix == "CUDA_VISIBLE_DEVICES=0,2 in front of the command"
+
+
+def test_of_different_gpus_the_largest_group_of_one_kind_is_named_by_ids(sound, changed, machine, installed):
+    """A DGX Station: `auto` plans for the oldest, which is a display card, and CUDA counts in another order."""
+    installed(GPU_PACKAGES)
+    a100, display = ("NVIDIA A100", (8, 0)), ("NVIDIA DGX Display", (7, 5))
+    found = machine(a100, a100, a100, display, a100)
+    named = replace(found, gpus=[replace(gpu, uuid=f"GPU-{gpu.index}") for gpu in found.gpus])
+    for generation in (Generation.turing, Generation.ampere):
+        changes = {**ON_VOLTA, "hardware.generation": generation, "parallelism.strategy": Strategy.ddp}
+        (problem,) = check_environment(changed(sound, {**changes, "hardware.gpus_per_node": 5}), named)
+        assert (problem.id, problem.fix) == (
+            "mixed-gpus",
+            "CUDA_VISIBLE_DEVICES=GPU-0,GPU-1,GPU-2,GPU-4 in front of the command, and hardware.gpus_per_node=4",
+        )
+        (problem,) = check_environment(changed(sound, {**changes, "hardware.gpus_per_node": 4}), named)
+        assert problem.fix == "CUDA_VISIBLE_DEVICES=GPU-0,GPU-1,GPU-2,GPU-4 in front of the command"
+
+
+def test_a_gpu_that_torch_has_forgotten(sound, changed, machine, installed):
+    installed(GPU_PACKAGES)
+    config = changed(sound, ON_VOLTA)
+    (problem,) = check_environment(config, machine(("GeForce GTX 1080", (6, 1))))
+    assert problem.id == "gpu-too-old"
+    assert "6.1" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("torch", "generation", "capability", "driver", "expected", "match"),
+    [
+        ("2.13.0", Generation.ampere, (8, 0), "535.104.05", "driver-too-old", r"volta image \(torch 2\.10\.0\)"),
+        ("2.13.0", Generation.ampere, (8, 0), "470.82", "driver-too-old", "no image"),
+        ("2.10.0", Generation.ampere, (8, 0), "535.104.05", None, ""),
+        ("2.13.0+cpu", Generation.ampere, (8, 0), "580.65", "torch-without-gpu-code", "is a CPU build"),
+        ("2.13.0", Generation.volta, (7, 0), "580.65", "torch-without-gpu-code", "no code for compute capability 7.0"),
+        ("2.10.0", Generation.volta, (7, 0), "580.65", None, ""),
+    ],
+)
+def test_torch_must_fit_gpu_and_driver(
+    sound, changed, machine, installed, torch, generation, capability, driver, expected, match
+):
+    installed({"torch": torch})
+    config = changed(sound, {**ON_VOLTA, "hardware.generation": generation})
+    problems = check_environment(config, machine(("a GPU", capability), driver=driver))
+    assert ids(problems) == ([expected] if expected else [])
+    assert all(re.search(match, problem.message) for problem in problems)
+
+
+def test_the_nvme_folder_must_be_there(sound, changed, machine, installed, tmp_path):
+    installed({**GPU_PACKAGES, "deepspeed": "0.19.8"})
+    settings = {"offload_optimizer": Offload.nvme, "nvme_path": str(tmp_path / "disk")}
+    config = changed(sound, zero(Strategy.zero3, **settings))
+    (problem,) = check_environment(config, machine(H200))
+    assert problem.id == "nvme-path-not-found"
+    (tmp_path / "disk").mkdir()
+    assert check_environment(config, machine(H200)) == []
+
+
+def test_the_nvme_disk_must_hold_the_states(sound, changed, machine, installed, tmp_path, monkeypatch):
+    """16 bytes for each of 494,032,768 parameters are 7.36 GiB."""
+    installed({**GPU_PACKAGES, "deepspeed": "0.19.8"})
+    config = changed(sound, zero(Strategy.zero3, offload_optimizer=Offload.nvme, nvme_path=str(tmp_path)))
+    free = 16 * 494_032_768
+    monkeypatch.setattr(environment.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    assert check_environment(config, machine(H200)) == []
+    free -= 1
+    (problem,) = check_environment(config, machine(H200))
+    assert (problem.id, problem.key) == ("nvme-too-small", "parallelism.nvme_path")
+    assert problem.message.startswith("7.4 GiB are free on the disk of ")
+    assert problem.message.endswith("and the states take 7.4")
