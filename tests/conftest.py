@@ -52,7 +52,7 @@ def find_chromium() -> str | None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a `browser` test where there is no browser, except in CI, which must not pass by skipping."""
+    """Skip a `browser` test if there is no browser, except in CI."""
     if item.get_closest_marker("browser") and not find_chromium():
         message = "no Chromium on this machine: apt install chromium"
         if os.environ.get("CI"):
@@ -62,7 +62,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture
 def one_gloo_rank(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process alone, which is all that wrapping a model needs."""
+    """A process group with one rank, which is enough to wrap a model."""
     import torch
 
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
@@ -72,7 +72,7 @@ def one_gloo_rank(tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def leaves_the_process_as_it_was() -> Iterator[None]:
-    """A test that changes what torch and accelerate keep for a whole process fails itself, not one that comes later."""
+    """Fails a test that leaves changes in the global state of torch and accelerate, instead of a later test."""
     before = _left_behind()
     yield
     left = _left_behind() - before
@@ -80,7 +80,7 @@ def leaves_the_process_as_it_was() -> Iterator[None]:
 
 
 def _left_behind() -> set[str]:
-    """What is not as it is in a new process, of what has made other tests fail; nothing is imported to find out."""
+    """The changes of global state that have made other tests fail. Imports nothing."""
     found = {f"the variable {name}" for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))}
     for module, name, value in (("torch._dynamo", "optimize_ddp", True), ("torch.compiler", "dynamic_sources", "")):
         settings = sys.modules.get(f"{module}.config")
@@ -160,7 +160,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 @pytest.fixture(scope="session")
 def small_qwen2() -> Callable[..., PreTrainedModel]:
-    """Make a Qwen2 of a few thousand weights, drawn alike each time: `small_qwen2(num_hidden_layers=3)`."""
+    """Make a Qwen2 of a few thousand weights, always the same: `small_qwen2(num_hidden_layers=3)`."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -211,7 +211,7 @@ def same_bits() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def make_checkpoint() -> Callable[..., Path]:
-    """Make a complete checkpoint of few bytes: `make_checkpoint(run, step, files={...}, identity=...)`; its path."""
+    """Make a small complete checkpoint: `make_checkpoint(run, step, files={...}, identity=...)`; returns its path."""
     from tunebook.checkpoint.record import CheckpointRecord, FileEntry, Identity
     from tunebook.files import atomic_write_json, sha256_file
 
@@ -243,7 +243,7 @@ def make_checkpoint() -> Callable[..., Path]:
 
 @pytest.fixture
 def saves_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Saves in the background have ended before training goes on: as on a fast disk."""
+    """Background saves end before training continues, as on a fast disk."""
     from tunebook.checkpoint import save
 
     class AtOnce(save.Background):
@@ -257,7 +257,7 @@ def saves_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def saves_when_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Saves in the background make no progress until somebody waits for them: as on a slow disk."""
+    """Background saves make no progress until they are waited for, as on a slow disk."""
     from tunebook.checkpoint import save
 
     class WhenWaitedFor(save.Background):
@@ -286,25 +286,25 @@ class SmallDisk:
 
     @property
     def free_bytes(self) -> int:
-        """What can still be written."""
+        """The free bytes."""
         return shutil.disk_usage(self.folder).free
 
     def fill(self, leave_bytes: int) -> Path:
-        """Write a file that leaves so many bytes free, in whole pages; the file."""
+        """Write a file that leaves this many bytes free, in whole pages; returns the file."""
         filler = self.folder / "filler"
         with filler.open("wb") as stream:
             stream.write(bytes(max(0, self.free_bytes - leave_bytes)))
         return filler
 
     def set_read_only(self, is_read_only: bool) -> None:
-        """Let nobody write, root included, or let them again."""
+        """Make the file system read-only, also for root, or writable again."""
         options = f"remount,{'ro' if is_read_only else 'rw'}"
         subprocess.run(["mount", "-o", options, str(self.folder)], check=True, capture_output=True)
 
 
 @pytest.fixture
 def small_disk() -> Iterator[Callable[[Path, int], SmallDisk]]:
-    """Mount a file system: `small_disk(folder, num_bytes)`. Skipped where that is not allowed."""
+    """Mount a file system: `small_disk(folder, num_bytes)`. Skips the test if that is not allowed."""
     mounted: list[SmallDisk] = []
 
     def make(folder: Path, num_bytes: int) -> SmallDisk:

@@ -1,4 +1,4 @@
-"""The command line's endings: which exit code, and what is printed instead of a traceback."""
+"""The exit codes of the command line, and the messages instead of tracebacks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tunebook.evaluate.command import EvaluationReport, EvaluationRequest
 
 @pytest.fixture(autouse=True)
 def own_signals():
-    """The command takes over signals of its process, which is this one."""
+    """Restores the signal handlers, since the command runs in this process."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     yield
     for number, handler in before.items():
@@ -55,7 +55,7 @@ def test_ctrl_c_is_a_request_to_stop(ended_with):
     assert ended_with(KeyboardInterrupt()) == (6, "interrupted\n")
 
 
-def test_a_path_that_no_file_can_have_is_a_request_that_cannot_be_met(monkeypatch, capsys):
+def test_too_long_path_is_a_request_error(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["tunebook", "report", 5000 * "a"])
     with pytest.raises(SystemExit) as caught:
         cli.main()
@@ -71,7 +71,7 @@ def test_a_path_that_no_file_can_have_is_a_request_that_cannot_be_met(monkeypatc
         ("--compare", "parallelism=ddp,fsdp", "--json"),
     ],
 )
-def test_one_comparison_is_printed_and_never_another_one_left_out(monkeypatch, capsys, words):
+def test_exactly_one_comparison_is_printed(monkeypatch, capsys, words):
     monkeypatch.setattr(sys, "argv", ["tunebook", "plan", "qwen3b_zero2", *words])
     with pytest.raises(SystemExit) as caught:
         cli.main()
@@ -86,7 +86,7 @@ def test_a_full_disk_does_not_fit(ended_with):
     assert said.startswith("error: no space is left to write")
 
 
-def test_what_nobody_expected_keeps_its_traceback(monkeypatch):
+def test_unexpected_error_keeps_its_traceback(monkeypatch):
     def fail(*_, **__):
         raise ZeroDivisionError("a bug")
 
@@ -110,7 +110,7 @@ def run(monkeypatch, capsys):
     return command
 
 
-def test_an_option_that_should_be_an_override_is_told_how(run):
+def test_option_in_place_of_an_override_gets_a_hint(run):
     code, _, said = run("train", "quickstart", "--seed", "3")
     assert code == 2
     assert "Settings are typed as key=value, without dashes" in said
@@ -186,7 +186,7 @@ def test_eval_takes_tasks_in_either_spelling(run, monkeypatch, words, tasks):
     assert asked[0].tasks == tasks
 
 
-def test_eval_shows_what_was_evaluated_before_it_says_what_was_not(run, monkeypatch, tmp_path):
+def test_eval_prints_results_before_failures(run, monkeypatch, tmp_path):
     report = EvaluationReport(
         file=tmp_path / "eval.json", record={}, table=Table("task", "items"), error=RequestError("gpqa was left out")
     )
@@ -232,7 +232,7 @@ def test_export_hands_its_options_on(run, monkeypatch, tmp_path):
     assert "'int8' is not one of 'fp32', 'bf16', 'fp16'" in said
 
 
-def test_chat_hands_its_options_on_and_ends_with_its_code(run, monkeypatch, tmp_path):
+def test_chat_passes_its_options_and_exit_code(run, monkeypatch, tmp_path):
     asked = {}
 
     def chat(target, outputs, **settings):
@@ -311,7 +311,7 @@ def test_a_recipe_with_a_line_break_for_a_job_script_ends_with_2_and_shows_none(
     assert not any(sign in out + said for sign in "\r\u2028\x1b\x07")
 
 
-def test_an_error_repeats_what_was_typed_without_what_a_terminal_obeys(run):
+def test_error_repeats_overrides_without_control_characters(run):
     code, _, said = run("train", "quickstart", "training.\x1b[2Jseed=3")
     assert code == 2
     assert "\x1b" not in said

@@ -1,4 +1,4 @@
-"""Command lines as users of other tools type them: each is refused with what to type instead."""
+"""Command lines of other tools are refused with what to type instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every id that any message ends with can be explained."""
+"""Every problem_id can be explained."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_every_raised_id_has_a_text():
     assert raised_ids() - set(all_ids()) == set()
 
 
-def test_no_text_is_left_of_an_error_that_nobody_raises():
+def test_every_error_text_belongs_to_an_error():
     assert set(error_texts()) - raised_ids() == set()
 
 

@@ -28,7 +28,7 @@ IMPORT_NAMES = {
 
 
 def read_pins(path: Path) -> dict[str, str]:
-    """Canonical name -> version of what an `.in` file names; `-r` is followed."""
+    """The canonical names and versions in an `.in` file, including its `-r` files."""
     found: dict[str, str] = {}
     for line in path.read_text().splitlines():
         if line.startswith("-r "):
@@ -45,7 +45,7 @@ def by_name(requirements: list[str]) -> dict[str, Requirement]:
 
 
 def make(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """Run make without the variables that an outer make hands down."""
+    """Run make without the variables of an outer make."""
     environment = {name: value for name, value in os.environ.items() if name not in {"MAKEFLAGS", "MAKELEVEL", "ARGS"}}
     return subprocess.run(
         ["make", *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=60
@@ -61,7 +61,7 @@ def makefile_targets() -> list[str]:
 
 
 def test_what_the_package_asks_for_is_what_is_pinned() -> None:
-    """The dependencies are what a CPU's `.in` file names, with DeepSpeed; the extras are what else any file names."""
+    """The dependencies are those of the CPU's `.in` file and DeepSpeed; the extras are those of all other files."""
     asked, chosen = by_name(PROJECT["dependencies"]), by_name(EXTRAS)
     on_cpu = read_pins(DOCKER / "cpu" / "requirements.in")
     everywhere: dict[str, set[str]] = {}
@@ -93,25 +93,25 @@ def imported_packages(folder: Path) -> set[str]:
 
 
 def import_names(requirements: list[str]) -> set[str]:
-    """What the packages are imported as."""
+    """The import names of packages."""
     return {IMPORT_NAMES.get(name, name.replace("-", "_")) for name in by_name(requirements)}
 
 
 def test_what_src_imports_is_what_the_package_asks_for() -> None:
-    """No dependency is there for nothing, and nothing is imported that neither they nor an extra brings."""
+    """Every dependency is imported, and every import is in a dependency or an extra."""
     imported = imported_packages(ROOT / "src")
     assert import_names(PROJECT["dependencies"]) - imported == set()
     assert imported - import_names(PROJECT["dependencies"]) - import_names(EXTRAS) == set()
 
 
-def test_the_version_is_said_once_and_the_same() -> None:
+def test_version_is_defined_once() -> None:
     import tunebook
 
     assert tunebook.__version__ == PROJECT["version"]
 
 
 def is_shipped(path: Path) -> bool:
-    """Whether a path is a file of the project and not what Python or a tool left beside it."""
+    """True for a file of the project, False for caches of Python and tools."""
     parts = path.relative_to(ROOT).parts
     return path.is_file() and not any(part.startswith(".") or part == "__pycache__" for part in parts)
 
@@ -149,7 +149,7 @@ def test_every_target_is_phony() -> None:
 
 
 def test_arguments_reach_the_command_as_they_were_typed(tmp_path: Path) -> None:
-    """Brackets, commas, quoted blanks and dollars: neither make nor the shell may change them."""
+    """Neither make nor the shell may change brackets, commas, quoted blanks and dollars."""
     (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text())
     for name in ("run", "dev"):
         ready = tmp_path / ".venv" / f".ready-{name}"

@@ -51,7 +51,7 @@ HANDLED = """
 
 
 def send(running, number):
-    """Send a signal and wait until it is delivered: a second one that pends with the first is lost."""
+    """Send a signal and wait until it is delivered, since a second pending one would be lost."""
     os.kill(running.pid, number)
     status = Path(f"/proc/{running.pid}/status")
     pending = re.compile(r"^(?:SigPnd|ShdPnd):\s*0*[1-9a-f]", re.MULTILINE)
@@ -66,13 +66,13 @@ def is_at_work(process):
 
 
 def state_of(process):
-    """R for running, S for waiting, Z for dead; of its main thread."""
+    """The state of the main thread: R for running, S for waiting, Z for dead."""
     return Path(f"/proc/{process}/task/{process}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 @pytest.fixture
 def start():
-    """Start the program in a state, in a process group of its own; returns it and the process below it."""
+    """Start the program in a state, in its own process group; returns it and its child process."""
     started = []
 
     def begin(state):
@@ -111,7 +111,7 @@ def test_the_second_ctrl_c_ends_the_command_and_what_it_started(start, state, sa
 
 
 def test_sigterm_counts_once_and_ctrl_c_after_it_is_the_second(start):
-    """The kernel sends SIGTERM once for each thread of a parent that dies."""
+    """The kernel sends SIGTERM for each thread of a dying parent."""
     running, _ = start(
         """
     signal.signal(signal.SIGTERM, lambda *_: print("asked", flush=True))
@@ -150,7 +150,7 @@ def test_one_ctrl_c_in_a_terminal_is_one_also_with_forked_workers(start):
     assert running.wait(30) == 0
 
 
-def test_a_ctrl_c_that_has_done_its_work_is_forgotten(start):
+def test_handled_ctrl_c_is_forgotten(start):
     running, _ = start(
         """
     signal.signal(signal.SIGINT, lambda *_: second_interrupt.forget_interrupts())

@@ -38,12 +38,13 @@ from tunebook.cli_options import (
     SearchSeed,
     UnsafeCode,
     Words,
+    settings,
+    split,
+    task_names,
 )
 from tunebook.cli_records import make_console, records_app
-from tunebook.cli_words import settings, split, task_names
 from tunebook.config.book import path_too_long
-from tunebook.config.control_characters import shown
-from tunebook.config.secrets import without_secrets
+from tunebook.config.unsafe_text import shown, without_secrets
 from tunebook.errors import DoesNotFitError, RequestError, StoppedError, TunebookError
 from tunebook.hardware.disk import is_disk_full
 from tunebook.second_interrupt import watching_interrupts
@@ -189,14 +190,14 @@ def evaluate(
     from tunebook.evaluate.command import EvaluationRequest, evaluate_command
 
     code_words = [word for word in words or [] if word.startswith("evaluation.code.")]
-    said = settings(
+    given = settings(
         [word for word in words or [] if word not in code_words], ("run", "model", "suite", "tasks", "task")
     )
     request = EvaluationRequest(
-        run=said.get("run"),
-        model=said.get("model"),
-        suite=said.get("suite"),
-        tasks=task_names(said),
+        run=given.get("run"),
+        model=given.get("model"),
+        suite=given.get("suite"),
+        tasks=task_names(given),
         limit=limit,
         num_fewshot=num_fewshot,
         batch_size=batch_size,
@@ -232,9 +233,11 @@ def fetch(
 
     keys = ("suite", "tasks", "task")
     own = [word for word in words or [] if word.partition("=")[0] in keys]
-    said = settings(own, keys)
+    given = settings(own, keys)
     recipe, overrides = split([word for word in words or [] if word not in own])
-    fetch_command(recipe, overrides, recipes_dir or [], make_console(), suite=said.get("suite"), tasks=task_names(said))
+    fetch_command(
+        recipe, overrides, recipes_dir or [], make_console(), suite=given.get("suite"), tasks=task_names(given)
+    )
 
 
 @app.command()
@@ -261,10 +264,10 @@ def chat(
     from tunebook.record.run_folder import LATEST
     from tunebook.train.image import refuse_wrong_image
 
-    said = settings(words, ("run", "model"))
-    if len(said) == 2:
+    given = settings(words, ("run", "model"))
+    if len(given) == 2:
         raise RequestError("run= and model= both say what is talked to; type one of them", problem_id="run-and-model")
-    target = next(iter(said.values()), LATEST)
+    target = next(iter(given.values()), LATEST)
     refuse_wrong_image()
     code = chat_command(
         target,

@@ -9,8 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from tunebook.cli_options import ExportFormat, Outputs, RecipesDir
-from tunebook.cli_words import named_run
+from tunebook.cli_options import ExportFormat, Outputs, RecipesDir, named_run
 
 records_app = typer.Typer()
 

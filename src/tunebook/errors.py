@@ -9,14 +9,14 @@ TunebookError (1)
 └── InvalidTrainingError (7)  the training is invalid: a loss that is not finite, a leak
 
 The command line prints these without a traceback; anything else is unexpected, keeps its traceback and exits 1.
-Every message says what was wrong (with the value), why it cannot work, and what to type instead. `problem_id` is
-what `tunebook explain` takes.
+Every message contains what was wrong (with the value), why it cannot work, and what to type instead. `problem_id` is
+the argument of `tunebook explain`.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -33,7 +33,7 @@ class TunebookError(Exception):
 
 
 class RequestError(TunebookError):
-    """What was asked for cannot be done: an unknown key, a wrong type, a broken rule, an unknown name."""
+    """The request cannot be fulfilled: an unknown key or name, a wrong type, or a broken rule."""
 
     exit_code = 2
 
@@ -76,8 +76,8 @@ class Problem:
     key: str
     message: str
     fix: str
-    is_error: bool = True  # False: worth a word, but the run can start
-    place: str | None = None  # the override or file that set the key; None where nobody did
+    is_error: bool = True  # False: a warning, and the run can start
+    place: str | None = None  # the override or file that set the key; None for a default
 
     def text(self) -> str:
         """The problem as one paragraph for a terminal."""
@@ -95,8 +95,16 @@ class RulesError(RequestError):
         super().__init__(f"this configuration cannot run: {count}\n{lines}", problem_id=problems[0].id)
 
 
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """An error and the errors that it came from, the latest first."""
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        seen = seen.__cause__ or seen.__context__
+
+
 def nearest(word: str, known: Iterable[str], *, least_alike: float = 0.6) -> str | None:
-    """The known spelling closest to `word`, or None when nothing is close: `least_alike`, of 1 for the same word."""
+    """The known word most similar to `word`; None if its similarity (1 for equal words) is below `least_alike`."""
     by_lower = {name.lower(): name for name in known}
     matches = difflib.get_close_matches(word.lower(), list(by_lower), n=1, cutoff=least_alike)
     return by_lower[matches[0]] if matches else None

@@ -1,4 +1,4 @@
-"""What `tunebook explain ID` prints: every rule, and every error that is raised with a `problem_id`.
+"""The texts of `tunebook explain ID`: one for every rule and for every error with a `problem_id`.
 
 Rules carry their own texts (`plan.rules`). All others are in `errors.yaml`.
 """
@@ -20,7 +20,7 @@ from tunebook.plan.rules.frame import Explanation
 @cache
 def error_texts() -> dict[str, Explanation]:
     """The texts of `errors.yaml` by id."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where PyYAML was built with it
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, if PyYAML was built with it
     texts = yaml.load(Path(__file__).with_name("errors.yaml").read_text(encoding="utf-8"), loader)
     return {
         id: Explanation(**{part: text.replace("{allowed}", ALLOWED) for part, text in parts.items()})
@@ -39,9 +39,9 @@ def all_ids() -> list[str]:
 
 
 def explain(id: str) -> str:
-    """What an id means, why, and what to do, or what a key of another tool is here.
+    """The text of an id, or the meaning of a key of another tool.
 
-    Raises: RequestError for one that does not exist, with the nearest.
+    Raises: RequestError for an unknown id, with the nearest one.
     """
     texts = _texts()
     text = texts.get(id)

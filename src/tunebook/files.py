@@ -1,8 +1,7 @@
-"""Small files that are written in one step, hashes of large ones, and the folder of everything that can be made again.
+"""Atomic writes of small files, hashes of files, and the cache folder.
 
-A reader, or the next attempt after a crash, finds the old content or the new, never half: each file is written under
-another name, flushed to the disk and renamed. Everything in a run folder is written so but `metrics.jsonl`, which is
-appended to.
+A reader, or the next attempt after a crash, finds the old content or the new: each file is written under another name,
+flushed to the disk and renamed. All files of a run folder are written so, except `metrics.jsonl`, which is appended to.
 """
 
 from __future__ import annotations
@@ -20,39 +19,40 @@ from typing import Any
 from tunebook.errors import DataError
 
 CACHE_VARIABLE = "TUNEBOOK_CACHE"
-# A file changed within this time of being hashed could change again without its times showing it.
+# A file that changed within this time before it was hashed may change again without another time stamp.
 _SETTLED_NS = 2_000_000_000
 
 
 def atomic_write_text(path: Path, text: str) -> None:
-    """Replace the file at `path` by `text` in one step. Raises: OSError; the old file is then still whole."""
-    # Not tempfile: its files are readable by their owner alone, and a run folder is there to be shared.
-    beside = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
+    """Replace the file at `path` by `text` atomically. Raises: OSError; the old file is then unchanged."""
+    # Not tempfile: its files are readable only by their owner, and run folders are shared.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
-        with beside.open("x", encoding="utf-8") as file:
+        with temporary.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
+        temporary.replace(path)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):  # the error that is being raised matters more
+            temporary.unlink(missing_ok=True)
         raise
     flush_folder(path.parent)
 
 
 def atomic_write_json(path: Path, value: Any) -> None:
-    """Write `value` as indented JSON. Raises: ValueError for a number that is not finite (JSON has none)."""
+    """Write `value` as indented JSON. Raises: ValueError for a number that is not finite."""
     atomic_write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file. Raises: DataError naming the file and the line where it stops being JSON."""
+    """The content of a JSON file. Raises: DataError with the file and the line that is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise DataError(
-            f"{path} is not JSON ({error}); Tunebook writes it in one step, so something else changed it: "
-            "restore it from a copy, or remove it to go on without it",
+            f"{path} is not JSON ({error}). Tunebook writes it atomically, so something else changed it: "
+            "restore it from a copy, or remove it to continue without it",
             problem_id="broken-record",
         ) from error
 
@@ -63,13 +63,13 @@ def sha256_text(text: str) -> str:
 
 
 def sha256_file(path: Path) -> str:
-    """The SHA-256 of a file's bytes, in hexadecimal; reads it piece by piece."""
+    """The SHA-256 of a file's bytes, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def flush_folder(folder: Path) -> None:
-    """Make a rename survive a power cut; some network file systems refuse, and the file itself is safe already."""
+    """Make a rename survive a power failure. Some network file systems refuse; the file itself is safe already."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -85,26 +85,21 @@ def cache_root() -> Path:
 
 
 def remember(file: Path, text: str) -> None:
-    """Write a file of the cache: a reader finds all of it or nothing. Where nothing can be written, nothing is."""
-    beside = file.with_name(f".{file.name}.{os.getpid()}-{secrets.token_hex(4)}")
-    try:
+    """Write a file of the cache; failures are ignored, since the cache only saves time."""
+    with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(file)
-    except OSError:  # it only saves time
-        if beside.parent.is_dir() and os.access(beside.parent, os.W_OK):
-            beside.unlink(missing_ok=True)
+        atomic_write_text(file, text)
 
 
 def remembered_hash(path: Path) -> str:
-    """The SHA-256 of a file; it is read only if it changed since the last time it was asked for."""
+    """The SHA-256 of a file, which is read only if it changed since the last call."""
     return remembered_hashes([path], sha256_file)[path]
 
 
 def remembered_hashes(paths: Iterable[Path], hash_one: Callable[[Path], str], way: str = "") -> dict[Path, str]:
-    """The hashes of files by `hash_one`, which reads only those that changed since they were asked for last.
+    """The hashes of files by `hash_one`, which reads only those that changed since the last call.
 
-    `way` tells what is remembered of one way of hashing from another's.
+    `way` separates the cached hashes of different functions.
     """
     memory_file = cache_root() / "file_hashes.json"
     memory = _read_memory(memory_file)
@@ -119,7 +114,7 @@ def remembered_hashes(paths: Iterable[Path], hash_one: Callable[[Path], str], wa
         hashes[path] = hash_one(path)
         if time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns) > _SETTLED_NS:
             learnt[key] = [*times, hashes[path]]
-    if learnt:  # another process' additions may be lost, which only costs hashing again
+    if learnt:  # another process' additions may be lost, and are hashed again then
         remember(memory_file, json.dumps(_read_memory(memory_file) | learnt))
     return hashes
 

@@ -1,7 +1,7 @@
-"""Processes above and below this one (Linux), so that nothing computes on unseen after a `kill -9`.
+"""Parent and child processes (Linux): none must continue unnoticed after a `kill -9`. Also programs that may hang.
 
-A process can be stopped or killed when its parent dies: the kernel watches the thread that started it, which has to
-live as long as the process is wanted. And this process can adopt those below it whose own parent dies.
+The kernel can stop or kill a process when its parent dies; it watches the thread that started the process, which must
+live as long. This process can also adopt its descendants whose parent dies.
 """
 
 from __future__ import annotations
@@ -9,20 +9,23 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _POLL_S = 0.1
 _DEAD_WITHIN_S = 20.0  # after a kill: letting go of a large memory takes seconds
 
-# A program of its own that becomes the command, because a fork that goes on in Python (`preexec_fn`) crashed where
-# torch was loaded and threads were at work. Its arguments: its parent, "waits" where SIGINT is to wait until the
-# command listens, the command.
+# A separate program that becomes the command, since a fork that continues in Python (`preexec_fn`) crashed with torch
+# and threads. Its arguments: the parent, "waits" if SIGINT is blocked until the command handles it, the command.
 _PROGRAM = f"""
 import signal, sys
 if sys.argv[2] == "waits":
@@ -35,33 +38,35 @@ if sys.platform == "linux":
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 os.execvp(sys.argv[3], sys.argv[3:])
 """
-# A rank that is started without torchrun: it listens after some imports, where Ctrl-C would end it with a traceback.
+# A rank without torchrun handles signals only after some imports, in which Ctrl-C would end it with a traceback.
 _RANK = ["-m", "tunebook.train"]
+_LONGEST_ANSWER = 1 << 20  # bytes
+_DYING_S = 2.0  # how long a killed program is given to go, so that it leaves no zombie
 
 
 def prctl(option: int, value: int) -> None:
-    """Ask the kernel for something about this process; nothing where there is no such call."""
+    """Set an option of this process in the kernel (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value)
 
 
 def ask_to_stop_when_parent_dies() -> None:
-    """Let the kernel send this process SIGTERM, on which a rank saves and ends, when its parent dies."""
+    """Get SIGTERM, on which a rank saves and ends, when the parent dies."""
     prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent dies."""
+    """Be killed when the parent dies."""
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def stopping_with_parent(command: list[str]) -> list[str]:
-    """The command, to be started by this process: it is sent SIGTERM when this process dies, once or several times.
+    """A command that gets SIGTERM when this process, which starts it, dies.
 
-    Several times, since the kernel minds the thread that started it and then, one by one, those that outlive that one.
-    SIGINT is heard even where this process ignores it, being in the background. It waits for a rank until `StopRequest`
-    listens; nothing else listens that way, and would be deaf.
-    Exit code 1, with a traceback, where the command does not exist.
+    It may get SIGTERM several times, since the kernel watches the thread that started it and then the remaining ones.
+    SIGINT has its default action even if this process ignores it in the background. For a rank it is blocked until
+    `StopRequest` listens; other commands never unblock it. Exit code 1, with a traceback, if the command does not
+    exist.
     """
     when = "waits" if command[1:3] == _RANK else "at once"
     return [sys.executable, "-I", "-S", "-c", _PROGRAM, str(os.getpid()), when, *command]
@@ -69,9 +74,9 @@ def stopping_with_parent(command: list[str]) -> list[str]:
 
 @contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """Become the parent of every process below this one whose own parent dies, instead of the system's first process.
+    """Become the parent of every descendant whose own parent dies, instead of the init process.
 
-    torchrun starts ranks in sessions of their own: after a `kill -9` of it nobody else would know them.
+    torchrun starts ranks in their own sessions: after a `kill -9` of torchrun no other process would know them.
     """
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:
@@ -81,21 +86,24 @@ def adopting_orphans() -> Iterator[None]:
 
 
 def children_of(process: int) -> list[int]:
-    """The processes that a process started, or adopted, and that still run."""
-    found = []
+    """The running children of a process, adopted ones included."""
+    return [child for child, state in _children(process) if state != "Z"]
+
+
+def _children(process: int) -> Iterator[tuple[int, str]]:
+    """Pid and state of every child of a process; `Z` is a child that has ended and was not waited for."""
     for status in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError, IndexError):  # it ended meanwhile
-            # The name of the program, in brackets, may itself hold brackets and blanks: state and parent follow it.
+        with suppress(OSError, IndexError):  # it ended in the meantime
+            # The program's name is in parentheses and may contain parentheses and blanks. State and parent follow it.
             state, parent = status.read_text().rpartition(")")[2].split()[:2]
-            if int(parent) == process and state != "Z":
-                found.append(int(status.parent.name))
-    return found
+            if int(parent) == process:
+                yield int(status.parent.name), state
 
 
 def descendants_of(process: int) -> list[int]:
-    """The processes below a process that still run, those that it started itself first."""
+    """The running descendants of a process, its children first."""
     found = children_of(process)
-    for child in found:  # grows meanwhile
+    for child in found:  # the list grows in the loop
         found += children_of(child)
     return found
 
@@ -103,10 +111,10 @@ def descendants_of(process: int) -> list[int]:
 def end_children(
     *, exclude: Collection[int] = (), timeout_s: float = 0, is_urgent: Callable[[], bool] = lambda: False
 ) -> None:
-    """Wait for adopted children to end, each asked once by SIGTERM; after `timeout_s`, or once it is urgent, killed.
+    """Send adopted children SIGTERM once and wait for them; kill them after `timeout_s`, or when it is urgent.
 
-    `exclude` are the children that this process has for other reasons. One that a kill does not end, since it waits in
-    the kernel for a disk or a driver, is left after some seconds.
+    `exclude` are other children of this process. A child that a kill does not end, since it waits in the kernel for a
+    disk or a driver, is left after some seconds.
     """
     asked: set[int] = set()
     end = time.monotonic() + timeout_s
@@ -126,12 +134,84 @@ def end_children(
 
 
 def _reap(exclude: Collection[int]) -> list[int]:
-    """Take leave of adopted children that have ended; returns those still at work."""
-    own = os.getpid()
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError, IndexError):
-            state, parent = status.read_text().rpartition(")")[2].split()[:2]
-            process = int(status.parent.name)
-            if int(parent) == own and state == "Z" and process not in exclude:
-                os.waitpid(process, os.WNOHANG)
-    return [process for process in children_of(own) if process not in exclude]
+    """Collect adopted children that have ended; returns the running ones."""
+    running = []
+    for child, state in _children(os.getpid()):
+        if child in exclude:
+            continue
+        if state == "Z":
+            with suppress(OSError):
+                os.waitpid(child, os.WNOHANG)
+        else:
+            running.append(child)
+    return running
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The output of a program, and why it is not an answer, if it failed."""
+
+    text: str
+    errors: str = ""
+    problem: str | None = None  # such as: no answer within 20 s
+    is_late: bool = False  # it exceeded the time limit
+
+    @property
+    def last_words(self) -> str:
+        """The last line of its errors or else its output: most often the reason of a failure."""
+        lines = [line.strip() for line in (self.errors.strip() or self.text.strip()).splitlines() if line.strip()]
+        return lines[-1][:300] if lines else ""
+
+    @property
+    def failure(self) -> str | None:
+        """The problem and the last line of the output; None without a problem."""
+        return f"{self.problem}: {self.last_words}" if self.problem and self.last_words else self.problem
+
+
+def ask(command: Sequence[str], *, timeout_s: float, environment: Mapping[str, str] | None = None) -> Answer:
+    """Run a program with a time limit. Never raises for what the program does.
+
+    A GPU that fell off the bus leaves `nvidia-smi` in a state in which not even SIGKILL ends it. So the output goes to
+    files, which need no reader, and a killed program is not waited for.
+    """
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        try:
+            process = subprocess.Popen(
+                list(command),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=errors,
+                env=dict(environment) if environment is not None else None,
+                start_new_session=True,
+            )
+        except OSError as error:
+            return Answer(text="", problem=f"it cannot be started: {error.strerror or error}")
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            _kill(process)
+            problem = f"no answer within {timeout_s:g} s"
+            return Answer(text=_read(output), errors=_read(errors), problem=problem, is_late=True)
+        except BaseException:  # Ctrl-C
+            _kill(process)
+            raise
+        return Answer(text=_read(output), errors=_read(errors), problem=_ending(code))
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a program and its descendants."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_DYING_S)
+
+
+def _read(stream: IO[bytes]) -> str:
+    stream.seek(0)
+    return stream.read(_LONGEST_ANSWER).decode(errors="replace")
+
+
+def _ending(code: int) -> str | None:
+    if code == 0:
+        return None
+    return f"it was killed by signal {-code}" if code < 0 else f"it ended with exit code {code}"

@@ -1,9 +1,8 @@
 """A second Ctrl-C always ends the command, whatever it is doing.
 
-The commands handle Ctrl-C themselves: most end, those with ranks, trials or jobs let them save first. Python runs
-such a handler in the main thread only, between two of its own instructions. A main thread that waits in a library's
-code would never get there. So a thread of its own counts the signals, as the system delivers them, and ends the
-process and everything below it.
+The commands handle Ctrl-C themselves: most of them end, and those with ranks, trials or jobs let these save first.
+Python runs a signal handler only in the main thread, between two Python instructions, so never while the main thread
+waits inside a library. Therefore a separate thread counts the signals and ends the process with all its children.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from typing import NoReturn
 
 from tunebook.errors import StoppedError
 from tunebook.processes import descendants_of
-from tunebook.train.signals import RequestCount
+from tunebook.train.rank_process import RequestCount
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_PLAIN_WITHIN_S = 1.0  # after the second request, where nothing handles it but Python's KeyboardInterrupt
-_HANDLED_WITHIN_S = 10.0  # where the command handles it: its ranks are killed after 2 s, then the records written
-_SAME_WITHIN_S = 0.3  # one Ctrl-C: a worker that is forked in this moment may write to the pipe as well
+_PLAIN_WITHIN_S = 1.0  # after the second request, if only Python's KeyboardInterrupt handles it
+_HANDLED_WITHIN_S = 10.0  # if the command handles it: its ranks are killed after 2 s, then records are written
+_SAME_WITHIN_S = 0.3  # one Ctrl-C: a worker that is forked at this moment may write to the pipe too
 _END_OF_WATCH = b"\0"  # no signal has this number
 _SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides it
 
@@ -39,7 +38,7 @@ class _Watch:
         self.forget()
 
     def forget(self) -> None:
-        """The requests so far were for something that has ended, and the command goes on."""
+        """Reset the count: the requests so far were for something that has ended."""
         self._count = RequestCount()
         self._last = float("-inf")
         self._end_at: float | None = None
@@ -69,10 +68,10 @@ _watches: list[_Watch] = []
 
 @contextmanager
 def watching_interrupts() -> Iterator[None]:
-    """Let a second Ctrl-C end this process while this block runs (main thread only)."""
+    """While this block runs, a second Ctrl-C ends the process. For the main thread only."""
     watch = _Watch()
     before = signal.set_wakeup_fd(watch.writing, warn_on_full_buffer=False)
-    # A forked worker gets the terminal's Ctrl-C too, and would write to the same pipe.
+    # A forked worker also gets the terminal's Ctrl-C and would write to the same pipe.
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
     watch.thread.start()
     _watches.append(watch)
@@ -88,17 +87,17 @@ def watching_interrupts() -> Iterator[None]:
 
 
 def forget_interrupts() -> None:
-    """Count anew: the last Ctrl-C has ended what it was meant for, such as an answer in a chat."""
+    """Reset the count: the last Ctrl-C has ended what it was meant for, such as an answer in a chat."""
     for watch in _watches:
         watch.forget()
 
 
 def end_at_once() -> NoReturn:
-    """End this process and everything below it, without any clean-up."""
+    """Kill all child processes and end this process, without any clean-up."""
     for process in descendants_of(os.getpid()):
         with suppress(OSError):
             os.kill(process, signal.SIGKILL)
-    # No stream and no console: the main thread may hold their locks.
+    # Without streams or a console, whose locks the main thread may hold.
     with suppress(OSError):
         if os.isatty(2):
             os.write(2, _SHOW_CURSOR)

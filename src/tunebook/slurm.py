@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from tunebook.config.choices import Generation
-from tunebook.config.control_characters import control_character, require_printable
 from tunebook.config.override_text import as_typed
 from tunebook.config.schema import RunConfig, SlurmConfig
+from tunebook.config.unsafe_text import control_character, require_printable
 from tunebook.errors import RequestError, TunebookError, did_you_mean
 
 _Answer = TypeVar("_Answer")

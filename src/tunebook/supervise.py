@@ -19,7 +19,7 @@ from types import FrameType
 
 from tunebook.errors import TunebookError
 from tunebook.processes import adopting_orphans, children_of, end_children, stopping_with_parent
-from tunebook.train.signals import RequestCount, handling_signals
+from tunebook.train.rank_process import RequestCount, handling_signals
 
 TORCHRUN = "torch.distributed.run"
 # What is sent on for a request: 1 finish the step and save, 2 end without saving (a rank takes a second request by

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tunebook.record.files import PREPARED_FILE
+from tunebook.data.prepared import PREPARED_FILE
 
 RESULTS = Path(__file__).parent / "results"
 GPU_STEP = ("h200_speed_one_gpu.jsonl", "compiled_16384")
@@ -47,8 +47,8 @@ def seconds_by_step(folder: Path) -> tuple[dict[int, float], list[float]]:
     """Train as a run's only rank does: the seconds in our callbacks by optimizer step, and those of the steps."""
     from tunebook.record.start_up import StartClock
     from tunebook.train.callbacks import FiniteLoss, Records, StopOnRequest
+    from tunebook.train.rank_process import StopRequest
     from tunebook.train.run import train
-    from tunebook.train.signals import StopRequest
 
     spent: dict[int, float] = defaultdict(float)
     for callback in (FiniteLoss, Records, StopOnRequest):

@@ -120,8 +120,8 @@ class Attempt:
 
 def _train(folder: Path, environment: dict[str, str]) -> Callable[[], int]:
     def work() -> int:
+        from tunebook.train.rank_process import StopRequest
         from tunebook.train.run import run_rank
-        from tunebook.train.signals import StopRequest
 
         os.environ.update(environment)
         request = StopRequest()

@@ -99,7 +99,7 @@ def _status(name: str) -> int:
 def run_rank(folder: Path) -> NoReturn:
     """Load as `request.json` says and write `rank-N.json`: memory, where the weights are, and their sum by name."""
     from tunebook.errors import TunebookError
-    from tunebook.train.death import RankEnd
+    from tunebook.train.rank_process import RankEnd
 
     end, rank = RankEnd(), int(os.environ["RANK"])
     try:
@@ -115,8 +115,8 @@ def _load(request: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     from tunebook.config.choices import Generation
     from tunebook.config.compose import compose
+    from tunebook.facts.sharing import sharing_of
     from tunebook.model.load import begin_loading, finish_loading
-    from tunebook.model.sharing import sharing_of
     from tunebook.parallel.fsdp import is_fsdp
     from tunebook.train.spread import join_ranks
 

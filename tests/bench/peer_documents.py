@@ -14,7 +14,8 @@ from typing import Any
 
 from gpu_recipes import facts_of
 
-from tunebook.config.schema import ModelFacts, SyntheticConfig
+from tunebook.config.model_facts import ModelFacts
+from tunebook.config.schema import SyntheticConfig
 from tunebook.data.synthetic import generate
 from tunebook.model.flops import attended_length_tokens, flops_per_token, model_flops_utilisation
 

@@ -106,7 +106,7 @@ def test_tasks_are_the_same_each_time_and_long_ones_are_long(tmp_path):
 
 EVALUATION = """
 from tunebook.evaluate.request_model import RequestModel
-from tunebook.evaluate.worker import detect_machine
+from tunebook.hardware.detect import detect_machine
 import tunebook.evaluate.evaluation as evaluation
 print(RequestModel().answer_alone("k", [1, 2]), detect_machine().gpus[0].memory_gib, evaluation._load(5))
 """

@@ -11,9 +11,9 @@ from rich.console import Console
 from tunebook.commands import attempt
 from tunebook.commands.attempt import Attempt
 from tunebook.config.choices import LauncherName
-from tunebook.config.plain import plain_config
+from tunebook.config.frozen import plain_config
 from tunebook.config.schema import RayConfig
-from tunebook.record.files import RUN_FILE
+from tunebook.record.run_folder import RUN_FILE
 from tunebook.supervise import ProcessEnd
 
 GOES = "node2 is to be taken away in 26 s, with rank 1"

@@ -1,4 +1,4 @@
-"""The command as a whole: on this machine, and on machines whose parts do not answer."""
+"""The whole command, on this machine and on machines with parts that do not answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.console import Console
 from tunebook.commands import doctor as command
 from tunebook.commands.doctor import doctor_command
 from tunebook.doctor import storage
-from tunebook.doctor.pci import PciGpu
+from tunebook.doctor.gpus import PciGpu
 from tunebook.doctor.probes import Probe
 from tunebook.explain import all_ids
 from tunebook.hardware.detect import Machine
@@ -40,7 +40,7 @@ NOT_LOADED = (
 
 
 class Host:
-    """What the parts of a machine answer; four H200 without fault."""
+    """The answers of a machine with four healthy H200."""
 
     def __init__(self) -> None:
         self.machine: Machine | None = machine_with(*(h200(index) for index in range(4)))
@@ -178,7 +178,7 @@ def test_an_nvidia_smi_that_says_nothing_useful(host: Host, as_json: Any, answer
     assert levels(said)["bandwidth"] == "ok"  # measured all the same
 
 
-def test_an_nvidia_smi_without_an_nvml_is_listened_to(host: Host, as_json: Any) -> None:
+def test_nvidia_smi_is_used_without_nvml(host: Host, as_json: Any) -> None:
     host.machine = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0, notes=["nvidia-ml-py is missing"])
     host.torch = Probe(facts=CPU_TORCH, problem=None)
     host.listing = SmiAnswer(text="GPU 0: NVIDIA H200 (UUID: GPU-1)", problem=None)
@@ -198,7 +198,7 @@ def test_a_gpu_on_the_bus_whose_driver_does_not_answer(host: Host, as_json: Any)
     assert "gpus-found" not in levels(said)
 
 
-def test_what_does_not_compose_is_a_finding_beside_those_of_the_machine(host: Host, as_json: Any) -> None:
+def test_invalid_configuration_is_one_of_the_findings(host: Host, as_json: Any) -> None:
     code, said = as_json("qwen3b_zeor2")
     assert code == 2
     assert levels(said)["unknown-recipe"] == "error"
@@ -226,7 +226,7 @@ def test_a_broken_rule_is_a_finding(host: Host, as_json: Any) -> None:
     assert broken and all(finding["fix"] for finding in broken)
 
 
-def test_a_batch_that_cannot_be_dealt_is_a_finding_and_the_rest_is_looked_at(host: Host, as_json: Any) -> None:
+def test_invalid_batch_is_one_of_the_findings(host: Host, as_json: Any) -> None:
     words = ("model.liger_kernel=false", "packing=padded", "training.global_samples=7")
     code, said = as_json("qwen3b_zero2", *words)
     assert code == 2
@@ -240,7 +240,7 @@ def test_machines_that_were_not_looked_at_are_named(host: Host, as_json: Any) ->
     assert "launcher=slurm starts the ranks on other machines" in other["what"]
 
 
-def test_for_people_it_is_a_table_and_not_json(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_is_printed_without_json(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
     console = Console(file=io.StringIO(), width=80)
     assert doctor_command(None, [], [], console) == 0
     assert isinstance(console.file, io.StringIO)

@@ -1,4 +1,4 @@
-"""The command around the runs: what it starts, keeps, writes and ends with. No run is trained here."""
+"""The command: which runs it starts, which files it keeps and writes, and its exit code. Nothing is trained here."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def parity(tmp_path, monkeypatch):
     return command
 
 
-def test_each_case_is_an_ordinary_run_of_which_the_model_is_not_kept(parity):
+def test_each_case_is_an_ordinary_run_without_its_model(parity):
     code, written, started, folder = parity({"single": [2.0, 1.0], "ddp": [2.0, 1.0]}, refused=["zero3"])
     assert code == 0
     assert [words[3:5] for words in started] == [["train", "quickstart"]] * 2
@@ -130,12 +130,12 @@ def refused(tmp_path, monkeypatch, capsys):
     return command
 
 
-def test_runs_whose_command_ends_before_them_are_refused(refused):
+def test_runs_that_outlive_their_command_are_refused(refused):
     assert refused("launcher=slurm").endswith("let each wait for its job: launcher.wait=true")
 
 
 @pytest.mark.parametrize("tolerance", [float("nan"), float("inf"), -1.0])
-def test_a_tolerance_that_is_none_is_refused_before_anything_runs(refused, tolerance):
+def test_invalid_tolerance_is_refused_before_anything_runs(refused, tolerance):
     assert f"--tolerance {tolerance:g}" in refused(tolerance=tolerance)
 
 
@@ -145,7 +145,7 @@ def test_equal_losses_are_the_smallest_tolerance(parity):
     assert (folder / "parity.html").exists()
 
 
-def test_what_was_typed_and_is_not_used_is_said(tmp_path, monkeypatch):
+def test_ignored_overrides_are_printed(tmp_path, monkeypatch):
     config = SimpleNamespace(
         precision=SimpleNamespace(compute=Compute.fp32, master_weights=MasterWeights.fp32),
         hardware=SimpleNamespace(generation=Generation.cpu, num_nodes=1),

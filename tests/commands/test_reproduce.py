@@ -1,4 +1,4 @@
-"""What is told and refused before a run is made again; the run itself is a system test's."""
+"""Messages and refusals before a run is reproduced. The run itself is in the system tests."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from tunebook.commands.reproduce import (
     require_same_weights,
     told_differences,
 )
+from tunebook.commands.typed_command import machine_of_manifest
 from tunebook.config.compose import compose, parse_overrides
 from tunebook.config.identity import config_hash
 from tunebook.config.schema import ModelConfig
 from tunebook.errors import DataError, RequestError, RulesError, StoppedError
 from tunebook.evidence.gather import config_of, read_finished
-from tunebook.evidence.machines import machine_of_manifest
 from tunebook.model.weights_fingerprint import weights_fingerprint
 from tunebook.plan.draft import draft_run
 
 from ..evidence.conftest import H200, MakeRun
 
 
-def test_the_words_that_were_typed_are_taken_again_but_for_where_results_go(make_run: MakeRun) -> None:
+def test_typed_overrides_are_used_except_output_folders(make_run: MakeRun) -> None:
     run = make_run()
     manifest = json.loads((run / "manifest.json").read_text())
     manifest["command"] = [
@@ -53,7 +53,7 @@ def test_the_launcher_that_was_typed_is_taken_again(make_run: MakeRun) -> None:
     assert find_original(str(run), Path("outputs")).words == ["launcher=local", "launcher.timeout_s=60"]
 
 
-def test_a_manifest_alone_will_do_and_one_beside_its_run_brings_the_run(make_run: MakeRun, tmp_path: Path) -> None:
+def test_manifest_is_enough_to_reproduce_a_run(make_run: MakeRun, tmp_path: Path) -> None:
     run = make_run()
     alone = tmp_path / "sent.json"
     alone.write_bytes((run / "manifest.json").read_bytes())
@@ -83,7 +83,7 @@ def test_a_book_that_was_changed_since_is_named_by_its_keys(make_run: MakeRun) -
         require_same_config(original, config, [])
 
 
-def test_what_is_different_here_is_told_with_what_it_was(make_run: MakeRun) -> None:
+def test_changes_are_printed_with_the_recorded_value(make_run: MakeRun) -> None:
     run = make_run(gpus=2, manifest={"environment": {"python": "3.9.0"}})
     original = find_original(str(run), Path("outputs"))
     told = list(told_differences(original.manifest, config_of(run)))
@@ -92,7 +92,7 @@ def test_what_is_different_here_is_told_with_what_it_was(make_run: MakeRun) -> N
     assert not any("host" in line or "topology" in line for line in told)
 
 
-def test_a_package_is_told_once_and_a_lock_that_was_not_installed_is_not_claimed(make_run: MakeRun) -> None:
+def test_changed_package_is_printed_once(make_run: MakeRun) -> None:
     packages = {"torch": "2.11.0"}
     lock = {"name": "cpu", "sha256": "2" * 64, "differences": {"torch": {"installed": "2.11.0", "locked": "2.13.0"}},
             "reason": None}  # fmt: skip
@@ -104,7 +104,7 @@ def test_a_package_is_told_once_and_a_lock_that_was_not_installed_is_not_claimed
     assert not any("environment.lock." in line for line in told)
 
 
-def test_where_nothing_differs_that_is_told_too(make_run: MakeRun) -> None:
+def test_no_changes_are_printed_too(make_run: MakeRun) -> None:
     run = make_run()
     original = find_original(str(run), Path("outputs"))
     manifest = original.manifest
@@ -116,9 +116,7 @@ def test_where_nothing_differs_that_is_told_too(make_run: MakeRun) -> None:
     } | {f"hardware.{key}" for key in same["hardware"]}  # fmt: skip
 
 
-def test_a_variable_of_a_library_that_is_set_otherwise_here_is_told(
-    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changed_variable_of_a_library_is_printed(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(manifest={"environment": {"variables": {"NCCL_P2P_DISABLE": "1"}}})
     original = find_original(str(run), Path("outputs"))
     monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
@@ -138,12 +136,12 @@ def test_a_variable_of_a_library_that_is_set_otherwise_here_is_told(
 
 
 def manifest_of(run: Path, file: Path, **changes: Any) -> Path:
-    """A manifest sent without its run, with some of it changed."""
+    """A manifest without its run, with changes."""
     file.write_text(json.dumps(json.loads((run / "manifest.json").read_text()) | changes))
     return file
 
 
-def test_a_manifest_alone_is_held_to_its_seed_and_its_hash(make_run: MakeRun, tmp_path: Path) -> None:
+def test_seed_and_hash_of_a_manifest_are_compared(make_run: MakeRun, tmp_path: Path) -> None:
     run = make_run()
     config = config_of(run)
     same = find_original(str(manifest_of(run, tmp_path / "same.json")), Path("outputs"))
@@ -158,13 +156,13 @@ def test_a_manifest_alone_is_held_to_its_seed_and_its_hash(make_run: MakeRun, tm
         require_same_config(other, config, [])
 
 
-def test_what_only_another_machine_explains_is_said_aloud_and_gone_on_with(make_run: MakeRun, tmp_path: Path) -> None:
+def test_difference_due_to_the_machine_is_a_warning(make_run: MakeRun, tmp_path: Path) -> None:
     words = ["precision=fp32", "precision.tf32=disabled"]
     run = make_run(*words, gpus=1)
     machine = machine_of_manifest(json.loads((run / "manifest.json").read_text())["hardware"])
 
     def sent(*words: str) -> Original:
-        """As from a machine with an H200, where other things are decided."""
+        """A run of a machine with an H200, where `auto` decides otherwise."""
         there = draft_run("quickstart", list(words), [], machine).resolution
         assert there is not None
         assert there.config.hardware.generation.name == H200["generation"]
@@ -179,10 +177,10 @@ def test_what_only_another_machine_explains_is_said_aloud_and_gone_on_with(make_
         require_same_config(sent(), config_of(run), [])
 
 
-def test_a_seed_that_was_edited_is_noticed_beside_the_run_too(make_run: MakeRun) -> None:
+def test_edited_seed_is_noticed(make_run: MakeRun) -> None:
     run = make_run()
     manifest_of(run, run / "manifest.json", seed=3)
-    with pytest.raises(RequestError, match=r"its manifest says seed 3, and run\.yaml 0"):
+    with pytest.raises(RequestError, match=r"the manifest has seed 3, and run\.yaml 0"):
         require_same_config(find_original(str(run), Path("outputs")), config_of(run), [])
 
 
@@ -243,7 +241,7 @@ def test_other_weights_than_the_run_started_from_are_named(make_run: MakeRun, tm
 
 @pytest.fixture
 def untrained(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Collects the jobs that would be run, each of which is stopped."""
+    """Collects the jobs that would be run, and stops them."""
     jobs: list[Any] = []
 
     def stop(job: Any, console: Console, *, folder: Path) -> int:
@@ -262,7 +260,7 @@ def run_reproduce(target: Path, outputs: Path) -> str:
     return out.getvalue()
 
 
-def test_what_is_stopped_is_told_the_words_that_go_on(make_run: MakeRun, untrained: list[Any], tmp_path: Path) -> None:
+def test_stopped_run_prints_the_command_to_resume(make_run: MakeRun, untrained: list[Any], tmp_path: Path) -> None:
     original, outputs = make_run(), tmp_path / "my [new], 'runs'"
     said = run_reproduce(original, outputs)
     (folder,) = [path for path in (outputs / "quickstart").iterdir() if not path.is_symlink()]
@@ -276,7 +274,7 @@ def test_what_is_stopped_is_told_the_words_that_go_on(make_run: MakeRun, untrain
     assert untrained[0].config.outputs == str(outputs)
 
 
-def test_what_cannot_be_started_leaves_no_empty_folder(
+def test_failed_start_leaves_no_folder(
     make_run: MakeRun, untrained: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(job: Any, console: Console, *, folder: Path) -> int:
@@ -302,7 +300,7 @@ def test_a_job_that_is_not_waited_for_is_told_how_to_compare(
     assert f"to compare it when the job has ended: tunebook diff {original} {folder}" in out.getvalue()
 
 
-def test_what_it_will_be_held_against_is_chosen_before_anything_is_trained(
+def test_evidence_is_chosen_before_training(
     make_run: MakeRun, untrained: list[Any], tmp_path: Path, recipes_dir: Path
 ) -> None:
     alone = manifest_of(make_run(), tmp_path / "alone.json")
@@ -367,7 +365,7 @@ def relative_run(make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     return run
 
 
-def test_words_mean_what_they_meant_where_they_were_typed(
+def test_overrides_are_read_in_the_folder_where_they_were_typed(
     relative_run: Path, untrained: list[Any], tmp_path: Path
 ) -> None:
     said = run_reproduce(relative_run, Path("new"))
@@ -378,9 +376,7 @@ def test_words_mean_what_they_meant_where_they_were_typed(
     assert untrained[0].config.outputs == str(tmp_path / "new"), "where the command was typed"
 
 
-def test_where_that_folder_is_gone_it_says_where_paths_start_instead(
-    relative_run: Path, untrained: list[Any], tmp_path: Path
-) -> None:
+def test_missing_working_folder_is_reported(relative_run: Path, untrained: list[Any], tmp_path: Path) -> None:
     (tmp_path / "work").rename(tmp_path / "moved")
     out = StringIO()
     with pytest.raises(RulesError, match=r"there is no file .*my\.jinja"):

@@ -1,4 +1,4 @@
-"""Record evidence from repeated runs and hold others against it."""
+"""Recording evidence from repeated runs, and comparing other runs with it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tunebook.errors import DataError, RequestError
 from tunebook.evidence.compare import input_differences
 from tunebook.evidence.files import content_hash, read_evidence
 from tunebook.evidence.gather import config_of, gather_inputs, gather_results, read_finished
+from tunebook.evidence.page import PAGE_FILE
 from tunebook.evidence.schema import Inputs
-from tunebook.evidence.show import PAGE_FILE
 from tunebook.evidence.verifying import hold_against, recorded_run
 
 from ..evidence.conftest import NUM_STEPS, MakeRun, curve
@@ -46,7 +46,7 @@ def on_gpus(make_run: MakeRun, recipes_dir: Path) -> Path:
     return record(make_run(gpus=1, speed=1000.0, memory=2.0), make_run(gpus=1, speed=1010.0, memory=2.0))
 
 
-def test_a_file_says_first_what_was_run_and_its_name_where(evidence: Path, recipes_dir: Path) -> None:
+def test_evidence_starts_with_what_ran(evidence: Path, recipes_dir: Path) -> None:
     assert evidence == recipes_dir / "quickstart" / "evidence" / "cpu-1-try.json"
     content = json.loads(evidence.read_text())
     assert list(content)[:3] == ["format", "ran", "hardware"]
@@ -117,7 +117,7 @@ def test_a_step_that_is_split_in_another_way_has_the_same_loss_but_no_comparable
     assert verdicts(other)["tokens/s/GPU"] == "not judged"
 
 
-def test_other_steps_are_as_different_as_can_be(evidence: Path, make_run: MakeRun) -> None:
+def test_missing_step_is_infinitely_different(evidence: Path, make_run: MakeRun) -> None:
     found = verify(read_finished(make_run(losses=curve()[:-1])), [])
     assert found.rows[0].verdict.value == "DIFFERENT"
     assert found.rows[0].to_json()["difference"] is None
@@ -130,9 +130,7 @@ def test_evidence_of_the_same_machine_is_preferred(on_gpus: Path, make_run: Make
     assert verify(read_finished(make_run()), []).name == on_cpu.name
 
 
-def test_another_configuration_is_named_by_its_keys_and_the_words_that_would_do(
-    evidence: Path, make_run: MakeRun
-) -> None:
+def test_different_configuration_names_keys_and_a_command(evidence: Path, make_run: MakeRun) -> None:
     other = make_run("optimizer.learning_rate=3e-4", "training.seed=7")
     with pytest.raises(RequestError, match=r"optimizer.learning_rate is 0.0003, recorded with 0.0012") as error:
         verify(read_finished(other), [])
@@ -145,7 +143,7 @@ def test_other_data_is_another_thing(evidence: Path, make_run: MakeRun) -> None:
         verify(read_finished(make_run(manifest={"dataset": {"content_sha256": "999"}})), [])
 
 
-def test_the_same_data_elsewhere_is_the_same_thing_and_a_place_alone_is_none(make_run: MakeRun) -> None:
+def test_same_data_in_another_folder_is_equal(make_run: MakeRun) -> None:
     def inputs_of(*words: str, sha256: str | None) -> Inputs:
         run = read_finished(make_run(*words, manifest={"dataset": {"content_sha256": sha256}}))
         return gather_inputs(run, config_of(run.folder))
@@ -156,9 +154,7 @@ def test_the_same_data_elsewhere_is_the_same_thing_and_a_place_alone_is_none(mak
     assert [key for key, _, _ in unknown] == ["dataset.path", "data_sha256"]
 
 
-def test_evidence_that_the_book_has_left_behind_is_not_checked_by_the_same_words(
-    evidence: Path, make_run: MakeRun
-) -> None:
+def test_evidence_of_a_changed_book_is_refused(evidence: Path, make_run: MakeRun) -> None:
     content = json.loads(evidence.read_text())
     content["inputs"]["config"]["optimizer"]["weight_decay"] = 0.3
     evidence.write_text(json.dumps(content | {"content_sha256": content_hash(content)}))
@@ -170,7 +166,7 @@ def test_evidence_that_the_book_has_left_behind_is_not_checked_by_the_same_words
     assert "tunebook train" not in error.value.message
 
 
-def test_evidence_whose_words_do_not_compose_any_more_is_left_behind_too(evidence: Path, make_run: MakeRun) -> None:
+def test_evidence_whose_overrides_no_longer_compose_is_refused(evidence: Path, make_run: MakeRun) -> None:
     content = json.loads(evidence.read_text())
     content["ran"]["overrides"] = ["optimizer.gone=1"]
     content["inputs"]["seed"] = 9
@@ -184,7 +180,7 @@ def test_a_recipe_without_evidence_says_how_to_record_some(make_run: MakeRun, re
         verify(read_finished(make_run()), [])
 
 
-def test_against_another_run_the_floors_hold_and_nothing_is_said_to_be_repeated(make_run: MakeRun) -> None:
+def test_comparison_with_one_run_uses_minimum_tolerances(make_run: MakeRun) -> None:
     original, other = read_finished(make_run(gpus=1)), read_finished(make_run(gpus=1, speed=960.0))
     claim = recorded_run(original, [])
     found = hold_against(claim, other)
@@ -193,7 +189,7 @@ def test_against_another_run_the_floors_hold_and_nothing_is_said_to_be_repeated(
     assert found.claim.tolerances["loss"].value == 1e-5
     slower = hold_against(claim, read_finished(make_run(gpus=1, speed=940.0)))
     assert {row.name for row in slower.rows if row.verdict.value == "DIFFERENT"} == {"tokens/s/GPU"}
-    with pytest.raises(RequestError, match=r"is no repetition of .*training.seed is 7, recorded with 0"):
+    with pytest.raises(RequestError, match=r"is not a repetition of .*training.seed is 7, recorded with 0"):
         hold_against(claim, read_finished(make_run("training.seed=7")))
 
 
@@ -206,23 +202,21 @@ def refused(*folders: Path, label: str = "try") -> tuple[str | None, str]:
     return error.value.problem_id, error.value.message
 
 
-def test_one_run_alone_is_no_evidence_nor_the_same_twice(make_run: MakeRun, recipes_dir: Path) -> None:
+def test_evidence_needs_two_different_runs(make_run: MakeRun, recipes_dir: Path) -> None:
     one = make_run()
     assert refused(one)[0] == "evidence-not-repeated"
     id, message = refused(one, one)
     assert (id, "the same one is named twice" in message) == ("evidence-not-repeated", True)
 
 
-def test_a_copy_of_a_run_repeats_nothing(make_run: MakeRun, recipes_dir: Path, tmp_path: Path) -> None:
+def test_copy_of_a_run_is_no_repetition(make_run: MakeRun, recipes_dir: Path, tmp_path: Path) -> None:
     one = make_run()
     copy = shutil.copytree(one, tmp_path / "copy")
     id, message = refused(one, copy)
     assert (id, f"{copy} is a copy of {one}" in message) == ("evidence-not-repeated", True)
 
 
-def test_runs_that_are_split_otherwise_or_by_other_software_are_no_repetition(
-    make_run: MakeRun, recipes_dir: Path
-) -> None:
+def test_other_split_or_software_is_no_repetition(make_run: MakeRun, recipes_dir: Path) -> None:
     split = make_run(replaced={"row_length: 1024": "row_length: 512"})
     assert "packing.row_length is 512, not 1024" in refused(make_run(), split)[1]
     python = make_run(manifest={"environment": {"python": "3.9.0"}})
@@ -231,7 +225,7 @@ def test_runs_that_are_split_otherwise_or_by_other_software_are_no_repetition(
     assert f"git_commit is {'b' * 40}, not {'a' * 40}" in refused(make_run(), make_run(manifest={"code": code}))[1]
 
 
-def test_a_recipe_of_ones_own_must_be_in_a_commit(
+def test_user_recipe_must_be_committed(
     make_run: MakeRun, recipes_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "mine" / "quickstart.yaml"
@@ -239,7 +233,7 @@ def test_a_recipe_of_ones_own_must_be_in_a_commit(
     file.write_text("")
     monkeypatch.setattr(recording, "load_recipes", lambda *_: [SimpleNamespace(file=file)])
     id, message = refused(make_run(), make_run())
-    assert (id, f"{file}: it lies in no git repository" in message) == ("evidence-of-changed-code", True)
+    assert (id, f"{file}: it is in no git repository" in message) == ("evidence-of-changed-code", True)
 
 
 @pytest.mark.parametrize(
@@ -250,9 +244,7 @@ def test_a_recipe_of_ones_own_must_be_in_a_commit(
     ],
     ids=["changed", "unknown"],
 )
-def test_code_that_is_in_no_commit_is_no_evidence(
-    make_run: MakeRun, recipes_dir: Path, code: dict[str, Any], said: str
-) -> None:
+def test_uncommitted_code_is_refused(make_run: MakeRun, recipes_dir: Path, code: dict[str, Any], said: str) -> None:
     id, message = refused(make_run(), make_run(manifest={"code": code}))
     assert id == "evidence-of-changed-code"
     assert said in message
@@ -293,13 +285,13 @@ def test_a_label_is_part_of_a_files_name(make_run: MakeRun, recipes_dir: Path, l
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("learning_rate: 0.0012", "learning_rate: 0.0013", "has not the hash that its manifest noted"),
-        ("  seed: 0\n  deterministic", "  seed: 3\n  deterministic", "its manifest says seed 0, and run.yaml 3"),
-        ("recipe: quickstart", "recipe: qwen05b_single", "its manifest says recipe quickstart"),
+        ("learning_rate: 0.0012", "learning_rate: 0.0013", "the hash of run.yaml differs from the manifest's"),
+        ("  seed: 0\n  deterministic", "  seed: 3\n  deterministic", "the manifest has seed 0, and run.yaml 3"),
+        ("recipe: quickstart", "recipe: qwen05b_single", "the manifest has recipe quickstart"),
     ],
     ids=["learning_rate", "seed", "recipe"],
 )
-def test_a_run_whose_configuration_was_edited_is_none(make_run: MakeRun, old: str, new: str, said: str) -> None:
+def test_edited_configuration_is_refused(make_run: MakeRun, old: str, new: str, said: str) -> None:
     run = make_run()
     text = (run / "run.yaml").read_text()
     assert text.count(old) == 1
@@ -327,15 +319,15 @@ def test_a_run_with_a_hash_of_version_1_is_read_without_judging_it(make_run: Mak
     ("line", "said"),
     [
         ("{}", "line 61: it has no step"),
-        ("5", "line 61: 5 is no object"),
-        ('{"step": 61, "loss": "x"}', "line 61: loss is 'x' and no number"),
+        ("5", "line 61: 5 is not an object"),
+        ('{"step": 61, "loss": "x"}', "line 61: loss is 'x', not a number"),
         ('{"step": 61, "loss": NaN}', "line 61 is not JSON"),
-        ('{"step": 61, "loss": 1.0, "memory_gib": 3}', "memory_gib is 3 and no list"),
-        ('{"step": 61, "loss": 1e999}', "line 61: loss is inf and no number"),
-        ('{"step": 61, "grad_norm": {}}', "line 61: grad_norm is {} and no number"),
-        ('{"step": 61, "learning_rate": "x"}', "line 61: learning_rate is 'x' and no number"),
-        ('{"step": 61, "memory_device_gib": ["x"]}', r"memory_device_gib is \['x'\] and no list"),
-        ('{"step": 61, "not_finite": 1}', "not_finite is 1 and no list of names"),
+        ('{"step": 61, "loss": 1.0, "memory_gib": 3}', "memory_gib is 3, not a list"),
+        ('{"step": 61, "loss": 1e999}', "line 61: loss is inf, not a number"),
+        ('{"step": 61, "grad_norm": {}}', "line 61: grad_norm is {}, not a number"),
+        ('{"step": 61, "learning_rate": "x"}', "line 61: learning_rate is 'x', not a number"),
+        ('{"step": 61, "memory_device_gib": ["x"]}', r"memory_device_gib is \['x'\], not a list"),
+        ('{"step": 61, "not_finite": 1}', "not_finite is 1, not a list of names"),
         ('{"step": 0, "loss": 1.0}', "line 61: step is 0, before the first"),
     ],
 )
@@ -355,11 +347,13 @@ def test_a_loss_that_is_null_is_named_by_its_own_step(make_run: MakeRun) -> None
         gather_results(read_finished(run))
 
 
-@pytest.mark.parametrize(("content", "said"), [("", "it is empty"), ("a: [1", "while parsing"), ("[1]", "no mapping")])
+@pytest.mark.parametrize(
+    ("content", "said"), [("", "it is empty"), ("a: [1", "while parsing"), ("[1]", "not a mapping")]
+)
 def test_a_configuration_that_cannot_be_read_is_named(make_run: MakeRun, content: str, said: str) -> None:
     run = make_run()
     (run / "run.yaml").write_text(content)
-    with pytest.raises(DataError, match=rf"run\.yaml cannot be read as a run's configuration: .*{said}"):
+    with pytest.raises(DataError, match=rf"run\.yaml: .*{said}"):
         read_finished(run)
 
 
@@ -374,7 +368,7 @@ def test_half_a_manifest_is_named_by_what_it_lacks(make_run: MakeRun) -> None:
         read_finished(file.parent)
 
 
-def test_a_manifest_of_a_later_version_may_say_more(make_run: MakeRun) -> None:
+def test_manifest_of_a_later_version_may_have_more_keys(make_run: MakeRun) -> None:
     run = make_run(manifest={"hardware": {"racks": 2}})
     assert read_finished(run).manifest is not None
 
@@ -392,7 +386,7 @@ def test_a_file_that_was_edited_by_hand_is_refused(evidence: Path) -> None:
             {"format": 2},
             "reads up to 1; read it with the version that wrote it, or a later one",
         ),
-        ({"format": "new"}, "it is no evidence"),
+        ({"format": "new"}, "it is not evidence"),
         ({"tolerances": {}}, "tolerances.loss is not there"),
         (
             {
@@ -430,7 +424,7 @@ def run_command(*runs: Path, **options: Any) -> tuple[int, str]:
     return code, out.getvalue()
 
 
-def test_the_command_ends_with_0_or_5_and_draws_what_it_saw(evidence: Path, make_run: MakeRun) -> None:
+def test_exit_code_is_0_or_5_and_the_page_is_written(evidence: Path, make_run: MakeRun) -> None:
     good, bad = make_run(), make_run(losses=curve(1.3))
     code, said = run_command(good)
     assert (code, "agrees with cpu-1-try.json" in said) == (0, True)
@@ -442,7 +436,7 @@ def test_the_command_ends_with_0_or_5_and_draws_what_it_saw(evidence: Path, make
     assert page.count("<svg") >= 2
 
 
-def test_a_folder_that_takes_no_page_costs_no_verdict(
+def test_unwritable_page_does_not_change_the_verdict(
     evidence: Path, make_run: MakeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run(losses=curve(1.3))
@@ -468,6 +462,6 @@ def test_as_json_it_names_file_verdict_and_numbers(
 @pytest.mark.parametrize(
     "options", [{"record": True}, {"label": "x"}, {"record": True, "label": "x", "against": Path("y")}]
 )
-def test_recording_and_comparing_are_two_things(make_run: MakeRun, options: dict[str, Any]) -> None:
+def test_invalid_combinations_of_record_against_and_label(make_run: MakeRun, options: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match="--label"):
         run_command(make_run(), **options)

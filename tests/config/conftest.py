@@ -1,4 +1,4 @@
-"""A configuration that keeps every rule, and machines to resolve it for, without Hydra."""
+"""A valid configuration, and machines to resolve it for, without Hydra."""
 
 from __future__ import annotations
 
@@ -18,15 +18,9 @@ from tunebook.config.choices import (
     Source,
     Switch,
 )
-from tunebook.config.plain import plain_config
-from tunebook.config.schema import (
-    DatasetConfig,
-    ModelConfig,
-    ModelFacts,
-    OptimizerConfig,
-    RunConfig,
-    TrainingConfig,
-)
+from tunebook.config.frozen import plain_config
+from tunebook.config.model_facts import ModelFacts
+from tunebook.config.schema import DatasetConfig, ModelConfig, OptimizerConfig, RunConfig, TrainingConfig
 from tunebook.hardware.detect import Gpu, Machine
 
 from ..record.conftest import run_config  # noqa: F401
@@ -47,7 +41,7 @@ QWEN_FACTS = {
 
 
 def open_config() -> RunConfig:
-    """Qwen2.5-0.5B on one GPU, with everything left open that can be."""
+    """Qwen2.5-0.5B on one GPU, with all optional settings unset."""
     return plain_config(
         model=ModelConfig(name="Qwen/Qwen2.5-0.5B", facts=ModelFacts(**QWEN_FACTS)),
         dataset=DatasetConfig(source=Source.hub, name="organisation/chats"),
@@ -64,7 +58,7 @@ def undecided() -> RunConfig:
 
 @pytest.fixture
 def sound() -> RunConfig:
-    """The same, resolved for one H200: no rule has anything against it."""
+    """The same, resolved for one H200 without any problem."""
     config = open_config()
     config.hardware.generation = Generation.hopper
     config.hardware.gpus_per_node = 1

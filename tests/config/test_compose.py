@@ -1,4 +1,4 @@
-"""Composing: what is strong, and what each wrong word is answered with."""
+"""Composing: the precedence of values, and the error for each wrong override."""
 
 import pytest
 
@@ -50,7 +50,7 @@ def test_another_name_is_to_be_changed(name, recipe_called):
 
 
 @pytest.mark.parametrize("name", ["a=b", "training.seed=3=4"])
-def test_a_recipe_whose_name_is_taken_for_an_override_is_known(name, recipe_called):
+def test_recipe_name_read_as_an_override_is_recognized(name, recipe_called):
     with pytest.raises(RequestError, match="rename it") as caught:
         composed(name, recipe=None, recipes_dirs=recipe_called(name))
     assert caught.value.problem_id == "recipe-name-form"
@@ -130,7 +130,7 @@ def test_a_key_below_facts_that_are_read_from_the_model():
         composed("model.facts.num_layers=3", recipe="quickstart")
 
 
-def test_what_follows_from_a_wrong_override_is_not_reported():
+def test_consequences_of_a_wrong_override_are_not_reported():
     with pytest.raises(RequestError, match=r"^override 'parallelism=zero22': there is no parallelism 'zero22'"):
         composed("parallelism=zero22", "parallelism.offload_optimizer=cpu")
     with pytest.raises(RequestError, match=r"^override 'evaluation.taks=\[a\]': there is no key"):

@@ -1,4 +1,4 @@
-"""The tables of what other tools call things: everything to be typed is right, and looked up before any spelling."""
+"""The tables of other tools' names: every suggestion is valid, and they are used before spelling suggestions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PLACEHOLDERS = {"=N": "=8", "=ORG/NAME": "=org/name", "=FILE_OR_GLOB": "=x.jsonl
 
 
 def value_for(entry: Foreign, form: Form) -> str:
-    """A value that a form is for: the first of its pattern, where that is one, or the entry's example."""
+    """A value for a form: the first that its pattern allows, or the entry's example."""
     if form.when in ("PATH", "HUB"):
         return {"PATH": "./x.jsonl", "HUB": "org/name"}[form.when]
     if form.when is None or form.fits(entry.example):
@@ -46,7 +46,7 @@ def value_for(entry: Foreign, form: Form) -> str:
 
 
 def overrides(entry: Foreign, form: Form) -> list[str]:
-    """What a form has people type, as the shell hands it on."""
+    """The arguments that a form suggests, as the shell passes them."""
     words = shlex.split(" ".join(form.words(value_for(entry, form))))
     return [
         re.sub(r"=(N|ORG/NAME|FILE_OR_GLOB|FILE|FOLDER)$", lambda found: PLACEHOLDERS[found[0]], word) for word in words
@@ -185,7 +185,7 @@ def test_what_is_not_offered_is_said_to_be_not_offered(key: str, value: str, sai
     assert "; type " not in answer
 
 
-def test_a_name_of_nobody_is_left_to_the_spelling() -> None:
+def test_unknown_name_gets_a_spelling_suggestion() -> None:
     assert answer_key("learning_ratee", "1") is None
     assert answer_key("training.max_stepss", "1") is None
 
@@ -235,7 +235,7 @@ def test_the_table_answers_before_the_spelling_does(words: list[str], message: s
 
 
 @pytest.mark.parametrize("key", ["overlap_comm", "nvme_path", "reduce_bucket_size", "state_dict"])
-def test_a_key_of_ours_with_another_choice_is_no_foreign_one(key: str) -> None:
+def test_key_of_another_choice_is_not_foreign(key: str) -> None:
     with pytest.raises(RequestError, match=rf"parallelism\.{key} has no meaning with parallelism=ddp"):
         compose("quickstart", ["parallelism=ddp", f"parallelism.{key}=x"])
 
@@ -265,7 +265,8 @@ def test_explain_says_what_a_name_is_here() -> None:
 
 
 def test_commands_and_options_of_the_tables_lead_to_ones_that_are() -> None:
-    from tunebook.cli import app, records_app
+    from tunebook.cli import app
+    from tunebook.cli_records import records_app
 
     registered = {
         command.name or command.callback.__name__
@@ -286,7 +287,7 @@ def test_commands_and_options_of_the_tables_lead_to_ones_that_are() -> None:
     assert not {"run", "sft"} & registered
 
 
-def test_a_choice_that_is_none_of_the_tables_is_left_to_the_spelling() -> None:
+def test_unknown_choice_gets_a_spelling_suggestion() -> None:
     assert answer_choice("optimizer", "adamww", is_near_another=True) is None
     assert answer_choice("optimizer", "adamww") == (
         "Offered are adamw, adamw_8bit, paged_adamw_32bit, paged_adamw_8bit, adafactor, muon."

@@ -1,4 +1,4 @@
-"""Every file of hydra_configs: it composes, decides what its group is about, and says nothing that is not its own."""
+"""Every file of hydra_configs composes, sets its group's main key, and repeats no defaults."""
 
 import dataclasses
 from enum import Enum
@@ -12,7 +12,8 @@ from omegaconf import OmegaConf
 from tunebook.config import choices
 from tunebook.config.book import book_root, resolve_path
 from tunebook.config.compose import compose
-from tunebook.config.schema import GROUPS, ModelFacts, RunConfig
+from tunebook.config.model_facts import ModelFacts
+from tunebook.config.schema import GROUPS, RunConfig
 from tunebook.config.walk import field_types
 from tunebook.errors import RequestError
 

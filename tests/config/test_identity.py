@@ -70,14 +70,14 @@ DEFAULTS_FILE = Path(__file__).with_name("defaults_of_hash_version_2.json")
         "one_pass_head",
     ],
 )
-def test_where_and_how_a_run_is_started_does_not_change_its_hash(
+def test_launcher_and_outputs_do_not_change_the_hash(
     run_config: RunConfig, change: Callable[[RunConfig], RunConfig]
 ) -> None:
     assert change(run_config) != run_config
     assert config_hash(change(run_config)) == config_hash(run_config)
 
 
-def test_the_memory_that_was_found_makes_no_other_request_and_what_was_typed_does(run_config: RunConfig) -> None:
+def test_detected_memory_does_not_change_the_request(run_config: RunConfig) -> None:
     here, there = (replace(run_config, hardware=replace(run_config.hardware, memory_gib=gib)) for gib in (8.0, 16.0))
     assert config_hash(here) != config_hash(there)
     assert hash_anywhere(here, set()) == hash_anywhere(there, set())
@@ -115,7 +115,7 @@ def test_the_hash_of_a_frozen_configuration_is_that_of_the_original(tmp_path: Pa
     assert config_hash(load_config(tmp_path / "run.yaml")) == config_hash(config)
 
 
-def test_a_hash_of_when_the_book_lay_elsewhere_is_known_again(run_config: RunConfig) -> None:
+def test_hash_is_recognized_after_the_book_has_moved(run_config: RunConfig) -> None:
     there = replace(run_config, dataset=replace(run_config.dataset, path="/old/place/recipes/mine/train.jsonl"))
     then = replace(run_config, dataset=replace(run_config.dataset, path="book:recipes/mine/train.jsonl"))
     assert config_hash(there) != config_hash(then)
@@ -125,7 +125,7 @@ def test_a_hash_of_when_the_book_lay_elsewhere_is_known_again(run_config: RunCon
     assert not has_hash(edited, config_hash(then))
 
 
-def test_what_planning_traced_of_an_architecture_is_not_in_the_hash() -> None:
+def test_traced_facts_are_not_in_the_hash() -> None:
     config = compose("dolly3b_ray_zero3_offload", []).config
     assert config.model.facts is not None and config.model.facts.measured is not None
     before = config_hash(config)
@@ -167,7 +167,7 @@ def test_settings_at_their_defaults_are_not_in_the_hash_and_others_are(run_confi
     assert len({config_hash(config) for config in [mixed, *changes]}) == 6
 
 
-def test_a_record_without_a_key_has_it_at_its_default(run_config: RunConfig) -> None:
+def test_missing_key_of_a_record_is_at_its_default(run_config: RunConfig) -> None:
     own = result_settings(run_config)
     recorded = copy.deepcopy(own)
     del recorded["model"]["template_date"], recorded["optimizer"]["beta2"]
@@ -193,7 +193,7 @@ def test_the_default_of_a_key(key: str, default: object) -> None:
 
 
 def test_no_default_changed_since_the_version_of_the_hash() -> None:
-    """Another default makes another run of an unchanged configuration with an unchanged hash: raise HASH_VERSION."""
+    """A changed default changes a run without changing its hash, so HASH_VERSION must be increased."""
     keys = sorted(key for key in all_keys() if not key.startswith("model.facts.measured."))
     now = {key: value for key in keys if not isinstance(value := default_of(key), dict)}
     pinned = json.loads(DEFAULTS_FILE.read_text())

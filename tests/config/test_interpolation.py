@@ -1,4 +1,4 @@
-"""`${...}` reads other keys and a few variables; a token of the environment reaches no configuration and no file."""
+"""`${...}` can read other keys and a few variables, but no tokens of the environment."""
 
 from dataclasses import replace
 
@@ -101,8 +101,8 @@ def test_allowed_variables_keys_and_defaults_are_read(monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["${oc.env:HF_TOKEN}", "a ${b", "${", r"\${x}", r"\\${x}", r"a\b ${x} \${y}", "${{}}"])
-def test_a_text_that_looks_like_one_stays_a_text(tmp_path, text):
-    """An escaped one is a text; the ranks, which read run.yaml, must not take it for what it looks like."""
+def test_text_like_an_interpolation_stays_a_text(tmp_path, text):
+    """An escaped interpolation is a text, also when the ranks read run.yaml."""
     config = resolve_auto(compose("quickstart", []).config, NO_GPU).config
     config = replace(config, title=text, tracking=replace(config.tracking, project=text))
     (tmp_path / "run.yaml").write_text(config_to_yaml(config))
@@ -112,12 +112,12 @@ def test_a_text_that_looks_like_one_stays_a_text(tmp_path, text):
     assert config_hash(found) == config_hash(config)
 
 
-def test_an_escaped_one_is_composed_as_the_text_it_stands_for():
+def test_escaped_interpolation_is_composed_as_text():
     assert compose("quickstart", [r"title=\${oc.env:HF_TOKEN}"]).config.title == "${oc.env:HF_TOKEN}"
     assert escaped("${a}") == r"\${a}"
 
 
-def test_a_run_folder_of_somebody_else_reads_nothing_either(tmp_path):
+def test_run_yaml_of_others_cannot_read_variables(tmp_path):
     config = resolve_auto(compose("quickstart", []).config, NO_GPU).config
     text = config_to_yaml(replace(config, title="TITLE")).replace("TITLE", "${oc.env:HF_TOKEN}")
     (tmp_path / "run.yaml").write_text(text)
@@ -126,7 +126,7 @@ def test_a_run_folder_of_somebody_else_reads_nothing_either(tmp_path):
     assert TOKEN not in caught.value.message
 
 
-def test_nor_does_an_option_of_an_evaluation(sound):
+def test_options_of_an_evaluation_cannot_read_variables(sound):
     with pytest.raises(RequestError, match=r"cannot be read: .*takes") as caught:
         take_options(sound.evaluation, ["--code", "evaluation.code.temperature=${oc.env:HF_TOKEN}"])
     assert TOKEN not in caught.value.message

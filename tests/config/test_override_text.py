@@ -1,4 +1,4 @@
-"""Overrides that messages say to type: a shell and Hydra together give back the text."""
+"""Suggested overrides: shell and Hydra together read back the text."""
 
 import shlex
 

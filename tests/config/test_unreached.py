@@ -1,4 +1,4 @@
-"""Names of parameters in short, for no parameter more and none less."""
+"""Patterns for parameter names match exactly these parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WITH_TOWER = MeasuredLayers(
 EVERYTHING = ["model.embed.weight", *LAYERS, *TOWER, "head.weight"]
 
 
-def test_a_module_stands_for_all_that_is_in_it():
+def test_module_stands_for_all_its_parameters():
     assert as_patterns({*TOWER}, EVERYTHING) == ["model.tower"]
     assert as_patterns({*EVERYTHING[:-1]}, EVERYTHING) == ["model"]
     assert as_patterns(set(), EVERYTHING) == []
@@ -32,14 +32,14 @@ def test_layers_that_are_alike_share_a_pattern():
     assert as_patterns(all_but_one, EVERYTHING) == sorted(all_but_one)
 
 
-def test_patterns_stand_for_what_they_were_made_of_and_nothing_else():
+def test_patterns_match_exactly_their_parameters():
     unreached = {*TOWER[:1], *(name for name in LAYERS if ".gate." in name)}
     patterns = as_patterns(unreached, EVERYTHING)
     assert {name for name in EVERYTHING if stand_for(patterns, name)} == unreached
     assert not stand_for([], "model.embed.weight")
 
 
-def test_a_part_of_a_name_is_not_that_part():
+def test_pattern_does_not_match_part_of_a_name():
     assert not stand_for(["model.tower"], "model.tower_of_sound.weight")
     assert not stand_for(["model.layers.*.gate"], "model.layers.1.gated.weight")
     assert not stand_for(["model.layers.*.gate"], "modelXlayers.1.gate.weight")

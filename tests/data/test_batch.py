@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tunebook.config.choices import Generation, PackingMode, Strategy
-from tunebook.config.plain import plain_config
+from tunebook.config.frozen import plain_config
 from tunebook.config.schema import (
     DatasetConfig,
     HardwareConfig,

@@ -12,10 +12,11 @@ import pytest
 
 from tunebook.config.choices import Format, Source
 from tunebook.config.schema import DatasetConfig
+from tunebook.data.corpus import Corpus
 from tunebook.data.formats import FormatSettings, Normaliser, known_columns
 from tunebook.data.keys import KeyAccount, is_empty
 from tunebook.data.problems import DocumentError
-from tunebook.data.sources import Corpus, load_corpus
+from tunebook.data.sources import load_corpus
 from tunebook.errors import DataError
 
 ASK = {"role": "user", "content": "q"}

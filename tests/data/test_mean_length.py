@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tunebook.config.choices import Overlong, Source
-from tunebook.config.plain import plain_config
+from tunebook.config.frozen import plain_config
 from tunebook.config.schema import DatasetConfig, RunConfig, SyntheticConfig, TrainingConfig
 from tunebook.data import synthetic
 from tunebook.data.mean_length import count_documents, mean_tokens

@@ -20,7 +20,8 @@ from tunebook.config import schema
 from tunebook.config.choices import Overlong, PackingMode, Source, Weights
 from tunebook.data import prepare as prepare_module
 from tunebook.data.chunks import NOTHING_TRAINED, TOO_LONG
-from tunebook.data.prepare import load_prepared, prepare
+from tunebook.data.prepare import prepare
+from tunebook.data.prepared import load_prepared
 from tunebook.errors import DataError, DoesNotFitError, RequestError
 
 Configs = Callable[..., schema.RunConfig]
@@ -69,9 +70,9 @@ def test_a_second_start_imports_nothing_heavy(run_config: Configs, tmp_path: Pat
     prepare(config)
     script = f"""
 import sys
-from tunebook.config import schema
-from tunebook.config.choices import Weights
-from tunebook.data.prepare import prepare
+
+
+
 config = schema.RunConfig(
     model=schema.ModelConfig(path={config.model.path!r}, weights=Weights.random),
     dataset=schema.DatasetConfig(path={config.dataset.path!r}),

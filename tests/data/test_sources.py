@@ -16,8 +16,8 @@ import pytest
 
 from tunebook.config.choices import Format, Source
 from tunebook.config.schema import DatasetConfig
-from tunebook.data.corpus import CorpusKind
-from tunebook.data.sources import Corpus, corpus_identity, load_corpus
+from tunebook.data.corpus import Corpus, CorpusKind
+from tunebook.data.sources import corpus_identity, load_corpus
 from tunebook.errors import DataError, DoesNotFitError, RequestError
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from tunebook.config.choices import Source
 from tunebook.config.schema import DatasetConfig, SyntheticConfig
-from tunebook.data.sources import Corpus, load_corpus
+from tunebook.data.corpus import Corpus
+from tunebook.data.sources import load_corpus
 from tunebook.errors import RequestError
 
 VOCAB_SIZE = 151_936

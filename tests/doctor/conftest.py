@@ -1,4 +1,4 @@
-"""Machines to look at: GPUs as detection and NVML tell them, healthy unless said otherwise."""
+"""Machines for the tests: GPUs as detected and as NVML reports them, healthy by default."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tunebook.config.schema import RunConfig
 from tunebook.doctor.findings import Finding
 from tunebook.hardware.bandwidth import OPERATIONS, Bandwidth, Measurement
 from tunebook.hardware.detect import Gpu, Machine
-from tunebook.hardware.topology import Topology, parse_topology
+from tunebook.hardware.nvidia_smi import Topology, parse_topology
 from tunebook.plan.auto.resolve import resolve_auto
 
 TOPOLOGIES = Path(__file__).parents[1] / "hardware" / "topologies"
@@ -47,7 +47,7 @@ def topology_of(name: str) -> Topology:
 
 
 def measured(*bus: float, sizes: tuple[int, ...] = (2**30,), num_ranks: int = 4, **changes: Any) -> Bandwidth:
-    """A measurement with these bus bandwidths, in GB/s, of both operations alike; one per size."""
+    """A measurement with these bus bandwidths in GB/s, one per size, the same for both operations."""
     speeds = bus if len(bus) == len(sizes) else bus * len(sizes)
     found = [
         Measurement(operation=operation, bytes=size, runs=3, seconds=1.0, algorithm_gb_per_s=speed, bus_gb_per_s=speed)

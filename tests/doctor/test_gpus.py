@@ -1,17 +1,26 @@
-"""What is said of GPUs, healthy and not."""
+"""The findings about healthy and faulty GPUs."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from tunebook.doctor.findings import Level
-from tunebook.doctor.gpus import look_at_gpus
+from tunebook.doctor.gpus import PciGpu, gpus_on_bus, look_at_gpus
 from tunebook.hardware.detect import Machine
 from tunebook.hardware.nvidia_smi import SmiAnswer
 
 from .conftest import CPU_ONLY, h200, health, machine_with, only
 
 TWO = machine_with(h200(0), h200(1))
+NO_PROGRAM = SmiAnswer(text=None, problem="there is no nvidia-smi", is_absent=True)
+NOT_LOADED = SmiAnswer(
+    text=None,
+    problem="it ended with exit code 9: NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. "
+    "Make sure that the latest NVIDIA driver is installed and running.",
+)
+ONE = [PciGpu(address="0000:3b:00.0", driver=None)]
 
 
 def look(*gpus: dict, machine: Machine = TWO):
@@ -45,7 +54,7 @@ def test_a_driver_that_does_not_answer_is_the_only_finding() -> None:
     assert "sudo reboot" in found.fix
 
 
-def test_a_gpu_that_somebody_else_is_on_names_process_memory_and_the_free_one() -> None:
+def test_gpu_in_use_names_process_memory_and_a_free_gpu() -> None:
     busy = health(0, used_gib=26.1, processes=[{"pid": 12806, "gib": 25.6}, {"pid": 7, "gib": None}])
     found = only(look(busy, health(1)), "gpu-in-use")
     assert found.level is Level.warning
@@ -63,7 +72,7 @@ def test_a_gpu_that_somebody_else_is_on_names_process_memory_and_the_free_one() 
     ],
     ids=["prohibited", "errors", "not_repaired"],
 )
-def test_a_gpu_that_cannot_be_used_is_none_of_the_others(changes: dict) -> None:
+def test_unusable_gpu_is_not_suggested(changes: dict) -> None:
     three = machine_with(h200(0), h200(1), h200(2))
     busy, bad = health(0, used_gib=26.1), health(1, **changes)
     found = only(look(busy, health(1), health(2), machine=three), "gpu-in-use")
@@ -73,14 +82,14 @@ def test_a_gpu_that_cannot_be_used_is_none_of_the_others(changes: dict) -> None:
     assert "none is free" in only(look(busy, bad), "gpu-in-use").fix
 
 
-def test_of_gpus_of_several_kinds_the_others_are_of_one() -> None:
+def test_suggested_gpus_are_of_one_kind() -> None:
     small = h200(2, name="NVIDIA T1000", memory_gib=4.0, compute_capability=(7, 5))
     machine = machine_with(h200(0), h200(1), small, h200(3))
     found = only(look(health(0, used_gib=26.1), *map(health, (1, 2, 3)), machine=machine), "gpu-in-use")
     assert "CUDA_VISIBLE_DEVICES=GPU-1,GPU-3 in" in found.fix
 
 
-def test_of_different_gpus_those_to_use_are_named() -> None:
+def test_different_gpus_name_those_to_use() -> None:
     note = "different GPUs in one machine: 1 x NVIDIA DGX Display, 2 x NVIDIA H200; CUDA_VISIBLE_DEVICES can restrict"
     display = h200(1, name="NVIDIA DGX Display", memory_gib=4.0, compute_capability=(7, 5))
     machine = machine_with(h200(0), display, h200(2), notes=(note,))
@@ -95,7 +104,7 @@ def test_all_in_use_by_processes_outside_of_the_container() -> None:
 
 
 @pytest.mark.parametrize("used", [None, 0.0, 1.0])
-def test_what_a_driver_takes_of_an_idle_gpu_is_not_in_use(used: float | None) -> None:
+def test_memory_of_the_driver_is_not_in_use(used: float | None) -> None:
     assert only(look(health(0, used_gib=used), health(1)), "gpu-in-use").level is Level.ok
 
 
@@ -148,14 +157,14 @@ def test_gpus_that_are_hidden_are_left_out() -> None:
     assert list(only(findings, "gpu-in-use").data["used_gib"]) == ["1"]
 
 
-def test_one_that_does_not_answer_is_told_by_detection() -> None:
+def test_silent_gpu_is_reported_by_detection() -> None:
     lost = {"index": 0, "problem": "GPU is lost"}
     machine = machine_with(h200(1), notes=("GPU 0 does not answer (GPU is lost) and is left out",))
     note = only(look_at_gpus(machine, [lost, health(1)], None, None), "gpu-note")
     assert (note.level, note.what) == (Level.warning, "GPU 0 does not answer (GPU is lost) and is left out")
 
 
-def test_gpus_that_somebody_chose_to_hide_are_only_mentioned() -> None:
+def test_deliberately_hidden_gpus_are_no_warning() -> None:
     machine = machine_with(h200(1), notes=("CUDA_VISIBLE_DEVICES='1' leaves 1 of 2 GPUs visible",))
     assert only(look_at_gpus(machine, [health(0), health(1)], None, None), "gpu-note").level is Level.ok
 
@@ -200,3 +209,74 @@ def test_an_nvidia_smi_where_python_finds_no_driver(answer: SmiAnswer, level: Le
 )  # fmt: skip
 def test_an_nvidia_smi_that_says_that_there_is_no_gpu(answer: SmiAnswer) -> None:
     assert [finding.id for finding in look_at_gpus(CPU_ONLY, [], None, answer)] == ["gpus-found"]
+
+
+def put(bus: Path, address: str, vendor: str, kind: str, driver: str | None = None) -> None:
+    device = bus / "devices" / address
+    device.mkdir(parents=True)
+    (device / "vendor").write_text(f"{vendor}\n")
+    (device / "class").write_text(f"{kind}\n")
+    if driver is not None:
+        (bus / "drivers" / driver).mkdir(parents=True, exist_ok=True)
+        (device / "driver").symlink_to(bus / "drivers" / driver)
+
+
+def test_cards_for_displays_and_for_computing_are_gpus_and_other_devices_are_not(tmp_path: Path) -> None:
+    put(tmp_path, "0000:5e:00.0", "0x10de", "0x030200", "nvidia")  # a data centre's, without a display
+    put(tmp_path, "0000:3b:00.0", "0x10de", "0x030000")
+    put(tmp_path, "0000:3b:00.1", "0x10de", "0x040300", "snd_hda_intel")  # the sound of a card
+    put(tmp_path, "0000:c1:00.0", "0x10de", "0x068000")  # a switch between GPUs
+    put(tmp_path, "0000:00:02.0", "0x8086", "0x030000", "i915")
+    put(tmp_path, "0000:af:00.0", "0x10de", "0x030200", "vfio-pci")  # given to a virtual machine
+    (tmp_path / "devices" / "0000:ff:00.0").mkdir()  # taken off the bus
+    assert gpus_on_bus(tmp_path / "devices") == [
+        PciGpu(address="0000:3b:00.0", driver=None),
+        PciGpu(address="0000:5e:00.0", driver="nvidia"),
+    ]
+
+
+def test_a_machine_without_such_a_bus_has_none(tmp_path: Path) -> None:
+    assert gpus_on_bus(tmp_path / "devices") == []
+
+
+@pytest.mark.parametrize(
+    ("driver", "listing", "level", "fix"),
+    [
+        (None, NOT_LOADED, Level.error, "sudo modprobe nvidia; after an update of the kernel build the driver for it "),
+        ("nvidia", NOT_LOADED, Level.error, "sudo dmesg | grep -iE 'nvrm|xid' says what is wrong with it, then sudo r"),
+        ("nouveau", NOT_LOADED, Level.error, "install NVIDIA's driver, which takes the place of nouveau"),
+        (None, NO_PROGRAM, Level.warning, "install NVIDIA's driver, then sudo reboot"),
+        ("nvidia", NO_PROGRAM, Level.warning, "in a container: start it with its GPUs (docker run --gpus all;"),
+        ("nouveau", NO_PROGRAM, Level.warning, "install NVIDIA's driver, which takes the place of nouveau"),
+        (None, SmiAnswer(text="No devices found.", problem=None), Level.error, "sudo modprobe nvidia"),
+        (None, None, Level.warning, "install NVIDIA's driver"),
+    ],
+)
+def test_a_gpu_whose_driver_does_not_answer_is_told_from_no_gpu(
+    driver: str | None, listing: SmiAnswer | None, level: Level, fix: str
+) -> None:
+    two = [PciGpu(address=f"0000:{bus}:00.0", driver=driver) for bus in ("3b", "5e")]
+    (found,) = look_at_gpus(CPU_ONLY, [], None, listing, two)
+    assert (found.level, found.id) == (level, "driver-silent" if level is Level.error else "gpus-found")
+    said = "2 NVIDIA GPUs are on the PCI bus (0000:3b:00.0, 0000:5e:00.0), but no NVIDIA driver answers here"
+    assert found.what.startswith(said)
+    assert found.fix is not None and found.fix.startswith(fix)
+    assert ("nvidia-smi: " in found.what) is (level is Level.error)
+    assert found.data["on_bus"][0] == {"address": "0000:3b:00.0", "driver": driver}
+
+
+def test_no_gpu_on_the_bus_is_no_problem() -> None:
+    (found,) = look_at_gpus(CPU_ONLY, [], None, NOT_LOADED, [])
+    assert (found.level, found.id) == (Level.ok, "gpus-found")
+    (one,) = look_at_gpus(CPU_ONLY, [], None, NOT_LOADED, ONE)
+    assert one.what.startswith("an NVIDIA GPU is on the PCI bus (0000:3b:00.0), but no NVIDIA driver answers here; ")
+
+
+def test_more_specific_findings_replace_that_of_the_bus() -> None:
+    """Other versions of the driver, working GPUs and hidden GPUs have their own findings."""
+    mismatch = SmiAnswer(text=None, problem="it ended with exit code 18: Driver/library version mismatch")
+    assert [found.id for found in look_at_gpus(CPU_ONLY, [], None, mismatch, ONE)] == ["gpus-found", "nvidia-smi"]
+    works = look_at_gpus(machine_with(h200(0)), [health(0)], None, None, ONE)
+    assert {found.level for found in works} == {Level.ok}
+    hidden = look_at_gpus(machine_with(notes=("CUDA_VISIBLE_DEVICES='' leaves 0 of 1",)), [], None, None, ONE)
+    assert [found.id for found in hidden] == ["gpus-found"]

@@ -1,4 +1,4 @@
-"""Connections and measured bandwidths, judged."""
+"""The findings about connections and measured bandwidths."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import pytest
 
 from tunebook.doctor.findings import Level
 from tunebook.doctor.links import look_at_bandwidth, look_at_topology, not_measured
-from tunebook.hardware.nvidia_smi import SmiAnswer
-from tunebook.hardware.topology import parse_topology
+from tunebook.hardware.nvidia_smi import SmiAnswer, parse_topology
 
 from .conftest import CPU_ONLY, TOPOLOGIES, h200, machine_with, measured, only, topology_of
 
@@ -26,13 +25,13 @@ def test_nvlink_everywhere() -> None:
     assert len(found.data["pairs"]) == 28
 
 
-def test_a_mesh_in_which_nvlink_leads_everywhere_over_others() -> None:
+def test_nvlink_reaches_every_gpu_through_others() -> None:
     found = only(look("v100x8", 8), "topology")
     assert found.level is Level.ok
     assert "NV2 (2 NVLinks) and NV1 (1 NVLink) and SYS" in found.what
 
 
-def test_two_of_the_mesh_without_a_way_of_nvlinks() -> None:
+def test_two_gpus_of_the_mesh_without_nvlinks() -> None:
     text = (TOPOLOGIES / "v100x8.txt").read_text()
     machine = machine_with(h200(0), h200(7))
     (found, _) = look_at_topology(machine, SmiAnswer(text=text, problem=None), 1).findings
@@ -104,7 +103,7 @@ def test_half_of_what_nvlinks_carry_is_too_slow(speed: float, level: Level) -> N
     assert ("reach at least 225 GB/s" in found.what) is (level is Level.warning)
 
 
-def test_the_fewest_nvlinks_of_a_pair_decide() -> None:
+def test_pair_with_the_fewest_nvlinks_decides() -> None:
     text = "\tGPU0\tGPU1\tGPU2\nGPU0\t X \tNV4\tNV2\nGPU1\tNV4\t X \tNV4\nGPU2\tNV2\tNV4\t X \n"
     (found,) = look_at_bandwidth(
         measured(26.0, num_ranks=3), parse_topology(text), EIGHT
@@ -158,7 +157,7 @@ def test_wrong_sums_are_an_error_whatever_the_speed() -> None:
     [((0, 1, 2, 3), "reach at least 5 GB/s"), ((0, 1), "reach at least 50 GB/s")],  # half of 4 x 25
 )
 def test_only_links_between_gpus_that_are_seen_are_expected(seen: tuple[int, ...], expected: str) -> None:
-    """Two pairs, each with a bridge of NVLinks, and PCIe between them."""
+    """Two pairs of GPUs, each with an NVLink bridge, and PCIe between the pairs."""
     text = (
         "\tGPU0\tGPU1\tGPU2\tGPU3\nGPU0\t X \tNV4\tPHB\tPHB\nGPU1\tNV4\t X \tPHB\tPHB\n"
         "GPU2\tPHB\tPHB\t X \tNV4\nGPU3\tPHB\tPHB\tNV4\t X \n"

@@ -1,4 +1,4 @@
-"""Processes that look at what may hang or crash: what they answer, and what becomes of those that do not."""
+"""The probes: their answers, and the findings if they hang or crash."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 
 from tunebook.config.frozen import config_to_yaml
 from tunebook.doctor import probes
-from tunebook.doctor.probes import nvml, run_probe, torch_build
-from tunebook.hardware.asking import Answer
+from tunebook.doctor.probes import read_health, read_torch, run_probe
+from tunebook.processes import Answer
 
 from .conftest import resolved
 
@@ -35,7 +35,7 @@ def answer_with(monkeypatch: pytest.MonkeyPatch, **facts: object) -> None:
         ({"text": "[1]"}, "it printed no JSON object but '[1]'"),
     ],
 )  # fmt: skip
-def test_what_is_no_answer_is_a_problem(monkeypatch, facts: dict, problem: str) -> None:
+def test_unreadable_answer_is_a_problem(monkeypatch, facts: dict, problem: str) -> None:
     answer_with(monkeypatch, **facts)
     probe = run_probe("nvml", timeout_s=1)
     assert (probe.facts, probe.problem) == (None, problem)
@@ -57,7 +57,7 @@ def test_one_that_hangs_is_ended() -> None:
 
 @pytest.fixture
 def nvml_of(monkeypatch: pytest.MonkeyPatch):
-    """`nvml_of(card, ...)` makes NVML answer for cards; what a card lacks its driver does not support."""
+    """`nvml_of(card, ...)` makes NVML return these cards. The driver does not support what a card lacks."""
 
     def install(*cards: dict) -> None:
         def handle(index: int) -> dict:
@@ -98,7 +98,7 @@ def test_everything_that_nvml_tells(nvml_of) -> None:
         "persistence": 1, "mig": [0, 0], "ecc": [1, 1], "errors": (2, 5), "rows": (1, 2, 0, 1), "pending": 0,
         "width": 8, "max_width": 16,
     })  # fmt: skip
-    (gpu,) = nvml.read_health()
+    (gpu,) = read_health()
     assert gpu == {
         "index": 0, "problem": None, "used_gib": 27.0, "total_gib": 140.0,
         "processes": [{"pid": 12806, "gib": 26.0}, {"pid": 7, "gib": None}], "persistence": True,
@@ -109,9 +109,9 @@ def test_everything_that_nvml_tells(nvml_of) -> None:
     }  # fmt: skip
 
 
-def test_what_a_model_does_not_know_is_null_and_a_lost_gpu_hides_no_other(nvml_of) -> None:
+def test_unknown_facts_are_null_and_a_lost_gpu_hides_no_other(nvml_of) -> None:
     nvml_of({"is_lost": True}, {"persistence": 0})
-    lost, other = nvml.read_health()
+    lost, other = read_health()
     assert (lost["index"], "lost" in lost["problem"].lower()) == (0, True)
     assert other.pop("persistence") is False
     assert {key: value for key, value in other.items() if value is not None} == {"index": 1}
@@ -127,7 +127,7 @@ def test_the_real_one_answers_on_whatever_machine_this_is() -> None:
 
 
 class Cuda:
-    """torch's CUDA of a machine with GPUs, on which products are computed by the CPU."""
+    """A fake torch.cuda with GPUs whose products are computed by the CPU."""
 
     def __init__(self, torch, *, failing: int | None = None, wrong: int | None = None) -> None:
         self._torch, self._failing, self._wrong = torch, failing, wrong
@@ -164,7 +164,7 @@ def torch_with(monkeypatch: pytest.MonkeyPatch):
 
 def test_each_gpu_computes(torch_with) -> None:
     torch_with()
-    facts = torch_build.read_torch()
+    facts = read_torch()
     assert (facts["cuda"], facts["architectures"], facts["nccl"]) == ("13.0", ["sm_80", "sm_90"], "2.27.5")
     assert [(device["index"], device["problem"], device["free_gib"]) for device in facts["devices"]] == [
         (0, None, 139.0), (1, None, 139.0),
@@ -173,7 +173,7 @@ def test_each_gpu_computes(torch_with) -> None:
 
 def test_a_gpu_that_fails_does_not_hide_the_others(torch_with) -> None:
     torch_with(failing=0)
-    first, second = torch_build.read_torch()["devices"]
+    first, second = read_torch()["devices"]
     assert (first["problem"], second["problem"]) == ("CUDA error: out of memory", None)
 
 
@@ -182,7 +182,7 @@ def test_a_wrong_product_is_seen(torch_with, monkeypatch) -> None:
 
     torch_with()
     monkeypatch.setattr(torch, "eye", lambda size, device: torch.ones(size, size))
-    assert {device["problem"] for device in torch_build.read_torch()["devices"]} == {"it computed a wrong product"}
+    assert {device["problem"] for device in read_torch()["devices"]} == {"it computed a wrong product"}
 
 
 def test_a_cuda_that_cannot_start_says_why(torch_with, monkeypatch) -> None:
@@ -193,7 +193,7 @@ def test_a_cuda_that_cannot_start_says_why(torch_with, monkeypatch) -> None:
 
     torch_with()
     monkeypatch.setattr(torch.cuda, "current_device", fail, raising=False)
-    facts = torch_build.read_torch()
+    facts = read_torch()
     assert facts["cuda_problem"].endswith("Error 802: system not yet initialized")
     assert facts["devices"] == []
 
@@ -222,7 +222,7 @@ def test_the_quickstarts_tokenizer(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_nothing_is_imported_by_the_command_that_its_probes_are_there_for() -> None:
+def test_command_does_not_import_what_probes_test() -> None:
     code = (
         "import tunebook.commands.doctor, sys; sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
     )

@@ -10,7 +10,7 @@ from tunebook.doctor.findings import Finding, Kind, Level, finding_of_error
 from tunebook.doctor.show import show_findings
 from tunebook.errors import RequestError
 from tunebook.hardware.bandwidth import Bandwidth
-from tunebook.hardware.topology import Topology
+from tunebook.hardware.nvidia_smi import Topology
 
 from .conftest import measured, topology_of
 

@@ -1,4 +1,4 @@
-"""Driver, image, torch and NCCL against each other."""
+"""The findings about the driver, the image, torch and NCCL."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_an_image_for_gpus_that_got_none(image) -> None:
     assert wrong(look(CPU_ONLY)) == {"no-gpu-in-image": Level.error}
 
 
-def test_a_damaged_description_of_the_image_hides_nothing_of_torch(monkeypatch, tmp_path) -> None:
+def test_damaged_image_description_does_not_hide_torch_findings(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("TUNEBOOK_IMAGE_FILE", str(tmp_path / "missing"))
     findings = look()
     assert wrong(findings) == {"image-file-broken": Level.error}
@@ -156,7 +156,7 @@ def test_variables_of_nccl_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.data["variables"]["NCCL_P2P_DISABLE"] == "1"
 
 
-def test_a_recipe_is_asked_for_what_it_needs_here() -> None:
+def test_rules_of_a_recipe_are_checked() -> None:
     config = resolved("qwen3b_zero2")
     findings = look_at_software(CPU_ONLY, config, CPU_BUILD)
     found = only(findings, "no-gpu-here")

@@ -1,7 +1,8 @@
-"""Disks against what recipes write, and the hub's cache and token."""
+"""Disk space for what recipes write, and the hub's cache and token."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -10,13 +11,25 @@ from huggingface_hub import constants
 
 from tunebook.doctor import storage
 from tunebook.doctor.findings import Level
-from tunebook.doctor.storage import CachedWeights, Space, checkpoint_bytes, checkpoint_space, disk, disks, hub_space
+from tunebook.doctor.storage import (
+    CachedWeights,
+    Space,
+    cached_weights,
+    checkpoint_bytes,
+    checkpoint_space,
+    disk,
+    disks,
+    hub_space,
+)
 from tunebook.hardware.disk import existing
 
 from .conftest import only, resolved
 
 GIB = 2**30
 P = 3085938688  # of Qwen2.5-3B
+NAME, COMMIT = "some-organisation/some-model", "0123456789abcdef0123456789abcdef01234567"
+INDEX = "model.safetensors.index.json"
+WHOLE, NONE = CachedWeights(is_complete=True), CachedWeights(is_complete=False)
 
 
 @pytest.mark.parametrize(
@@ -71,9 +84,7 @@ def test_what_is_in_the_cache_is_not_downloaded(monkeypatch: pytest.MonkeyPatch,
     assert hub_space(resolved("qwen3b_zero2"), tmp_path).needed == 0
 
 
-def test_what_is_there_of_a_download_that_was_ended_is_not_needed_again(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_partial_download_is_subtracted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(storage, "cached_weights", lambda *_: CachedWeights(is_complete=False, num_bytes=1000))
     found = hub_space(resolved("qwen3b_zero2"), tmp_path)
     assert (found.needed, found.why) == (P * 2 - 1000, "the rest of Qwen/Qwen2.5-3B (5.748 GiB)")
@@ -123,7 +134,7 @@ def spaces_of(*words: str) -> list[Space]:
     ],
     ids=["one", "none", "too_small", "already_none", "already_one", "best"],
 )  # fmt: skip
-def test_less_is_offered_only_where_all_of_it_fits_then(words: tuple[str, ...], free: int, offered: str) -> None:
+def test_only_changes_with_which_everything_fits_are_offered(words: tuple[str, ...], free: int, offered: str) -> None:
     found = disk(spaces_of(*words), free)
     assert found.level is Level.error
     assert found.fix is not None and found.fix.startswith(offered)
@@ -134,15 +145,15 @@ def test_what_is_offered_then_fits() -> None:
     assert disk(spaces_of("training.save_every_steps=null"), 6 * P).level is not Level.error
 
 
-def test_what_takes_the_space_is_looked_for_on_the_disk_of_the_folder() -> None:
-    """`du -x` stays on the disk of the folder that it is given, so `/` shows nothing of another one."""
+def test_fix_searches_the_disk_of_the_folder() -> None:
+    """`du -x` stays on the disk of its folder, so `/` would show nothing of another disk."""
     other = Space(purpose="run folders", folder=Path("/proc/self"), needed=0)
     assert disk([other], 0).fix == "free some space: du -xhd1 /proc | sort -h"
     on_root = [Space(purpose="run folders", folder=Path("/"), needed=0), hub_space(None, Path("/"))]
     assert disk(on_root, 0).fix == "free some space: du -xhd1 / | sort -h, docker system df, hf cache ls"
 
 
-def test_what_goes_to_the_same_disk_is_added_up(tmp_path: Path) -> None:
+def test_needs_on_the_same_disk_are_added(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     spaces = [
         Space(purpose="runs", folder=tmp_path / "a" / "outputs", needed=2**60, why="checkpoints"),
@@ -161,7 +172,7 @@ def test_a_folder_that_cannot_be_written_to(monkeypatch: pytest.MonkeyPatch, tmp
     assert str(tmp_path) in found.what
 
 
-def test_what_is_no_folder_has_no_room_either() -> None:
+def test_file_in_place_of_a_folder_is_an_error() -> None:
     (found,) = disks([Space(purpose="prepared data", folder=Path("/dev/null/prepared"), needed=0)])
     assert (found.id, found.level) == ("folder-not-writable", Level.error)
     assert found.what == "/dev/null is no folder, and prepared data go to /dev/null/prepared"
@@ -172,7 +183,7 @@ def test_a_folder_that_cannot_be_entered(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert "folder-not-writable" in {found.id for found in disks([Space(purpose="a", folder=tmp_path, needed=0)])}
 
 
-def test_what_lies_in_a_closed_folder_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_path_in_an_unreadable_folder_does_not_exist(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refuse(_: Path) -> bool:
         raise PermissionError("closed")
 
@@ -190,7 +201,7 @@ def test_the_nearest_folder_that_is_there(tmp_path: Path) -> None:
 
 @pytest.fixture
 def token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """A token's file with these permissions, where the hub's library looks."""
+    """The file of the hub's token with these permissions."""
     file = tmp_path / "token"
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(file))
 
@@ -240,7 +251,7 @@ def test_a_model_to_download_and_a_machine_told_to_stay_offline(monkeypatch: pyt
 
 
 def test_the_older_variable_of_a_machine_told_to_stay_offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It counts where the newer one is not set, as for the hub's library."""
+    """It is used if the newer one is not set, as in the hub's library."""
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setenv("TRANSFORMERS_OFFLINE", "1")
     found = only(look(), "hub-model")
@@ -261,12 +272,45 @@ def test_a_token_that_cannot_be_read_is_a_finding_among_the_others(
     assert "disk-space" in {other.id for other in findings}
 
 
-def test_a_token_in_a_folder_that_is_closed_is_not_looked_at_where_another_is_used(
-    token, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_token_file_is_ignored_if_a_variable_is_set(token, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError("closed")
 
     monkeypatch.setenv("HF_TOKEN", "hf_secretsecretsecret")
     monkeypatch.setattr(Path, "stat", refuse)
     assert storage._token(None).what == "a token for the hub is in HF_TOKEN"
+
+
+@pytest.fixture
+def snapshot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder in which the hub's library keeps this model's files."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    model = tmp_path / "models--some-organisation--some-model"
+    (model / "refs").mkdir(parents=True)
+    (model / "refs" / "main").write_text(COMMIT)
+    folder = model / "snapshots" / COMMIT
+    folder.mkdir(parents=True)
+    return folder
+
+
+def test_an_index_counts_only_with_all_of_its_shards(snapshot: Path) -> None:
+    assert cached_weights(NAME, None) == NONE
+    (snapshot / INDEX).write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}))
+    assert cached_weights(NAME, None) == NONE
+    (snapshot / "1.safetensors").write_bytes(b"x" * 1000)
+    assert cached_weights(NAME, None) == CachedWeights(is_complete=False, num_bytes=1000)
+    (snapshot / "2.safetensors").write_bytes(b"x")
+    assert cached_weights(NAME, None) == WHOLE
+    assert cached_weights(NAME, COMMIT) == WHOLE
+    assert cached_weights(NAME, "f" * 40) == NONE
+
+
+def test_a_single_file_is_all_of_them(snapshot: Path) -> None:
+    (snapshot / "model.safetensors").write_bytes(b"x")
+    assert cached_weights(NAME, None) == WHOLE
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": []}'])
+def test_a_damaged_index_names_nothing(snapshot: Path, content: str) -> None:
+    (snapshot / INDEX).write_text(content)
+    assert cached_weights(NAME, None) == NONE

@@ -42,7 +42,7 @@ def test_shared_memory(free: int, num_gpus: int, level: Level) -> None:
     assert ("--shm-size=16g" in (found.fix or "")) is (level is not Level.ok)
 
 
-def test_what_is_used_of_it_does_not_count() -> None:
+def test_only_free_shared_memory_counts() -> None:
     assert shared_memory(16 * GIB, 10 * MIB, num_gpus=2).level is Level.error
 
 

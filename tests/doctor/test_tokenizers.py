@@ -1,4 +1,4 @@
-"""Tokenizers and templates with their faults: probed as they are on disk, then judged."""
+"""The findings about faulty tokenizers and templates on disk."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import pytest
 
 from tunebook.config.schema import RunConfig
 from tunebook.doctor.findings import Finding, Level
-from tunebook.doctor.probes import Probe
-from tunebook.doctor.probes.tokenizer import read_tokenizer
+from tunebook.doctor.probes import Probe, read_tokenizer
 from tunebook.doctor.tokenizers import look_at_tokenizer
 
 from .conftest import only, resolved
@@ -27,7 +26,7 @@ CHATML = (
 
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
-    """The quickstart with a tokenizer of its own in `model.path`, to be damaged."""
+    """The quickstart with its own copy of the tokenizer in `model.path`."""
     folder = tmp_path / "model"
     shutil.copytree(QUICKSTART, folder)
     return resolved("quickstart", f"model.path={folder}")
@@ -53,7 +52,7 @@ def set_template(config: RunConfig, text: str | None) -> None:
 
 
 def add_bos(config: RunConfig) -> None:
-    """Let the tokenizer begin every text with one."""
+    """Let the tokenizer add a BOS token to every text."""
     set_tokenizer(config, bos_token=BOS)
     file = folder_of(config) / "tokenizer.json"
     content = json.loads(file.read_text())

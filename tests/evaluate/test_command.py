@@ -24,7 +24,7 @@ from tunebook.evaluate.command import (
     worker_error,
 )
 from tunebook.evaluate.preflight import Missing
-from tunebook.record.origin import ORIGIN_FILE
+from tunebook.record.model_origin import ORIGIN_FILE
 from tunebook.supervise import ProcessEnd
 
 MakeRun = Callable[..., Path]

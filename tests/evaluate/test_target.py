@@ -10,7 +10,7 @@ import pytest
 
 from tunebook.errors import DataError, RequestError
 from tunebook.evaluate.target import Target, checkpoints_of, choose_run, find_target, why_not_finished
-from tunebook.record.origin import ORIGIN_FILE
+from tunebook.record.model_origin import ORIGIN_FILE
 
 WHOLE = {"config.json": b"{}", "model.safetensors": b"weights"}  # a checkpoint that holds a whole model
 

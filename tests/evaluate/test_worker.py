@@ -27,7 +27,7 @@ from tunebook.evaluate.evaluation import Evaluation, _bound_tokenizer, score_fir
 from tunebook.evaluate.task_files import resolve_task
 from tunebook.evaluate.worker import full_disk_error
 from tunebook.model.load import load_model
-from tunebook.record.binding import recorded_by_run
+from tunebook.record.model_origin import recorded_by_run
 
 pytestmark = pytest.mark.usefixtures("quiet_harness")
 

@@ -15,8 +15,8 @@ from tunebook.config.frozen import config_to_yaml, load_config
 from tunebook.config.identity import config_hash
 from tunebook.hardware.detect import Machine
 from tunebook.plan.auto.resolve import resolve_auto
-from tunebook.record.files import RUN_FILE
 from tunebook.record.manifest import MANIFEST_FILE, RunState, finish_manifest, read_manifest, start_manifest
+from tunebook.record.run_folder import RUN_FILE
 
 NUM_STEPS = 60
 CPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
@@ -48,7 +48,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_run(whole_run: Path, tmp_path: Path) -> MakeRun:
-    """Make a run; words change its configuration, `manifest` sections of its manifest, the rest its numbers."""
+    """Make a run: overrides for its configuration, `manifest` for sections of its manifest, the rest its numbers."""
     count = iter(range(100))
 
     def make(
@@ -95,7 +95,7 @@ def make_run(whole_run: Path, tmp_path: Path) -> MakeRun:
 
 
 def started(number: int) -> str:
-    """When the run of this number was: each at a second of its own."""
+    """The start time of the run with this number; all differ."""
     return f"2026-11-21T10:{number // 60:02d}:{number % 60:02d}+00:00"
 
 
@@ -114,7 +114,7 @@ def _change_manifest(folder: Path, changes: dict[str, dict[str, Any]], gpus: int
 
 @pytest.fixture
 def recipes_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the quickstart's evidence goes in a test, instead of into the book."""
+    """The folder of the quickstart's evidence in a test."""
     import tunebook.evidence.files as files
 
     monkeypatch.setattr(files, "recipe_file", lambda recipe, dirs: tmp_path / "recipes" / f"{recipe}.yaml")

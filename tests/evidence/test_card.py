@@ -9,13 +9,21 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tunebook.commands.record_evidence import record_evidence
 from tunebook.commands.verify import verify_command
 from tunebook.errors import DataError, RequestError
-from tunebook.evidence.card import BEGIN, END, plot_file, update_card, with_section
+from tunebook.evidence.card import BEGIN, END, cell, plot_file, update_card, update_overview, with_section
+from tunebook.evidence.files import read_evidence
+from tunebook.evidence.gather import read_finished
 
 from .conftest import MakeRun, curve
 
 CARD = "# quickstart\n\n## Claim\n\nIt learns.\n\n## Evidence\n\nNone recorded yet.\n\n### Measured\n\nBy hand.\n"
+TABLE = """| recipe | what | evidence |
+|---|---|---|
+| [quickstart](recipes/quickstart/README.md) | word tasks | on its card |
+| [other](recipes/other/README.md) | the same | none yet |
+"""
 
 
 @pytest.fixture
@@ -31,7 +39,7 @@ def record(*runs: Path, label: str) -> None:
     assert code == 0
 
 
-def test_recording_shows_the_evidence_under_its_heading_and_leaves_the_rest(card: Path, make_run: MakeRun) -> None:
+def test_recording_updates_only_the_evidence_section(card: Path, make_run: MakeRun) -> None:
     record(make_run(), make_run(), label="one")
     text = card.read_text()
     assert text.startswith("# quickstart\n\n## Claim\n\nIt learns.\n\n## Evidence\n\n" + BEGIN)
@@ -42,7 +50,7 @@ def test_recording_shows_the_evidence_under_its_heading_and_leaves_the_rest(card
     assert "random weights, real data, layers: all 2, 60 steps; 1 x CPU, 2 runs" in row
 
 
-def test_where_repetitions_are_far_apart_all_that_lies_between_them_is_the_speed(card: Path, make_run: MakeRun) -> None:
+def test_scattered_speeds_are_shown_as_a_range(card: Path, make_run: MakeRun) -> None:
     record(make_run(speed=11_933.0), make_run(speed=5_486.0), label="one")
     record(make_run("training.seed=1", speed=1_000.0), make_run("training.seed=1", speed=1_090.0), label="two")
     rows = [line for line in card.read_text().splitlines() if line.startswith("| [")]
@@ -50,7 +58,7 @@ def test_where_repetitions_are_far_apart_all_that_lies_between_them_is_the_speed
     assert "| 1,000 |" in rows[1]
 
 
-def test_more_evidence_is_another_line_and_making_it_again_changes_nothing(card: Path, make_run: MakeRun) -> None:
+def test_each_file_is_one_line_and_updating_is_idempotent(card: Path, make_run: MakeRun) -> None:
     record(make_run(), make_run(), label="one")
     record(make_run("training.seed=1"), make_run("training.seed=1"), label="two")
     text = card.read_text()
@@ -82,7 +90,7 @@ def test_a_card_without_the_heading_is_refused_before_anything_is_written(card: 
     assert not (card.parent / "evidence").exists()
 
 
-def test_beside_a_damaged_file_nothing_is_written(card: Path, make_run: MakeRun) -> None:
+def test_nothing_is_written_if_another_file_is_damaged(card: Path, make_run: MakeRun) -> None:
     record(make_run(), make_run(), label="one")
     damaged = card.parent / "evidence" / "cpu-1-one.json"
     damaged.write_text("{}")
@@ -93,6 +101,66 @@ def test_beside_a_damaged_file_nothing_is_written(card: Path, make_run: MakeRun)
     assert card.read_text() == before
 
 
-def test_what_stands_outside_the_marks_is_never_touched() -> None:
+def test_text_outside_the_marks_is_kept() -> None:
     before = f"a\n{BEGIN}\nold\n{END}\nz\n"
     assert with_section(before, f"{BEGIN}\nnew\n{END}", Path("card")) == f"a\n{BEGIN}\nnew\n{END}\nz\n"
+
+
+@pytest.fixture
+def evidence(make_run: MakeRun, recipes_dir: Path) -> Path:
+    return record_evidence([read_finished(make_run()), read_finished(make_run())], "try", [])
+
+
+def test_the_row_links_every_file_and_the_others_stay(tmp_path: Path, evidence: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(TABLE)
+    assert update_overview(readme, "quickstart", [evidence])
+    lines = readme.read_text().splitlines()
+    assert lines[2] == (
+        f"| [quickstart](recipes/quickstart/README.md) | word tasks | "
+        f"[1 x CPU](recipes/quickstart/evidence/{evidence.name}) (random weights) |"
+    )
+    assert [lines[number] for number in (0, 1, 3)] == [TABLE.splitlines()[number] for number in (0, 1, 3)]
+    again = readme.read_text()
+    assert update_overview(readme, "quickstart", [evidence])
+    assert readme.read_text() == again
+
+
+def test_a_book_without_the_row_is_left_alone(tmp_path: Path, evidence: Path) -> None:
+    readme = tmp_path / "README.md"
+    assert not update_overview(readme, "quickstart", [evidence])
+    readme.write_text(TABLE)
+    assert not update_overview(readme, "unlisted", [evidence])
+    assert not update_overview(readme, "quickstart", [])
+    assert readme.read_text() == TABLE
+
+
+def test_two_claims_on_the_same_gpus_are_told_apart(project_root: Path) -> None:
+    files = sorted((project_root / "recipes/qwen3b_zero2/evidence").glob("*.json"))
+    links = cell("qwen3b_zero2", files, [read_evidence(file) for file in files]).split("), [")
+    names = [link.partition("]")[0].removeprefix("[") for link in links]
+    assert names == ["1 x H200, bf16", "2 x H200, bf16", "4 x H200, bf16", "4 x H200, fp32"]
+
+
+def test_claims_in_one_number_format_are_told_apart_by_what_else_they_ran_with(project_root: Path) -> None:
+    files = sorted((project_root / "recipes/qwen05b_single/evidence").glob("*.json"))
+    links = cell("qwen05b_single", files, [read_evidence(file) for file in files]).split("), [")
+    names = [link.partition("]")[0].removeprefix("[") for link in links]
+    assert names == ["1 x H200, bf16, varlen_attention", "1 x H200, bf16, deterministic", "1 x H200, bf16, sdpa"]
+
+
+def test_claims_that_differ_in_nothing_else_are_told_apart_by_their_labels_or_steps(
+    make_run: MakeRun, recipes_dir: Path
+) -> None:
+    def names(*words: str, label: str) -> list[str]:
+        record_evidence([read_finished(make_run(*words)), read_finished(make_run(*words))], label, [])
+        files = sorted((recipes_dir / "quickstart" / "evidence").glob("*.json"))
+        found = [read_evidence(file) for file in files]
+        if label == "shorter":  # which the made-up runs of one length are not
+            found[1] = found[1].model_copy(update={"ran": found[1].ran.model_copy(update={"steps": 6})})
+        links = cell("quickstart", files, found).split("), [")
+        return [link.partition("]")[0].removeprefix("[") for link in links]
+
+    assert names(label="any") == ["1 x CPU"]
+    assert names(label="shorter") == ["1 x CPU, 60 steps", "1 x CPU, 6 steps"]
+    assert names("training.seed=1", label="t1") == ["1 x CPU, any", "1 x CPU, shorter", "1 x CPU, t1"]

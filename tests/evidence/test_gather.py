@@ -1,4 +1,4 @@
-"""What of a run's words belongs to its claim, and what a slice of a model is called."""
+"""Which overrides of a run are part of its claim, and how a slice of a model is named."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_slice_of_a_model_is_called_one() -> None:
     assert ran.overrides == [*words[:2], "training.max_steps=3"]
 
 
-def test_a_slice_that_a_recipe_of_ones_own_takes_is_called_one_too(tmp_path: Path) -> None:
+def test_slice_in_a_user_recipe_is_named(tmp_path: Path) -> None:
     (tmp_path / "thin.yaml").write_text(
         "# @package _global_\ndefaults: [qwen05b_single, _self_]\ntitle: thin\nmodel: {facts: {num_layers: 6}}\n"
     )
@@ -33,14 +33,14 @@ def test_a_slice_that_a_recipe_of_ones_own_takes_is_called_one_too(tmp_path: Pat
     assert (ran.recipe, ran.layers, ran.overrides) == ("thin", "6 of 24", [])
 
 
-def test_a_folder_with_a_word_like_an_override_in_its_name_is_none() -> None:
+def test_folder_name_that_looks_like_an_override_is_no_slice() -> None:
     command = ["tunebook", "train", "quickstart", "--run-folder", "rf=1,x", "--recipes-dir=a=b", "training.seed=1"]
     assert typed_overrides({"command": command}) == ["training.seed=1"]
-    with pytest.raises(RequestError, match="says `tunebook reproduce run`, and not what was trained"):
+    with pytest.raises(RequestError, match="has the command `tunebook reproduce run` and not the overrides"):
         typed_overrides({"command": ["tunebook", "reproduce", "run"]})
 
 
-def test_a_claim_says_by_which_launcher_and_keeps_whose_cluster_it_was_to_itself() -> None:
+def test_claim_contains_the_launcher_but_not_the_cluster() -> None:
     words = ["launcher=slurm", "launcher.partition=of_mine", "training.seed=1"]
     manifest = {"command": ["tunebook", "train", "quickstart", *words, "outputs=/x", "tracking=none"]}
     assert typed_overrides(manifest) == ["launcher=slurm", "training.seed=1"]
@@ -50,13 +50,11 @@ def test_a_claim_says_by_which_launcher_and_keeps_whose_cluster_it_was_to_itself
 @pytest.mark.parametrize(
     ("words", "going_on"),
     [
-        ([], "it was started with$"),
-        (["training.resume=never"], "it was started with, without training.resume=never$"),
+        ([], "that started it$"),
+        (["training.resume=never"], "that started it, without training.resume=never$"),
     ],
 )
-def test_a_run_that_has_not_finished_is_told_what_goes_on_with_it(
-    make_run: MakeRun, words: list[str], going_on: str
-) -> None:
+def test_unfinished_run_names_the_command_to_resume(make_run: MakeRun, words: list[str], going_on: str) -> None:
     run = make_run(*words, manifest={"status": {"state": "stopped", "reason": "stopped by SIGTERM"}})
-    with pytest.raises(RequestError, match=rf"stopped by SIGTERM\); name a run that has, .* command that {going_on}"):
+    with pytest.raises(RequestError, match=rf"stopped by SIGTERM\); name a run that has, .* command {going_on}"):
         read_finished(run)

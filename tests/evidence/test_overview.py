@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tunebook.commands.record_evidence import record_evidence
+from tunebook.evidence.card import cell, update_overview
 from tunebook.evidence.files import read_evidence
 from tunebook.evidence.gather import read_finished
-from tunebook.evidence.overview import cell, update_overview
 
 from .conftest import MakeRun
 

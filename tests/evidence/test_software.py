@@ -1,4 +1,4 @@
-"""What evidence says of the packages it was recorded with, and the correction of files that named a lock unseen."""
+"""The packages in evidence, and the correction of files that named a lock without a comparison."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tunebook.evidence.software import correct_files, corrected, gather_software
 from tunebook.files import sha256_file
 
 from .conftest import MakeRun
-from .test_overview import TABLE
+from .test_card import TABLE
 
 TORCH = {"torch": {"installed": "2.11.0", "locked": "2.13.0"}}
 LOCK = "numpy==2.4.6\nnvidia-nccl-cu13==2.29.7\ntorch==2.13.0 \\\n    --hash=sha256:00\ntrl==1.16.0\nrich==15.0.0\n"
@@ -43,12 +43,12 @@ def software(differences: dict[str, dict[str, str | None]] | None, **changes: An
 # --- from a run's manifest
 
 
-def test_a_run_of_the_lock_claims_it_and_deviates_in_nothing() -> None:
+def test_run_as_locked_has_no_deviation() -> None:
     found = software({})
     assert (found.lock_sha256, found.deviation(), found.main_deviation()) == ("5" * 64, None, None)
 
 
-def test_what_can_change_a_result_is_named_and_the_rest_counted() -> None:
+def test_important_packages_are_named_and_others_counted() -> None:
     found = software(
         TORCH | {"aiohttp": {"installed": "3.1", "locked": "3.2"}, "trl": {"installed": None, "locked": "1.16.0"}}
     )
@@ -61,13 +61,13 @@ def test_what_can_change_a_result_is_named_and_the_rest_counted() -> None:
     assert found.main_deviation() == "torch 2.11.0 where the lock has 2.13.0, and more"
 
 
-def test_a_manifest_from_before_the_comparison_claims_no_lock() -> None:
+def test_older_manifest_has_no_lock() -> None:
     found = software({}, lock=None)
     assert (found.lock, found.lock_sha256, found.deviation()) == (None, None, "packages not compared with a lock")
     assert found.main_deviation() == "packages not compared with a lock"
 
 
-def test_where_nothing_could_be_compared_no_lock_is_claimed() -> None:
+def test_uncompared_packages_have_no_lock() -> None:
     assert software(None, lock_sha256=None).deviation() == "packages not compared with a lock"
 
 
@@ -99,7 +99,9 @@ def test_where_both_are_as_locked_there_is_no_row() -> None:
 
 def test_runs_of_other_packages_are_no_repetitions(make_run: MakeRun, recipes_dir: Path) -> None:
     runs = [make_run(), make_run(manifest={"environment": environment(TORCH)})]
-    with pytest.raises(RequestError, match=r"is no repetition of .*: lock\.differences\.torch\.installed is 2\.11\.0"):
+    with pytest.raises(
+        RequestError, match=r"is not a repetition of .*: lock\.differences\.torch\.installed is 2\.11\.0"
+    ):
         record_evidence([read_finished(run) for run in runs], "try", [])
 
 
@@ -115,7 +117,7 @@ def docker(tmp_path: Path) -> Path:
 
 
 def older(docker: Path, generation: str = "hopper", **changes: Any) -> dict[str, Any]:
-    """What matters of a file whose lock was never compared with anything."""
+    """The relevant part of a file whose lock was never compared."""
     software = {
         "git_commit": "a" * 40, "lock_sha256": sha256_file(docker / "hopper" / "requirements.lock"),
         "image_digest": None, "python": "3.12.3", "packages": {"torch": "2.11.0", "numpy": "2.4.6"},
@@ -123,7 +125,7 @@ def older(docker: Path, generation: str = "hopper", **changes: Any) -> dict[str,
     return {"software": software | changes, "hardware": {"generation": generation, "nccl": "2.28.9"}}
 
 
-def test_what_the_file_knows_is_compared_and_the_rest_is_unknown(docker: Path) -> None:
+def test_recorded_packages_are_compared_and_others_unknown(docker: Path) -> None:
     before = older(docker)
     found = corrected(before, docker)["software"]
     assert list(found) == ["git_commit", "lock_sha256", "lock", "image_digest", "python", "packages"]
@@ -143,14 +145,14 @@ def test_what_the_file_knows_is_compared_and_the_rest_is_unknown(docker: Path) -
     assert before == older(docker), "the content itself is left alone"
 
 
-def test_without_nccl_nobody_knows_which_was_installed(docker: Path) -> None:
+def test_nccl_is_unknown_if_it_was_not_recorded(docker: Path) -> None:
     content = older(docker, python="3.11.2", packages={"torch": "2.13.0", "numpy": "2.4.6", "trl": "1.16.0"})
     content["hardware"]["nccl"] = None
     lock = corrected(content, docker)["software"]["lock"]
     assert (lock["differences"], lock["num_unknown"]) == ({}, 2)
 
 
-def test_another_lock_than_the_one_named_is_compared_with_nothing(docker: Path) -> None:
+def test_lock_with_another_hash_is_refused(docker: Path) -> None:
     with pytest.raises(RequestError, match=r"check out commit aaaaaaaaaaaa .* --docker"):
         corrected(older(docker, lock_sha256="6" * 64), docker)
     with pytest.raises(RequestError, match=r"requirements\.lock is another"):
@@ -159,7 +161,7 @@ def test_another_lock_than_the_one_named_is_compared_with_nothing(docker: Path) 
 
 @pytest.fixture
 def recorded(make_run: MakeRun, recipes_dir: Path, docker: Path, tmp_path: Path) -> Path:
-    """A file as an earlier version wrote it, on its card and in a table of recipes."""
+    """A file of an earlier version, with its card and its row in the table of recipes."""
     (tmp_path / "README.md").write_text(TABLE)
     card = recipes_dir / "quickstart" / "README.md"
     card.parent.mkdir(parents=True)
@@ -200,7 +202,7 @@ def test_the_command_says_what_it_changed(
     assert main(["--docker", str(docker), str(recorded)]) == 0
     assert "torch 2.11.0 where the lock has 2.13.0" in capsys.readouterr().out
     assert main([str(tmp_path / "nothing.json")]) == 4
-    assert "nothing.json is not there" in capsys.readouterr().err
+    assert "nothing.json does not exist" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
         main([])
     assert (ended.value.code, "required: FILE" in capsys.readouterr().err) == (2, True)

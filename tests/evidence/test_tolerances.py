@@ -1,4 +1,4 @@
-"""What repeated runs support, and what is no tolerance any more."""
+"""The tolerances that repeated runs support."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tunebook.commands.record_evidence import record_evidence
 from tunebook.commands.recorded_evidence import verify
-from tunebook.config.plain import plain_config
+from tunebook.config.frozen import plain_config
 from tunebook.evidence.compare import Claim, Verdict, compare
 from tunebook.evidence.files import content_hash
 from tunebook.evidence.gather import read_finished
@@ -30,7 +30,7 @@ def results(speed: float) -> Results:
     ("again", "expected"), [(1000.0, 0.05), (1050.0, 0.143), (1100.0, 0.273), (900.0, None), (1600.0, None)]
 )
 def test_speeds_that_are_far_apart_support_no_tolerance(again: float, expected: float | None) -> None:
-    """3 times what repetitions differ by, up to a tenth of the slowest."""
+    """3 times the difference of the repetitions, up to a tenth of the slowest."""
     found = work_out([results(1000.0), results(again)], plain_config())
     assert (found[SPEED].value if SPEED in found else None) == (pytest.approx(expected) if expected else None)
     assert found[MEMORY].value == 0.02
@@ -48,7 +48,7 @@ def test_a_speed_that_cannot_be_judged_is_shown() -> None:
     assert rows["memory GiB"].verdict is Verdict.same
 
 
-def test_a_tolerance_of_speeds_that_are_far_apart_is_passed_over(make_run: MakeRun, recipes_dir: Path) -> None:
+def test_tolerance_of_scattered_speeds_is_ignored(make_run: MakeRun, recipes_dir: Path) -> None:
     runs = [make_run(gpus=1, speed=1000.0), make_run(gpus=1, speed=1010.0)]
     on_gpus = record_evidence([read_finished(run) for run in runs], "try", [])
     content = json.loads(on_gpus.read_text())

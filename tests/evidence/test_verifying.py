@@ -1,4 +1,4 @@
-"""Which evidence a run is held against, and what is said where there is none for it."""
+"""Which evidence a run is compared with, and the errors if there is none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tunebook.commands.verify import verify_command
 from tunebook.errors import DataError, RequestError
 from tunebook.evidence.files import content_hash
 from tunebook.evidence.gather import config_of, gather_hardware, gather_inputs, read_finished
-from tunebook.evidence.show import PAGE_FILE
+from tunebook.evidence.page import PAGE_FILE
 
 from .conftest import MakeRun
 
@@ -27,13 +27,15 @@ def evidence(make_run: MakeRun, recipes_dir: Path) -> Path:
 
 
 def test_a_file_that_is_not_there_is_a_wrong_request(evidence: Path, make_run: MakeRun) -> None:
-    with pytest.raises(RequestError, match=r"--against /nope\.json is no file; name one of recipes/NAME/evidence"):
+    with pytest.raises(RequestError, match=r"--against /nope\.json is not a file; name one of recipes/NAME/evidence"):
         verify(read_finished(make_run()), [], Path("/nope.json"))
 
 
 def test_evidence_of_another_recipe_is_named_with_both(make_run: MakeRun, project_root: Path) -> None:
     file = project_root / "recipes/zero1_lora/evidence/hopper-4-random_weights.json"
-    said = r"hopper-4-random_weights\.json is evidence of zero1_lora, and the run is of quickstart: .*--against is not"
+    said = (
+        r"hopper-4-random_weights\.json is evidence of zero1_lora, and the run is of quickstart: .*needs no --against"
+    )
     with pytest.raises(RequestError, match=said):
         verify(read_finished(make_run()), [], file)
 
@@ -60,7 +62,7 @@ def test_of_one_machine_the_file_with_the_same_split_is_taken(make_run: MakeRun,
     assert verify(read_finished(make_run(replaced=other_split)), []).name == "cpu-1-a.json"
 
 
-def test_numbers_that_are_none_end_as_a_broken_record(evidence: Path, make_run: MakeRun, tmp_path: Path) -> None:
+def test_wrong_types_of_numbers_are_a_damaged_record(evidence: Path, make_run: MakeRun, tmp_path: Path) -> None:
     run = make_run()
     file = run / "evaluation" / "after.json"
     file.write_text(json.dumps({"tasks": {"words": {"value": 0.5, "stderr": None, "num_items": 3}}}))
@@ -69,7 +71,7 @@ def test_numbers_that_are_none_end_as_a_broken_record(evidence: Path, make_run: 
     assert raised.value.problem_id == "broken-record"
 
 
-def test_a_reason_with_brackets_is_printed_as_it_is(evidence: Path, make_run: MakeRun) -> None:
+def test_brackets_in_a_reason_are_not_markup(evidence: Path, make_run: MakeRun) -> None:
     found = verify(read_finished(make_run()), [])
     rows = [replace(row, why="of [bold] means", name="words [x]") for row in found.rows]
     out = StringIO()
@@ -77,7 +79,7 @@ def test_a_reason_with_brackets_is_printed_as_it_is(evidence: Path, make_run: Ma
     assert out.getvalue().count("of [bold] means") == len(rows)
 
 
-def test_data_that_was_prepared_otherwise_is_shown_and_not_judged(evidence: Path, make_run: MakeRun) -> None:
+def test_other_data_preparation_is_shown_and_not_judged(evidence: Path, make_run: MakeRun) -> None:
     assert json.loads(evidence.read_text())["inputs"]["data_fingerprint"] == "4" * 64
     assert "prepared data" not in {row.name for row in verify(read_finished(make_run()), []).rows}
     other = make_run(manifest={"dataset": {"fingerprint": "5" * 64}})
@@ -92,13 +94,13 @@ def test_data_that_was_prepared_otherwise_is_shown_and_not_judged(evidence: Path
     assert "recorded with 444444444444" in (other / PAGE_FILE).read_text()
 
 
-def test_data_whose_tokens_nobody_noted_is_not_said_to_be_the_same(make_run: MakeRun, recipes_dir: Path) -> None:
+def test_unknown_tokens_are_not_called_equal(make_run: MakeRun, recipes_dir: Path) -> None:
     unknown = {"content_sha256": None}
     runs = [make_run(manifest={"dataset": unknown}) for _ in range(2)]
     record_evidence([read_finished(run) for run in runs], "try", [])
     other = make_run(manifest={"dataset": unknown | {"fingerprint": "5" * 64}})
     (why,) = [row.why for row in verify(read_finished(other), []).rows if row.name == "prepared data"]
-    assert "nobody noted whether the tokens are the same" in why
+    assert "whether the tokens are the same is not recorded" in why
 
 
 def test_older_evidence_without_the_fingerprint_of_its_data_holds_as_before(evidence: Path, make_run: MakeRun) -> None:
@@ -111,7 +113,7 @@ def test_older_evidence_without_the_fingerprint_of_its_data_holds_as_before(evid
 
 
 def test_evidence_of_other_weights_in_a_folder_is_no_evidence(make_run: MakeRun, recipes_dir: Path) -> None:
-    """config.json says which architecture they have, and nothing of their numbers."""
+    """config.json identifies the architecture but not the weights."""
 
     def started_from(fingerprint: str | None) -> Path:
         return make_run(manifest={"model": {"weights_fingerprint": fingerprint}})

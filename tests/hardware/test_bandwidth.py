@@ -1,4 +1,4 @@
-"""What doctor measured is kept by the cards' identities, and warns the plans that come after."""
+"""The stored measurements of doctor and the warnings of later plans."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def warnings(*words: str, machine: Machine = FOUR) -> list[Problem]:
     return slow_links(config, solve_batch(config, None), machine)
 
 
-def test_what_was_kept_comes_back_as_it_was() -> None:
+def test_stored_measurement_is_read_back() -> None:
     remember(SLOW, FOUR)
     assert recall(FOUR, 4) == SLOW
 
@@ -42,7 +42,7 @@ def test_what_was_kept_comes_back_as_it_was() -> None:
     [{"problem": "rank 1 died"}, {"wrong": ["rank 1: sums"]}, {"backend": "gloo"}],
     ids=["ended", "wrong", "cpu"],
 )
-def test_what_did_not_end_well_or_says_nothing_of_gpus_is_not_kept(changes: dict[str, Any]) -> None:
+def test_failed_and_cpu_measurements_are_not_stored(changes: dict[str, Any]) -> None:
     remember(replace(SLOW, **changes), FOUR)
     assert recall(FOUR, 4) is None
 
@@ -55,7 +55,7 @@ def test_another_card_driver_or_number_of_gpus_was_not_measured() -> None:
     assert recall(FOUR, 2) is None
 
 
-def test_what_was_measured_on_another_way_of_nccl_is_kept_for_that_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurement_belongs_to_its_nccl_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     remember(SLOW, FOUR)
     assert recall(FOUR, 4) == SLOW
@@ -74,7 +74,7 @@ def test_a_damaged_file_counts_as_nothing(content: str, cache: Path) -> None:
     assert recall(FOUR, 4) is None
 
 
-def test_a_cache_that_cannot_be_written_stops_nothing(cache: Path) -> None:
+def test_unwritable_cache_is_ignored(cache: Path) -> None:
     (cache / "links").write_text("a file where the folder should be")
     remember(SLOW, FOUR)
     assert recall(FOUR, 4) is None

@@ -12,9 +12,14 @@ import pytest
 
 from tunebook.config.choices import Generation
 from tunebook.hardware import detect
-from tunebook.hardware.detect import detect_machine
+from tunebook.hardware.detect import Gpu, detect_machine, equal_gpus, visible_only
 
 GIB = 2**30
+# name: compute capability, GiB
+KINDS = {
+    "A100": ((8, 0), 80.0), "Display": ((7, 5), 4.0), "4090": ((8, 9), 24.0), "3060": ((8, 6), 12.0),
+    "T4": ((7, 5), 16.0), "RTX 8000": ((7, 5), 48.0), "K80": ((3, 7), 12.0),
+}  # fmt: skip
 
 
 @dataclass
@@ -82,7 +87,7 @@ def test_the_real_call_never_fails():
     assert machine.gpus or machine.notes  # a machine without GPUs says why
 
 
-def test_nvml_is_left_alone_where_it_is_known_not_to_answer(monkeypatch):
+def test_nvml_is_not_called_if_it_does_not_answer(monkeypatch):
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: pytest.fail("NVML was asked"))
     machine = detect_machine(no_gpu_because="it hung")
     assert (machine.gpus, machine.driver, machine.notes) == ([], None, ["it hung"])
@@ -185,7 +190,7 @@ def test_one_broken_gpu_does_not_hide_the_others(nvml):
 
 
 def has_compilers(monkeypatch, folder, names, variables, has_headers):
-    """This machine has these compilers and names one in a variable, or none; and Python's headers, or not."""
+    """Set the compilers of this machine, the variables that name one, and whether Python's headers exist."""
     monkeypatch.setattr(detect.shutil, "which", lambda name: name if name in names else None)
     monkeypatch.setattr(detect.sysconfig, "get_paths", lambda scheme: {"include": str(folder)})
     for variable, value in variables.items():
@@ -273,3 +278,39 @@ def test_a_containers_memory_limit_counts(monkeypatch, tmp_path, limit, expected
     monkeypatch.setattr(detect, "CGROUP_MEMORY_LIMIT", file)
     found = detect_machine().host_memory_gib
     assert found == expected if expected is not None else found >= (unlimited or 0)
+
+
+def gpus_of(*names: str, has_ids: bool = True) -> list[Gpu]:
+    return [
+        Gpu(
+            name=name,
+            memory_gib=KINDS[name][1],
+            compute_capability=KINDS[name][0],
+            generation=Generation.ampere,
+            index=index,
+            uuid=f"GPU-{index:02}" if has_ids else "",
+        )
+        for index, name in enumerate(names)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["A100", "A100", "A100", "Display", "A100"], [0, 1, 2, 4]),  # a DGX Station
+        (["3060", "4090"], [1]),
+        (["4090", "3060"], [0]),
+        (["4090", "3060", "3060"], [1, 2]),
+        (["T4", "RTX 8000"], [1]),  # of the same age
+        (["K80", "K80", "T4"], [2]),  # torch has no code for the others
+        (["K80"], [0]),
+        ([], []),
+    ],
+)
+def test_the_largest_group_of_equal_gpus_then_the_best(names: list[str], expected: list[int]) -> None:
+    assert [gpu.index for gpu in equal_gpus(gpus_of(*names))] == expected
+
+
+def test_gpus_are_named_by_their_ids_since_cuda_counts_in_another_order() -> None:
+    assert visible_only(gpus_of("3060", "4090")[1:]) == "CUDA_VISIBLE_DEVICES=GPU-01"
+    assert visible_only(gpus_of("A100", "A100", has_ids=False)) == "CUDA_VISIBLE_DEVICES=0,1"

@@ -1,4 +1,4 @@
-"""A full disk is told from other failures, whoever met it."""
+"""Recognizing a full disk in errors of every library."""
 
 import errno
 
@@ -42,7 +42,7 @@ def test_the_error_says_what_to_do(tmp_path):
     assert "training.keep_checkpoints=1" in disk_full(tmp_path).message
 
 
-def test_a_recorded_reason_tells_it_however_it_was_found(tmp_path):
+def test_recorded_reason_of_a_full_disk_is_recognized(tmp_path):
     reasons = [disk_full(tmp_path).message, no_space("the report", tmp_path, "x").message]
     with pytest.raises(DoesNotFitError) as raised:
         check_free_space(tmp_path, 2.0**40)
@@ -54,7 +54,7 @@ def test_a_recorded_reason_tells_it_however_it_was_found(tmp_path):
     assert not tells_of_full_disk("the plan needs 90 GiB per GPU, which has 80 GiB")
 
 
-def test_what_there_is_no_room_for_is_named(tmp_path):
+def test_message_names_what_has_no_space(tmp_path):
     error = no_space("the report", tmp_path, "write elsewhere: x")
     assert (error.exit_code, error.problem_id) == (3, "disk-full")
     assert error.message.startswith(

@@ -1,4 +1,4 @@
-"""What an image says about itself, and for which GPUs the torch in it has code."""
+"""The description of an image, and the GPUs that its torch supports."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_what_torchs_flags_run_on(
         (AMPERE | {"compute_capabilities": ["80"]}, "'80', which is not written like 9.0"),
     ],
 )
-def test_a_damaged_file_is_named_with_what_mends_it(tmp_path: Path, facts: Any, reason: str) -> None:
+def test_damaged_file_is_named_with_a_fix(tmp_path: Path, facts: Any, reason: str) -> None:
     with pytest.raises(RequestError, match=r"build the image again with `make image`") as caught:
         image(tmp_path, facts)
     assert reason in caught.value.message

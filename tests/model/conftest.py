@@ -1,4 +1,4 @@
-"""What the tests of packed rows share: a small model twice, and a row of documents as the collator gives it."""
+"""Fixtures for packed rows: a small model twice, and a row of documents from the collator."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def model_pair():
 
 @pytest.fixture(scope="session")
 def packed_row():
-    """Documents of some lengths in a row: what every model takes, and what says where they begin and end."""
+    """A row of documents of these lengths: the inputs of every model, and those with the boundaries."""
 
     def make(lengths):
         ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)

@@ -105,7 +105,7 @@ def test_an_adapter_without_weights_or_with_damaged_ones_is_refused(adapter: Pat
 def test_a_sharded_base_is_stored_in_the_format_of_the_computation(
     monkeypatch: pytest.MonkeyPatch, choice: str, is_sharded: bool, compute: Compute
 ) -> None:
-    """In another float format FSDP2 would convert its bits, and bytes are left out of the sharding."""
+    """FSDP2 would convert another float format, and would not shard bytes."""
     monkeypatch.setattr(transformers, "BitsAndBytesConfig", SimpleNamespace)  # the real one asks for bitsandbytes
     config = compose("quickstart", [f"parallelism={choice}", "peft=qlora"]).config
     config.precision.compute = compute
@@ -116,7 +116,7 @@ def test_a_sharded_base_is_stored_in_the_format_of_the_computation(
     assert settings.load_in_4bit
 
 
-def test_what_is_trained_is_put_into_fp32() -> None:
+def test_trained_parameters_are_in_fp32() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)).to(torch.bfloat16)
     model[0].requires_grad_(False)
     keep_in_fp32(model)
@@ -141,10 +141,10 @@ def test_adapters_are_in_fp32_whatever_the_base_is_in(words: list[str], is_fp32:
 
 @pytest.mark.parametrize("saved", [[], ["lm_head"]], ids=["adapter", "whole_head"])
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
-def test_an_adapter_stays_beside_16_bits_and_answers_as_it_was_trained(
+def test_adapter_is_not_merged_into_16_bits(
     tmp_path: Path, saved: list[str], relative_difference: Callable[[torch.Tensor, torch.Tensor], float]
 ) -> None:
-    """Merged, what is small beside a weight would be lost. And lm-eval ties weights again, which must not fail."""
+    """Merging would lose small updates. lm-eval ties the weights again, which must not fail."""
 
     def in_bf16() -> PreTrainedModel:
         torch.manual_seed(0)
@@ -189,9 +189,7 @@ def test_an_adapter_stays_beside_16_bits_and_answers_as_it_was_trained(
 @pytest.mark.filterwarnings(
     "ignore:Model (has|with) `tie_word_embeddings=True`", "ignore:Setting `save_embedding_layers`"
 )
-def test_one_matrix_of_a_tied_pair_that_was_trained_stays_what_it_became(
-    tmp_path: Path, trained: dict[str, list[str]]
-) -> None:
+def test_adapter_on_one_matrix_of_a_tied_pair_is_kept(tmp_path: Path, trained: dict[str, list[str]]) -> None:
     def tied() -> PreTrainedModel:
         torch.manual_seed(0)
         sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -231,7 +229,7 @@ def _plain_adapter(model: PreTrainedModel, folder: Path) -> Path:
 
 @pytest.fixture
 def with_tower() -> Any:
-    """A model of images and text, and a run of it whose plan found what text does not reach."""
+    """A model of images and text, and its run with the unreached parts in the facts."""
     text = {
         "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
         "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 64, "pad_token_id": 0,
@@ -246,7 +244,7 @@ def with_tower() -> Any:
     return AutoModelForCausalLM.from_config(architecture), config
 
 
-def test_what_text_does_not_reach_is_left_as_it_is(with_tower: Any) -> None:
+def test_unreached_parts_are_frozen(with_tower: Any) -> None:
     model, config = with_tower
     freeze_unreached(config, model)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -254,7 +252,7 @@ def test_what_text_does_not_reach_is_left_as_it_is(with_tower: Any) -> None:
 
 
 @pytest.mark.parametrize("targets", [[], ["q_proj", "fc1"]])
-def test_what_text_does_not_reach_gets_no_adapter(with_tower: Any, targets: list[str]) -> None:
+def test_unreached_parts_get_no_adapter(with_tower: Any, targets: list[str]) -> None:
     model, config = with_tower
     config.peft.method, config.peft.target_modules = PeftMethod.lora, targets
     adapted = get_peft_model(model, adapter_config(config))

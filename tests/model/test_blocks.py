@@ -1,14 +1,250 @@
-"""The blocks of a model, by the class that transformers names."""
+"""Blocks are compiled one by one. These tests replace the compiler's back end."""
 
 from __future__ import annotations
 
+import pytest
 import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from torch._dynamo.backends.registry import lookup_backend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tunebook.model.blocks import transformer_blocks
+from tunebook.config.choices import Attention
+from tunebook.errors import RequestError
+from tunebook.facts.architectures import COMPILED_ARCHITECTURES
+from tunebook.facts.compiling import _REASONS_TO_KEEP
+from tunebook.model.blocks import compile_layers, transformer_blocks
+from tunebook.model.varlen_attention import register
+
+pytestmark = pytest.mark.usefixtures("own_compiler")
+# Compiled and plain layers may sum in another order, a few roundings of fp32; another dropout or weight changes much.
+ROUNDING = 32 * torch.finfo(torch.float32).eps
+INPUTS = {"input_ids": torch.arange(3, 12)[None], "position_ids": torch.arange(9)[None]}
 
 
-def test_blocks_are_found_by_name_and_nothing_else_is(project_root):
+@pytest.fixture
+def model(small_qwen2):
+    return small_qwen2(num_hidden_layers=3)
+
+
+def gradients(model):
+    model.zero_grad()
+    model(**INPUTS, use_cache=False).logits.logsumexp(-1).sum().backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks at all
+def test_every_block_is_compiled_and_computes_the_same(model):
+    names = list(model.state_dict())
+    expected = gradients(model)
+    graphs = []
+
+    def backend(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    assert compile_layers(model, backend=backend) == 3
+    found = gradients(model)
+    assert graphs, "nothing was compiled"
+    assert len(graphs) < 3, "blocks of one kind share one compilation"
+    assert list(model.state_dict()) == names, "a checkpoint's names stay as they are"
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_replaced_forward_of_a_block_is_compiled(model):
+    calls = []
+    first, *_ = transformer_blocks(model).values()
+    usual = first.forward
+
+    def counted(*args, **kwargs):
+        calls.append(len(args))
+        return usual(*args, **kwargs)
+
+    first.forward = counted
+    compile_layers(model, backend="eager")
+    with torch.no_grad():
+        model(**INPUTS, use_cache=False)
+    assert len(calls) == 1
+
+
+def test_rows_of_another_length_compile_nothing_again(model):
+    graphs = []
+
+    def backend(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compile_layers(model, backend=backend)
+    with torch.no_grad():
+        model(**INPUTS, use_cache=False)
+        first = len(graphs)
+        longer = {"input_ids": torch.arange(3, 20)[None], "position_ids": torch.arange(17)[None]}
+        model(**longer, use_cache=False)
+    assert len(graphs) == first
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_ddp_does_not_split_a_block(model, one_gloo_rank):
+    graphs = []
+
+    def backend(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compile_layers(model, backend=backend)
+    one_kib = 1 / 1024  # a bucket for each weight or two
+    torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=one_kib)(**INPUTS, use_cache=False)
+    assert len(graphs) == 1
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable.:FutureWarning")  # older versions know no other name
+def test_activations_are_recomputed_in_blocks_of_fsdp(model, one_gloo_rank):
+    called: list[str] = []
+
+    def backend(graph, _inputs):
+        called.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    compile_layers(model, backend=backend)
+    classes = {type(block) for block in transformer_blocks(model).values()}
+    for block in transformer_blocks(model).values():
+        fully_shard(block, mesh=init_device_mesh("cpu", (1,)))
+    assert not classes & {type(block) for block in transformer_blocks(model).values()}
+    model.gradient_checkpointing_enable()
+    gradients(model)
+    assert "tag_activation_checkpoint" in called
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable.:FutureWarning")  # older versions know no other name
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # asked by peft
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["whole", "sharded"])
+def test_blocks_with_adapters_are_recomputed_outside_their_graph_with_the_same_dropout(
+    small_qwen2, one_gloo_rank, relative_difference, is_sharded
+):
+    called: list[str] = []
+
+    def backend(graph, inputs):
+        called.extend(str(node.target) for node in graph.graph.nodes)
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    def trained(*, is_compiled):
+        torch.manual_seed(0)
+        settings = LoraConfig(r=4, lora_dropout=0.5, target_modules="all-linear", init_lora_weights=False)
+        model = get_peft_model(small_qwen2(num_hidden_layers=2), settings).train()
+        base = model.get_base_model()
+        if is_compiled:
+            compile_layers(base, backend=backend)
+        for block in transformer_blocks(base).values():
+            if is_sharded:
+                fully_shard(block, mesh=init_device_mesh("cpu", (1,)))
+        model.gradient_checkpointing_enable()
+        model.enable_input_require_grads()
+        torch.manual_seed(1)
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda one: one):
+            loss = model(**INPUTS, use_cache=False).logits.logsumexp(-1).sum()
+        loss.backward()
+        gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+        assert all(block.gradient_checkpointing for block in transformer_blocks(base).values())
+        return loss, gradients, len(kept)
+
+    (expected_loss, expected, num_kept), (loss, found, num_kept_compiled) = (
+        trained(is_compiled=is_compiled) for is_compiled in (False, True)
+    )
+    assert relative_difference(loss, expected_loss) < ROUNDING
+    assert found
+    assert list(found) == list(expected)
+    for name, gradient in found.items():
+        assert relative_difference(gradient, expected[name]) < ROUNDING, name
+    assert called
+    assert "tag_activation_checkpoint" not in called, "no compiler divides what is recomputed"
+    assert num_kept_compiled == num_kept, "nothing of a block is kept"
+
+
+PARTITIONED = "aot_eager_decomp_partition"  # decides what is kept as the compiler does, and compiles nothing
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+def test_selective_recomputation_has_the_same_gradients(small_qwen2, relative_difference):
+    def trained(recomputes):
+        torch._dynamo.reset()
+        model = small_qwen2(num_hidden_layers=3, intermediate_size=48)
+        compile_layers(model, recomputes=recomputes, backend=PARTITIONED)
+        kept = {}
+
+        def keep(tensor):
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = model(**INPUTS, use_cache=False).logits.logsumexp(-1).sum()
+        shapes = [tuple(tensor.shape) for tensor in kept.values()]
+        loss.backward()
+        return shapes, {name: parameter.grad for name, parameter in model.named_parameters()}, model.config
+
+    (stored, expected, config), (selective, found, _) = trained(False), trained(True)
+    inner = (INPUTS["input_ids"].numel(), config.intermediate_size)
+    # Of each layer gate, up and what the last product reads of both; and without the last.
+    assert [shape[-2:] for shape in stored].count(inner) == 3 * 3
+    assert [shape[-2:] for shape in selective].count(inner) == 3 * 2
+    for name, gradient in found.items():
+        assert relative_difference(gradient, expected[name]) < ROUNDING, name
+
+
+def test_torch_has_the_reasons_that_are_switched_off():
+    from torch._functorch import config as functorch
+
+    assert all(getattr(functorch, reason) is True for reason in _REASONS_TO_KEEP)
+
+
+class Traced(Exception):  # noqa: N818 - the end of a trace, no error
+    """Raised by the back end, since torch's kernel for packed rows needs a GPU."""
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable.:FutureWarning")  # older versions know no other name
+@pytest.mark.parametrize("is_recomputed", [False, True], ids=["stored", "recomputed"])
+@pytest.mark.parametrize("architecture", sorted(COMPILED_ARCHITECTURES))
+def test_a_block_that_auto_compiles_is_one_graph_with_the_attention_that_it_takes(architecture, is_recomputed):
+    register(Attention.varlen_attention)
+    made = getattr(transformers, architecture)
+    config = made.config_class(
+        vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    config._attn_implementation = Attention.varlen_attention.value
+    model = made(config).to(torch.bfloat16).train()
+    if is_recomputed:
+        model.gradient_checkpointing_enable()
+    called: list[str] = []
+
+    def backend(graph, _inputs):
+        parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
+        called.extend(str(node.target) for part in parts for node in part.graph.nodes)
+        raise Traced
+
+    (block,) = transformer_blocks(model).values()
+    block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)  # no cuts allowed
+    places = torch.tensor([0, 4, 9], dtype=torch.int32)
+    row = {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]), "cu_seq_lens_q": places, "max_length_q": 5}
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="Traced"):
+        model(input_ids=INPUTS["input_ids"], use_cache=False, **row)
+    assert "torch_attn._varlen_attn" in called
+    assert ("tag_activation_checkpoint" in called) is is_recomputed
+
+
+def test_a_model_that_names_no_blocks_is_refused():
+    with pytest.raises(RequestError, match=r"does not say which parts of Linear .* try model.compile_layers=false"):
+        compile_layers(torch.nn.Linear(2, 2))
+
+
+def test_only_blocks_are_found_by_name(project_root):
     architecture = AutoConfig.from_pretrained(project_root / "recipes" / "quickstart" / "model")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(architecture)

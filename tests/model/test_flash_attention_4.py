@@ -11,8 +11,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from tunebook.model import flash_attention_4 as ours
-from tunebook.model.flash_attention_4 import flash_attention_4
+from tunebook.model import varlen_attention as ours
+from tunebook.model.varlen_attention import flash_attention_4
 
 HEADS, GROUPS, SIZE = 4, 2, 8
 CALLS: list[dict] = []
@@ -66,7 +66,7 @@ def _formulas(monkeypatch):
 
 
 def inputs(*lengths, seed=0):
-    """Query, key and value of a row of documents, and where they begin."""
+    """Query, key and value of a row of documents, and the offsets of the documents."""
     generator = torch.Generator().manual_seed(seed)
     shapes = ((sum(lengths), heads, SIZE) for heads in (HEADS, GROUPS, GROUPS))
     tensors = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
@@ -123,10 +123,10 @@ def test_it_is_part_of_one_graph_for_rows_of_any_length():
     assert len(graphs) == 1
 
 
-def test_shapes_are_those_that_the_compiler_is_told():
+def test_real_shapes_equal_those_for_the_compiler():
     tensors, cu_seq, longest = inputs(4, 6)
     settings = (cu_seq, longest, SIZE**-0.5, -1)
-    torch.library.opcheck(ours._forward, (*tensors, *settings))
+    torch.library.opcheck(ours._fa4_forward, (*tensors, *settings))
     tensors = [one.detach() for one in tensors]
-    attended, sums = ours._forward(*tensors, *settings)
-    torch.library.opcheck(ours._backward, (torch.ones_like(attended), *tensors, attended, sums, *settings))
+    attended, sums = ours._fa4_forward(*tensors, *settings)
+    torch.library.opcheck(ours._fa4_backward, (torch.ones_like(attended), *tensors, attended, sums, *settings))

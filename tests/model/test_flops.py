@@ -1,11 +1,10 @@
-"""The floating-point operations of a token, against numbers worked out by hand."""
+"""The floating-point operations per token, compared with numbers computed by hand."""
 
 from __future__ import annotations
 
 import pytest
 
-from tunebook.config.model_facts import MeasuredLayers
-from tunebook.config.schema import ModelFacts
+from tunebook.config.model_facts import MeasuredLayers, ModelFacts
 from tunebook.model.flops import (
     attended_length_tokens,
     flops_per_token,
@@ -58,7 +57,7 @@ def test_checkpointing_computes_the_forward_pass_again() -> None:
     assert recomputed_flops_per_token(qwen_3b(), attended_length=1000) == 6_171_877_376 + 147_456_000
 
 
-def test_of_a_mixture_of_experts_only_those_count_that_a_token_is_sent_to() -> None:
+def test_only_active_experts_count() -> None:
     facts = qwen_3b()
     facts.measured = MeasuredLayers(
         num_layers=36, parameters=2_000_000_000, linear_inputs=1, adapter_parameters=1, active_parameters=500_000_000
@@ -71,7 +70,7 @@ def test_of_a_mixture_of_experts_only_those_count_that_a_token_is_sent_to() -> N
     assert flops_per_token(facts, attended_length=0) == 6 * (3_085_938_688 - 750_000_000)
 
 
-def test_a_tower_that_no_text_reaches_is_not_computed() -> None:
+def test_unreached_parts_do_not_count() -> None:
     facts = qwen_3b()
     facts.measured = MeasuredLayers(
         num_layers=36, parameters=2_000_000_000, linear_inputs=1, adapter_parameters=1,

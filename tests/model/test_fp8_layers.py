@@ -1,4 +1,4 @@
-"""Which layers multiply in fp8, and that they keep their weights; a CPU computes here what a GPU would."""
+"""Which layers multiply in fp8, and that they keep their weights; the products are emulated on the CPU."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 
 from tunebook.config.choices import Fp8Scaling
 from tunebook.errors import RequestError
-from tunebook.model.compiled_layers import compile_layers
-from tunebook.model.fp8_layers import (
+from tunebook.model.blocks import (
+    compile_layers,
     convert_to_fp8,
     count_fp8_layers,
     layers_for_fp8,
@@ -24,7 +24,7 @@ CONVERTED = [f"model.layers.{layer}.mlp.{name}_proj" for layer in range(2) for n
 
 @pytest.fixture
 def model(small_qwen2):
-    """Make a model whose feed-forward network is wide enough for fp8, all else being far too small."""
+    """Make a model in which only the feed-forward network is large enough for fp8."""
     return lambda **sizes: small_qwen2(**({"vocab_size": 2064, "intermediate_size": 2048} | sizes))
 
 
@@ -51,7 +51,7 @@ def test_small_layers_would_lose_more_than_they_gain(scaling, in_features, out_f
 
 
 def test_only_large_layers_of_the_blocks_are_chosen(model):
-    """The head is 16 x 2,064: large enough, and left alone."""
+    """The head is 16 x 2,064, which is large enough, but it is never converted."""
     assert layers_for_fp8(model(), Fp8Scaling.tensorwise) == CONVERTED
 
 
@@ -65,7 +65,7 @@ def test_without_torchao_no_layer_is_in_fp8():
 
 
 class TestConverted:
-    """What needs torchao, which only the images of GPUs with fp8 have."""
+    """The tests that need torchao, which only the images of GPUs with fp8 have."""
 
     @pytest.fixture(autouse=True)
     def _needs_torchao(self):

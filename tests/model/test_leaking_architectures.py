@@ -1,4 +1,4 @@
-"""Which architectures let packed documents reach each other, in small models of them."""
+"""Which architectures leak between packed documents, tested on small models."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ KINDS = {name: kind for kind, name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.i
 
 
 def moved(architecture):
-    """By how much the second document's logits move at most when the first becomes another."""
+    """The largest change of the second document's logits when the first one changes."""
     sizes = SMALL | MORE.get(architecture, {})
     sizes.pop(WORKED_OUT.get(architecture), None)
     config = AutoConfig.for_model(KINDS[architecture], **sizes)

@@ -1,4 +1,4 @@
-"""Loading the model a run starts from: the seed's weights, a folder's weights, and what is refused."""
+"""Loading the initial model of a run: random weights, weights of a folder, and errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from tunebook.config.choices import Weights
 from tunebook.config.compose import compose
-from tunebook.config.schema import ModelFacts, RunConfig
+from tunebook.config.model_facts import ModelFacts
+from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
 from tunebook.hardware.detect import Machine
 from tunebook.model.load import architecture_from_facts, check_model, load_architecture, load_model

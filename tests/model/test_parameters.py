@@ -1,4 +1,4 @@
-"""How many parameters are trained, by what is typed for an adapter."""
+"""The number of trained parameters for settings of an adapter."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_an_adapter_is_counted_where_it_is_put(adapted, targets, of_a_layer):
     assert count_parameters(adapted, adapted.model.facts).trained == RANK * of_a_layer * LAYERS
 
 
-def test_what_is_saved_whole_is_trained_whole(adapted):
+def test_modules_to_save_are_trained_whole(adapted):
     facts, before = adapted.model.facts, estimate_memory(adapted, adapted.model.facts)
     assert head_gradient_bytes(adapted, facts) == 0
     adapted.peft.modules_to_save = ["lm_head", "model.embed_tokens"]
@@ -86,7 +86,7 @@ def trained_by_peft(*, targets, saved):
     "saved", [["mlp"], ["self_attn"], ["down_proj"], ["mlp", "lm_head"], ["mlp", "down_proj"]], ids="-".join
 )
 def test_parts_of_layers_that_are_saved_whole_are_counted_as_peft_trains_them(small, targets, saved):
-    """Whole, and without an adapter on any product inside."""
+    """Trained whole, without adapters inside."""
     small.peft.target_modules, small.peft.modules_to_save = targets, saved
     expected = trained_by_peft(targets=targets, saved=saved)
     assert count_parameters(small, small.model.facts).trained == expected
@@ -100,7 +100,7 @@ def test_a_part_that_is_saved_whole_by_hand(small):
 
 
 def test_parts_of_measured_layers_are_scaled_to_what_was_counted(small):
-    """Layers of twice Llama's parameters and of three times its adapters: so much of each part, too."""
+    """Layers with twice Llama's parameters and three times its adapters, so the parts are scaled too."""
     facts = small.model.facts
     attention, feed_forward = 2 * 64 * 64 + 2 * 64 * 32, 3 * 64 * 176
     of_attention, of_feed_forward = 4 * 64 + 2 * (64 + 32), 3 * (64 + 176)  # numbers of adapters of rank 1

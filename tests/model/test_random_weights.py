@@ -1,4 +1,4 @@
-"""Random weights: the model's own distributions, and the same numbers whatever draws them."""
+"""Random weights: the model's own distributions, and the same numbers for any number of threads."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def test_the_padding_tokens_embedding_is_zero_as_the_library_has_it():
     assert not drawn().get_input_embeddings().weight[3].any()
 
 
-def test_the_number_of_threads_changes_no_bit_and_the_seed_all_of_them(monkeypatch):
+def test_weights_depend_on_the_seed_and_not_on_threads(monkeypatch):
     monkeypatch.setattr(random_weights, "_PIECE", 1000)  # 64 x 500 of the embedding are 32 pieces
     one, four, other = (drawn(num_threads=1), drawn(num_threads=4), drawn(seed=1, num_threads=4))
     for name, weight in one.named_parameters():
@@ -64,7 +64,7 @@ def test_a_head_of_its_own_is_drawn_and_a_tied_one_stays_tied():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_what_is_not_fp32_is_torchs_own_to_fill(dtype):
+def test_other_formats_are_filled_by_torch(dtype):
     torch.manual_seed(5)
     expected = torch.empty(40, dtype=dtype).normal_(1.0, 2.0)
     torch.manual_seed(5)

@@ -1,4 +1,4 @@
-"""Which rank reads or draws the weights, by strategy, and what the others start from."""
+"""Which ranks read or draw the weights with each strategy, and how the others get them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from tunebook.config.choices import Compute, Generation, PeftMethod, Weights
 from tunebook.config.compose import compose
 from tunebook.config.schema import RunConfig
+from tunebook.facts.sharing import Sharing, sharing_of, stays_whole
 from tunebook.model.load import begin_loading, finish_loading, load_model
-from tunebook.model.sharing import Sharing, sharing_of, stays_whole
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -71,7 +71,7 @@ def test_what_stays_whole_on_a_gpu(config_of, choice: str, words: list[str], who
     assert stays_whole(config_of(choice, *words)) is whole
 
 
-def test_what_is_cast_is_in_fp32_on_the_gpu_before(config_of) -> None:
+def test_cast_weights_are_fp32_on_the_gpu_first(config_of) -> None:
     config = config_of("zero2", "parallelism.mixed_precision=cast")
     config.precision.compute = Compute.bf16
     assert not stays_whole(config)
@@ -103,8 +103,8 @@ def test_rank_0_draws_what_one_process_draws(config_of, choice: str, others_draw
     assert same(begin_loading(config, rank=1), alone) is others_draw
 
 
-def test_room_has_an_address_of_its_own_for_each_weight_and_real_buffers(config_of) -> None:
-    """accelerate tells parameters apart by their addresses; buffers are sent by nobody."""
+def test_allocated_weights_have_own_addresses_and_real_buffers(config_of) -> None:
+    """accelerate identifies parameters by their addresses, and buffers are never sent."""
     config = config_of("fsdp")
     room, drawn = begin_loading(config, rank=1), begin_loading(config, rank=0)
     addresses = [parameter.data_ptr() for parameter in room.parameters()]
@@ -151,7 +151,7 @@ def test_a_gpu_is_read_into_directly(config_of, monkeypatch: pytest.MonkeyPatch)
     assert asked == [{"": gpu}, {"": gpu}, None]
 
 
-def test_every_rank_goes_on_with_the_same_random_numbers(config_of) -> None:
+def test_ranks_have_the_same_random_state_afterwards(config_of) -> None:
     """Adapters are drawn next, by each rank for itself."""
     config, next_ones = config_of("fsdp"), []
     for rank in (0, 1):

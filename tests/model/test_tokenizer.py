@@ -1,18 +1,20 @@
-"""Tokenizers that training or generation would silently go wrong with, and what is said of each."""
+"""Tokenizers with which training or generation would silently be wrong, and their errors."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tunebook.config import schema
-from tunebook.config.choices import PackingMode
+from tunebook.config.choices import PackingMode, Source, Weights
+from tunebook.config.compose import compose
 from tunebook.errors import RequestError
-from tunebook.model.tokenizer import load_tokenizer, needs_padding, stop_token_ids, tokenizer_hash
+from tunebook.model.tokenizer import load_tokenizer, needs_padding, stop_token_ids, tokenizer_hash, trainer_tokenizer
 from tunebook.model.tokenizer_files import tokenizer_files_hash, tokenizer_folder
 
 
@@ -41,7 +43,7 @@ def make_folder(
 
 
 def drop(folder: Path, *keys: str) -> Path:
-    """Take settings away from a tokenizer."""
+    """Remove settings of a tokenizer."""
     file = folder / "tokenizer_config.json"
     settings = json.loads(file.read_text())
     file.write_text(json.dumps({key: value for key, value in settings.items() if key not in keys}))
@@ -52,7 +54,7 @@ def load(folder: Path, **model: Any) -> Any:
     return load_tokenizer(schema.ModelConfig(path=str(folder), **model))
 
 
-def test_it_neither_truncates_nor_pads(tmp_path: Path) -> None:
+def test_tokenizer_neither_truncates_nor_pads(tmp_path: Path) -> None:
     tokenizer = load(make_folder(tmp_path / "model", has_padding=True))
     encodings = tokenizer.backend_tokenizer.encode_batch(["a b a b", "a"])
     assert [encoding.ids for encoding in encodings] == [[0, 1, 0, 1], [0]]
@@ -103,14 +105,14 @@ def test_eos_pads_only_where_a_person_says_so(tmp_path: Path) -> None:
 
 
 def test_special_tokens_of_its_own_that_do_not_exist_are_refused(tmp_path: Path) -> None:
-    """transformers would add them to the vocabulary, behind the last row of the model."""
+    """transformers would add them to the vocabulary, after the model's last row."""
     with pytest.raises(RequestError, match=r"the tokenizer's own eos_token='<eos>' is not in the vocabulary"):
         load(make_folder(tmp_path / "model", eos_token="<eos>"))
     with pytest.raises(RequestError, match=r"padding token '<pad>' is not in the vocabulary.*model\.pad_token="):
         load(make_folder(tmp_path / "model", pad_token="<pad>"))
 
 
-def test_a_missing_folder_or_tokenizer_is_said(tmp_path: Path) -> None:
+def test_missing_folder_or_tokenizer_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=rf"model\.path={tmp_path}/no: there is no folder {tmp_path}/no"):
         load(tmp_path / "no")
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')  # from this alone transformers makes one token
@@ -127,12 +129,12 @@ def test_a_broken_file_is_said(tmp_path: Path) -> None:
         load(folder)
 
 
-def test_a_chat_template_that_is_not_there_is_said(tmp_path: Path) -> None:
+def test_missing_chat_template_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"model\.chat_template=no\.jinja: /.*/no\.jinja cannot be read"):
         load(make_folder(tmp_path / "model"), chat_template="no.jinja")
 
 
-def test_the_hub_out_of_reach_is_said_with_the_way_around(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_is_an_error_with_an_alternative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(RequestError, match=r"hf download nobody/nothing.*HF_HUB_CACHE"):
         load_tokenizer(schema.ModelConfig(name="nobody/nothing"))
@@ -183,3 +185,42 @@ def test_padding_is_needed_by_rows_of_one_document_and_by_answers() -> None:
     config.evaluation.tasks = []
     config.packing.mode = PackingMode.padded
     assert needs_padding(config)
+
+
+@pytest.fixture
+def generated(tmp_path):
+    """Generated documents for a model of random weights in a folder that holds a config.json and no tokenizer."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    config = compose("qwen05b_single", []).config
+    config.model.name, config.model.path, config.model.weights = None, str(tmp_path), Weights.random
+    config.model.tokenizer = config.model.chat_template = None
+    config.dataset.source = Source.synthetic
+    config.model.facts = replace(config.model.facts, vocab_size=50)
+    return config
+
+
+def test_words_are_the_ids_and_the_last_ends_a_document(generated):
+    tokenizer = trainer_tokenizer(generated)
+    assert len(tokenizer) == 50
+    assert tokenizer.eos_token_id == tokenizer.pad_token_id == 49
+    assert tokenizer.decode([7]) == "<7>"
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("model", "weights", Weights.pretrained),  # a trained model is not given another vocabulary
+        ("dataset", "source", Source.files),
+    ],
+)
+def test_other_configurations_need_a_tokenizer(generated, section, key, value):
+    setattr(getattr(generated, section), key, value)
+    with pytest.raises(RequestError, match="holds no tokenizer"):
+        trainer_tokenizer(generated)
+
+
+def test_a_tokenizer_that_is_named_has_to_be_there(generated, tmp_path):
+    (tmp_path / "other").mkdir()
+    generated.model.tokenizer = str(tmp_path / "other")
+    with pytest.raises(RequestError, match=r"model\.tokenizer"):
+        trainer_tokenizer(generated)

@@ -1,20 +1,23 @@
-"""Our attention function for packed rows against sdpa, with torch's kernel replaced: that one needs a GPU."""
+"""Our attention function for packed rows compared with sdpa; torch's kernel is replaced, since it needs a GPU."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import functional
 
 from tunebook.config.choices import Attention
 from tunebook.errors import RequestError
 from tunebook.facts.architectures import VARLEN_ARCHITECTURES
-from tunebook.model.varlen_attention import register, varlen_attention
+from tunebook.model import varlen_attention as module
+from tunebook.model.varlen_attention import register, sdpa_by_document, varlen_attention
 
 LENGTHS = (12, 8)
+DOCUMENT_LENGTHS = (7, 1, 12)
 
 
 def kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
-    """What torch's does, one document after the other. Shapes: (num_tokens, num_heads, head_size)."""
+    """The same as torch's kernel, document by document. Shapes: (num_tokens, num_heads, head_size)."""
     assert query.dtype == key.dtype == value.dtype
     assert enable_gqa or query.shape[1] == key.shape[1]
     assert torch.equal(cu_seq_q, cu_seq_k)
@@ -33,7 +36,7 @@ def kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, w
 
 
 def kernel_of_torch_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False):
-    """The first version: groups of heads without a word, no window, no scale."""
+    """torch's first version: it accepts groups of heads, but no window and no scale."""
     assert is_causal
     return kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, enable_gqa=query.shape[1] != key.shape[1])
 
@@ -78,7 +81,7 @@ def test_a_sliding_window_is_as_long_as_the_models(model_pair, row, monkeypatch)
     torch.testing.assert_close(ours(**inputs, use_cache=False).logits, expected, rtol=0, atol=1e-6)
 
 
-def test_a_window_is_not_left_out_where_the_kernel_knows_none(model_pair, row, monkeypatch):
+def test_window_is_refused_if_the_kernel_has_none(model_pair, row, monkeypatch):
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel_of_torch_2_10)
     register(Attention.varlen_attention)
     _, ours = model_pair("MistralForCausalLM", Attention.varlen_attention, sliding_window=3)
@@ -118,3 +121,70 @@ class TestRefuses:
                 torch.nn.Linear(1, 1), heads, heads, heads, None, cu_seq_lens_q=ends, max_length_q=12,
                 kernel=kernel, kernel_takes=frozenset(), **asked,
             )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def by_document_registered():
+    register(Attention.sdpa_by_document)
+
+
+@pytest.fixture
+def row_by_document(packed_row):
+    return packed_row(DOCUMENT_LENGTHS)
+
+
+@pytest.mark.parametrize("architecture", sorted(VARLEN_ARCHITECTURES))
+def test_outputs_and_gradients_are_those_of_sdpa(model_pair, row_by_document, architecture):
+    theirs, ours = model_pair(architecture, Attention.sdpa_by_document)
+    inputs, places = row_by_document
+    expected = theirs(**inputs, use_cache=False).logits
+    found = ours(**inputs, **places, use_cache=False).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    for logits in (expected, found):
+        logits.logsumexp(-1).sum().backward()
+    for (name, one), two in zip(theirs.named_parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(two.grad, one.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_another_document_in_the_row_changes_nothing(model_pair, row_by_document):
+    _, ours = model_pair("Qwen2ForCausalLM", Attention.sdpa_by_document)
+    inputs, places = row_by_document
+    with torch.no_grad():
+        before = ours(**inputs, **places, use_cache=False).logits
+        inputs["input_ids"][0, : DOCUMENT_LENGTHS[0]] = 5
+        moved = (ours(**inputs, **places, use_cache=False).logits - before).abs()
+    assert moved[:, : DOCUMENT_LENGTHS[0]].max() > 0.01
+    assert moved[:, DOCUMENT_LENGTHS[0] :].max() < 1e-6  # two passes, whose sums may be in another order
+
+
+def test_each_call_gets_one_document_without_a_mask(row_by_document, monkeypatch):
+    """With a mask, sdpa in fp32 only has the kernel that keeps all scores."""
+    seen = []
+
+    def watched(query, key, value, **more):
+        seen.append((query.shape, key.shape, set(more)))
+        return functional.scaled_dot_product_attention(query, key, value, **more)
+
+    monkeypatch.setattr(module, "scaled_dot_product_attention", watched)
+    query, key = torch.rand(sum(DOCUMENT_LENGTHS), 4, 8), torch.rand(sum(DOCUMENT_LENGTHS), 2, 8)
+    ends = row_by_document[1]["cu_seq_lens_q"]
+    assert sdpa_by_document(query, key, key, ends, ends, 12, 12, scale=0.5).shape == query.shape
+    assert seen == [((1, 4, length, 8), (1, 4, length, 8), {"is_causal", "scale"}) for length in DOCUMENT_LENGTHS]
+
+
+def test_lengths_are_read_once_for_all_layers_of_a_pass(model_pair, row_by_document, monkeypatch):
+    read = []
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: read.append(1) or tolist(tensor))
+    _, ours = model_pair("LlamaForCausalLM", Attention.sdpa_by_document, num_hidden_layers=3)
+    inputs, places = row_by_document
+    with torch.no_grad():
+        ours(**inputs, **places, use_cache=False)
+    assert len(read) == 1
+
+
+def test_a_sliding_window_is_refused_by_its_name(model_pair, row_by_document):
+    _, ours = model_pair("MistralForCausalLM", Attention.sdpa_by_document, sliding_window=3)
+    inputs, places = row_by_document
+    with pytest.raises(RequestError, match="attention=sdpa_by_document cannot compute this: the model has a sliding"):
+        ours(**inputs, **places, use_cache=False)

@@ -1,4 +1,4 @@
-"""What tells weights from others of the same shapes."""
+"""The fingerprint of weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tunebook.config.choices import Weights
 from tunebook.config.schema import ModelConfig
 from tunebook.errors import RequestError
 from tunebook.model import weights_fingerprint as module
-from tunebook.model.weights_fingerprint import recorded_in, told, weights_fingerprint
+from tunebook.model.weights_fingerprint import fingerprint_text, recorded_in, weights_fingerprint
 
 Arrays = dict[str, np.ndarray]
 LARGE = 3 * 2**20  # bytes: more than is read whole
@@ -46,19 +46,17 @@ def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Arrays],
     return make
 
 
-def test_the_same_weights_have_the_same_wherever_they_lie(found: Callable[[Arrays], str], arrays: Arrays) -> None:
+def test_fingerprint_does_not_depend_on_the_folder(found: Callable[[Arrays], str], arrays: Arrays) -> None:
     assert found(arrays) == found({name: array.copy() for name, array in reversed(arrays.items())})
 
 
-def test_weights_that_were_trained_on_have_another(found: Callable[[Arrays], str], arrays: Arrays) -> None:
+def test_trained_weights_have_another_fingerprint(found: Callable[[Arrays], str], arrays: Arrays) -> None:
     trained = arrays["large"] + np.float32(1e-3)
     assert found(arrays) != found(arrays | {"large": trained})
 
 
 @pytest.mark.parametrize("place", [0, -1])
-def test_one_number_of_a_small_tensor_or_at_the_end_of_a_large_one_is_enough(
-    found: Callable[[Arrays], str], arrays: Arrays, place: int
-) -> None:
+def test_one_changed_number_is_detected(found: Callable[[Arrays], str], arrays: Arrays, place: int) -> None:
     before = found(arrays)
     for name in arrays:
         changed = arrays[name].copy()
@@ -73,7 +71,7 @@ def test_names_shapes_and_formats_count(found: Callable[[Arrays], str], arrays: 
     assert len({found(one) for one in (arrays, renamed, folded, cast)}) == 4
 
 
-def test_it_does_not_depend_on_how_files_are_cut(
+def test_fingerprint_does_not_depend_on_the_division_into_files(
     found: Callable[[Arrays], str], arrays: Arrays, tmp_path: Path
 ) -> None:
     parts = tmp_path / "parts"
@@ -105,7 +103,7 @@ def test_pickled_weights_have_one_too(tmp_path: Path, monkeypatch: pytest.Monkey
     assert None not in (before, weights_fingerprint(model)) and weights_fingerprint(model) != before
 
 
-def test_where_something_else_says_which_weights_they_are_there_is_none(tmp_path: Path) -> None:
+def test_no_fingerprint_for_random_and_hub_weights(tmp_path: Path) -> None:
     assert weights_fingerprint(ModelConfig(name="org/model")) is None
     assert weights_fingerprint(ModelConfig(path=str(tmp_path))) is None
     (tmp_path / "model.safetensors").write_bytes(b"not looked at")
@@ -123,7 +121,10 @@ def test_a_file_that_was_cut_off_is_named(
         weights_fingerprint(ModelConfig(path=str(tmp_path / "model")))
 
 
-def test_what_records_and_messages_say_of_it() -> None:
+def test_fingerprint_in_records_and_messages() -> None:
     assert recorded_in({"name": "m", "weights_fingerprint": "1" * 64}) == "1" * 64
     assert recorded_in({"name": "of an older run"}) is None
-    assert [told("1" * 64), told(None)] == ["have the fingerprint 111111111111...", "are not there"]
+    assert [fingerprint_text("1" * 64), fingerprint_text(None)] == [
+        "have the fingerprint 111111111111...",
+        "are not there",
+    ]

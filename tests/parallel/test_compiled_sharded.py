@@ -7,8 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tunebook.model.blocks import transformer_blocks
-from tunebook.model.compiled_layers import compile_layers
+from tunebook.model.blocks import compile_layers, transformer_blocks
 from tunebook.parallel.fsdp import mixed_precision_policy
 
 pytestmark = [

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tunebook.config.choices import Fp8Scaling
-from tunebook.model.fp8_layers import convert_to_fp8, count_fp8_layers
+from tunebook.model.blocks import convert_to_fp8, count_fp8_layers
 
 pytest.importorskip("torchao", reason="torchao is in the images of GPUs with fp8 only")
 IDS = torch.arange(3, 19)[None]

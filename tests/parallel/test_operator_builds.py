@@ -22,7 +22,7 @@ from tunebook.parallel.operator_builds import ABANDONED_AFTER_S, HOLDER_FILE, Tu
 
 BUILDER = """
 import sys, time
-from tunebook.parallel.operator_builds import TurnBaton
+
 baton = TurnBaton(sys.argv[1])
 assert baton.try_acquire()
 print("builds", flush=True)

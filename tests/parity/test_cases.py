@@ -1,4 +1,4 @@
-"""Which configurations a parity lists, and which it leaves out."""
+"""The configurations of a parity, and those that it refuses."""
 
 import pytest
 
@@ -122,7 +122,7 @@ def test_nothing_to_compare_with_is_an_error():
     "error",
     [DoesNotFitError("needs 90 GiB"), RequestError("12 documents cannot be dealt to 8", problem_id="batch-too-small")],
 )
-def test_what_does_not_fit_or_divide_is_left_out(error):
+def test_cases_that_do_not_fit_or_divide_are_refused(error):
     def plan(case):
         if case.name == "ddp-x8":
             raise error
@@ -131,7 +131,7 @@ def test_what_does_not_fit_or_divide_is_left_out(error):
     assert cases[2].refused == error.message
 
 
-def test_a_name_that_is_wrong_is_an_error_wherever_it_stands():
+def test_wrong_name_is_an_error_in_every_case():
     def plan(case):
         if case.name == "zreo2":
             raise RequestError("there is no parallelism 'zreo2'", problem_id="unknown-choice")

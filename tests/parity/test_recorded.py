@@ -1,4 +1,4 @@
-"""The recorded GPU runs are within the tolerances that parity allows, and say what they are."""
+"""The recorded GPU runs are within parity's tolerances and describe themselves."""
 
 import json
 
@@ -75,7 +75,7 @@ def test_on_two_gpus_and_on_one_of_them_too(on_two, series, tolerance):
         assert difference.largest == pytest.approx(run["largest_difference"], rel=0.01, abs=2e-7)
 
 
-def test_two_layers_of_the_3b_model_in_full_width_on_two_gpus(on_two):
+def test_two_layers_of_the_3b_model_on_two_gpus(on_two):
     """Those that move parameters or optimizer to the host were cut by time, after 17 to 44 steps."""
     runs = {line["name"]: line for line in on_two if line["series"] == "bf16_3b"}
     reference = runs.pop("single")["losses"]
@@ -100,7 +100,7 @@ def test_compiled_blocks_have_the_losses_of_sdpa_under_a_mask(recorded):
     assert largest["varlen"] < largest["compiled"] < 3e-4 < largest["fsdp_compiled"]
 
 
-def test_compiled_blocks_spread_over_four_gpus_have_them_too(recorded):
+def test_compiled_blocks_on_four_gpus_have_the_losses_of_sdpa(recorded):
     """The whole 50 steps, with the size of a head known to the compiler under FSDP."""
     runs = {line["name"]: line for line in recorded if line["series"] == "compiled_spread"}
     reference = runs.pop("single")["losses"]
@@ -181,7 +181,7 @@ def test_zero_3_and_an_offloaded_optimizer_round_fp16_alike(on_two_h100):
         assert compare_losses(losses[:3], of_zero2[:3]).largest < 2.5e-5
 
 
-def test_what_is_offloaded_of_activations_changes_no_loss(on_two_h100):
+def test_offloaded_activations_change_no_loss(on_two_h100):
     """Qwen2.5-0.5B on two GPUs in bf16, of whose kernels some sum in any order; and less is held."""
     runs = {line["name"]: line for line in on_two_h100 if line["series"] == "offloaded"}
     reference = runs["single"]["losses"]
@@ -217,7 +217,7 @@ def test_fp8_is_near_bf16(on_two):
     assert fp8[-1] / reference[-1] - 1 == pytest.approx(0.0088, abs=1e-4)
 
 
-def test_what_was_cut_short_in_one_bf16_series_went_through_in_the_other(recorded):
+def test_most_configurations_are_complete_in_a_bf16_series(recorded):
     """All but FSDP by size, and those that offload parameters to the host, of which 32 and 33 steps are there."""
     whole = {line["name"] for line in recorded if line["series"].startswith("bf16") and line["steps_run"] == NUM_STEPS}
     assert {"ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp_grad_op", "hsdp", "zero2_offload", "zero3_nvme"} <= whole
@@ -225,7 +225,7 @@ def test_what_was_cut_short_in_one_bf16_series_went_through_in_the_other(recorde
     assert (steps["zero3_offload"], steps["fsdp_offload"]) == (32, 33)
 
 
-def test_each_was_wrapped_in_what_it_is_called(recorded, on_two, on_two_h100):
+def test_recorded_wrapper_is_that_of_the_name(recorded, on_two, on_two_h100):
     for line in [*recorded, *on_two, *on_two_h100]:
         if line["series"] == "flash_4":
             continue  # on one GPU, and only their losses were kept

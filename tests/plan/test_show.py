@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from tunebook.config.book import find_recipes
-from tunebook.plan.auto.resolve import Choice
+from tunebook.plan.auto.decisions import Choice
 from tunebook.plan.memory.gpu import Memory, MemoryPlan
 from tunebook.plan.show import memory_bar, preparing, recipes_table, show_choices, show_memory, time_lines
 from tunebook.plan.speed.throughput import TimePlan

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from tunebook.commands.typed_command import machine_of_evidence
 from tunebook.config.book import book_root
 from tunebook.config.compose import compose
 from tunebook.config.identity import comparable_config
-from tunebook.evidence.card import draw, plot_file, section
+from tunebook.evidence.card import cell, draw, plot_file, row_start, section
 from tunebook.evidence.compare import config_differences
 from tunebook.evidence.files import read_evidence
-from tunebook.evidence.machines import machine_of_evidence
-from tunebook.evidence.overview import cell, row_start
 from tunebook.plan.auto.resolve import resolve_auto
 
 RECIPES = book_root() / "recipes"

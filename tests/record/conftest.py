@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tunebook.config.choices import Generation, Weights
-from tunebook.config.plain import plain_config
+from tunebook.config.frozen import plain_config
 from tunebook.config.schema import (
     DatasetConfig,
     HardwareConfig,

@@ -40,7 +40,7 @@ def test_the_error_of_a_difference_is_that_of_the_paired_items() -> None:
     ],
     ids=["no answers", "answers of one", "other items", "fewer items", "no mean"],
 )
-def test_what_cannot_be_paired_has_both_errors_together(
+def test_unpaired_scores_combine_both_errors(
     old: dict[str, Any], new: dict[str, Any], old_values: dict[int, float], new_values: dict[int, float]
 ) -> None:
     found = score_difference(old, new, old_values, new_values)

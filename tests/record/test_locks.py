@@ -27,7 +27,7 @@ from tunebook.record.locks import (
 
 
 def distribution(folder: Path, name: str, version: str, origin: dict[str, object] | None = None) -> None:
-    """What pip leaves of an installed package; `origin` where it did not come from a registry."""
+    """The metadata of an installed package; `origin` if it did not come from a registry."""
     info = folder / f"{name}-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -37,7 +37,7 @@ def distribution(folder: Path, name: str, version: str, origin: dict[str, object
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that is all that Python looks for packages in."""
+    """The only folder on `sys.path`."""
     monkeypatch.setattr(sys, "path", [str(tmp_path / "first"), str(tmp_path / "second")])
     return tmp_path
 
@@ -62,9 +62,7 @@ ENVIRONMENTS = [
 
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS)
-def test_every_marker_of_the_locks_is_read_as_packaging_reads_it(
-    project_root: Path, environment: dict[str, str]
-) -> None:
+def test_every_marker_of_the_locks_agrees_with_packaging(project_root: Path, environment: dict[str, str]) -> None:
     locks = [*(project_root / "docker").glob("*.lock"), *(project_root / "docker").glob("*/*.lock")]
     lines = [line for lock in locks for line in lock.read_text().splitlines() if line[:1] not in ("", " ", "#")]
     markers = {line.rstrip("\\ ").partition(" ; ")[2] for line in lines} - {""}
@@ -76,18 +74,18 @@ def test_every_marker_of_the_locks_is_read_as_packaging_reads_it(
     }
 
 
-def test_the_environment_of_markers_is_packagings() -> None:
+def test_marker_environment_equals_that_of_packaging() -> None:
     here = marker_environment()
     assert {name: default_environment()[name] for name in here} == here
 
 
 @pytest.mark.parametrize("marker", ["extra == 'gpu'", "python_version in '3.11'", "sys_platform", "f() == 'x'"])
-def test_a_marker_that_is_not_understood_is_no_silent_yes_or_no(marker: str) -> None:
+def test_unknown_marker_is_an_error(marker: str) -> None:
     with pytest.raises(ValueError, match="cannot be read"):
         marker_holds(marker, marker_environment())
 
 
-def test_of_two_versions_the_imported_one_counts(installed: Path) -> None:
+def test_first_of_two_installed_versions_counts(installed: Path) -> None:
     distribution(installed / "first", "Torch", "2.11.0")
     distribution(installed / "second", "torch", "2.13.0")
     distribution(installed / "second", "Antlr4_Runtime", "4.9.3")
@@ -95,14 +93,14 @@ def test_of_two_versions_the_imported_one_counts(installed: Path) -> None:
     assert installed_versions() == {"torch": "2.11.0", "antlr4-runtime": "4.9.3"}
 
 
-def test_the_copies_that_setuptools_brings_for_itself_are_not_installed(installed: Path) -> None:
+def test_copies_vendored_by_setuptools_are_ignored(installed: Path) -> None:
     distribution(installed / "first", "setuptools", "82.0.1")
     distribution(installed / "first" / "setuptools" / "_vendor", "zipp", "3.23.0")
     sys.path.append(str(installed / "first" / "setuptools" / "_vendor"))  # as `import setuptools` does
     assert installed_versions() == {"setuptools": "82.0.1"}
 
 
-def test_what_came_from_a_repository_or_a_folder_is_not_the_locked_file(installed: Path) -> None:
+def test_packages_from_a_repository_or_folder_differ_from_the_lock(installed: Path) -> None:
     commit = "0123456789abcdef0123456789abcdef01234567"
     distribution(installed / "first", "trl", "1.16.0", {"vcs_info": {"vcs": "git", "commit_id": commit}})
     distribution(installed / "first", "peft", "0.21.2", {"dir_info": {"editable": True}})
@@ -152,7 +150,7 @@ def test_the_build_of_torch_decides_which_lock_of_the_cpu_counts(project_root: P
     assert generation_versions(project_root / "docker/hopper", own)["torch"] == "2.13.0"  # a CPU build does not serve
 
 
-def test_what_has_a_lock_of_its_own_may_be_missing(project_root: Path) -> None:
+def test_packages_of_optional_locks_may_be_missing(project_root: Path) -> None:
     optional = optional_versions(project_root / "docker", project_root / "docker/hopper")
     assert {name: optional[name] for name in ("pip", "pytest", "ray", "flash-attn")} == {
         "pip": "26.3", "pytest": "9.2.0", "ray": "2.60.0", "flash-attn": "2.8.3.post2",
@@ -161,7 +159,7 @@ def test_what_has_a_lock_of_its_own_may_be_missing(project_root: Path) -> None:
     assert "flash-attn-4" in generation_versions(project_root / "docker/hopper", {})
 
 
-def test_differences_are_told_with_torch_first() -> None:
+def test_differences_start_with_torch() -> None:
     differences: dict[str, dict[str, str | None]] = {
         "bitsandbytes": {"installed": None, "locked": "0.50.2"},
         "python": {"installed": "3.12.3", "locked": "3.11"},
@@ -184,5 +182,5 @@ def test_differences_are_told_with_torch_first() -> None:
     [("torch", True), ("python", True), ("nvidia-cudnn-cu13", True), ("cuda-bindings", True), ("nvidia-ml-py", False),
      ("pytest", False)],
 )  # fmt: skip
-def test_what_can_change_a_result_is_known(name: str, is_important: bool) -> None:
+def test_packages_that_can_change_a_result(name: str, is_important: bool) -> None:
     assert matters(name) is is_important

@@ -39,7 +39,7 @@ def start(folder: Path, config: RunConfig) -> dict[str, object]:
     )  # fmt: skip
 
 
-def test_a_manifest_says_what_the_run_is_made_of(tmp_path: Path, run_config: RunConfig) -> None:
+def test_manifest_describes_the_run(tmp_path: Path, run_config: RunConfig) -> None:
     manifest = start(tmp_path, run_config)
     assert manifest == json.loads((tmp_path / "manifest.json").read_text())
     assert set(manifest) == KEYS
@@ -92,7 +92,7 @@ def test_the_end_takes_from_the_ranks_what_the_model_is_and_why_it_stopped_early
     assert (status["reason"], status["best_step"]) == (None, None)
 
 
-def test_what_was_measured_is_noted_once_the_run_has_ended(tmp_path: Path, run_config: RunConfig) -> None:
+def test_hashes_of_results_are_recorded_at_the_end(tmp_path: Path, run_config: RunConfig) -> None:
     start(tmp_path, run_config)
     file = tmp_path / "metrics.jsonl"
     file.write_text("{}\n")
@@ -107,7 +107,7 @@ def test_what_was_measured_is_noted_once_the_run_has_ended(tmp_path: Path, run_c
     assert "files_sha256" not in start(tmp_path, run_config)
 
 
-def test_a_manifest_tells_a_system_prompt_from_none(tmp_path: Path, run_config: RunConfig) -> None:
+def test_hash_of_a_system_prompt_differs_from_none(tmp_path: Path, run_config: RunConfig) -> None:
     without = start(tmp_path, run_config)["system_prompt_sha256"]
     run_config.dataset.system_prompt = "Answer in one word."
     assert start(tmp_path, run_config)["system_prompt_sha256"] == system_prompt_hash("Answer in one word.") != without
@@ -122,9 +122,7 @@ def test_later_facts_are_added_to_their_section(tmp_path: Path, run_config: RunC
     assert manifest["chat_template_sha256"] == "ghi"
 
 
-def test_a_run_that_goes_on_in_its_folder_keeps_how_its_earlier_attempts_ended(
-    tmp_path: Path, run_config: RunConfig
-) -> None:
+def test_earlier_attempts_are_kept_when_a_run_resumes(tmp_path: Path, run_config: RunConfig) -> None:
     start(tmp_path, run_config)
     finish_manifest(tmp_path, RunState.stopped, 6, "asked to stop")
     start(tmp_path, run_config)
@@ -142,14 +140,14 @@ def test_exit_codes_leave_a_state(code: int, state: str) -> None:
 
 
 def test_a_missing_or_newer_manifest_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"manifest\.json is not there: the run never started"):
+    with pytest.raises(DataError, match=r"manifest\.json does not exist: the run never started"):
         read_manifest(tmp_path)
     (tmp_path / "manifest.json").write_text('{"format": 99}')
     with pytest.raises(DataError, match="has format 99 and this Tunebook reads up to 1"):
         read_manifest(tmp_path)
 
 
-def test_weights_in_a_folder_are_recorded_unless_it_is_known_better(tmp_path: Path, run_config: RunConfig) -> None:
+def test_fingerprint_of_weights_in_a_folder_is_recorded(tmp_path: Path, run_config: RunConfig) -> None:
     base = tmp_path / "base"
     base.mkdir()
     (base / "pytorch_model.bin").write_bytes(b"weights")
@@ -164,6 +162,6 @@ def test_weights_in_a_folder_are_recorded_unless_it_is_known_better(tmp_path: Pa
     assert recorded_fingerprint(kept) == "1" * 64
 
 
-def test_a_manifest_of_before_weights_were_recorded_says_none() -> None:
+def test_older_manifest_has_no_fingerprint() -> None:
     assert recorded_fingerprint({"format": 1}) is None
     assert recorded_fingerprint({"format": 1, "model": {"name": "m"}}) is None

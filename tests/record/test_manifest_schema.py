@@ -1,4 +1,4 @@
-"""The manifest's schema: what is written holds to it, what does not is named, and the JSON beside it is of today."""
+"""The manifest's schema: written manifests are valid, errors name the key, and the JSON schema file is up to date."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def manifest(tmp_path: Path) -> dict[str, Any]:
     return start_manifest(tmp_path, compose("quickstart", []).config, world_size=1, command=["tunebook"])
 
 
-def test_what_a_run_writes_holds_to_it(manifest: dict[str, Any], tmp_path: Path) -> None:
+def test_written_manifest_is_valid(manifest: dict[str, Any], tmp_path: Path) -> None:
     check_manifest(manifest)
     check_manifest(update_manifest(tmp_path, {"leak_probe": {"checked": False}, "hardware": {"nccl": "2.28.9"}}))
     check_manifest(finish_manifest(tmp_path, RunState.failed, 1, "it failed", step=3))
@@ -38,7 +38,7 @@ def test_what_a_run_writes_holds_to_it(manifest: dict[str, Any], tmp_path: Path)
         ({"hardware": {"gpus": [{"name": "H200"}]}}, "hardware.gpus.0.memory_gib: Field required"),
     ],
 )
-def test_a_key_that_does_not_is_named_and_nothing_is_written(
+def test_invalid_key_is_named_and_nothing_is_written(
     manifest: dict[str, Any], tmp_path: Path, changes: dict[str, Any], named: str
 ) -> None:
     before = (tmp_path / "manifest.json").read_text()
@@ -62,5 +62,5 @@ def test_a_section_that_is_missing_is_named(manifest: dict[str, Any]) -> None:
     ],
     ids=["manifest", "evidence"],
 )
-def test_the_json_schema_beside_it_is_of_today(file: Path, model: type[BaseModel]) -> None:
+def test_json_schema_file_is_up_to_date(file: Path, model: type[BaseModel]) -> None:
     assert json.loads(file.read_text()) == model.model_json_schema(), f"write {file.name} again; its module says how"

@@ -27,7 +27,7 @@ def test_numbers_that_are_not_finite_become_null_and_are_named(tmp_path: Path) -
     }  # fmt: skip
 
 
-def test_a_line_cut_off_by_a_kill_is_left_out_and_the_next_attempt_does_not_append_to_it(tmp_path: Path) -> None:
+def test_truncated_last_line_is_dropped(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
     assert [line["step"] for line in read_metrics(tmp_path)] == [1]
     with MetricsWriter(tmp_path) as writer:
@@ -61,7 +61,7 @@ def test_no_file_means_no_lines(tmp_path: Path) -> None:
     assert read_metrics(tmp_path) == []
 
 
-def test_steps_logged_at_a_stop_and_the_rest_of_their_five_count_once(tmp_path: Path) -> None:
+def test_steps_around_a_stop_count_once(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path) as writer:
         writer.write({"step": 5, "num_steps": 5, "loss": 4.0})
         writer.write({"step": 9, "num_steps": 4, "loss": 3.0})  # stopped and saved here
@@ -73,7 +73,7 @@ def test_steps_logged_at_a_stop_and_the_rest_of_their_five_count_once(tmp_path: 
     assert by_schedule([lines[0], lines[1] | {"loss": None}, lines[2]], 5) == [(5, 4.0), (10, None)]
 
 
-def test_a_stop_whose_checkpoint_was_not_gone_on_from_counts_for_nothing(tmp_path: Path) -> None:
+def test_stop_without_a_resume_from_it_is_ignored(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path) as writer:
         writer.write({"step": 5, "num_steps": 5, "loss": 4.0})
         writer.write({"step": 6, "validation_loss": 3.5})
@@ -84,7 +84,7 @@ def test_a_stop_whose_checkpoint_was_not_gone_on_from_counts_for_nothing(tmp_pat
     assert by_schedule([lines[0], lines[2]], 5) == [(5, 4.0), (10, 2.0)]
 
 
-def test_a_window_that_is_partly_in_no_line_is_left_out(tmp_path: Path) -> None:
+def test_partly_logged_window_is_left_out(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path) as writer:
         for step, num_steps in ((5, 5), (10, 5), (10, 2), (15, 5)):  # killed after 10, gone on from step 8
             writer.write({"step": step, "num_steps": num_steps, "loss": 20.0 - step})
@@ -118,5 +118,5 @@ def test_validations_of_a_discarded_stretch_are_left_out(tmp_path: Path) -> None
 @pytest.mark.parametrize("num_steps", ['"two"', "0", "null"])
 def test_a_line_is_the_mean_of_one_step_or_more(tmp_path: Path, num_steps: str) -> None:
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, "num_steps": {num_steps}, "loss": 2.0}}\n')
-    with pytest.raises(DataError, match=r"line 1: num_steps is .* and no number of steps"):
+    with pytest.raises(DataError, match=r"line 1: num_steps is .*, not a number of steps"):
         read_metrics(tmp_path)

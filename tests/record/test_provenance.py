@@ -65,7 +65,7 @@ def test_changed_and_added_code_is_hashed_by_content(checkout: Path) -> None:
     assert describe_code(checkout)["is_clean"] is False
 
 
-def test_a_file_is_committed_where_its_own_repository_has_it_as_it_is(checkout: Path, tmp_path: Path) -> None:
+def test_file_is_committed_in_its_own_repository(checkout: Path, tmp_path: Path) -> None:
     file = checkout / "src" / "code.py"
     assert why_not_committed(file) == "it was never added to its git repository"
     commit(checkout)
@@ -75,7 +75,7 @@ def test_a_file_is_committed_where_its_own_repository_has_it_as_it_is(checkout: 
     file.write_text("x = 2\n")
     assert why_not_committed(file) == "the last commit of its git repository does not have it as it is now"
     (tmp_path / "alone.yaml").write_text("")
-    assert why_not_committed(tmp_path / "alone.yaml") == "it lies in no git repository"
+    assert why_not_committed(tmp_path / "alone.yaml") == "it is in no git repository"
 
 
 def test_files_beside_the_code_do_not_count(checkout: Path) -> None:
@@ -84,7 +84,7 @@ def test_files_beside_the_code_do_not_count(checkout: Path) -> None:
     assert describe_code(checkout)["is_clean"] is True
 
 
-def test_no_commit_no_checkout_and_no_git_are_each_null_with_the_reason(
+def test_missing_commit_checkout_or_git_is_null_with_a_reason(
     checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert describe_code(checkout)["reason"] == "the checkout has no commit yet"
@@ -108,7 +108,7 @@ def test_the_environment_names_image_and_packages(monkeypatch: pytest.MonkeyPatc
     assert len(environment["installed_sha256"]) == 64
 
 
-def test_the_environment_names_what_is_set_for_the_libraries_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_variables_of_libraries_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith(_VARIABLES):
             monkeypatch.delenv(name)
@@ -127,7 +127,7 @@ def test_the_environment_names_what_is_set_for_the_libraries_and_nothing_else(mo
 
 @pytest.fixture
 def image_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """As if this ran in an image for A100s, built from a checkout with changes."""
+    """The environment of an image for A100s that was built from a checkout with changes."""
     file = tmp_path / "image.json"
     facts = {
         "generation": "ampere", "torch": "2.13.0", "cuda": "13.0", "min_driver": 580,
@@ -140,7 +140,7 @@ def image_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def test_in_an_image_the_code_is_that_which_it_was_built_from(checkout: Path, image_file: Path) -> None:
+def test_code_of_an_image_is_the_one_it_was_built_from(checkout: Path, image_file: Path) -> None:
     commit(checkout)
     expected = {"git_commit": "3" * 40, "git_diff_sha256": "4" * 64, "is_clean": False, "reason": None}
     assert describe_code(checkout) == expected
@@ -154,7 +154,7 @@ def test_in_an_image_the_code_is_that_which_it_was_built_from(checkout: Path, im
     }  # fmt: skip
 
 
-def test_in_an_image_the_lock_is_the_one_it_was_built_from(image_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_of_an_image_is_the_one_it_was_built_from(image_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reference = "a.registry/tunebook@sha256:abc"
     monkeypatch.setenv("TUNEBOOK_IMAGE_DIGEST", reference)
     environment = describe_environment("cpu")  # whatever the run computes on
@@ -165,9 +165,7 @@ def test_in_an_image_the_lock_is_the_one_it_was_built_from(image_file: Path, mon
     }  # fmt: skip
 
 
-def test_an_image_whose_packages_are_as_its_build_found_them_has_its_lock(
-    image_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unchanged_image_has_its_lock(image_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = installed_versions()
     found.pop("tunebook", None)
     image_file.write_text(json.dumps(json.loads(image_file.read_text()) | {"packages": found}))
@@ -186,7 +184,7 @@ def test_an_image_whose_packages_are_as_its_build_found_them_has_its_lock(
     }
 
 
-def test_an_image_that_does_not_list_its_packages_has_the_lock_that_its_build_checked(image_file: Path) -> None:
+def test_image_without_a_package_list_has_the_lock_of_its_build(image_file: Path) -> None:
     environment = describe_environment("cpu")
     assert environment["lock_sha256"] == "1" * 64
     assert environment["lock"]["differences"] is None
@@ -195,7 +193,7 @@ def test_an_image_that_does_not_list_its_packages_has_the_lock_that_its_build_ch
 
 @pytest.fixture
 def book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A book with one lock, in which torch is what runs here."""
+    """A book with one lock that contains the installed torch."""
     (tmp_path / "docker" / "hopper").mkdir(parents=True)
     monkeypatch.setattr(provenance, "book_root", lambda: tmp_path)
     monkeypatch.setattr(provenance, "installed_packages", lambda: [("Torch", "2.11.0"), ("numpy", "2.4.6")])
@@ -204,7 +202,7 @@ def book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_lock_is_claimed_where_nothing_differs_from_it(book: Path) -> None:
+def test_lock_hash_is_recorded_without_differences(book: Path) -> None:
     lock = book / "docker" / "hopper" / "requirements.lock"
     lock.write_text("numpy==2.4.6\ntorch==2.11.0 \\\n    --hash=sha256:00\n")
     environment = describe_environment("hopper")
@@ -221,7 +219,7 @@ def test_the_lock_is_claimed_where_nothing_differs_from_it(book: Path) -> None:
         ("torch==2.11.0\nnumpy==2.4.6", "3.12.3", {"python": ("3.12.3", "3.11")}),
     ],
 )
-def test_anything_that_differs_is_listed_and_then_no_lock_is_claimed(
+def test_lock_hash_is_null_with_differences(
     book: Path, monkeypatch: pytest.MonkeyPatch, locked: str, python: str, expected: dict[str, tuple[str, str]]
 ) -> None:
     lock = book / "docker" / "hopper" / "requirements.lock"
@@ -233,7 +231,7 @@ def test_anything_that_differs_is_listed_and_then_no_lock_is_claimed(
     assert environment["lock"]["sha256"] == sha256_file(lock)  # that it was compared with
 
 
-def test_where_the_book_has_no_lock_that_is_the_reason(book: Path) -> None:
+def test_missing_lock_is_a_reason(book: Path) -> None:
     environment = describe_environment("volta")
     assert environment["lock_sha256"] is None
     assert environment["lock"] == {
@@ -242,7 +240,7 @@ def test_where_the_book_has_no_lock_that_is_the_reason(book: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_lock_that_cannot_be_read_is_the_reason_and_stops_no_run(book: Path) -> None:
+def test_unreadable_lock_is_a_reason_and_not_an_error(book: Path) -> None:
     (book / "docker" / "hopper" / "requirements.lock").write_text("torch==2.11.0 ; extra == 'gpu'\n")
     environment = describe_environment("hopper")
     assert (environment["lock_sha256"], environment["lock"]["differences"]) == (None, None)

@@ -75,7 +75,7 @@ def test_samples_are_shown_as_text(make_run, tmp_path: Path) -> None:
     assert "&lt;script&gt;document.title = &#39;owned&#39;&lt;/script&gt;" in page
 
 
-def test_missing_parts_are_said_to_be_missing(make_run, tmp_path: Path) -> None:
+def test_missing_parts_are_named(make_run, tmp_path: Path) -> None:
     missing = ("plan.json", "manifest.json", "evaluation/before.json", "evaluation/after.json")
     write_report([make_run(num_steps=0, without=missing)], tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
@@ -115,7 +115,7 @@ def test_a_long_run_stays_a_small_page(make_run, tmp_path: Path) -> None:
     assert (tmp_path / "report.html").stat().st_size < 500_000
 
 
-def test_the_folder_of_a_page_that_nobody_named_is_made(make_run, tmp_path: Path) -> None:
+def test_folder_of_the_default_page_is_created(make_run, tmp_path: Path) -> None:
     page = tmp_path / "outputs-of-nobody" / "comparison.html"
     write_report([make_run("2026-11-21T07-18-05Z"), make_run("2026-11-21T07-18-06Z")], page, makes_folder=True)
     assert "2 runs of example" in page.read_text()
@@ -124,7 +124,7 @@ def test_the_folder_of_a_page_that_nobody_named_is_made(make_run, tmp_path: Path
         write_report([make_run("2026-11-21T07-18-07Z")], tmp_path / "file" / "comparison.html", makes_folder=True)
 
 
-def test_what_is_no_run_and_where_nothing_can_be_written_is_refused(make_run, tmp_path: Path) -> None:
+def test_folder_without_run_and_unwritable_output_are_refused(make_run, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"has neither run\.yaml nor manifest\.json"):
         write_report([create_run_folder(tmp_path / "outputs", "empty")], tmp_path / "report.html")
     with pytest.raises(RequestError, match=r"cannot be written to .*no/such/folder/report\.html: No such file"):
@@ -134,9 +134,7 @@ def test_what_is_no_run_and_where_nothing_can_be_written_is_refused(make_run, tm
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_no_folder_that_cannot_be_written_to(
-    make_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
+def test_full_disk_has_its_own_error(make_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     def fill(*_: object) -> None:
         raise OSError(code, "words of the system")
 

@@ -82,7 +82,7 @@ def test_outputs_that_cannot_be_written_to_is_refused_and_nothing_is_made(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_system_that_lies_about_permission_is_refused_too() -> None:
+def test_failed_write_despite_permission_is_refused() -> None:
     with pytest.raises(RequestError, match="no run folder can be made in /proc/outputs"):
         create_run_folder(Path("/proc/outputs"), "quickstart")
 
@@ -133,7 +133,7 @@ def test_a_run_is_named_by_folder_latest_recipe_or_recipe_and_time(
         assert resolve_run(text, Path("outputs")) == expected, text
 
 
-def test_an_empty_folder_is_taken_away_again_and_latest_is_the_newest_of_the_others(tmp_path: Path) -> None:
+def test_empty_folder_is_removed_and_latest_updated(tmp_path: Path) -> None:
     kept = make_run(tmp_path, "a", 1)
     remove_if_empty(create_run_folder(tmp_path, "a", NOON.replace(second=2)))
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [kept.name, "latest"]
@@ -144,7 +144,7 @@ def test_an_empty_folder_is_taken_away_again_and_latest_is_the_newest_of_the_oth
     assert list((tmp_path / "b").iterdir()) == []
 
 
-def test_a_path_never_means_the_recipe_of_its_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_path_is_not_read_as_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere, _ = make_run(tmp_path / "other", "a", 1), make_run(tmp_path / "outputs", "a", 2)
     monkeypatch.chdir(tmp_path)
     for text in ("other/a", "other/a/", "./other/a", str(tmp_path / "other" / "a")):
@@ -175,7 +175,7 @@ def test_an_unknown_run_lists_those_there_are(tmp_path: Path) -> None:
     ("codes", "expected"),
     [([0, 0], 0), ([0, 1], 1), ([1, 7], 7), ([6, 7], 7), ([6, 1], 6), ([1, 4], 4), ([0, 137], 1), ([0, 2, 1], 2)],
 )
-def test_the_most_telling_outcome_is_the_runs(tmp_path: Path, codes: list[int], expected: int) -> None:
+def test_most_informative_outcome_is_chosen(tmp_path: Path, codes: list[int], expected: int) -> None:
     for rank, code in enumerate(codes):
         write_outcome(tmp_path, rank, code, reason=f"reason of rank {rank}", step=10 + rank)
     outcome = read_outcomes(tmp_path, world_size=len(codes))
@@ -202,13 +202,13 @@ def test_checkpoints_in_the_folder_are_recorded_relative_to_it_and_outcomes_can_
     assert not list(tmp_path.iterdir())
 
 
-def test_of_two_crashes_the_first_one_counts(tmp_path: Path) -> None:
+def test_first_of_two_crashes_counts(tmp_path: Path) -> None:
     write_outcome(tmp_path, rank=1, exit_code=1, reason="ZeroDivisionError: a fault")
     write_outcome(tmp_path, rank=0, exit_code=1, reason="RuntimeError: connection closed by peer")
     assert read_outcomes(tmp_path, world_size=2).reason == "ZeroDivisionError: a fault"
 
 
-def test_a_rank_that_was_killed_is_named_beside_what_the_others_say(tmp_path: Path) -> None:
+def test_killed_rank_is_named_with_the_other_outcomes(tmp_path: Path) -> None:
     write_outcome(tmp_path, rank=0, exit_code=1, reason="RuntimeError: connection closed by peer", step=4)
     outcome = read_outcomes(tmp_path, world_size=2)
     assert outcome.reason.startswith("rank 1 ended without a word: it was killed")

@@ -1,4 +1,4 @@
-"""The phases of a start: they add up to the time that passed, and stand in the manifest of the run."""
+"""The phases of a start: they add up to the elapsed time and are in the run's manifest."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tunebook.record.start_up import StartClock, note_first_step, note_launch, p
 
 @pytest.fixture
 def clock_at(monkeypatch):
-    """Sets the time that the clocks see, in seconds."""
+    """Sets the time of all clocks, in seconds."""
     return lambda now: monkeypatch.setattr(time, "time", lambda: now)
 
 
@@ -50,7 +50,7 @@ def test_launcher_and_rank_add_up_to_the_first_step(run_config, clock_at, tmp_pa
     assert read_manifest(tmp_path)["start_up"]["rank"] == {}
 
 
-def test_a_rank_whose_launcher_wrote_nothing_tells_its_own(run_config, tmp_path: Path) -> None:
+def test_rank_without_launcher_phases_records_its_own(run_config, tmp_path: Path) -> None:
     start_manifest(tmp_path, run_config, world_size=1, command=["tunebook"])
     rank = StartClock()
     rank.passed("model")
@@ -64,7 +64,7 @@ def test_without_a_manifest_nothing_is_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_process_knows_when_it_was_made() -> None:
+def test_process_start_time_is_known() -> None:
     program = "import time; time.sleep(1); from tunebook.record.start_up import process_begun; print(process_begun())"
     before = time.time()
     said = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
@@ -72,7 +72,7 @@ def test_a_process_knows_when_it_was_made() -> None:
     assert before - 0.1 <= float(said) <= after - 0.9  # the system counts in hundredths of a second
 
 
-def test_a_system_that_does_not_say_is_taken_to_mean_now(monkeypatch) -> None:
+def test_unknown_process_start_is_now(monkeypatch) -> None:
     def nothing(name: str) -> int:
         raise ValueError(name)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tunebook.record.page.summary import summarise
+from tunebook.record.page.overview import summarise
 from tunebook.record.run_record import read_run
 from tunebook.sweep.options import Direction
 from tunebook.sweep.results import Goal, Measure, TrialResult, _evaluation_score, rank, sweep_exit_code

@@ -84,7 +84,7 @@ def test_a_named_run_is_gone_back_in_to_the_same_bits(run, read_run, whole, tmp_
     assert ended.exit_code == 0, ended.output
     words = " ".join(ended.output.split())
     assert "checkpoint-8 is passed over: rng_state_1.pth is not what was written" in words
-    assert f"going on after {earlier / 'checkpoints' / 'checkpoint-6'}: every file in it was read" in words
+    assert f"resuming from {earlier / 'checkpoints' / 'checkpoint-6'}: every file in it was read" in words
     later = read_run(tmp_path / "outputs" / "quickstart" / "latest")
     assert later.losses == whole.losses[6:]
     model = (later.folder / "model" / "model.safetensors").read_bytes()
@@ -184,7 +184,7 @@ def test_code_in_a_checkpoint_of_zero_is_not_run_though_its_record_fits(run, of_
 FSDP = """
 import sys
 from types import SimpleNamespace
-from tunebook.train.death import RankEnd
+from tunebook.train.rank_process import RankEnd
 
 end = RankEnd()
 

@@ -23,7 +23,7 @@ SHARD = """
 import sys
 from types import SimpleNamespace
 
-from tunebook.train.death import RankEnd
+from tunebook.train.rank_process import RankEnd
 
 end = RankEnd()
 

@@ -15,7 +15,7 @@ PROGRAM = """
 import json, sys
 from dataclasses import asdict
 from types import SimpleNamespace
-from tunebook.train.death import RankEnd
+from tunebook.train.rank_process import RankEnd
 end = RankEnd()
 import torch
 from torch.distributed.device_mesh import init_device_mesh

@@ -79,7 +79,7 @@ def test_trials_side_by_side_whose_sweep_is_killed_save_and_go_on(start, run, re
         finished = read_run(folder / f"trial-{number:03d}")
         assert len(finished.losses) == 200
         if number in killed:
-            assert "going on after" in (folder / f"trial-{number:03d}.log").read_text()
+            assert "resuming from" in (folder / f"trial-{number:03d}.log").read_text()
 
 
 def test_a_search_learns_what_is_best_and_goes_on_after_ctrl_c(start, run, tmp_path):

@@ -99,7 +99,7 @@ def test_a_request_to_stop_saves_on_both_and_the_same_command_goes_on(
 
     ended = run(words)
     assert ended.exit_code == 0, ended.output
-    assert f"going on after {stopped.folder / 'checkpoints' / f'checkpoint-{done}'}" in ended.output
+    assert f"resuming from {stopped.folder / 'checkpoints' / f'checkpoint-{done}'}" in ended.output
     finished = read_run(latest(tmp_path))
     assert finished.folder == stopped.folder
     assert finished.status["state"] == "finished"

@@ -23,8 +23,7 @@ from tunebook.config.choices import (
     Switch,
     Weights,
 )
-from tunebook.config.frozen import config_to_yaml
-from tunebook.config.plain import plain_config
+from tunebook.config.frozen import config_to_yaml, plain_config
 from tunebook.config.schema import (
     ActivationConfig,
     AttentionConfig,
@@ -40,8 +39,8 @@ from tunebook.config.schema import (
 from tunebook.data.prepare import prepare
 from tunebook.record.metrics import read_metrics
 from tunebook.train.callbacks import Records
+from tunebook.train.rank_process import StopRequest
 from tunebook.train.run import run_rank
-from tunebook.train.signals import StopRequest
 
 SIZES = {
     "hidden_size": 32,

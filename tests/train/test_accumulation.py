@@ -54,7 +54,7 @@ class Gradient(TrainerCallback):
 
 
 def one_step(folder: Path, project_root: Path, kind: str, num_passes: int) -> tuple[Gradient, RecipeTrainer]:
-    """One step over eight documents in so many passes of equally many documents."""
+    """One step over eight documents, divided into this many passes."""
     random = np.random.default_rng(0)
     documents = []
     for num_trained in TRAINED:
@@ -91,7 +91,7 @@ def one_step(folder: Path, project_root: Path, kind: str, num_passes: int) -> tu
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_step_is_the_same_however_it_is_cut(
+def test_step_does_not_depend_on_the_number_of_passes(
     tmp_path: Path, project_root: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole, trainer = one_step(tmp_path, project_root, kind, 1)
@@ -105,7 +105,7 @@ def test_a_step_is_the_same_however_it_is_cut(
 
 
 def test_which_causal_models_say_that_their_loss_takes_no_token_count() -> None:
-    """Read from their source, since importing all takes minutes. A new one is no fault: the trainer asks none."""
+    """Read from their source, since importing all takes minutes. A new architecture does no harm."""
     names = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     found = set()
     for file in (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"):

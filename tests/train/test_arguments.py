@@ -1,4 +1,4 @@
-"""From a configuration to the trainer's arguments, with the numbers of the sources."""
+"""The trainer's arguments of a configuration, with the numbers of the sources."""
 
 from pathlib import Path
 
@@ -104,7 +104,7 @@ def test_trackers_are_off_unless_asked_for():
         (["parallelism=fsdp", "precision.master_weights=bf16"], False),  # accelerate would make them fp32
     ],
 )
-def test_accelerate_hears_of_bf16_only_where_it_does_the_right_thing_with_it(overrides, is_told):
+def test_accelerate_gets_bf16_only_if_it_handles_it_correctly(overrides, is_told):
     shared = ("precision=bf16", "hardware=hopper", "packing=padded")
     assert arguments_of("qwen3b_zero2", *shared, *overrides)["bf16"] is is_told
 

@@ -1,4 +1,4 @@
-"""Checkpoints of real runs in this process: complete, verified, of this run, and gone on from to the same bits."""
+"""Checkpoints of real runs in this process: complete, verified, and resumed to the same bits."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ MUON, ADAFACTOR = ({"optimizer": {"name": name}} for name in (OptimizerName.muon
     [{}, PADDED, LORA, LORA | PADDED, MUON, ADAFACTOR],
     ids=["packed", "padded", "lora", "lora-padded", "muon", "adafactor"],
 )
-def test_a_stopped_run_ends_with_the_bits_of_the_uninterrupted_one(config, run, stopped, changed, groups):
+def test_resumed_run_ends_with_the_same_bits(config, run, stopped, changed, groups):
     config = changed(config, **groups)
     whole, code, lines = run(config, "whole")
     assert code == 0
@@ -89,14 +89,14 @@ def test_a_stop_between_two_logged_steps_loses_none_of_them(config, run, changed
 
 
 def same_weights(one, other):
-    """Whether two model folders hold the same bits, and at least one tensor."""
+    """True if two model folders contain the same tensors, and at least one."""
     (first,), (second,) = ([load_file(file) for file in folder.glob("*.safetensors")] for folder in (one, other))
     return bool(first) and all((first[name] == second[name]).all() for name in first.keys() | second.keys())
 
 
 @of_upstream
-def test_without_its_random_numbers_a_resumed_run_drops_something_else(config, run, stopped, changed, monkeypatch):
-    """What the test above would not see if nothing were drawn at random."""
+def test_resume_without_random_state_differs(config, run, stopped, changed, monkeypatch):
+    """Proves that the test above depends on random numbers."""
     config = changed(config, **LORA)
     whole = losses(run(config, "whole")[2])
     stopped(config, 3)
@@ -104,7 +104,7 @@ def test_without_its_random_numbers_a_resumed_run_drops_something_else(config, r
     assert losses(run(config)[2])[3:] != whole[3:]
 
 
-def test_a_damaged_checkpoint_is_gone_back_behind_and_said(config, run, stopped, changed, capfd):
+def test_damaged_checkpoint_is_skipped_with_a_message(config, run, stopped, changed, capfd):
     config = changed(config, **SAVED)
     whole = losses(run(config, "whole")[2])
     folder = stopped(config, 5)
@@ -118,7 +118,7 @@ def test_a_damaged_checkpoint_is_gone_back_behind_and_said(config, run, stopped,
     assert code == 0
     said = capfd.readouterr().out
     assert f"{folder / 'checkpoints' / 'checkpoint-5'} is passed over: optimizer.pt is not what was written" in said
-    assert f"going on after {folder / 'checkpoints' / 'checkpoint-4'}: every file in it was read" in said
+    assert f"resuming from {folder / 'checkpoints' / 'checkpoint-4'}: every file in it was read" in said
     assert losses(lines) == whole
     assert steps(folder) == [4, 6]  # the damaged one is gone
 
@@ -171,7 +171,7 @@ def test_other_data_are_refused_unless_they_are_allowed(config, run, stopped, ch
     assert len(losses(lines)) == NUM_STEPS
 
 
-def test_a_checkpoint_of_another_run_is_gone_on_from_in_a_new_folder(config, run, stopped, changed, tmp_path):
+def test_checkpoint_of_another_run_is_resumed_in_a_new_folder(config, run, stopped, changed, tmp_path):
     whole = losses(run(config, "whole")[2])
     earlier = stopped(config, 3, "earlier")
     folder, code, lines = run(changed(config, training={"resume": str(earlier)}), "later")
@@ -207,10 +207,8 @@ def test_a_best_checkpoint_that_was_damaged_meanwhile_is_not_loaded(config, run,
 
 @pytest.mark.usefixtures("saves_at_once")
 @pytest.mark.parametrize("is_foreseen", [True, False], ids=["foreseen", "while-it-writes"])
-def test_a_full_disk_ends_the_run_with_the_last_checkpoint_and_with_room_it_goes_on(
-    config, run, changed, small_disk, tmp_path, monkeypatch, is_foreseen
-):
-    """What a file system needs besides the bytes of files is not foreseen: the writes fail then."""
+def test_run_resumes_after_a_full_disk(config, run, changed, small_disk, tmp_path, monkeypatch, is_foreseen):
+    """The space check does not know the file system's overhead, so writes can still fail."""
     config = changed(config, **SAVED)
     _, _, lines = run(config, "whole")
     disk = small_disk(tmp_path / "run", 8 * 2**20)
@@ -237,7 +235,7 @@ def test_a_full_disk_ends_the_run_with_the_last_checkpoint_and_with_room_it_goes
     assert losses(resumed) == losses(lines)
 
 
-def test_the_line_after_a_save_says_how_long_training_stood_still(config, run, changed):
+def test_line_after_a_save_contains_its_time(config, run, changed):
     folder, code, lines = run(changed(config, **SAVED))
     assert code == 0
     told = {line["step"]: line["save_seconds"] for line in lines if "save_seconds" in line}
@@ -248,7 +246,7 @@ def test_the_line_after_a_save_says_how_long_training_stood_still(config, run, c
 
 
 @pytest.mark.usefixtures("saves_when_waited_for")
-def test_a_request_to_stop_waits_for_the_save_in_the_air_and_for_its_own(config, run, stopped, changed):
+def test_stop_waits_for_both_saves(config, run, stopped, changed):
     config = changed(config, **SAVED)
     whole = losses(run(config, "whole")[2])
     folder = stopped(config, 5)
@@ -276,7 +274,7 @@ def test_the_best_is_loaded_once_it_is_complete(config, run, changed):
 
 
 @pytest.mark.usefixtures("saves_when_waited_for")
-def test_a_loss_that_is_not_finite_leaves_the_save_in_the_air_complete(config, run, changed, monkeypatch):
+def test_non_finite_loss_completes_the_pending_save(config, run, changed, monkeypatch):
     def spoil(trainer, *args, **kwargs):
         return original(trainer, *args, **kwargs) * (float("nan") if trainer.state.global_step == 2 else 1)
 
@@ -345,10 +343,8 @@ class RunsCode:
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
-def test_code_in_a_checkpoint_is_not_run_though_its_record_fits(
-    config, run, stopped, changed, monkeypatch, tmp_path, name
-):
-    """Whoever can change a file can write its hash anew: complete.json proves damage, not origin."""
+def test_code_in_a_checkpoint_is_never_run(config, run, stopped, changed, monkeypatch, tmp_path, name):
+    """Anyone who can change a file can also change its hash: complete.json detects damage, not forgery."""
     folder = stopped(config, 3)
     checkpoint = newest_checkpoint(folder)
     content = torch.load(checkpoint / name, weights_only=False)

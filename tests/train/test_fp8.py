@@ -1,4 +1,4 @@
-"""A run in fp8, its products computed on the CPU as a GPU would: what it trains, records, saves, and where it stops."""
+"""A run in fp8 with products emulated on the CPU: what it trains, records and saves, and how it ends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tunebook.config.choices import Compute, PackingMode
-from tunebook.model import fp8_layers
+from tunebook.model import blocks
 from tunebook.record.manifest import read_manifest, start_manifest
 from tunebook.train import run as run_module
 
@@ -40,7 +40,7 @@ def asked(config, changed, wide_model):
 def fp8(asked, monkeypatch):
     """The same, computed as a GPU would."""
     pytest.importorskip("torchao", reason="torchao is in the images of GPUs with fp8 only")
-    monkeypatch.setattr(run_module, "convert_to_fp8", partial(fp8_layers.convert_to_fp8, emulate=True))
+    monkeypatch.setattr(run_module, "convert_to_fp8", partial(blocks.convert_to_fp8, emulate=True))
     return asked
 
 
@@ -63,8 +63,8 @@ def test_it_trains_close_to_bf16_and_writes_ordinary_weights(fp8, run, changed, 
     }
 
 
-def test_a_run_whose_layers_are_ordinary_again_ends_with_7_before_a_step(asked, run, monkeypatch):
-    """Whatever puts them back: here, what converts them does nothing."""
+def test_run_without_its_fp8_layers_ends_with_7(asked, run, monkeypatch):
+    """Whatever the cause; here the conversion does nothing."""
     monkeypatch.setattr(run_module, "convert_to_fp8", lambda model, scaling: ["model.layers.0.mlp.up_proj"])
     folder, code, lines = run(asked)
     assert (code, lines) == (7, [])
@@ -79,7 +79,7 @@ def test_padded_rows_are_multiples_of_16_tokens_too(fp8, run, changed, monkeypat
         model.register_forward_pre_hook(
             lambda _, args, kwargs: lengths.append(kwargs["input_ids"].shape), with_kwargs=True
         )
-        return fp8_layers.convert_to_fp8(model, scaling, emulate=True)
+        return blocks.convert_to_fp8(model, scaling, emulate=True)
 
     monkeypatch.setattr(run_module, "convert_to_fp8", look)
     for mode, micro in ((PackingMode.padded, 2), (PackingMode.isolated, 1)):
@@ -90,7 +90,7 @@ def test_padded_rows_are_multiples_of_16_tokens_too(fp8, run, changed, monkeypat
     assert {length % 16 for _, length in lengths} == {0}
 
 
-def test_it_goes_on_from_a_checkpoint_to_the_same_bits(fp8, run, changed, tmp_path, same_bits):
+def test_resumed_fp8_run_ends_with_the_same_bits(fp8, run, changed, tmp_path, same_bits):
     saved = changed(fp8, training={"max_steps": 4, "save_every_steps": 2})
     folder, code, _ = run(saved, name="whole")
     assert code == 0
@@ -103,14 +103,14 @@ def test_it_goes_on_from_a_checkpoint_to_the_same_bits(fp8, run, changed, tmp_pa
     assert {name: weight.dtype for name, weight in stored.items()} == dict.fromkeys(stored, torch.float32)
 
 
-def test_whether_documents_leak_is_looked_at_in_bf16_and_training_is_in_fp8(fp8, run, monkeypatch):
+def test_leak_probe_runs_in_bf16(fp8, run, monkeypatch):
     passes = set()
 
     def look(model, scaling):
         model.register_forward_pre_hook(
-            lambda _, args: passes.add((torch.is_grad_enabled(), fp8_layers.count_fp8_layers(model)))
+            lambda _, args: passes.add((torch.is_grad_enabled(), blocks.count_fp8_layers(model)))
         )
-        return fp8_layers.convert_to_fp8(model, scaling, emulate=True)
+        return blocks.convert_to_fp8(model, scaling, emulate=True)
 
     monkeypatch.setattr(run_module, "convert_to_fp8", look)
     _, code, _ = run(fp8)

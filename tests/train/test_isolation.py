@@ -1,4 +1,4 @@
-"""What the probe's numbers say, with forward passes that are written by hand."""
+"""The probe's measurements of simple forward passes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Embedding:
         return float(losses.sum()), len(losses)
 
 
-def test_isolated_documents_are_found_isolated_and_a_leak_would_have_been_seen():
+def test_isolated_documents_pass():
     found = measure_isolation(Embedding(), VOCAB)
     allowed = tolerance(Compute.fp32, uses_tf32=False)
     assert (found.moved, found.alone) == (0.0, 0.0)
@@ -79,8 +79,8 @@ def test_a_label_across_the_join_is_found_by_counting():
     assert "counts 79 tokens, the two documents' 78" in wrong
 
 
-def test_a_small_leak_is_one_where_only_the_other_document_changed():
-    """As measured in bf16 for Lfm2, a hybrid of convolutions and attention: far below what other lengths may change."""
+def test_small_leak_is_found_by_the_changed_document():
+    """As measured in bf16 for Lfm2, a hybrid of convolutions and attention: far below the change by other lengths."""
     found = Isolation(
         moved=0.0073, alone=0.006, leaking=1.0, loss_together=2.0, loss_apart=2.0, tokens_together=9, tokens_apart=9
     )
@@ -92,7 +92,7 @@ def test_a_small_leak_is_one_where_only_the_other_document_changed():
 
 
 @pytest.mark.parametrize("field", ["moved", "alone", "loss_together"])
-def test_what_is_not_a_number_is_a_leak(field):
+def test_nan_is_a_leak(field):
     found = measure_isolation(Embedding(), VOCAB)
     assert leaks(replace(found, **{field: float("nan")}), tolerance(Compute.fp32, uses_tf32=False))
 
@@ -111,7 +111,7 @@ def test_the_tolerance_follows_the_precision():
     assert tolerance(Compute.bf16, uses_tf32=True).loss == 8 * 2.0**-8
 
 
-def test_a_probe_that_could_not_see_a_leak_says_so():
+def test_insensitive_probe_is_reported():
     found = Isolation(
         moved=0.0, alone=0.0, leaking=0.003, loss_together=1.0, loss_apart=1.0, tokens_together=1, tokens_apart=1
     )
@@ -143,7 +143,7 @@ def recorded():
         yield line, Compute.fp32 if form == "tf32" else Compute[form], form == "tf32"
 
 
-def test_the_bounds_are_above_all_that_was_measured_of_isolated_documents():
+def test_bounds_are_above_all_isolated_measurements():
     isolated = [one for one in recorded() if one[0].get("known") != "leaks"]
     assert len(isolated) > 60
     for line, compute, uses_tf32 in isolated:
@@ -156,8 +156,8 @@ def test_the_bounds_are_above_all_that_was_measured_of_isolated_documents():
         assert line["leaking"] > 2 * allowed.moved, line
 
 
-def test_the_bounds_are_below_all_that_was_measured_of_leaks():
-    """But of mixtures of experts, whose rounding in 16 bits may be as large."""
+def test_bounds_are_below_all_measured_leaks():
+    """Except for mixtures of experts, whose rounding in 16 bits may be as large."""
     leaking = [one for one in recorded() if one[0].get("known") == "leaks" and "Moe" not in one[0]["architecture"]]
     assert len(leaking) > 60
     for line, compute, uses_tf32 in leaking:

@@ -1,4 +1,4 @@
-"""The leak probe in real runs of a tiny model: isolated rows pass, each known way to leak ends the run with 7."""
+"""The leak probe in real runs of a tiny model: isolated rows pass, and every known leak ends the run with 7."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def test_isolated_rows_pass_and_what_was_measured_is_recorded(probed, attention)
 
 
 def refused(code, reason, entry, lines):
-    """How every leaking run ends: before its first step, with what was measured."""
+    """Check the ending of a leaking run: before its first step, with the measurement recorded."""
     assert code == 7
-    assert "documents that share a packed row see each other" in reason
+    assert "documents that share a packed row affect each other" in reason
     assert "packing=padded" in reason
     assert lines == []
     return entry
@@ -89,7 +89,7 @@ def test_positions_that_are_not_reset_are_caught(probed, monkeypatch):
 
 
 def test_positions_that_are_reset_one_token_late_are_caught(probed, monkeypatch):
-    """The first token of a document sees all of the one before."""
+    """The first token of a document attends to the previous document."""
     prepare = RecipeTrainer._prepare_inputs
 
     def late(self, inputs):
@@ -122,14 +122,14 @@ def small_model(tiny_model, tmp_path):
 
 
 def test_a_leak_that_rounding_in_16_bits_could_hide_is_caught(probed, small_model):
-    """Bloom's attention knows no positions, so that packed documents are one to it."""
+    """Bloom's attention uses no positions, so it treats packed documents as one."""
     bloom = small_model("bloom", hidden_size=64, n_head=4, n_layer=4)
     eager = {"implementation": Attention.eager}
     entry = refused(*probed(model=bloom, precision={"compute": Compute.bf16}, attention=eager))
     assert entry["tolerance"]["moved"] < entry["moved"] < entry["tolerance"]["logits"]
 
 
-def test_an_architecture_that_says_itself_that_it_cannot_pack_ends_the_run(probed, small_model):
+def test_architecture_that_refuses_packing_ends_the_run(probed, small_model):
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     lfm2 = small_model("lfm2", layer_types=["conv", "full_attention"], num_key_value_heads=4, **sizes)
     code, reason, entry, lines = probed(model=lfm2)
@@ -145,7 +145,7 @@ def test_a_probe_that_could_not_see_a_leak_ends_the_run(probed, monkeypatch):
     )
     code, reason, entry, lines = probed()
     assert (code, lines, entry["sees_leaks"]) == (7, [], False)
-    assert "cannot be told" in reason
+    assert "cannot be verified" in reason
     assert "packing=padded, which needs no proof" in reason
 
 
@@ -164,7 +164,7 @@ def test_the_run_is_the_same_with_the_probe_and_without(config, run, changed, mo
     assert [line["grad_norm"] for line in with_probe] == [line["grad_norm"] for line in without]
 
 
-def test_it_leaves_every_generator_and_every_mode_as_it_was():
+def test_probe_restores_generators_and_modes():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5))
     model[1].eval()
     before = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())

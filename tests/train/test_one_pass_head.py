@@ -1,4 +1,4 @@
-"""The output head's gradients made in the forward pass are those that TRL's head makes in the backward pass."""
+"""The output head's gradients of the forward pass equal those of TRL's head in the backward pass."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def inputs():
 
 
 def passed(function, inputs, *, dtype=torch.float32, has_bias=True, frozen=(), softcap=None, scale=1.0, factor=-0.25):
-    """What a head finds, and the gradients of `factor` times the sum of all logarithms."""
+    """A head's outputs, and the gradients of `factor` times the sum of all log probabilities."""
     copies = [one.to(dtype, copy=True) for one in inputs[:3]]
     hidden, weight, bias = (one.requires_grad_(i not in frozen) for i, one in enumerate(copies))
     bias = bias if has_bias else None
@@ -93,7 +93,7 @@ def test_tokens_that_count_differently_are_refused(inputs):
         (found[0] * torch.arange(NUM_TOKENS)).sum().backward()
 
 
-def test_it_is_handed_to_upstream_only_within_and_only_for_gradients_on_a_gpu(inputs, monkeypatch):
+def test_one_pass_head_is_used_only_for_gradients_on_a_gpu(inputs, monkeypatch):
     hidden, weight, bias, targets = inputs
     made = []
     monkeypatch.setattr(OnePassLogProbFunction, "apply", lambda *words: made.append("one pass"))
@@ -120,7 +120,7 @@ def test_it_is_handed_to_upstream_only_within_and_only_for_gradients_on_a_gpu(in
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft 0.21 over transformers 5.23
 @pytest.mark.parametrize("is_frozen", [False, True], ids=["full", "adapter"])
 def test_a_runs_losses_and_gradients_are_those_of_two_passes(config, changed, run, monkeypatch, is_frozen):
-    """On a CPU, where upstream is told to leave out what is not judged, as it does on a GPU."""
+    """On a CPU, where upstream is set to skip masked tokens, as it does on a GPU."""
     monkeypatch.setattr(upstream, "_use_triton", lambda device: True)
     made = []
     apply = OnePassLogProbFunction.apply
@@ -137,7 +137,7 @@ def test_a_runs_losses_and_gradients_are_those_of_two_passes(config, changed, ru
 
 
 def test_experts_with_a_loss_of_their_own_have_the_head_too(config, changed, run, monkeypatch, tmp_path, tiny_model):
-    """Upstream adds that to the mean over the tokens, which still weigh alike."""
+    """Upstream adds that loss to the mean over the tokens, which keep equal weights."""
     folder = tmp_path / "experts"
     shutil.copytree(tiny_model, folder)
     settings = json.loads((folder / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Resumed runs: run.yaml's hyperparameters, the best checkpoint, the patience of early stopping, every weight."""
+"""Resumed runs: hyperparameters of run.yaml, the best checkpoint, early stopping, and all weights."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def rates(lines):
 
 @pytest.fixture
 def validating(monkeypatch):
-    """Let the validation loss of each step be one of a list."""
+    """Set the validation loss of each step."""
 
     def use(*losses):
         def evaluate(trainer, *args, **kwargs):
@@ -119,7 +119,7 @@ def test_a_loaded_optimizer_gets_the_written_hyperparameters_and_keeps_its_momen
 
 
 def test_an_optimizer_of_fsdp_gets_them_too(one_gloo_rank):
-    """As accelerate loads it: DCP's state of an optimizer has its hyperparameters."""
+    """As accelerate loads it: the optimizer state of DCP contains hyperparameters."""
 
     def make(rate, decay, betas, last):
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
@@ -166,7 +166,7 @@ SCHEDULES = {
     ],
 )
 def test_the_rates_after_a_resume_are_those_of_the_written_schedule(config, run, changed, name, rate):
-    """Twice as long as before: the earlier schedule had come to its end."""
+    """Twice as long as before, so the earlier schedule had ended."""
     schedule = SCHEDULES[name]
     short = changed(config, schedule=schedule, training={"save_every_steps": 3, "max_steps": 3})
     earlier, code, _ = run(short, "earlier")
@@ -216,7 +216,7 @@ def test_intervals_are_those_of_run_yaml_and_not_of_the_checkpoint(config, run, 
     assert [line["step"] for line in lines] == [4, 8, 12]
 
 
-def test_what_was_seen_before_another_batch_size_stays_counted(config, run, changed, stopped):
+def test_tokens_before_another_batch_size_stay_counted(config, run, changed, stopped):
     _, _, each = run(config, "whole")
     earlier = stopped(config, 2, "earlier")
     smaller = changed(
@@ -231,7 +231,7 @@ def test_what_was_seen_before_another_batch_size_stays_counted(config, run, chan
 # The best checkpoint
 
 
-def test_a_better_step_without_a_checkpoint_does_not_take_the_best_one_away(run, ranked, validating, capsys):
+def test_better_step_without_a_checkpoint_keeps_the_best_checkpoint(run, ranked, validating, capsys):
     validating(3.0, 2.0, 1.9, 2.5, 1.0, 2.2)
     folder, code, _ = run(ranked())
     assert code == 0, outcome(folder)["reason"]
@@ -268,7 +268,7 @@ EARLY, LATE = (3.0, 2.0, 4.0, 2.5, 4.0, 2.2), (3.0, 2.0, 4.0, 1.5, 1.7, 1.2)
     ("stop", "losses"),
     [(3, EARLY), (6, LATE), *(pytest.param(*case, marks=NIGHTLY) for case in ((1, EARLY), (6, EARLY), (3, LATE)))],
 )
-def test_the_best_is_that_of_the_run_that_nobody_stopped(run, ranked, validating, stopped, stop, losses):
+def test_best_step_equals_that_of_an_uninterrupted_run(run, ranked, validating, stopped, stop, losses):
     validating(*losses)
     whole, code, _ = run(ranked(), "whole")
     assert code == 0
@@ -280,7 +280,7 @@ def test_the_best_is_that_of_the_run_that_nobody_stopped(run, ranked, validating
     assert is_same(folder / "model", whole / "model")
 
 
-def test_a_run_that_is_stopped_at_a_step_out_of_turn_ranks_that_step_too(run, ranked, validating, stopped):
+def test_step_saved_by_a_stop_is_ranked(run, ranked, validating, stopped):
     validating(3.0, 2.0, 1.0, 2.0, 2.0, 2.0)
     stopped(ranked(), 3)
     folder, code, _ = run(ranked())
@@ -288,9 +288,7 @@ def test_a_run_that_is_stopped_at_a_step_out_of_turn_ranks_that_step_too(run, ra
     assert is_same(folder / "model", folder / "checkpoints" / "checkpoint-3")
 
 
-def test_a_best_checkpoint_that_is_gone_is_an_error_and_its_place_is_taken_on_request(
-    run, ranked, validating, stopped, capfd
-):
+def test_missing_best_checkpoint_is_an_error_unless_allowed(run, ranked, validating, stopped, capfd):
     validating(3.0, 1.0, 4.0, 2.5, 4.0, 3.5)
     folder = stopped(ranked(), 4)
     assert steps(folder) == [2, 4]
@@ -304,12 +302,10 @@ def test_a_best_checkpoint_that_is_gone_is_an_error_and_its_place_is_taken_on_re
     folder, code, _ = run(ranked(resume_anyway=[ResumeAnyway.best]))
     assert (code, outcome(folder)["best_step"]) == (0, 4)
     assert is_same(folder / "model", folder / "checkpoints" / "checkpoint-4")
-    assert "of those that are there: checkpoint-4 (2.5000)" in " ".join(capfd.readouterr().out.split())
+    assert "among those that exist: checkpoint-4 (2.5000)" in " ".join(capfd.readouterr().out.split())
 
 
-def test_the_best_of_another_folder_is_loaded_from_there_wherever_that_lies_now(
-    run, ranked, validating, stopped, tmp_path
-):
+def test_best_checkpoint_is_loaded_from_a_moved_folder(run, ranked, validating, stopped, tmp_path):
     validating(3.0, 1.0, 4.0, 2.5, 4.0, 3.5)
     earlier = stopped(ranked(), 4, "earlier").rename(tmp_path / "moved")
     folder, code, _ = run(ranked(resume=str(earlier)), "later")
@@ -330,7 +326,7 @@ def test_losses_on_other_data_are_not_compared(run, ranked, changed, validating,
     assert "validation losses up to step 4 (4) were measured on other data" in " ".join(capfd.readouterr().out.split())
 
 
-def test_saved_steps_are_ranked_by_a_run_that_first_asks_for_the_best_when_it_resumes(run, ranked, validating, stopped):
+def test_load_best_at_end_can_be_set_when_resuming(run, ranked, validating, stopped):
     validating(3.0, 1.0, 4.0, 2.5, 4.0, 3.5)
     stopped(ranked(load_best_at_end=False, keep_checkpoints=9), 4, "earlier")
     later = ranked(
@@ -357,7 +353,7 @@ def test_without_any_ranked_step_there_is_no_model(run, ranked, validating, monk
     [(4, True), (5, True), (3, False), *(pytest.param(*case, marks=NIGHTLY) for case in ((2, True), (5, False)))],
 )
 def test_patience_is_kept_over_a_stop(run, ranked, validating, stopped, stop, loads_best):
-    """Also where the request to stop comes in the step that ends the training."""
+    """Also if the request to stop comes in the last step."""
     validating(3.0, 1.0, 4.0, 2.5, 4.0, 3.5, 3.0, 3.0)
     patient = ranked(early_stopping_patience=3, max_steps=8, load_best_at_end=loads_best)
     whole, code, _ = run(patient, "whole")
@@ -406,7 +402,7 @@ def test_weights_that_are_absent_from_a_checkpoint_are_an_error(small_qwen2, tmp
     model = small_qwen2(num_hidden_layers=2)
     result = model.load_state_dict(weights(tmp_path), strict=False)
     with pytest.raises(
-        DataError, match=r"does not fill the model: 12 weights differ by name, such as model\.layers\.1\."
+        DataError, match=r"does not fill the model: the names of 12 weights differ, such as model\.layers\.1\."
     ):
         load_stored_weights(model, tmp_path, result)
 

@@ -1,4 +1,4 @@
-"""What a rank does: records, the same loss however documents are dealt out, every ending with its code."""
+"""One rank: its records, a loss that does not depend on the batching, and every ending with its exit code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tunebook.model.load import load_model
 from tunebook.record.manifest import read_manifest, start_manifest
 from tunebook.train import run as train_run
 from tunebook.train.callbacks import Records
-from tunebook.train.signals import StopRequest
+from tunebook.train.rank_process import StopRequest
 from tunebook.train.trainer import RecipeTrainer
 
 
@@ -67,11 +67,11 @@ def test_packed_padded_and_accumulated_steps_have_the_same_loss(config, run, cha
     assert losses(run(short_rows, "short")[2]) == pytest.approx(packed, rel=2e-5)
 
 
-def test_a_step_whose_tokens_were_not_counted_is_not_trained_on(config, run, monkeypatch):
+def test_step_without_a_token_count_is_refused(config, run, monkeypatch):
     monkeypatch.setattr(RecipeTrainer, "_get_num_items_in_batch", lambda *_: None)
     folder, code, _ = run(config)
     assert code == 7
-    assert "number of trained-on tokens of this step is not known" in outcome(folder)["reason"]
+    assert "number of trained tokens of this step is unknown" in outcome(folder)["reason"]
 
 
 def test_the_first_loss_is_that_of_the_documents_one_by_one(config, run, changed):
@@ -247,7 +247,7 @@ def test_memory_that_runs_out_ends_with_3_and_says_what_takes_less(config, run, 
     assert reason.endswith("The last good checkpoint is " + str(folder / "checkpoints/checkpoint-2"))
 
 
-def test_a_model_that_cannot_be_written_to_its_end_is_not_there(config, run, changed, monkeypatch):
+def test_incompletely_written_model_is_removed(config, run, changed, monkeypatch):
     def fail(trainer, *args, **kwargs):
         raise RuntimeError("no")
 
@@ -302,7 +302,7 @@ def test_an_adapter_is_evaluated_on_the_base_that_it_was_trained_on(config, run,
     ],
 )
 def test_only_ranks_that_end_together_wait_for_each_other(tmp_path, monkeypatch, error, code, is_waited_for):
-    """NCCL's group is closed by all ranks at once: one that failed would wait there for those that wait for it."""
+    """All ranks close NCCL's group together, so a failed rank would wait for ranks that wait for it."""
     closed = []
 
     def fail(*_):

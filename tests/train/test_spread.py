@@ -51,8 +51,8 @@ def make(folder):
     return folder
 
 
-def test_fsdp_that_became_something_else_ends_with_7_before_a_step(config, run, changed, without_launcher):
-    """On a CPU accelerate leaves FSDP out without a word. A rule refuses it there; this is the net under the rule."""
+def test_model_without_fsdp_ends_with_7(config, run, changed, without_launcher):
+    """On a CPU accelerate silently skips FSDP. A rule refuses that; this is a second check."""
     asked = changed(config, training={"max_steps": 1})
     asked.parallelism = FsdpConfig(strategy=Strategy.fsdp)
     folder, code, lines = run(asked)
@@ -84,7 +84,7 @@ def test_a_rank_that_was_launched_keeps_its_place(config, without_launcher, monk
 
 @pytest.fixture
 def launched(without_launcher, monkeypatch):
-    """One rank as a launcher starts it, and no group when it has ended."""
+    """One rank as started by a launcher; its group is destroyed afterwards."""
     values = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
     for name, value in (values | {"MASTER_PORT": _free_port()}).items():
         monkeypatch.setenv(name, str(value))
@@ -99,7 +99,7 @@ def timeout_of(group):
 
 
 def test_ranks_on_cpus_wait_for_each_other_as_long_as_was_asked(config, launched, tmp_path):
-    """transformers makes the group without the time-out that it is given, and keeps one that is there."""
+    """transformers would create the group without the timeout, but keeps an existing one."""
     config.parallelism = ParallelismConfig(strategy=Strategy.ddp)
     config.launcher.timeout_s = 77
     join_ranks(config)

@@ -1,4 +1,4 @@
-"""Entropy, accuracy and tokens between two logs: per token, not per micro-batch, and asked for once."""
+"""Entropy, accuracy and tokens between two logs, per token and not per micro-batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tunebook.train.trainer import RecipeTrainer, TokenTotals
 
 
 def head(judged, entropy, right):
-    """What TRL's fused head says of a row's tokens."""
+    """The outputs of TRL's fused head for a row."""
     return SimpleNamespace(
         label_mask=torch.tensor([judged], dtype=torch.bool),
         entropy=torch.tensor([entropy], requires_grad=True),
@@ -49,13 +49,13 @@ def test_of_all_ranks_and_then_anew():
     assert totals.take(of_this_rank) is None
 
 
-def test_nothing_judged_is_no_division_by_zero():
+def test_no_division_by_zero_without_trained_tokens():
     totals = TokenTotals()
     totals.add(head([0], [0.0], [0]), {"input_ids": torch.zeros(1, 1)})
     assert totals.take(of_this_rank) == ({"entropy": 0.0, "mean_token_accuracy": 0.0}, 1)
 
 
-def test_the_loss_is_upstreams_and_nothing_is_asked_of_the_device(config, run, monkeypatch):
+def test_loss_is_upstreams_without_a_synchronisation(config, run, monkeypatch):
     ours, compared = RecipeTrainer.compute_loss, []
 
     def both(self, model, inputs, return_outputs=False, num_items_in_batch=None):

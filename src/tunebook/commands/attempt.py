@@ -37,10 +37,10 @@ from tunebook.launch.rendezvous import LauncherState
 from tunebook.launch.resume import is_trained
 from tunebook.launch.slurm.container import is_contained, record_container, remove_containers, required_code
 from tunebook.plan.show import show_end
-from tunebook.record.files import RUN_FILE
 from tunebook.record.manifest import finish_manifest, state_of_exit_code
 from tunebook.record.metrics import is_training_line, read_metrics
 from tunebook.record.run_folder import (
+    RUN_FILE,
     Outcome,
     clear_outcomes,
     has_outcome,

@@ -16,13 +16,11 @@ from tunebook.config.book import resolve_path
 from tunebook.config.compose import compose
 from tunebook.config.schema import RunConfig, starts_elsewhere
 from tunebook.data.batch import BatchPlan, solve_batch
-from tunebook.doctor.collectives.run import measure_bandwidth
-from tunebook.doctor.findings import Finding, Kind, Level, exit_code_of, finding_of, finding_of_error
-from tunebook.doctor.gpus import look_at_gpus
+from tunebook.doctor.bandwidth import measure_bandwidth
+from tunebook.doctor.findings import Finding, Kind, Level, exit_code_of, finding_of, finding_of_error, show_findings
+from tunebook.doctor.gpus import gpus_on_bus, look_at_gpus
 from tunebook.doctor.links import look_at_bandwidth, look_at_topology, not_measured
-from tunebook.doctor.pci import gpus_on_bus
 from tunebook.doctor.probes import Probe, run_probe
-from tunebook.doctor.show import show_findings
 from tunebook.doctor.software import look_at_software
 from tunebook.doctor.storage import look_at_storage
 from tunebook.doctor.system import GIB, MEMINFO, look_at_system, read_meminfo, swap
@@ -31,8 +29,7 @@ from tunebook.errors import RequestError
 from tunebook.hardware.bandwidth import Bandwidth, remember
 from tunebook.hardware.detect import Machine, detect_machine
 from tunebook.hardware.disk import existing
-from tunebook.hardware.nvidia_smi import ask_nvidia_smi
-from tunebook.hardware.topology import Topology, ask_topology
+from tunebook.hardware.nvidia_smi import Topology, ask_nvidia_smi, ask_topology
 from tunebook.plan.advice.host_advice import host_advice
 from tunebook.plan.advice.links import advise
 from tunebook.plan.auto.resolve import resolve_auto
@@ -176,7 +173,7 @@ def _sound(config: RunConfig) -> Finding:
     machine = f"{hardware.num_nodes} x {hardware.gpus_per_node} {hardware.generation.name}"
     strategy = config.parallelism.strategy.name
     what = f"{config.recipe or 'the request'} composes for {machine} with {strategy}, and no rule forbids it"
-    return Finding(id="recipe", kind=Kind.recipe, what=what)
+    return Kind.recipe.ok(id="recipe", what=what)
 
 
 def _elsewhere(config: RunConfig) -> list[Finding]:
@@ -191,7 +188,7 @@ def _elsewhere(config: RunConfig) -> list[Finding]:
         what += "; tunebook doctor on each"
     else:
         return []
-    return [Finding(id="other-machines", kind=Kind.recipe, what=what)]
+    return [Kind.recipe.ok(id="other-machines", what=what)]
 
 
 def _look_at_links(

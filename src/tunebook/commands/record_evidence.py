@@ -1,4 +1,4 @@
-"""`verify --record`: evidence from finished runs of one claim, refused where it would not be one."""
+"""`verify --record`: write evidence from repeated runs, after checking that they are repetitions of one run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tunebook.commands.evidence_words import require_meant
+from tunebook.commands.typed_command import machine_of_manifest, require_same_run
 from tunebook.config.book import book_root
 from tunebook.config.identity import flat_differences
 from tunebook.config.recipe_files import load_recipes
@@ -22,11 +22,10 @@ from tunebook.evidence.gather import (
     gather_results,
     typed_overrides,
 )
-from tunebook.evidence.machines import machine_of_manifest
+from tunebook.evidence.run_checks import require_every_loss, require_first_step
 from tunebook.evidence.schema import FORMAT, Repeat, Results
 from tunebook.evidence.software import gather_software
 from tunebook.evidence.tolerances import work_out
-from tunebook.evidence.whole import require_every_loss, require_whole
 from tunebook.files import sha256_file
 from tunebook.record.metrics import METRICS_FILE
 from tunebook.record.provenance import why_not_committed
@@ -37,17 +36,17 @@ MIN_RUNS = 2
 
 
 def record_evidence(records: Sequence[RunRecord], label: str, recipes_dirs: list[Path]) -> Path:
-    """Write the evidence of repeated runs; the first one's numbers are what is claimed.
+    """Write the evidence of repeated runs; the claim is the first one's numbers.
 
-    Raises: RequestError for fewer than two runs, runs of different things or by different software, a run's copy, one
-    that goes on from another or has lost a loss, code or a recipe that is in no commit or was changed since, a loss or
-    score that is not finite, a file that is there already.
+    Raises: RequestError for fewer than two runs, for runs with different inputs or software, for a copy of a run, for
+    one that resumed from another or lacks a loss, for code or a recipe that is not committed or was changed since, for
+    a loss or score that is not finite, and if the file exists.
     """
     check_label(label)
     refuse_too_few(records)
     for record in records:
         _require_committed(record)
-        require_whole(record, config_of(record.folder))
+        require_first_step(record, config_of(record.folder))
     _require_same(records)
     _refuse_copies(records)
     first = records[0]
@@ -58,7 +57,7 @@ def record_evidence(records: Sequence[RunRecord], label: str, recipes_dirs: list
         require_every_loss(record, found)
     manifest, inputs = first.manifest or {}, gather_inputs(first, config)
     machine = machine_of_manifest(manifest["hardware"])
-    require_meant(first.folder, config.recipe, typed_overrides(manifest), inputs, machine, recipes_dirs)
+    require_same_run(first.folder, config.recipe, typed_overrides(manifest), inputs, machine, recipes_dirs)
     if config.recipe is None:
         raise RequestError(
             f"{first.folder} has no recipe, and evidence belongs to one: put its settings into recipes/NAME.yaml",
@@ -80,7 +79,7 @@ def record_evidence(records: Sequence[RunRecord], label: str, recipes_dirs: list
 
 
 def _repeats(records: Sequence[RunRecord], results: Sequence[Results]) -> list[dict[str, Any]]:
-    """What each of the runs came to, shortly."""
+    """A summary of each run."""
     return [
         Repeat(
             run=record.name,
@@ -93,25 +92,26 @@ def _repeats(records: Sequence[RunRecord], results: Sequence[Results]) -> list[d
 
 
 def refuse_too_few(records: Sequence[RunRecord]) -> None:
-    """Raises: RequestError unless the same thing was run more than once."""
+    """Raises: RequestError for fewer than two different runs."""
     folders = {record.folder for record in records}
     if len(folders) < len(records):
-        said = "the same one is named twice"
+        problem = "the same one is named twice"
     elif len(folders) < MIN_RUNS:
-        said = f"{len(records)} was named"
+        problem = f"{len(records)} was named"
     else:
         return
     raise RequestError(
-        f"evidence rests on at least {MIN_RUNS} runs of the same thing, and {said}: train it again "
+        f"evidence needs at least {MIN_RUNS} runs of the same configuration, and {problem}: train it again "
         "(training.resume=never) and name both: tunebook verify RUN RUN --record --label NAME",
         problem_id="evidence-not-repeated",
     )
 
 
 def _refuse_copies(records: Sequence[RunRecord]) -> None:
-    """Times and speeds are logged with each loss, so that no two trainings write the same metrics.
+    """Raises: RequestError for a copy of another run.
 
-    A copy whose metrics were edited still has the start of the other: the second, and the milliseconds of its phases.
+    Each line of the metrics has times, so no two trainings write equal metrics. A copy with edited metrics still has
+    the other's start: its second, and the milliseconds of its phases.
     """
     folders: dict[str, Path] = {}
     for record in records:
@@ -139,27 +139,27 @@ def _require_committed(record: RunRecord) -> None:
     else:
         return
     raise RequestError(
-        f"{record.folder}: {why}, so nobody could run the same again; commit the changes and train it again",
+        f"{record.folder}: {why}, so nobody could repeat it; commit the changes and train again",
         problem_id="evidence-of-changed-code",
     )
 
 
 def _require_committed_recipe(recipe: str | None, recipes_dirs: list[Path]) -> None:
-    """A recipe of the book is in the commit that the manifest names; one from elsewhere has a repository of its own."""
+    """Check recipes from outside the book. Those of the book are in the commit that the manifest names."""
     files = [found.file for found in load_recipes(recipe, recipes_dirs)] if recipe is not None else []
     for file in files:
         if not file.is_relative_to(book_root()) and (why := why_not_committed(file)):
             raise RequestError(
-                f"{file}: {why}, so nobody could run the same again; commit the recipe and record again",
+                f"{file}: {why}, so nobody could repeat the run; commit the recipe and record again",
                 problem_id="evidence-of-changed-code",
             )
 
 
 def _require_same(records: Sequence[RunRecord]) -> None:
-    """All of one thing, split in one way, by the same software, on one kind of machine."""
+    """Raises: RequestError unless inputs, split, software and hardware are the same in all runs."""
     first, *others = ((record, config_of(record.folder)) for record in records)
     inputs, hardware = gather_inputs(*first), gather_hardware(*first)
-    # Of the same lock, wherever it is.
+    # The packages must be the same, the image need not be.
     software = gather_software(first[0].manifest or {}).model_dump(exclude={"image_digest"})
     for other in others:
         found_inputs = gather_inputs(*other)
@@ -171,7 +171,7 @@ def _require_same(records: Sequence[RunRecord]) -> None:
         ]:
             key, one, two = differing[0]
             raise RequestError(
-                f"{other[0].folder} is no repetition of {first[0].folder}: {key} is {two}, not {one}",
+                f"{other[0].folder} is not a repetition of {first[0].folder}: {key} is {two}, not {one}",
                 problem_id="evidence-not-repeated",
             )
         found = gather_hardware(*other)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tunebook.commands.evidence_words import command_of
+from tunebook.commands.typed_command import command_of
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
 from tunebook.evidence.compare import (

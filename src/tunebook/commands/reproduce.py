@@ -18,9 +18,10 @@ from rich.text import Text
 
 from tunebook.commands.recorded_evidence import recorded_evidence
 from tunebook.commands.train import plan_job, prepare_data, run_job
+from tunebook.commands.typed_command import machine_of_manifest
 from tunebook.config.book import book_root
 from tunebook.config.choices import Source
-from tunebook.config.frozen import typed_in_of
+from tunebook.config.frozen import typed_in, typed_in_of
 from tunebook.config.identity import (
     HASH_VERSION,
     changed_settings,
@@ -31,23 +32,18 @@ from tunebook.config.identity import (
     result_settings,
 )
 from tunebook.config.override_text import quoted
-from tunebook.config.placing import typed_in
 from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.data.files import SUFFIXES, find_files
 from tunebook.errors import RequestError, StoppedError
 from tunebook.evidence.compare import config_differences, named_differences
 from tunebook.evidence.gather import config_of, gather_hardware, gather_inputs, read_finished, typed_words
-from tunebook.evidence.machines import machine_of_manifest
-from tunebook.evidence.show import show_verification
-from tunebook.evidence.unchanged import require_unchanged
+from tunebook.evidence.page import show_verification
+from tunebook.evidence.run_checks import require_first_step, require_first_step_by_manifest, require_unchanged
 from tunebook.evidence.verifying import Recorded, hold_against, recorded_run
-from tunebook.evidence.whole import require_whole, require_whole_words
 from tunebook.files import remembered_hash
 from tunebook.model.load import model_location
-from tunebook.model.weights_fingerprint import told, weights_fingerprint
+from tunebook.model.weights_fingerprint import fingerprint_text, weights_fingerprint
 from tunebook.plan.draft import Draft, draft_run
-from tunebook.record.files import RUN_FILE
-from tunebook.record.intact import naming
 from tunebook.record.manifest import (
     MANIFEST_FILE,
     RunState,
@@ -57,8 +53,8 @@ from tunebook.record.manifest import (
 )
 from tunebook.record.manifest_schema import check_read_manifest
 from tunebook.record.provenance import describe_code, describe_environment, describe_hardware
-from tunebook.record.run_folder import WITHOUT_RECIPE, create_run_folder, remove_if_empty, resolve_run
-from tunebook.record.run_record import RunRecord, read_run
+from tunebook.record.run_folder import RUN_FILE, WITHOUT_RECIPE, create_run_folder, remove_if_empty, resolve_run
+from tunebook.record.run_record import RunRecord, broken_records_named, read_run
 
 # Of what is compared before the run: what can change a loss or a speed, less what is always another. The lock is left
 # out because its differences are those of the packages.
@@ -110,7 +106,7 @@ def reproduce_command(
     is not what was, or, but for a dry run, where there is nothing to compare it with.
     """
     original = find_original(target, outputs)
-    with naming(original.run or original.file):
+    with broken_records_named(original.run or original.file):
         _require_whole(original)
     outputs = outputs.expanduser().absolute()
     recipes_dirs = [folder.expanduser().absolute() for folder in recipes_dirs]
@@ -137,16 +133,16 @@ def _where_it_was_typed(original: Original, console: Console) -> Iterator[None]:
 def _require_whole(original: Original) -> None:
     """Whether it was trained from the first step. Raises: RequestError."""
     if original.run is None or not (original.run / RUN_FILE).is_file():
-        require_whole_words(original.manifest, "its manifest says that")
+        require_first_step_by_manifest(original.manifest, "its manifest says that")
     else:
-        require_whole(read_run(original.run), config_of(original.run))
+        require_first_step(read_run(original.run), config_of(original.run))
 
 
 def _reproduce(original: Original, outputs: Path, recipes_dirs: list[Path], console: Console, *, dry_run: bool) -> int:
     recipe = original.manifest["recipe"]
     words = [*original.words, "training.resume=never", f"outputs={quoted(str(outputs))}"]
     job = plan_job(recipe, words, recipes_dirs)
-    with naming(original.run or original.file):
+    with broken_records_named(original.run or original.file):
         for line in require_same_config(original, job.config, recipes_dirs):
             console.print(Text(line, style="yellow"), soft_wrap=True)
         require_same_files(original.manifest, job.config)
@@ -329,7 +325,7 @@ def require_same_weights(manifest: dict[str, Any], config: RunConfig) -> None:
     if now != then:
         raise RequestError(
             f"the run started from other weights than it would here: those of {model_location(config.model)} "
-            f"{told(now)}, and the run's had {then[:12]}...; put the weights back that it started from",
+            f"{fingerprint_text(now)}, and the run's had {then[:12]}...; put the weights back that it started from",
             problem_id="reproduces-otherwise",
         )
 

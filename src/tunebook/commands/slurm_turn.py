@@ -18,10 +18,9 @@ from tunebook.config.schema import SlurmConfig
 from tunebook.errors import RequestError, StoppedError, TunebookError
 from tunebook.launch.node_facts import folder_problem
 from tunebook.launch.resume import is_trained
-from tunebook.record.files import RUN_FILE
 from tunebook.record.manifest import RunState, read_manifest, update_manifest
 from tunebook.record.provenance import describe_hardware
-from tunebook.record.run_folder import clear_outcomes, working_in
+from tunebook.record.run_folder import RUN_FILE, clear_outcomes, working_in
 from tunebook.slurm import JobState, patient_job_state, patient_requeue
 from tunebook.train.other_launchers import removal_notice, remove_other_launchers
 

@@ -15,10 +15,11 @@ from rich.text import Text
 from tunebook.checkpoint.candidates import expected_checkpoint
 from tunebook.checkpoint.identity import identity_of
 from tunebook.commands.attempt import Attempt
-from tunebook.config.control_characters import require_printable
 from tunebook.config.frozen import config_to_yaml
 from tunebook.config.schema import RayConfig, RunConfig, SlurmConfig, world_size
+from tunebook.config.unsafe_text import require_printable
 from tunebook.data.batch import BatchPlan, solve_batch
+from tunebook.data.prepared import PREPARED_FILE
 from tunebook.data.view import show_summary
 from tunebook.errors import RequestError, RulesError
 from tunebook.evaluate.code.checks import check_code, has_code
@@ -40,9 +41,10 @@ from tunebook.plan.draft import Draft, draft_json, draft_run, estimate_time, ref
 from tunebook.plan.memory.gpu import plan_memory
 from tunebook.plan.memory.host_memory import plan_host_memory
 from tunebook.plan.show import show_batch, show_choices
-from tunebook.record.files import PLAN_FILE, PREPARED_FILE, RUN_FILE
 from tunebook.record.manifest import MANIFEST_FILE, read_manifest, recorded_fingerprint, start_manifest
 from tunebook.record.run_folder import (
+    PLAN_FILE,
+    RUN_FILE,
     WITHOUT_RECIPE,
     check_outputs,
     clear_outcomes,
@@ -214,7 +216,7 @@ def _make_folder(config: RunConfig, found: Path | None) -> Path:
 def _resume_note(config: RunConfig, folder: Path, checkpoint: Path | None) -> str:
     if is_trained(folder, config):
         return ", trained already: going on with its evaluation"
-    return f", going on after {checkpoint}" if checkpoint is not None else ""
+    return f", resuming from {checkpoint}" if checkpoint is not None else ""
 
 
 def set_up_folder(job: Draft, plan: BatchPlan, prepared: Prepared, folder: Path) -> None:

@@ -1,26 +1,39 @@
-"""What `tunebook verify` and `tunebook diff` do: compare a run with recorded evidence or another, or record some."""
+"""`tunebook verify` compares a run with evidence or records evidence; `tunebook diff` compares two runs."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from tunebook.commands.record_evidence import record_evidence
 from tunebook.commands.recorded_evidence import verify
+from tunebook.config.identity import flat_differences
 from tunebook.errors import RequestError
-from tunebook.evidence.card import require_room, update_card
-from tunebook.evidence.difference import difference_table, differences
+from tunebook.evidence.card import check_card, update_card, update_overview
 from tunebook.evidence.files import evidence_files, evidence_folder
 from tunebook.evidence.gather import config_of, read_finished
-from tunebook.evidence.overview import update_overview
-from tunebook.evidence.show import draw_page, show_verification
-from tunebook.record.intact import naming
+from tunebook.evidence.page import draw_page, show_verification
+from tunebook.evidence.tolerances import relative
+from tunebook.record.page.comparison import config_differences
+from tunebook.record.page.overview import Summary, summarise
 from tunebook.record.run_folder import resolve_run, resolve_runs
-from tunebook.record.run_record import RunRecord, read_run
+from tunebook.record.run_record import RunRecord, broken_records_named, read_run
+
+NOT_SET = "not set"
+# Keys, with all keys below them, that differ between any two runs.
+_UNIQUE_KEYS = tuple(f"{key}." for key in (
+    "status.started", "status.ended", "status.seconds", "command", "typed", "config_sha256", "leak_probe.probe_s",
+    "leak_probe.warm_up_s", "start_up", "files_sha256", "model_files.training_args.bin",  # which names the run folder
+))  # fmt: skip
+_NUMBERS = (
+    "num_steps", "num_tokens", "first_loss", "final_loss", "best_validation_loss", "tokens_per_second_per_gpu", "mfu",
+    "padding_share", "seconds", "num_attempts",
+)  # fmt: skip
 
 
 def verify_command(
@@ -34,43 +47,45 @@ def verify_command(
     against: Path | None = None,
     as_json: bool = False,
 ) -> int:
-    """Compare a run and say what differs (0, or 5 where something does), or write the evidence of repeated runs.
+    """Compare a run (returns 0, or 5 if it differs), or write the evidence of repeated runs.
 
-    Raises: RequestError for a run that has not finished, or that nothing is recorded for; DataError for a broken file.
+    Raises: RequestError for a run that has not finished or has no evidence; DataError for a broken file.
     """
     folders = [resolve_run(run, outputs) for run in runs]
-    with naming(*folders):
+    with broken_records_named(*folders):
         records = [read_finished(folder) for folder in folders]
     if record:
         if label is None or against is not None:
             raise RequestError(
-                "--record writes a new file and needs --label NAME, which stands in its name, and no --against",
+                "--record writes a new file and needs --label NAME, which is part of its name, and no --against",
                 problem_id="evidence-label",
             )
-        with naming(*folders):
+        with broken_records_named(*folders):
             return _record(records, label, recipes_dirs, console)
     if len(records) != 1 or label is not None:
         raise RequestError(
-            "one run is compared at a time; several, and --label, are for --record: "
+            "only one run can be compared; several runs and --label are for --record: "
             "tunebook verify RUN RUN --record --label NAME",
             problem_id="evidence-label",
         )
-    with naming(*folders):
+    with broken_records_named(*folders):
         found = verify(records[0], recipes_dirs, against)
     if not as_json:
         return show_verification(found, records[0], console)
     page = draw_page(found, records[0], Console(stderr=True))
-    told = found.to_json() | {"page": None if page is None else str(page)}
-    json.dump(told, sys.stdout, indent=2, ensure_ascii=False, allow_nan=False)
-    print()
+    _print_json(found.to_json() | {"page": None if page is None else str(page)})
     return found.exit_code
 
 
+def _print_json(content: dict[str, Any]) -> None:
+    print(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False))
+
+
 def _record(records: list[RunRecord], label: str, recipes_dirs: list[Path], console: Console) -> int:
-    """Write the evidence and show it; whatever could not be shown is refused before anything is written."""
+    """Write the evidence and update the card. A card that cannot be updated is refused before anything is written."""
     if (recipe := config_of(records[0].folder).recipe) is not None:
         folder = evidence_folder(recipe, recipes_dirs)
-        require_room(folder.parent / "README.md", evidence_files(recipe, recipes_dirs))
+        check_card(folder.parent / "README.md", evidence_files(recipe, recipes_dirs))
     file = record_evidence(records, label, recipes_dirs)
     console.print(Text(f"written: {file}"), soft_wrap=True)
     card = file.parent.parent / "README.md"
@@ -82,17 +97,17 @@ def _record(records: list[RunRecord], label: str, recipes_dirs: list[Path], cons
 
 
 def diff_command(runs: tuple[str, str], outputs: Path, console: Console, *, as_json: bool = False) -> int:
-    """Print what is not the same in two runs. Raises: RequestError for a folder that is no run's, or one run twice."""
+    """Print the differences of two runs. Raises: RequestError if one is not a run, or both are the same."""
     one, other = (read_run(folder) for folder in resolve_runs(runs, outputs))
-    with naming(one.folder, other.folder):
+    with broken_records_named(one.folder, other.folder):
         found = differences(one, other)
     if as_json:
-        content = {
-            section: [{"key": key, "values": [first, second]} for key, first, second in rows]
-            for section, rows in found.items()
-        }
-        json.dump(content, sys.stdout, indent=2, ensure_ascii=False, allow_nan=False)
-        print()
+        _print_json(
+            {
+                section: [{"key": key, "values": [first, second]} for key, first, second in rows]
+                for section, rows in found.items()
+            }
+        )
         return 0
     for record in (one, other):
         for name in record.changed_files:
@@ -101,11 +116,58 @@ def diff_command(runs: tuple[str, str], outputs: Path, console: Console, *, as_j
     without = [record.name for record in (one, other) if record.config is None]
     if any(found.values()):
         console.print(difference_table(found, (one.name, other.name)))
-    elif not without:
-        console.print("no difference in configuration, manifest and results")
     else:
-        console.print("no difference in manifest and results")
+        console.print(f"no difference in {'' if without else 'configuration, '}manifest and results")
     if without:
-        lacking = f"configurations are not compared: {' and '.join(without)} lacks run.yaml"
-        console.print(Text(lacking, style="yellow"), soft_wrap=True)
+        missing = f"configurations are not compared: {' and '.join(without)} lacks run.yaml"
+        console.print(Text(missing, style="yellow"), soft_wrap=True)
     return 0
+
+
+def differences(one: RunRecord, other: RunRecord) -> dict[str, list[tuple[str, Any, Any]]]:
+    """The differing keys with both values, in the sections `config`, `manifest` and `results`."""
+    of_manifest = flat_differences(one.manifest or {}, other.manifest or {}, absent=lambda key: NOT_SET)
+    return {
+        "config": [(key, values[0], values[1]) for key, values in config_differences([one, other])],
+        "manifest": [found for found in of_manifest if not f"{found[0]}.".startswith(_UNIQUE_KEYS)],
+        "results": [*_loss_differences(one, other), *_result_differences(summarise(one), summarise(other))],
+    }
+
+
+def _result_differences(one: Summary, other: Summary) -> list[tuple[str, Any, Any]]:
+    rows = [(name, getattr(one, name), getattr(other, name)) for name in _NUMBERS]
+    peaks = [max(summary.peak_memory_gib, default=None) for summary in (one, other)]
+    rows.append(("peak_memory_gib", peaks[0], peaks[1]))
+    return [row for row in rows if row[1] != row[2]]
+
+
+def _loss_differences(one: RunRecord, other: RunRecord) -> list[tuple[str, Any, Any]]:
+    """The first step whose losses are not bitwise equal, and the largest difference over the shared steps."""
+    first, second = dict(one.scheduled_losses()), dict(other.scheduled_losses())
+    step = next((step for step in sorted(first.keys() | second.keys()) if first.get(step) != second.get(step)), None)
+    if step is None:
+        return []
+    shared = [(loss, second.get(at)) for at, loss in first.items()]
+    largest = max((relative(two, loss) for loss, two in shared if loss is not None and two is not None), default=None)
+    return [
+        (f"loss at step {step}, the first that differs", first.get(step, NOT_SET), second.get(step, NOT_SET)),
+        ("largest difference of a step's loss, relative", "", largest),
+    ]
+
+
+def difference_table(found: dict[str, list[tuple[str, Any, Any]]], names: tuple[str, str]) -> Table:
+    """The differences for a terminal, with shortened hashes."""
+    table = Table(box=None, pad_edge=False)
+    for heading in ("", "key", *names):
+        table.add_column(Text(heading), overflow="fold")
+    for section, rows in found.items():
+        for index, (key, one, other) in enumerate(rows):
+            cells = (section if index == 0 else "", key, _short(one), _short(other))
+            table.add_row(*map(Text, cells))  # values may contain brackets
+    return table
+
+
+def _short(value: Any) -> str:
+    text = f"{value:.7g}" if isinstance(value, float) else str(value)
+    is_hash = len(text) == 64 and all(letter in "0123456789abcdef" for letter in text)
+    return f"{text[:12]}..." if is_hash else text

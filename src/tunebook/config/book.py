@@ -1,4 +1,4 @@
-"""Where the book is: the folder that holds `hydra_configs/` and `recipes/`, found from any working directory.
+"""The book: the folder with `hydra_configs/` and `recipes/`, found from any working directory.
 
 Looked for in this order: `$TUNEBOOK_HOME`, the checkout that this file lies in, the copy inside an installed package.
 """
@@ -13,9 +13,9 @@ from pathlib import Path
 from tunebook.errors import RequestError, did_you_mean
 
 BOOK_PREFIX = "book:"
-INSTALLED_BOOK = "_book"  # beside the code of an installed package
+INSTALLED_BOOK = "_book"  # next to the code in an installed package
 RECIPES_VARIABLE = "TUNEBOOK_RECIPES"
-# Bytes that Linux takes; asking it about more is an error, where a file that is not there is none.
+# The limits of Linux in bytes. Longer paths raise errors even in existence checks.
 _LONGEST_PATH, _LONGEST_NAME = 4095, 255
 
 
@@ -41,17 +41,17 @@ def book_root() -> Path:
         if _is_book(folder):
             return folder
     raise RequestError(
-        f"no hydra_configs/ and recipes/ beside {package}; set TUNEBOOK_HOME to a checkout of Tunebook",
+        f"no hydra_configs/ and recipes/ next to {package}; set TUNEBOOK_HOME to a checkout of Tunebook",
         problem_id="book-not-found",
     )
 
 
 class PlacedPath(str):
-    """A configured path that knows the folder it was typed in: a run is read again from other folders.
+    """A configured path with the folder in which it was typed, since runs are read from other folders later.
 
-    As text it stays what was typed, since that is what is hashed, compared and told. `copy` and `pickle` keep the
-    folder; yaml.safe_dump and OmegaConf.create refuse such a text (give them `str(path)`), OmegaConf.structured takes
-    it, and OmegaConf.to_object gives it back as a plain one, without the folder.
+    Its text is what was typed: that is hashed, compared and printed. `copy` and `pickle` keep the folder.
+    yaml.safe_dump and OmegaConf.create refuse it (pass `str(path)`), OmegaConf.structured accepts it, and
+    OmegaConf.to_object returns a plain text without the folder.
     """
 
     typed_in: Path
@@ -65,7 +65,7 @@ def placed(text: str, typed_in: Path) -> PlacedPath:
 
 
 def is_relative(text: str) -> bool:
-    """Whether it depends on a folder what a configured path means."""
+    """True if a configured path depends on a folder."""
     return not is_in_book(text) and not Path(text).expanduser().is_absolute()
 
 
@@ -82,7 +82,7 @@ def is_task_file(task: str) -> bool:
 def resolve_path(text: str) -> Path:
     """The absolute path of a configured one: `book:...` is inside the book, others start where they were typed.
 
-    That is the working directory, or for a run that was started before the folder that it remembers.
+    That is the working directory, or for an earlier run the folder in its run.yaml.
     Raises: RequestError for one that no file can have.
     """
     if is_in_book(text):
@@ -92,7 +92,7 @@ def resolve_path(text: str) -> Path:
 
 
 def require_possible(path: Path) -> Path:
-    """A path that was typed, for the system to be asked about. Raises: RequestError where it is too long for any."""
+    """The path if the system can handle its length. Raises: RequestError."""
     longest = max((len(os.fsencode(part)) for part in path.parts), default=0)
     if longest > _LONGEST_NAME or len(os.fsencode(path)) > _LONGEST_PATH:
         raise path_too_long(path)
@@ -100,7 +100,7 @@ def require_possible(path: Path) -> Path:
 
 
 def path_too_long(path: Path) -> RequestError:
-    """What to say of a path that the system takes for too long."""
+    """The error for a path that is too long."""
     text = str(path)
     return RequestError(
         f"there is no file or folder {text[:60]}... ({len(text)} characters): a name on a disk has at most "
@@ -110,7 +110,7 @@ def path_too_long(path: Path) -> RequestError:
 
 
 def as_word(text: str) -> str:
-    """A configured path for the command line of another process, which is told text and not where it was typed."""
+    """A configured path as an argument for another process, which does not know where it was typed."""
     return str(resolve_path(text)) if isinstance(text, PlacedPath) else text
 
 

@@ -66,7 +66,7 @@ class Overlong(Enum):
 
 
 class SpecialText(Enum):
-    """What becomes of the text of a special token, such as `</s>`, that stands in a document."""
+    """How the text of a special token, such as `</s>`, in a document is treated."""
 
     auto = "auto"
     refuse = "refuse"
@@ -75,7 +75,7 @@ class SpecialText(Enum):
 
 
 class Strategy(Enum):
-    """How one model is spread over the GPUs."""
+    """How a model is distributed over the GPUs."""
 
     auto = "auto"
     single = "single"
@@ -151,7 +151,7 @@ class Switch(Enum):
 
 
 class Checkpointing(Enum):
-    """What of the forward pass is computed again in the backward pass, instead of being kept for it."""
+    """Which results of the forward pass are recomputed in the backward pass instead of being kept."""
 
     auto = "auto"
     disabled = "disabled"  # nothing
@@ -170,9 +170,9 @@ class Attention(Enum):
     flash_attention_3 = "flash_attention_3"
     flash_attention_4 = "flash_attention_4"
     varlen_attention = "varlen_attention"  # ours: see model.varlen_attention
-    # Ours: see model.flash_attention_4. Not with `flash` in its name, which transformers takes for its own way to them.
+    # Ours: see model.varlen_attention. Without `flash` in its name, which transformers handles itself.
     varlen_attention_4 = "varlen_attention_4"
-    sdpa_by_document = "sdpa_by_document"  # ours: see model.document_attention
+    sdpa_by_document = "sdpa_by_document"  # ours: see model.varlen_attention
 
 
 class PackingMode(Enum):
@@ -228,7 +228,7 @@ class ContainerRuntime(Enum):
 
 
 class TrackerName(Enum):
-    """Where curves are also sent, beside `metrics.jsonl`."""
+    """Where curves are sent in addition to `metrics.jsonl`."""
 
     none = "none"
     trackio = "trackio"
@@ -237,10 +237,10 @@ class TrackerName(Enum):
 
 
 class ResumeAnyway(Enum):
-    """What may differ between a checkpoint and the run that goes on from it, though the result does then, too."""
+    """What may differ between a checkpoint and the run that resumes from it, although it changes the result."""
 
     config = "config"
     data = "data"
     template = "template"
     world_size = "world_size"
-    best = "best"  # its best checkpoint so far is gone: those that are left are ranked
+    best = "best"  # its best checkpoint is missing: rank the remaining ones

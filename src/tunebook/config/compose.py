@@ -1,8 +1,8 @@
-"""Compose: Hydra groups + recipe + the user's overrides -> one typed `RunConfig`, or an error that names the place.
+"""Composes Hydra groups, a recipe and the user's overrides into one typed `RunConfig`.
 
-Order of strength, weakest first: a group's file, `hydra_configs/config.yaml`, the recipes a recipe builds on, the
-recipe, the command line. Nothing is checked across fields here (`plan.rules`) and nothing is decided
-(`plan.auto.resolve`). Torch is not imported.
+Later ones override earlier ones: a group's file, `hydra_configs/config.yaml`, the recipes that a recipe builds on, the
+recipe, the command line. Rules across fields are in `plan.rules`, and `auto` is resolved in `plan.auto.resolve`. Torch
+is not imported.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ from tunebook.config.recipe_files import (
     store_recipes,
 )
 from tunebook.config.schema import CHOICE_SCHEMAS, GROUPS, RunConfig
-from tunebook.config.secrets import is_secret_name, secret_in
+from tunebook.config.unsafe_text import is_secret_name, secret_in
 from tunebook.config.walk import texts_of, unknown_keys
 from tunebook.errors import RequestError
 
-# The one dictionary with keys of the user's own. Hydra's override cannot add a typed entry to it, so overrides below it
-# are merged here.
+# The only dictionary whose keys the user chooses. Hydra's overrides cannot add a typed entry to it, so they are merged
+# here.
 _OPEN_DICTIONARY = "dataset.parts"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Composition:
-    """A composed configuration and where each of its values came from."""
+    """A composed configuration and the origins of its values."""
 
     config: RunConfig
     groups: dict[str, str]  # the choice of each config group
@@ -65,9 +65,9 @@ class Composition:
 
 
 def compose(recipe: str | None, overrides: list[str], recipes_dirs: list[Path] | None = None) -> Composition:
-    """Compose a run. Raises: RequestError naming the key, its file or override, the allowed values, the spelling.
+    """Compose a run. Raises: RequestError with the key, its file or override, the allowed values and the spelling.
 
-    Every wrong override is named: Hydra stops at the first, so the others are looked for without it.
+    The error lists all wrong overrides. Hydra stops at the first, so composing is repeated without it.
     """
     errors: list[RequestError] = []
     words = list(overrides)
@@ -78,7 +78,7 @@ def compose(recipe: str | None, overrides: list[str], recipes_dirs: list[Path] |
             errors.append(error)
             words = _without(words, error.word)
         except RequestError as error:
-            # What is missing now may be missing only because an override was taken away.
+            # A value may be missing only because its override was removed above.
             if not errors or error.problem_id != "missing-value":
                 errors.append(error)
             break
@@ -92,7 +92,7 @@ def compose(recipe: str | None, overrides: list[str], recipes_dirs: list[Path] |
 
 
 def _without(words: list[str], wrong: str) -> list[str]:
-    """The overrides but for a wrong one, and those that only make sense with the choice it made."""
+    """The overrides without a wrong one, and without those for keys of the group that it chose."""
     group = wrong.partition("=")[0]
     below = f"{group}." if group in GROUPS else None
     return [word for word in words if word != wrong and not (below and word.startswith(below))]
@@ -121,7 +121,7 @@ def _compose(recipe: str | None, overrides: list[str], recipes_dirs: list[Path])
 def register_configs(recipe: str | None, recipes_dirs: list[Path]) -> list[RecipeFile]:
     """Hand the schemas and the recipe (with its parents) to Hydra; returns the recipe files, the recipe first."""
     store = ConfigStore.instance()
-    if "schema" not in store.repo:  # once is enough, and a plan composes up to ten runs
+    if "schema" not in store.repo:  # a plan composes up to ten runs in one process
         store.store(group="schema", name="config", node=RunConfig, package="_global_")
         for place, schema in CHOICE_SCHEMAS.items():
             group, name = place.rsplit("/", 1)
@@ -132,7 +132,7 @@ def register_configs(recipe: str | None, recipes_dirs: list[Path]) -> list[Recip
 
 
 def parse_overrides(overrides: list[str]) -> list[Override]:
-    """Parse `key=value` words. Raises: RequestError for what is no override or would escape the schema."""
+    """Parse `key=value` words. Raises: RequestError for words that are not overrides of the schema's keys."""
     parsed: list[Override] = []
     for text in overrides:
         if text.startswith(("+", "~")):
@@ -187,7 +187,7 @@ def _merge_open(tree: DictConfig, overrides: list[Override]) -> DictConfig:
 
 
 def _typed(tree: DictConfig, origins: Origins) -> RunConfig:
-    """The composed tree as dataclasses, with every key known and every required value there."""
+    """The composed tree as dataclasses. Raises: RequestError for unknown keys and missing required values."""
     with open_dict(tree):
         del tree["hydra"]
     guard_resolvers()
@@ -198,7 +198,7 @@ def _typed(tree: DictConfig, origins: Origins) -> RunConfig:
         if missing := sorted(OmegaConf.missing_keys(tree)):
             raise explain_missing(missing)
         config: Any = OmegaConf.to_object(tree)
-    except (OmegaConfBaseException, OverflowError) as error:  # the latter for whole numbers of hundreds of digits
+    except (OmegaConfBaseException, OverflowError) as error:  # OverflowError: integers of hundreds of digits
         raise explain_value(error, origins) from error
     assert isinstance(config, RunConfig)
     _refuse_secrets(config, origins)
@@ -206,7 +206,7 @@ def _typed(tree: DictConfig, origins: Origins) -> RunConfig:
 
 
 def _refuse_secrets(config: RunConfig, origins: Origins) -> None:
-    """Raises: RequestError for a text that holds a secret of the environment, however it came to be there."""
+    """Raises: RequestError for a text that contains a secret of the environment, wherever it came from."""
     for key, values, _ in texts_of(config):
         for value in values:
             if found := secret_in(value):

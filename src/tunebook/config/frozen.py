@@ -1,11 +1,12 @@
-"""`run.yaml`: the resolved configuration as the launcher freezes it and every rank reads it.
+"""`run.yaml`: the resolved configuration that the launcher writes and every rank reads.
 
-Where it holds relative paths it names the folder that they were typed in, and whoever reads it finds what they named.
-On a machine without that folder, or after it was moved, they start at the working directory, as where they are typed.
+With relative paths it also contains the folder in which they were typed, so that they resolve from anywhere. If that
+folder does not exist, they start at the working directory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from tunebook.config.book import PlacedPath, is_relative, placed, resolve_path
 from tunebook.config.choices import LauncherName, Strategy
 from tunebook.config.interpolation import escaped, to_object
-from tunebook.config.placing import place_paths, typed_in
 from tunebook.config.schema import (
     FsdpConfig,
     LauncherConfig,
@@ -26,7 +27,7 @@ from tunebook.config.schema import (
     SlurmConfig,
     ZeroConfig,
 )
-from tunebook.config.walk import texts_of
+from tunebook.config.walk import field_types, texts_of
 from tunebook.errors import RequestError
 
 _INTERPOLATION = "${"  # how one begins
@@ -45,16 +46,17 @@ LAUNCHER_SCHEMAS: dict[LauncherName, type[LauncherConfig]] = {
     LauncherName.slurm: SlurmConfig,
     LauncherName.ray: RayConfig,
 }
-# What was not left open before it was there: a run frozen without the key had this value.
+# Settings that older versions did not have: a run without the key was trained with this value.
 _SINCE_DECIDED = (("model", "compile_layers", False), ("model", "one_pass_head", False))
 
 
-# No key of the configuration and in no hash: the same words are the same run wherever they are typed.
+# Not a key of the configuration, and in no hash: the same settings are the same run wherever they are typed.
 TYPED_IN_KEY = "typed_in"
+_TASK_FILES = (".yaml", ".yml")  # other words among the tasks are names
 
 
 def bring_up_to_date(parts: dict[str, Any]) -> None:
-    """Give a configuration that an earlier version wrote as plain values the form that it has today."""
+    """Update the plain values of a configuration from an earlier version to the present form."""
     for section, key, before in _SINCE_DECIDED:
         parts[section].setdefault(key, before)
     facts = parts["model"].get("facts") or {}
@@ -63,9 +65,9 @@ def bring_up_to_date(parts: dict[str, Any]) -> None:
 
 
 def config_to_yaml(config: RunConfig) -> str:
-    """A configuration as YAML text that `load_config` reads back equal, and where its relative paths start.
+    """A configuration as YAML text that `load_config` reads, with the folder where its relative paths start.
 
-    Its values are final: a `${` in one is a text, and stays one wherever it is read.
+    Its values are final, so a `${` in one is escaped.
     """
     if any(_INTERPOLATION in text for _, texts, _ in texts_of(config) for text in texts):
         config = _escaped(config)
@@ -75,7 +77,7 @@ def config_to_yaml(config: RunConfig) -> str:
 
 
 def _escaped(value: Any) -> Any:
-    """A copy of a configuration, or of a part of it, in whose texts OmegaConf finds no interpolation."""
+    """A copy of a configuration, or of a part of it, without interpolations for OmegaConf."""
     if isinstance(value, str):
         return escaped(value) if _INTERPOLATION in value else value
     if isinstance(value, list):
@@ -88,7 +90,7 @@ def _escaped(value: Any) -> Any:
 
 
 def typed_in_of(file: Path) -> Path | None:
-    """The folder that the relative paths of a `run.yaml` start at; None where it names none or cannot be read."""
+    """The folder where the relative paths of a `run.yaml` start; None if there is none or it cannot be read."""
     try:
         folder: Any = OmegaConf.to_container(OmegaConf.load(file)).get(TYPED_IN_KEY)  # type: ignore[union-attr]
     except (OSError, OmegaConfBaseException, YAMLError, AttributeError):
@@ -97,7 +99,7 @@ def typed_in_of(file: Path) -> Path | None:
 
 
 def load_config(file: Path) -> RunConfig:
-    """Read a frozen `run.yaml`. Raises: RequestError when it is missing, damaged or of another version's schema."""
+    """Read a frozen `run.yaml`. Raises: RequestError if it is missing, damaged or of another version's schema."""
     try:
         plain: Any = OmegaConf.to_container(OmegaConf.load(file))
         folder = plain.pop(TYPED_IN_KEY, None)
@@ -119,3 +121,66 @@ def load_config(file: Path) -> RunConfig:
     if isinstance(folder, str) and Path(folder).is_dir():
         place_paths(merged, Path(folder))
     return merged
+
+
+def typed_in(config: RunConfig) -> Path | None:
+    """The folder that a configuration's relative paths start at; None if it has none."""
+    found = [text for section, key in _relative_paths(config, None) for text in _path_texts(getattr(section, key))]
+    if not found:
+        return None
+    return next((text.typed_in for text in found if isinstance(text, PlacedPath)), Path.cwd())
+
+
+def place_paths(config: RunConfig, folder: Path) -> None:
+    """Make a configuration's relative paths start at a folder, whatever the working directory is.
+
+    The texts stay unchanged, since the configuration's hash is computed from them.
+    """
+    for section, key in list(_relative_paths(config, folder)):
+        value = getattr(section, key)
+        if isinstance(value, list):
+            setattr(section, key, [placed(task, folder) if _is_task_file(task) else task for task in value])
+        else:
+            setattr(section, key, placed(value, folder))
+
+
+def _is_task_file(task: str) -> bool:
+    return task.endswith(_TASK_FILES) and is_relative(task)
+
+
+def _path_texts(value: str | list[str]) -> list[str]:
+    return [value] if isinstance(value, str) else [task for task in value if _is_task_file(task)]
+
+
+def _relative_paths(config: RunConfig, folder: Path | None) -> Iterator[tuple[Any, str]]:
+    """Section and key of each setting with a relative path, which starts at `folder` or where it starts now."""
+    model, dataset = config.model, config.dataset
+    sources = [dataset, *dataset.parts.values()]
+    paths = [(model, "path"), (model, "chat_template"), (dataset, "validation_path")]
+    for section, key in [*paths, *((source, "path") for source in sources)]:
+        text = getattr(section, key)
+        if text and is_relative(text):
+            yield section, key
+    for section, key in [(model, "tokenizer"), *((source, "name") for source in sources)]:
+        text = getattr(section, key)
+        if text and is_relative(text) and (resolve_path(text) if folder is None else folder / text).exists():
+            yield section, key  # else it is a name on the hub
+    if any(map(_is_task_file, config.evaluation.tasks)):
+        yield config.evaluation, "tasks"
+
+
+def plain_config(**given: Any) -> RunConfig:
+    """A `RunConfig` of the given fields without Hydra; other sections have the schema's defaults, for one process.
+
+    Nothing is resolved or checked, and there is nothing to train: no task, no learning rate, rows of no tokens.
+    """
+    schemas: dict[str, Any] = {name: kind for name, kind in field_types(RunConfig).items() if is_dataclass(kind)}
+    required: dict[str, dict[str, Any]] = {
+        "parallelism": {"strategy": Strategy.single},
+        "optimizer": {"learning_rate": 0.0},
+        "launcher": {"name": LauncherName.local},
+        "evaluation": {"tasks": []},
+        "training": {"max_length": 0},
+    }
+    sections: dict[str, Any] = {name: schema(**required.get(name, {})) for name, schema in schemas.items()}
+    return RunConfig(**sections | given)

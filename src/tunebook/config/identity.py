@@ -1,7 +1,7 @@
-"""The hash that says whether two runs were asked for the same thing, wherever they run and write.
+"""The hash of a run's configuration: equal for the same run, wherever it runs and writes.
 
 It covers every setting that differs from the schema's default, so a key that is added to the schema later changes no
-hash until somebody sets it. A field of the schema that does not change the result says so in its metadata.
+hash until it is set. Fields that do not change the result are marked in their metadata.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from tunebook.config.book import BOOK_PREFIX, book_root
 from tunebook.config.schema import RunConfig, describes_claim, is_identity
 from tunebook.config.walk import schemas_of, texts_of
 
-# Written beside each hash. Version 1 covered settings at their defaults too: its hashes can be read, not recomputed.
+# Recorded with each hash. Version 1 also covered settings at their defaults; its hashes cannot be recomputed.
 HASH_VERSION = 2
 
-# How much memory there is: detected on the machine, and no loss depends on it. What is decided by it is hashed itself.
+# Detected memory sizes. No loss depends on them; the settings that are derived from them are hashed themselves.
 CAPACITIES = ("hardware.memory_gib", "hardware.host_memory_gib")
 
 _Choice = Callable[["dataclasses.Field[Any]"], bool]
@@ -37,7 +37,7 @@ def config_hash(config: RunConfig, book_folder: str | None = None) -> str:
 
 
 def hash_anywhere(config: RunConfig, asked: Collection[str]) -> str:
-    """`config_hash` without detected memory: the same for one request on hosts that differ in it."""
+    """`config_hash` without detected memory: equal for one request on hosts with different memory."""
     changed = dataclasses.replace(config.hardware)
     for key in found_capacities(config, asked):
         setattr(changed, key.removeprefix("hardware."), None)
@@ -45,13 +45,13 @@ def hash_anywhere(config: RunConfig, asked: Collection[str]) -> str:
 
 
 def found_capacities(config: RunConfig, asked: Collection[str]) -> tuple[str, ...]:
-    """The CAPACITIES that were detected; `asked` are the keys that somebody has set."""
+    """The CAPACITIES that were detected; `asked` are the keys that the user has set."""
     named = {*asked, *(["hardware.host_memory_gib"] if config.hardware.host_memory_gib is not None else [])}
     return tuple(key for key in CAPACITIES if key not in named)
 
 
 def has_hash(config: RunConfig, expected: str) -> bool:
-    """Whether a configuration has this hash, or had it while the book lay in the folder that one of its paths is in."""
+    """True if a configuration has this hash, also if the book was in another folder then."""
     if expected == config_hash(config):
         return True
     paths = [Path(text) for _, texts, _ in texts_of(config) for text in texts if text.startswith("/")]
@@ -65,17 +65,14 @@ def result_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def comparable_config(config: RunConfig) -> dict[str, Any]:
-    """The settings that two runs of one claim share: all that change losses, speed or memory, but the machine."""
+    """The settings that two runs of one claim share: all that change losses, speed or memory, except the machine."""
     kept = dict(_sections(config, describes_claim, _book_folder()))
     del kept["hardware"]
     return kept
 
 
 def default_of(key: str) -> Any:
-    """The schema's default for a dotted key as a plain value; ABSENT for a key that it does not have.
-
-    A record that was written before there was such a key has it at this value.
-    """
+    """The default of a dotted key as a plain value, which older records have implicitly; ABSENT if unknown."""
     section, _, name = key.rpartition(".")
     for schema in schemas_of(section):
         for field in dataclasses.fields(schema):
@@ -85,7 +82,7 @@ def default_of(key: str) -> Any:
 
 
 def flat(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of nested sections with its dotted key; an empty section is a value."""
+    """Every value of nested sections with its dotted key. An empty section counts as a value."""
     if isinstance(node, dict) and node:
         for key, value in node.items():
             yield from flat(value, f"{path}.{key}" if path else str(key))
@@ -98,7 +95,7 @@ def flat_differences(
 ) -> list[tuple[str, Any, Any]]:
     """Dotted keys whose values differ, with both; `absent` gives the value of a key that only one of them has.
 
-    A section that is empty in one of them is not named in addition to the keys that the other has there.
+    A section that is empty in one of them is not listed in addition to the keys of the other.
     """
     first, second = dict(flat(one, path)), dict(flat(other, path))
     keys = sorted(first.keys() | second.keys())

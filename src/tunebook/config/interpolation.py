@@ -1,8 +1,8 @@
 """What `${...}` in a configuration may read: other keys, and a short list of environment variables.
 
-A recipe is often somebody else's, and what it reads is written to run.yaml, manifest.json and the report. So a token
-in the environment must be out of its reach. OmegaConf looks a resolver up by its name when a value is read, and the
-name of a variable may itself be put together: what is refused is refused there, and not by looking at the text.
+Recipes are often written by others, and the values that they read are written to run.yaml, manifest.json and the
+report. So a recipe must not be able to read a token from the environment. The name of a variable may be the result of
+another interpolation, so the check is in the resolver and does not look at the text.
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from tunebook.config.secrets import is_secret_name
+from tunebook.config.unsafe_text import is_secret_name
+from tunebook.errors import causes
 
-# Where things are on this machine, who works there, and which job this is.
+# Folders of this machine, its user, and the job.
 _NAMES = (
     *("HOME", "USER", "LOGNAME", "HOSTNAME", "PWD", "TMPDIR", "SCRATCH", "WORK", "PROJECT", "STORE", "DATA", "MODELS"),
     *("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_CLUSTER_NAME"),
 )
 _ENDINGS = ("_DIR", "_PATH", "_ROOT", "_HOME", "_FOLDER", "_SCRATCH", "_DATA", "_TMPDIR")
 ALLOWED = f"{', '.join(_NAMES)}, and names that end in {', '.join(_ENDINGS)}"
-# OmegaConf's own, which only look at the configuration itself.
+# OmegaConf's own, which read only the configuration.
 _RESOLVERS = ("oc.create", "oc.decode", "oc.deprecated", "oc.dict.keys", "oc.dict.values", "oc.env", "oc.select")
 _UNSET: Any = object()
 
 
 class OutsideError(Exception):
-    """An interpolation that reads what it may not, or what is not there; `advice` is what to type instead of `key`."""
+    """An interpolation of something forbidden or missing; `advice` is what to type, with `{key}` for the key."""
 
     def __init__(self, message: str, advice: str, *, problem_id: str) -> None:
         super().__init__(message)
@@ -36,32 +37,29 @@ class OutsideError(Exception):
 
 
 def may_read(variable: str) -> bool:
-    """Whether a configuration may read an environment variable."""
+    """True if a configuration may read an environment variable."""
     return variable in _NAMES or (variable.endswith(_ENDINGS) and not is_secret_name(variable))
 
 
 def guard_resolvers() -> None:
-    """Let every interpolation that is resolved from now on read the allowed variables, and nothing else outside.
+    """Restrict interpolations to the configuration and the allowed variables.
 
-    To be called before a configuration is resolved: Hydra brings its own resolvers back with every composition.
+    Call it before each configuration is resolved, since Hydra registers its own resolvers with every composition.
     """
     OmegaConf.clear_resolvers()
     OmegaConf.register_new_resolver("oc.env", _read_variable, replace=True)
 
 
 def to_object(tree: Any) -> Any:
-    """The tree as dataclasses, with its interpolations resolved. Raises: OmegaConf's errors, of OutsideError too."""
+    """The tree as dataclasses, with its interpolations resolved. Raises: OmegaConf's errors, also for OutsideError."""
     guard_resolvers()
     return OmegaConf.to_object(tree)
 
 
 def outside_error(error: BaseException) -> OutsideError | None:
-    """The reason for which an interpolation was refused, where that is why resolving failed."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OutsideError):
-            return seen
-        seen = seen.__cause__ or seen.__context__
+    """The refused interpolation because of which resolving failed; None if it failed for another reason."""
+    if (refused := next((one for one in causes(error) if isinstance(one, OutsideError)), None)) is not None:
+        return refused
     unknown = re.search(r"Unsupported interpolation type (\S+)", str(error))
     if unknown is None:
         return None
@@ -74,7 +72,7 @@ def outside_error(error: BaseException) -> OutsideError | None:
 
 
 def _read_variable(name: str, default: Any = _UNSET) -> str | None:
-    """As OmegaConf's own `oc.env`, of allowed variables. Raises: OutsideError."""
+    """Like OmegaConf's own `oc.env`, for allowed variables only. Raises: OutsideError."""
     if not may_read(name):
         raise OutsideError(
             f"takes ${{oc.env:{name}}} from the environment, and what a configuration reads is written to run.yaml, "
@@ -97,5 +95,5 @@ def _read_variable(name: str, default: Any = _UNSET) -> str | None:
 
 
 def escaped(text: str) -> str:
-    """The text so that OmegaConf reads it as it is: `${` is no interpolation."""
+    """The text escaped so that OmegaConf does not read `${` as an interpolation."""
     return re.sub(r"(\\*)\$\{", lambda found: f"{2 * found[1]}\\${{", text)

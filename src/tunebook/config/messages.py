@@ -1,6 +1,6 @@
-"""Turns what Hydra and OmegaConf say of a wrong configuration into one message a user can act on.
+"""Turns errors of Hydra and OmegaConf into messages with a fix.
 
-Each message names the key, the file or override it came from, the allowed values and the nearest spelling.
+Each message names the key, its file or override, the allowed values and the nearest spelling.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from tunebook.config.origins import Origins
 from tunebook.config.override_text import split_values, typed, typed_list
 from tunebook.config.recipe_files import choice_schema, group_choices
 from tunebook.config.schema import CHOICE_SCHEMAS, GROUPS
-from tunebook.config.secrets import without_secrets
+from tunebook.config.unsafe_text import without_secrets
 from tunebook.config.walk import all_keys, describe_type, field_types, schemas_of
 from tunebook.errors import RequestError, did_you_mean, nearest
 
-# What to type for values that only the user can know.
+# Examples for values that only the user can give.
 _MISSING_HINTS = {
     "model.name": "model.name=organisation/name, or model.path=DIR",
     "dataset.path": "dataset.path=FILE_OR_GLOB",
@@ -36,7 +36,7 @@ class OverrideError(RequestError):
 
 
 def all_of(errors: list[RequestError]) -> RequestError:
-    """Several errors as one; a single one as it is."""
+    """Several errors as one numbered list; a single error unchanged."""
     if len(errors) == 1:
         return errors[0]
     lines = [
@@ -46,7 +46,7 @@ def all_of(errors: list[RequestError]) -> RequestError:
 
 
 def _wrong(key: str, message: str, origins: Origins, *, problem_id: str) -> RequestError:
-    """An error about a key, with the place that set it."""
+    """An error about a key, with the file or override that set it."""
     override = origins.override(key)
     if override is None:
         return RequestError(f"{origins.of(key)}: {message}", problem_id=problem_id)
@@ -55,7 +55,7 @@ def _wrong(key: str, message: str, origins: Origins, *, problem_id: str) -> Requ
 
 
 def unreadable_override(text: str) -> OverrideError:
-    """An override that Hydra's grammar does not take."""
+    """The error for an override that Hydra's grammar does not accept."""
     key, has_value, value = text.partition("=")
     if not has_value:
         near = nearest(text, all_keys())
@@ -75,15 +75,15 @@ def unreadable_override(text: str) -> OverrideError:
 
 
 def _typed_anew(key: str, value: str) -> str:
-    """With the quotes that it lacked; of a list round each entry that needs them."""
+    """The override with the missing quotes; in a list, around each entry that needs them."""
     if not (type_of(key).startswith("a list") and value.startswith("[") and value.endswith("]")):
         return typed(key, value)
     entries = (entry.strip().strip("'\"") for entry in split_values(value[1:-1]))
-    return typed_list(key, filter(None, entries))  # after a last comma there is none, and an empty one names nothing
+    return typed_list(key, filter(None, entries))  # there may be a comma after the last entry
 
 
 def added_or_removed(text: str) -> OverrideError:
-    """An override by which Hydra adds a key to a configuration or takes one out."""
+    """The error for an override with which Hydra would add or remove a key."""
     word = text.lstrip("+~")
     key, has_value, value = word.partition("=")
     if (foreign := answer_key(key, value)) is not None and key not in all_keys() and key not in GROUPS:
@@ -95,7 +95,7 @@ def added_or_removed(text: str) -> OverrideError:
 
 
 def several_values(key: str, text: str) -> OverrideError:
-    """An override that a sweep would take, where one run was asked for, or a list of another tool's key."""
+    """The error for an override with several values, as for a sweep, or for a list under another tool's key."""
     value = text.split("=", 1)[1]
     if key not in GROUPS and key not in all_keys() and not schemas_of(key):
         message = answer_key(key, value) or f"there is no key '{key}'.{_guess_elsewhere(key)}"
@@ -115,7 +115,7 @@ def several_values(key: str, text: str) -> OverrideError:
 
 
 def unknown_choice(group: str, choice: str, place: str, *, word: str | None = None) -> RequestError:
-    """A group has no such file; `word` is the override that asked for it."""
+    """The error for a choice that a group does not have; `word` is the override that asked for it."""
     known = group_choices(group)
     near = nearest(choice, known)
     foreign = answer_choice(group, choice, is_near_another=near is not None)
@@ -130,7 +130,7 @@ def unknown_choice(group: str, choice: str, place: str, *, word: str | None = No
 
 
 def unknown_key(key: str, owner: type | None, origins: Origins) -> RequestError:
-    """A key that the schema at its place does not have: another tool's name for something, or a misspelling."""
+    """The error for a key that the schema does not have: another tool's name, or a misspelling."""
     override = origins.override(key)
     asked = override.key_or_group if override is not None and override.key_or_group.startswith(key) else key
     if asked not in all_keys() and (foreign := answer_key(asked, origins.value(key))) is not None:
@@ -151,7 +151,7 @@ def unknown_key(key: str, owner: type | None, origins: Origins) -> RequestError:
 
 
 def _near_key(key: str, parent: str, siblings: list[str], origins: Origins) -> str:
-    """The key to type instead, whole: also what comes below the misspelt part of an override."""
+    """A suggestion of the full key, including what follows the misspelt part in an override."""
     near = nearest(key.rpartition(".")[2], siblings)
     if near is None:
         return ""
@@ -163,7 +163,7 @@ def _near_key(key: str, parent: str, siblings: list[str], origins: Origins) -> s
 
 
 def _guess_elsewhere(key: str) -> str:
-    """A key of another group: the same last word, or a near spelling of the whole."""
+    """A suggestion of a key elsewhere: with the same last part, or with a similar spelling."""
     keys = all_keys()
     same_word = sorted(
         (known for known in keys if known.split(".")[-1] == key.split(".")[-1]), key=lambda k: k.count(".")
@@ -173,7 +173,7 @@ def _guess_elsewhere(key: str) -> str:
 
 
 def _other_choices(parent: str, name: str, owner: type | None) -> list[str]:
-    """The choices of the same group whose schema does have the key."""
+    """The choices of the same group whose schema has the key."""
     found: list[str] = []
     for place, schema in CHOICE_SCHEMAS.items():
         group, kind = place.split("/")
@@ -183,23 +183,23 @@ def _other_choices(parent: str, name: str, owner: type | None) -> list[str]:
 
 
 def explain_missing(missing: list[str]) -> RequestError:
-    """Values that nobody gave."""
+    """The error for missing required values."""
     lines = [f"  {key}: type {_MISSING_HINTS.get(key, f'{key}=VALUE')} ({type_of(key)})" for key in missing]
-    return RequestError("these values must be said:\n" + "\n".join(lines), problem_id="missing-value")
+    return RequestError("these values are required:\n" + "\n".join(lines), problem_id="missing-value")
 
 
 def type_of(key: str) -> str:
-    """What a user may type for a dotted key, in words."""
+    """The values that a user may type for a dotted key, in words."""
     parent, _, name = key.rpartition(".")
     for schema in schemas_of(parent):
         if name in field_types(schema):
             return describe_type(field_types(schema)[name])
-    here = schemas_of(key)  # an entry of a dictionary with names of the user's own
+    here = schemas_of(key)  # an entry of a dictionary with names that the user chooses
     return describe_type(here[0]) if here else "a value"
 
 
 def explain_composition(error: BaseException, origins: Origins) -> RequestError:
-    """Any error of composing, by its kind."""
+    """The error for any exception raised while composing."""
     missing_file = getattr(error, "missing_cfg_file", None)
     if missing_file:
         group, _, choice = str(missing_file).rpartition("/")
@@ -216,12 +216,12 @@ def explain_composition(error: BaseException, origins: Origins) -> RequestError:
 
 
 def explain_value(error: BaseException, origins: Origins) -> RequestError:
-    """A key or value that the schema refuses."""
+    """The error for a key or value that the schema refuses."""
     cause = next((e for e in (error, error.__cause__, error.__context__) if getattr(e, "full_key", None)), error)
-    told = re.search(r"full_key: (\S+)", str(error))  # in an error that is not OmegaConf's own
-    if cause is error and not getattr(error, "full_key", None) and told is None:
+    named = re.search(r"full_key: (\S+)", str(error))  # in an error that is not OmegaConf's own
+    if cause is error and not getattr(error, "full_key", None) and named is None:
         return RequestError(str(error).splitlines()[0], problem_id="cannot-compose")
-    key = str(getattr(cause, "full_key", None) or (told and told[1]))
+    key = str(getattr(cause, "full_key", None) or (named and named[1]))
     if (outside := outside_error(error)) is not None:
         message = f"{key} {outside.message}; type {outside.advice.replace('{key}', key)}"
         return _wrong(key, message, origins, problem_id=outside.problem_id)
@@ -239,12 +239,12 @@ def explain_value(error: BaseException, origins: Origins) -> RequestError:
     else:
         found = re.search(r"[Vv]alue '(.*?)'", message) or re.search(r"value: (.*)", message)
         value = found.group(1) if found else None
-    said = f"{key}={_shortened(value)} is not" if value is not None else f"{key} must be"
-    return _wrong(key, f"{said} {type_of(key)}{_near_value(key, value)}", origins, problem_id="wrong-type")
+    start = f"{key}={_shortened(value)} is not" if value is not None else f"{key} must be"
+    return _wrong(key, f"{start} {type_of(key)}{_near_value(key, value)}", origins, problem_id="wrong-type")
 
 
 def secret_in_configuration(key: str, found: str, origins: Origins) -> RequestError:
-    """A text that must not be written down; it is not repeated, not even as it was typed."""
+    """The error for a text that contains a secret. The message does not repeat it."""
     place = without_secrets(origins.of(key)) if key != "launcher.env_vars" else "launcher.env_vars"
     return RequestError(
         f"{place}: {key} holds {found}, and a configuration is written to run.yaml, manifest.json and the report. "
@@ -267,7 +267,7 @@ def _no_such_reference(key: str, name: str, origins: Origins) -> str:
 
 
 def _near_value(key: str, value: str | None) -> str:
-    """What to type instead of a value, where that can be guessed."""
+    """What to type instead of a value, if that can be guessed; otherwise empty."""
     described = type_of(key)
     if value is None:
         return ""

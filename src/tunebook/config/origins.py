@@ -9,10 +9,10 @@ from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
 from tunebook.config.book import book_root
-from tunebook.config.control_characters import shown
 from tunebook.config.override_text import as_typed
 from tunebook.config.recipe_files import RecipeFile
 from tunebook.config.schema import GROUPS
+from tunebook.config.unsafe_text import shown
 
 
 def _contains(body: Any, parts: list[str]) -> bool:
@@ -25,14 +25,14 @@ def _contains(body: Any, parts: list[str]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Origins:
-    """Everything that had a say in a composition: the recipe files (strongest first), overrides, group choices."""
+    """The inputs of a composition: recipe files (strongest first), overrides, and group choices."""
 
     recipes: list[RecipeFile]
     overrides: list[Override]
     groups: dict[str, str]
 
     def override(self, key: str) -> Override | None:
-        """The override that set a dotted key, or something above or below it."""
+        """The override that set a dotted key, a section that contains it, or a key below it."""
         for override in reversed(self.overrides):
             name = override.key_or_group
             if name not in GROUPS and (key == name or key.startswith(f"{name}.") or name.startswith(f"{key}.")):
@@ -40,10 +40,10 @@ class Origins:
         return None
 
     def value(self, key: str) -> str | None:
-        """What was typed for a dotted key, or stands for it in a recipe, as text; None where nothing does."""
+        """The value of a dotted key as text, as typed or from a recipe; None if neither sets it."""
         override = self.override(key)
         if override is not None:
-            is_of_a_section = not override.key_or_group.startswith(key)  # whose value is all of its keys
+            is_of_a_section = not override.key_or_group.startswith(key)  # the value has all keys of the section
             return None if is_of_a_section else (override.input_line or "").partition("=")[2]
         for recipe in self.recipes:
             if _contains(recipe.body, key.split(".")):
@@ -54,7 +54,7 @@ class Origins:
         return None
 
     def of(self, key: str) -> str:
-        """The place that set a dotted key, as a user would look for it."""
+        """The override, file or default that set a dotted key, in words."""
         override = self.override(key)
         if override is not None:
             return f"override '{shown(override.input_line or '')}'"
@@ -67,7 +67,7 @@ class Origins:
         return self._of_group(key)
 
     def set_by(self, key: str) -> str | None:
-        """The override or recipe that set a dotted key, itself or by the choice of its group; None for a default."""
+        """The override or recipe that set a dotted key, directly or by choosing a group's file; None for a default."""
         group, _, rest = key.partition(".")
         if self.override(key) is None and not any(_contains(recipe.body, key.split(".")) for recipe in self.recipes):
             file = book_root() / "hydra_configs" / group / f"{self.groups.get(group)}.yaml"
@@ -79,7 +79,7 @@ class Origins:
         return None if place == str(book_root() / "hydra_configs" / "config.yaml") else place
 
     def of_choice(self, group: str) -> str:
-        """What chose a group's file."""
+        """The override or file that chose a group's file."""
         for override in reversed(self.overrides):
             if override.key_or_group == group:
                 return f"override '{override.input_line}'"
@@ -89,7 +89,7 @@ class Origins:
         return str(book_root() / "hydra_configs" / "config.yaml")
 
     def choice(self, group: str) -> str:
-        """The file that a group was set to, also when composing failed before Hydra said so."""
+        """The name of a group's chosen file, also if composing failed before Hydra knew it."""
         if group in self.groups:
             return self.groups[group]
         for override in reversed(self.overrides):

@@ -1,4 +1,4 @@
-"""An override as text that works when it is typed: quoted for Hydra's grammar, and then for the shell."""
+"""Overrides as text that can be typed: quoted for Hydra's grammar, then for the shell."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ import re
 import shlex
 from collections.abc import Iterable
 
-_PLAIN = re.compile(r"[A-Za-z0-9_./:@%+-]+")  # what both Hydra and a shell take as it is
+_PLAIN = re.compile(r"[A-Za-z0-9_./:@%+-]+")  # needs no quotes in Hydra or a shell
 _OPENING, _CLOSING, _QUOTES = "[{(", ")}]", "'\""
-_PLAIN_IN_LIST = re.compile(r"[A-Za-z0-9_./-]+")  # what Hydra takes so in a list
+_PLAIN_IN_LIST = re.compile(r"[A-Za-z0-9_./-]+")  # needs no quotes in a list of Hydra's
 
 
 def as_typed(value: object) -> str:
-    """A value of a configuration as it is typed after `key=`, unquoted: null, true and false are Hydra's words."""
+    """A value of a configuration as it is typed after `key=`, without quotes; None is null."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def typed(key: str, value: str) -> str:
-    """`key=value` for a text value, as one word of a shell's command line."""
+    """`key=value` for a text value, as one argument of a shell command."""
     return f"{key}={value}" if _PLAIN.fullmatch(value) else shlex.quote(f"{key}={quoted(value)}")
 
 
 def typed_list(key: str, values: Iterable[str]) -> str:
-    """A list of texts as it is typed: with quotes round what Hydra would not take without, such as --nodes=3."""
+    """`key=[value,value]` for texts, with quotes around those that Hydra needs them for, such as --nodes=3."""
     listed = ",".join(value if _PLAIN_IN_LIST.fullmatch(value) else quoted(value) for value in values)
     return f"{key}=[{listed}]" if '"' not in listed and "'" not in listed else shlex.quote(f"{key}=[{listed}]")
 
 
 def split_values(listed: str) -> list[str]:
-    """At the commas between values: not at those inside brackets or quotes, which belong to one."""
+    """Split at the commas between values, but not at those inside brackets or quotes."""
     values, depth, quote = [""], 0, ""
     for place, letter in enumerate(listed):
         if quote:
@@ -47,7 +47,7 @@ def split_values(listed: str) -> list[str]:
 
 
 def quoted(value: str) -> str:
-    """A text between quotes as Hydra reads it: backslashes only count before a quote, and at the end."""
+    """A text in quotes for Hydra, which treats backslashes specially only before a quote and at the end."""
     mark = "'" if '"' in value else '"'
     doubled = re.sub(rf"(\\+)(?={mark}|$)", r"\1\1", value)
     return mark + doubled.replace(mark, f"\\{mark}") + mark

@@ -1,8 +1,8 @@
 """Recipe files: read, checked, and handed to Hydra as the config group `recipes`.
 
-A recipe lives in any of several folders and may build on another recipe by naming it in its defaults. Hydra's own
-search path wants one folder called `recipes`, so the files are read here and stored in Hydra's ConfigStore, which also
-lets a wrong entry be named with its file.
+Recipes are in several folders, and a recipe may build on another by naming it in its defaults. Hydra's search path
+allows only one folder called `recipes`, so the files are read here and stored in Hydra's ConfigStore. Errors can then
+name the file of a wrong entry.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class RecipeFile:
 
 
 def group_choices(group: str) -> list[str]:
-    """The files of one config group, by the name a user types."""
+    """The choices of a config group, as a user types them."""
     return sorted(file.stem for file in (book_root() / "hydra_configs" / group).glob("*.yaml"))
 
 
 def choice_schema(group: str, choice: str) -> str | None:
-    """The schema of a choice with keys of its own, such as `fsdp`: its file names it, or the file it builds on does."""
+    """The schema of a choice with its own keys, such as `fsdp`; None if neither its file nor its parents name one."""
     body: Any = OmegaConf.to_container(OmegaConf.load(book_root() / "hydra_configs" / group / f"{choice}.yaml"))
     for entry in body.get("defaults", []):
         if str(entry).startswith(f"/schema/{group}/"):
@@ -51,7 +51,7 @@ def choice_schema(group: str, choice: str) -> str | None:
 
 
 def choice_values(group: str, choice: str) -> dict[str, Any]:
-    """What a choice of a group states: its file, and under that what the files state that it builds on."""
+    """The values of a choice: those in its file, then those in the files that it builds on."""
     body: Any = OmegaConf.to_container(OmegaConf.load(book_root() / "hydra_configs" / group / f"{choice}.yaml"))
     stated: dict[str, Any] = {}
     for entry in body.pop("defaults", []):
@@ -86,7 +86,7 @@ def load_recipes(name: str, recipes_dirs: list[Path]) -> list[RecipeFile]:
 
 
 def refuse_recipes_as_overrides(words: list[str], recipes_dirs: list[Path]) -> None:
-    """Raises: RequestError where a word that was taken for an override is the name of a recipe, with '=' in it."""
+    """Raises: RequestError if a word that was read as an override is the name of a recipe that contains '='."""
     known = find_recipes(recipes_dirs)
     for word in words:
         if word in known:
@@ -94,7 +94,7 @@ def refuse_recipes_as_overrides(words: list[str], recipes_dirs: list[Path]) -> N
 
 
 def _refuse_unreadable_name(name: str, file: Path) -> None:
-    """Raises: RequestError for a name that does not come out of Hydra's grammar as the text that went in."""
+    """Raises: RequestError for a name that Hydra's grammar does not read as the same text."""
     try:
         read: Any = OverridesParser.create().parse_override(f"recipes={name}").value()
     except HydraException:

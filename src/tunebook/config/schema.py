@@ -48,12 +48,12 @@ _SAME_LOSS = {"identity": False, "evidence": True}  # how a loss is computed: ch
 
 
 def is_identity(setting: Field[Any]) -> bool:
-    """Whether another value of a field makes another run."""
+    """True if a different value of the field makes a different run."""
     return bool(setting.metadata.get("identity", True))
 
 
 def describes_claim(setting: Field[Any]) -> bool:
-    """Whether another value of a field changes a run's losses, speed or memory."""
+    """True if a different value of the field changes a run's losses, speed or memory."""
     return is_identity(setting) or bool(setting.metadata.get("evidence", False))
 
 
@@ -258,7 +258,7 @@ class PeftSettings:
     alpha: float = 32.0  # the update is scaled by alpha / rank
     dropout: float = 0.05
     target_modules: list[str] = field(default_factory=list)  # empty: every linear layer but the output head
-    modules_to_save: list[str] = field(default_factory=list)  # trained whole and saved beside the adapter
+    modules_to_save: list[str] = field(default_factory=list)  # trained whole and saved with the adapter
     use_rslora: bool = False  # scale by alpha / sqrt(rank)
 
 
@@ -357,7 +357,7 @@ class EvaluationConfig:
     batch_size: int | None = 16  # requests computed at once; null: the most that the memory takes
     num_fewshot: int | None = None  # null: the task's own
     code: CodeConfig = field(default_factory=CodeConfig)
-    confirm_run_unsafe_code: bool = False  # without a sandbox, run programs that a model wrote beside everything else
+    confirm_run_unsafe_code: bool = False  # run programs that a model wrote without a sandbox
 
 
 @dataclass(kw_only=True)

@@ -1,6 +1,6 @@
-"""Parts of a model that no text reaches, such as a tower for images: they have no gradient and are not trained.
+"""Parts of a model that text does not use, such as an image encoder: they get no gradient and are not trained.
 
-Found on the meta device (`plan.architecture.measure`), written down as patterns of names, and left alone by training.
+They are found on the meta device (`plan.architecture.measure`) and stored as patterns of parameter names.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ _ANY_NUMBER = "*"
 
 
 def as_patterns(unreached: Set[str], everything: Collection[str]) -> list[str]:
-    """The names of parameters in short: a module for all that is in it, and `*` for the numbers of layers alike.
+    """The names of parameters as short patterns: a module for all parameters in it, and `*` for any layer number.
 
-    `everything` has the names of all parameters. What comes back stands for `unreached` and for nothing else.
+    `everything` has the names of all parameters. The patterns match exactly the names in `unreached`.
     """
     reached = {name for name in everything if name not in unreached}
     whole = {_outermost(name, reached) for name in unreached}
@@ -29,18 +29,18 @@ def as_patterns(unreached: Set[str], everything: Collection[str]) -> list[str]:
 
 
 def expression(patterns: Collection[str]) -> str:
-    """A regular expression for the whole names of the modules and parameters that patterns stand for."""
+    """A regular expression that matches the full names of the modules and parameters of the patterns."""
     each = (re.escape(pattern).replace(re.escape(_ANY_NUMBER), r"\d+") for pattern in patterns)
     return rf"(?:{'|'.join(each)})(?:\..+)?"
 
 
 def stand_for(patterns: Collection[str], name: str) -> bool:
-    """Whether a parameter is one of those that patterns stand for."""
+    """True if a parameter's name matches one of the patterns."""
     return bool(patterns) and _compiled(patterns).fullmatch(name) is not None
 
 
 def unreached_of(facts: ModelFacts | None) -> list[str]:
-    """What is known of a model to be out of reach; nothing where nobody has looked."""
+    """The patterns of a model's unreached parts; empty if they were never looked for."""
     return [] if facts is None else facts.unreached
 
 
@@ -49,7 +49,7 @@ def _compiled(patterns: Collection[str]) -> re.Pattern[str]:
 
 
 def _outermost(name: str, reached: Set[str]) -> str:
-    """The outermost module around a parameter in which nothing is reached; its own name where there is none."""
+    """The outermost module of a parameter without any reached parameter; the parameter's name if there is none."""
     parts = name.split(".")
     for length in range(1, len(parts)):
         module = ".".join(parts[:length])

@@ -1,4 +1,4 @@
-"""Walks over the schema, composed trees and configurations: keys, their types and texts, and which do not belong."""
+"""Walks over the schema, composed trees and configurations: keys, their types, texts and unknown keys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def field_types(schema: type) -> dict[str, Any]:
 
 
 def without_none(annotation: Any) -> Any:
-    """`X` for `X | None`, anything else as it is."""
+    """`X` for `X | None`; anything else unchanged."""
     if isinstance(annotation, types.UnionType):
         members = [member for member in typing.get_args(annotation) if member is not type(None)]
         return members[0] if len(members) == 1 else annotation
@@ -48,7 +48,7 @@ def describe_type(annotation: Any) -> str:
 
 
 def schemas_of(key: str) -> list[type]:
-    """The dataclasses that can stand at a dotted key; several where choices of a group have schemas of their own."""
+    """The possible dataclasses at a dotted key: several if choices of a group have their own schemas."""
     schemas: list[type] = [RunConfig]
     path: list[str] = []
     for part in filter(None, key.split(".")):
@@ -84,7 +84,7 @@ def all_keys() -> set[str]:
 
 
 def texts_of(value: Any, key: str = "") -> Iterator[tuple[str, list[str], bool]]:
-    """Every text of a configuration, with its key: names of entries too; whether it is a list's."""
+    """Every text of a configuration, also names of entries: its key, the text or texts, and True for a list."""
     if isinstance(value, str):
         yield key, [value], False
     elif isinstance(value, list):
@@ -99,9 +99,9 @@ def texts_of(value: Any, key: str = "") -> Iterator[tuple[str, list[str], bool]]
 
 
 def unknown_keys(tree: DictConfig, prefix: str = "") -> Iterator[tuple[str, type]]:
-    """Keys of a composed tree that its schema does not have, with the dataclass they were put in.
+    """Keys of a composed tree that its schema does not have, with the dataclass that they are in.
 
-    Hydra lets `+x` and a few other ways past a structured config; this is the net below it.
+    Hydra accepts unknown keys in a structured config in a few ways, such as `+x`.
     """
     schema = OmegaConf.get_type(tree)
     known = field_types(schema) if schema is not None and dataclasses.is_dataclass(schema) else None

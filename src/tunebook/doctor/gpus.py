@@ -1,23 +1,30 @@
-"""The GPUs: which there are, whether they are healthy, and whether somebody else is on them."""
+"""The GPUs: which there are, whether they are healthy, and whether other processes use them.
+
+NVML and nvidia-smi cannot tell a machine without a GPU from one whose driver does not answer. The PCI bus can: the
+kernel lists a card whatever its driver.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tunebook.doctor.findings import Finding, Kind, Level, listed
-from tunebook.doctor.pci import PciGpu, without_answer
 from tunebook.facts.generations import OLDEST_SUPPORTED, capability_text
-from tunebook.hardware.detect import MIXED_NOTE, VISIBLE_VARIABLE, Machine
+from tunebook.hardware.detect import MIXED_NOTE, VISIBLE_VARIABLE, Machine, equal_gpus, visible_only
 from tunebook.hardware.nvidia_smi import SmiAnswer, listed_gpus
-from tunebook.hardware.visible import equal_gpus, visible_only
 
 Health = list[dict[str, Any]]  # of `probes.nvml`, one per GPU of the machine
 
-# What it says on machines without a GPU whose users share a driver package with those that have one, and where the
-# driver of a GPU is not loaded: the bus tells which it is.
+# nvidia-smi prints these without a GPU, and also if the driver of a GPU is not loaded.
 _WITHOUT_GPU = ("No devices", "couldn't communicate with the NVIDIA driver")
-_FREE_GIB = 1.0  # what a driver, a display or a monitor takes of an idle GPU is less
+_FREE_GIB = 1.0  # a driver, a display or a monitor uses less of an idle GPU
+DEVICES = Path("/sys/bus/pci/devices")
+_NVIDIA = "0x10de"
+_DISPLAY = "0x03"  # class of display controllers, which includes GPUs without a display
+_TO_A_GUEST = "vfio-pci"  # the driver of a card that is passed to a virtual machine
 
 
 def look_at_gpus(
@@ -27,9 +34,9 @@ def look_at_gpus(
     listing: SmiAnswer | None,
     on_bus: Sequence[PciGpu] = (),
 ) -> list[Finding]:
-    """The findings; `problem` is why NVML could not be asked. GPUs that are hidden from this process are left out.
+    """The findings, without GPUs that are hidden from this process. `problem` is why NVML did not answer.
 
-    `listing` is what `nvidia-smi -L` said where NVML found no driver, `on_bus` the GPUs that the kernel lists.
+    `listing` is the output of `nvidia-smi -L` if NVML found no driver; `on_bus` are the GPUs that the kernel lists.
     """
     if problem is not None:
         return [_silent(problem)]
@@ -54,10 +61,8 @@ def look_at_gpus(
 
 
 def _silent(problem: str) -> Finding:
-    return Finding(
+    return Kind.gpus.error(
         id="driver-silent",
-        kind=Kind.gpus,
-        level=Level.error,
         what=f"the NVIDIA driver was asked about its GPUs and did not answer properly: {problem}",
         fix="nvidia-smi; if it hangs too, a GPU has fallen off the bus: sudo dmesg | grep -i nvrm, then sudo reboot",
         data={"problem": problem},
@@ -68,12 +73,10 @@ def _none(machine: Machine) -> Finding:
     reasons = "; ".join(machine.notes) or "none is listed"
     data: dict[str, Any] = {"gpus": [], "driver": machine.driver, "notes": machine.notes}
     what = f"no GPU here: {reasons}"
-    if machine.driver is None:  # a machine for which that is right, most often
-        return Finding(id="gpus-found", kind=Kind.gpus, what=what, data=data)
-    return Finding(
+    if machine.driver is None:  # most often a machine without GPUs
+        return Kind.gpus.ok(id="gpus-found", what=what, data=data)
+    return Kind.gpus.warning(
         id="gpus-found",
-        kind=Kind.gpus,
-        level=Level.warning,
         what=what,
         fix=f"nvidia-smi -L lists the GPUs that the driver knows; unset {VISIBLE_VARIABLE} if it hides them",
         data=data,
@@ -81,7 +84,7 @@ def _none(machine: Machine) -> Finding:
 
 
 def _listed_elsewhere(machine: Machine, listing: SmiAnswer | None) -> Iterator[Finding]:
-    """A machine with nvidia-smi most often has GPUs, so it is worth a word when Python finds none."""
+    """A machine with nvidia-smi most often has GPUs. Report it if Python finds none."""
     if listing is None or listing.is_absent or machine.driver is not None:
         return
     said = listing.problem or listing.text or ""
@@ -116,18 +119,14 @@ def _found(machine: Machine) -> Finding:
         }
         for gpu in machine.gpus
     ]
-    return Finding(
-        id="gpus-found", kind=Kind.gpus, what="; ".join(parts), data={"gpus": gpus, "driver": machine.driver}
-    )
+    return Kind.gpus.ok(id="gpus-found", what="; ".join(parts), data={"gpus": gpus, "driver": machine.driver})
 
 
 def _too_old(machine: Machine) -> Iterator[Finding]:
     old = [gpu for gpu in machine.gpus if gpu.compute_capability < OLDEST_SUPPORTED]
     if old:
-        yield Finding(
+        yield Kind.gpus.error(
             id="gpu-too-old",
-            kind=Kind.gpus,
-            level=Level.error,
             what=f"{old[0].name} has compute capability {capability_text(old[0].compute_capability)}; torch starts at "
             f"{capability_text(OLDEST_SUPPORTED)}",
             fix="a newer GPU, or hardware.generation=cpu",
@@ -136,15 +135,13 @@ def _too_old(machine: Machine) -> Iterator[Finding]:
 
 
 def _notes(machine: Machine) -> Iterator[Finding]:
-    """What detection found unusual: GPUs that do not answer, are hidden, or of different kinds."""
+    """The notes of the detection: GPUs that do not answer, are hidden, or of different kinds."""
     for note in machine.notes:
-        if note.startswith(VISIBLE_VARIABLE):  # as somebody asked for
-            yield Finding(id="gpu-note", kind=Kind.gpus, what=note)
+        if note.startswith(VISIBLE_VARIABLE):  # as requested
+            yield Kind.gpus.ok(id="gpu-note", what=note)
             continue
-        yield Finding(
+        yield Kind.gpus.warning(
             id="gpu-note",
-            kind=Kind.gpus,
-            level=Level.warning,
             what=note,
             fix=f"{visible_only(equal_gpus(machine.gpus))} in front of the command takes those of one kind"
             if note.startswith(MIXED_NOTE)
@@ -158,16 +155,14 @@ def _memory_in_use(machine: Machine, health: Health) -> Iterator[Finding]:
     data = {"used_gib": {str(gpu["index"]): gpu["used_gib"] for gpu in health}}
     if not used:
         if health:
-            yield Finding(id="gpu-in-use", kind=Kind.gpus, what="nobody else computes on the GPUs", data=data)
+            yield Kind.gpus.ok(id="gpu-in-use", what="nobody else computes on the GPUs", data=data)
         return
     busy = "; ".join(
         f"GPU {gpu['index']}: {gpu['used_gib']:g} of {gpu['total_gib']:g} GiB in use{_by(gpu['processes'])}"
         for gpu in used
     )
-    yield Finding(
+    yield Kind.gpus.warning(
         id="gpu-in-use",
-        kind=Kind.gpus,
-        level=Level.warning,
         what=busy,
         fix=f"end what runs there (nvidia-smi shows it), or take others: {_the_others(machine, health, used)}",
         data=data | {"processes": {str(gpu["index"]): gpu["processes"] for gpu in used}},
@@ -184,7 +179,7 @@ def _by(processes: list[dict[str, Any]] | None) -> str:
 
 
 def _the_others(machine: Machine, health: Health, left_out: Health) -> str:
-    """The GPUs of one kind that are not left out, as far as they can be used."""
+    """The usable GPUs of one kind among those that are not left out."""
     free = {gpu["index"] for gpu in health if gpu not in left_out and not _is_shut(gpu) and not _is_damaged(gpu)}
     supported = [gpu for gpu in machine.gpus if gpu.index in free and gpu.compute_capability >= OLDEST_SUPPORTED]
     return f"{visible_only(equal_gpus(supported))} in front of the command" if supported else "none is free"
@@ -197,10 +192,8 @@ def _is_shut(gpu: dict[str, Any]) -> bool:
 def _compute_mode(health: Health) -> Iterator[Finding]:
     shut = [gpu["index"] for gpu in health if _is_shut(gpu)]
     if shut:
-        yield Finding(
+        yield Kind.gpus.error(
             id="gpu-compute-mode",
-            kind=Kind.gpus,
-            level=Level.error,
             what=f"GPU {listed(shut)}: the compute mode is `prohibited`, so no program may use it",
             fix=f"sudo nvidia-smi -i {','.join(map(str, shut))} -c 0",
             data={"indices": shut},
@@ -211,10 +204,8 @@ def _split(machine: Machine) -> Iterator[Finding]:
     slices = [gpu for gpu in machine.gpus if gpu.is_mig]
     if slices:
         indices = sorted({gpu.index for gpu in slices})
-        yield Finding(
+        yield Kind.gpus.warning(
             id="gpu-split",
-            kind=Kind.gpus,
-            level=Level.warning,
             what=f"GPU {listed(indices)} is split (MIG): a run gets a slice of {slices[0].memory_gib:g} GiB, and NCCL "
             "cannot connect slices, so only one rank can train",
             fix=f"parallelism=single; or for the whole GPU, with nothing on it: sudo nvidia-smi -i "
@@ -224,7 +215,7 @@ def _split(machine: Machine) -> Iterator[Finding]:
 
 
 def _memory_errors(machine: Machine, health: Health) -> Iterator[Finding]:
-    """Uncorrected errors since the driver was loaded, and repairs that wait for a restart or were not possible."""
+    """Uncorrected errors since the driver was loaded, and repairs that failed or need a restart."""
     bad = [gpu for gpu in health if _is_damaged(gpu)]
     waiting = [gpu for gpu in health if gpu not in bad and _awaits_repair(gpu)]
     data = {
@@ -233,20 +224,16 @@ def _memory_errors(machine: Machine, health: Health) -> Iterator[Finding]:
         "remapping": {str(gpu["index"]): gpu["remapping"] for gpu in health},
     }
     if bad:
-        yield Finding(
+        yield Kind.gpus.error(
             id="gpu-memory-errors",
-            kind=Kind.gpus,
-            level=Level.error,
             what="; ".join(f"GPU {gpu['index']}: {_damage(gpu)}" for gpu in bad),
             fix="nvidia-smi -q -d ECC,ROW_REMAPPER; reset the GPU or restart the machine, and replace a GPU on which "
             f"it comes back; meanwhile {_the_others(machine, health, bad)}",
             data=data,
         )
     if waiting:
-        yield Finding(
+        yield Kind.gpus.warning(
             id="gpu-memory-errors",
-            kind=Kind.gpus,
-            level=Level.warning,
             what=f"GPU {listed([gpu['index'] for gpu in waiting])}: bad memory is replaced at the next restart",
             fix="sudo nvidia-smi -r with nothing on the GPUs, or sudo reboot",
             data=data,
@@ -258,7 +245,7 @@ def _memory_errors(machine: Machine, health: Health) -> Iterator[Finding]:
             if protected
             else ("memory errors are not counted: ECC is off, or the GPUs have none")
         )
-        yield Finding(id="gpu-memory-errors", kind=Kind.gpus, what=what, data=data)
+        yield Kind.gpus.ok(id="gpu-memory-errors", what=what, data=data)
 
 
 def _is_damaged(gpu: dict[str, Any]) -> bool:
@@ -278,10 +265,8 @@ def _damage(gpu: dict[str, Any]) -> str:
 def _persistence(health: Health) -> Iterator[Finding]:
     off = [gpu["index"] for gpu in health if gpu["persistence"] is False]
     if off:
-        yield Finding(
+        yield Kind.gpus.warning(
             id="gpu-persistence",
-            kind=Kind.gpus,
-            level=Level.warning,
             what=f"GPU {listed(off)}: persistence mode is off, so each first use waits seconds for the driver to load",
             fix="sudo nvidia-smi -pm 1, or the service nvidia-persistenced",
             data={"indices": off},
@@ -289,17 +274,82 @@ def _persistence(health: Health) -> Iterator[Finding]:
 
 
 def _pcie_width(health: Health) -> Iterator[Finding]:
-    """A card that is not seated well runs with fewer lanes; the speed of each lane also drops in an idle GPU."""
+    """A badly seated card runs with fewer lanes. (The speed of each lane drops in any idle GPU.)"""
     known = [gpu for gpu in health if gpu["pcie_width"] and gpu["pcie_max_width"]]
     narrow = [gpu for gpu in known if gpu["pcie_width"] < gpu["pcie_max_width"]]
     if narrow:
-        yield Finding(
+        yield Kind.gpus.warning(
             id="gpu-pcie-width",
-            kind=Kind.gpus,
-            level=Level.warning,
             what="; ".join(
                 f"GPU {gpu['index']}: {gpu['pcie_width']} of {gpu['pcie_max_width']} PCIe lanes" for gpu in narrow
             ),
             fix="lspci -vv says whether the slot has no more (LnkCap); if it has, seat the card and its riser again",
             data={"lanes": {str(gpu["index"]): [gpu["pcie_width"], gpu["pcie_max_width"]] for gpu in known}},
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PciGpu:
+    """A card, and the kernel driver that controls it, if there is one."""
+
+    address: str
+    driver: str | None
+
+
+def gpus_on_bus(devices: Path = DEVICES) -> list[PciGpu]:
+    """NVIDIA GPUs on the PCI bus; empty if the bus cannot be read."""
+    try:
+        found = [PciGpu(address=one.name, driver=_driver(one)) for one in sorted(devices.iterdir()) if _is_gpu(one)]
+    except OSError:
+        return []
+    return [gpu for gpu in found if gpu.driver != _TO_A_GUEST]
+
+
+def _is_gpu(device: Path) -> bool:
+    try:
+        vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "class"))
+    except OSError:  # it was removed in the meantime
+        return False
+    return vendor == _NVIDIA and kind.startswith(_DISPLAY)
+
+
+def _driver(device: Path) -> str | None:
+    link = device / "driver"
+    return link.resolve().name if link.exists() else None
+
+
+def without_answer(gpus: Sequence[PciGpu], notes: Sequence[str], listing: SmiAnswer | None) -> Finding:
+    """The finding for GPUs on the bus that NVML does not find; `listing` is the output of `nvidia-smi -L`.
+
+    An error if nvidia-smi is installed. Else it is most often a container without access to the GPUs.
+    """
+    has_program = listing is not None and not listing.is_absent
+    reasons = list(notes) or ["no NVIDIA driver answers"]
+    if listing is not None and has_program:
+        reasons.append(f"nvidia-smi: {listing.problem or listing.text}")
+    number = "an NVIDIA GPU is" if len(gpus) == 1 else f"{len(gpus)} NVIDIA GPUs are"
+    data: dict[str, Any] = {"on_bus": [{"address": gpu.address, "driver": gpu.driver} for gpu in gpus]}
+    return Finding(
+        id="driver-silent" if has_program else "gpus-found",
+        kind=Kind.gpus,
+        level=Level.error if has_program else Level.warning,
+        what=f"{number} on the PCI bus ({', '.join(gpu.address for gpu in gpus)}), but {'; '.join(reasons)}",
+        fix=_fix({gpu.driver for gpu in gpus}, has_program=has_program),
+        data=data,
+    )
+
+
+def _fix(drivers: set[str | None], *, has_program: bool) -> str:
+    """The fix, by the kernel drivers of the cards."""
+    if "nvidia" in drivers:
+        if has_program:
+            return "sudo dmesg | grep -iE 'nvrm|xid' says what is wrong with it, then sudo reboot"
+        return "in a container: start it with its GPUs (docker run --gpus all; make does); else install NVIDIA's driver"
+    if "nouveau" in drivers:
+        return "install NVIDIA's driver, which takes the place of nouveau, then sudo reboot"
+    if has_program:
+        return (
+            "sudo modprobe nvidia; after an update of the kernel build the driver for it (sudo dkms autoinstall, or "
+            "install it again) and sudo reboot; sudo dmesg | grep -i nvrm says more"
+        )
+    return "install NVIDIA's driver, then sudo reboot"

@@ -1,34 +1,32 @@
-"""How the GPUs are connected, and what was measured over it."""
+"""How the GPUs are connected, and the measured bandwidth."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tunebook.doctor.findings import Finding, Kind, Level, size_text
+from tunebook.doctor.findings import Finding, Kind, size_text
 from tunebook.hardware.bandwidth import ALL_GATHER, ALL_REDUCE, Bandwidth, Measurement
-from tunebook.hardware.detect import VISIBLE_VARIABLE, Gpu, Machine
-from tunebook.hardware.nvidia_smi import SmiAnswer
-from tunebook.hardware.topology import Connection, Link, Topology, parse_topology
-from tunebook.hardware.visible import equal_gpus, visible_only
+from tunebook.hardware.detect import VISIBLE_VARIABLE, Gpu, Machine, equal_gpus, visible_only
+from tunebook.hardware.nvidia_smi import Connection, Link, SmiAnswer, Topology, parse_topology
 
-# Of one link in one direction, from NVLink 2 to 4 (V100, A100, H100); 5 has twice that. Source: NVIDIA's datasheets.
+# One link in one direction, NVLink 2 to 4 (V100, A100, H100); NVLink 5 has twice that. Source: NVIDIA's datasheets.
 _NVLINK_GB_PER_S = 25.0
-# Rings reach 70% to 80% of it; less than half means that NCCL takes another way.
+# Rings reach 70% to 80% of it. Less than half means that NCCL uses another path.
 _NVLINK_SHARE = 0.5
-# PCIe 3 x 16 reaches 10 and more between GPUs; less means a detour through the host's memory, or few lanes.
+# PCIe 3 x 16 reaches 10 and more between GPUs. Less means a detour through host memory, or few lanes.
 _PCIE_GB_PER_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class TopologyLook:
-    """The matrix where there is one, and what to say of it."""
+    """The matrix, if there is one, and the findings about it."""
 
     topology: Topology | None
     findings: list[Finding]
 
 
 def look_at_topology(machine: Machine, answer: SmiAnswer, num_nodes: int) -> TopologyLook:
-    """What nvidia-smi printed, read and judged for the GPUs that this process sees."""
+    """Parse the output of nvidia-smi, and judge the links between the GPUs that this process sees."""
     problem = answer.problem
     topology = None
     if answer.text is not None:
@@ -43,10 +41,8 @@ def look_at_topology(machine: Machine, answer: SmiAnswer, num_nodes: int) -> Top
 
 
 def _unknown(problem: str) -> Finding:
-    return Finding(
+    return Kind.links.warning(
         id="topology",
-        kind=Kind.links,
-        level=Level.warning,
         what=f"how the GPUs are connected is not known: nvidia-smi topo -m: {problem}",
         fix="nvidia-smi topo -m by itself; in a container it needs NVIDIA_DRIVER_CAPABILITIES=compute,utility",
         data={"problem": problem},
@@ -56,18 +52,16 @@ def _unknown(problem: str) -> Finding:
 def _between(machine: Machine, topology: Topology) -> Finding:
     pairs = _pairs(machine, topology)
     if not pairs:
-        return Finding(id="topology", kind=Kind.links, what="one GPU: it needs no link to another")
+        return Kind.links.ok(id="topology", what="one GPU: it needs no link to another")
     worst_one, worst_two, worst = pairs[0]
     kinds = sorted({connection for *_, connection in pairs}, key=lambda connection: connection.rank)
     data = {"pairs": {f"{one}-{two}": connection.text for one, two, connection in pairs}}
     what = " and ".join(f"{connection.text} ({connection.words})" for connection in kinds)
     if worst.link is not Link.sys or _all_reach_each_other(pairs):
-        return Finding(id="topology", kind=Kind.links, what=f"the GPUs are connected by {what}", data=data)
+        return Kind.links.ok(id="topology", what=f"the GPUs are connected by {what}", data=data)
     near = visible_only(_same_socket(machine, topology))
-    return Finding(
+    return Kind.links.warning(
         id="topology",
-        kind=Kind.links,
-        level=Level.warning,
         what=f"the GPUs are connected by {what}; {worst_one} and {worst_two} are on different CPU sockets, which slows "
         "every collective operation",
         fix=f"for a run on one socket: {near} in front of the command; over all of them a strategy "
@@ -77,18 +71,18 @@ def _between(machine: Machine, topology: Topology) -> Finding:
 
 
 def _pairs(machine: Machine, topology: Topology) -> list[tuple[str, str, Connection]]:
-    """Every pair of GPUs that this process sees, the worst connected first; the matrix has the others too."""
+    """Every pair of GPUs that this process sees, the worst connected first."""
     visible = {_name(gpu) for gpu in machine.gpus}
     return [pair for pair in topology.between_gpus() if pair[0] in visible and pair[1] in visible]
 
 
 def _name(gpu: Gpu) -> str:
-    """As the matrix calls it."""
+    """The name in the matrix."""
     return f"GPU{gpu.index}"
 
 
 def _all_reach_each_other(pairs: list[tuple[str, str, Connection]]) -> bool:
-    """Whether NVLinks alone lead from each GPU to every other, over others if need be, as NCCL's rings go."""
+    """True if NVLinks connect each GPU with every other, directly or over others, as NCCL's rings do."""
     names = {name for one, two, _ in pairs for name in (one, two)}
     reached = {min(names)}
     while True:
@@ -119,7 +113,7 @@ def _is_between_sockets(topology: Topology, one: Gpu, two: Gpu) -> bool:
 
 
 def _cards(machine: Machine, topology: Topology, num_nodes: int) -> Finding:
-    """Network cards: over which a run on several nodes communicates, best by one on the GPU's own PCIe switch."""
+    """The network cards, over which several nodes communicate. Best is one on the GPU's own PCIe switch."""
     nearest = {}
     for gpu in machine.gpus:
         name = _name(gpu)
@@ -131,11 +125,9 @@ def _cards(machine: Machine, topology: Topology, num_nodes: int) -> Finding:
     text = ", ".join(f"{name} {interfaces[card]} ({link.text})" for name, (card, link) in nearest.items())
     what = f"{len(topology.cards)} network card{'s' if len(topology.cards) > 1 else ''}; the nearest: {text}"
     if not far or num_nodes == 1:
-        return Finding(id="network-cards", kind=Kind.links, what=what, data={"nearest": data})
-    return Finding(
+        return Kind.links.ok(id="network-cards", what=what, data={"nearest": data})
+    return Kind.links.warning(
         id="network-cards",
-        kind=Kind.links,
-        level=Level.warning,
         what=f"{what}; {', '.join(far)} reach one only over the other CPU socket",
         fix="NCCL_IB_HCA names the cards to use; a run on fewer GPUs can take those near a card by "
         f"{VISIBLE_VARIABLE}=...",
@@ -144,7 +136,7 @@ def _cards(machine: Machine, topology: Topology, num_nodes: int) -> Finding:
 
 
 def not_measured(machine: Machine, free_gib: list[float]) -> Finding | None:
-    """Why the links between the GPUs cannot be measured, None where they can; `free_gib` is of each GPU's memory."""
+    """Why the links between the GPUs cannot be measured; None if they can. `free_gib` is each GPU's free memory."""
     if split := sorted({gpu.index for gpu in machine.gpus if gpu.is_mig}):
         fix = f"for whole GPUs, with nothing on them: sudo nvidia-smi -i {','.join(map(str, split))} -mig 0"
         return _not_measured("NCCL connects no MIG slices", fix)
@@ -152,7 +144,7 @@ def not_measured(machine: Machine, free_gib: list[float]) -> Finding | None:
         fix = f"{visible_only(equal_gpus(machine.gpus))} in front of the command"
         return _not_measured("the GPUs are of different kinds", fix)
     if len(free_gib) < len(machine.gpus):
-        fix = "mend what is said of CUDA above (tunebook explain cuda-works) and type the same again"
+        fix = "fix the CUDA problem above (tunebook explain cuda-works), then run doctor again"
         return _not_measured("CUDA does not work on all GPUs", fix)
     if min(free_gib) < NEEDED_GIB:
         reason = f"a GPU has only {min(free_gib):g} GiB of free memory, and {NEEDED_GIB:g} are needed"
@@ -164,10 +156,8 @@ NEEDED_GIB = 4.0  # the largest buffer and its shares, NCCL's own, and CUDA's co
 
 
 def _not_measured(reason: str, fix: str) -> Finding:
-    return Finding(
+    return Kind.links.warning(
         id="bandwidth",
-        kind=Kind.links,
-        level=Level.warning,
         what=f"the bandwidth between the GPUs was not measured: {reason}",
         fix=fix,
         data={"problem": reason},
@@ -175,7 +165,7 @@ def _not_measured(reason: str, fix: str) -> Finding:
 
 
 def look_at_bandwidth(bandwidth: Bandwidth, topology: Topology | None, machine: Machine) -> list[Finding]:
-    """What was measured, against what such links reach between the GPUs that this process sees."""
+    """The measured bandwidth, compared with what the links between these GPUs should reach."""
     data = {"backend": bandwidth.backend, "num_ranks": bandwidth.num_ranks, "problem": bandwidth.problem}
     findings = []
     if bandwidth.wrong:
@@ -190,11 +180,9 @@ def look_at_bandwidth(bandwidth: Bandwidth, topology: Topology | None, machine: 
         what += "; of this machine's memory: it says nothing of GPUs"
     expected = _expected(topology, machine) if bandwidth.backend == "nccl" else 0.0
     if reduce.bus_gb_per_s >= expected:
-        return [*findings, Finding(id="bandwidth", kind=Kind.links, what=what, data=data)]
-    slow = Finding(
+        return [*findings, Kind.links.ok(id="bandwidth", what=what, data=data)]
+    slow = Kind.links.warning(
         id="bandwidth",
-        kind=Kind.links,
-        level=Level.warning,
         what=f"{what}; such links reach at least {expected:.0f} GB/s",
         fix="NCCL_DEBUG=INFO tunebook doctor says which way NCCL takes; unset NCCL_P2P_DISABLE, NCCL_SHM_DISABLE and "
         "NCCL_P2P_LEVEL; nvidia-smi nvlink -s lists links that are down",
@@ -204,7 +192,7 @@ def look_at_bandwidth(bandwidth: Bandwidth, topology: Topology | None, machine: 
 
 
 def _expected(topology: Topology | None, machine: Machine) -> float:
-    """The bus bandwidth in GB/s below which something is wrong."""
+    """The bus bandwidth in GB/s that the links should reach at least."""
     if topology is None:
         return 0.0
     connections = [connection for *_, connection in _pairs(machine, topology)]
@@ -222,10 +210,8 @@ def _speed(one: Measurement) -> str:
 
 
 def _wrong(wrong: list[str]) -> Finding:
-    return Finding(
+    return Kind.links.error(
         id="wrong-sums",
-        kind=Kind.links,
-        level=Level.error,
         what=f"numbers arrived changed: {'; '.join(wrong)}. A training over these links learns nonsense",
         fix="NCCL_P2P_DISABLE=1 tunebook doctor; if that is right, turn off PCIe access control (ACS) and the IOMMU in "
         "the firmware, or keep the variable",
@@ -244,10 +230,8 @@ def _failed(bandwidth: Bandwidth) -> Finding:
         )
     else:
         advice += "a /dev/shm that is too small is the most frequent cause (see shm-size)"
-    return Finding(
+    return Kind.links.error(
         id="bandwidth",
-        kind=Kind.links,
-        level=Level.error,
         what=what,
         fix=advice,
         data={"backend": bandwidth.backend, "num_ranks": bandwidth.num_ranks, "problem": bandwidth.problem},

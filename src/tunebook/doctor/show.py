@@ -8,7 +8,7 @@ from rich.text import Text
 
 from tunebook.doctor.findings import Finding, Kind, Level, size_text
 from tunebook.hardware.bandwidth import ALL_GATHER, ALL_REDUCE, Bandwidth
-from tunebook.hardware.topology import Topology
+from tunebook.hardware.nvidia_smi import Topology
 
 _STYLES = {Level.ok: "green", Level.warning: "yellow", Level.error: "bold red"}
 

@@ -1,4 +1,4 @@
-"""Driver, image, torch's build, CUDA as it really works, NCCL, and the container that this may be."""
+"""Driver, image, container, torch's build, a CUDA test and NCCL."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tunebook.config.schema import HardwareConfig, RunConfig, starts_elsewhere
-from tunebook.doctor.findings import Finding, Kind, Level, finding_of, finding_of_error, listed
+from tunebook.doctor.findings import Finding, Kind, finding_of, finding_of_error, listed
 from tunebook.doctor.probes import Probe
 from tunebook.errors import Problem, RequestError
 from tunebook.facts.generations import capability_text
@@ -18,7 +18,7 @@ from tunebook.train.image import gpu_problem, no_gpu_problem
 from tunebook.train.requirements import check_environment, torch_problems
 
 _IMAGE_DIGEST_VARIABLE = "TUNEBOOK_IMAGE_DIGEST"
-# Docker and Podman leave a file each; what Slurm and Kubernetes start is seen by the variables they set.
+# Docker and Podman create a file each. Slurm and Kubernetes set variables.
 _CONTAINER_FILES = {Path("/.dockerenv"): "Docker", Path("/run/.containerenv"): "Podman"}
 _CONTAINER_VARIABLES = {
     "KUBERNETES_SERVICE_HOST": "Kubernetes",
@@ -28,7 +28,7 @@ _CONTAINER_VARIABLES = {
 
 
 def look_at_software(machine: Machine, config: RunConfig | None, torch: Probe) -> list[Finding]:
-    """The findings. `torch` is what `probes.torch_build` answered."""
+    """The findings. `torch` is the answer of `probes.torch_build`."""
     try:
         image = read_image()
     except RequestError as error:
@@ -43,7 +43,7 @@ def look_at_software(machine: Machine, config: RunConfig | None, torch: Probe) -
 
 
 def _problems(machine: Machine, config: RunConfig | None, image: Image | None) -> list[Problem]:
-    """What the rules say of this machine: all of them for a recipe, else those of any run on its GPUs."""
+    """The problems by the rules for this machine: all rules for a recipe, else those for any run on its GPUs."""
     if config is not None and not starts_elsewhere(config):
         return check_environment(config, machine)
     hardware = HardwareConfig(gpus_per_node=len(machine.gpus))
@@ -67,7 +67,7 @@ def _container(image: Image | None, environment: Mapping[str, str]) -> Iterator[
     if image is None:
         where = f"in a container of {runtime}, but" if runtime else "not in a container:"
         what = f"{where} none of Tunebook's images ({IMAGE_FILE_VARIABLE} is not set)"
-        yield Finding(id="container", kind=Kind.software, what=what, data=data)
+        yield Kind.software.ok(id="container", what=what, data=data)
         return
     data["image"] = {
         "generation": image.generation,
@@ -79,28 +79,26 @@ def _container(image: Image | None, environment: Mapping[str, str]) -> Iterator[
     }
     cuda = f"CUDA {image.cuda}, driver {image.min_driver} or newer" if image.cuda else "no CUDA"
     what = f"the {image.generation} image (torch {image.torch}, {cuda}, attention: {image.attention or 'sdpa'})"
-    yield Finding(id="container", kind=Kind.software, what=what + (f" in {runtime}" if runtime else ""), data=data)
+    yield Kind.software.ok(id="container", what=what + (f" in {runtime}" if runtime else ""), data=data)
 
 
 def _driver(machine: Machine, problems: list[Problem]) -> Iterator[Finding]:
     if machine.driver is not None and not any(problem.id == "driver-too-old" for problem in problems):
         what = f"driver {machine.driver} is new enough for what is installed here"
-        yield Finding(id="driver", kind=Kind.software, what=what, data={"driver": machine.driver})
+        yield Kind.software.ok(id="driver", what=what, data={"driver": machine.driver})
 
 
 def _torch(machine: Machine, torch: Probe) -> Iterator[Finding]:
     facts = torch.facts
     if facts is None:
-        yield Finding(
+        yield Kind.software.error(
             id="torch-import",
-            kind=Kind.software,
-            level=Level.error,
             what=f"torch cannot be loaded here: {torch.problem}",
             fix="python -c 'import torch' shows all of it; install the lock again: make setup",
         )
         return
     build = f"CUDA {facts['cuda']}" if facts["cuda"] else "a CPU build"
-    yield Finding(id="torch-import", kind=Kind.software, what=f"torch {facts['version']}, {build}", data=facts)
+    yield Kind.software.ok(id="torch-import", what=f"torch {facts['version']}, {build}", data=facts)
     if not machine.gpus:
         return
     if facts["cuda"] is not None:
@@ -113,10 +111,8 @@ def _architectures(gpus: list[Gpu], flags: list[str]) -> Iterator[Finding]:
     missing = sorted({gpu.compute_capability for gpu in gpus if not runs_on_any(flags, gpu.compute_capability)})
     compiled = " ".join(flags) or "none"
     if missing:
-        yield Finding(
+        yield Kind.software.error(
             id="torch-architectures",
-            kind=Kind.software,
-            level=Level.error,
             what=f"torch has no code for compute capability {', '.join(map(capability_text, missing))}; it is compiled "
             f"for: {compiled}",
             fix="make train picks the image of the GPU's generation; outside of one, the torch that tunebook explain "
@@ -125,16 +121,14 @@ def _architectures(gpus: list[Gpu], flags: list[str]) -> Iterator[Finding]:
         )
         return
     what = f"torch has code for these GPUs; it is compiled for: {compiled}"
-    yield Finding(id="torch-architectures", kind=Kind.software, what=what, data={"architectures": flags})
+    yield Kind.software.ok(id="torch-architectures", what=what, data={"architectures": flags})
 
 
 def _cuda(gpus: list[Gpu], facts: dict[str, Any]) -> Iterator[Finding]:
-    """Whether each GPU gave the right answer to a small product."""
+    """Whether each GPU computed a small product correctly."""
     if facts["cuda"] is None:
-        yield Finding(
+        yield Kind.software.error(
             id="cuda-works",
-            kind=Kind.software,
-            level=Level.error,
             what=f"{len(gpus)} GPUs are here, and torch {facts['version']} is a CPU build that cannot use them",
             fix="make train, which runs in the GPUs' image; or install a CUDA build of torch",
         )
@@ -146,10 +140,8 @@ def _cuda(gpus: list[Gpu], facts: dict[str, Any]) -> Iterator[Finding]:
     if len(devices) < len(gpus) and not problems:
         problems.append(f"torch sees {len(devices)} of {len(gpus)} GPUs")
     if problems:
-        yield Finding(
+        yield Kind.software.error(
             id="cuda-works",
-            kind=Kind.software,
-            level=Level.error,
             what=f"the GPUs cannot all be used: {'; '.join(problems)}",
             fix="nvidia-smi shows what else runs there; on NVSwitch machines systemctl status nvidia-fabricmanager "
             "must be active and of the driver's version; sudo dmesg | grep -i xid names hardware errors",
@@ -157,7 +149,7 @@ def _cuda(gpus: list[Gpu], facts: dict[str, Any]) -> Iterator[Finding]:
         )
         return
     what = f"GPU {listed([device['index'] for device in devices])}: a small product on each is right"
-    yield Finding(id="cuda-works", kind=Kind.software, what=what, data={"devices": devices})
+    yield Kind.software.ok(id="cuda-works", what=what, data={"devices": devices})
 
 
 def _nccl(gpus: list[Gpu], facts: dict[str, Any]) -> Iterator[Finding]:
@@ -165,12 +157,10 @@ def _nccl(gpus: list[Gpu], facts: dict[str, Any]) -> Iterator[Finding]:
     said = f"; set: {' '.join(f'{name}={value}' for name, value in variables.items())}" if variables else ""
     data = {"nccl": facts["nccl"], "variables": variables}
     if facts["nccl"] is not None:
-        yield Finding(id="nccl", kind=Kind.software, what=f"NCCL {facts['nccl']}{said}", data=data)
+        yield Kind.software.ok(id="nccl", what=f"NCCL {facts['nccl']}{said}", data=data)
     elif len(gpus) > 1:
-        yield Finding(
+        yield Kind.software.error(
             id="nccl",
-            kind=Kind.software,
-            level=Level.error,
             what=f"torch {facts['version']} has no NCCL, without which several GPUs cannot train together",
             fix="install a CUDA build of torch, or parallelism=single",
             data=data,

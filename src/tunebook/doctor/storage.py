@@ -1,4 +1,4 @@
-"""Disks against what a recipe writes and downloads, and the hub's cache and token."""
+"""Disk space for what a recipe writes and downloads, and the hub's cache and token."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pathlib import Path
 
 from tunebook.config.choices import MasterWeights, PeftMethod, Weights
 from tunebook.config.schema import RunConfig, ZeroConfig
-from tunebook.doctor.findings import Finding, Kind, Level, size_text
+from tunebook.doctor.findings import Finding, Kind, size_text
 from tunebook.facts.optimizers import OPTIMIZERS
 from tunebook.files import cache_root
 from tunebook.hardware.disk import existing
-from tunebook.model.hub_token import unreadable_token
+from tunebook.model.hub import unreadable_token
 
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
 _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -26,14 +26,14 @@ _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 @dataclass(frozen=True, kw_only=True)
 class CachedWeights:
-    """Whether they are all there, and the bytes that are where they are not."""
+    """Whether all weights are cached, and the cached bytes if not."""
 
     is_complete: bool
     num_bytes: int = 0
 
 
 def cached_weights(name: str, revision: str | None) -> CachedWeights:
-    """A single file, or every shard that an index names."""
+    """The cached weights of a model: a single file, or every shard of an index."""
     if any(_cached(name, file, revision) is not None for file in _WHOLE):
         return CachedWeights(is_complete=True)
     num_bytes = 0
@@ -59,7 +59,7 @@ def _cached(name: str, file: str, revision: str | None) -> Path | None:
 
 
 def _shards(index: Path) -> list[str]:
-    """The files that an index names; none where it is damaged."""
+    """The files of an index; empty if it is damaged."""
     try:
         return sorted({str(shard) for shard in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -77,18 +77,18 @@ _TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """What a folder is for, and the bytes that a recipe is going to put into it."""
+    """The purpose of a folder, and the bytes that a recipe will write into it."""
 
     purpose: str
     folder: Path
     needed: int
     why: str = ""
-    elsewhere: str = ""  # what to type to have it on another disk
-    with_less: tuple[tuple[str, int], ...] = ()  # what to type to need less, the least change first; the bytes then
+    elsewhere: str = ""  # the override for another disk
+    with_less: tuple[tuple[str, int], ...] = ()  # overrides that need less, with the bytes; the smallest change first
 
 
 def look_at_storage(config: RunConfig | None, outputs: Path) -> list[Finding]:
-    """The findings. Spaces on the same disk are added up."""
+    """The findings. The spaces on one disk are added up."""
     from huggingface_hub import constants
 
     spaces = [
@@ -100,7 +100,7 @@ def look_at_storage(config: RunConfig | None, outputs: Path) -> list[Finding]:
 
 
 def checkpoint_space(config: RunConfig | None, outputs: Path) -> Space:
-    """What the run folder takes: the model at the end, and the checkpoints kept with the one being written."""
+    """The run folder: the final model, the kept checkpoints and the one being written."""
     space = Space(purpose="run folders", folder=outputs, needed=0, elsewhere="outputs=FOLDER")
     facts = config.model.facts if config is not None else None
     if config is None or facts is None or config.peft.method is not PeftMethod.full:
@@ -125,8 +125,8 @@ def checkpoint_space(config: RunConfig | None, outputs: Path) -> Space:
 def checkpoint_bytes(config: RunConfig) -> tuple[int, int]:
     """Bytes a parameter takes in a checkpoint: of weights, and of optimizer state (at most two moments).
 
-    DeepSpeed writes the weights once more as module states, and an fp32 copy of them beside the moments. Measured
-    on the quickstart, without its tokenizer's 0.7 MB: 12 bytes a parameter on one rank, 20 with ZeRO-2 on two.
+    DeepSpeed also writes the weights as module states, and an fp32 copy of them with the moments. Measured on the
+    quickstart, without its tokenizer's 0.7 MB: 12 bytes per parameter on one rank, 20 with ZeRO-2 on two.
     """
     weight = 2 if config.precision.master_weights is MasterWeights.bf16 else 4
     state_bytes = OPTIMIZERS[config.optimizer.name].state_bytes
@@ -135,7 +135,7 @@ def checkpoint_bytes(config: RunConfig) -> tuple[int, int]:
 
 
 def hub_space(config: RunConfig | None, cache: Path) -> Space:
-    """What the hub's cache takes: what of the published weights is not there, if they are asked for."""
+    """The hub's cache: the published weights that are not cached yet."""
     space = Space(
         purpose="downloaded models and data sets",
         folder=cache,
@@ -153,36 +153,32 @@ def hub_space(config: RunConfig | None, cache: Path) -> Space:
 
 
 def _downloads(config: RunConfig) -> bool:
-    """Whether the weights come from the hub and are not in its cache."""
+    """True if the weights come from the hub and are not in its cache."""
     model = config.model
     return model.name is not None and model.weights is Weights.pretrained and not is_cached(model.name, model.revision)
 
 
 def is_cached(name: str, revision: str | None) -> bool:
-    """Whether all weights of a hub model are in the hub's cache."""
+    """True if all weights of a hub model are in the hub's cache."""
     return cached_weights(name, revision).is_complete
 
 
 def disks(spaces: list[Space]) -> Iterator[Finding]:
-    """One finding per disk, and one per folder that cannot be written to or made."""
+    """One finding per disk, and one per folder that cannot be written or created."""
     by_disk: dict[int, list[Space]] = {}
     for space in spaces:
         there = existing(space.folder)
         if not there.is_dir():
-            yield Finding(
+            yield Kind.storage.error(
                 id="folder-not-writable",
-                kind=Kind.storage,
-                level=Level.error,
                 what=f"{there} is no folder, and {space.purpose} go to {space.folder}",
                 fix="another folder: outputs=FOLDER, TUNEBOOK_CACHE, HF_HOME",
                 data={"folder": str(space.folder)},
             )
-            continue  # nothing can be put there, however much room its disk has
+            continue  # nothing can be written there, whatever the free space
         if not os.access(there, os.W_OK | os.X_OK):
-            yield Finding(
+            yield Kind.storage.error(
                 id="folder-not-writable",
-                kind=Kind.storage,
-                level=Level.error,
                 what=f"{there} cannot be written to, and {space.purpose} go to {space.folder}",
                 fix=f"sudo chown $(id -u) {there}, or another folder: outputs=FOLDER, TUNEBOOK_CACHE, HF_HOME",
                 data={"folder": str(space.folder)},
@@ -193,7 +189,7 @@ def disks(spaces: list[Space]) -> Iterator[Finding]:
 
 
 def disk(spaces: list[Space], free: int) -> Finding:
-    """The free bytes of one disk against what is going to be put there."""
+    """The free bytes of one disk compared with what will be written to it."""
     needed = sum(space.needed for space in spaces)
     where = "; ".join(f"{space.folder} ({space.purpose})" for space in spaces)
     reasons = "; ".join(space.why for space in spaces if space.why)
@@ -204,28 +200,19 @@ def disk(spaces: list[Space], free: int) -> Finding:
         "folders": [str(space.folder) for space in spaces],
     }
     if needed > free:
-        return Finding(
-            id="disk-space",
-            kind=Kind.storage,
-            level=Level.error,
-            what=what,
-            fix=_with_room(spaces, free),
-            data=data,
-        )
+        return Kind.storage.error(id="disk-space", what=what, fix=_with_room(spaces, free), data=data)
     if free - needed < _MIN_FREE_GIB * GIB:
-        return Finding(
+        return Kind.storage.warning(
             id="disk-space",
-            kind=Kind.storage,
-            level=Level.warning,
             what=f"{what}; that leaves less than {_MIN_FREE_GIB:g} GiB",
             fix=f"free some space: {_what_takes_it(spaces)}",
             data=data,
         )
-    return Finding(id="disk-space", kind=Kind.storage, what=what, data=data)
+    return Kind.storage.ok(id="disk-space", what=what, data=data)
 
 
 def _with_room(spaces: list[Space], free: int) -> str:
-    """What to type where a disk is too small: the least change with which all of it fits there, and another disk."""
+    """The fix for a full disk: the smallest change with which everything fits, and another disk."""
     needed = sum(space.needed for space in spaces)
     less = [(words, needed - space.needed + then) for space in spaces for words, then in space.with_less]
     moved = [f"{space.elsewhere} ({size_text(space.needed)})" for space in spaces if space.needed]
@@ -238,7 +225,7 @@ def _with_room(spaces: list[Space], free: int) -> str:
 
 
 def _what_takes_it(spaces: list[Space]) -> str:
-    """The commands that show what is on a disk: `du -x` stays on that of the folder it is given."""
+    """The commands that show the contents of a disk (`du -x` stays on one disk)."""
     root = _mount_point(existing(spaces[0].folder))
     commands = [f"du -xhd1 {shlex.quote(str(root))} | sort -h"]
     if root == Path("/"):
@@ -249,29 +236,27 @@ def _what_takes_it(spaces: list[Space]) -> str:
 
 
 def _mount_point(folder: Path) -> Path:
-    """Where the disk of a folder begins."""
+    """The mount point of a folder's disk."""
     real = folder.resolve()
     return next(path for path in (real, *real.parents) if path.is_mount())
 
 
 def _hub_model(config: RunConfig | None) -> Iterator[Finding]:
-    """A model that must come from the hub, on a machine that is told to stay offline."""
+    """A model that must be downloaded, on a machine that may be configured to stay offline."""
     if config is None or not _downloads(config):
         return
     name = config.model.name
     variable = _first_set(_OFFLINE_VARIABLES)
     if variable is not None and os.environ[variable].lower() in _OFFLINE:
-        yield Finding(
+        yield Kind.storage.error(
             id="hub-model",
-            kind=Kind.storage,
-            level=Level.error,
             what=f"the weights of {name} are not in the hub's cache, and {variable} forbids to fetch them",
             fix=f"where there is a network: hf download {name}; then copy the cache here, or unset {variable}",
             data={"name": name},
         )
     else:
         what = f"{name} is not in the hub's cache: the first run downloads it"
-        yield Finding(id="hub-model", kind=Kind.storage, what=what, data={"name": name})
+        yield Kind.storage.ok(id="hub-model", what=what, data={"name": name})
 
 
 def _first_set(variables: Sequence[str]) -> str | None:
@@ -279,50 +264,41 @@ def _first_set(variables: Sequence[str]) -> str | None:
 
 
 def _token(config: RunConfig | None) -> Finding:
-    """Whether there is a token for the hub; it is never printed, nor is the hub asked."""
+    """Whether there is a token for the hub. It is never printed, and the hub is not asked."""
     from huggingface_hub import constants, get_token
 
     file = Path(constants.HF_TOKEN_PATH)
     if problem := unreadable_token():
-        return Finding(
-            id="hub-token",
-            kind=Kind.storage,
-            level=Level.error,
-            what=problem.what,
-            fix=problem.fix,
-            data={"is_there": False, "source": None},
+        return Kind.storage.error(
+            id="hub-token", what=problem.what, fix=problem.fix, data={"is_there": False, "source": None}
         )
     is_there = get_token() is not None
     source = _first_set(_TOKEN_VARIABLES) or str(file)
     target = config.training.push_to_hub if config is not None else None
     data = {"is_there": is_there, "source": source if is_there else None}
     if not is_there and target is not None:
-        return Finding(
+        return Kind.storage.error(
             id="hub-token",
-            kind=Kind.storage,
-            level=Level.error,
             what=f"training.push_to_hub={target} needs a token for the hub, and there is none",
             fix="hf auth login, or HF_TOKEN in the environment; or training.push_to_hub=null",
             data=data,
         )
     if not is_there:
         what = "no token for the hub: gated models cannot be downloaded (hf auth login, or HF_TOKEN)"
-        return Finding(id="hub-token", kind=Kind.storage, what=what, data=data)
+        return Kind.storage.ok(id="hub-token", what=what, data=data)
     if _is_open_to_others(file):
-        return Finding(
+        return Kind.storage.warning(
             id="hub-token",
-            kind=Kind.storage,
-            level=Level.warning,
             what=f"the hub's token in {file} can be read by other users",
             fix=f"chmod 600 {file}",
             data=data,
         )
-    return Finding(id="hub-token", kind=Kind.storage, what=f"a token for the hub is in {source}", data=data)
+    return Kind.storage.ok(id="hub-token", what=f"a token for the hub is in {source}", data=data)
 
 
 def _is_open_to_others(file: Path) -> bool:
     try:
         mode = file.stat().st_mode
-    except OSError:  # none there, or in a closed folder
+    except OSError:  # it does not exist, or its folder is not readable
         return False
     return stat.S_ISREG(mode) and bool(stat.S_IMODE(mode) & 0o044)

@@ -1,4 +1,4 @@
-"""What the operating system gives a run: shared memory, limits, host memory, and a clock."""
+"""The operating system: shared memory, limits, host memory, swap and clock."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ GIB, MIB = 2**30, 2**20
 SHARED_MEMORY = Path("/dev/shm")
 MEMINFO = Path("/proc/meminfo")
 
-# Docker's own 64 MB end in a bus error; NCCL takes about 10 MB for each pair of ranks that PCIe keeps apart, and data
-# loaders pass whole batches through it.
+# Docker's default of 64 MB ends in a bus error. NCCL takes about 10 MB for each pair of ranks without a direct PCIe
+# path, and data loaders pass whole batches through it.
 _TOO_LITTLE_SHM, _ENOUGH_SHM = 128 * MIB, GIB
-_ENOUGH_FILES = 4096  # each shard of weights and data, each socket between ranks, each loader's tensor is one
+_ENOUGH_FILES = 4096  # each shard of weights and data, socket between ranks and tensor of a loader is one
 _ENOUGH_STACK = 8 * MIB  # Linux's own default
 _SWAPPED_SHARE = 0.25
 _CLOCK_S = 2.0  # file systems round to a second
@@ -39,10 +39,8 @@ def _shared_memory(folder: Path, num_gpus: int) -> Finding:
     try:
         facts = os.statvfs(folder)
     except OSError as error:
-        return Finding(
+        return Kind.system.warning(
             id="shm-size",
-            kind=Kind.system,
-            level=Level.warning,
             what=f"{folder} cannot be looked at: {error.strerror}; NCCL and data loaders need it",
             fix=f"sudo mount -t tmpfs -o size=16g tmpfs {folder}",
         )
@@ -51,11 +49,11 @@ def _shared_memory(folder: Path, num_gpus: int) -> Finding:
 
 
 def shared_memory(size: int, free: int, *, num_gpus: int) -> Finding:
-    """Bytes of /dev/shm, in all and unused. Too little is an error only where several GPUs share it."""
+    """The total and free bytes of /dev/shm. Too little is an error only if several GPUs share it."""
     what = f"/dev/shm has {size_text(size)}, {size_text(free)} of them free"
     data = {"size_gib": round(size / GIB, 3), "free_gib": round(free / GIB, 3)}
     if free >= _ENOUGH_SHM:
-        return Finding(id="shm-size", kind=Kind.system, what=what, data=data)
+        return Kind.system.ok(id="shm-size", what=what, data=data)
     is_error = free < _TOO_LITTLE_SHM and num_gpus > 1
     return Finding(
         id="shm-size",
@@ -69,7 +67,7 @@ def shared_memory(size: int, free: int, *, num_gpus: int) -> Finding:
 
 
 def limits(config: RunConfig | None, *, has_cards: bool) -> list[Finding]:
-    """Locked memory, open files and stack, as this process has them and its children inherit."""
+    """Limits of locked memory, open files and stack, which the ranks inherit."""
     locked, files, stack = (
         resource.getrlimit(number)[0]
         for number in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE, resource.RLIMIT_STACK)
@@ -78,7 +76,7 @@ def limits(config: RunConfig | None, *, has_cards: bool) -> list[Finding]:
 
 
 def _locks_memory(config: RunConfig | None, *, has_cards: bool) -> str | None:
-    """What in this run locks host memory."""
+    """The feature of this run that locks host memory; None without one."""
     if config is not None and isinstance(config.parallelism, ZeroConfig):
         settings = config.parallelism
         if Offload.nvme in (settings.offload_optimizer, settings.offload_parameters):
@@ -118,7 +116,7 @@ def _stack(limit: int) -> Finding:
         id="limit-stack",
         text=f"ulimit -s (stack): {size_text(limit) if is_limited else 'unlimited'}",
         data={"bytes": limit if is_limited else None},
-        too_little=f"less than the {size_text(_ENOUGH_STACK)} that libraries expect ends in a crash without a word"
+        too_little=f"less than the {size_text(_ENOUGH_STACK)} that libraries expect causes a crash without a message"
         if is_limited and limit < _ENOUGH_STACK
         else None,
         fix="ulimit -s 8192; in Docker: --ulimit stack=67108864",
@@ -126,14 +124,14 @@ def _stack(limit: int) -> Finding:
 
 
 def _limit(*, id: str, text: str, data: dict[str, Any], too_little: str | None, fix: str) -> Finding:
-    """Fine where nothing says why it is too little."""
+    """Ok unless `too_little` says why the limit is too small."""
     if too_little is None:
-        return Finding(id=id, kind=Kind.system, what=text, data=data)
-    return Finding(id=id, kind=Kind.system, level=Level.warning, what=f"{text}; {too_little}", fix=fix, data=data)
+        return Kind.system.ok(id=id, what=text, data=data)
+    return Kind.system.warning(id=id, what=f"{text}; {too_little}", fix=fix, data=data)
 
 
 def read_meminfo(file: Path) -> dict[str, int]:
-    """Bytes by the kernel's names; empty where there is no such file."""
+    """Bytes by the kernel's names; empty if there is no such file."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -148,19 +146,17 @@ def read_meminfo(file: Path) -> dict[str, int]:
 
 
 def swap(memory: dict[str, int]) -> Finding:
-    """Swap in use slows every rank that meets a page of it."""
+    """Swap usage. A swapped page slows the rank that accesses it."""
     total = memory.get("SwapTotal", 0)
     used = total - memory.get("SwapFree", total)
     data = {"total_gib": round(total / GIB, 2), "used_gib": round(used / GIB, 2)}
     if total == 0:
-        return Finding(id="swap", kind=Kind.system, what="no swap", data=data)
+        return Kind.system.ok(id="swap", what="no swap", data=data)
     what = f"swap: {used / GIB:.1f} of {total / GIB:.1f} GiB in use"
     if used <= _SWAPPED_SHARE * total:
-        return Finding(id="swap", kind=Kind.system, what=what, data=data)
-    return Finding(
+        return Kind.system.ok(id="swap", what=what, data=data)
+    return Kind.system.warning(
         id="swap",
-        kind=Kind.system,
-        level=Level.warning,
         what=f"{what}, so memory was short; a rank whose pages are there holds up all others",
         fix="end what took it, then: sudo swapoff -a && sudo swapon -a",
         data=data,
@@ -168,7 +164,7 @@ def swap(memory: dict[str, int]) -> Finding:
 
 
 def clock(folder: Path, config: RunConfig | None) -> list[Finding]:
-    """This machine's clock against that of the file system with the run folders, which a server may keep."""
+    """This machine's clock compared with that of the run folders' file system, which may be a server's."""
     difference = clock_difference(folder)
     num_nodes = config.hardware.num_nodes if config is not None else 1
     others = num_nodes - 1
@@ -177,10 +173,8 @@ def clock(folder: Path, config: RunConfig | None) -> list[Finding]:
         return []
     data = {"difference_s": round(difference, 3), "nodes_not_checked": others}
     if abs(difference) > _CLOCK_S:
-        finding = Finding(
+        finding = Kind.system.warning(
             id="clock",
-            kind=Kind.system,
-            level=Level.warning,
             what=f"the file system of {folder} is {abs(difference):.1f} s {'ahead of' if difference > 0 else 'behind'} "
             f"this machine's clock{unchecked}",
             fix="timedatectl set-ntp true here and on the file server; chronyc tracking shows the difference",
@@ -190,12 +184,12 @@ def clock(folder: Path, config: RunConfig | None) -> list[Finding]:
         what = f"the clock agrees with the file system's to {_CLOCK_S:g} s{unchecked}"
         if unchecked:
             what += " (chronyc tracking on each)"
-        finding = Finding(id="clock", kind=Kind.system, what=what, data=data)
+        finding = Kind.system.ok(id="clock", what=what, data=data)
     return [finding]
 
 
 def clock_difference(folder: Path) -> float | None:
-    """Seconds that the file system's clock is ahead of this machine's; None where nothing can be written."""
+    """Seconds that the file system's clock is ahead of this machine's; None if nothing can be written."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".tunebook-doctor-") as stream:
             before = time.time()
@@ -206,5 +200,5 @@ def clock_difference(folder: Path) -> float | None:
             after = time.time()
     except OSError:
         return None
-    # What lies between the two looks at the clock agrees; coarse time stamps may be a little earlier.
+    # A time stamp between both readings agrees. Coarse time stamps may be slightly earlier.
     return written - before if written < before else max(0.0, written - after)

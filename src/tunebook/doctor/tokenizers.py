@@ -1,4 +1,4 @@
-"""A recipe's tokenizer and chat template, where they are on this machine: what training or serving would trip over."""
+"""A recipe's tokenizer and chat template, if they are on this machine: problems for training or serving."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from tunebook.config.choices import Format
 from tunebook.config.frozen import config_to_yaml
 from tunebook.config.schema import RunConfig
-from tunebook.doctor.findings import Finding, Kind, Level
+from tunebook.doctor.findings import Finding, Kind
 from tunebook.doctor.probes import Probe, run_probe
 
 _TIMEOUT_S = 120.0  # importing transformers takes 10 s on a cold disk, a tokenizer of 250,000 words some more
@@ -27,14 +27,12 @@ def ask_tokenizer(config: RunConfig) -> Probe:
 
 
 def look_at_tokenizer(config: RunConfig, probe: Probe) -> list[Finding]:
-    """The findings from what the probe answered."""
+    """The findings from the probe's answer."""
     facts = probe.facts
     if facts is None:
         return [
-            Finding(
+            Kind.tokenizer.error(
                 id="tokenizer",
-                kind=Kind.tokenizer,
-                level=Level.error,
                 what=f"the tokenizer cannot be looked at: {probe.problem}",
                 fix="tunebook data with the same recipe shows all of the error",
             )
@@ -42,17 +40,17 @@ def look_at_tokenizer(config: RunConfig, probe: Probe) -> list[Finding]:
     if not facts["is_here"]:
         name = config.model.tokenizer or config.model.name
         what = f"the tokenizer of {name} is not on this machine, so it was not looked at"
-        return [Finding(id="tokenizer", kind=Kind.tokenizer, what=what)]
+        return [Kind.tokenizer.ok(id="tokenizer", what=what)]
     if facts["problem"] is not None:
         return [_broken(facts["problem"])]
     what = f"end of text {facts['eos']}, padding {facts['pad']}, beginning {facts['bos']} ({facts['folder']})"
     data = {key: facts[key] for key in ("eos", "pad", "bos")}
-    return [Finding(id="tokenizer", kind=Kind.tokenizer, what=what, data=data), *_template(config, facts["template"])]
+    return [Kind.tokenizer.ok(id="tokenizer", what=what, data=data), *_template(config, facts["template"])]
 
 
 def _broken(problem: dict[str, Any]) -> Finding:
     id = problem["id"] or "tokenizer"
-    return Finding(id=id, kind=Kind.tokenizer, level=Level.error, what=problem["message"], fix=f"tunebook explain {id}")
+    return Kind.tokenizer.error(id=id, what=problem["message"], fix=f"tunebook explain {id}")
 
 
 def _template(config: RunConfig, facts: dict[str, Any]) -> Iterator[Finding]:
@@ -69,11 +67,9 @@ def _template(config: RunConfig, facts: dict[str, Any]) -> Iterator[Finding]:
 def _no_template(config: RunConfig) -> Finding:
     if config.dataset.format in _WITHOUT_TEMPLATE:
         what = f"no chat template, and dataset.format={config.dataset.format.name} needs none"
-        return Finding(id="tokenizer-template", kind=Kind.tokenizer, what=what)
-    return Finding(
+        return Kind.tokenizer.ok(id="tokenizer-template", what=what)
+    return Kind.tokenizer.warning(
         id="tokenizer-template",
-        kind=Kind.tokenizer,
-        level=Level.warning,
         what="the tokenizer has no chat template: conversations cannot be written as text",
         fix="model.chat_template=FILE (book:recipes/quickstart/model/chat_template.jinja is ChatML); plain text needs "
         "none",
@@ -81,7 +77,7 @@ def _no_template(config: RunConfig) -> Finding:
 
 
 def _markers(facts: dict[str, Any]) -> Finding:
-    """Answers that cannot be told from the rest are not trained on."""
+    """Whether the assistant's answers are found. Others are not trained on."""
     found, answers = facts["num_found"], facts["num_answers"]
     if facts["is_marked"]:
         how = "the chat template marks the assistant's words with {% generation %}"
@@ -93,11 +89,9 @@ def _markers(facts: dict[str, Any]) -> Finding:
     data = {"is_marked": facts["is_marked"], "num_answers": answers, "num_found": found}
     if found == answers:
         what = f"{how}; tried on {answers} answers"
-        return Finding(id="tokenizer-template", kind=Kind.tokenizer, what=what, data=data)
-    return Finding(
+        return Kind.tokenizer.ok(id="tokenizer-template", what=what, data=data)
+    return Kind.tokenizer.warning(
         id="tokenizer-template",
-        kind=Kind.tokenizer,
-        level=Level.warning,
         what=f"{how}; of {answers} answers in one conversation {found} were found, because it writes earlier ones in "
         "another way once more follow: those are not trained on",
         fix="model.chat_template=FILE with {% generation %} ... {% endgeneration %} around the assistant's words",
@@ -106,23 +100,19 @@ def _markers(facts: dict[str, Any]) -> Finding:
 
 
 def _bos(facts: dict[str, Any]) -> Iterator[Finding]:
-    """Two tokens that begin a text: from the template alone, or from it and a tokenizer that adds one more."""
+    """A doubled BOS token: from the template alone, or from the template and a tokenizer that adds one."""
     written, added = facts["leading_bos"], facts["leading_bos_if_added"]
     data = {"leading_bos": written, "leading_bos_if_added": added}
     if written > 1:
-        yield Finding(
+        yield Kind.tokenizer.error(
             id="bos-doubled",
-            kind=Kind.tokenizer,
-            level=Level.error,
             what=f"the chat template begins a conversation with {written} BOS tokens, which no model was pretrained on",
             fix="model.chat_template=FILE with the token once",
             data=data,
         )
     elif written == 1 and added > 1:
-        yield Finding(
+        yield Kind.tokenizer.warning(
             id="tokenizer-adds-bos",
-            kind=Kind.tokenizer,
-            level=Level.warning,
             what="the chat template writes the BOS token and the tokenizer adds another to any text. Here "
             "conversations are tokenised without adding; a program that renders and then tokenises gets two",
             fix="add_special_tokens=False wherever rendered conversations are tokenised, also to serve the model",
@@ -130,4 +120,4 @@ def _bos(facts: dict[str, Any]) -> Iterator[Finding]:
         )
     else:
         what = f"a conversation begins with {written or 'no'} BOS token, also where the tokenizer may add its own"
-        yield Finding(id="tokenizer-adds-bos", kind=Kind.tokenizer, what=what, data=data)
+        yield Kind.tokenizer.ok(id="tokenizer-adds-bos", what=what, data=data)

@@ -29,12 +29,11 @@ from tunebook.evaluate.target import (
 )
 from tunebook.evaluate.task_files import check_tasks, suite_settings
 from tunebook.files import atomic_write_json, atomic_write_text, read_json
-from tunebook.record.binding import allowed_mismatches
 from tunebook.record.differences import Answers, answers_of, task_difference
-from tunebook.record.files import RUN_FILE
-from tunebook.record.page.evaluation import change_text
+from tunebook.record.model_origin import allowed_mismatches
 from tunebook.record.page.numbers import Unit
-from tunebook.record.run_folder import LATEST
+from tunebook.record.page.scores import change_text
+from tunebook.record.run_folder import LATEST, RUN_FILE
 from tunebook.supervise import ProcessEnd, run_and_wait
 from tunebook.train.environment import evaluation_environment
 from tunebook.train.image import refuse_wrong_image

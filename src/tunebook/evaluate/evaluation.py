@@ -43,7 +43,7 @@ from tunebook.evaluate.trained_model import (
 )
 from tunebook.files import atomic_write_json, atomic_write_text
 from tunebook.model.adapters import is_adapter
-from tunebook.record.binding import Trained, check_base, check_bound
+from tunebook.record.model_origin import Trained, check_base, check_bound
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 from tunebook.errors import RequestError
 from tunebook.evaluate.task_files import TaskFile, resolve_task
 from tunebook.files import cache_root
-from tunebook.model.hub import is_out_of_reach
-from tunebook.model.hub_token import token_problem
+from tunebook.model.hub import is_out_of_reach, token_problem
 
 if TYPE_CHECKING:
     from tunebook.evaluate.task_requirements import DataSet, LeafTask

@@ -17,7 +17,7 @@ from tunebook.evaluate.batch_size import BatchSize
 from tunebook.evaluate.progress import AnswerProgress
 from tunebook.evaluate.trained_model import stop_ids
 from tunebook.hardware.detect import detect_machine
-from tunebook.model.out_of_memory import is_out_of_memory
+from tunebook.model.gpu_memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance

@@ -27,7 +27,7 @@ from tunebook.files import atomic_write_text, read_json, sha256_file, sha256_tex
 from tunebook.model.adapters import is_adapter
 from tunebook.model.hub import WEIGHT_FILES
 from tunebook.model.load import load_architecture, weights_folder
-from tunebook.record.files import RUN_FILE
+from tunebook.record.run_folder import RUN_FILE
 
 BEFORE, AFTER = "before", "after"  # the evaluations that belong to a training
 FORMAT = 1  # raised when an older result can no longer be reused

@@ -25,7 +25,7 @@ from tunebook.config.choices import (
     PackingMode,
     PeftMethod,
 )
-from tunebook.config.plain import plain_config
+from tunebook.config.frozen import plain_config
 from tunebook.config.schema import (
     ActivationConfig,
     AttentionConfig,
@@ -46,10 +46,9 @@ from tunebook.model.adapters import ADAPTER_FILE, holds_model, is_adapter
 from tunebook.model.base_config import read_dtype
 from tunebook.model.hub import WEIGHT_FILES, fetch_config
 from tunebook.model.tokenizer_files import has_vocabulary
-from tunebook.record.files import RUN_FILE
 from tunebook.record.manifest import RunState, read_manifest
-from tunebook.record.origin import Origin, read_origin
-from tunebook.record.run_folder import LATEST, find_runs, is_run, resolve_run
+from tunebook.record.model_origin import Origin, read_origin
+from tunebook.record.run_folder import LATEST, RUN_FILE, find_runs, is_run, resolve_run
 
 EVALUATIONS = "evaluations"  # the folder in outputs/ with the results of models that belong to no run
 MODEL_FILE = "model.yaml"  # in the place of run.yaml there

@@ -93,7 +93,7 @@ def load_on_gpu(load: Callable[[torch.device], Any]) -> Any:
     """The model that `load` loads, on this process' GPU. Raises: DoesNotFitError if its free memory is too small."""
     import torch
 
-    from tunebook.model.out_of_memory import is_out_of_memory
+    from tunebook.model.gpu_memory import is_out_of_memory
 
     device = torch.device("cuda", torch.cuda.current_device())
     try:

@@ -29,8 +29,8 @@ from tunebook.evaluate.task_files import resolve_task, suite_settings
 from tunebook.hardware.detect import detect_machine
 from tunebook.hardware.disk import existing, is_disk_full, no_space
 from tunebook.model.adapters import holds_model
-from tunebook.record.binding import MISMATCHES, recorded_beside, recorded_by_run
-from tunebook.record.files import RUN_FILE
+from tunebook.record.model_origin import MISMATCHES, recorded_by_run, recorded_in_export
+from tunebook.record.run_folder import RUN_FILE
 
 
 def main(words: list[str] | None = None) -> int:
@@ -95,7 +95,7 @@ def _evaluation_of(request: argparse.Namespace) -> Evaluation:
         config=config,
         model=None if model is None else model.absolute(),
         tasks=[with_samples(resolve_task(task), config.evaluation.code) for task in named],
-        trained=recorded_by_run(run) if request.config is None else recorded_beside(model),
+        trained=recorded_by_run(run) if request.config is None else recorded_in_export(model),
         allowed=tuple(request.allow_mismatch),
         is_fresh=request.fresh,
     )

@@ -1,4 +1,4 @@
-"""A recipe's card shows its evidence as a table and a plot, both made from the files; a test holds them together."""
+"""Evidence in the recipe's card (a table and plots) and in the book's table of recipes, made from the files."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tunebook.evidence.files import read_evidence
 from tunebook.evidence.schema import Evidence
 from tunebook.evidence.tolerances import LOSS, speeds_apart
 from tunebook.files import atomic_write_text
-from tunebook.record.page.charts import Chart, Line, Stroke
+from tunebook.record.page.charts import Chart, Line, Point, Stroke
 from tunebook.record.page.curves import outlier_ceiling, smooth
 
 BEGIN, END = "<!-- made from evidence/*.json when some is recorded -->", "<!-- end of evidence -->"
 _HEADING = re.compile(r"^## Evidence\n+", re.MULTILINE)
 _SMOOTH_FROM = 30
-# A picture in a card has no page around it that could bring a style; both colours are readable on white and on black.
+# A picture in a card cannot use a page's style sheet. Both colors are readable on white and on black.
 _STYLE = """<style>
 text{font:12px sans-serif;fill:#808080}.rule{stroke:#808080;opacity:.25}.base{stroke:#808080;opacity:.7}
 .tick{text-anchor:end}.x-tick{text-anchor:middle}.end{text-anchor:end}path{fill:none;stroke:#2f7fb8;stroke-width:2}
@@ -26,17 +26,17 @@ path.faint{stroke-width:1;opacity:.4}path.arrow{display:none}.cursor{display:non
 
 
 def update_card(card: Path, files: Sequence[Path]) -> None:
-    """Draw each file beside it and write the card's section anew. Raises: RequestError for a card without one."""
+    """Write the plot of each file and the card's section. Raises: RequestError for a card without a section."""
     evidence = [read_evidence(file) for file in files]
     for file, found in zip(files, evidence, strict=True):
         atomic_write_text(plot_file(file), draw(found))
     atomic_write_text(card, with_section(_read_card(card), section(files, evidence), card))
 
 
-def require_room(card: Path, files: Sequence[Path]) -> None:
-    """Whether more evidence can be shown beside these files, asked before any is written.
+def check_card(card: Path, files: Sequence[Path]) -> None:
+    """Check, before evidence is written, that the card can be updated.
 
-    Raises: RequestError for a card that cannot show it, DataError for a file that is damaged.
+    Raises: RequestError for a card without a section, DataError for a damaged file.
     """
     for file in files:
         read_evidence(file)
@@ -48,25 +48,25 @@ def _read_card(card: Path) -> str:
         return card.read_text(encoding="utf-8")
     except OSError as error:
         raise RequestError(
-            f"{card} cannot be read ({error.strerror}); a recipe's card shows its evidence, so write one first",
+            f"{card} cannot be read ({error.strerror}); a recipe's card shows its evidence, so write the card first",
             problem_id="evidence-card",
         ) from error
 
 
 def with_section(text: str, made: str, card: Path) -> str:
-    """The card with this section between its marks, which are set below the heading the first time."""
+    """The card with this section between its markers, which are added below the heading the first time."""
     if BEGIN in text and END in text:
         before, rest = text.split(BEGIN, 1)
         return f"{before}{made}{rest.split(END, 1)[1]}"
     heading = _HEADING.search(text)
     if heading is None:
-        raise RequestError(f"{card} has no heading '## Evidence' to show it under; add one", problem_id="evidence-card")
+        raise RequestError(f"{card} has no heading '## Evidence'; add one", problem_id="evidence-card")
     rest = text[heading.end() :].removeprefix("None recorded yet.\n")
     return f"{text[: heading.end()]}{made}\n{rest}"
 
 
 def section(files: Sequence[Path], evidence: Sequence[Evidence]) -> str:
-    """A table with a line per file, and the plots."""
+    """A table with one row per file, and the plots."""
     lines = [
         BEGIN, "",
         "| evidence | what was run | final loss | tokens/s/GPU | GiB | score | loss may differ by |",
@@ -80,7 +80,7 @@ def section(files: Sequence[Path], evidence: Sequence[Evidence]) -> str:
 
 
 def _packages(files: Sequence[Path], evidence: Sequence[Evidence]) -> list[str]:
-    """A paragraph for files that were not recorded with the packages of their lock; none where all were."""
+    """A paragraph for files that were recorded with other packages than their lock's; empty if there are none."""
     by_deviation: dict[str, list[str]] = {}
     for file, found in zip(files, evidence, strict=True):
         if (deviation := found.software.deviation()) is not None:
@@ -88,12 +88,7 @@ def _packages(files: Sequence[Path], evidence: Sequence[Evidence]) -> list[str]:
     if not by_deviation:
         return []
     lines = [f"- {', '.join(stems)}: {deviation}" for deviation, stems in by_deviation.items()]
-    return [
-        "Packages that differ from the lock, or are not known to agree with it:",
-        "",
-        *lines,
-        "",
-    ]
+    return ["Packages that differ from the lock, or are not known to agree with it:", "", *lines, ""]
 
 
 def _row(file: Path, found: Evidence) -> str:
@@ -113,7 +108,7 @@ def _row(file: Path, found: Evidence) -> str:
 
 
 def _speed(found: Evidence) -> str:
-    """The first run's speed, or all that lies between the repetitions where they do not confirm it."""
+    """The first run's speed, or the range of the repetitions if they differ too much."""
     if (apart := speeds_apart(found)) is not None:
         return f"{apart[0]:,.0f} to {apart[1]:,.0f}, not judged"
     speed = found.results.tokens_per_second_per_gpu
@@ -126,16 +121,74 @@ def plot_file(file: Path) -> Path:
 
 
 def draw(found: Evidence) -> str:
-    """The loss per step as an SVG that stands alone."""
-    points = [(float(step), loss) for step, loss in zip(found.results.steps, found.results.losses, strict=True)]
-    raw = [(x, y) for x, y in points]
-    lines = [Line(name="loss", points=list(raw))]
+    """The loss per step as a self-contained SVG."""
+    points: list[Point] = list(zip(map(float, found.results.steps), found.results.losses, strict=True))
+    lines = [Line(name="loss", points=points)]
     if len(points) >= _SMOOTH_FROM:
-        smoothed, _ = smooth(raw)
-        lines = [Line(name="each step", points=list(raw), stroke=Stroke.faint), Line(name="mean", points=smoothed)]
+        smoothed, _ = smooth(points)
+        lines = [Line(name="each step", points=points, stroke=Stroke.faint), Line(name="mean", points=smoothed)]
     ceiling = outlier_ceiling(found.results.losses)
     chart = Chart(title="Loss", y_label="loss per trained token", lines=lines, ceiling=ceiling)
     text = str(chart.draw(720, 280))
-    text = re.sub(r' data-chart="[^"]*"', "", text, count=1)  # values under a pointer, which a picture has not
+    text = re.sub(r' data-chart="[^"]*"', "", text, count=1)  # values under the pointer: a picture has no script
     opening, rest = text.split(">", 1)
     return f'{opening} xmlns="http://www.w3.org/2000/svg" width="720" height="280">{_STYLE}{rest}\n'
+
+
+def update_overview(readme: Path, recipe: str, files: Sequence[Path]) -> bool:
+    """Rewrite the recipe's last cell in the book's table; False if there is no table, or no row of the recipe."""
+    if not files or not readme.is_file():
+        return False
+    text = readme.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    rows = [number for number, line in enumerate(lines) if line.startswith(row_start(recipe))]
+    if not rows:
+        return False
+    cells = lines[rows[0]].removesuffix("|").split("|")[:-1]
+    made = cell(recipe, files, [read_evidence(file) for file in files])
+    lines[rows[0]] = f"{'|'.join(cells)}| {made} |"
+    atomic_write_text(readme, "\n".join(lines) + "\n")
+    return True
+
+
+def row_start(recipe: str) -> str:
+    """The start of a recipe's row."""
+    return f"| [{recipe}](recipes/{recipe}/README.md) |"
+
+
+def cell(recipe: str, files: Sequence[Path], evidence: Sequence[Evidence]) -> str:
+    """A link per file, named by hardware and precision, with its weights, layers and differing packages."""
+    links = []
+    deviations = [found.software.main_deviation() for found in evidence]
+    is_shared = len(evidence) > 1 and len(set(deviations)) == 1
+    for file, found, name, deviation in zip(files, evidence, _names(evidence), deviations, strict=True):
+        ran = found.ran
+        layers = "" if ran.layers.startswith("all") else f", {ran.layers} layers"
+        packages = "" if deviation is None or is_shared else f"; {deviation}"
+        links.append(f"[{name}](recipes/{recipe}/evidence/{file.name}) ({ran.weights} weights{layers}{packages})")
+    shared = f"; all with {deviations[0]}" if is_shared and deviations[0] is not None else ""
+    return ", ".join(links) + shared
+
+
+def _names(evidence: Sequence[Evidence]) -> list[str]:
+    """A unique name for each file: equal names get the attention kernel, then the steps, then the label."""
+    names = [_name(found) for found in evidence]
+    for more in (
+        [found.inputs.config["attention"]["implementation"] for found in evidence],
+        [f"{found.ran.steps} steps" for found in evidence],
+        [found.label for found in evidence],
+    ):
+        words: dict[str, set[str]] = {}
+        for name, word in zip(names, more, strict=True):
+            words.setdefault(name, set()).add(word)
+        names = [f"{name}, {word}" if len(words[name]) > 1 else name for name, word in zip(names, more, strict=True)]
+    return names
+
+
+def _name(found: Evidence) -> str:
+    """The GPUs, their precision, and whether the run was deterministic."""
+    hardware, config = found.hardware, found.inputs.config
+    name = f"{hardware.gpus} x {(hardware.gpu or 'CPU').removeprefix('NVIDIA ')}"
+    if hardware.gpu is not None:
+        name += f", {config['precision']['compute']}"
+    return f"{name}, deterministic" if config["training"].get("deterministic") else name

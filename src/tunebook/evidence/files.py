@@ -1,4 +1,4 @@
-"""Evidence files: where they lie, and reading and writing them with every check."""
+"""Evidence files: their paths, and reading and writing them with every check."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tunebook.evidence.schema import FORMAT, Evidence
 from tunebook.files import atomic_write_text, read_json, sha256_text
 
 _LABEL = re.compile(r"[a-z0-9][a-z0-9_.]*")
-_NUMBERS = re.compile(r"\[\s*-?\d[^\[\]\"{}]*\]")  # a curve has hundreds: one line, as a reader of a change wants it
+_NUMBERS = re.compile(r"\[\s*-?\d[^\[\]\"{}]*\]")  # a curve has hundreds of numbers: one line, for readable diffs
 
 
 def evidence_folder(recipe: str, recipes_dirs: list[Path]) -> Path:
-    """Where a recipe's evidence lies. Raises: RequestError for an unknown recipe."""
+    """The folder of a recipe's evidence. Raises: RequestError for an unknown recipe."""
     return recipe_file(recipe, recipes_dirs).parent / recipe / "evidence"
 
 
@@ -30,7 +30,7 @@ def evidence_files(recipe: str, recipes_dirs: list[Path]) -> list[Path]:
 
 
 def check_label(label: str) -> str:
-    """A label that can stand in a file's name. Raises: RequestError."""
+    """The label if it can be part of a file's name. Raises: RequestError."""
     if not _LABEL.fullmatch(label):
         raise RequestError(
             f"--label {label}: a label is small letters, digits, dots and underscores, such as bf16 or random_weights",
@@ -40,12 +40,12 @@ def check_label(label: str) -> str:
 
 
 def read_evidence(file: Path) -> Evidence:
-    """One file. Raises: DataError when it is missing, of a newer format, not what the schema says, or was edited."""
+    """Read one file. Raises: DataError if it is missing, invalid, of a newer format, or was edited."""
     if not file.is_file():
-        raise DataError(f"{file} is not there; tunebook list names what is recorded", problem_id="evidence-broken")
+        raise DataError(f"{file} does not exist; tunebook list shows what is recorded", problem_id="evidence-broken")
     content = read_json(file)
     if not isinstance(content, dict) or not isinstance(content.get("format"), int):
-        raise _broken(file, "it has no format, so it is no evidence")
+        raise _broken(file, "it has no format, so it is not evidence")
     if content["format"] > FORMAT:
         raise DataError(
             f"{file} has format {content['format']} and this Tunebook reads up to {FORMAT}; read it with the version "
@@ -61,44 +61,35 @@ def read_evidence(file: Path) -> Evidence:
         raise _broken(file, "it was changed after it was written: its hash does not match its content")
     config = evidence.inputs.config
     bring_up_to_date(config)
-    (config["model"].get("facts") or {}).pop("measured", None)  # earlier files hold what planning traced
+    (config["model"].get("facts") or {}).pop("measured", None)  # older files contain what planning traced
     return evidence
 
 
 def _broken(file: Path, why: str) -> DataError:
     return DataError(
-        f"{file}: {why}; take the file back from git, or remove it and record two runs again with: "
+        f"{file}: {why}; restore the file from git, or remove it and record two runs again with: "
         "tunebook verify RUN RUN --record --label NAME",
         problem_id="evidence-broken",
     )
 
 
 def write_evidence(content: dict[str, Any], folder: Path) -> Path:
-    """Seal the content with its hash, check it, and write it under the name that it asks for.
-
-    Raises: RequestError where a file of that name is there.
-    """
-    sealed = content | {"content_sha256": content_hash(content)}
-    hardware = Evidence.model_validate(sealed).hardware
-    file = folder / f"{hardware.generation}-{hardware.gpus}-{sealed['label']}.json"
+    """Write new evidence into the folder. Raises: RequestError if its file exists."""
+    hardware = content["hardware"]
+    file = folder / f"{hardware['generation']}-{hardware['gpus']}-{content['label']}.json"
     if file.exists():
         raise RequestError(
-            f"{file} is there already; remove it if this takes its place, or choose another --label",
-            problem_id="evidence-exists",
+            f"{file} exists; remove it if this replaces it, or choose another --label", problem_id="evidence-exists"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    _write(sealed, file)
+    rewrite_evidence(content, file)
     return file
 
 
 def rewrite_evidence(content: dict[str, Any], file: Path) -> None:
-    """Write a file again with a statement corrected, checked and sealed with its new hash."""
+    """Add the hash of the content, check it against the schema, and write the file."""
     sealed = content | {"content_sha256": content_hash(content)}
     Evidence.model_validate(sealed)
-    _write(sealed, file)
-
-
-def _write(sealed: dict[str, Any], file: Path) -> None:
     text = json.dumps(sealed, indent=2, ensure_ascii=False, allow_nan=False)
     atomic_write_text(file, _NUMBERS.sub(_on_one_line, text) + "\n")
 
@@ -108,6 +99,6 @@ def _on_one_line(numbers: re.Match[str]) -> str:
 
 
 def content_hash(content: dict[str, Any]) -> str:
-    """SHA-256 of everything but the hash itself."""
+    """The SHA-256 of everything but the hash itself."""
     rest = {key: value for key, value in content.items() if key != "content_sha256"}
     return sha256_text(json.dumps(rest, sort_keys=True, ensure_ascii=False, allow_nan=False))

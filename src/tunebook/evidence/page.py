@@ -1,9 +1,12 @@
-"""`verify.html`: the table, both losses on top of each other, and how far apart they are."""
+"""The result of a verification: printed, and drawn as `verify.html` with the losses and their differences."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
 
 from tunebook.evidence.tolerances import LOSS, loss_differences
 from tunebook.evidence.verifying import Verification
@@ -11,6 +14,31 @@ from tunebook.files import atomic_write_text
 from tunebook.record.page.charts import Chart, Line, Point
 from tunebook.record.page.curves import dash_of_run
 from tunebook.record.report import render_page
+from tunebook.record.run_record import RunRecord
+
+PAGE_FILE = "verify.html"
+
+
+def show_verification(found: Verification, record: RunRecord, console: Console) -> int:
+    """Print the table and write the page; returns the exit code."""
+    console.print(found.table())
+    page = draw_page(found, record, console)
+    verdict = "agrees with" if found.exit_code == 0 else "DIFFERS from"
+    drawn = "" if page is None else f"; drawn in {page}"
+    console.print(Text(f"the run {verdict} {found.name}{drawn}"), soft_wrap=True)
+    return found.exit_code
+
+
+def draw_page(found: Verification, record: RunRecord, console: Console) -> Path | None:
+    """Write the page into the run's folder; None, with a warning, if it cannot be written."""
+    page = record.folder / PAGE_FILE
+    try:
+        write_page(found, record.name, page)
+    except OSError as error:
+        warning = f"warning: {page} cannot be written: {error.strerror or error}"
+        console.print(Text(warning, style="yellow"), soft_wrap=True)
+        return None
+    return page
 
 
 def write_page(found: Verification, run: str, file: Path) -> None:
@@ -45,38 +73,29 @@ def _charts(found: Verification, run: str) -> list[Chart]:
 
 
 def _agreement(found: Verification) -> str:
-    """What is said in place of the chart of differences where there is none to draw; empty where there are some."""
+    """The sentence in place of the chart of differences if there are none; else empty."""
     expected, results = found.claim.results, found.results
     if expected.steps != results.steps or any(windows := loss_differences(results, expected)):
         return ""
-    return f"The losses do not differ: the means of all {len(windows)} windows of steps agree in every bit."
+    return f"The losses do not differ: the means of all {len(windows)} windows of steps are bitwise equal."
 
 
 def _differences(found: Verification) -> Chart:
-    """As powers of ten, since both 1e-7 and 1e-2 are of interest; windows that agree in every bit are left out."""
-    apart_by_window = loss_differences(found.results, found.claim.results)
-    steps, num = found.claim.results.steps, len(apart_by_window)
-    points: list[Point] = []
-    for index, apart in enumerate(apart_by_window, 1):
-        points.append((float(steps[round(index * len(steps) / num) - 1]), math.log10(apart) if apart else None))
-    tolerance = found.claim.tolerances[LOSS].value
+    """The differences as powers of ten, since they range from 1e-7 to 1e-2. Equal windows are omitted."""
+    differences = loss_differences(found.results, found.claim.results)
+    steps, num = found.claim.results.steps, len(differences)
+    points: list[Point] = [
+        (float(steps[round(index * len(steps) / num) - 1]), math.log10(difference) if difference else None)
+        for index, difference in enumerate(differences, 1)
+    ]
+    tolerance, num_equal = found.claim.tolerances[LOSS].value, differences.count(0.0)
+    power = f"{math.log10(tolerance):.1f}" if tolerance else "below everything"
+    note = f"A window may differ by {tolerance:.2g}, {100 * tolerance:.2g} %: {power} on this axis."
+    if num_equal:
+        note += f" {num_equal} of {num} windows are bitwise equal and have no point."
     return Chart(
         title="Difference of the loss",
         y_label="relative, as a power of ten",
         lines=[Line(name="mean over a window of steps", points=points, colour=1)],
-        note=f"A window may differ by {_share(tolerance)}: {_power(tolerance)} on this axis.{_left_out(points)}",
+        note=note,
     )
-
-
-def _share(tolerance: float) -> str:
-    return f"{tolerance:.2g}, {100 * tolerance:.2g} %"
-
-
-def _power(tolerance: float) -> str:
-    """Where the tolerance is on the axis; none of one that allows no difference at all."""
-    return f"{math.log10(tolerance):.1f}" if tolerance else "below everything"
-
-
-def _left_out(points: list[Point]) -> str:
-    num_equal = sum(y is None for _, y in points)
-    return f" {num_equal} of {len(points)} windows agree in every bit and have no point." if num_equal else ""

@@ -1,7 +1,7 @@
-"""What an evidence file holds: one type per section, from which its JSON schema is made and by which it is checked.
+"""The content of an evidence file: one type per section, used for the JSON schema and to validate.
 
-`recipes/<name>/evidence/<hardware>-<gpus>-<label>.json`. Numbers that are not finite, keys that are unknown and keys
-that are missing are refused when a file is written as when it is read. As JSON schema: `evidence.schema.json` beside
+The files are `recipes/<name>/evidence/<hardware>-<gpus>-<label>.json`. Unknown keys, missing keys and numbers that are
+not finite are refused when a file is written and when it is read. The JSON schema is `evidence.schema.json` next to
 this file, written by `python -m tunebook.evidence.schema > src/tunebook/evidence/evidence.schema.json`.
 """
 
@@ -97,7 +97,7 @@ class Software(Section):
     packages: dict[str, str]
 
     def deviation(self) -> str | None:
-        """Where the packages are not known to be those of the lock, in words; None where they are those."""
+        """The differences of the packages from the lock in words; None if there are none."""
         if self.lock is None:
             return _NOT_COMPARED
         parts = describe_differences(self._differences())
@@ -108,7 +108,7 @@ class Software(Section):
         return ", ".join(parts) or None
 
     def main_deviation(self) -> str | None:
-        """The most important difference from the lock, for a line of a table; None where none is known."""
+        """The most important difference from the lock, for a table; None if none is known."""
         if self.lock is None:
             return _NOT_COMPARED
         parts = describe_differences(self._differences())
@@ -173,7 +173,7 @@ class Evidence(Section):
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
-        """What JSON schema cannot say: a comparison works with a loss of every step, and with how far it may be off."""
+        """Checks that JSON schema cannot express: one loss per step, and a tolerance for the loss."""
         num_steps, num_losses = len(self.results.steps), len(self.results.losses)
         if num_steps != num_losses:
             raise ValueError(f"results.steps has {num_steps} entries and results.losses {num_losses}")

@@ -16,10 +16,9 @@ from typing import Any
 from tunebook.config.book import book_root
 from tunebook.config.choices import Generation
 from tunebook.errors import RequestError, TunebookError
-from tunebook.evidence.card import update_card
+from tunebook.evidence.card import update_card, update_overview
 from tunebook.evidence.compare import Row, Verdict
 from tunebook.evidence.files import read_evidence, rewrite_evidence
-from tunebook.evidence.overview import update_overview
 from tunebook.evidence.schema import Evidence, Lock, Software
 from tunebook.facts.generations import GENERATIONS
 from tunebook.files import read_json, sha256_file

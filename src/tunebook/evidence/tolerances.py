@@ -1,7 +1,7 @@
-"""How far another run's numbers may lie from the recorded ones, worked out from runs that were repeated.
+"""The tolerance of each recorded number, from the spread of repeated runs.
 
-Three times the largest difference between the repeated runs, since two or three runs show less than the whole spread,
-and never less than a floor that two runs can show by chance to be far too narrow. Each tolerance says its own sum.
+Three times the largest difference between the repeated runs, since two or three runs do not show the whole spread, and
+at least a floor, since two runs may agree by chance. Each tolerance says how it was computed.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from tunebook.evidence.schema import Evidence, Results, Tolerance
 from tunebook.record.losses import tolerance_of
 
 FACTOR = 3.0
-NUM_WINDOWS = 20  # of a loss curve: after hundreds of steps single steps of equal runs differ, their means hardly
-_SPEED_FLOOR = 0.05  # a neighbour on the machine, a warmer GPU
-_MEMORY_FLOOR = 0.02  # the allocator rounds, kernels are chosen anew
-# Speeds that are further apart show what else the machine did: any of them might be the recipe's own.
-_SPEED_MAY_SPREAD = 0.1
-_MEMORY_MAY_SPREAD = 1 / FACTOR  # more would hold for anything down to zero
+NUM_WINDOWS = 20  # of a loss curve: after hundreds of steps the single losses of equal runs differ, the means hardly
+_SPEED_FLOOR = 0.05  # another job on the machine, a warmer GPU
+_MEMORY_FLOOR = 0.02  # rounding of the allocator, another choice of kernels
+_SPEED_MAY_SPREAD = 0.1  # a larger spread shows what else the machine did, not the speed of the recipe
+_MEMORY_MAY_SPREAD = 1 / FACTOR  # a larger spread would allow everything down to zero
 _STDERRS = 3.0
 
 LOSS, SPEED, MEMORY = "loss", "speed", "memory"
@@ -40,55 +39,54 @@ def window_means(results: Results) -> list[float]:
 
 
 def loss_differences(found: Results, expected: Results) -> list[float]:
-    """How far apart the windows' means are, as a share of the expected one, or of the whole curve's where that is more.
+    """The differences of the windows' means, relative to the larger of the expected mean and the whole curve's mean.
 
-    A curve that falls to a hundredth of where it began leaves windows in which equal runs differ by several times their
-    own small loss, and which mean nothing.
+    Where a curve has fallen to a hundredth, equal runs differ by several times their small loss, which means nothing.
     """
     means = window_means(expected)
-    whole = fmean(means)
+    overall = fmean(means)
     pairs = zip(window_means(found), means, strict=True)
-    return [abs(mine - mean) / max(mean, whole) if mine != mean else 0.0 for mine, mean in pairs]
+    return [abs(mine - mean) / max(mean, overall) if mine != mean else 0.0 for mine, mean in pairs]
 
 
 def loss_difference(found: Results, expected: Results) -> float:
-    """The largest of them; infinite where other steps were logged."""
+    """The largest difference of the windows; infinite if other steps were logged."""
     return max(loss_differences(found, expected)) if found.steps == expected.steps else float("inf")
 
 
 def at_steps(results: Results, steps: Collection[int]) -> Results:
-    """The losses of these steps alone."""
+    """The results with the losses of these steps only."""
     kept = [(step, loss) for step, loss in zip(results.steps, results.losses, strict=True) if step in steps]
     return results.model_copy(update={"steps": [step for step, _ in kept], "losses": [loss for _, loss in kept]})
 
 
 def relative(found: float, expected: float) -> float:
-    """How far apart, as a share of what was expected."""
+    """The difference relative to the expected value."""
     if expected == 0:
         return 0.0 if found == 0 else float("inf")
     return abs(found - expected) / abs(expected)
 
 
 def largest_spread(values: Sequence[float]) -> float:
-    """How far apart the largest and the smallest are, as a share of the smallest; none of a single one."""
+    """The difference of the largest and the smallest value, relative to the smallest."""
     return relative(max(values), min(values)) if values else 0.0
 
 
 def speeds_apart(found: Evidence) -> tuple[float, float] | None:
-    """The slowest and the fastest repetition, where they differ too much for either to be the recipe's speed."""
+    """The slowest and the fastest repetition, if they differ too much for either to be the recipe's speed."""
     speeds = [repeat.tokens_per_second_per_gpu for repeat in found.repeats]
     known = [speed for speed in speeds if speed is not None]
     return (min(known), max(known)) if largest_spread(known) > _SPEED_MAY_SPREAD else None
 
 
 def judged_by(found: Evidence) -> dict[str, Tolerance]:
-    """The tolerances that recorded evidence supports: a file may have one of speeds that are too far apart for any."""
+    """The tolerances of recorded evidence, without that of the speed if the repetitions differ too much."""
     is_judged = speeds_apart(found) is None
     return {key: tolerance for key, tolerance in found.tolerances.items() if key != SPEED or is_judged}
 
 
 def work_out(runs: Sequence[Results], config: RunConfig) -> dict[str, Tolerance]:
-    """The tolerances that runs of one claim support; of a single run these are the floors."""
+    """The tolerances from repeated runs; from a single run, the floors."""
     pairs = list(combinations(runs, 2))
     tolerances = {
         LOSS: _tolerance(
@@ -126,5 +124,5 @@ def _score_tolerance(spread: float, stderr: float | None, num_runs: int) -> Tole
 
 def _spread(spread: float, num_runs: int) -> str:
     if num_runs == 1:
-        return "not repeated, so what equal runs may always differ by:"
+        return "not repeated, so the floor for equal runs:"
     return f"{num_runs} runs differ by up to {spread:.2g}; {FACTOR:g} times that,"

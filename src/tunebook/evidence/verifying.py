@@ -1,4 +1,4 @@
-"""`tunebook verify RUN`: find the evidence that a run can be compared with, compare, and show what came of it."""
+"""`tunebook verify RUN`: find the evidence to compare a run with, and compare."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from tunebook.evidence.compare import (
     split_differences,
 )
 from tunebook.evidence.gather import config_of, gather_hardware, gather_inputs, gather_ran, gather_results
+from tunebook.evidence.run_checks import num_resumed
 from tunebook.evidence.schema import Hardware, Inputs, Ran, Results, Software
 from tunebook.evidence.software import gather_software, packages_row
 from tunebook.evidence.tolerances import work_out
-from tunebook.evidence.whole import num_resumed
 from tunebook.record.run_record import RunRecord
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """A run held against a claim."""
+    """A run compared with a claim."""
 
     name: str  # of the claim: a file of evidence, or a run
     what: str  # was claimed: the recipe, weights, data, layers and steps
@@ -41,17 +41,17 @@ class Verification:
 
     @property
     def exit_code(self) -> int:
-        """0, or 5 where a judged number is too far off."""
+        """0, or 5 if a judged number exceeds its tolerance."""
         is_different = any(row.verdict is Verdict.different for row in self.rows)
         return DifferenceError.exit_code if is_different else 0
 
     def to_json(self) -> dict[str, Any]:
-        """What `verify --json` prints."""
+        """The output of `verify --json`."""
         return {"claim": self.name, "agrees": self.exit_code == 0, "rows": [row.to_json() for row in self.rows]}
 
     def table(self) -> Table:
         """For a terminal."""
-        title = Text(f"{self.name}: {self.what}")  # what is typed and named may hold brackets
+        title = Text(f"{self.name}: {self.what}")  # names and overrides may contain brackets
         table = Table(title=title, title_justify="left", box=None, pad_edge=False)
         for heading in ("", "recorded", "this run", "difference", "tolerance", "verdict", "why"):
             is_number = heading in ("recorded", "this run", "difference", "tolerance")
@@ -65,7 +65,7 @@ class Verification:
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """What a run can be held against, chosen before there is one: evidence, or an earlier run."""
+    """What a run can be compared with: evidence, or an earlier run."""
 
     name: str
     what: str
@@ -75,7 +75,7 @@ class Recorded:
 
 
 def recorded_run(original: RunRecord, recipes_dirs: list[Path]) -> Recorded:
-    """A finished run as what another is held against, by what equal runs may differ."""
+    """A finished run to compare another with; the tolerances are the floors."""
     config, results = config_of(original.folder), gather_results(original)
     hardware, tolerances = gather_hardware(original, config), work_out([results], config)
     return Recorded(
@@ -88,30 +88,30 @@ def recorded_run(original: RunRecord, recipes_dirs: list[Path]) -> Recorded:
 
 
 def hold_against(recorded: Recorded, record: RunRecord) -> Verification:
-    """Compare a finished run with what was chosen. Raises: RequestError where that was asked for something else."""
+    """Compare a finished run with evidence or another run. Raises: RequestError if their inputs differ."""
     config = config_of(record.folder)
     inputs, hardware, results = gather_inputs(record, config), gather_hardware(record, config), gather_results(record)
     if differing := input_differences(recorded.inputs, inputs):
         raise RequestError(
-            f"{record.folder} is no repetition of {recorded.name}: {named_differences(differing)}",
+            f"{record.folder} is not a repetition of {recorded.name}: {named_differences(differing)}",
             problem_id="evidence-of-other-config",
         )
     is_split_alike = not split_differences(recorded.inputs, inputs)
     rows = compare(recorded.claim, results, hardware, is_split_alike=is_split_alike, num_resumed=num_resumed(record))
     software = gather_software(record.manifest or {})
-    in_words = (preparation_row(recorded.inputs, inputs), packages_row(recorded.software, software))
+    remarks = (preparation_row(recorded.inputs, inputs), packages_row(recorded.software, software))
     return Verification(
         name=recorded.name,
         what=recorded.what,
         claim=recorded.claim,
         results=results,
         hardware=hardware,
-        rows=[*rows, *(row for row in in_words if row is not None)],
+        rows=[*rows, *(row for row in remarks if row is not None)],
     )
 
 
 def describe(ran: Ran) -> str:
-    """What was run, as one line."""
+    """The run in one line."""
     words = f"; {' '.join(ran.overrides)}" if ran.overrides else ""
     return f"{ran.recipe}, {ran.weights} weights, {ran.data} data, layers: {ran.layers}, {ran.steps} steps{words}"
 

@@ -1,6 +1,6 @@
 """Who reads the weights, what the other ranks start from, and whether the GPU keeps all: from the configuration alone.
 
-`model.sharing` says how it is done, `plan.memory.host` what it takes of the host's memory.
+`model.load` says how it is done, `plan.memory.host` what it takes of the host's memory.
 """
 
 from __future__ import annotations

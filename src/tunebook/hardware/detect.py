@@ -1,7 +1,7 @@
-"""What this machine has: GPUs through NVML (never torch, which takes seconds to import), CPUs and host memory.
+"""Detect the hardware: GPUs through NVML (not torch, which takes seconds to import), CPUs and host memory.
 
-Nothing here fails: a missing library, driver or GPU is a machine without GPUs, and `Machine.notes` says why, so that
-`plan`, `doctor` and the errors can repeat it.
+Nothing here fails: with a missing library, driver or GPU the result is a machine without GPUs, and `Machine.notes` says
+why, for `plan`, `doctor` and error messages.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from tunebook.config.choices import Generation
-from tunebook.facts.generations import ComputeCapability, generation_of
+from tunebook.facts.generations import OLDEST_SUPPORTED, ComputeCapability, generation_of
 
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 MIXED_NOTE = "different GPUs in one machine"
@@ -26,7 +27,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One GPU, or one MIG slice of one, as a rank would use it."""
+    """One GPU, or one MIG slice, as a rank would use it."""
 
     name: str
     memory_gib: float  # all of it, used or not
@@ -39,20 +40,20 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The hardware a run would find here. `gpus` holds those that CUDA_VISIBLE_DEVICES leaves visible."""
+    """The hardware for a run on this machine. `gpus` are those that CUDA_VISIBLE_DEVICES leaves visible."""
 
     gpus: list[Gpu]
     driver: str | None  # None: no NVIDIA driver answered
     num_cpus: int  # that this process may use
     host_memory_gib: float  # that this process may use
     notes: list[str] = field(default_factory=list)  # what is unusual, or why there is no GPU
-    missing_for_triton: str | None = None  # what Triton lacks to build a kernel's launcher here; None: nothing
-    missing_for_cpu_kernels: str | None = None  # what torch lacks to compile kernels for the CPU; None: nothing
+    missing_for_triton: str | None = None  # what Triton needs to build a kernel's launcher and lacks
+    missing_for_cpu_kernels: str | None = None  # what torch needs to compile kernels for the CPU and lacks
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Card:
-    """A physical GPU: `whole`, or None and its MIG slices, without any of which nothing can run on it."""
+    """A physical GPU, or its MIG slices. Nothing can run on a GPU in MIG mode without a slice."""
 
     index: int
     uuid: str
@@ -61,7 +62,7 @@ class _Card:
 
 
 def detect_machine(no_gpu_because: str | None = None) -> Machine:
-    """Look at this machine. Never raises; see `Machine.notes`. NVML is left alone where a reason for that is given."""
+    """Detect this machine. Never raises; see `Machine.notes`. With `no_gpu_because`, NVML is not asked."""
     notes: list[str] = [] if no_gpu_because is None else [no_gpu_because]
     cards, driver = _read_cards(notes) if no_gpu_because is None else ([], None)
     gpus = _visible(cards, os.environ.get(VISIBLE_VARIABLE), notes)
@@ -98,7 +99,7 @@ def _read_cards(notes: list[str]) -> tuple[list[_Card], str | None]:
         for index in range(pynvml.nvmlDeviceGetCount()):
             try:
                 cards.append(_read_card(pynvml, index, notes))
-            except pynvml.NVMLError as error:  # one broken GPU must not hide the others
+            except pynvml.NVMLError as error:  # a broken GPU must not hide the others
                 notes.append(f"GPU {index} does not answer ({error}) and is left out")
         if not cards:
             notes.append(f"the NVIDIA driver {driver} is here but lists no GPU")
@@ -132,13 +133,13 @@ def _read_card(nvml: ModuleType, index: int, notes: list[str]) -> _Card:
     uuid = _text(nvml.nvmlDeviceGetUUID(handle))
     if not _is_split(nvml, handle):
         return _Card(index=index, uuid=uuid, whole=describe(handle, False), slices=[])
-    # Nothing else is asked of the card itself: a container that was given a slice may not know its memory.
+    # Nothing else is asked of the card itself: a container with a slice may not see the card's memory.
     slices = [describe(device, True) for device in _mig_handles(nvml, handle)]
     return _Card(index=index, uuid=uuid, whole=None, slices=slices)
 
 
 def _is_split(nvml: ModuleType, handle: Any) -> bool:
-    """Whether the GPU is in MIG mode; most models do not know the question."""
+    """True if the GPU is in MIG mode. Most models do not support the question."""
     try:
         current, _pending = nvml.nvmlDeviceGetMigMode(handle)
     except nvml.NVMLError:
@@ -147,7 +148,7 @@ def _is_split(nvml: ModuleType, handle: Any) -> bool:
 
 
 def _mig_handles(nvml: ModuleType, handle: Any) -> list[Any]:
-    """The MIG slices that exist; NVML answers "not found" for the free places between them."""
+    """The MIG slices. NVML answers "not found" for unused places between them."""
     found = []
     for place in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
         try:
@@ -158,7 +159,7 @@ def _mig_handles(nvml: ModuleType, handle: Any) -> list[Any]:
 
 
 def _visible(cards: list[_Card], restriction: str | None, notes: list[str]) -> list[Gpu]:
-    """The GPUs a CUDA program would see, in its order."""
+    """The GPUs that a CUDA program sees, in its order."""
     for card in cards:
         if card.whole is None and not card.slices:
             notes.append(f"GPU {card.index} is in MIG mode without a slice; make one with nvidia-smi mig -cgi")
@@ -173,7 +174,7 @@ def _visible(cards: list[_Card], restriction: str | None, notes: list[str]) -> l
     for word in (part.strip() for part in restriction.split(",")):
         gpu = _named(cards, word)
         if gpu is None:
-            break  # CUDA ignores everything from the first word that names no GPU
+            break  # CUDA ignores everything from the first invalid word on
         gpus.append(gpu)
     if len(gpus) < len(cards):
         notes.append(f"{VISIBLE_VARIABLE}={restriction!r} leaves {len(gpus)} of {len(cards)} GPUs visible")
@@ -181,14 +182,14 @@ def _visible(cards: list[_Card], restriction: str | None, notes: list[str]) -> l
 
 
 def _as_seen(card: _Card) -> Gpu | None:
-    """What a program gets of a card: the whole, its first slice, or nothing."""
+    """What a program sees of a card: the card, its first slice, or nothing."""
     if card.whole is not None:
         return card.whole
     return card.slices[0] if card.slices else None
 
 
 def _named(cards: list[_Card], word: str) -> Gpu | None:
-    """The GPU that one word of CUDA_VISIBLE_DEVICES names: an index, or the start of a GPU-... or MIG-... id."""
+    """The GPU for one word of CUDA_VISIBLE_DEVICES: an index, or the start of a GPU-... or MIG-... id."""
     if word.isdecimal():
         return _as_seen(cards[int(word)]) if int(word) < len(cards) else None
     if word.startswith("GPU-"):
@@ -204,10 +205,7 @@ def _text(value: str | bytes) -> str:
 
 
 def _missing_for_triton() -> str | None:
-    """Itself, a C compiler and Python's headers, for when a kernel is first run.
-
-    Source: triton 3.6, `triton.runtime.build`.
-    """
+    """Triton itself, a C compiler or Python's headers. Source: triton 3.6, `triton.runtime.build`."""
     if find_spec("triton") is None:
         return "the package triton is not installed here (pip install triton)"
     if not os.environ.get("CC") and shutil.which("gcc") is None and shutil.which("clang") is None:
@@ -216,7 +214,7 @@ def _missing_for_triton() -> str | None:
 
 
 def _missing_for_cpu_kernels() -> str | None:
-    """A C++ compiler and Python's headers. Source: torch 2.13, `torch._inductor.cpp_builder` and `codecache`."""
+    """A C++ compiler or Python's headers. Source: torch 2.13, `torch._inductor.cpp_builder` and `codecache`."""
     if shutil.which(os.environ.get("CXX") or "g++") is None:
         return "no C++ compiler is found here (apt install g++)"
     return _missing_headers()
@@ -236,10 +234,36 @@ def _num_cpus() -> int:
 
 
 def _host_memory_gib() -> float:
-    """The machine's memory, or what the container may use of it."""
+    """The machine's memory, or the container's limit."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         limit = CGROUP_MEMORY_LIMIT.read_text().strip()
     except OSError:
         limit = "max"
     return round(min(total, int(limit)) / GIB if limit.isdecimal() else total / GIB, 2)
+
+
+def equal_gpus(gpus: Sequence[Gpu]) -> list[Gpu]:
+    """The largest group of GPUs of one kind; of equally large groups the newest, then the one with most memory.
+
+    A group that torch supports comes before all others.
+    """
+
+    def rank(group: list[Gpu]) -> tuple[bool, int, ComputeCapability, float]:
+        capability = min(gpu.compute_capability for gpu in group)
+        return capability >= OLDEST_SUPPORTED, len(group), capability, min(gpu.memory_gib for gpu in group)
+
+    groups: dict[str, list[Gpu]] = {}
+    for gpu in gpus:
+        groups.setdefault(gpu.name, []).append(gpu)
+    return max(groups.values(), key=rank, default=[])
+
+
+def visible_only(gpus: Sequence[Gpu]) -> str:
+    """The variable in front of a command that makes only these GPUs visible, in this order.
+
+    A number names a GPU in CUDA's order, the fastest first, while NVML uses the order of the PCI bus. With GPUs of
+    different kinds these differ, so ids are used if they are known.
+    """
+    has_ids = all(gpu.uuid for gpu in gpus)
+    return f"{VISIBLE_VARIABLE}={','.join(gpu.uuid if has_ids else str(gpu.index) for gpu in gpus)}"

@@ -30,8 +30,7 @@ from tunebook.launch.node_facts import folder_problem, free_port, node_facts, so
 from tunebook.launch.rendezvous import REFUSED_FOR_S, LauncherState, Link, NodeState, find_launcher
 from tunebook.launch.slurm.container import describe_container
 from tunebook.processes import adopting_orphans, ask_to_stop_when_parent_dies, children_of, end_children
-from tunebook.record.files import RUN_FILE
-from tunebook.record.run_folder import read_outcomes
+from tunebook.record.run_folder import RUN_FILE, read_outcomes
 from tunebook.supervise import POLL_S, Started, StopRequests, start_command
 from tunebook.train.environment import evaluation_environment, rank_environment
 

@@ -17,12 +17,13 @@ from tunebook.config.book import INSTALLED_BOOK
 from tunebook.config.choices import LauncherName
 from tunebook.config.override_text import typed_list
 from tunebook.config.schema import LauncherConfig, RunConfig
+from tunebook.data.prepared import PREPARED_FILE
 from tunebook.errors import Problem, RequestError
 from tunebook.files import read_json
 from tunebook.hardware.detect import Machine, detect_machine
 from tunebook.launch.rendezvous import is_loopback
 from tunebook.model.weights_fingerprint import weights_fingerprint
-from tunebook.record.files import PREPARED_FILE, RUN_FILE
+from tunebook.record.run_folder import RUN_FILE
 from tunebook.train.requirements import check_environment
 
 _SAME_EVERYWHERE = ("tunebook", "torch", "transformers", "accelerate", "deepspeed")

@@ -22,9 +22,7 @@ from tunebook.launch.pulse import PulseWriter
 from tunebook.processes import ask_to_stop_when_parent_dies, die_with_parent
 from tunebook.record.run_folder import write_outcome
 from tunebook.record.start_up import StartClock, process_begun
-from tunebook.train.death import AGREED_ENDINGS, RankEnd
-from tunebook.train.imports import importing_libraries
-from tunebook.train.signals import StopRequest
+from tunebook.train.rank_process import AGREED_ENDINGS, RankEnd, StopRequest, importing_libraries
 
 
 def main() -> int:

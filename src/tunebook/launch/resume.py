@@ -27,9 +27,16 @@ from tunebook.config.identity import CAPACITIES, config_hash, found_capacities, 
 from tunebook.config.override_text import as_typed, typed
 from tunebook.config.schema import RunConfig, world_size
 from tunebook.errors import DataError, RequestError
-from tunebook.record.files import RUN_FILE
 from tunebook.record.manifest import MANIFEST_FILE, RunState, hash_of_run, read_manifest
-from tunebook.record.run_folder import LOCK_FILE, WITHOUT_RECIPE, find_runs, is_run, is_worked_in, read_outcomes
+from tunebook.record.run_folder import (
+    LOCK_FILE,
+    RUN_FILE,
+    WITHOUT_RECIPE,
+    find_runs,
+    is_run,
+    is_worked_in,
+    read_outcomes,
+)
 
 # One that was invalid would end the same way again.
 _UNFINISHED = (RunState.stopped.name, RunState.failed.name)

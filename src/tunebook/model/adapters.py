@@ -1,4 +1,4 @@
-"""LoRA and QLoRA: from the `peft` group to a PEFT configuration, and trained adapters back onto their base model."""
+"""LoRA and QLoRA: the PEFT configuration of a run, and loading trained adapters onto their base model."""
 
 from __future__ import annotations
 
@@ -11,27 +11,26 @@ from tunebook.config.schema import RunConfig, ZeroConfig
 from tunebook.config.unreached import expression, stand_for, unreached_of
 from tunebook.errors import RequestError
 from tunebook.facts.strategies import strategy_facts
-from tunebook.model.completeness import require_complete
 from tunebook.model.parameters import EMBEDDINGS
-from tunebook.model.weight_files import Shapes, read_shapes
+from tunebook.model.weight_files import Shapes, read_shapes, require_complete
 
 if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import PreTrainedModel
 
 ADAPTER_FILE = "adapter_config.json"
-# What PEFT 0.21 says of ranks for parameters, such as stacked experts, which it seeks among modules. It does use them.
+# A wrong warning of PEFT 0.21 about ranks of parameters, such as stacked experts, which it looks for among modules.
 IGNORED_PATTERNS = "The following (rank|alpha)_pattern keys did not match any targeted module"
-# What it says of an adapter on one matrix of a tied pair: see `merged`.
+# Its warning about an adapter on one matrix of a tied pair: see `merged`.
 UNTIED = "Model (has|with) `tie_word_embeddings=True`"
 _BASE_EMBEDDINGS = tuple(f"{name}.base_layer.weight" for name in EMBEDDINGS)
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 def adapter_config(config: RunConfig) -> LoraConfig | None:
-    """PEFT's configuration, None for full fine-tuning. No named modules means every linear layer but the head.
+    """PEFT's configuration; None for full fine-tuning. Without `target_modules`, every linear layer except the head.
 
-    Parts that no text reaches get no adapter, which would have no gradient.
+    Parts that text does not use get no adapter, since it would have no gradient.
     """
     settings, unreached = config.peft, unreached_of(config.model.facts)
     if settings.method is PeftMethod.full:
@@ -51,11 +50,11 @@ def adapter_config(config: RunConfig) -> LoraConfig | None:
 
 
 def four_bit(config: RunConfig) -> Any:
-    """How bitsandbytes quantises the frozen base of a QLoRA run.
+    """bitsandbytes' settings to quantize the frozen base of a QLoRA run.
 
-    Where parameters are sharded, two 4-bit weights are stored as one number of the format that the run computes in, and
-    not as bytes: accelerate leaves bytes out of the sharding, with a warning only (`fsdp2_prepare_model`, 1.15), and
-    FSDP2 and DeepSpeed send parameters in the format of the computation, which must not change any bit of these.
+    If parameters are sharded, the 4-bit weights are stored in the number format of the computation instead of bytes.
+    accelerate does not shard bytes, with only a warning (`fsdp2_prepare_model`, 1.15), and FSDP2 and DeepSpeed convert
+    parameters to the format of the computation when they send them, which must not change any bit.
     """
     import torch
     from transformers import BitsAndBytesConfig
@@ -72,9 +71,9 @@ def four_bit(config: RunConfig) -> Any:
 
 
 def freeze_unreached(config: RunConfig, model: Any) -> None:
-    """Leave parts that no text reaches as they are.
+    """Freeze the parts that text does not use.
 
-    They have no gradient, for which DDP would wait in vain, and which DeepSpeed takes for zero: it would decay them.
+    They get no gradient. DDP would wait for it forever, and DeepSpeed would take it as zero and apply weight decay.
     """
     unreached = unreached_of(config.model.facts)
     for name, parameter in model.named_parameters():
@@ -83,16 +82,16 @@ def freeze_unreached(config: RunConfig, model: Any) -> None:
 
 
 def trains_in_fp32(config: RunConfig) -> bool:
-    """Whether adapters are in fp32, as everywhere but where DeepSpeed casts them with a model of bf16 weights."""
+    """True if adapters are in fp32: always, unless DeepSpeed casts them together with bf16 weights."""
     is_cast = isinstance(config.parallelism, ZeroConfig) and config.precision.master_weights is MasterWeights.bf16
     return config.peft.method is not PeftMethod.full and not is_cast
 
 
 def keep_in_fp32(model: Any) -> None:
-    """Put what is trained into fp32: its updates may be small beside it.
+    """Convert trained parameters to fp32, since their updates may be relatively small.
 
-    PEFT does so with adapters and not with whole parts that it trains a copy of (`modules_to_save`), and TRL 1.16 turns
-    either into bf16 over a quantised base, whatever the GPU can do.
+    PEFT converts adapters, but not modules that are trained whole (`modules_to_save`). TRL 1.16 converts both to bf16
+    if the base is quantized, even if the GPU does not support it.
     """
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -100,27 +99,26 @@ def keep_in_fp32(model: Any) -> None:
 
 
 def holds_model(folder: Path) -> bool:
-    """Whether a folder is a whole model's or an adapter's."""
+    """True for the folder of a whole model or an adapter."""
     return (folder / "config.json").is_file() or is_adapter(folder)
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder holds an adapter, which needs its base model beside it."""
+    """True for the folder of an adapter, which needs its base model."""
     return (folder / ADAPTER_FILE).is_file()
 
 
 def with_adapter(base: PreTrainedModel, folder: Path, method: PeftMethod) -> PreTrainedModel:
-    """The base model with a trained adapter merged into it; over quantised or 16-bit weights it stays beside them.
+    """The base model with a trained adapter. It is merged only into fp32 weights: 16 bits would lose small updates.
 
-    A weight of 16 bits would lose of the adapter what is small beside it.
-    Raises: RequestError for an adapter without weights, with damaged ones, or with others than its modules have: PEFT
-    would warn, and answer with what the missing ones were initialised to.
+    Raises: RequestError for an adapter whose weights are missing, damaged, or do not match its modules. PEFT would only
+    warn and use initial values for missing ones.
     """
     import torch
     from peft import PeftModel
 
     stored = read_shapes(_adapter_files(folder))
-    with warnings.catch_warnings():  # peft asks transformers by a name that has a newer one
+    with warnings.catch_warnings():  # peft uses a deprecated name of transformers
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
         warnings.filterwarnings("ignore", message="Found missing adapter keys", category=UserWarning)
         warnings.filterwarnings("ignore", message=IGNORED_PATTERNS, category=RuntimeWarning)
@@ -129,25 +127,25 @@ def with_adapter(base: PreTrainedModel, folder: Path, method: PeftMethod) -> Pre
         adapted: Any = PeftModel.from_pretrained(base, str(folder), ignore_mismatched_sizes=True)
     _require_whole_adapter(adapted, stored, folder)
     if method is PeftMethod.qlora or base.dtype is not torch.float32:
-        # lm-eval 0.4.13 ties again what loading has tied, which fails where PEFT has put a copy of the head.
+        # lm-eval 0.4.13 ties the weights again, which fails if PEFT has made a copy of the head.
         adapted.tie_weights = lambda: None
-        beside: PreTrainedModel = adapted
-        return beside
+        unmerged: PreTrainedModel = adapted
+        return unmerged
     return merged(adapted)
 
 
 def merged(adapted: Any) -> PreTrainedModel:
     """A model with its adapter merged into it.
 
-    Where one matrix of a tied pair (embeddings and output head) was trained and the other not, or each for itself, the
-    model has two afterwards, and its configuration says so (`tie_word_embeddings`) for whoever saves or loads it.
+    If an adapter was trained on only one matrix of a tied pair (embeddings and output head), or on each separately, the
+    result has two matrices, and `tie_word_embeddings` is set to false for saving and loading.
     """
     import torch
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     pair: tuple[Any, Any] = adapted.get_input_embeddings(), adapted.get_output_embeddings()
     for matrix, other in (pair, pair[::-1]):
-        # Merged in place, an adapter on one of the two would change both.
+        # An adapter on one of the two is merged in place, which would change both.
         if isinstance(matrix, BaseTunerLayer) and other is not None and other.weight is matrix.weight:
             other.weight = torch.nn.Parameter(other.weight.detach().clone(), requires_grad=False)
     with warnings.catch_warnings():
@@ -178,17 +176,17 @@ def _adapter_files(folder: Path) -> list[Path]:
 
 
 def adapter_shapes(adapted: Any) -> Shapes:
-    """The tensors that belong into an adapter's file, by their names there."""
+    """The shapes of the tensors in an adapter's file, by name."""
     from peft import get_peft_model_state_dict
 
-    # False: the embeddings of a base model whose vocabulary was changed, which no run of ours does.
+    # False: the base's embeddings, which are only needed if the vocabulary was changed.
     weights = get_peft_model_state_dict(adapted, save_embedding_layers=False)
     return {name: tuple(weight.shape) for name, weight in weights.items()}
 
 
 def _require_whole_adapter(adapted: Any, stored: Shapes, folder: Path) -> None:
     expected = adapter_shapes(adapted)
-    # Beside an adapter on the embeddings PEFT writes the base's own, which it takes for changed.
+    # With an adapter on the embeddings, PEFT also writes those of the base, which it considers changed.
     stored = {name: shape for name, shape in stored.items() if not name.endswith(_BASE_EMBEDDINGS)}
     require_complete(
         missing=sorted(set(expected) - set(stored)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tunebook.config.schema import ModelFacts
+from tunebook.config.model_facts import ModelFacts
 from tunebook.model.parameters import active_parameters
 
 

@@ -1,13 +1,15 @@
-"""What a hub model needs before its weights are loaded, and what to say when the hub cannot give it."""
+"""Models on the hub: fetching and checking them, the access token, and the errors when the hub does not answer."""
 
 from __future__ import annotations
 
+import os
+import shlex
+from dataclasses import dataclass
 from pathlib import Path
 
 from tunebook.config.schema import ModelConfig
-from tunebook.errors import RequestError, TunebookError
+from tunebook.errors import RequestError, TunebookError, causes
 from tunebook.hardware.disk import is_disk_full, no_space
-from tunebook.model.hub_token import token_problem
 from tunebook.model.weight_files import STORED_PATTERNS, find_weight_files
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
@@ -27,21 +29,20 @@ _OUT_OF_REACH = (
     "cannot find the requested files in the disk cache",
     "outgoing traffic has been disabled",
 )
+_ELSEWHERE = "HF_TOKEN in the environment"
 
 
 def is_out_of_reach(error: BaseException) -> bool:
-    """Whether an error of a hub library (or one it was raised from) means that there is no network."""
-    seen: BaseException | None = error
-    while seen is not None:
-        name = type(seen).__name__.lower()
-        if "offline" in name or "connect" in name or any(words in str(seen).lower() for words in _OUT_OF_REACH):
-            return True
-        seen = seen.__cause__ or seen.__context__
-    return False
+    """True if an error of a hub library, or one of its causes, means that there is no network."""
+    return any(
+        any(word in type(one).__name__.lower() for word in ("offline", "connect"))
+        or any(words in str(one).lower() for words in _OUT_OF_REACH)
+        for one in causes(error)
+    )
 
 
 def why_no_upload() -> str | None:
-    """Why nothing can be uploaded from here, with what to do; None where the hub answers and knows the account."""
+    """Why nothing can be uploaded, and what to do; None if the hub accepts the account."""
     from huggingface_hub import HfApi
 
     try:
@@ -56,8 +57,8 @@ def why_no_upload() -> str | None:
 def fetch_config(model: ModelConfig) -> Path:
     """The folder with a hub model's config.json, fetched or from the cache.
 
-    Not left to transformers, which tries for half a minute where there is no network. Raises: RequestError, and
-    DoesNotFitError where the disk is full.
+    transformers would retry for half a minute without a network. Raises: RequestError; DoesNotFitError if the disk is
+    full.
     """
     from huggingface_hub import snapshot_download
 
@@ -73,9 +74,9 @@ def fetch_config(model: ModelConfig) -> Path:
 
 
 def fetch_weights(model: ModelConfig) -> Path:
-    """The folder with a hub model's weight files, fetched or from the cache: those that transformers would read.
+    """The folder with the weight files of a hub model that transformers would read, fetched or from the cache.
 
-    Raises: RequestError, and DoesNotFitError where the disk is full.
+    Raises: RequestError; DoesNotFitError if the disk is full.
     """
     from huggingface_hub import snapshot_download
 
@@ -105,7 +106,7 @@ def check_hub_model(model: ModelConfig) -> None:
 
 
 def local_problem(error: BaseException, what: str) -> TunebookError | None:
-    """The error for what could not be had of the hub because of this machine; None where it is not to blame."""
+    """The error if this machine, not the hub, is the cause of a failed request; else None."""
     from huggingface_hub import constants
 
     if is_disk_full(error):
@@ -121,10 +122,7 @@ def local_problem(error: BaseException, what: str) -> TunebookError | None:
 def hub_problem(
     error: BaseException, kind: str, name: str, *, key: str = "model.name=null model.path"
 ) -> TunebookError:
-    """The error to raise when a `kind` (model, tokenizer) called `name` could not be loaded.
-
-    `key` is what names a folder instead.
-    """
+    """The error if a `kind` (model, tokenizer) called `name` cannot be loaded. `key` is the setting for a folder."""
     if problem := local_problem(error, f"the {kind} '{name}'"):
         return problem
     if is_out_of_reach(error):
@@ -141,3 +139,59 @@ def hub_problem(
         "run `hf auth login` with an account that may read it",
         problem_id="hub-cannot-load",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenProblem:
+    """Why every request to the hub fails, even one that needs no token, and the fix."""
+
+    what: str
+    fix: str
+
+
+def token_problem(error: BaseException) -> TokenProblem | None:
+    """The problem of the token's file, if it caused an error of the hub's library."""
+    from huggingface_hub import constants
+
+    is_of_token = any(
+        isinstance(one, UnicodeDecodeError) or getattr(one, "filename", None) == constants.HF_TOKEN_PATH
+        for one in causes(error)
+    )
+    return unreadable_token() if is_of_token else None
+
+
+def unreadable_token() -> TokenProblem | None:
+    """The problem of the token's file; None if it can be read or is not used."""
+    from huggingface_hub import constants, get_token
+
+    file = Path(constants.HF_TOKEN_PATH)
+    try:
+        get_token()
+    except IsADirectoryError:
+        return TokenProblem(what=f"{file}, where the hub's token is looked for, is a folder", fix=_anew(file))
+    except UnicodeDecodeError:
+        return TokenProblem(what=f"{file}, where the hub's token is looked for, is not text", fix=_anew(file))
+    except OSError as error:
+        return TokenProblem(
+            what=f"the hub's token in {file} cannot be read: {error.strerror or error}",
+            fix=f"{_opened(file, error)}; or {_ELSEWHERE}",
+        )
+    return None
+
+
+def _opened(file: Path, error: OSError) -> str:
+    """The fix for a file without access. A file in a folder without access is not touched: it may be another user's."""
+    if isinstance(error, PermissionError) and os.access(file.parent, os.X_OK):
+        return f"sudo chown $(id -u) {_quoted(file)} && chmod 600 {_quoted(file)}"
+    return "HF_HOME=FOLDER in front of the command, with a folder of yours"
+
+
+def _anew(file: Path) -> str:
+    """The fix for a file that is no token. A file that the user has named is not touched."""
+    if os.environ.get("HF_TOKEN_PATH"):
+        return f"unset HF_TOKEN_PATH, or have it name the file with the token; or {_ELSEWHERE}"
+    return f"rm -r {_quoted(file)}, then hf auth login; or {_ELSEWHERE}"
+
+
+def _quoted(path: Path) -> str:
+    return shlex.quote(str(path))

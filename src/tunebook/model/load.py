@@ -1,4 +1,15 @@
-"""Load the model of a run: pretrained or from the seed, checked against what was planned with.
+"""Loads the model of a run, pretrained or with random weights, and compares it with the planned sizes.
+
+How the ranks get the weights depends on the strategy (`facts.sharing`). A host holds one copy, not one per GPU:
+
+- `scatter`, ZeRO-3: each rank builds its own shards (`deepspeed.zero.Init`). Rank 0 fills them layer by layer.
+- `send`, FSDP2: rank 0 loads the model. The others allocate it without writing to it, which takes no memory, until
+  accelerate shards all of them and broadcasts rank 0's values. transformers' own loading reads all weights on every
+  rank here (5.23: `_load_pretrained_model` never asks which rank it is on). The allocation is necessary: accelerate
+  finds an optimizer's parameter by its address (`Accelerator._prepare_fsdp2`, 1.15), and on the meta device all
+  addresses are the same.
+- `each`, the others: every rank reads all weights, on GPUs from the file straight into the GPU's memory. Rank 0 draws
+  random weights and broadcasts them.
 
 The weights are loaded in the master precision (`precision.master_weights`); bf16 compute then comes from autocast, so
 that small updates are not lost. Random weights are always drawn on the CPU in float32: the same on every machine.
@@ -13,23 +24,23 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tunebook.config.book import resolve_path
 from tunebook.config.choices import MasterWeights, PeftMethod, Weights
-from tunebook.config.schema import ModelConfig, ModelFacts, ParallelismConfig, RunConfig
+from tunebook.config.model_facts import ModelFacts
+from tunebook.config.schema import ModelConfig, ParallelismConfig, RunConfig
 from tunebook.errors import RequestError
 from tunebook.facts.attention import attention_facts
+from tunebook.facts.sharing import Sharing, sharing_of, stays_whole
 from tunebook.facts.strategies import ALONE
 from tunebook.model.adapters import four_bit
 from tunebook.model.base_config import model_folder_problem
-from tunebook.model.completeness import check_stored_weights, require_complete
 from tunebook.model.hub import WEIGHT_FILES, check_hub_model, fetch_config, fetch_weights, hub_problem
-from tunebook.model.sharing import Sharing, copy_from_first_rank, sharing_of, stays_whole
 from tunebook.model.varlen_attention import register
-from tunebook.model.weight_files import find_weight_files, read_shapes
+from tunebook.model.weight_files import check_stored_weights, find_weight_files, read_shapes, require_complete
 
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel
 
-# Our name of a planned number -> where transformers keeps it in an architecture's config.
+# Our names of planned sizes -> their names in transformers' config of an architecture.
 _CONFIG_KEYS = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
@@ -49,7 +60,7 @@ def model_location(model: ModelConfig) -> str:
 
 
 def check_model(model: ModelConfig) -> None:
-    """Refuse a model that cannot be loaded. Raises: RequestError with what is missing and what to type."""
+    """Raises: RequestError for a model that cannot be loaded, with what is missing and what to type."""
     if model.path is None:
         if model.weights is Weights.pretrained:
             check_hub_model(model)
@@ -65,11 +76,11 @@ def check_model(model: ModelConfig) -> None:
         )
     if model.weights is Weights.pretrained:
         safetensors = [file for file in find_weight_files(folder) if file.suffix == ".safetensors"]
-        read_shapes(safetensors)  # files that are missing or cut off; pickles would need torch for it
+        read_shapes(safetensors)  # raises for missing or truncated files; pickled ones would need torch
 
 
 def load_architecture(model: ModelConfig) -> PretrainedConfig:
-    """The architecture's config, compared with the facts that were planned with."""
+    """The architecture's config. Raises: RequestError if it differs from the planned facts."""
     from transformers import AutoConfig
 
     if model.path is not None:
@@ -79,7 +90,7 @@ def load_architecture(model: ModelConfig) -> PretrainedConfig:
         try:
             folder = fetch_config(model)
         except RequestError:
-            # Planned facts are enough for an architecture without weights: no hub needed.
+            # Without weights the planned facts are enough, and no hub is needed.
             if model.weights is Weights.random and model.facts is not None:
                 return architecture_from_facts(model.facts)
             raise
@@ -139,10 +150,10 @@ def _compare(architecture: PretrainedConfig, facts: ModelFacts) -> None:
 
 
 def load_model(config: RunConfig, *, is_sharded: bool = False, device: torch.device | None = None) -> PreTrainedModel:
-    """The model that training starts from, whole, on the CPU, for a process by itself. Raises: as `begin_loading`.
+    """The whole initial model on the CPU, for a single process. Raises: as `begin_loading`.
 
-    `is_sharded` puts a few layers of pretrained weights on each GPU that this process sees instead, to compute with
-    but not to train. `device` is a GPU that pretrained weights are read straight into: no host memory for them.
+    With `is_sharded`, pretrained layers are spread over all visible GPUs instead, to compute with but not to train.
+    With `device`, pretrained weights are read directly into that GPU without using host memory.
     """
     alone = replace(config, parallelism=ParallelismConfig(strategy=ALONE))
     begun = begin_loading(alone)
@@ -152,12 +163,12 @@ def load_model(config: RunConfig, *, is_sharded: bool = False, device: torch.dev
 
 
 def begin_loading(config: RunConfig, rank: int = 0) -> PreTrainedModel:
-    """A rank's model before the Trainer's arguments announce a strategy: drawn from the seed, or with room only.
+    """A rank's model before the Trainer's arguments set a strategy: with random weights, or allocated only.
 
-    Under ZeRO-3's zero.Init the same seed would give other weights, and no whole model could be compared with the
-    names and shapes that are stored: every rank does that here, so that all of them end alike.
-    Raises: RequestError for a folder without weights, for missing, unexpected or misshapen weights and for damaged
-    files, for a hub out of reach.
+    Under ZeRO-3's zero.Init the same seed would give other weights, and the whole model could not be compared with the
+    stored names and shapes. Every rank compares here, so that all of them fail in the same way.
+    Raises: RequestError for a folder without weights, for missing, unexpected or misshapen weights, for damaged files
+    and for an unreachable hub.
     """
     import torch
 
@@ -179,10 +190,10 @@ def begin_loading(config: RunConfig, rank: int = 0) -> PreTrainedModel:
 def finish_loading(
     config: RunConfig, begun: PreTrainedModel, rank: int = 0, device: torch.device | None = None
 ) -> PreTrainedModel:
-    """A rank's model as the trainer gets it, once the arguments have announced the strategy and the ranks have met.
+    """A rank's model for the trainer, after the arguments have set the strategy and the ranks are connected.
 
-    `begun` is what `begin_loading` gave this rank; `device`, where this rank trains: None for a process by itself.
-    `model.sharing` says what ranks other than 0 get. Afterwards all ranks draw the same random numbers.
+    `begun` is this rank's result of `begin_loading`; `device` is where it trains, or None for a single process. What
+    the other ranks get is in the module's docstring. Afterwards all ranks draw the same random numbers.
     """
     import torch
 
@@ -198,15 +209,24 @@ def finish_loading(
     return model
 
 
+def copy_from_first_rank(model: Any, device: torch.device) -> None:
+    """Move a model to this rank's device and copy the parameters of rank 0 into it. Tied weights stay tied."""
+    import torch
+
+    model.to(device)
+    for parameter in model.parameters():
+        torch.distributed.broadcast(parameter.data, src=0)
+
+
 def master_dtype(config: RunConfig) -> torch.dtype:
-    """The format of the weights as they are loaded, and of what is trained."""
+    """The number format of the loaded weights and of trained weights."""
     import torch
 
     return torch.bfloat16 if config.precision.master_weights is MasterWeights.bf16 else torch.float32
 
 
 def weights_folder(model: ModelConfig) -> Path:
-    """The folder with the weights of a pretrained model; those of a hub model are fetched, or taken from the cache."""
+    """The folder with the weights of a pretrained model; a hub model is downloaded unless it is cached."""
     return resolve_path(model.path) if model.path is not None else fetch_weights(model)
 
 
@@ -228,9 +248,9 @@ def _options(config: RunConfig) -> dict[str, Any]:
 def _without_weights(
     config: RunConfig, architecture: PretrainedConfig, dtype: torch.dtype | None = None
 ) -> PreTrainedModel:
-    """The model with room for its weights, which takes no memory as long as nobody writes there; of `dtype`, if given.
+    """The model with allocated but unwritten weights, which take no memory. `dtype`: the master precision if None.
 
-    Buffers are computed: they are not stored, and nobody sends them.
+    Buffers are computed, since they are neither stored nor sent.
     """
     from transformers.initialization import no_init_weights
 
@@ -243,26 +263,26 @@ def _without_weights(
 
 
 def _scatter_drawn(config: RunConfig, begun: PreTrainedModel, rank: int) -> PreTrainedModel:
-    """Rank 0's drawn weights in the shards of all ranks, by the way that stored ones go."""
+    """Rank 0's random weights, scattered to the shards of all ranks in the same way as stored weights."""
     import torch
 
-    drawn = dict(begun.state_dict())  # without torch's notes beside it, which transformers loses on the way
-    if rank != 0:  # only names and shapes are asked of these
+    drawn = dict(begun.state_dict())  # dict: without torch's metadata, which transformers drops
+    if rank != 0:  # only their names and shapes are used
         drawn = {name: torch.empty_like(weight, device="meta") for name, weight in drawn.items()}
     loader: Any = type(begun)
     model: PreTrainedModel = loader.from_pretrained(
         None, config=begun.config, state_dict=drawn, dtype=master_dtype(config), **_options(config)
     )
-    cast("Any", model)._weight_conversions = None  # nothing was stored: it is saved as a new model is
+    cast("Any", model)._weight_conversions = None  # nothing was stored, so it is saved like a new model
     return model
 
 
 def _forget_unused_conversions(model: Any) -> None:
-    """Let a model be saved under the names that its weights were stored under.
+    """Let a model be saved with the names of its stored weights.
 
-    transformers saves with the renamings that it loaded with, the other way round. Under ZeRO-3 it notes all that the
-    architecture has, and not only those that some name called for (5.23, integrations/deepspeed.py): Gemma 3's layers
-    would be saved under names with a prefix that no file has.
+    transformers reverses the renamings of loading when it saves. Under ZeRO-3 it keeps all renamings of the
+    architecture, also unused ones (5.23, integrations/deepspeed.py), and would save Gemma 3's layers with a prefix that
+    no file has.
     """
     noted = getattr(model, "_weight_conversions", None)
     if noted is not None:
@@ -291,7 +311,7 @@ def _read(
         )
     except (OSError, ValueError) as error:
         raise hub_problem(error, "model", location) from error
-    # Again, by the library: it knows what became of weights that are converted while they are read.
+    # Also by the library's own report, which covers weights that are converted while they are read.
     kinds = {kind: sorted(map(str, info.get(f"{kind}_keys") or ())) for kind in ("missing", "unexpected", "mismatched")}
     require_complete(**kinds, place=location)
     _forget_unused_conversions(model)

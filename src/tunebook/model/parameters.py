@@ -6,8 +6,8 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 from tunebook.config.choices import PeftMethod
-from tunebook.config.model_facts import MeasuredLayers
-from tunebook.config.schema import ModelFacts, RunConfig
+from tunebook.config.model_facts import MeasuredLayers, ModelFacts
+from tunebook.config.schema import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)

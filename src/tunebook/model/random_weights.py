@@ -23,7 +23,7 @@ _PIECE = 2**20  # elements; a constant, since it decides which stream a weight c
 
 
 def draw_weights(model: PreTrainedModel, seed: int, num_threads: int | None = None) -> None:
-    """Initialise a model whose weights are fp32 on the CPU and not written yet, by its own rules, in place.
+    """Initialize a model whose weights are fp32 on the CPU and not written yet, by its own rules, in place.
 
     `num_threads`: all cores of this process if None. Distributions other than the normal one come from torch's
     generator, which is seeded here, too. Of a tied pair the head's draw is what stays, a padding token's row as well,

@@ -1,7 +1,7 @@
-"""Load a model's tokenizer and refuse one that training or generation would silently go wrong with.
+"""Load a model's tokenizer, and refuse one that would silently break training or generation.
 
-Checked here: an end-of-text token (without one a model never learns to stop), a padding token where rows are padded,
-and special tokens that the vocabulary does not have. Nothing is invented: a model has no rows for new tokens.
+Checked are an end-of-text token (without one a model never learns to stop), a padding token if rows are padded, and
+special tokens that are missing in the vocabulary. No token is added: a model has no embeddings for new tokens.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import json
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from tunebook.config.choices import PackingMode
+from tunebook.config.choices import PackingMode, Source, Weights
 from tunebook.config.override_text import typed
 from tunebook.config.schema import ModelConfig, RunConfig
 from tunebook.errors import RequestError, did_you_mean
@@ -32,18 +32,15 @@ _NUM_SUGGESTIONS = 3
 
 
 def needs_padding(config: RunConfig) -> bool:
-    """Whether this run ever pads: rows of one document each, or answers generated in batches.
-
-    Isolated packing has no padding at all, so a tokenizer without a padding token is no obstacle there.
-    """
+    """True if this run pads: rows of one document each, or answers generated in batches. Isolated packing does not."""
     return config.packing.mode is not PackingMode.isolated or bool(config.evaluation.tasks)
 
 
 def load_tokenizer(model: ModelConfig, *, is_padded: bool = True) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model with its overrides applied and checked; never truncates or pads by itself.
+    """The tokenizer of a model with its overrides, checked; it never truncates or pads by itself.
 
-    A missing chat template is not refused here: plain text needs none (see `data.template.require_template`).
-    Raises: RequestError for a tokenizer that cannot be loaded, has no EOS, or no padding token where `is_padded`.
+    A missing chat template is allowed here: plain text needs none (see `data.template.require_template`).
+    Raises: RequestError for a tokenizer that cannot be loaded, has no EOS, or no padding token if `is_padded`.
     """
     folder = tokenizer_folder(model)
     tokenizer = _load(folder, trust_remote_code=model.trust_remote_code)
@@ -53,7 +50,7 @@ def load_tokenizer(model: ModelConfig, *, is_padded: bool = True) -> PreTrainedT
             "the assistant's tokens cannot be found; name one with a tokenizer.json: model.tokenizer=DIR",
             problem_id="tokenizer-not-fast",
         )
-    # A tokenizer.json may have been saved with these on; documents are cut by training.max_length, and counted.
+    # A tokenizer.json may have been saved with these on. training.max_length truncates documents and counts that.
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     vocabulary = _Vocabulary(tokenizer, folder)
@@ -71,15 +68,15 @@ def load_tokenizer(model: ModelConfig, *, is_padded: bool = True) -> PreTrainedT
 
 
 def writes_date(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template asks for today's date."""
+    """True if the chat template writes today's date."""
     return any("strftime_now" in template for template in _templates(tokenizer))
 
 
 def fix_template_date(tokenizer: PreTrainedTokenizerBase, template_date: str) -> None:
-    """Have the chat template write `template_date` (YYYY-MM-DD, midnight) as today's date, in this process.
+    """Make the chat template write `template_date` (YYYY-MM-DD, midnight) as today's date, in this process.
 
-    transformers gives a compiled template a clock of its own, which no argument reaches, and compiles each text once:
-    it is set there, for whoever renders it, lm-evaluation-harness included.
+    transformers gives a compiled template its own clock, which no argument changes, and caches compiled templates. The
+    clock is replaced there, also for other users of the template such as lm-evaluation-harness.
     """
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import _compile_jinja_template
@@ -92,19 +89,19 @@ def fix_template_date(tokenizer: PreTrainedTokenizerBase, template_date: str) ->
 
 
 def _templates(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The texts of its chat templates: none, one, or several by name."""
+    """The texts of its chat templates."""
     templates: str | dict[str, str] | None = tokenizer.chat_template
     return [] if templates is None else [templates] if isinstance(templates, str) else list(templates.values())
 
 
 def has_padding_token(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a loaded tokenizer has a padding token that the model knows."""
+    """True if a loaded tokenizer has a padding token in its vocabulary."""
     vocabulary = _Vocabulary(tokenizer, Path(tokenizer.name_or_path))
     return tokenizer.pad_token is not None and tokenizer.pad_token in vocabulary.tokens
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash of the loaded tokenizer: its whole backend and its special tokens, but not its chat template."""
+    """A hash of the loaded tokenizer: its backend and its special tokens, without its chat template."""
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     backend: str = tokenizer.backend_tokenizer.to_str()
     return hashlib.sha256(f"{backend}{json.dumps(special, sort_keys=True)}".encode()).hexdigest()
@@ -133,7 +130,7 @@ def _load(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=trust_remote_code, local_files_only=True
         )
-    except Exception as error:  # whatever a broken file raises: JSON, Rust and Python errors alike
+    except Exception as error:  # a broken file raises JSON, Rust or Python errors
         reason = str(error).strip() or type(error).__name__
         if "trust_remote_code" in reason:
             raise RequestError(
@@ -150,10 +147,10 @@ def _load(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
 
 
 class _Vocabulary:
-    """The tokens that the model has rows for.
+    """The tokens that the model has embeddings for.
 
-    transformers adds special tokens that its settings name to the loaded vocabulary without a word, so the file is
-    asked; only tokenizers that have no tokenizer.json are believed.
+    transformers silently adds the special tokens of its settings to the loaded vocabulary, so the vocabulary is read
+    from the file, except for tokenizers without a tokenizer.json.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -193,7 +190,7 @@ def _check_eos(tokenizer: PreTrainedTokenizerBase, vocabulary: _Vocabulary, fold
 
 
 def _check_padding(tokenizer: PreTrainedTokenizerBase, vocabulary: _Vocabulary, folder: Path) -> None:
-    """Refuse rather than take EOS: which token pads is saved with the model, so a person should have chosen it."""
+    """Refuse instead of using EOS: the padding token is saved with the model, so the user should choose it."""
     if tokenizer.pad_token is not None and tokenizer.pad_token in vocabulary.tokens:
         return
     own = tokenizer.pad_token
@@ -211,3 +208,40 @@ def _check_padding(tokenizer: PreTrainedTokenizerBase, vocabulary: _Vocabulary, 
 
 def _suggestion(key: str, candidates: list[str], otherwise: str) -> str:
     return " or ".join(typed(key, token) for token in candidates[:_NUM_SUGGESTIONS] or [otherwise])
+
+
+def trainer_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
+    """The model's tokenizer; for generated documents where none is at hand, one that only names the ids."""
+    try:
+        return load_tokenizer(config.model, is_padded=needs_padding(config))
+    except RequestError as error:
+        facts = config.model.facts
+        is_missing = error.problem_id == "hub-out-of-reach" or (
+            error.problem_id == "tokenizer-not-found" and config.model.tokenizer is None
+        )
+        is_for_show = config.dataset.source is Source.synthetic and config.model.weights is Weights.random
+        if not (is_for_show and is_missing) or facts is None:
+            raise
+        return ids_only(facts.vocab_size)
+
+
+def agree_on_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Generation must stop at the token that training ends answers with, and at those that it stopped at before."""
+    model.config.eos_token_id = tokenizer.eos_token_id
+    model.config.pad_token_id = tokenizer.pad_token_id
+    model.generation_config.eos_token_id = sorted(stop_token_ids(tokenizer))
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+
+
+def ids_only(vocab_size: int) -> PreTrainedTokenizerBase:
+    """A tokenizer whose words are the ids; the last id ends a document, as in `data.synthetic`."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"<{number}>": number for number in range(vocab_size)}
+    last = f"<{vocab_size - 1}>"
+    backend = Tokenizer(WordLevel(words, unk_token="<0>"))
+    make: Any = PreTrainedTokenizerFast  # untyped upstream
+    tokenizer: PreTrainedTokenizerBase = make(tokenizer_object=backend, eos_token=last, pad_token=last)
+    return tokenizer

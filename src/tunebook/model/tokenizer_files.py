@@ -1,6 +1,6 @@
-"""Where a tokenizer's files are, and what they contain as one hash; without importing transformers.
+"""The folder of a tokenizer's files and one hash of their content, without importing transformers.
 
-`prepare` asks this on every start to find out that nothing changed, which must take far less time than loading.
+`prepare` computes the hash at every start to detect changes, so it must be much faster than loading the tokenizer.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from tunebook.config.schema import ModelConfig
 from tunebook.errors import RequestError
 from tunebook.model.hub import hub_problem
 
-# At least one of these must be there: from config.json alone transformers makes a tokenizer of one token, silently.
+# One of these is required: from config.json alone transformers would silently make a tokenizer with one token.
 VOCABULARY_FILES = (
     "tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
     "tekken.json",
 )  # fmt: skip
-# What else decides which tokens a text becomes, and which token ends a turn.
+# Other files that affect the tokens of a text, or the token that ends a turn.
 SETTINGS_FILES = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", "generation_config.json",
     "chat_template.jinja", "chat_template.json",
@@ -28,15 +28,15 @@ _PATTERNS = (*VOCABULARY_FILES, *SETTINGS_FILES, "*.tiktoken", "additional_chat_
 
 
 def has_vocabulary(folder: Path) -> bool:
-    """Whether a folder holds a tokenizer."""
+    """True if a folder contains a tokenizer."""
     return any((folder / name).is_file() for name in VOCABULARY_FILES)
 
 
 def tokenizer_folder(model: ModelConfig) -> Path:
-    """The folder with the tokenizer's files, fetched from the hub if that is where the model is.
+    """The folder with the tokenizer's files, downloaded if it is on the hub.
 
-    Of a hub model, the folder's name is the commit. Raises: RequestError when there is no such folder or no tokenizer
-    in it, or when the hub cannot be reached and its cache has no copy.
+    For a hub model the folder's name is the commit. Raises: RequestError if the folder does not exist or contains no
+    tokenizer, or if the hub cannot be reached and the cache has no copy.
     """
     key = _named_by(model)
     text = model.tokenizer or model.path
@@ -67,10 +67,10 @@ def tokenizer_folder(model: ModelConfig) -> Path:
 
 
 def tokenizer_files_hash(model: ModelConfig) -> str:
-    """One hash over everything that decides how this model's texts become tokens.
+    """A hash of everything that affects how texts become tokens: files, chat template, and special token overrides.
 
-    Covers the files' bytes, the chat template override and the special token overrides. Another thing than
-    `tokenizer.tokenizer_hash`, which needs the tokenizer loaded and does not depend on how its files are written.
+    `tokenizer.tokenizer_hash` is a different hash: it needs the loaded tokenizer and does not depend on how the files
+    are written.
     """
     folder = tokenizer_folder(model)
     digest = hashlib.sha256()
@@ -85,7 +85,7 @@ def tokenizer_files_hash(model: ModelConfig) -> str:
 
 
 def read_chat_template(text: str) -> str:
-    """The text of the Jinja file that `model.chat_template` names. Raises: RequestError when it cannot be read."""
+    """The text of the Jinja file `model.chat_template`. Raises: RequestError if it cannot be read."""
     path = resolve_path(text)
     try:
         return path.read_text(encoding="utf-8")
@@ -100,14 +100,14 @@ def read_chat_template(text: str) -> str:
 
 
 def _named_by(model: ModelConfig) -> str:
-    """The configuration key that says where the tokenizer is."""
+    """The configuration key that names the tokenizer."""
     if model.tokenizer is not None:
         return "model.tokenizer"
     return "model.path" if model.path is not None else "model.name"
 
 
 def _looks_like_hub_name(text: str) -> bool:
-    """Whether a text can be `organisation/name`; a path with a dot or tilde in front, or deeper, cannot."""
+    """True if a text can be `organisation/name`: without a leading dot or tilde, and with at most one slash."""
     return not text.startswith((".", "~", "/")) and text.count("/") <= 1
 
 
@@ -128,7 +128,7 @@ def _hashed_files(folder: Path) -> list[Path]:
 
 
 def _tokenizer_class(folder: Path) -> list[str | None]:
-    """What of config.json chooses the tokenizer's class; the rest of that file does not matter here."""
+    """The values of config.json that choose the tokenizer's class."""
     file = folder / "config.json"
     if not file.is_file():
         return []
@@ -142,11 +142,11 @@ def _tokenizer_class(folder: Path) -> list[str | None]:
 def _fetch(
     name: str, revision: str | None, *, trust_remote_code: bool, key: str = "model.name=null model.path"
 ) -> Path:
-    """The tokenizer's files from the hub, or from its cache where the hub is out of reach."""
+    """The tokenizer's files from the hub, or from the cache if the hub cannot be reached."""
     from huggingface_hub import snapshot_download
 
     patterns = [*_PATTERNS, "*.py"] if trust_remote_code else list(_PATTERNS)
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-    except (OSError, ValueError) as error:  # the hub's own errors are kinds of these
+    except (OSError, ValueError) as error:  # the hub's own errors are subclasses of these
         raise hub_problem(error, "tokenizer", name, key=key) from error

@@ -1,9 +1,17 @@
-"""Attention over packed documents by kernels that transformers does not know, for it to call by their names.
+"""Attention over packed documents by kernels that transformers does not have, registered under their names.
 
-`varlen_attention` is torch's `varlen_attn`, which computes each document by itself, as flash-attn 2 does, in bf16 or
-fp16 from Ampere on. `varlen_attention_4` does so by flash-attn 4's kernels. `sdpa_by_document` is for what they
-leave out: see `document_attention`. All are told where the documents of a row begin and end by the collator's
-`cu_seq_lens_q`; without that nothing is computed.
+`varlen_attention` is torch's `varlen_attn`, which computes each document separately like flash-attn 2, in bf16 or fp16
+from Ampere on. `varlen_attention_4` uses flash-attn 4's kernels. `sdpa_by_document` uses torch's sdpa for one document
+after the other, on every GPU and in fp32: for a whole row, sdpa needs a mask of all tokens squared, which every layer
+keeps, and computes what the mask hides; one document needs no mask, so any of sdpa's kernels can compute it.
+All get the boundaries of the documents from the collator's `cu_seq_lens_q`, and refuse to compute without them.
+
+flash-attn 4's kernels are wrapped as one torch operation with a shape, which compiled blocks can call: transformers'
+own integration reads the number of the calling block, so every block would be compiled, and the compiler would trace
+the package's Python functions. The functions for one direction each are not public, so the package is pinned to
+flash-attn-4 4.0.0b36 (flash_attn/cute/interface.py). Losses: the series `flash_4` of
+tests/bench/results/h200x2_parity.jsonl.
+
 Source: torch.nn.attention.varlen, from torch 2.10 on; transformers' AttentionInterface.
 """
 
@@ -15,6 +23,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.weak import WeakIdKeyDictionary
+
 from tunebook.config.choices import Attention
 from tunebook.errors import RequestError
 from tunebook.facts.attention import BY_DOCUMENT, COMPILED, COMPILED_BETA
@@ -22,28 +34,26 @@ from tunebook.facts.attention import BY_DOCUMENT, COMPILED, COMPILED_BETA
 if TYPE_CHECKING:
     import torch
 
-# What a model may ask of an attention function and this one cannot do. By the names transformers gives them.
+# Features that a model may require and these kernels lack, by their names in transformers.
 _NOT_SUPPORTED = {"softcap": "caps its attention logits", "s_aux": "has attention sinks"}
+_lengths_of = WeakIdKeyDictionary()
+_NO_LIMIT = -1  # a window that has no end
 
 
 def register(implementation: Attention) -> None:
-    """Let models be made with one of them as `attn_implementation`. Transformers then builds no mask for them."""
+    """Register one of them as an `attn_implementation`. transformers then builds no mask."""
     from transformers import AttentionInterface
 
     kernel = _kernel_of(implementation)
-    takes = frozenset(inspect.signature(kernel).parameters)  # looked at here: compiled layers cannot
+    takes = frozenset(inspect.signature(kernel).parameters)  # here, since compiled layers cannot inspect it
     attention = partial(varlen_attention, kernel=kernel, kernel_takes=takes, name=implementation.value)
     AttentionInterface.register(implementation.value, attention)
 
 
 def _kernel_of(implementation: Attention) -> Callable[..., Any]:
     if implementation is BY_DOCUMENT:
-        from tunebook.model.document_attention import sdpa_by_document
-
         return sdpa_by_document
     if implementation is COMPILED_BETA:
-        from tunebook.model.flash_attention_4 import flash_attention_4
-
         return flash_attention_4
     from torch.nn.attention.varlen import varlen_attn
 
@@ -70,9 +80,9 @@ def varlen_attention(
     """Causal attention of each document to itself.
 
     Shapes: query (1, num_heads, num_tokens, head_size), key and value the same with their own number of heads,
-    cu_seq_lens_q (num_documents + 1,) in int32; the result (1, num_tokens, num_heads, head_size). `kernel` is torch's,
-    `kernel_takes` the names of what its version can be told, and `name` what users know it by.
-    Raises: RequestError where the documents' places are not given, or the model asks for more than the kernel can.
+    cu_seq_lens_q (num_documents + 1,) in int32; the result (1, num_tokens, num_heads, head_size). `kernel_takes` are
+    the parameters of the kernel's version, `name` is the user's name for it.
+    Raises: RequestError if the documents' boundaries are missing, or the model requires a feature the kernel lacks.
     """
     if cu_seq_lens_q is None or max_length_q is None or attention_mask is not None:
         raise _not_possible(name, "rows come without the places of their documents", "packing=isolated")
@@ -97,7 +107,7 @@ def varlen_attention(
 def _options(
     known: frozenset[str], sliding_window: int | None, scaling: float | None, *, is_grouped: bool
 ) -> dict[str, Any]:
-    """The rest of the call. torch 2.10 took heads in groups without a word, and has since asked to be told."""
+    """The other arguments. torch 2.10 accepted grouped heads by default; later versions need `enable_gqa`."""
     left = sliding_window - 1 if sliding_window is not None else -1
     options: dict[str, Any] = {"window_size": (left, 0)} if "window_size" in known else {"is_causal": True}
     if "scale" in known:
@@ -106,7 +116,7 @@ def _options(
 
 
 def _kernel_dtype(query: torch.Tensor) -> torch.dtype:
-    """The format that the products are computed in: autocast's, where the model's weights are fp32."""
+    """The format of the products: autocast's, or the query's."""
     import torch
 
     device = query.device.type
@@ -119,3 +129,138 @@ def _not_possible(
     return RequestError(
         f"attention={name} cannot compute this: {why}; try {fix}", problem_id="varlen-attention-not-possible"
     )
+
+
+def sdpa_by_document(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    is_causal: bool = True,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Causal attention of each document to itself, with the signature of torch's `varlen_attn`.
+
+    Shapes: query (num_tokens, num_heads, head_size), key and value the same with their own number of heads, cu_seq_q
+    (num_documents + 1,); the result as the query. Grouped heads are repeated, as transformers does for sdpa, since not
+    all of its kernels support groups.
+    """
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    lengths = _document_lengths(cu_seq_q)
+    by_head = (torch.split(tensor.transpose(0, 1), lengths, dim=1) for tensor in (query, key, value))
+    attended = [
+        scaled_dot_product_attention(of_query[None], of_key[None], of_value[None], is_causal=is_causal, scale=scale)[0]
+        for of_query, of_key, of_value in zip(*by_head, strict=True)
+    ]
+    return torch.cat(attended, dim=1).transpose(0, 1)
+
+
+def _document_lengths(cu_seq_lens: torch.Tensor) -> list[int]:
+    """The lengths on the host. All layers of a pass get the same tensor, so only the first one waits for the GPU."""
+    if cu_seq_lens not in _lengths_of:
+        _lengths_of[cu_seq_lens] = cu_seq_lens.diff().tolist()
+    lengths: list[int] = _lengths_of[cu_seq_lens]
+    return lengths
+
+
+@torch.library.custom_op("tunebook::flash_attention_4", mutates_args=())
+def _fa4_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq: torch.Tensor,
+    max_length: int,
+    scale: float | None,
+    window: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result (T, H, D), and (H, T) logarithms of the sums that the backward pass divides by, in fp32."""
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    attended, log_sums, *_ = _flash_attn_fwd(
+        query, key, value, softmax_scale=scale, return_lse=True, **_fa4_documents(cu_seq, max_length, window)
+    )
+    return attended.contiguous(), log_sums.contiguous()  # as declared for the compiler below
+
+
+@_fa4_forward.register_fake
+def _fa4_forward_shapes(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return query.new_empty(query.shape), query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
+
+
+@torch.library.custom_op("tunebook::flash_attention_4_backward", mutates_args=())
+def _fa4_backward(
+    grad_attended: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attended: torch.Tensor,
+    log_sums: torch.Tensor,
+    cu_seq: torch.Tensor,
+    max_length: int,
+    scale: float | None,
+    window: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of query, key and value."""
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    found = _flash_attn_bwd(
+        query, key, value, attended, grad_attended.contiguous(), log_sums, softmax_scale=scale,
+        **_fa4_documents(cu_seq, max_length, window),
+    )  # fmt: skip
+    return found[0].contiguous(), found[1].contiguous(), found[2].contiguous()
+
+
+@_fa4_backward.register_fake
+def _fa4_backward_shapes(_: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(one.new_empty(one.shape) for one in inputs[:3])
+
+
+def _fa4_keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    query, key, value, cu_seq, *settings = inputs
+    ctx.save_for_backward(query, key, value, *output, cu_seq)
+    ctx.settings = settings
+
+
+def _fa4_gradients(ctx: Any, grad_attended: torch.Tensor, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    return (*_fa4_backward(grad_attended, *ctx.saved_tensors, *ctx.settings), None, None, None, None)
+
+
+_fa4_forward.register_autograd(_fa4_gradients, setup_context=_fa4_keep)
+
+
+def _fa4_documents(cu_seq: torch.Tensor, max_length: int, window: int) -> dict[str, Any]:
+    """The kernels' arguments for the boundaries of documents and the window."""
+    return {
+        "causal": True, "window_size_left": None if window == _NO_LIMIT else window,
+        "cu_seqlens_q": cu_seq, "cu_seqlens_k": cu_seq, "max_seqlen_q": max_length, "max_seqlen_k": max_length,
+    }  # fmt: skip
+
+
+def flash_attention_4(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (_NO_LIMIT, 0),
+) -> torch.Tensor:
+    """Causal attention of each document to itself, as torch's `varlen_attn` is called.
+
+    Shapes, for T tokens, H heads, G heads of keys and values and D numbers a head: query (T, H, D), key and value
+    (T, G, D), in bf16 or fp16; cu_seq_q (documents + 1,) in int32, which also stands for cu_seq_k; the result
+    (T, H, D).
+    """
+    attended: torch.Tensor = _fa4_forward(query, key, value, cu_seq_q, max_q, scale, window_size[0])[0]
+    return attended

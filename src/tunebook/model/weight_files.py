@@ -1,19 +1,28 @@
-"""What a checkpoint on disk holds, read from the headers of its files: every weight's name and shape, and no weight.
+"""The names and shapes of stored weights, from the files' headers, and whether they fill a model.
 
-It takes milliseconds and no memory, so every rank does it before anything is read. safetensors looks at a file's length
-when it opens it, which finds a download that broke off.
+Reading headers takes milliseconds and no memory, so every rank does it before any weight is read. safetensors checks a
+file's length when it opens it, which detects an incomplete download.
+
+The libraries cannot be asked whether weights fill a model: under ZeRO-3 transformers 5.23 reports "for now we assume
+only best-case scenario with deepspeed, i.e. perfectly matching checkpoints" (`modeling_utils._load_pretrained_model`),
+and PEFT only warns about an adapter without a layer. How stored names become the model's (older names, a missing
+prefix, experts stored one by one) is transformers' own knowledge and is asked there.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from tunebook.errors import RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from transformers import PreTrainedModel
 
 Shapes = dict[str, tuple[int, ...]]  # by the weight's name in the file
 
@@ -32,9 +41,9 @@ STORED_PATTERNS = (
 
 
 def find_weight_files(folder: Path) -> list[Path]:
-    """The files that transformers reads the weights of a model's folder from; none where it would find none.
+    """The files from which transformers reads the weights of a model's folder; empty if there are none.
 
-    Raises: RequestError for an index that cannot be read or names a file that is not there.
+    Raises: RequestError for an index that cannot be read or names a missing file.
     """
     for single, index in _SINGLE_AND_INDEX:
         if (folder / single).is_file():
@@ -63,12 +72,12 @@ def _files_of_index(index: Path) -> list[Path]:
 
 
 def read_shapes(files: Iterable[Path]) -> Shapes:
-    """The name and shape of every weight in some files. Raises: RequestError for a file that is damaged or cut off."""
+    """The name and shape of every weight in some files. Raises: RequestError for a damaged or incomplete file."""
     shapes: Shapes = {}
     for file in files:
         try:
             shapes |= _in_safetensors(file) if file.suffix == ".safetensors" else _in_pickle(file)
-        except Exception as error:  # safetensors and torch each have their own, and so has the zip file inside
+        except Exception as error:  # safetensors, torch and zipfile each have their own errors
             raise damaged_file(file, error) from error
     return shapes
 
@@ -95,3 +104,81 @@ def damaged_file(file: Path, error: Exception) -> RequestError:
         f"{file} ({size}) cannot be read: {reason}; it is damaged or was cut off. Copy or download it again",
         problem_id="weights-file-damaged",
     )
+
+
+def check_stored_weights(model: PreTrainedModel, folder: Path) -> None:
+    """Compare a model, with or without weights, with the weights in a folder.
+
+    Quantized weights are not compared, since their names are their library's. Raises: RequestError for missing or
+    damaged files, and for weights that are missing, unexpected, or of another shape.
+    """
+    files = find_weight_files(folder)
+    if files and getattr(model.config, "quantization_config", None) is None:
+        require_complete(**compare_shapes(model, read_shapes(files)), place=str(folder))
+
+
+def compare_shapes(model: PreTrainedModel, stored: Shapes) -> dict[str, list[str]]:
+    """The `missing`, `unexpected` and `mismatched` weights, without those that the architecture allows to be."""
+    expected = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
+    targets_of = _renaming(model, expected)
+    filled: set[str] = set()
+    unexpected: set[str] = set()
+    mismatched: list[str] = []
+    for name, shape in stored.items():
+        targets, is_converted = targets_of(name)
+        filled.update(targets)
+        if not targets:
+            unexpected.add(name)
+        elif not is_converted and shape != expected[targets[0]]:
+            mismatched.append(f"{name} of shape {list(shape)}, where the model has {list(expected[targets[0]])}")
+    # Tied weights are one tensor, stored under one or both of their names.
+    pairs = [{first, second} for first, second in model.all_tied_weights_keys.items()]
+    missing = set(expected) - filled - {name for pair in pairs if pair & filled for name in pair}
+    ignorable: Any = SimpleNamespace(missing_keys=missing, unexpected_keys=unexpected)
+    model._adjust_missing_and_unexpected_keys(ignorable)
+    return {
+        "missing": sorted(ignorable.missing_keys),
+        "unexpected": sorted(ignorable.unexpected_keys),
+        "mismatched": sorted(mismatched),
+    }
+
+
+def _renaming(model: PreTrainedModel, expected: Shapes) -> Callable[[str], tuple[list[str], bool]]:
+    """A function from a stored name to the model's names, and whether the values are converted.
+
+    As in `transformers.core_model_loading.convert_and_load_state_dict_in_model` (the same in 5.17 and 5.23).
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    known = get_model_conversion_mapping(model)
+    renamings = [entry for entry in known if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in known if isinstance(entry, WeightConverter)]
+    prefix: Any = model.base_model_prefix
+    state: Any = expected
+
+    def targets_of(name: str) -> tuple[list[str], bool]:
+        target, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        if target not in expected and name in expected:
+            target, pattern = rename_source_key(name, [], [], prefix, state)
+        if target not in expected:
+            return [], False
+        if pattern is None:
+            return [target], False
+        converter = next(entry for entry in converters if pattern in entry.source_patterns)
+        first = converter.target_patterns[0]
+        return [target.replace(first, other) for other in converter.target_patterns], True
+
+    return targets_of
+
+
+def require_complete(*, missing: list[str], unexpected: list[str], mismatched: list[str], place: str) -> None:
+    """Raises: RequestError if a list is not empty; `place` is where the weights are."""
+    kinds = {"missing keys": missing, "mismatched keys": mismatched, "unexpected keys": unexpected}
+    found = [f"{len(keys)} {kind} such as {keys[0]}" for kind, keys in kinds.items() if keys]
+    if found:
+        raise RequestError(
+            f"the weights in {place} do not fill the model: {'; '.join(found)}; a missing weight would be random. "
+            "Name a complete checkpoint of this architecture",
+            problem_id="weights-incomplete",
+        )

@@ -1,17 +1,17 @@
-"""What tells the weights in a model's folder from others of the same shapes, without reading all of them.
+"""A fingerprint of the weights in a model's folder, computed from samples of every tensor.
 
-An adapter belongs to one base model. config.json says which architecture that is, and not which weights: those are
-compared by this fingerprint wherever an adapter meets its base, and where a run is made again.
+An adapter belongs to one base model. config.json identifies the architecture but not the weights. Their fingerprint is
+compared when an adapter is loaded on its base, and when a run is repeated.
 
-It covers every tensor of the files that transformers would read: its name, number format and shape, the whole content
-of one of up to 1 MiB, and of a larger one blocks of 16 KiB spread over it, one for every 2 MiB and at least 4. Of a
-model of 16 GB that are 128 MiB, which several threads read within seconds. To hash everything would keep the GPUs
-waiting for as long as the disk takes to read the model, minutes for a large one.
+It covers every tensor of the files that transformers would read: the name, number format and shape, all bytes if there
+are at most 1 MiB, and otherwise blocks of 16 KiB spread over the tensor, one for every 2 MiB and at least 4. For a
+model of 16 GB these are 128 MiB, which several threads read within seconds. Hashing all bytes of a large model would
+take minutes, during which the GPUs wait.
 
-What it can tell: training changes numbers all over a tensor, so other weights are found however little they were
-trained, and so are whole tensors that were exchanged, which small ones (norms, biases) always are. What it cannot: a
-change of a few neighbouring numbers in a large tensor, such as a damaged disk block or a few edited rows of an
-embedding. It does not depend on how safetensors files are cut, which is not the model's content.
+Training changes numbers everywhere in a tensor, so trained weights have another fingerprint, and so has a model with
+an exchanged tensor. A change of a few neighbouring numbers in a large tensor, such as a damaged disk block or some
+edited rows of an embedding, may not be detected. The fingerprint does not depend on how the tensors are divided into
+safetensors files.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _BLOCK_BYTES = 16 * 2**10
 _BLOCK_EVERY_BYTES = 2 * 2**20
 _LEAST_BLOCKS = 4
 _LONGEST_HEADER_BYTES = 100_000_000  # the format's own limit; anything longer is not a header
-_NUM_THREADS = 16  # they wait for the disk, not for a core
-_WAY = "weights:"  # what is remembered of a file beside its SHA-256
+_NUM_THREADS = 16  # they mostly wait for the disk
+_WAY = "weights:"  # separates cached fingerprints from SHA-256 hashes
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Tensor:
-    """Where one tensor lies in its file, and what it is called there."""
+    """The position of one tensor in its file, and its name, number format and shape."""
 
     title: str
     begin: int
@@ -50,31 +50,28 @@ class _Tensor:
 
 
 def weights_fingerprint(model: ModelConfig) -> str | None:
-    """The fingerprint of the pretrained weights in a model's folder; remembered as long as the files do not change.
+    """The fingerprint of the pretrained weights in a model's folder, cached until the files change.
 
-    None where something else says which weights they are: the seed of random ones, the revision of a hub model; and
-    for a folder without weights. Raises: RequestError for files that are missing, damaged or cut off.
+    None for random weights (known by their seed), hub models (known by their revision) and folders without weights.
+    Raises: RequestError for files that are missing, damaged or truncated.
     """
     if model.path is None or model.weights is not Weights.pretrained:
         return None
     files = find_weight_files(resolve_path(model.path))
     if not files:
         return None
-    # A sum does not depend on the order, and so not on which file holds what.
+    # A sum does not depend on the order, nor on which file contains a tensor.
     return _digits(sum(int(found, 16) for found in remembered_hashes(files, _of_file, _WAY).values()))
 
 
 def recorded_in(described: Mapping[str, Any]) -> str | None:
-    """The fingerprint in a recorded description of a model, a manifest's or a checkpoint's.
-
-    None where the model had none, or in records from before there were any.
-    """
+    """The fingerprint in a manifest's or checkpoint's description of a model; None if there is none."""
     fingerprint: str | None = described.get("weights_fingerprint")
     return fingerprint
 
 
-def told(fingerprint: str | None) -> str:
-    """What a message says of weights in a folder, as they are now."""
+def fingerprint_text(fingerprint: str | None) -> str:
+    """The current weights of a folder in words, for messages."""
     return f"have the fingerprint {fingerprint[:12]}..." if fingerprint is not None else "are not there"
 
 
@@ -83,7 +80,7 @@ def _of_file(file: Path) -> str:
         tensors = _in_safetensors(file) if file.suffix == ".safetensors" else [_whole(file)]
         descriptor = os.open(file, os.O_RDONLY)
         try:
-            if hasattr(os, "posix_fadvise"):  # what lies between the blocks is not to be read ahead
+            if hasattr(os, "posix_fadvise"):  # do not read ahead between the blocks
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
             with ThreadPoolExecutor(_NUM_THREADS) as threads:
                 return _digits(sum(threads.map(lambda tensor: _of_tensor(descriptor, tensor), tensors)))
@@ -94,7 +91,7 @@ def _of_file(file: Path) -> str:
 
 
 def _in_safetensors(file: Path) -> list[_Tensor]:
-    """The tensors that a file's header names. Raises: ValueError, KeyError, TypeError for what is no such header."""
+    """The tensors in a file's header. Raises: ValueError, KeyError, TypeError for an invalid header."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if length > _LONGEST_HEADER_BYTES:
@@ -109,7 +106,7 @@ def _in_safetensors(file: Path) -> list[_Tensor]:
 
 
 def _whole(file: Path) -> _Tensor:
-    """A pickled file as if it were one tensor: where its tensors lie only torch knows."""
+    """A pickled file as one tensor, since only torch can find the tensors in it."""
     return _Tensor(title=file.name, begin=0, end=file.stat().st_size)
 
 
@@ -124,7 +121,7 @@ def _of_tensor(descriptor: int, tensor: _Tensor) -> int:
 
 
 def _blocks(begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Where to read how many bytes: everything of little, evenly spread blocks of much, the first and last included."""
+    """Offsets and sizes to read: all of a small tensor, or evenly spread blocks including the first and last."""
     size = end - begin
     if size <= _WHOLE_BYTES:
         yield begin, size

@@ -10,7 +10,8 @@ import math
 from typing import Any
 
 from tunebook.config.choices import MasterWeights, Offload, Strategy
-from tunebook.config.schema import ModelFacts, RunConfig, ZeroConfig, world_size
+from tunebook.config.model_facts import ModelFacts
+from tunebook.config.schema import RunConfig, ZeroConfig, world_size
 from tunebook.facts.sharing import is_cast_by_deepspeed
 from tunebook.facts.strategies import STRATEGIES
 from tunebook.model.parameters import count_parameters, largest_parameter

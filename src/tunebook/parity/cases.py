@@ -1,4 +1,4 @@
-"""Which configurations are compared: every combination of what is varied, the first being the reference."""
+"""The configurations of a parity: every combination of the varied values. The first is the reference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tunebook.config.override_text import split_values
 from tunebook.config.schema import RunConfig
 from tunebook.errors import DoesNotFitError, RequestError, RulesError
 
-# Every step's loss to the last one, and nothing that is not about the loss.
+# Log the loss of every step, and leave out what does not affect it.
 _SHARED = (
     "evaluation=none",
     "training.log_every_steps=1",
@@ -29,14 +29,14 @@ _LONGEST_NAME = 80  # of a folder; file systems take 255 bytes
 class Case:
     """One configuration to train."""
 
-    name: str  # of its folder and its row: the values that set it apart
+    name: str  # of its folder and its row: the varied values
     varied: tuple[str, ...]  # `key=value` for each key that is varied
     overrides: tuple[str, ...]  # all of them, as `tunebook train` takes them
-    refused: str | None = None  # why a rule forbids it; None where it can run
+    refused: str | None = None  # the reason why a rule forbids it; None if it can run
 
 
 def list_cases(overrides: list[str], over: list[str], gpus: str | None, num_steps: int) -> list[Case]:
-    """Every combination, the last key changing fastest. Raises: RequestError for words that cannot be read."""
+    """Every combination; the last key changes fastest. Raises: RequestError for words that cannot be read."""
     varied = [_values(word) for word in over]
     if gpus is not None:
         varied.append([f"{_GPUS}={number}" for number in _numbers(gpus)])
@@ -63,7 +63,7 @@ def list_cases(overrides: list[str], over: list[str], gpus: str | None, num_step
 
 
 def words_set_aside(overrides: list[str], over: list[str], gpus: str | None) -> list[str]:
-    """The words of the request that no configuration gets: they are what all share otherwise, or what is varied."""
+    """The overrides that no configuration gets, since a parity sets or varies their keys itself."""
     varied = {_key(word) for word in over} | ({_GPUS} if gpus is not None else set())
     taken = varied | {_key(word) for word in _SHARED}
     if "evaluation" not in varied:
@@ -72,10 +72,9 @@ def words_set_aside(overrides: list[str], over: list[str], gpus: str | None) -> 
 
 
 def mark_refused(cases: list[Case], plan: Callable[[Case], RunConfig]) -> tuple[list[Case], RunConfig]:
-    """The cases with those that a rule forbids marked, and the reference's resolved configuration.
+    """The cases, with `refused` set if a rule forbids one, and the reference's resolved configuration.
 
-    Not every strategy runs on every number of GPUs, and a table may leave those out. Raises: RequestError when the
-    reference itself, or all others, are refused.
+    Not every strategy runs on every number of GPUs. Raises: RequestError if the reference or all others are refused.
     """
     reference = plan(cases[0])
     marked = [cases[0]]
@@ -96,9 +95,9 @@ def mark_refused(cases: list[Case], plan: Callable[[Case], RunConfig]) -> tuple[
 
 
 def weights_alike(cases: list[Case], formats: Collection[MasterWeights]) -> list[Case]:
-    """The cases, all with fp32 weights where `formats`, those that they were planned with, are not one.
+    """The cases, all with fp32 weights if they were planned with several `formats`.
 
-    That `auto` leaves a frozen base in bf16 with some strategies is not what is compared, unless it is varied itself.
+    With some strategies `auto` keeps a frozen base in bf16. That is not compared unless the format itself is varied.
     """
     if len(set(formats)) < 2 or any(_key(word) == _WEIGHTS for word in cases[0].varied):
         return cases
@@ -106,7 +105,7 @@ def weights_alike(cases: list[Case], formats: Collection[MasterWeights]) -> list
 
 
 def _why_not(error: RequestError | DoesNotFitError) -> str:
-    """A rule, the memory or the batch may forbid a combination. Raises: the error, if it is a name that is wrong."""
+    """The reason if a rule, the memory or the batch forbids a combination. Raises: any other error."""
     if isinstance(error, RulesError):
         return "; ".join(problem.message for problem in error.problems)
     if isinstance(error, DoesNotFitError) or (error.problem_id or "").startswith("batch-"):
@@ -115,7 +114,7 @@ def _why_not(error: RequestError | DoesNotFitError) -> str:
 
 
 def _refuse_steps(words: list[str], num_steps: int) -> None:
-    """How long the runs are is an option, the same for all. Raises: RequestError with the option."""
+    """Raises: RequestError for an override of the number of steps, which is the option --steps."""
     for word in words:
         if _key(word) == _STEPS:
             value = word.partition("=")[2].strip()
@@ -131,15 +130,15 @@ def _key(word: str) -> str:
 
 
 def _second(word: str) -> str:
-    """An option with the only value that was named, and another."""
+    """An example with a second value for an option that has only one."""
     key, _, value = word.partition("=")
     return f"--gpus {value},{2 * int(value)}" if key == _GPUS and value.isdecimal() else f"--over {word},ANOTHER"
 
 
 def _names(combinations: list[tuple[str, ...]]) -> list[str]:
-    """A folder for each. One that is too long, or another's too, is cut and gets the number of its case.
+    """The name of each case's folder. A long or repeated one is cut and ends with the number of its case.
 
-    Raises: RequestError where a combination is there twice.
+    Raises: RequestError if a combination is repeated.
     """
     names = [_name(words) for words in combinations]
     if len(set(combinations)) == len(combinations):
@@ -156,11 +155,11 @@ def _names(combinations: list[tuple[str, ...]]) -> list[str]:
 
 
 def _needs_number(name: str, names: list[str]) -> bool:
-    return len(name) > _LONGEST_NAME or names.count(name) > 1 or not name.strip(".")  # a folder's own name, or above it
+    return len(name) > _LONGEST_NAME or names.count(name) > 1 or not name.strip(".")  # `.` and `..` are other folders
 
 
 def _name(words: tuple[str, ...]) -> str:
-    """The values that set a case apart, as the name of a folder: `zero2-x4`."""
+    """The varied values as the name of a folder, such as `zero2-x4`."""
     parts = [("x" if key == _GPUS else "") + value for key, value in (word.split("=", 1) for word in words)]
     return re.sub(r"[^A-Za-z0-9._-]", "_", "-".join(parts))
 

@@ -1,4 +1,8 @@
-"""What the runs of a parity came to: for a terminal, as JSON, and the exit code."""
+"""The results of a parity: the distances of the losses, the table for the terminal, the JSON and the exit code.
+
+Losses may differ by the order of sums. In fp32 that changes the seventh digit and grows with the steps. In bf16 it
+changes the third digit of each product, and a strategy may round at other places than a single GPU.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from tunebook.record.metrics import is_training_line, read_metrics
 
 @dataclass(frozen=True, kw_only=True)
 class CaseResult:
-    """One configuration and how far it is from the reference."""
+    """One configuration's results and their difference from the reference."""
 
     case: Case
     run_folder: Path
@@ -33,16 +37,16 @@ class CaseResult:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it was started and has nothing to compare; a run without a step has not, however it ended."""
+        """True if it was started and has nothing to compare: it failed, or it has no step."""
         return self.exit_code is not None and (self.exit_code != 0 or not self.losses)
 
     def is_within(self, tolerance: float) -> bool:
-        """Whether it may be as far from the reference as it is."""
+        """True if its difference from the reference is allowed."""
         return self.difference is not None and self.difference.largest <= tolerance
 
 
 def read_case(case: Case, run_folder: Path, exit_code: int | None, reference: CaseResult | None) -> CaseResult:
-    """One run's result, compared with the reference's; the reference is compared with itself."""
+    """The results of one run, compared with the reference, or with itself if it is the reference."""
     lines = [line for line in read_metrics(run_folder) if is_training_line(line)]
     losses = [line["loss"] for line in lines]
     speeds = [speed for line in lines[len(lines) // 4 :] if (speed := line["tokens_per_second_per_gpu"]) is not None]
@@ -61,7 +65,7 @@ def read_case(case: Case, run_folder: Path, exit_code: int | None, reference: Ca
 
 
 def exit_code_of(results: list[CaseResult], tolerance: float) -> int:
-    """0 where all agree, the code of the first run that failed, else 5 where one is too far from the reference."""
+    """The code of the first run that failed; otherwise 0 if all losses agree, and 5 if not."""
     ran = [result for result in results if result.case.refused is None]
     failed = next((result.exit_code or TunebookError.exit_code for result in ran if result.has_failed), None)
     if failed is not None:
@@ -78,7 +82,7 @@ def parity_table(results: list[CaseResult], tolerance: float) -> Table:
     table.add_column("tokens/s/GPU", justify="right")
     table.add_column("GiB", justify="right")
     for index, result in enumerate(results):
-        table.add_row(*map(Text, _row(result, tolerance, is_reference=index == 0)))  # a list's brackets are not markup
+        table.add_row(*map(Text, _row(result, tolerance, is_reference=index == 0)))  # not markup: lists have brackets
     return table
 
 
@@ -102,7 +106,7 @@ def _row(result: CaseResult, tolerance: float, *, is_reference: bool) -> list[st
 
 
 def verdict(result: CaseResult, tolerance: float, *, is_reference: bool) -> str:
-    """One word or two for people."""
+    """The verdict in one or two words."""
     if result.case.refused is not None:
         return "not possible"
     if result.exit_code is None:
@@ -113,7 +117,7 @@ def verdict(result: CaseResult, tolerance: float, *, is_reference: bool) -> str:
 
 
 def to_json(results: list[CaseResult], tolerance: float) -> dict[str, Any]:
-    """The content of parity.json; a difference without a number (a run of other length) is null."""
+    """The content of parity.json. An infinite difference, as of runs of different length, is null."""
     return {
         "reference": results[0].case.name,
         "tolerance": tolerance,

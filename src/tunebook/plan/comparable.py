@@ -13,7 +13,8 @@ from tunebook.config.choices import (
     Strategy,
     Switch,
 )
-from tunebook.config.schema import ModelFacts, RunConfig, world_size
+from tunebook.config.model_facts import ModelFacts
+from tunebook.config.schema import RunConfig, world_size
 from tunebook.facts.attention import ATTENTIONS, BY_DOCUMENT, MASKED, attention_facts
 from tunebook.facts.optimizers import OPTIMIZERS
 from tunebook.facts.sharing import is_offloaded

@@ -19,7 +19,7 @@ from tunebook.config.override_text import as_typed
 from tunebook.config.schema import ReferenceHardware, RunConfig
 from tunebook.data.batch import BatchPlan
 from tunebook.errors import Problem, RequestError
-from tunebook.plan.auto.resolve import Choice
+from tunebook.plan.auto.decisions import Choice
 from tunebook.plan.memory.gpu import Memory, MemoryPlan
 from tunebook.plan.memory.host_memory import HostPlan
 from tunebook.plan.speed.throughput import TimePlan

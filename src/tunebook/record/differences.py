@@ -1,7 +1,7 @@
-"""The difference between two scores with its standard error, from the same items where they can be paired.
+"""The difference between two scores with its standard error, paired by item where both answered the same items.
 
-Two models that answer the same items agree on most of them; what remains to chance is only where they differ. So the
-error of the paired differences is what counts, and it is mostly smaller than both scores' errors together suggest.
+Two models that answer the same items agree on most of them, so only the items where they differ add noise. The error
+of the paired differences is therefore usually smaller than the two scores' errors combined.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_TOLERANCE = 1e-6  # between a score and the mean of its items' values, which other metrics than means do not have
+_TOLERANCE = 1e-6  # between a score and the mean of its items' values. Metrics that are no means fail this check
 
-Values = Mapping[Any, float]  # of a task's items, by their number, or by task and number
-Answers = Mapping[tuple[str, str | None], Values]  # by task, and by one of its groups of items
+Values = Mapping[Any, float]  # of a task's items, by number, or by task and number
+Answers = Mapping[tuple[str, str | None], Values]  # by task and group of items
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,23 +26,21 @@ class Difference:
 
     value: float
     standard_error: float | None
-    is_paired: bool  # computed from the same items' values, not from the two scores' errors
+    is_paired: bool  # computed from the values of the same items, not from the two scores' errors
 
 
 def score_difference(
     old: Mapping[str, Any], new: Mapping[str, Any], old_values: Values | None = None, new_values: Values | None = None
 ) -> Difference:
-    """The difference of two scores of one task (or group of items): `value`, `stderr`, `num_items` of each."""
+    """The difference of two scores of one task or group. Each score has `value`, `stderr` and `num_items`."""
     value = new["value"] - old["value"]
     if old_values and new_values and _are_pairs(old, new, old_values, new_values):
         differences = [new_values[item] - old_values[item] for item in sorted(old_values)]
         error = statistics.stdev(differences) / math.sqrt(len(differences))
         return Difference(value=value, standard_error=error, is_paired=True)
-    errors = [standard_error(old), standard_error(new)]
-    known = [error for error in errors if error is not None]
-    return Difference(
-        value=value, standard_error=math.hypot(*known) if len(known) == len(errors) else None, is_paired=False
-    )
+    first, second = standard_error(old), standard_error(new)
+    combined = None if first is None or second is None else math.hypot(first, second)
+    return Difference(value=value, standard_error=combined, is_paired=False)
 
 
 def task_difference(
@@ -53,7 +51,7 @@ def task_difference(
     new_answers: Answers,
     group: str | None = None,
 ) -> Difference:
-    """The difference of one task, of a `group` of its items, or of the harness' score of several tasks together.
+    """The difference of one task, of a `group` of its items, or of the harness' score over several tasks.
 
     `old` and `new` are all scores of two evaluations, by task.
     """
@@ -68,13 +66,13 @@ def task_difference(
 
 
 def _leaves(name: str, tasks: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The tasks that a score is made of: itself, or those below it."""
+    """The tasks that a score is computed from: its subtasks, or itself."""
     below = [leaf for child in tasks[name].get("subtasks") or () if child in tasks for leaf in _leaves(child, tasks)]
     return below or [name]
 
 
 def standard_error(score: Mapping[str, Any]) -> float | None:
-    """The standard error of a score; of a share of right answers, by the harness' formula, where it has none itself."""
+    """The standard error of a score. A share of right answers without one gets it by the harness' formula."""
     error: float | None = score.get("stderr")
     value, num_items = score["value"], score["num_items"]
     if error is None and 0 <= value <= 1 and num_items > 1:
@@ -83,17 +81,14 @@ def standard_error(score: Mapping[str, Any]) -> float | None:
 
 
 def read_answers(evaluation_folder: Path, when: str) -> Answers:
-    """The value of every item that an evaluation judged; empty where its answers are not there or cannot be read."""
-    file = evaluation_folder / f"{when}-answers.jsonl"
+    """The value of every judged item of an evaluation. Empty if the answers are missing or unreadable."""
     found: dict[tuple[str, str | None], dict[int, float]] = {}
     try:
-        with file.open(encoding="utf-8") as lines:
-            for line in lines:
-                answer = json.loads(line)
-                if answer["value"] is None:
-                    continue
-                for group in {None, answer["group"]}:
-                    found.setdefault((answer["task"], group), {})[answer["item"]] = answer["value"]
+        with (evaluation_folder / f"{when}-answers.jsonl").open(encoding="utf-8") as lines:
+            for answer in map(json.loads, lines):
+                if answer["value"] is not None:
+                    for group in {None, answer["group"]}:
+                        found.setdefault((answer["task"], group), {})[answer["item"]] = answer["value"]
     except (OSError, ValueError, KeyError, TypeError):
         return {}
     return found
@@ -106,13 +101,14 @@ def answers_of(folder: Path, evaluation: Mapping[str, Any] | None) -> Answers:
 
 
 def _are_pairs(old: Mapping[str, Any], new: Mapping[str, Any], old_values: Values, new_values: Values) -> bool:
-    """Whether the values are of the same items and the scores are their means."""
-    if old.get("items_sha256") != new.get("items_sha256") or old_values.keys() != new_values.keys():
-        return False
-    if len(old_values) < 2:
-        return False
+    """Whether both sets of values are of the same items and each score is the mean of its values."""
+    is_same = old.get("items_sha256") == new.get("items_sha256") and old_values.keys() == new_values.keys()
     pairs = ((old, old_values), (new, new_values))
-    return all(abs(statistics.fmean(values.values()) - score["value"]) < _TOLERANCE for score, values in pairs)
+    return (
+        is_same
+        and len(old_values) > 1
+        and all(abs(statistics.fmean(values.values()) - score["value"]) < _TOLERANCE for score, values in pairs)
+    )
 
 
 def mean_score(tasks: dict[str, dict[str, Any]]) -> tuple[float, bool] | None:

@@ -1,7 +1,7 @@
-"""What the lock files ask for, what is installed, and where the two differ.
+"""Compares the installed packages with the lock files.
 
-The manifest's `environment.lock` is made from this, and so is the check at the end of an image build: the build has
-no Tunebook yet and mounts this one file beside docker/check_image.py. So it imports nothing but the standard library.
+The result is the manifest's `environment.lock`. An image build also uses this module for its final check: it mounts
+only this file and docker/check_image.py, before Tunebook is installed. So only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any
 
 PROJECT = "tunebook"  # in no lock
 PYTHON_NAME = "python"  # the interpreter among the differences; no package of the locks has this name
-LOCKED_PYTHON = "3.11"  # of every image, and what the locks are resolved for
-# What can change a loss, a speed or the memory of a run.
+LOCKED_PYTHON = "3.11"  # of every image and of the locks
+# Packages that can change a loss, the speed or the memory of a run.
 PACKAGES = (
     "tunebook", "torch", "triton", "transformers", "tokenizers", "trl", "accelerate", "datasets", "peft", "deepspeed",
     "liger-kernel", "flash-attn", "flash-attn-4", "torchao", "bitsandbytes", "safetensors", "numpy", "lm-eval", "ray",
     "hydra-core", "omegaconf",
 )  # fmt: skip
 _CUDA_LIBRARY = re.compile(r"(nvidia-(?!ml-py)|cuda-)")
-# Locks that a run may do without: flash-attn 2 exists in images only, the others are for building, checks and Ray.
+# Locks whose packages are optional: flash-attn 2 exists only in images, the others are for building, checks and Ray.
 _OPTIONAL_LOCKS = (
     "requirements-build.lock",
     "requirements-dev.lock",
@@ -41,12 +41,12 @@ Difference = dict[str, str | None]  # `installed` and `locked`, each a version o
 
 
 def canonical_name(name: str) -> str:
-    """A package's name as all its spellings compare: lower case, with single dashes. Source: PEP 503."""
+    """A package's normalized name: lower case, with single dashes. Source: PEP 503."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def locked_versions(lock: str) -> dict[str, str]:
-    """Each package of a lock that is for this Python and machine, by its canonical name, with its version."""
+    """The version of each package of a lock for this Python and machine, by canonical name."""
     locked: dict[str, str] = {}
     for line in lock.splitlines():
         if not line or line[0] in " #":
@@ -59,7 +59,7 @@ def locked_versions(lock: str) -> dict[str, str]:
 
 
 def marker_environment() -> dict[str, str]:
-    """What markers ask about this Python and machine. Source: PEP 508."""
+    """The variables of markers for this Python and machine. Source: PEP 508."""
     return {
         "os_name": os.name,
         "sys_platform": sys.platform,
@@ -78,10 +78,10 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
 
 
 def marker_holds(marker: str, environment: Mapping[str, str]) -> bool:
-    """Whether a line of a lock is for such an environment.
+    """True if a marker of a lock is true for an environment.
 
-    The resolver writes `variable operator 'text'`, joined by `and` and `or`, which is also an expression of Python.
-    Raises: ValueError for anything else, and for a variable that is not in the environment.
+    The resolver writes `variable operator 'text'`, joined by `and` and `or`, which is also valid Python.
+    Raises: ValueError for anything else, and for an unknown variable.
     """
 
     def holds(node: ast.expr) -> bool:
@@ -102,21 +102,21 @@ def marker_holds(marker: str, environment: Mapping[str, str]) -> bool:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """A version of Python to compare: 3.12.3 and 3.12.3+ alike, 3.12 as 3.12.0."""
+    """A Python version as three numbers to compare; 3.12.3+ equals 3.12.3, and 3.12 equals 3.12.0."""
     numbers = [int(part) for part in re.findall(r"\d+", version)[:3]]
     return (*numbers, *[0] * (3 - len(numbers)))
 
 
 def installed_packages() -> list[tuple[str, str]]:
-    """Name and version of every distribution that this Python finds, in the order in which it looks for them.
+    """Name and version of every distribution on `sys.path`, in its order.
 
-    Without the copies that setuptools brings for itself: importing it, as DeepSpeed does, appends their folder to
+    The copies inside setuptools are left out. Importing setuptools, as DeepSpeed does, appends their folder to
     `sys.path`.
     """
     found = []
     paths = [entry for entry in sys.path if Path(entry).name != "_vendor"]
     for distribution in importlib.metadata.distributions(path=paths):
-        metadata = distribution.metadata  # parsed at each access, which is most of the time this takes
+        metadata = distribution.metadata  # each access parses it, which is slow
         if metadata is not None and "Name" in metadata:
             name = metadata["Name"]
             version = metadata["Version"] if "Version" in metadata else "unknown"  # noqa: SIM401  (no get in its type)
@@ -125,9 +125,9 @@ def installed_packages() -> list[tuple[str, str]]:
 
 
 def _local_source(distribution: importlib.metadata.Distribution) -> str:
-    """What is added to the version of a package from a repository or a folder: it is not the file that was locked.
+    """A suffix for the version of a package that was installed from a repository or a folder, not from a locked file.
 
-    Source: PEP 610, direct_url.json. A wheel that was named by its path is an archive, and counts by its version.
+    Source: PEP 610, direct_url.json. A wheel that was installed by its path gets no suffix.
     """
     try:
         origin = json.loads(distribution.read_text("direct_url.json") or "{}")
@@ -141,7 +141,7 @@ def _local_source(distribution: importlib.metadata.Distribution) -> str:
 
 
 def installed_versions(packages: Iterable[tuple[str, str]] | None = None) -> dict[str, str]:
-    """Each installed package by its canonical name; of two versions the one that is imported, which comes first."""
+    """The version of each installed package by canonical name; the first of several, which is the imported one."""
     versions: dict[str, str] = {}
     for name, version in installed_packages() if packages is None else packages:
         versions.setdefault(canonical_name(name), version)
@@ -149,7 +149,7 @@ def installed_versions(packages: Iterable[tuple[str, str]] | None = None) -> dic
 
 
 def generation_versions(generation: Path, installed: Mapping[str, str]) -> dict[str, str]:
-    """What a run needs by the locks of a generation's folder; torch's build decides which of the CPU's locks count."""
+    """The locked versions that a run needs on a generation. On a CPU, torch's build decides which lock is used."""
     locks = [generation / "requirements.lock"]
     if generation.name == "cpu":
         is_cpu_build = installed.get("torch", "").endswith("+cpu")
@@ -158,12 +158,12 @@ def generation_versions(generation: Path, installed: Mapping[str, str]) -> dict[
 
 
 def optional_versions(docker: Path, generation: Path) -> dict[str, str]:
-    """What may be installed besides and may be missing, at the versions of the locks that are for it."""
+    """The locked versions of optional packages."""
     return _read_locks([*(docker / name for name in _OPTIONAL_LOCKS), generation / _ATTENTION_LOCK])
 
 
 def _read_locks(files: Sequence[Path]) -> dict[str, str]:
-    """The packages of several locks; a later file wins, and a file that does not exist adds nothing."""
+    """The packages of several locks. Later files override earlier ones; missing files are skipped."""
     versions: dict[str, str] = {}
     for file in files:
         if file.is_file():
@@ -174,9 +174,9 @@ def _read_locks(files: Sequence[Path]) -> dict[str, str]:
 def lock_differences(
     locked: Mapping[str, str], installed: Mapping[str, str], optional: Mapping[str, str] | None = None
 ) -> dict[str, Difference]:
-    """Where what is installed is not what is locked, in either direction, by package in alphabetical order.
+    """The packages whose installed and locked versions differ, in alphabetical order.
 
-    `optional` packages may be missing, but what is there must have their version.
+    `optional` packages may be missing, but if installed they must have the locked version.
     """
     known = {**(optional or {}), **locked}
     found: dict[str, Difference] = {}
@@ -188,19 +188,19 @@ def lock_differences(
 
 
 def python_difference(version: str) -> dict[str, Difference]:
-    """The interpreter, where it is of another minor version than that of the locks; empty where it is not."""
+    """The interpreter's difference if its minor version is not that of the locks; otherwise empty."""
     if f"{version}.".startswith(f"{LOCKED_PYTHON}."):
         return {}
     return {PYTHON_NAME: {"installed": version, "locked": LOCKED_PYTHON}}
 
 
 def matters(name: str) -> bool:
-    """Whether another version of a package can change a loss, a speed or the memory of a run."""
+    """True if another version of a package can change a loss, the speed or the memory of a run."""
     return name in PACKAGES or name == PYTHON_NAME or _CUDA_LIBRARY.match(name) is not None
 
 
 def by_importance(names: Iterable[str]) -> list[str]:
-    """Names of differing packages for people: torch first, then the rest of `PACKAGES`, then by the alphabet."""
+    """Names of packages, the most important first: those in `PACKAGES` in its order, then the others by name."""
     rank = {name: number for number, name in enumerate((*PACKAGES, PYTHON_NAME))}
     return sorted(names, key=lambda name: (rank.get(name, len(rank)), name))
 
@@ -213,7 +213,7 @@ def describe_difference(name: str, difference: Mapping[str, str | None]) -> str:
 
 
 def describe_differences(differences: Mapping[str, Mapping[str, str | None]], at_most: int | None = None) -> list[str]:
-    """Differences in words, the most important first; of more than `at_most` the rest as `and 4 more`."""
+    """Differences in words, the most important first. After `at_most` of them the rest is `and 4 more`."""
     names = by_importance(differences)
     shown = names if at_most is None else names[:at_most]
     lines = [describe_difference(name, differences[name]) for name in shown]

@@ -1,4 +1,4 @@
-"""How far the losses of runs lie apart, step by step, and how far they may. Pure functions.
+"""The relative difference of the losses of two runs, step by step, and the allowed difference.
 
 What may differ: the order of sums. In fp32 that moves the seventh digit and grows with the steps; in bf16 the third
 digit of every product, and a strategy may round at other places than one GPU does.
@@ -23,15 +23,15 @@ FP8_TOLERANCE = 1e-2  # of strategies that all compute in fp8: not measured. fp8
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Two runs' losses compared."""
+    """The difference of the losses of two runs."""
 
     per_step: list[float]  # relative, of the steps that both have
-    largest: float  # infinite where the two have not the same steps, or a loss is not finite
-    at_step: int | None  # where it is largest, from 1
+    largest: float  # infinite if the steps differ, or a loss is not finite
+    at_step: int | None  # the step with the largest difference, from 1
 
 
 def tolerance_of(config: RunConfig) -> float:
-    """How far losses may differ, relative to each other, for a resolved configuration."""
+    """The allowed relative difference of losses for a resolved configuration."""
     if config.precision.compute is Compute.fp8:
         return FP8_TOLERANCE
     if config.precision.compute is not Compute.fp32:
@@ -40,8 +40,8 @@ def tolerance_of(config: RunConfig) -> float:
 
 
 def check_tolerance(tolerance: float | None) -> None:
-    """Refuse what no difference can be compared with; 0 asks for equal losses. Raises: RequestError."""
-    if tolerance is not None and not 0 <= tolerance < math.inf:  # neither holds of nan
+    """Raises: RequestError for a tolerance that is negative or not finite. 0 requires equal losses."""
+    if tolerance is not None and not 0 <= tolerance < math.inf:  # nan fails both comparisons
         raise RequestError(
             f"--tolerance {tolerance:g}: this is the largest relative difference that losses may have, a number that "
             f"is finite and not below 0; type --tolerance {LOW_PRECISION_TOLERANCE:g}, --tolerance 0 for equal losses, "
@@ -51,7 +51,7 @@ def check_tolerance(tolerance: float | None) -> None:
 
 
 def compare_losses(losses: Sequence[float | None], reference: Sequence[float | None]) -> Difference:
-    """Relative differences per step. A step that only one of them has is as different as can be."""
+    """The relative differences per step. A step that only one of them has counts as infinitely different."""
     per_step = [_relative(loss, other) for loss, other in zip(losses, reference, strict=False)]
     largest = max(per_step, default=math.inf)
     at_step = per_step.index(largest) + 1 if per_step else None

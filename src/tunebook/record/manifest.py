@@ -1,6 +1,6 @@
-"""`manifest.json`: what a run was made of and how it ended. Written before step 0, brought up to date as more is known.
+"""`manifest.json`: what a run was made from and how it ended. Written before step 0 and updated later.
 
-A reader who finds the state `running` long after the last metrics line has found a run that was killed without a word.
+If the state is `running` long after the last line of the metrics, the run was killed.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from tunebook.config.book import book_root, resolve_path
 from tunebook.config.frozen import load_config
 from tunebook.config.identity import HASH_VERSION, config_hash
 from tunebook.config.schema import ModelConfig, RunConfig
-from tunebook.config.secrets import without_secrets
+from tunebook.config.unsafe_text import without_secrets
 from tunebook.errors import DataError, RequestError
 from tunebook.files import atomic_write_json, read_json, sha256_file, sha256_text
 from tunebook.model.weights_fingerprint import recorded_in, weights_fingerprint
-from tunebook.record.files import RUN_FILE
 from tunebook.record.metrics import METRICS_FILE
 from tunebook.record.provenance import (
     describe_code,
@@ -27,18 +26,18 @@ from tunebook.record.provenance import (
     describe_hardware,
     shorten_paths,
 )
-from tunebook.record.run_folder import FINISHED, trained_outcome
+from tunebook.record.run_folder import FINISHED, RUN_FILE, trained_outcome
 
 MANIFEST_FILE = "manifest.json"
-WANDB_RUN_ID = "wandb_run_id"  # one over all attempts
-MODEL_FILES = "model_files"  # size and SHA-256 of each file in model/, by its path there
-FORMAT = 1  # raised when a key changes its meaning or goes away
-# What the run measured, noted by hash when it ends. Later evaluations (`tunebook eval`) write files of other names.
+WANDB_RUN_ID = "wandb_run_id"  # the same for all attempts
+MODEL_FILES = "model_files"  # size and SHA-256 of each file in model/, by path
+FORMAT = 1  # increased when a key changes its meaning or is removed
+# Results whose hashes are recorded when the run ends. Later evaluations (`tunebook eval`) write other files.
 RESULT_FILES = (METRICS_FILE, "evaluation/after.json")
 
 
 class RunState(Enum):
-    """How a run stands."""
+    """The state of a run."""
 
     running = "running"
     finished = "finished"
@@ -51,7 +50,7 @@ _STATE_OF_EXIT_CODE = {0: RunState.finished, 6: RunState.stopped, 7: RunState.in
 
 
 def state_of_exit_code(exit_code: int) -> RunState:
-    """The state in which a run is left by a process that ended with this code."""
+    """The state of a run whose process ended with this code."""
     return _STATE_OF_EXIT_CODE.get(exit_code, RunState.failed)
 
 
@@ -71,10 +70,10 @@ def start_manifest(
 ) -> dict[str, Any]:
     """Write the manifest of a run that is about to start, and return it.
 
-    `command` trains the same again; `typed` is the command line that led to it. `model` adds to what the configuration
-    says (the revision that the hub answered with), or is known better; `dataset` is `{records, fingerprint,
-    content_sha256, counts}` of the prepared data. A run that goes on in its folder keeps the status of its earlier
-    attempts under `earlier_attempts`, its id at wandb, and what model/ is, if it was trained already.
+    `command` trains the same again; `typed` is the command line that the user typed. `model` adds facts to those of
+    the configuration, such as the revision that the hub resolved. `dataset` is `{records, fingerprint, content_sha256,
+    counts}` of the prepared data. A run that resumes in its folder keeps the status of its earlier attempts under
+    `earlier_attempts`, its id at wandb and, if training had ended, the files of model/.
     """
     earlier = read_manifest(folder) if (folder / MANIFEST_FILE).is_file() else None
     manifest = {
@@ -85,7 +84,7 @@ def start_manifest(
             "state": RunState.running.name,
             "exit_code": None,
             "reason": None,
-            "started": _now().isoformat(timespec="seconds"),
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
             "ended": None,
             "seconds": None,
         },
@@ -113,7 +112,7 @@ def start_manifest(
 
 
 def update_manifest(folder: Path, facts: dict[str, Any]) -> dict[str, Any]:
-    """Add facts that were learnt later; a section that is there already is added to, not replaced."""
+    """Add facts that became known later. Existing sections are extended, not replaced."""
     manifest = read_manifest(folder)
     for key, value in facts.items():
         is_section = key != MODEL_FILES and isinstance(value, dict) and isinstance(manifest.get(key), dict)
@@ -131,11 +130,11 @@ def finish_manifest(
     step: int | None = None,
     last_checkpoint: str | None = None,
 ) -> dict[str, Any]:
-    """Record how the run ended; `reason` is one sentence for people, needed for every state but finished.
+    """Record how the run ended. `reason` is one sentence, required for every state but finished.
 
-    Whether training stopped early, and of which step its model is, is taken from what the ranks said.
+    The ranks' outcomes say whether training stopped early and which step the model is from.
     """
-    ended, trained = _now(), trained_outcome(folder)
+    ended, trained = datetime.now(UTC), trained_outcome(folder)
     if reason is None and trained is not None and trained.reason != FINISHED:
         reason = trained.reason
     started = datetime.fromisoformat(read_manifest(folder)["status"]["started"])
@@ -156,8 +155,8 @@ def finish_manifest(
 
 
 def changed_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
-    """What is not as it was when the run ended, by name; older manifests note nothing to compare with."""
-    if manifest["status"]["state"] == RunState.running.name:  # taken up again, and what was noted is of before
+    """Result files that changed since the run ended, by name. Older manifests have no hashes to compare with."""
+    if manifest["status"]["state"] == RunState.running.name:  # resumed: the hashes are from the earlier attempt
         return []
     noted: dict[str, str] = manifest.get("files_sha256") or {}
     return [
@@ -166,7 +165,7 @@ def changed_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
 
 
 def hash_of_run(folder: Path, manifest: dict[str, Any]) -> str:
-    """The hash of a run's configuration as `config_hash` computes it today; of an earlier version's, from run.yaml."""
+    """The hash of a run's configuration in the current version; for an older manifest computed from run.yaml."""
     if manifest.get("hash_version", 1) == HASH_VERSION:
         return str(manifest["config_sha256"])
     try:
@@ -176,11 +175,11 @@ def hash_of_run(folder: Path, manifest: dict[str, Any]) -> str:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a run. Raises: DataError when it is missing, not JSON, or of a later version of Tunebook."""
+    """The manifest of a run. Raises: DataError if it is missing, not JSON, or from a later version of Tunebook."""
     path = folder / MANIFEST_FILE
     if not path.is_file():
         raise DataError(
-            f"{path} is not there: the run never started, or this is no run folder; "
+            f"{path} does not exist: the run never started, or this is not a run folder; "
             "name one that `tunebook train` made",
             problem_id="broken-record",
         )
@@ -188,11 +187,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def read_manifest_file(path: Path) -> dict[str, Any]:
-    """The manifest of a run that may be elsewhere. Raises: DataError when it is not JSON, no manifest, or too new."""
+    """A manifest by its path. Raises: DataError if it is not JSON, not a manifest, or from a later version."""
     manifest: dict[str, Any] = read_json(path)
     if not isinstance(manifest, dict) or not isinstance(manifest.get("format"), int):
         raise DataError(
-            f"{path} is no manifest: it has no format; name the manifest.json of a run", problem_id="broken-record"
+            f"{path} is not a manifest: it has no format; name the manifest.json of a run", problem_id="broken-record"
         )
     if manifest["format"] > FORMAT:
         raise DataError(
@@ -204,14 +203,14 @@ def read_manifest_file(path: Path) -> dict[str, Any]:
 
 
 def system_prompt_hash(prompt: str | None) -> str:
-    """The SHA-256 of a system prompt; of no text where there is none, which is a fact to compare with too."""
+    """The SHA-256 of a system prompt, or of the empty text without one."""
     return sha256_text(prompt or "")
 
 
 def describe_model(model: ModelConfig, fingerprint: str | None = None) -> dict[str, Any]:
-    """Name (or path as configured), revision, hash of config.json where the model is a folder, and weights.
+    """Name (or configured path), revision, weights, and for a folder the hash of its config.json.
 
-    `fingerprint` is that of the weights in the folder, where somebody has looked: it means reading some of them.
+    `fingerprint` is that of the weights in the folder, if the caller has computed it.
     """
     config_file = resolve_path(model.path) / "config.json" if model.path else None
     return {
@@ -224,16 +223,12 @@ def describe_model(model: ModelConfig, fingerprint: str | None = None) -> dict[s
 
 
 def recorded_fingerprint(manifest: dict[str, Any]) -> str | None:
-    """The fingerprint of the weights that a run started from; None where it has none or was made before there were."""
+    """The fingerprint of the weights that a run started from; None if it has none."""
     return recorded_in(manifest.get("model") or {})
 
 
 def _write(folder: Path, manifest: dict[str, Any]) -> None:
-    from tunebook.record.manifest_schema import check_manifest  # pydantic takes a tenth of a second
+    from tunebook.record.manifest_schema import check_manifest  # importing pydantic takes 0.1 s
 
     check_manifest(manifest)
     atomic_write_json(folder / MANIFEST_FILE, manifest)
-
-
-def _now() -> datetime:
-    return datetime.now(UTC)

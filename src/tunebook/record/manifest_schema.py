@@ -1,7 +1,7 @@
-"""What a manifest holds: one type per section, from which its JSON schema is made and by which it is checked.
+"""The content of a manifest: one type per section, used for the JSON schema and to validate.
 
-Facts that are learnt while a run goes on (`parallelism_found`, `leak_probe`, `slurm` and others) may be added at the
-top level; a section's own keys are closed. As JSON schema: `manifest.schema.json` beside this file, written by
+Facts that are learnt during a run (`parallelism_found`, `leak_probe`, `slurm` and others) may be added at the
+top level; the keys inside a section are fixed. The JSON schema is `manifest.schema.json` in this folder, written by
 `python -m tunebook.record.manifest_schema > src/tunebook/record/manifest.schema.json`.
 """
 
@@ -180,7 +180,7 @@ class Manifest(BaseModel):
 
 
 def check_manifest(manifest: dict[str, Any]) -> None:
-    """Raises: DataError naming the first key that is not what the schema says; only a fault of Tunebook leads there."""
+    """Raises: DataError naming the first key that violates the schema. Only a bug in Tunebook can cause that."""
     for where, what, _ in _faults(manifest):
         raise DataError(
             f"the manifest would not be valid: {where}: {what}; this is a fault of Tunebook, please report it "
@@ -190,13 +190,13 @@ def check_manifest(manifest: dict[str, Any]) -> None:
 
 
 def check_read_manifest(manifest: dict[str, Any], file: Path, *, may_lack: bool = False) -> None:
-    """Raises: DataError naming the file and the first key that is missing (unless it `may_lack` some) or wrong.
+    """Raises: DataError naming the file and its first wrong key, or missing one unless `may_lack`.
 
-    A section's unknown keys are let be: a later version of the same format may have written them.
+    Unknown keys in a section are accepted, since a later version of the same format may have written them.
     """
-    let_be = ("extra_forbidden", "missing") if may_lack else ("extra_forbidden",)
+    accepted = ("extra_forbidden", "missing") if may_lack else ("extra_forbidden",)
     for where, what, kind in _faults(manifest):
-        if kind not in let_be:
+        if kind not in accepted:
             raise DataError(
                 f"{file} is no whole manifest: {where}: {what}; Tunebook checks what it writes, so something else "
                 "changed it: restore it from a copy, or name another run",
@@ -205,7 +205,7 @@ def check_read_manifest(manifest: dict[str, Any], file: Path, *, may_lack: bool 
 
 
 def _faults(manifest: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Dotted key, what is wrong with it, and of which kind that is."""
+    """The dotted key, the message and the type of each violation of the schema."""
     try:
         Manifest.model_validate(manifest)
     except ValidationError as error:

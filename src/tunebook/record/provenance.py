@@ -1,8 +1,7 @@
-"""Where a run came from: the code, the packages and the machine, as facts for the manifest.
+"""The provenance of a run, for the manifest: code, packages and machine.
 
-Each function answers with what it found and, where a fact cannot be had, with null and the reason; none of them raises,
-since a run must not fail for want of `git`. (An image whose own description is damaged is refused before.) Nothing
-identifies the machine or its user.
+A fact that cannot be determined is null, with the reason. Nothing here raises, since a run must not fail without `git`.
+(An image with a damaged description is refused earlier.) Nothing identifies the machine or its user.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from typing import Any
 
 from tunebook.config.book import BOOK_PREFIX, book_root
 from tunebook.config.choices import Generation
-from tunebook.config.secrets import is_secret_name, without_secrets
+from tunebook.config.unsafe_text import is_secret_name, without_secrets
 from tunebook.facts.generations import GENERATIONS
 from tunebook.files import sha256_file, sha256_text
 from tunebook.hardware.image import Image, read_image
-from tunebook.hardware.topology import ask_topology
+from tunebook.hardware.nvidia_smi import ask_topology
 from tunebook.record.locks import (
     PACKAGES,
     Difference,
@@ -44,15 +43,12 @@ _VARIABLES = (
     "CUDA_DEVICE_MAX_CONNECTIONS", "OMP_", "MKL_", "KMP_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE",
     "TORCH_ALLOW_TF32_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "TRITON_", "FLASH_ATTENTION_", "DS_",
 )  # fmt: skip
-_CODE_FOLDERS = ("src", "hydra_configs", "recipes", "docker")  # untracked files elsewhere do not change a run
+_CODE_FOLDERS = ("src", "hydra_configs", "recipes", "docker")  # untracked files elsewhere do not affect a run
 _COMMAND_TIMEOUT_S = 20
 
 
 def describe_code(checkout: Path) -> dict[str, Any]:
-    """The code's commit, and a hash of what was changed or added since; `reason` says why one is null.
-
-    In an image they are those that it was built from; otherwise they are looked up in the checkout.
-    """
+    """The code's commit and a hash of later changes, from the image or the checkout; `reason` if one is null."""
     code: dict[str, Any] = {"git_commit": None, "git_diff_sha256": None, "is_clean": None, "reason": None}
     if image := read_image():
         if image.git_commit is None:
@@ -64,7 +60,7 @@ def describe_code(checkout: Path) -> dict[str, Any]:
     if shutil.which("git") is None:
         return code | {"reason": "git is not installed"}
     top = _git(checkout, "rev-parse", "--show-toplevel")
-    # An installed book may lie inside somebody's own repository, whose commits say nothing about it.
+    # An installed book may be inside another repository, whose commits do not describe it.
     if top.returncode != 0 or Path(os.fsdecode(top.stdout).rstrip("\n")) != checkout.resolve():
         return code | {"reason": "the book is not a git checkout"}
     head = _git(checkout, "rev-parse", "--verify", "--quiet", "HEAD")
@@ -79,13 +75,13 @@ def describe_code(checkout: Path) -> dict[str, Any]:
 
 
 def why_not_committed(file: Path) -> str | None:
-    """Why a file's content is in no commit of the repository that it lies in; None where it is in one."""
+    """Why a file's present content is in no commit of its repository; None if it is committed."""
     if shutil.which("git") is None:
         return "git is not installed"
     file = file.resolve()
     top = next((folder for folder in file.parents if (folder / ".git").exists()), None)
     if top is None:
-        return "it lies in no git repository"
+        return "it is in no git repository"
     if _git(top, "ls-files", "--error-unmatch", "--", str(file)).returncode != 0:
         return "it was never added to its git repository"
     is_clean = _git(top, "diff", "--quiet", "HEAD", "--", str(file)).returncode == 0
@@ -93,15 +89,15 @@ def why_not_committed(file: Path) -> str | None:
 
 
 def describe_environment(generation: str) -> dict[str, Any]:
-    """Image, lock, Python and package versions, and what is set for libraries in the environment.
+    """Image, lock, Python, package versions and the environment variables of libraries.
 
-    `generation` is the one that the lock is for. `lock_sha256` is the lock's hash only where nothing differs from it.
+    `generation` selects the lock. `lock_sha256` is null if an installed package differs from the lock.
     """
     image = read_image()
     packages = installed_packages()
     installed = installed_versions(packages)
     lock = _describe_image_lock(image, installed) if image else _describe_lock(generation, installed)
-    # The build of an image that does not list its packages has compared them all the same, or it would have failed.
+    # The build of an image that does not list its packages compared them, too, or it would have failed.
     is_installed = lock["differences"] == {} or (image is not None and image.packages is None)
     return {
         "image_digest": os.environ.get(IMAGE_DIGEST_VARIABLE) or None,
@@ -122,7 +118,7 @@ def describe_environment(generation: str) -> dict[str, Any]:
 
 
 def _describe_lock(generation: str, installed: Mapping[str, str]) -> dict[str, Any]:
-    """The lock that serves a generation, and what differs from it; `reason` says why that is unknown."""
+    """The lock of a generation and the packages that differ from it; `reason` if that is unknown."""
     facts = GENERATIONS.get(Generation.__members__.get(generation, Generation.auto))
     docker = book_root() / "docker"
     folder = docker / (facts.image.name if facts else generation)
@@ -135,25 +131,27 @@ def _describe_lock(generation: str, installed: Mapping[str, str]) -> dict[str, A
         wanted, optional = generation_versions(folder, installed), optional_versions(docker, folder)
     except ValueError as error:
         return lock | {"reason": f"docker/{folder.name}: {error}"}
-    return lock | {"differences": _with_python(lock_differences(wanted, installed, optional))}
+    return lock | {"differences": _differences(wanted, installed, optional)}
 
 
 def _describe_image_lock(image: Image, installed: Mapping[str, str]) -> dict[str, Any]:
-    """The lock that an image was built from, and what differs now from what its build found."""
+    """The lock that an image was built from, and the packages that differ from those its build found."""
     lock: dict[str, Any] = {"name": image.generation, "sha256": image.lock_sha256, "differences": None, "reason": None}
     if image.packages is None:
         return lock | {"reason": "the image does not list its packages; its build compared them with the lock"}
     docker = book_root() / "docker"
-    differences = lock_differences(image.packages, installed, optional_versions(docker, docker / image.generation))
-    return lock | {"differences": _with_python(differences)}
+    optional = optional_versions(docker, docker / image.generation)
+    return lock | {"differences": _differences(image.packages, installed, optional)}
 
 
-def _with_python(differences: dict[str, Difference]) -> dict[str, Difference]:
-    return python_difference(platform.python_version()) | differences
+def _differences(
+    locked: Mapping[str, str], installed: Mapping[str, str], optional: Mapping[str, str]
+) -> dict[str, Difference]:
+    return python_difference(platform.python_version()) | lock_differences(locked, installed, optional)
 
 
 def describe_image(image: Image) -> dict[str, Any]:
-    """What the image that this runs in was built from; its commit is under `code`, its lock beside this."""
+    """What the image was built from. Its commit is under `code`, its lock under `lock`."""
     return {
         "generation": image.generation,
         "sources_sha256": image.sources_sha256,
@@ -165,7 +163,7 @@ def describe_image(image: Image) -> dict[str, Any]:
 
 
 def describe_hardware(nccl: str | None) -> dict[str, Any]:
-    """GPUs, driver, NCCL, topology, CPUs and memory of this machine, and its name as a hash."""
+    """GPUs, driver, NCCL, topology, CPUs and memory of this machine, and a hash of its name."""
     from tunebook.hardware.detect import detect_machine
 
     machine = detect_machine()
@@ -183,29 +181,29 @@ def describe_hardware(nccl: str | None) -> dict[str, Any]:
 
 
 def host_fingerprint() -> str:
-    """Tells machines apart without naming them: a hash of the host name and, where there is one, the machine id."""
+    """Identifies a machine without naming it: a hash of the host name and, if there is one, the machine id."""
     machine_id = Path("/etc/machine-id")
     secret = machine_id.read_text() if machine_id.is_file() else ""
     return sha256_text(f"{secret.strip()}:{socket.gethostname()}")[:16]
 
 
 def describe_command(arguments: list[str]) -> list[str]:
-    """The command line with the program's bare name and its paths shortened, without secrets."""
+    """The command line with the program's base name and shortened paths, without secrets."""
     program, *rest = arguments
     name = "tunebook" if Path(program).name == "__main__.py" else Path(program).name
     return [name, *(shorten_paths(without_secrets(word)) for word in rest)]
 
 
 def shorten_paths(text: str) -> str:
-    """A text with `book:` for the book's folder and `~` for the home folder, which is often the user's name."""
+    """A text with `book:` for the book's folder and `~` for the home folder, which often contains the user's name."""
     home = str(Path.home())
     text = text.replace(f"{book_root()}/", BOOK_PREFIX)
-    # Only whole folder names: /root must not shorten /rootless.
+    # Only whole path components: /root must not shorten /rootless.
     return re.sub(rf"{re.escape(home)}(?=/|$)", "~", text) if home != "/" else text
 
 
 def _git(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:
-    # In a container the mounted checkout belongs to another user, which git refuses without safe.directory.
+    # In a container the mounted checkout belongs to another user. git refuses that without safe.directory.
     command = ["git", "-c", f"safe.directory={checkout.resolve()}", "-C", str(checkout), *arguments]
     try:
         return subprocess.run(command, capture_output=True, timeout=_COMMAND_TIMEOUT_S, check=False)

@@ -1,8 +1,7 @@
-"""`report.html`: one run, or several compared, as a single page that opens anywhere.
+"""`report.html`: one run, or a comparison of several, as a single self-contained page.
 
-The page holds everything it needs and a content security policy that forbids the browser to fetch anything or to run
-any script but the page's own small one (which only shows values under the pointer), so that nothing in a sample answer
-can do harm either.
+Its content security policy forbids the browser to fetch anything and to run any script but the page's own, which shows
+values under the pointer. Text of a sample answer therefore cannot do harm.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from tunebook.errors import RequestError
 from tunebook.files import atomic_write_text
 from tunebook.hardware.disk import is_disk_full, no_space
 from tunebook.record.differences import answers_of
-from tunebook.record.intact import naming
 from tunebook.record.page.comparison import compare, short_names
 from tunebook.record.page.curves import dash_of_run, loss_chart, other_charts, overlaid_charts
 from tunebook.record.page.details import (
@@ -33,29 +31,34 @@ from tunebook.record.page.details import (
     flatten,
     memory_bars,
     problems,
+    start_bars,
 )
-from tunebook.record.page.evaluation import baseline_text, pair_samples, score_rows
-from tunebook.record.page.evaluations import compare_scores, failed_tasks, later_evaluations
-from tunebook.record.page.overview import NO_RECIPE, build_overview, format_time, recipe_of
+from tunebook.record.page.overview import NO_RECIPE, build_overview, format_time, recipe_of, summarise
 from tunebook.record.page.predicted import build_prediction, draw_stack
-from tunebook.record.page.programs import program_lines
-from tunebook.record.page.start import start_bars
-from tunebook.record.page.summary import summarise
-from tunebook.record.run_record import RunRecord, read_run
+from tunebook.record.page.scores import (
+    baseline_text,
+    compare_scores,
+    failed_tasks,
+    later_evaluations,
+    pair_samples,
+    program_lines,
+    score_rows,
+)
+from tunebook.record.run_record import RunRecord, broken_records_named, read_run
 
 TEMPLATES = Path(__file__).parent / "page"
 
 
 def write_report(folders: Sequence[Path], output: Path, *, makes_folder: bool = False) -> None:
-    """Write the report of one run, or the comparison of several, to `output`; `makes_folder` if nobody named that.
+    """Write the report of one run, or the comparison of several, to `output`; `makes_folder` creates its folder.
 
-    Raises: RequestError for a folder that is no run's, or an output that cannot be written; DoesNotFitError where the
-    disk is full.
+    Raises: RequestError for a folder that is not a run folder, or an output that cannot be written; DoesNotFitError if
+    the disk is full.
     """
     if not folders:
-        raise RequestError("no run was named to report on; try: tunebook report latest", problem_id="unknown-run")
+        raise RequestError("no run was named; try: tunebook report latest", problem_id="unknown-run")
     records = [read_run(folder) for folder in folders]
-    with naming(*folders):
+    with broken_records_named(*folders):
         page = render_run(records[0]) if len(records) == 1 else render_comparison(records)
     try:
         if makes_folder:
@@ -129,7 +132,7 @@ def render_comparison(records: Sequence[RunRecord]) -> str:
 
 
 def render_page(template: str, *, beside: Path | None = None, **view: Any) -> str:
-    """A template of the report, or one in the folder `beside` that builds on the report's, as a page of one file."""
+    """Render a template of the report, or one in the folder `beside` that extends the report's, as one page."""
     folders = [TEMPLATES] if beside is None else [TEMPLATES, beside]
     environment = Environment(
         loader=FileSystemLoader(folders), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
@@ -137,7 +140,7 @@ def render_page(template: str, *, beside: Path | None = None, **view: Any) -> st
     )  # fmt: skip
     script = (TEMPLATES / "report.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    # Markup: our own files, not data, and a browser must see exactly the bytes that the digest is of.
+    # Markup, since these are our own files. The browser must get exactly the bytes of the digest.
     style = (TEMPLATES / "report.css").read_text(encoding="utf-8")
     return environment.get_template(template).render(
         **view, style=Markup(style), script=Markup(script), script_digest=digest, version=__version__,

@@ -1,8 +1,13 @@
-"""Read a run folder back: everything that is there, and what is not."""
+"""Read a run folder: its configuration, plan, manifest, metrics and evaluations, each checked.
+
+JSON may be valid and still not be a record. The most used parts are checked when a file is read, so that the message
+names the file and the key. `broken_records_named` catches the rest where it is used, and can only name the folder.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,18 +19,20 @@ from yaml import YAMLError
 
 from tunebook.errors import DataError, RequestError
 from tunebook.files import read_json
-from tunebook.record.intact import check_evaluation, check_plan
 from tunebook.record.manifest import MANIFEST_FILE, changed_files, read_manifest
 from tunebook.record.manifest_schema import check_read_manifest
-from tunebook.record.metrics import METRICS_FILE, NOT_FINITE, by_schedule, is_training_line, read_metrics
-from tunebook.record.run_folder import is_run
+from tunebook.record.metrics import METRICS_FILE, NOT_FINITE, by_schedule, is_number, is_training_line, read_metrics
+from tunebook.record.run_folder import PLAN_FILE, RUN_FILE, is_run
 
-_SECTIONS = ("hardware", "model", "dataset", "parallelism", "peft", "training")  # of run.yaml that are drawn
+_CONFIG_SECTIONS = ("hardware", "model", "dataset", "parallelism", "peft", "training")  # that reports show
+_PLAN_SECTIONS = ("hardware", "batch", "memory_gib", "time")
+_PLAN_LISTS = ("choices", "problems")
+_COUNTED = ("total_steps", "world_size", "accumulation", "micro", "row_length", "documents_per_step", "tokens_per_step")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """What one run folder holds. None, or an empty list, where a file is missing."""
+    """The content of one run folder. None, or an empty list, for a missing file."""
 
     folder: Path
     config: dict[str, Any] | None = None
@@ -40,20 +47,20 @@ class RunRecord:
 
     @property
     def name(self) -> str:
-        """`<recipe>/<time>`, which tells runs apart."""
+        """`<recipe>/<time>`, which is unique among runs."""
         return f"{self.folder.parent.name}/{self.folder.name}"
 
     @property
     def status(self) -> dict[str, Any]:
-        """How the run stands, from its manifest; empty without one."""
+        """The manifest's `status`; empty without a manifest."""
         status: dict[str, Any] = self.manifest["status"] if self.manifest else {}
         return status
 
     @property
     def model_step(self) -> int | None:
-        """Optimizer steps that the weights in `model/` have seen: fewer than were done where the best were loaded.
+        """Optimizer steps behind the weights in `model/`: fewer than were trained if the best were loaded.
 
-        None where nobody noted it: earlier versions did not say which were the best.
+        None if unknown: earlier versions did not record which were the best.
         """
         loads_best = ((self.config or {}).get("training") or {}).get("load_best_at_end")
         if loads_best and "best_step" not in self.status:
@@ -63,7 +70,7 @@ class RunRecord:
 
     @property
     def changed_files(self) -> list[str]:
-        """What was measured and is not as it was when the run ended, by name."""
+        """Names of result files that were changed after the run."""
         return changed_files(self.folder, self.manifest) if self.manifest is not None else []
 
     @property
@@ -73,16 +80,16 @@ class RunRecord:
 
     @property
     def log_every_steps(self) -> int | None:
-        """How many steps the run was asked to log at a time; None where its configuration is not there."""
+        """The configured logging interval in steps; None without a configuration."""
         every: int | None = ((self.config or {}).get("training") or {}).get("log_every_steps")
         return every
 
     def scheduled_losses(self) -> list[tuple[int, float | None]]:
-        """(step, loss) at the steps at which every run of this configuration logs, wherever this one was stopped."""
+        """(step, loss) at the steps that every run of this configuration logs, whether it was interrupted or not."""
         return by_schedule((line for line in self.training if "loss" in line), self.log_every_steps or 1)
 
     def points(self, key: str, over: str = "step") -> list[tuple[float, float | None]]:
-        """(step, value) of one number of the training lines; None where it was not finite, skipped where not logged."""
+        """(step, value) of one number of the training lines; None if it was not finite."""
         return [(line[over], line[key]) for line in self.training if key in line and line.get(over) is not None]
 
     def values(self, key: str) -> list[float]:
@@ -91,30 +98,30 @@ class RunRecord:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Read a run folder; files that are missing are left out, broken ones raise DataError.
+    """Read a run folder. Missing files are None.
 
-    Raises: RequestError when the folder is none of a run.
+    Raises: DataError for a broken file, RequestError if the folder is not a run folder.
     """
     if not is_run(folder):
         raise RequestError(
-            f"{folder} is no run folder: it has neither run.yaml nor manifest.json; "
+            f"{folder} is not a run folder: it has neither {RUN_FILE} nor {MANIFEST_FILE}; "
             "name one that `tunebook train` made, such as outputs/quickstart/latest",
             problem_id="unknown-run",
         )
     folder = folder.resolve()
     lines = read_metrics(folder)
-    metrics_file = folder / METRICS_FILE
+    evaluations = folder / "evaluation"
     return RunRecord(
         folder=folder,
-        config=_read_config(folder / "run.yaml"),
-        plan=_read_optional(folder / "plan.json", check_plan),
+        config=_read_config(folder / RUN_FILE),
+        plan=_read_optional(folder / PLAN_FILE, check_plan),
         manifest=_read_manifest(folder) if (folder / MANIFEST_FILE).is_file() else None,
         training=[line for line in lines if is_training_line(line)],
         validation=[line for line in lines if not is_training_line(line)],
-        before=_read_optional(folder / "evaluation" / "before.json", check_evaluation),
-        after=_read_optional(folder / "evaluation" / "after.json", check_evaluation),
-        evaluations=[_read(file, check_evaluation) for file in sorted((folder / "evaluation").glob("eval-*.json"))],
-        last_logged=datetime.fromtimestamp(metrics_file.stat().st_mtime, UTC) if lines else None,
+        before=_read_optional(evaluations / "before.json", check_evaluation),
+        after=_read_optional(evaluations / "after.json", check_evaluation),
+        evaluations=[_read(file, check_evaluation) for file in sorted(evaluations.glob("eval-*.json"))],
+        last_logged=datetime.fromtimestamp((folder / METRICS_FILE).stat().st_mtime, UTC) if lines else None,
     )
 
 
@@ -132,12 +139,8 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     manifest = read_manifest(folder)
     status = manifest.get("status")
     if not isinstance(status, dict) or not isinstance(status.get("state"), str):
-        raise DataError(
-            f"{folder / MANIFEST_FILE} is no whole manifest: it has no status.state; restore it from a copy, or remove "
-            "it to go on without it",
-            problem_id="broken-record",
-        )
-    check_read_manifest(manifest, folder / MANIFEST_FILE, may_lack=True)  # an older version noted less
+        raise _broken(folder / MANIFEST_FILE, "it has no status.state")
+    check_read_manifest(manifest, folder / MANIFEST_FILE, may_lack=True)  # older versions recorded less
     return manifest
 
 
@@ -147,18 +150,74 @@ def _read_config(path: Path) -> dict[str, Any] | None:
     try:
         config: Any = OmegaConf.to_container(OmegaConf.load(path))
     except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
-        raise _broken_config(path, str(error).splitlines()[0]) from error
+        raise _broken(path, f"it cannot be read: {str(error).splitlines()[0]}") from error
     if not isinstance(config, dict) or not config:
-        raise _broken_config(path, "it is empty" if not config else "it is no mapping of keys to values")
-    for section in _SECTIONS:
+        raise _broken(path, "it is empty" if not config else "it is not a mapping of keys to values")
+    for section in _CONFIG_SECTIONS:
         if not isinstance(config.get(section) or {}, dict):
-            raise _broken_config(path, f"{section} is {config[section]!r} and no section")
+            raise _broken(path, f"{section} is {config[section]!r}, not a section")
     return config
 
 
-def _broken_config(path: Path, why: str) -> DataError:
+def check_plan(plan: Any, file: Path) -> None:
+    """Raises: DataError for an invalid `plan.json`."""
+    if not isinstance(plan, dict):
+        raise _broken(file, "it is not an object")
+    for key in _PLAN_SECTIONS:
+        if not isinstance(plan.get(key) or {}, dict):
+            raise _broken(file, f"{key} is {plan[key]!r}, not a section")
+    for key in _PLAN_LISTS:
+        if not _is_list_of_sections(plan.get(key) or []):
+            raise _broken(file, f"{key} is not a list of sections")
+    for section, keys in (("batch", _COUNTED), ("memory_gib", tuple(plan.get("memory_gib") or ()))):
+        for key in keys:
+            if not is_number(value := (plan.get(section) or {}).get(key)):
+                raise _broken(file, f"{section}.{key} is {value!r}, not a number")
+
+
+def check_evaluation(evaluation: Any, file: Path) -> None:
+    """Raises: DataError for an invalid record of an evaluation."""
+    if not isinstance(evaluation, dict):
+        raise _broken(file, "it is not an object")
+    tasks = evaluation.get("tasks")
+    if not isinstance(tasks, dict):
+        raise _broken(file, f"tasks is {tasks!r}, not a section")
+    if not _is_list_of_sections(evaluation.get("samples") or []):
+        raise _broken(file, "samples is not a list of sections")
+    for name, task in tasks.items():
+        if not isinstance(task, dict):
+            raise _broken(file, f"tasks.{name} is {task!r}, not a section")
+        for key in ("value", "stderr", "num_items"):
+            # A score may be infinite or NaN, as a perplexity is. Evidence refuses those.
+            if not isinstance(task.get(key), int | float | None):
+                raise _broken(file, f"tasks.{name}.{key} is {task[key]!r}, not a number")
+
+
+@contextmanager
+def broken_records_named(*folders: Path) -> Iterator[None]:
+    """Turn an error in the use of these folders' records into a DataError that names the folders.
+
+    A bug in Tunebook would look the same, so the error keeps its cause.
+    """
+    try:
+        yield
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        named = " or ".join(str(folder) for folder in folders)
+        raise DataError(
+            f"{named}: its run.yaml, plan.json, manifest.json, metrics.jsonl or evaluation/ holds what Tunebook does "
+            f"not write there ({type(error).__name__}: {error}), so something else changed it; restore the files from "
+            "a copy, or name another run. If nobody changed them, this is a bug in Tunebook",
+            problem_id="broken-record",
+        ) from error
+
+
+def _is_list_of_sections(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
+
+
+def _broken(file: Path, why: str) -> DataError:
     return DataError(
-        f"{path} cannot be read as a run's configuration: {why}; Tunebook writes it in one step, so something else "
-        "changed it: restore it from a copy, or remove it to go on without it",
+        f"{file}: {why}. Tunebook does not write this, so something else changed the file; restore it from a copy, or "
+        "remove it to continue without it",
         problem_id="broken-record",
     )

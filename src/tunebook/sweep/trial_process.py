@@ -21,7 +21,7 @@ from types import FrameType
 from tunebook.files import atomic_write_json, read_json
 from tunebook.processes import stopping_with_parent
 from tunebook.record.run_folder import LOCK_FILE, is_worked_in
-from tunebook.train.signals import RequestCount, handling_signals
+from tunebook.train.rank_process import RequestCount, handling_signals
 
 EXIT_STOPPED = 6  # a run that was asked to stop
 _WATCH_EVERY_S = 1.0

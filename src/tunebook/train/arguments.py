@@ -1,7 +1,6 @@
-"""From a resolved `RunConfig` and its batch plan to the arguments of TRL's trainer. A pure function.
+"""The arguments of TRL's trainer for a resolved `RunConfig` and its batch plan. Pure functions.
 
-Where TRL's or transformers' default differs from what a run says, the argument is named here; where it agrees, it is
-left out.
+Only arguments whose default in TRL or transformers differs from the run's value are set.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from tunebook.config.choices import (
 from tunebook.config.schema import RunConfig, ScheduleConfig
 from tunebook.data.batch import BatchPlan
 from tunebook.facts.optimizers import OPTIMIZERS
-from tunebook.model.fp8_layers import ALIGNMENT
+from tunebook.model.blocks import ALIGNMENT
 from tunebook.parallel.ddp import ddp_arguments
 from tunebook.parallel.deepspeed import deepspeed_settings, uses_autocast, zero_stage
 from tunebook.parallel.fsdp import fsdp_arguments, is_fsdp
 
 
 def trainer_arguments(config: RunConfig, plan: BatchPlan, folder: Path, *, has_validation: bool) -> dict[str, Any]:
-    """Keyword arguments of `trl.SFTConfig` for a run in `folder` whose batch is solved (`plan` is no estimate)."""
+    """Keyword arguments of `trl.SFTConfig` for a run in `folder`; `plan` is the solved batch, not an estimate."""
     assert plan.total_steps is not None and plan.accumulation is not None
     arguments: dict[str, Any] = {
         "output_dir": str(folder / "checkpoints"),
@@ -43,13 +42,13 @@ def trainer_arguments(config: RunConfig, plan: BatchPlan, folder: Path, *, has_v
         "full_determinism": config.training.deterministic,
         "use_liger_kernel": config.model.liger_kernel,
         "ddp_timeout": config.launcher.timeout_s,
-        # Prepared documents: no tokenising, cutting or packing in the trainer.
+        # Prepared documents: no tokenization, truncation or packing in the trainer.
         "max_length": None,
         "dataset_kwargs": {"skip_prepare_dataset": True},
         "padding_free": config.packing.mode is PackingMode.isolated,
         "pad_to_multiple_of": row_multiple(config) if config.packing.mode is PackingMode.padded else None,
         "remove_unused_columns": False,
-        # Our own records replace the trainer's progress bar and logs; trackers get the same numbers besides.
+        # Our own records replace the trainer's progress bar and logs. Trackers get the same numbers.
         "disable_tqdm": True,
         "report_to": [] if config.tracking.name is TrackerName.none else [config.tracking.name.value],
         "project": config.tracking.project,
@@ -65,7 +64,7 @@ def trainer_arguments(config: RunConfig, plan: BatchPlan, folder: Path, *, has_v
 
 
 def row_multiple(config: RunConfig) -> int | None:
-    """What the number of tokens of every row must be a multiple of; None where any number will do."""
+    """The number of tokens of every row must be a multiple of this; None if any number is allowed."""
     return ALIGNMENT if config.precision.compute is Compute.fp8 else None
 
 
@@ -95,10 +94,10 @@ def optimizer_factory(config: RunConfig) -> tuple[Any, dict[str, Any]] | None:
 
 
 def learning_rate_schedule(schedule: ScheduleConfig, learning_rate: float, total_steps: int) -> dict[str, Any]:
-    """The schedule's arguments; a warm-up given as a share is rounded up to whole optimizer steps.
+    """The schedule's arguments. A warm-up as a share is rounded up to whole optimizer steps.
 
-    A floor is always handed over as a share: given as a learning rate, transformers asks the optimizer for its own
-    default, which DeepSpeed's does not have.
+    A minimum is always passed as a share: for a learning rate, transformers reads the optimizer's default, which
+    DeepSpeed's optimizers do not have.
     """
     warmup = schedule.warmup_steps or 0
     if schedule.warmup_share is not None:
@@ -125,13 +124,13 @@ def _numbers(config: RunConfig) -> dict[str, Any]:
 
 
 def _mixes_by_itself(config: RunConfig) -> bool:
-    """Whether accelerate must not hear of bf16: it would have DeepSpeed cast, and FSDP turn bf16 weights into fp32."""
+    """True if accelerate must not get bf16: DeepSpeed would cast, and FSDP would convert bf16 weights to fp32."""
     is_all_bf16 = is_fsdp(config.parallelism.strategy) and config.precision.master_weights is MasterWeights.bf16
     return uses_autocast(config) or is_all_bf16
 
 
 def _saving(config: RunConfig, has_validation: bool) -> dict[str, Any]:
-    """Which checkpoints are kept is not upstream's to decide: see `checkpoint.retention`."""
+    """`checkpoint.retention`, not upstream, decides which checkpoints are kept."""
     training = config.training
     arguments: dict[str, Any] = {
         "save_strategy": "steps" if training.save_every_steps else "no",

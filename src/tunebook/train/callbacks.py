@@ -1,10 +1,11 @@
-"""Around the trainer's steps: records, progress, stopping on request, refusing a loss that is not finite."""
+"""The trainer's callbacks: records, progress, early stopping, stopping on request, refusing a non-finite loss."""
 
 from __future__ import annotations
 
 import math
 import resource
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,34 +19,32 @@ from tunebook.data.sampler import RankBatches
 from tunebook.errors import InvalidTrainingError
 from tunebook.model.flops import model_flops_utilisation
 from tunebook.record.metrics import MetricsWriter
-from tunebook.train.progress import TrainingProgress
-from tunebook.train.signals import StopRequest
+from tunebook.record.start_up import StartClock, note_first_step
+from tunebook.train.rank_process import StopRequest
+from tunebook.train.reporting import TrainingProgress
 
 _GIB = 1024**3
-VALIDATION_LOSS = "eval_validation_loss"  # as the trainer logs it
+VALIDATION_LOSS = "eval_validation_loss"  # the key in the trainer's log
 _SEEN = "tunebook_seen"  # in a checkpoint's trainer_state.json, under stateful_callbacks
 
 
 def validation_losses(state: TrainerState) -> dict[int, float]:
-    """Each validation loss by its step, in order; a checkpoint keeps them, so those before a resume are among them."""
+    """The validation losses by step, in order, with those before a resume, which the checkpoint keeps."""
     return {int(entry["step"]): entry[VALIDATION_LOSS] for entry in state.log_history if VALIDATION_LOSS in entry}
 
 
 def loss_not_finite(step: int, which: str = "loss") -> InvalidTrainingError:
-    """The error for a loss that is no number; the last good checkpoint is added where the run ends."""
+    """The error for a loss that is not finite. The end of the run adds the last good checkpoint."""
     return InvalidTrainingError(
-        f"the {which} is not finite at step {step}: the weights after it are worthless. Usual causes: a learning rate "
-        "that is too high, fp16 with a base model trained in bf16 (precision=fp32 or bf16), damaged data (tunebook "
-        "data shows it)",
+        f"the {which} is not finite at step {step}, so the weights after it are useless. Usual causes: a learning rate "
+        "that is too high, fp16 with a base model trained in bf16 (use precision=fp32 or bf16), damaged data (see "
+        "tunebook data)",
         problem_id="loss-not-finite",
     )
 
 
 class FiniteLoss(TrainerCallback):
-    """Stops the run at the first logged loss or gradient norm that is not finite, before anything is saved.
-
-    A validation loss that is not finite can be ranked with no other, and stops the run too.
-    """
+    """Stops the run at the first logged loss, gradient norm or validation loss that is not finite, before a save."""
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Logged values are the same on every rank, so all ranks raise together."""
@@ -60,8 +59,8 @@ class FiniteLoss(TrainerCallback):
 class StopOnRequest(TrainerCallback):
     """Ends the run after the current step, with a save, once any rank has been asked to stop.
 
-    What the ranks tell each other for that also says when a save in the background has ended on every rank: then it is
-    settled, so that one that failed ends the run after this step and not at the next save.
+    The same collective tells when a save in the background has ended on every rank. It is settled then, so that a
+    failed save ends the run after this step and not at the next save.
     """
 
     def __init__(self, request: StopRequest, saver: CheckpointSaver) -> None:
@@ -70,12 +69,12 @@ class StopOnRequest(TrainerCallback):
         self.is_stopping = False
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """All ranks agree: one rank's request is every rank's. Raises: what a save in the background ended with."""
-        told = torch.tensor([float(self.request.name is not None), float(self.saver.is_busy)], device=args.device)
-        num_asked, num_busy = reduce(told, reduction="sum").tolist()
+        """Stop all ranks if one was asked to. Raises: the error of a save in the background."""
+        state_of_rank = [float(self.request.name is not None), float(self.saver.is_busy)]
+        num_asked, num_busy = reduce(torch.tensor(state_of_rank, device=args.device), reduction="sum").tolist()
         if num_asked > 0:
             self.is_stopping = True
-            control.should_log = True  # or the steps since the last logged one would be in no line, now or later
+            control.should_log = True  # or the steps since the last logged one would be in no line
             control.should_save = True
             control.should_training_stop = True
         if self.saver.is_in_the_air and num_busy == 0:
@@ -84,16 +83,15 @@ class StopOnRequest(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The last save is complete before upstream waits for its uploads. Raises: as `on_step_end`."""
+        """Complete the last save before upstream waits for its uploads. Raises: as `on_step_end`."""
         self.saver.settle()
 
 
 class EarlyStopping(TrainerCallback):
-    """Ends the training once `patience` validations in a row were no better than the best before them.
+    """Ends the training after `patience` validations in a row without improvement, and saves the last step.
 
-    Counted anew each time from the losses that every checkpoint keeps, so a resume changes nothing. Upstream's callback
-    starts to count at zero after a resume, and its restored form has the patience of the checkpoint, not of run.yaml.
-    The last step is saved, as at the planned end of a training.
+    It counts from the losses in the checkpoint, so a resume changes nothing. Upstream's callback counts from zero after
+    a resume, and a restored one has the patience of the checkpoint instead of run.yaml's.
     """
 
     def __init__(self, patience: int) -> None:
@@ -102,39 +100,39 @@ class EarlyStopping(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """A run that was stopped, or killed, at the step that ended it is over."""
+        """End at once if the run was stopped or killed at its last step."""
         control.should_training_stop |= self.is_over(state)
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Every rank has the same losses."""
+        """End after a validation. Every rank has the same losses."""
         if self.is_over(state):
             control.should_training_stop = True
             control.should_save |= args.save_strategy != SaveStrategy.NO
 
     def is_over(self, state: TrainerState) -> bool:
-        """Whether the last `patience` validation losses are no better than the best before them."""
+        """True if the last `patience` validation losses are not better than the best before them."""
         losses = list(validation_losses(state).values())
         return bool(losses) and len(losses) - 1 - losses.index(min(losses)) >= self.patience
 
 
 class LogToTheEnd(TrainerCallback):
-    """Has the steps since the last logged one in a line too, wherever training ends: each step is in some line.
+    """Logs the last step wherever training ends, so that each step is in some line.
 
-    Early stopping is decided by a validation, after the step's own line would be written: so each of them has one.
+    Early stopping is decided by a validation, when it is too late to log the step. So each step with one is logged.
     """
 
     def __init__(self, *, may_stop_early: bool) -> None:
         self.may_stop_early = may_stop_early
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """After upstream's own callback, which decides what the step is followed by."""
+        """Runs after upstream's callback, which decides what follows the step."""
         is_last = control.should_training_stop or state.global_step >= state.max_steps
         if is_last or (self.may_stop_early and control.should_evaluate):
             control.should_log = True
 
 
 class Records(TrainerCallback):
-    """Writes `metrics.jsonl` and drives the progress display on rank 0. Speeds leave out validation and saving."""
+    """Writes `metrics.jsonl` and updates the progress display on rank 0. Speeds exclude validation and saving."""
 
     def __init__(
         self,
@@ -152,10 +150,10 @@ class Records(TrainerCallback):
         self.peak_tflops = peak_tflops
         self._last = time.perf_counter()
         self._seconds = 0.0  # training time since the last logged step
-        self._saving_seconds = 0.0  # that training stood still since the last logged step
+        self._saving_seconds = 0.0  # time that training waited for saves since the last logged step
         self._logged_step = 0
-        self._first_step = 0  # steps that an earlier run, or attempt, has done
-        self._before: dict[str, int] | None = None  # what those went through; None: by this run's own schedule
+        self._first_step = 0  # steps of an earlier run or attempt
+        self._before: dict[str, int] | None = None  # tokens and documents of those; None: by this run's own schedule
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -169,9 +167,9 @@ class Records(TrainerCallback):
             self.progress.start(state.global_step, state.max_steps)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Count the step's time, its data loading included. What was seen so far goes into the next checkpoint.
+        """Add the step's time with its data loading, and store what was seen for the next checkpoint.
 
-        A resumed run with another batch cannot work it out: its own schedule never was that of the steps before.
+        A resumed run with another batch size could not compute that, since the earlier steps had another schedule.
         """
         now = time.perf_counter()
         self._seconds += now - self._last
@@ -180,17 +178,17 @@ class Records(TrainerCallback):
         stored[_SEEN] = self._seen(state.global_step)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Saving is not training time, which stands still for it: what it took is told by the next line."""
+        """Exclude the save from the training time. The next line reports it."""
         now = time.perf_counter()
         self._saving_seconds += now - self._last
         self._last = now
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Validation is not training time."""
+        """Exclude the validation from the training time."""
         self._last = time.perf_counter()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Turn the trainer's log into one line of metrics.jsonl."""
+        """Write one line of metrics.jsonl from the trainer's log."""
         logs = kwargs["logs"]
         if "loss" in logs:
             self._write_step(logs, state)
@@ -209,7 +207,7 @@ class Records(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Close the display."""
+        """Close the progress display."""
         if self.progress is not None:
             self.progress.stop()
 
@@ -259,10 +257,10 @@ class Records(TrainerCallback):
 
 
 def _memory_of_every_rank() -> dict[str, list[float]]:
-    """GiB by rank: `memory_gib`, the peak so far of what tensors take, or of the process' resident memory on a CPU.
+    """GiB by rank: `memory_gib`, the peak of allocated tensors, or of the process' resident memory on a CPU.
 
-    On GPUs also `memory_reserved_gib`, the peak of what the allocator holds for them, and `memory_device_gib`, what is
-    in use of the whole GPU now: with CUDA's and NCCL's contexts, and with whatever else uses it.
+    On GPUs also `memory_reserved_gib`, the peak of the allocator's reserved memory, and `memory_device_gib`, the memory
+    of the whole GPU that is in use now, with the contexts of CUDA and NCCL and with other processes.
     """
     if torch.cuda.is_available() and PartialState().device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
@@ -276,3 +274,40 @@ def _memory_of_every_rank() -> dict[str, list[float]]:
     mine = torch.tensor([[size / _GIB for size in found.values()]], device=PartialState().device)
     by_rank = gather(mine).T.tolist()
     return {key: [round(value, 3) for value in values] for key, values in zip(found, by_rank, strict=True)}
+
+
+class StartRecord(TrainerCallback):
+    """Times the last phases of a rank's start (wrapping, checks, first step), then counts steps.
+
+    It goes before the callbacks that check the wrapped model.
+    """
+
+    def __init__(self, clock: StartClock, folder: Path) -> None:
+        self.clock = clock
+        self.folder = folder
+        self._is_over = False
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The model was wrapped, the optimizer created, and a checkpoint read, if any."""
+        self.clock.passed("wrap")
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """All callbacks have begun, including the leak probe."""
+        if not self._is_over:
+            self.clock.passed("checks")
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """A step has ended. After the first one, wait for the GPU once."""
+        self.clock.step = state.global_step
+        if self._is_over:
+            return
+        self._is_over = True
+        if args.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.clock.passed("first_step")
+        if state.is_world_process_zero:
+            note_first_step(self.folder, self.clock)

@@ -1,12 +1,12 @@
-"""How far documents in one packed row see each other, measured by forward passes alone.
+"""Measures by forward passes how much the documents of one packed row affect each other.
 
-Two documents of random tokens share a row. If the row is isolated, the second one's logits are those it has alone, stay
-as they are when every token of the first is replaced, and the row's loss is the sum of the documents' own. What a leak
-would look like is measured too, on the same tokens as one document: a probe that could not see it proves nothing, and
-the run is refused.
+Two documents of random tokens share a row. If the row is isolated, the second document has the same logits as alone and
+keeps them when every token of the first is replaced, and the row's loss is the sum of the documents' losses. The effect
+of a leak is measured too, on the same tokens as one document: a probe that could not detect it proves nothing, and the
+run is refused.
 
-Distances are relative: for each token the norm of the difference of two logit vectors over that of the logits about
-their mean; the largest over the tokens counts. So they do not depend on the size of the vocabulary or of the logits.
+Distances are relative: the norm of the difference of two logit vectors, divided by the norm of the logits about their
+mean; the largest over all tokens. They do not depend on the size of the vocabulary or of the logits.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ import torch
 
 from tunebook.config.choices import Compute
 
-LENGTHS = (48, 32)  # tokens; the first is longer, so that a leak outweighs what is its own
-# flex_attention takes another kernel for fewer than 128 tokens, with which no run trains, and which has no way to
-# compute some sizes of heads (gemma-2b in torch 2.11).
+LENGTHS = (48, 32)  # tokens; the first is longer, so that a leak has a large effect on the second
+# Below 128 tokens flex_attention uses another kernel, which no run trains with and which cannot compute some head sizes
+# (gemma-2b in torch 2.11).
 LENGTHS_FOR_FLEX = (168, 136)
 
-# The unit roundoff of what products are computed in: 2 ** -(bits of the mantissa + 1).
-# A run in fp8 is looked at in bf16: see `model.fp8_layers.plain_products`.
+# The unit roundoff of the products' format: 2 ** -(bits of the mantissa + 1).
+# A run in fp8 is probed in bf16: see `model.blocks.plain_products`.
 _UNIT_ROUNDOFF = {Compute.fp32: 2.0**-24, Compute.fp16: 2.0**-11, Compute.bf16: 2.0**-8, Compute.fp8: 2.0**-8}
 _TF32_UNIT_ROUNDOFF = 2.0**-11
-# Rounding errors of 100 layers add up to about sqrt(2 x 100) of one, and kernels choose tiles by a row's length.
+# Rounding errors of 100 layers add up to about sqrt(2 x 100) times one, and kernels choose tiles by a row's length.
 _LOGIT_ROUNDOFFS = 32.0
-# Replacing the other document changes no shape, so no kernel and no order of sums: isolated logits stay what they are.
+# Replacing the other document changes no shape, so neither kernels nor the order of sums: isolated logits stay equal.
 # Measured (tests/bench/results/isolation.jsonl): exactly 0 with every kernel and format on an H100 and for 17 small
-# dense architectures on a CPU; of 36 that leak the least was 1.2e-3 in fp32 and 6.5e-3 in bf16.
+# dense architectures on a CPU. Of 36 that leak, the smallest was 1.2e-3 in fp32 and 6.5e-3 in bf16.
 _MOVED_ROUNDOFFS = 0.5
 _MOVED_FP32_ROUNDOFFS = 16.0
-# Where experts are chosen another document changes how many tokens each of them gets, and so how its products are cut;
-# what that rounds off may send a token to another expert. Measured for Qwen3-30B-A3B's layers on an H100: 7.5e-7 in
-# fp32, 2.7e-4 in tf32, 5.3e-4 in fp16 and 0.044 in bf16, where no leak as small as that can be told from it.
+# With experts, another document changes the number of tokens of each expert, and so how its products are tiled. That
+# rounding may send a token to another expert. Measured for Qwen3-30B-A3B's layers on an H100: 7.5e-7 in fp32, 2.7e-4 in
+# tf32, 5.3e-4 in fp16 and 0.044 in bf16; smaller leaks cannot be detected.
 _MOVED_FP32_ROUNDOFFS_OF_EXPERTS = 256.0
 _LOSS_ROUNDOFFS = 8.0  # a mean over many tokens, in which single errors cancel
-# Products in 16 bits or TF32 are summed in fp32, whose rounding is nothing beside theirs. In fp32 the sum itself is
-# rounded at each of its terms, which comes to sqrt(K) roundoffs for K terms: 128 for the 16,384 that a feed-forward
-# network of a 7B model sums up. Measured on an H200 without TF32: 145 roundoffs (Qwen2.5-3B), 116 (6 layers of the 7B).
+# Products in 16 bits or TF32 are summed in fp32, whose rounding is negligible. In fp32 each term of the sum is rounded,
+# which adds up to sqrt(K) roundoffs for K terms: 128 for the 16,384 terms of a 7B model's feed-forward network.
+# Measured on an H200 without TF32: 145 roundoffs (Qwen2.5-3B), 116 (6 layers of the 7B).
 _FP32_SUM_ROUNDOFFS = 128.0
 
 
@@ -58,11 +58,11 @@ class Forward(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Isolation:
-    """What the probe found on one rank; the distances are relative, the losses are sums."""
+    """The measurements of one rank. The distances are relative, the losses are sums."""
 
-    moved: float  # of the second document's logits when the first one changes
-    alone: float  # of the second document's logits in the row from those it has alone
-    leaking: float  # the same where it does see the first
+    moved: float  # change of the second document's logits when the first one changes
+    alone: float  # difference of the second document's logits in the row from those it has alone
+    leaking: float  # the same if it does attend to the first
     loss_together: float
     loss_apart: float
     tokens_together: int
@@ -70,25 +70,25 @@ class Isolation:
 
     @property
     def loss_difference(self) -> float:
-        """Of the row's loss from the documents' own, relative to theirs."""
+        """The difference of the row's loss from the sum of the documents' losses, relative to that sum."""
         return abs(self.loss_together - self.loss_apart) / max(abs(self.loss_apart), 1e-30)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """What rounding alone may do; derived from the precision that products are computed in."""
+    """The effect that rounding alone may have, derived from the precision of the products."""
 
     moved: float  # of logits in rows of the same shape
     logits: float  # in rows of other shapes
     loss: float
 
     def sees_leaks(self, found: Isolation) -> bool:
-        """Whether a leak would have been well above rounding."""
+        """True if the effect of a leak would exceed that of rounding."""
         return found.leaking > 2 * self.moved
 
 
 def tolerance(compute: Compute, *, uses_tf32: bool, has_experts: bool = False) -> Tolerance:
-    """The tolerance for a precision, and for a model with or without a choice of experts."""
+    """The tolerance for a precision, and for a model with or without experts."""
     if compute is Compute.fp32 and not uses_tf32:
         exact = _UNIT_ROUNDOFF[compute]
         roundoff = _FP32_SUM_ROUNDOFFS * exact
@@ -100,14 +100,14 @@ def tolerance(compute: Compute, *, uses_tf32: bool, has_experts: bool = False) -
 
 
 def compile_kernels(forward: Forward, lengths: tuple[int, int] = LENGTHS) -> None:
-    """The first passes of a model, in which kernels are compiled and loaded: of a row with two documents."""
+    """Run the first passes, in which kernels are compiled and loaded."""
     row = [[0] * lengths[0], [1] * lengths[1]]
     forward.logits(row)
     forward.loss(row)
 
 
 def measure_isolation(forward: Forward, vocab_size: int, lengths: tuple[int, int] = LENGTHS) -> Isolation:
-    """Seven forward passes over two documents at most. Draws from no random generator but one of its own."""
+    """Measure with seven forward passes over at most two documents. It uses its own random generator."""
     draw, length = np.random.default_rng(0), lengths[0]
     first = draw.integers(0, vocab_size, length)
     second = draw.integers(0, vocab_size, lengths[1]).tolist()
@@ -131,14 +131,14 @@ def measure_isolation(forward: Forward, vocab_size: int, lengths: tuple[int, int
 
 
 def _distance(logits: torch.Tensor, others: torch.Tensor) -> float:
-    """Of two (num_tokens, vocab_size); zero where they agree, not a number where one is not finite."""
+    """The distance of two (num_tokens, vocab_size): zero if they agree, NaN if one is not finite."""
     size = (others - others.mean(dim=-1, keepdim=True)).norm(dim=-1)
     difference = (logits - others).norm(dim=-1)
     return float((difference / size.clamp(min=torch.finfo(torch.float32).tiny)).max())
 
 
 def leaks(found: Isolation, allowed: Tolerance) -> list[str]:
-    """What is wrong, in words; empty where the documents are isolated. A number that is not finite is wrong."""
+    """What is wrong; empty if the documents are isolated. A number that is not finite is wrong."""
     wrong = []
     if not found.moved <= allowed.moved:
         wrong.append(f"the second document's logits move by {found.moved:.2g} when the first one changes")

@@ -1,7 +1,7 @@
-"""The leak probe: before step 0 every rank proves, on its own wrapped model and kernels, that packed rows are isolated.
+"""The leak probe: before step 0 every rank verifies, with its wrapped model and kernels, that packed rows are isolated.
 
-Runs as a callback when training begins, through the run's own collator and forward pass, so that whatever would let
-documents see each other in training does so here: a mask, a cache, wrong positions, a kernel that ignores boundaries.
+It uses the run's own collator and forward pass, so that it detects whatever would leak in training: a mask, a cache,
+wrong positions, a kernel that ignores the boundaries of documents.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tunebook.config.choices import PackingMode, Switch
 from tunebook.config.schema import RunConfig
 from tunebook.errors import InvalidTrainingError
 from tunebook.facts.attention import FLEX
-from tunebook.model.fp8_layers import plain_products
+from tunebook.model.blocks import plain_products
 from tunebook.model.parameters import has_experts
 from tunebook.parallel.trace import forget_parameter_order
 from tunebook.record.manifest import MANIFEST_FILE, update_manifest
@@ -43,7 +43,7 @@ LEAK_PROBE_KEY = "leak_probe"  # in the manifest
 
 
 class LeakProbe(TrainerCallback):
-    """Stops a run whose packed documents see each other, on all ranks together, and records what was measured."""
+    """Stops a run whose packed documents affect each other, on all ranks together, and records the measurements."""
 
     def __init__(self, config: RunConfig, trainer: Any, folder: Path) -> None:
         self.config = config
@@ -53,7 +53,7 @@ class LeakProbe(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Raises: InvalidTrainingError where documents leak on any rank."""
+        """Raises: InvalidTrainingError if documents leak on any rank."""
         if self.config.packing.mode is not PackingMode.isolated:
             self._record(state, {"checked": False, "why": "padded rows hold one document each"})
             return
@@ -81,7 +81,7 @@ class LeakProbe(TrainerCallback):
             raise self._blind(blind[0], ranks[blind[0]], allowed)
 
     def _measure(self) -> tuple[Isolation, float, float]:
-        """What was found, the seconds of the passes that compile kernels, and those of the probe itself."""
+        """The measurements, and the seconds of the warm-up and of the probe itself."""
         vocab_size = self.trainer.model.config.get_text_config().vocab_size
         forward = TrainingForward(self.trainer)
         model = self.trainer.model_wrapped
@@ -111,9 +111,9 @@ class LeakProbe(TrainerCallback):
     def _leak(self, wrong: list[str], found: Isolation, allowed: Tolerance, rank: int) -> InvalidTrainingError:
         implementation = self.config.attention.implementation.value
         return InvalidTrainingError(
-            f"documents that share a packed row see each other: {'; '.join(wrong)} (rank {rank}, "
+            f"documents that share a packed row affect each other: {'; '.join(wrong)} (rank {rank}, "
             f"{type(self.trainer.model).__name__}, attention={implementation}). Rounding in "
-            f"{self.config.precision.compute.value} explains at most {allowed.moved:.2g} where only the other document "
+            f"{self.config.precision.compute.value} explains at most {allowed.moved:.2g} if only the other document "
             f"changes, {allowed.logits:.2g} between rows of other lengths and {allowed.loss:.2g} in the loss. Nothing "
             "was trained. Try packing=padded, or another attention, such as attention=sdpa",
             problem_id="leak",
@@ -121,16 +121,16 @@ class LeakProbe(TrainerCallback):
 
     def _blind(self, rank: int, found: Isolation, allowed: Tolerance) -> InvalidTrainingError:
         return InvalidTrainingError(
-            "whether documents that share a packed row see each other cannot be told: seeing all of the other one "
-            f"would change logits by {found.leaking:.2g} only, and rounding in {self.config.precision.compute.value} "
-            f"may change them by {allowed.moved:.2g} (rank {rank}, {type(self.trainer.model).__name__}). Nothing was "
-            "trained. Type packing=padded, which needs no proof",
+            "it cannot be verified that documents that share a packed row are isolated: a leak would change logits by "
+            f"only {found.leaking:.2g}, and rounding in {self.config.precision.compute.value} may change them by "
+            f"{allowed.moved:.2g} (rank {rank}, {type(self.trainer.model).__name__}). Nothing was trained. Use "
+            "packing=padded, which needs no verification",
             problem_id="leak-not-seen",
         )
 
 
 class TrainingForward:
-    """Rows as the trainer's collator makes them, through the model as it is wrapped, as its loss calls it."""
+    """The forward pass of training: the trainer's collator, the wrapped model, and the call of its loss."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -160,14 +160,14 @@ class TrainingForward:
 
 
 def _severity(found: Isolation, allowed: Tolerance) -> tuple[int, float]:
-    """By which the worst rank is found; what is not a number is worst."""
+    """Sort key for the worst rank; NaN is worst."""
     distances = [one if math.isfinite(one) else math.inf for one in (found.moved, found.alone)]
     return len(leaks(found, allowed)), max(distances)
 
 
 @contextmanager
 def _in_evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Without dropout, which would differ between two passes; afterwards every module is as it was."""
+    """Disable dropout, which would differ between two passes, and restore every module's mode afterwards."""
     was_training = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -179,7 +179,7 @@ def _in_evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _generators_kept() -> Iterator[None]:
-    """Leave every random generator as it was: the run draws the same numbers with the probe and without."""
+    """Restore every random generator afterwards: the run draws the same numbers with and without the probe."""
     python, numpy = random.getstate(), np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:

@@ -1,11 +1,11 @@
-"""The output head's gradients worked out in the forward pass, while the logits of a tile are there.
+"""Compute the output head's gradients in the forward pass, while the logits of a tile are in memory.
 
-TRL's head keeps no logits, so its backward pass computes them once more: 2 x vocabulary x hidden size operations a
-token, 3% of what a 3B model's step computes. What a token's logarithm of probability is multiplied by is the same for
-all of them in SFT, so the gradients are known but for that one factor as soon as the logits are: they are made then, by
-TRL's own kernels, and the backward pass only multiplies them. Tiles hold the whole vocabulary for that.
+TRL's head keeps no logits, so its backward pass computes them again: 2 x vocabulary x hidden size operations per token,
+3% of a 3B model's step. In SFT the log-probabilities of all tokens have the same factor in the loss, so the gradients
+are known up to that factor as soon as the logits are. They are computed then, by TRL's own kernels, and the backward
+pass only scales them. A tile contains the whole vocabulary.
 
-Shapes: N tokens that are judged, H the hidden size, V the vocabulary.
+Shapes: N trained tokens, H the hidden size, V the vocabulary.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from torch.autograd.function import once_differentiable
 from trl.kernels import ChunkedLogProbFunction, chunked_logprob
 from trl.trainer import utils
 
-upstream: Any = utils  # whose forward pass looks both names that are used here up when it needs them
-TILE_TOKENS = chunked_logprob.TOKEN_CHUNK_SIZE  # of fewer, the weight's gradient is added up in fp32 too often
+upstream: Any = utils  # its forward pass looks up both names that are used here at call time
+TILE_TOKENS = chunked_logprob.TOKEN_CHUNK_SIZE  # smaller tiles accumulate the weight's gradient in fp32 too often
 
 
 @contextmanager
 def one_pass_head() -> Iterator[None]:
-    """What a model with TRL's fused head computes in here, it computes in one pass where gradients are asked for.
+    """Use one pass for TRL's fused head if gradients are needed.
 
-    On a GPU, that is: elsewhere upstream computes tokens too that are not judged, which do not count like the others.
+    Only on a GPU: elsewhere upstream also computes untrained tokens, which have another factor.
     """
     before = upstream._ChunkedLogProbFunction
     upstream._ChunkedLogProbFunction = _OnePassOrTwo
@@ -38,7 +38,7 @@ def one_pass_head() -> Iterator[None]:
 
 
 class _OnePassOrTwo:
-    """Called as TRL calls its own function."""
+    """Called like TRL's own function."""
 
     @staticmethod
     def apply(hidden: torch.Tensor, weight: torch.Tensor, *others: Any) -> Any:
@@ -51,8 +51,8 @@ class _OnePassOrTwo:
 class OnePassLogProbFunction(torch.autograd.Function):
     """TRL's `ChunkedLogProbFunction` for a loss in which all tokens count equally.
 
-    Takes and returns what that does, but for the entropy's gradient and the rarer outputs. Raises: in the backward
-    pass, as an assertion on the device, where the gradients of the logarithms differ from each other.
+    Without the entropy's gradient and the rarer outputs. Raises: an assertion on the device in the backward pass, if
+    the gradients of the log-probabilities differ.
     """
 
     @staticmethod
@@ -68,7 +68,7 @@ class OnePassLogProbFunction(torch.autograd.Function):
         logit_scale: float = 1.0,
         outputs: tuple[str, ...] = (),
     ) -> tuple[torch.Tensor | None, ...]:
-        """(N,) each: the targets' logarithms of probability and the entropy, in fp32; whether a target is likeliest."""
+        """(N,) each: the targets' log-probabilities and the entropy, in fp32; whether a target is the most likely."""
         ctx.set_materialize_grads(False)
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
@@ -98,7 +98,7 @@ class OnePassLogProbFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:
-        """The gradients, times what all logarithms of probabilities are multiplied by."""
+        """The gradients, scaled by the common factor of the log-probabilities."""
         gradients, ctx.gradients = ctx.gradients, None
         nothing = (None,) * 6
         if grad_logprobs is None:
@@ -111,7 +111,7 @@ class OnePassLogProbFunction(torch.autograd.Function):
 
 
 class _Statistics:
-    """What TRL's forward kernel finds of each token, (N,) each in fp32."""
+    """The results of TRL's forward kernel for each token, (N,) each in fp32."""
 
     def __init__(self, num_tokens: int, device: torch.device) -> None:
         def filled(value: float) -> torch.Tensor:
@@ -122,7 +122,7 @@ class _Statistics:
         self._not_asked_for = filled(0.0)
 
     def fold(self, tile: torch.Tensor, targets: torch.Tensor, tokens: slice, shape: dict[str, Any]) -> None:
-        """All logits of some tokens, (n, V)."""
+        """Process all logits of some tokens, (n, V)."""
         kernel = chunked_logprob._forward_kernel[(len(tile),)] if _is_triton(tile) else chunked_logprob._forward_tile
         flags = {f"HAS_{name.upper()}": name in ("entropy", "is_top1") for name in chunked_logprob.OPTIONAL_OUTPUTS}
         unused = self._not_asked_for[tokens]
@@ -138,7 +138,7 @@ class _Statistics:
 
 
 def _logits_gradient(tile: torch.Tensor, targets: torch.Tensor, log_z: torch.Tensor, shape: dict[str, Any]) -> None:
-    """Of the sum of the tokens' logarithms, in the place of the logits."""
+    """Replace the logits by their gradient of the sum of the tokens' log-probabilities."""
     size = chunked_logprob._BLOCK_SIZE
     grid = (len(tile), -(-tile.shape[1] // size))
     kernel = chunked_logprob._backward_kernel[grid] if _is_triton(tile) else chunked_logprob._backward_tile
@@ -149,7 +149,7 @@ def _logits_gradient(tile: torch.Tensor, targets: torch.Tensor, log_z: torch.Ten
 
 
 class _Gradients:
-    """Of the hidden states, the weight and the bias, in fp32 as upstream's; None for what needs none."""
+    """The gradients of hidden states, weight and bias, in fp32 as upstream's; None for an input that needs none."""
 
     def __init__(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, needed: tuple[bool, ...]
@@ -162,7 +162,7 @@ class _Gradients:
         self._hidden, self._weight, self._bias = map(empty, inputs, needed[:3])
 
     def add(self, tile: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, tokens: slice) -> None:
-        """What a tile of the logits' gradients, (n, V), gives of its tokens."""
+        """Add the gradients from a tile of the logits' gradients, (n, V)."""
         is_first = tokens.start == 0
         if self._hidden is not None:
             _product(self._hidden[tokens], tile, weight, is_added=False)
@@ -173,12 +173,12 @@ class _Gradients:
             self._bias = summed if is_first else self._bias + summed
 
     def by_input(self) -> list[tuple[torch.Tensor | None, torch.dtype | None]]:
-        """Each with the number format that autograd expects of it."""
+        """Each gradient with the format that autograd expects."""
         return list(zip((self._hidden, self._weight, self._bias), self._dtypes, strict=True))
 
 
 def _product(found: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, is_added: bool) -> None:
-    """`left @ right` in fp32, into `found` or on top of it: not rounded to the number format of the factors."""
+    """`left @ right` in fp32, into `found` or added to it, not rounded to the format of the factors."""
     if is_added:
         chunked_logprob._addmm_fp32(found, left, right)
     elif found.device.type == "cuda" and left.dtype in (torch.float16, torch.bfloat16):

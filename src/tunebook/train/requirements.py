@@ -16,9 +16,8 @@ from tunebook.config.choices import Generation, Offload
 from tunebook.config.schema import RunConfig, ZeroConfig, starts_elsewhere
 from tunebook.errors import Problem
 from tunebook.facts.generations import OLDEST_SUPPORTED, capability_text, driver_major, image_for_driver
-from tunebook.hardware.detect import Machine, detect_machine
+from tunebook.hardware.detect import Machine, detect_machine, equal_gpus, visible_only
 from tunebook.hardware.image import read_image
-from tunebook.hardware.visible import equal_gpus, visible_only
 from tunebook.parallel.deepspeed import nvme_bytes
 from tunebook.train import image as image_rules
 from tunebook.train import packages

@@ -1,7 +1,7 @@
-"""What a resumed run takes from run.yaml instead of its checkpoint, and what it must not lose of the checkpoint.
+"""Restore a checkpoint's state, but with run.yaml's hyperparameters.
 
 torch and DeepSpeed store hyperparameters in an optimizer's state, so loading a checkpoint restores the old ones. The
-moments and step counts of the checkpoint are kept; learning rate, weight decay, betas and epsilon are run.yaml's.
+moments and step counts come from the checkpoint; learning rate, weight decay, betas and epsilon from run.yaml.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BASE_RATE = "initial_lr"  # where a scheduler stores a group's learning rate be
 
 
 def hyperparameters(optimizer: Any) -> Hyperparameters:
-    """What the constructor of an optimizer was given for each group, and the rate that a scheduler starts from.
+    """The constructor's arguments of an optimizer for each group, and the scheduler's base learning rate.
 
     Other keys of a group are state, such as the step count of some optimizers.
     """
@@ -40,9 +40,9 @@ def hyperparameters(optimizer: Any) -> Hyperparameters:
 
 
 def apply_hyperparameters(written: Hyperparameters, optimizer: Any, scheduler: Any) -> None:
-    """Put hyperparameters back into an optimizer, and the rate of the next step, after a checkpoint was loaded.
+    """Put hyperparameters back into an optimizer after a checkpoint was loaded, and set the rate of the next step.
 
-    The rate is the schedule's own value at the number of steps that the scheduler has counted, to the last bit.
+    The rate is exactly the schedule's value at the scheduler's number of steps.
     """
     assert isinstance(scheduler, LambdaLR), f"every schedule of transformers we offer is one, not {type(scheduler)}"
     scheduler.base_lrs = [group[_BASE_RATE] for group in written]
@@ -56,28 +56,28 @@ def apply_hyperparameters(written: Hyperparameters, optimizer: Any, scheduler: A
 
 
 def load_stored_weights(model: Any, folder: Path, load_result: Any) -> None:
-    """Load a checkpoint's weights through transformers where they did not fill a model by their stored names.
+    """Load a checkpoint's weights through transformers if their stored names do not match the model's.
 
-    Some architectures are stored under other names than they have in memory: experts one by one, which are one tensor
-    in the model. `load_result` is what `load_state_dict` reported. Raises: DataError for weights that are still absent.
+    Some architectures are stored under other names, such as experts one by one that are one tensor in the model.
+    `load_result` is the result of `load_state_dict`. Raises: DataError for weights that are still missing.
     """
     if not (_not_loaded(model, load_result) or load_result.unexpected_keys):
         return
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32  # which holds the values of the others exactly
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32  # represents the other formats exactly
     stored = type(model).from_pretrained(folder, dtype=dtype)
     again = model.load_state_dict(stored.state_dict(), strict=False)
     if wrong := [*_not_loaded(model, again), *again.unexpected_keys]:
         raise DataError(
-            f"{folder} does not fill the model: {len(wrong)} weights differ by name, such as {wrong[0]}; the weights "
-            "in memory would be of two models. Resume with the versions of transformers and Tunebook that saved it, "
-            "which its complete.json names",
+            f"{folder} does not fill the model: the names of {len(wrong)} weights differ, such as {wrong[0]}, so the "
+            "weights in memory would be of two models. Resume with the versions of transformers and Tunebook that "
+            "saved it (see its complete.json)",
             problem_id="checkpoint-not-loaded",
         )
 
 
 def _not_loaded(model: Any, load_result: Any) -> list[str]:
-    """Missing weights, without those tied to one that was loaded."""
+    """The missing weights, without those tied to a loaded one."""
     missing = set(load_result.missing_keys)
     tied = [{*pair} for pair in getattr(model, "all_tied_weights_keys", {}).items()]
     return sorted(missing - {name for pair in tied if pair - missing for name in pair})
@@ -86,9 +86,9 @@ def _not_loaded(model: Any, load_result: Any) -> list[str]:
 class RestoredState(TrainerCallback):
     """Corrects the trainer's state that was loaded from the checkpoint `resumed`, before the first step.
 
-    Upstream restores the intervals of the run that saved it, and drops a best checkpoint that it does not find where
-    it once was. `trainer` is ours; `say` prints on the first rank. Where the data are not those of the checkpoint
-    (`has_same_data`), its validation losses can be compared with no later ones.
+    Upstream restores the intervals of the run that saved it, and drops a best checkpoint that has moved. `trainer` is
+    ours; `say` prints on the first rank. Without `has_same_data` the earlier validation losses cannot be compared with
+    later ones.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class RestoredState(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Raises: DataError where the best checkpoint so far is gone, on every rank."""
+        """Raises: DataError on every rank if the best checkpoint so far is missing."""
         state.compute_steps(args, state.max_steps)  # type: ignore[no-untyped-call]
         counted = (entry["num_tokens"] for entry in reversed(state.log_history) if "num_tokens" in entry)
         self.trainer._total_train_tokens = next(counted, 0)
@@ -121,14 +121,14 @@ class RestoredState(TrainerCallback):
     def _forget_validation(self, state: TrainerState) -> None:
         if num_losses := len(validation_losses(state)):
             self.say(
-                f"validation losses up to step {state.global_step} ({num_losses}) were measured on other data: they "
+                f"validation losses up to step {state.global_step} ({num_losses}) were measured on other data, so they "
                 "count neither for the best model nor for early stopping"
             )
         state.log_history = [entry for entry in state.log_history if VALIDATION_LOSS not in entry]
         state.best_global_step = state.best_metric = state.best_model_checkpoint = None
 
     def _find_best(self, state: TrainerState) -> None:
-        """Say where the best checkpoint is, or rank those that are there if no step was ranked, or by request."""
+        """Set the path of the best checkpoint. Rank the existing ones if no step was ranked, or on request."""
         best = state.best_global_step
         folders = [self.trainer.saver.folder, self.resumed.parent]
         if state.best_model_checkpoint is not None:
@@ -144,7 +144,7 @@ class RestoredState(TrainerCallback):
             state.best_global_step, state.best_metric = best, losses[best] if best is not None else None
             if self.training.load_best_at_end and losses:
                 which = "none" if best is None else f"checkpoint-{best} ({losses[best]:.4f})"
-                self.say(f"best checkpoint so far by validation loss, of those that are there: {which}")
+                self.say(f"best checkpoint so far by validation loss, among those that exist: {which}")
         state.best_model_checkpoint = str(there[best]) if best is not None else None
 
 
@@ -159,7 +159,6 @@ def _best_is_gone(state: TrainerState, folder: Path) -> DataError:
     return DataError(
         f"the best validation loss so far was {state.best_metric:.4f} at step {state.best_global_step}, and there is "
         f"no complete checkpoint-{state.best_global_step} in {folder}, so training.load_best_at_end=true could not "
-        "load it. Restore it from a copy; or let the best of those that are there take its place: "
-        "'training.resume_anyway=[best]'",
+        "load it. Restore it from a copy, or use the best of the existing ones: 'training.resume_anyway=[best]'",
         problem_id="best-checkpoint-missing",
     )

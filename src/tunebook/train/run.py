@@ -1,7 +1,7 @@
-"""What one rank does, from the frozen `run.yaml` to the final model; started once per rank by the launcher.
+"""What one rank does, from the frozen `run.yaml` to the final model. The launcher starts it once per rank.
 
-Every way this can end is written to `outcome-<rank>.json` in the run folder, because torchrun turns every failure of a
-rank into exit code 1.
+The rank writes its result to `outcome-<rank>.json` in the run folder, since torchrun turns every failure into exit
+code 1.
 """
 
 from __future__ import annotations
@@ -36,24 +36,22 @@ from tunebook.config.choices import Checkpointing, Compute, Generation, PackingM
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import RunConfig
 from tunebook.data.batch import BatchPlan, row_length, schedule_of, solve_batch
-from tunebook.data.prepared import Prepared, PreparedPart, load_prepared
+from tunebook.data.prepared import PREPARED_FILE, Prepared, PreparedPart, load_prepared
 from tunebook.data.sampler import RankBatches, Schedule, StepSize
 from tunebook.errors import DataError, DoesNotFitError, InvalidTrainingError, StoppedError, TunebookError
 from tunebook.facts.compiling import compilation_notice
 from tunebook.facts.peaks import peak_of
 from tunebook.hardware.disk import disk_full, is_disk_full
 from tunebook.model.adapters import adapter_config, freeze_unreached, keep_in_fp32, trains_in_fp32
-from tunebook.model.compiled_layers import compile_layers
+from tunebook.model.blocks import compile_layers, convert_to_fp8
 from tunebook.model.flops import attended_length_tokens, flops_per_token
-from tunebook.model.fp8_layers import convert_to_fp8
+from tunebook.model.gpu_memory import is_out_of_memory
 from tunebook.model.load import begin_loading, finish_loading
-from tunebook.model.out_of_memory import is_out_of_memory
-from tunebook.model.token_ids import agree_on_tokens, trainer_tokenizer
+from tunebook.model.tokenizer import agree_on_tokens, trainer_tokenizer
 from tunebook.model.weights_fingerprint import weights_fingerprint
 from tunebook.parallel.deepspeed import zero_stage
 from tunebook.parallel.fsdp import autocast_dtype, is_fsdp, mixed_precision_policy
 from tunebook.parallel.units import unit_classes
-from tunebook.record.files import PREPARED_FILE
 from tunebook.record.manifest import MANIFEST_FILE, MODEL_FILES, update_manifest
 from tunebook.record.metrics import MetricsWriter, read_metrics
 from tunebook.record.run_folder import FINISHED, write_outcome
@@ -64,35 +62,32 @@ from tunebook.train.callbacks import (
     FiniteLoss,
     LogToTheEnd,
     Records,
+    StartRecord,
     StopOnRequest,
     validation_losses,
 )
-from tunebook.train.death import AGREED_ENDINGS
 from tunebook.train.leak_probe import LeakProbe
-from tunebook.train.memory_ran_out import memory_ran_out
-from tunebook.train.progress import TrainingProgress
-from tunebook.train.quiet import quiet_libraries
+from tunebook.train.out_of_memory import memory_ran_out
+from tunebook.train.rank_process import AGREED_ENDINGS, StopRequest
+from tunebook.train.reporting import TrainingProgress, quiet_libraries, set_up_tracking
 from tunebook.train.restoring import RestoredState
-from tunebook.train.signals import StopRequest
 from tunebook.train.spread import ParallelismCheck, bound_deepspeed_groups, join_ranks
-from tunebook.train.start_record import StartRecord
-from tunebook.train.tracking import set_up_tracking
 from tunebook.train.trainer import RecipeTrainer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How a training came to its end."""
+    """How a training ended."""
 
     reason: str = FINISHED
-    step: int | None = None  # optimizer steps done; None: as many as were logged
-    best_step: int | None = None  # that the weights in `model/` are of, where the best were loaded
+    step: int | None = None  # optimizer steps; None: the last logged one
+    best_step: int | None = None  # of the weights in `model/`, if the best were loaded
 
 
 def run_rank(folder: Path, request: StopRequest, clock: StartClock | None = None) -> int:
-    """Train in this process and write how it ended. `request` is listening already. Returns the exit code.
+    """Train in this process and write the outcome; returns the exit code.
 
-    `clock` has the phases of this process so far, where somebody has counted them.
+    `request` is listening already. `clock` has the phases of this process so far.
     """
     exit_code, ending = 0, Ending()
     try:
@@ -107,7 +102,7 @@ def run_rank(folder: Path, request: StopRequest, clock: StartClock | None = None
             exit_code = DoesNotFitError.exit_code
             ending = Ending(reason=f"{disk_full(folder).message}. {_last_good(folder)}")
         elif is_out_of_memory(error):
-            traceback.print_exc()  # says where
+            traceback.print_exc()
             exit_code = DoesNotFitError.exit_code
             ending = Ending(reason=f"{memory_ran_out(folder, error).message}. {_last_good(folder)}")
         else:
@@ -115,12 +110,12 @@ def run_rank(folder: Path, request: StopRequest, clock: StartClock | None = None
             exit_code, ending = 1, Ending(reason=f"{type(error).__name__}: {error}")
     _write_ending(folder, exit_code, ending)
     if exit_code in AGREED_ENDINGS and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()  # waits for all ranks; one that failed alone just ends
+        torch.distributed.destroy_process_group()  # waits for all ranks, so a rank that failed alone skips it
     return exit_code
 
 
 def train(folder: Path, request: StopRequest, clock: StartClock) -> Ending:
-    """Compose nothing, decide nothing: run what `run.yaml` says. Returns how that came to its end.
+    """Run what `run.yaml` says, without composing or deciding anything.
 
     Raises: StoppedError after a clean save on request; InvalidTrainingError for a loss that is not finite.
     """
@@ -139,18 +134,18 @@ def train(folder: Path, request: StopRequest, clock: StartClock) -> Ending:
     trainer.add_callback(LogToTheEnd(may_stop_early=patience is not None))
     with MetricsWriter(folder) if trainer.args.process_index == 0 else nullcontext() as writer:
         trainer.add_callback(_records(config, trainer, writer))
-        trainer.add_callback(FiniteLoss())  # after the records, so that the bad step is among them
+        trainer.add_callback(FiniteLoss())  # after the records, so that they contain the invalid step
         resumed = _resumed(config, trainer, folder)
         if patience is not None:
-            trainer.add_callback(EarlyStopping(patience))  # goes by the state that was restored
+            trainer.add_callback(EarlyStopping(patience))  # uses the restored state
         if writer is not None and (folder / MANIFEST_FILE).exists():
             update_manifest(folder, {"hardware": {"nccl": nccl_version()}, "model": _loaded_model(trainer)})
         _run_to_its_end(config, trainer, resumed, folder)
-    trainer.accelerator.wait_for_everyone()  # rank 0 may still be saving, and must not be killed for it
+    trainer.accelerator.wait_for_everyone()  # rank 0 may still be saving and must not be killed
     if stopping.is_stopping:
         raise StoppedError(
             f"stopped by {request.name or 'another rank'} after step {trainer.state.global_step}, saved in "
-            f"{newest_checkpoint(folder)}; {same_command(config)} goes on from there",
+            f"{newest_checkpoint(folder)}; {same_command(config)} resumes from there",
             problem_id="stopped",
         )
     if config.training.load_best_at_end and trainer.best_step is None:
@@ -158,21 +153,21 @@ def train(folder: Path, request: StopRequest, clock: StartClock) -> Ending:
     files = trainer.save_final_model(folder / "model")
     if trainer.args.process_index == 0 and (folder / MANIFEST_FILE).exists():
         update_manifest(folder, {MODEL_FILES: {name: asdict(entry) for name, entry in files.items()}})
-    return _told_ending(config, trainer)
+    return _ending_of(config, trainer)
 
 
 def _no_best(folder: Path) -> DataError:
-    """The error for a training without a checkpoint that could be loaded as the best."""
+    """The error for a training without a checkpoint that can be loaded as the best."""
     return DataError(
         f"training.load_best_at_end=true, and no step of the run has both a validation loss and a checkpoint in "
-        f"{folder / 'checkpoints'}, so there is no model/ to write. To take the last checkpoint: tunebook export "
+        f"{folder / 'checkpoints'}, so there is no model/ to write. To use the last checkpoint: tunebook export "
         f"{folder}",
         problem_id="best-checkpoint-missing",
     )
 
 
-def _told_ending(config: RunConfig, trainer: RecipeTrainer) -> Ending:
-    """How a training ended that nobody stopped, told by the first rank where there is more to it than the last step."""
+def _ending_of(config: RunConfig, trainer: RecipeTrainer) -> Ending:
+    """The ending of a training that was not stopped; the first rank prints an early stop and the best checkpoint."""
     state, best, losses = trainer.state, trainer.best_step, validation_losses(trainer.state)
     lowest = min(losses, key=lambda step: (losses[step], step), default=0)
     reason, text, better = FINISHED, None, ""
@@ -197,7 +192,7 @@ def _told_ending(config: RunConfig, trainer: RecipeTrainer) -> Ending:
 
 
 def _resumed(config: RunConfig, trainer: RecipeTrainer, folder: Path) -> Path | None:
-    """The checkpoint to go on from, told by the first rank."""
+    """The checkpoint to resume from; the first rank prints it."""
 
     def say(text: str) -> None:
         if trainer.args.process_index == 0:
@@ -211,8 +206,8 @@ def _resumed(config: RunConfig, trainer: RecipeTrainer, folder: Path) -> Path | 
         trainer.saver.resumed_step = record.step
         trainer.saver.identity = gone_on_from(record.identity, own)
         say(
-            f"going on after {resumed}: every file in it was read, and is what was written. {RECORD_FILE} proves that, "
-            "and not who wrote it; what would run code is refused"
+            f"resuming from {resumed}: every file in it was read and is what was written. {RECORD_FILE} proves that, "
+            "but not who wrote it; files that would run code are refused"
         )
         if changes := "; ".join(difference.text for difference in differences(record.identity, own)):
             say(
@@ -224,7 +219,7 @@ def _resumed(config: RunConfig, trainer: RecipeTrainer, folder: Path) -> Path | 
 
 
 def _run_to_its_end(config: RunConfig, trainer: RecipeTrainer, resumed: Path | None, folder: Path) -> None:
-    """Train, and validate at the end if nothing says how often. Raises: as `train`."""
+    """Train, and validate once at the end if no interval is configured. Raises: as `train`."""
     is_validated_once = trainer.validation_batches is not None and not config.training.evaluate_every_steps
     try:
         with restricted_unpickling(), trainer.saver.settled():
@@ -238,7 +233,7 @@ def _run_to_its_end(config: RunConfig, trainer: RecipeTrainer, resumed: Path | N
 
 def _last_good(folder: Path) -> str:
     kept = newest_checkpoint(folder)
-    return f"The last good checkpoint is {kept}" if kept else "There is no good checkpoint: nothing was saved before"
+    return f"The last good checkpoint is {kept}" if kept else "There is no good checkpoint: nothing was saved yet"
 
 
 def _build_trainer(
@@ -252,7 +247,7 @@ def _build_trainer(
     tokenizer = trainer_tokenizer(config)
     rank, ranks = arguments.process_index, arguments.world_size
     units = unit_classes(config, model) if is_fsdp(config.parallelism.strategy) else []
-    if units:  # the arguments have no name for these two
+    if units:  # there are no arguments for these two
         policy = mixed_precision_policy(config)
         arguments.fsdp_plugin_args |= {"transformer_cls_names_to_wrap": units, "mixed_precision_policy": policy}
     if zero_stage(config.parallelism.strategy) in (1, 2):
@@ -281,7 +276,7 @@ def _build_trainer(
     clock.passed("trainer")
     trainer.add_callback(StartRecord(clock, folder))
     trainer.add_callback(ParallelismCheck(config, trainer, folder, units, len(fp8_layers)))
-    trainer.add_callback(LeakProbe(config, trainer, folder))  # of the model that was just seen to be the right one
+    trainer.add_callback(LeakProbe(config, trainer, folder))  # after the check of the wrapped model
     trainer.remove_callback(PrinterCallback)  # the base class adds it in place of its progress bar
     return trainer
 
@@ -289,7 +284,7 @@ def _build_trainer(
 def _load(
     config: RunConfig, plan: BatchPlan, folder: Path, clock: StartClock, *, has_validation: bool
 ) -> tuple[SFTConfig, PreTrainedModel]:
-    """The model, for which the ranks are joined on the way, and the Trainer's arguments, which say how it is shared."""
+    """Load the model and join the ranks; returns the Trainer's arguments and the model."""
     begun = begin_loading(config, rank=int(os.environ.get("RANK", "0")))
     clock.passed("model")
     join_ranks(config)
@@ -304,7 +299,7 @@ def _load(
 
 
 def _finish_layers(config: RunConfig, model: PreTrainedModel, trainer: RecipeTrainer) -> list[str]:
-    """What comes after the trainer has changed the blocks (adapters, Liger's kernels); the layers that are in fp8."""
+    """Convert and compile the layers once the trainer has changed the blocks (adapters, Liger); the layers in fp8."""
     is_fp8 = config.precision.compute is Compute.fp8
     fp8_layers = convert_to_fp8(model, config.precision.fp8_scaling) if is_fp8 else []
     if config.model.compile_layers:
@@ -315,7 +310,7 @@ def _finish_layers(config: RunConfig, model: PreTrainedModel, trainer: RecipeTra
 
 
 def _saver(config: RunConfig, folder: Path, prepared: Prepared) -> CheckpointSaver:
-    """What saves the run's checkpoints; the ranks are joined already."""
+    """The saver of the run's checkpoints. The ranks are joined already."""
     training = config.training
     return CheckpointSaver(
         folder,
@@ -327,7 +322,7 @@ def _saver(config: RunConfig, folder: Path, prepared: Prepared) -> CheckpointSav
 
 
 def _loaded_model(trainer: RecipeTrainer) -> dict[str, Any]:
-    """What the manifest is told of the weights that the run comes from: the hub's commit, or a folder's fingerprint."""
+    """The manifest's facts about the base weights: the hub's commit, or a folder's fingerprint."""
     model: Any = trainer.model
     commit = getattr(model.config, "_commit_hash", None)
     known = {"weights_fingerprint": trainer.saver.identity.model["weights_fingerprint"]}
@@ -335,7 +330,7 @@ def _loaded_model(trainer: RecipeTrainer) -> dict[str, Any]:
 
 
 def _validation_batches(config: RunConfig, plan: BatchPlan, part: PreparedPart, rank: int, ranks: int) -> RankBatches:
-    """Every validation document once, in stored order, in rows like those of training."""
+    """The batches with every validation document once, in stored order, in rows like those of training."""
     lengths = part.load_lengths().astype(np.int64)
     rows = ranks * plan.micro_batch_size
     is_packed = config.packing.mode is PackingMode.isolated
@@ -372,7 +367,7 @@ def _records(config: RunConfig, trainer: RecipeTrainer, writer: MetricsWriter | 
 
 
 def nccl_version() -> str | None:
-    """The version of NCCL that torch was built with; None where ranks do not talk over it."""
+    """The version of NCCL that torch was built with; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
@@ -392,5 +387,5 @@ def _write_ending(folder: Path, exit_code: int, ending: Ending) -> None:
             best_step=ending.best_step,
             last_checkpoint=newest_checkpoint(folder),
         )
-    except OSError as error:  # a full disk, or a folder that was removed: the exit code still tells the launcher
-        print(f"rank {rank} cannot write down how it ended ({error}): {ending.reason}", file=sys.stderr)
+    except OSError as error:  # the disk is full, or the folder was removed. The launcher still gets the exit code
+        print(f"rank {rank} cannot write its outcome ({error}): {ending.reason}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""How the model is spread over the ranks: what has to be set up before the trainer, and the check after it wrapped."""
+"""Set-up of the ranks before the trainer, and the check of the parallelism after the trainer has wrapped the model."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
 from tunebook.facts.strategies import STRATEGIES
 from tunebook.files import atomic_write_json
-from tunebook.model.fp8_layers import count_fp8_layers
+from tunebook.model.blocks import count_fp8_layers
 from tunebook.parallel.deepspeed import uses_nvme, zero_stage
 from tunebook.parallel.expected import require_expected, require_fp8
 from tunebook.parallel.found import find_parallelism
 from tunebook.parallel.operator_builds import build_operators_in_turn
-from tunebook.record.files import DEEPSPEED_FILE
 from tunebook.record.manifest import MANIFEST_FILE, update_manifest
+from tunebook.record.run_folder import DEEPSPEED_FILE
 
 
 def join_ranks(config: RunConfig) -> None:
-    """Set up what a sharding library looks for before it is asked for anything.
+    """Create what a sharding library needs before it is used.
 
-    One rank that no launcher started is made a group of one, or DeepSpeed would look for MPI and accelerate leave FSDP
-    out. On a CPU the process group is made here: ZeRO-3 needs it before the model is made, and transformers (5.17 to
-    5.23) makes it without `launcher.timeout_s` where it is told of no GPU.
+    A rank that no launcher started becomes a group of one; otherwise DeepSpeed would look for MPI, and accelerate would
+    ignore FSDP. On a CPU the process group is created here: ZeRO-3 needs it before the model, and transformers (5.17 to
+    5.23) creates it without `launcher.timeout_s` there.
     """
     strategy = config.parallelism.strategy
     is_zero, is_on_cpu = zero_stage(strategy) is not None, config.hardware.generation is Generation.cpu
@@ -54,11 +54,7 @@ def join_ranks(config: RunConfig) -> None:
 
 
 def bound_deepspeed_groups(config: RunConfig) -> None:
-    """Let the groups that DeepSpeed makes of ranks wait for `launcher.timeout_s`, once it has joined them.
-
-    Its collectives go through groups of its own, which it makes without a time-out: torch's default, whatever the
-    group of all ranks was given.
-    """
+    """Create DeepSpeed's process groups with `launcher.timeout_s`; by default they have torch's own time-out."""
     if zero_stage(config.parallelism.strategy) is None:
         return
     from deepspeed.comm import comm
@@ -67,13 +63,13 @@ def bound_deepspeed_groups(config: RunConfig) -> None:
 
 
 def _require_libaio() -> None:
-    """DeepSpeed would look for it after the model is loaded, and end in a traceback."""
+    """Check early: DeepSpeed would fail with a traceback after the model is loaded."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     if not AsyncIOBuilder().is_compatible():
         raise RequestError(
-            "parallelism.offload_optimizer=nvme and offload_parameters=nvme go through libaio, which is not found "
-            "here; try `apt install libaio-dev`, or parallelism=zero3_offload",
+            "parallelism.offload_optimizer=nvme and offload_parameters=nvme need libaio, which is not installed; try "
+            "`apt install libaio-dev`, or parallelism=zero3_offload",
             problem_id="libaio-missing",
         )
 
@@ -86,7 +82,7 @@ def _free_port() -> int:
 
 
 class ParallelismCheck(TrainerCallback):
-    """Compares the wrapped model with what was asked for, on every rank, and writes down what it is."""
+    """Compares the wrapped model with the configuration, on every rank, and records what was found."""
 
     def __init__(
         self, config: RunConfig, trainer: Any, folder: Path, unit_classes: list[str], num_fp8_layers: int = 0
@@ -100,7 +96,7 @@ class ParallelismCheck(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """All ranks see all ranks' findings, so that they raise together."""
+        """All ranks get all findings, so that they raise together."""
         model = self.trainer.model_wrapped
         fp8 = {"fp8_layers": count_fp8_layers(model)} if self.config.precision.compute is Compute.fp8 else {}
         by_rank = gather_object([find_parallelism(model) | fp8])
@@ -112,7 +108,7 @@ class ParallelismCheck(TrainerCallback):
     def _write_down(self, found: dict[str, Any]) -> None:
         plugin = getattr(self.trainer.accelerator.state, "deepspeed_plugin", None)
         if plugin is not None:
-            # accelerate says "never print" as an infinite number of steps, which JSON cannot hold.
+            # accelerate sets an infinite number of steps for "never print", which JSON cannot represent.
             settings = {key: value for key, value in plugin.deepspeed_config.items() if value != math.inf}
             atomic_write_json(self.folder / DEEPSPEED_FILE, settings)
         if (self.folder / MANIFEST_FILE).exists():

@@ -1,14 +1,14 @@
-"""TRL's `SFTTrainer` with our batches: the one subclass, overriding only what has no hook upstream.
+"""A subclass of TRL's `SFTTrainer` for our batches. It overrides only what has no hook upstream.
 
 Overridden (a test pins the signatures): `get_train_dataloader` (our sampler decides every step's documents),
-`evaluate` (validation loss weighted by tokens; upstream averages over batches of different size),
-`compute_loss` and `log` (upstream waits for every GPU after each forward pass, for three numbers that are logged),
+`evaluate` (validation loss weighted by tokens; upstream averages over batches of different sizes),
+`compute_loss` and `log` (upstream waits for every GPU after each forward pass, for three logged numbers),
 `compute_loss_context_manager` (accelerate runs FSDP2 without autocast), `_save_checkpoint`, `_get_output_dir`,
-`_push_from_checkpoint` and `_load_best_model` (checkpoints are complete or not there, and verified before a load),
+`_push_from_checkpoint` and `_load_best_model` (checkpoints are complete or absent, and verified before a load),
 `_determine_best_metric` (only saved steps are ranked), `create_scheduler` and `_load_optimizer_and_scheduler`
-(run.yaml's hyperparameters apply after a resume), `_run_epoch` (a resumed run may be over already),
-`_issue_warnings_after_load` (weights that were not loaded are an error), `create_model_card` (upstream's knows nothing
-of the run, and takes the folder of the checkpoints for a model).
+(run.yaml's hyperparameters apply after a resume), `_run_epoch` (a resumed run may be complete already),
+`_issue_warnings_after_load` (weights that were not loaded are an error), `create_model_card` (upstream's does not know
+the run, and takes the checkpoints' folder for a model).
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.data import DataLoader
 from transformers.trainer import TRAINER_STATE_NAME
@@ -38,8 +36,7 @@ from tunebook.data.rows import DocumentRows
 from tunebook.data.sampler import RankBatches
 from tunebook.errors import InvalidTrainingError, TunebookError
 from tunebook.train.callbacks import StopOnRequest, loss_not_finite
-from tunebook.train.head_on_host import gather_before_use
-from tunebook.train.offloaded_weights import leave_weights
+from tunebook.train.offloading import gather_head, keep_scale_on_host, keep_weights
 from tunebook.train.one_pass_head import one_pass_head
 from tunebook.train.restoring import Hyperparameters, apply_hyperparameters, hyperparameters, load_stored_weights
 
@@ -47,30 +44,29 @@ from tunebook.train.restoring import Hyperparameters, apply_hyperparameters, hyp
 class TokenTotals:
     """Sums over the micro-batches of this rank since the last log, on its device.
 
-    Asking a GPU for a number waits for all that it was told to do, and gathering one from all ranks waits for the
-    slowest: upstream does both several times after every forward pass, besides the one wait of its fused head, and the
-    GPU stands still until it is told more.
+    Reading a number from a GPU waits for all its queued work, and gathering one waits for the slowest rank. Upstream
+    does both several times after every forward pass, and the GPU idles meanwhile.
     """
 
     def __init__(self) -> None:
-        self._sums: torch.Tensor | None = None  # (4,) in float64: tokens judged, entropy, right guesses, all tokens
+        self._sums: torch.Tensor | None = None  # (4,) in float64: trained tokens, entropy, correct guesses, all tokens
 
     def add(self, outputs: Any, inputs: Mapping[str, Any]) -> None:
-        """Count a micro-batch: what TRL's fused head found of each token, (batch, tokens), zero where none is judged.
+        """Add the outputs of TRL's fused head for a micro-batch, (batch, tokens), zero for untrained tokens.
 
-        All its tokens count as seen, trained on or not, and as upstream those that a packed row was filled up with.
+        All its tokens count as seen, including untrained ones and, as upstream, the filling of packed rows.
         """
         judged = outputs.label_mask.sum()
         mask = inputs.get("attention_mask")
-        seen = mask.sum() if mask is not None else judged.new_full((), inputs["input_ids"].numel())  # made on the GPU
+        seen = mask.sum() if mask is not None else judged.new_full((), inputs["input_ids"].numel())  # on the GPU
         sums = [judged, outputs.entropy.detach().sum(), outputs.is_top1.sum(), seen]
         found = torch.stack([one.double() for one in sums])
         self._sums = found if self._sums is None else self._sums + found
 
     def take(self, over_ranks: Callable[[torch.Tensor], torch.Tensor]) -> tuple[dict[str, float], int] | None:
-        """Mean entropy and accuracy per judged token, by TRL's names, and the tokens seen; then begin anew.
+        """Mean entropy and accuracy per trained token, by TRL's names, and the tokens seen; then reset.
 
-        A collective: every rank has counted, or none has, which gives None.
+        A collective. None if no rank has counted anything.
         """
         if self._sums is None:
             return None
@@ -78,18 +74,6 @@ class TokenTotals:
         self._sums = None
         means = {"entropy": entropy / max(judged, 1.0), "mean_token_accuracy": right / max(judged, 1.0)}
         return means, round(seen)
-
-
-def keep_scale_on_host(accelerator: Accelerator) -> None:
-    """Scale the loss of an FSDP run in fp16 from the host, where its gradients and its optimizer are.
-
-    accelerate (1.15) keeps the scale on the GPU. torch's GradScaler (2.13) and its fused AdamW then copy it to the host
-    without waiting for it to arrive: the first gradients are divided by what lay there before. On two H100 their norm
-    was 14.89 where it is 15.30, and no word was said.
-    """
-    if accelerator.scaler is not None:
-        handler = accelerator.scaler_handler
-        accelerator.scaler = GradScaler("cpu", **(handler.to_kwargs() if handler else {}))
 
 
 class RecipeTrainer(SFTTrainer):
@@ -111,37 +95,37 @@ class RecipeTrainer(SFTTrainer):
         saver: CheckpointSaver,
         **kwargs: Any,
     ) -> None:
-        self.filler_token_id = filler_token_id  # of rows without a document; no loss counts it
+        self.filler_token_id = filler_token_id  # of rows without a document, excluded from the loss
         self.train_batches = train_batches
         self.validation_batches = validation_batches
-        self.autocast_dtype = autocast_dtype  # where the base class would run without autocast
+        self.autocast_dtype = autocast_dtype  # if the base class would run without autocast
         self.row_multiple = row_multiple  # in tokens
         self.has_one_pass_head = has_one_pass_head  # see `one_pass_head`
         self.saver = saver
         self.best_step: int | None = None  # step of the best checkpoint, once it is loaded at the end
         self.stopping: StopOnRequest | None = None
-        self._written: Hyperparameters = []  # as run.yaml says, before a checkpoint is loaded
+        self._written: Hyperparameters = []  # run.yaml's, before a checkpoint is loaded
         self._loaded_from: Path | None = None
         self._totals = TokenTotals()
         self._is_saving = False
-        self._is_universal = False  # whether what is loaded was made for another number of ranks
+        self._is_universal = False  # True if the loaded checkpoint is from another number of ranks
         super().__init__(*args, **kwargs)
-        # The loss below is divided by the trained-on tokens of the whole step, whatever the model's own loss is given:
-        # Gemma 3n's and 4's is not, and upstream would then weigh each micro-batch alike.
+        # The loss below is divided by the trained tokens of the whole step for every model. Gemma 3n's and 4's own loss
+        # is not, so upstream would give each micro-batch the same weight.
         self.model_accepts_loss_kwargs = True
         if self.is_fsdp_enabled and isinstance(self.accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
-            gather_before_use(self.model)
+            gather_head(self.model)
             keep_scale_on_host(self.accelerator)
         offloading, state = self.maybe_activation_offload_context, self.accelerator.state
-        # ZeRO-3 has a product of its own, which keeps no view of a weight.
+        # ZeRO-3 has its own linear product, which keeps no view of a weight.
         is_zero3 = self.is_deepspeed_enabled and state.deepspeed_plugin.zero_stage == 3
         if isinstance(offloading, OffloadActivations) and not is_zero3:
-            leave_weights(offloading)
+            keep_weights(offloading)
         if self.args.push_to_hub:
             saver.when_complete = self._upload
 
     def _loader(self, documents: Any, batches: RankBatches) -> DataLoader[Any]:
-        multiple = self.row_multiple if self.padding_free else None  # padded rows are filled up by the collator
+        multiple = self.row_multiple if self.padding_free else None  # the collator fills padded rows
         rows = DocumentRows(documents, filler_token_id=self.filler_token_id, multiple=multiple or 1)
         return DataLoader(
             rows,  # type: ignore[arg-type]
@@ -151,11 +135,11 @@ class RecipeTrainer(SFTTrainer):
         )
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """This rank's share of every step; accelerate must not deal it out again, so it does not prepare it."""
+        """This rank's share of every step. It is not prepared by accelerate, which would split it again."""
         return self._loader(self.train_dataset, self.train_batches)
 
     def compute_loss_context_manager(self) -> ExitStack:
-        """The forward pass under autocast, if asked for. Casts of weights are not kept: they are bf16 once gathered."""
+        """The forward pass under autocast, if configured. Casts are not cached: gathered weights are bf16 already."""
         contexts = super().compute_loss_context_manager()
         if self.autocast_dtype is not None:
             device = self.args.device.type
@@ -165,17 +149,17 @@ class RecipeTrainer(SFTTrainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Upstream's loss: summed over this micro-batch, per trained-on token of the whole step over all ranks.
+        """Upstream's loss: the sum over this micro-batch, per trained token of the whole step over all ranks.
 
-        DDP, FSDP and ZeRO average gradients over the ranks, so each rank's loss counts for as many. A mixture of
-        experts adds a loss of its own and goes upstream's way. Raises: InvalidTrainingError where the step's tokens are
-        not known: each micro-batch would count alike, however few of its tokens are trained on.
+        DDP, FSDP and ZeRO average gradients over the ranks, so the loss is multiplied by their number. A mixture of
+        experts adds its own loss and uses upstream's code. Raises: InvalidTrainingError if the number of the step's
+        trained tokens is unknown: each micro-batch would have the same weight, however few tokens it trains on.
         """
         if num_items_in_batch is None and model.training:
             raise InvalidTrainingError(
-                "the number of trained-on tokens of this step is not known, so its micro-batches cannot be weighted by "
-                "theirs: the gradient would depend on how the step is cut. This is a defect of Tunebook, or another "
-                "version of transformers is installed than the lock has",
+                "the number of trained tokens of this step is unknown, so its micro-batches cannot be weighted by "
+                "theirs: the gradient would depend on the split of the step. This is a bug in Tunebook, or the "
+                "installed version of transformers is not the lock's",
                 problem_id="tokens-not-counted",
             )
         with one_pass_head() if self.has_one_pass_head else nullcontext():
@@ -188,7 +172,7 @@ class RecipeTrainer(SFTTrainer):
         return -outputs.log_probs.sum() / num_items * self.accelerator.num_processes
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As upstream, with what was counted since the last log. Called on every rank."""
+        """As upstream, with the totals since the last log. Called on every rank."""
         model: Any = self.model
         found = self._totals.take(self._summed) if model.training else None
         if found is not None:
@@ -205,7 +189,7 @@ class RecipeTrainer(SFTTrainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Mean validation loss per trained-on token over all ranks, as `eval_validation_loss`."""
+        """The mean validation loss per trained token over all ranks, as `eval_validation_loss`."""
         assert self.validation_batches is not None
         totals = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         model: Any = self.model
@@ -227,15 +211,15 @@ class RecipeTrainer(SFTTrainer):
         return metrics
 
     def require_finite_loss(self) -> None:
-        """Raise InvalidTrainingError on every rank when the loss of any rank since the last log is not finite."""
+        """Raises: InvalidTrainingError on every rank if any rank's loss since the last log is not finite."""
         is_finite = torch.isfinite(self._tr_loss).float().reshape(1)
         if self.accelerator.reduce(is_finite, reduction="sum").item() < self.accelerator.num_processes:
             raise loss_not_finite(self.state.global_step)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """All of a checkpoint or nothing, and never weights after a loss that is not finite.
+        """Write a complete checkpoint or none, and never weights after a non-finite loss.
 
-        What is written here is completed by the saver, in the background if that is asked for.
+        The saver completes it, in the background if configured.
         """
         self.require_finite_loss()
         step = self.state.global_step
@@ -252,40 +236,40 @@ class RecipeTrainer(SFTTrainer):
         self.saver.finish(step, self.state.best_global_step)
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        """As upstream, but a step without a checkpoint cannot be loaded at the end and is not ranked."""
+        """As upstream, but only for saved steps: others cannot be loaded at the end."""
         return self.control.should_save and super()._determine_best_metric(metrics, trial)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """As upstream, but no step follows if a callback ended the training when it began: upstream does one first."""
+        """As upstream, but without a step if a callback ended the training at its begin."""
         if not self.control.should_training_stop:
             super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def _get_output_dir(self, trial: Any) -> str:
-        """Where upstream makes and looks for checkpoints: while one is written, out of sight."""
+        """The folder for upstream's checkpoints: a hidden one while a checkpoint is written."""
         if self._is_saving:
             return str(self.saver.unfinished)
         folder: str = super()._get_output_dir(trial)
         return folder
 
     def _name_best(self, step: int) -> None:
-        """Say where the best checkpoint will lie: upstream found it where it was written, or the run has moved."""
+        """Set the final path of the best checkpoint: upstream has the hidden folder's, or that of a moved run."""
         best = self.state.best_global_step
         if best is None or not (best == step or self.saver.has(best)):
-            return  # there is none, or it is in the folder of the run that this one went on from
+            return  # there is none, or it is in the folder of the run that this one resumed from
         self.state.best_model_checkpoint = str(checkpoint_path(self.saver.folder, best))
         if self.args.should_save:
             self.state.save_to_json(str(checkpoint_path(self.saver.unfinished, step) / TRAINER_STATE_NAME))
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Not while it is being written: see `_upload`."""
+        """Nothing while it is being written: see `_upload`."""
 
     def create_model_card(  # type: ignore[override]  # as TRL's
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
-        """Not upstream's: `tunebook export` writes one of what the run has recorded."""
+        """Nothing: `tunebook export` writes a card from the run's records."""
 
     def _upload(self, checkpoint: Path) -> None:
-        """Upload a checkpoint that is complete. Upstream tells the hub the step that training is at."""
+        """Upload a complete checkpoint under its own step; upstream would use the present step of the training."""
         now = self.state.global_step
         self.state.global_step = step_of(checkpoint) or now
         try:
@@ -294,14 +278,14 @@ class RecipeTrainer(SFTTrainer):
             self.state.global_step = now
 
     def loadable(self, checkpoint: Path) -> Path:
-        """The folder to load a checkpoint from: another one where ZeRO's number of ranks has changed. A collective."""
+        """The folder to load a checkpoint from: a converted one if ZeRO's number of ranks has changed. A collective."""
         record = on_first_rank(lambda: read_record(checkpoint))
         self._is_universal = needs_universal(record.identity, self.saver.identity)
         if self.is_deepspeed_enabled:
             self.accelerator.state.deepspeed_plugin.deepspeed_config["checkpoint"] = {
                 "load_universal": self._is_universal
             }
-            if self.deepspeed is not None:  # the engine is there already, and has read that
+            if self.deepspeed is not None:  # the engine exists and has read that setting
                 self.deepspeed._config.load_universal_checkpoint = self._is_universal
         self._loaded_from = checkpoint
         if self._is_universal:
@@ -315,10 +299,10 @@ class RecipeTrainer(SFTTrainer):
         return scheduler
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """As upstream, then run.yaml's hyperparameters: the checkpoint's would silently replace them.
+        """As upstream, then run.yaml's hyperparameters, which the checkpoint's would silently replace.
 
-        Universal checkpoints of DeepSpeed 0.19 restore one tensor that counts the steps of all groups of ZeRO-3, which
-        every group's update increments; and it lies on the CPU, where a fused update on a GPU does not take it.
+        Universal checkpoints of DeepSpeed 0.19 restore one step tensor that all groups of ZeRO-3 share, so that every
+        group's update increments it. It is on the CPU, where a fused update on a GPU does not accept it.
         """
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
@@ -328,19 +312,19 @@ class RecipeTrainer(SFTTrainer):
         if engine is None:
             return
         if hasattr(engine.optimizer, "clip_grad"):
-            engine.optimizer.clip_grad = engine.gradient_clipping()  # ZeRO-1 and 2 restore it, too
+            engine.optimizer.clip_grad = engine.gradient_clipping()  # ZeRO-1 and 2 restore it from the checkpoint, too
         if self._is_universal:
             for parameter, state in engine.optimizer.optimizer.state.items():
                 if isinstance(state.get("step"), torch.Tensor):
                     state["step"] = state["step"].to(parameter.device, copy=True)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Load the weights that upstream did not find in the checkpoint by their names: it warns and keeps others."""
+        """Load the weights that upstream did not find by name; it only warns about them."""
         assert self._loaded_from is not None
         load_stored_weights(self.model, self._loaded_from, load_result)
 
     def _load_best_model(self) -> None:
-        """As upstream, after every rank has seen that it is complete and what was written. Not before a requeue."""
+        """As upstream, after every rank has verified the checkpoint; not before a requeue."""
         if self.stopping is not None and self.stopping.is_stopping:
             return
         self.saver.settle()
@@ -352,11 +336,11 @@ class RecipeTrainer(SFTTrainer):
         self.best_step = step_of(best)
 
     def save_final_model(self, folder: Path) -> dict[str, FileEntry]:
-        """Write the trained model as one Hugging Face folder, gathered from all ranks: all of it, or nothing.
+        """Write the trained model, gathered from all ranks, as one complete Hugging Face folder or none.
 
-        Its files are on the disk when it gets its name; returns what they are. FSDP's checkpoints are sharded by
-        default, and upstream then writes no whole model at the end without a word.
-        Raises: TunebookError when no weights have been written.
+        Its files are flushed to disk before it gets its name; returns their sizes and hashes. FSDP's checkpoints are
+        sharded by default, and upstream would silently write no whole model. Raises: TunebookError if no weights were
+        written.
         """
         unfinished = folder.with_name(f".{folder.name}.unfinished")
         if self.is_world_process_zero():

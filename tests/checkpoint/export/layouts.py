@@ -27,8 +27,7 @@ from tunebook.checkpoint.record import (
     list_files,
 )
 from tunebook.config.choices import Attention, Checkpointing, Compute, Generation, PeftMethod, ScheduleName, Switch
-from tunebook.config.frozen import config_to_yaml, load_config
-from tunebook.config.plain import plain_config
+from tunebook.config.frozen import config_to_yaml, load_config, plain_config
 from tunebook.config.schema import (
     ActivationConfig,
     AttentionConfig,

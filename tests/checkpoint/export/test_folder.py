@@ -58,7 +58,7 @@ def test_it_has_its_name_only_when_it_is_whole(tmp_path: Path) -> None:
 EXPORTS = """
 import sys
 from pathlib import Path
-from tunebook.checkpoint.export.folder import beside
+
 
 with beside(Path(sys.argv[1])) as work:
     (work / "model.safetensors").write_bytes(bytes(1000))

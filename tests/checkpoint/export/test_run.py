@@ -23,8 +23,7 @@ from tunebook.evaluate.target import find_target
 from tunebook.files import sha256_file
 from tunebook.model.weights_fingerprint import weights_fingerprint
 from tunebook.plan.architecture.base_model import read_facts
-from tunebook.record.binding import check_bound, recorded_by_origin
-from tunebook.record.origin import ORIGIN_FILE
+from tunebook.record.model_origin import ORIGIN_FILE, check_bound, recorded_by_origin
 
 # peft asks transformers by a name that has a newer one
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")

@@ -17,7 +17,7 @@ from tunebook.evaluate.chat import Ending, Sampling
 from tunebook.evaluate.chat.model import ChatModel, load
 from tunebook.evaluate.chat.session import Session
 from tunebook.evaluate.target import Target
-from tunebook.model import placement
+from tunebook.model import gpu_memory
 
 SAMPLING = Sampling(max_new_tokens=16, temperature=0.0, seed=0)
 GIB = 2**30
@@ -102,7 +102,7 @@ def test_a_model_too_large_for_one_gpu_is_spread_and_answers_alike(
     # 1.2 GiB of weights need 1.8 GiB, and it is told that each GPU has 1 GiB.
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (GIB, GIB))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    spread, note = placement.place_on_gpus(model, None)
+    spread, note = gpu_memory.place_on_gpus(model, None)
     assert note == "it is spread over 2 GPUs, since it does not fit into one"
     assert {str(parameter.device) for parameter in spread.parameters()} == {"cuda:0", "cuda:1"}
     assert answer(spread) == whole != ""

@@ -30,7 +30,7 @@ from tunebook.evaluate.chat.terminal import quiet_libraries
 from tunebook.evaluate.target import Target
 from tunebook.evaluate.trained_model import load_trained
 from tunebook.model.tokenizer import load_tokenizer, tokenizer_hash
-from tunebook.record.origin import Origin
+from tunebook.record.model_origin import Origin
 
 Models = Callable[..., ChatModel]
 QUESTION = [{"role": "user", "content": "Reverse the order: rain key chair"}]

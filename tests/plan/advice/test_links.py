@@ -1,4 +1,4 @@
-"""ZeRO-2 or ZeRO-3: the arithmetic by hand, and what follows from it for recipes."""
+"""ZeRO-2 or ZeRO-3: the arithmetic, and the advice for recipes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_fsdp_gathers_the_frozen_weights_of_an_adapter() -> None:
     assert "(ZeRO-2 moves an adapter only)" in replace(fsdp, is_fsdp=False).text("ZeRO-2", "ZeRO-3")
 
 
-def test_at_the_needed_bandwidth_and_tokens_it_just_hides() -> None:
+def test_communication_hides_at_the_threshold() -> None:
     assert replace(COSTS, bus_gb_per_s=COSTS.needed_gb_per_s * 1.001).hides
     assert not replace(COSTS, bus_gb_per_s=COSTS.needed_gb_per_s * 0.999).hides
     assert replace(COSTS, tokens_per_pass=COSTS.needed_tokens).hides
@@ -120,9 +120,7 @@ def test_what_is_advised_and_when_the_recipe_should_change(
     ],
     ids=["rows", "nothing", "larger_batch", "adapter"],
 )  # fmt: skip
-def test_where_links_are_slow_for_what_alone_fits_only_what_can_run_is_named(
-    words: list[str], speed: float, fix: str
-) -> None:
+def test_advice_for_slow_links_names_only_what_can_run(words: list[str], speed: float, fix: str) -> None:
     config = resolved(*words)
     found = advise(config, solve_batch(config, None), measured(speed), "NVIDIA H200")
     assert found is not None
@@ -131,7 +129,7 @@ def test_where_links_are_slow_for_what_alone_fits_only_what_can_run_is_named(
 
 @pytest.mark.parametrize("fix", ["training.micro_batch_size=2", None])
 def test_more_rows_than_a_step_has_are_refused(fix: str | None) -> None:
-    """The rule for which the second case above names no rows: what is named must be planned without an error."""
+    """Why the second case above suggests no more rows: a suggestion must be possible to plan."""
     words = (fix or "training.micro_batch_size=64",)
     problems = check(resolved("llama2_70b_fsdp_1node", *words))
     assert [problem.id for problem in problems if problem.is_error] == ([] if fix else ["batch-too-small"])
@@ -144,7 +142,7 @@ def test_more_rows_than_a_step_has_are_refused(fix: str | None) -> None:
         ("zero1", 24, "ZeRO-2 is estimated not to fit.", "parallelism=zero3"),
     ],
 )
-def test_what_communicates_once_a_step_is_left_alone_where_it_fits(
+def test_strategies_that_communicate_once_a_step_get_no_advice(
     strategy: str, memory_gib: int, said: str, fix: str
 ) -> None:
     words = ("qwen3b_zero2", f"parallelism={strategy}")
@@ -181,7 +179,7 @@ def test_padded_rows_hold_one_document_each() -> None:
 
 
 def test_the_slower_operation_at_the_size_of_a_layer_counts() -> None:
-    """A layer of the 3B model is 171 MB in bf16: nearest to 256 MiB of these."""
+    """A layer of the 3B model is 171 MB in bf16; the nearest of these sizes is 256 MiB."""
     config = resolved("qwen3b_zero2", machine=FOUR)
     bandwidth = measured(1.0, 200.0, 360.0, sizes=(2**20, 2**28, 2**32))
     costs = costs_of(config, solve_batch(config, None), bandwidth, "NVIDIA H200")
@@ -193,7 +191,7 @@ def test_the_slower_operation_at_the_size_of_a_layer_counts() -> None:
     assert costs is not None and costs.bus_gb_per_s == 150.0
 
 
-def test_where_the_question_does_not_arise_nothing_is_said() -> None:
+def test_no_advice_without_a_choice() -> None:
     assert advice(measured(360.0), "quickstart", "hardware=auto") is None
     assert advice(measured(360.0), "qwen3b_zero2", "hardware.gpus_per_node=1", "parallelism=single") is None
     assert advice(measured(sizes=()), "qwen3b_zero2") is None

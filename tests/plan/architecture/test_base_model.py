@@ -8,8 +8,8 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tunebook.config.choices import Weights
-from tunebook.config.model_facts import MeasuredLayers
-from tunebook.config.schema import ModelConfig, ModelFacts
+from tunebook.config.model_facts import MeasuredLayers, ModelFacts
+from tunebook.config.schema import ModelConfig
 from tunebook.errors import RequestError
 from tunebook.model import base_config
 from tunebook.model.base_config import (

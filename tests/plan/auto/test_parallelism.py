@@ -22,7 +22,8 @@ from tunebook.config.choices import (
 from tunebook.config.compose import compose
 from tunebook.config.frozen import PARALLELISM_SCHEMAS, config_to_yaml, load_config
 from tunebook.config.identity import config_hash
-from tunebook.config.schema import FsdpConfig, ModelFacts, ParallelismConfig, ZeroConfig
+from tunebook.config.model_facts import ModelFacts
+from tunebook.config.schema import FsdpConfig, ParallelismConfig, ZeroConfig
 from tunebook.hardware.detect import Machine
 from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.memory import estimate_memory, fits_into

@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tunebook.record.page.comparison import compare, config_differences, short_names
-from tunebook.record.page.evaluations import compare_scores
+from tunebook.record.page.scores import compare_scores
 from tunebook.record.run_record import RunRecord, read_run
 
 
@@ -40,7 +40,7 @@ def test_the_duration_is_that_of_all_attempts(make_run) -> None:
     assert dict(compare(records, ["a", "b"]).numbers)["Duration"] == ["1 min 42 s", "1 min 50 s, 2 attempts"]
 
 
-def test_a_key_that_one_run_does_not_have_is_a_difference() -> None:
+def test_missing_key_is_a_difference() -> None:
     records = [
         RunRecord(folder=Path("a"), config={"x": 1, "zero": {"stage": 2}}),
         RunRecord(folder=Path("b"), config={"x": 1}),
@@ -50,7 +50,7 @@ def test_a_key_that_one_run_does_not_have_is_a_difference() -> None:
     assert compare(records, ["a", "b", "c"]).not_compared == ["c"]
 
 
-def test_names_are_as_short_as_they_can_be() -> None:
+def test_short_names_are_unique() -> None:
     def name_all(*folders: str) -> list[str]:
         return short_names([RunRecord(folder=Path(folder)) for folder in folders])
 

@@ -35,7 +35,7 @@ def test_smoothing_by_hand_and_over_a_gap() -> None:
     assert smoothed == [(1, 1.0), (2, 3.0), (3, None), (4, 2.0), (5, 1.0)]
 
 
-def test_few_steps_are_shown_as_they_are_and_many_are_smoothed() -> None:
+def test_only_long_curves_are_smoothed() -> None:
     few, many = loss_chart(record_of(3, 2, 1)), loss_chart(record_of(*[2.0] * 60))
     assert few is not None and [line.name for line in few.lines] == ["training"]
     assert many is not None and [line.name for line in many.lines] == [
@@ -46,14 +46,14 @@ def test_few_steps_are_shown_as_they_are_and_many_are_smoothed() -> None:
 
 
 @pytest.mark.parametrize(("every", "told"), [(1, "each step"), (5, "mean of each 5 steps")])
-def test_a_point_of_the_loss_is_of_as_many_steps_as_are_logged_at_a_time(every: int, told: str) -> None:
+def test_loss_label_contains_the_logging_interval(every: int, told: str) -> None:
     record = replace(record_of(*[8.0] * 40, *[0.5] * 40), config={"training": {"log_every_steps": every}})
     loss, late = loss_chart(record), late_loss_chart(record)
     assert loss is not None and loss.lines[0].name == f"training, {told}"
     assert late is not None and late.lines[0].name == told
 
 
-def test_a_speed_is_of_each_gpu_or_of_each_rank_of_a_cpu(make_run) -> None:
+def test_speed_is_per_gpu_or_per_cpu_rank(make_run) -> None:
     on_cpu, on_gpus = read_run(make_run("2026-11-21T07-18-05Z")), read_run(make_run("2026-11-21T07-18-06Z", ranks=8))
 
     def label(charts: list[Chart]) -> str:
@@ -73,7 +73,7 @@ def test_the_step_at_which_the_loss_was_not_finite_is_marked() -> None:
     assert [(mark.x, mark.text) for mark in chart.marks] == [(2, "not finite, step 2")]
 
 
-def test_a_second_half_that_the_first_flattens_gets_its_own_axes() -> None:
+def test_flattened_second_half_gets_its_own_axes() -> None:
     assert late_loss_chart(record_of(*[8.0] * 40, *[0.5] * 40)) is not None
     assert late_loss_chart(record_of(*[3.0] * 40, *[2.0] * 40)) is None  # readable as it is
     assert late_loss_chart(record_of(8.0, 0.1)) is None

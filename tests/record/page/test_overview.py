@@ -12,10 +12,11 @@ from tunebook.record.page.overview import (
     build_overview,
     describe_machine,
     format_time,
+    main_score,
     speed_unit,
     state_of,
+    summarise,
 )
-from tunebook.record.page.summary import summarise
 from tunebook.record.report import render_comparison
 from tunebook.record.run_record import RunRecord, read_run
 
@@ -77,23 +78,25 @@ def test_packages_that_are_not_the_locks_are_in_the_head(make_run, differences: 
         ("running", None, "it is still running, or it was killed after step 40"),
     ],
 )
-def test_every_other_end_is_said_plainly(make_run, state: str, exit_code: int | None, expected: str) -> None:
+def test_banner_of_every_ending(make_run, state: str, exit_code: int | None, expected: str) -> None:
     record = read_run(make_run(state=state, exit_code=exit_code, reason="rank 3 was killed", num_steps=40))
     assert expected in banner(record)
 
 
-def test_a_stopped_run_says_what_starting_it_again_does(make_run) -> None:
+def test_banner_of_a_stopped_run_explains_resuming(make_run) -> None:
     folder = make_run(state="stopped", exit_code=6, reason="asked by SIGTERM", num_steps=0)
     said = banner(read_run(folder))
     assert "before the first step was logged" in said
-    assert said.endswith("No checkpoint of it is recorded. Starting it again begins anew, at the first step.")
+    assert said.endswith("No checkpoint of it is recorded. Starting it again begins at the first step.")
     (folder / "model").mkdir()
-    assert banner(read_run(folder)).endswith("starting it again with training.resume=auto does what is left.")
+    assert banner(read_run(folder)).endswith(
+        "Starting it again with training.resume=auto completes the remaining work."
+    )
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["status"]["last_checkpoint"] = "/runs/checkpoint-4"
     (folder / "manifest.json").write_text(json.dumps(manifest))
     assert banner(read_run(folder)).endswith(
-        "checkpoint: /runs/checkpoint-4. Starting it again with training.resume=auto goes on from there."
+        "checkpoint: /runs/checkpoint-4. Starting it again with training.resume=auto resumes from there."
     )
 
 
@@ -102,10 +105,10 @@ def test_a_stopped_run_says_what_starting_it_again_does(make_run) -> None:
     [
         ([], "1 min 42 s"),
         ([48.6], "2 min 31 s, 2 attempts"),
-        ([48.6, None], "2 min 31 s, 3 attempts; without the time of 1 that did not say when it ended"),
+        ([48.6, None], "2 min 31 s, 3 attempts; without the time of 1 that recorded no end"),
     ],
 )
-def test_a_run_took_as_long_as_all_of_its_attempts(make_run, earlier: list[float | None], took: str) -> None:
+def test_duration_is_the_sum_of_all_attempts(make_run, earlier: list[float | None], took: str) -> None:
     record = read_run(make_run())
     assert record.manifest is not None
     record.manifest["earlier_attempts"] = [
@@ -143,7 +146,7 @@ def test_the_validation_loss_of_a_best_model_is_its_own(make_run) -> None:
     assert figure.note == f"of model/, which is checkpoint-{worst}"
 
 
-def test_no_recipe_is_made_up_of_a_folders_name(make_run) -> None:
+def test_run_without_recipe_is_not_named_by_its_folder(make_run) -> None:
     record = read_run(make_run())
     assert record.manifest is not None and record.config is not None
     record.manifest["recipe"], record.config["title"] = None, ""
@@ -156,14 +159,14 @@ def test_no_recipe_is_made_up_of_a_folders_name(make_run) -> None:
     assert "<h1>2 runs of example, none (own model and data)</h1>" in page
 
 
-def test_a_run_that_was_edited_says_so_above_everything(make_run) -> None:
+def test_edited_run_has_a_banner(make_run) -> None:
     record = read_run(make_run())
     assert record.manifest is not None
     record.manifest["files_sha256"] = {"metrics.jsonl": "0" * 64}
-    assert banner(record).startswith("metrics.jsonl was changed after the run: it has not the hash")
+    assert banner(record).startswith("metrics.jsonl was changed after the run: its hash differs from the manifest's")
 
 
-def test_a_run_on_a_cpu_has_ranks_whatever_gpus_are_beside_it(make_run) -> None:
+def test_cpu_run_has_ranks_even_if_the_machine_has_gpus(make_run) -> None:
     on_cpu, on_gpus = read_run(make_run("2026-11-21T07-18-05Z")), read_run(make_run("2026-11-21T07-18-06Z", ranks=8))
     assert [speed_unit([record]) for record in (on_cpu, on_gpus)] == ["rank", "GPU"]
     assert on_gpus.config is not None
@@ -172,7 +175,7 @@ def test_a_run_on_a_cpu_has_ranks_whatever_gpus_are_beside_it(make_run) -> None:
     assert speed_unit([RunRecord(folder=Path("a/b"))]) == "rank"
 
 
-def test_a_loss_that_was_not_finite_is_never_reported_as_finished(make_run) -> None:
+def test_run_with_a_non_finite_loss_is_never_reported_as_finished(make_run) -> None:
     line = {"step": 58, "loss": None, "not_finite": ["loss"], "tokens_seen": 1}
     record = read_run(make_run(num_steps=57, extra_lines=(line,)))
     assert record.status["state"] == "finished"
@@ -180,7 +183,7 @@ def test_a_loss_that_was_not_finite_is_never_reported_as_finished(make_run) -> N
     assert "The loss was not finite at step 58." in banner(record)
 
 
-def test_a_folder_without_a_manifest_says_so(make_run) -> None:
+def test_folder_without_manifest_has_a_banner(make_run) -> None:
     record = read_run(make_run(without=("manifest.json",)))
     assert "no manifest.json" in banner(record)
     assert describe_machine(record) == "not recorded"
@@ -202,3 +205,58 @@ def test_hardware_counts_gpus_and_those_in_use(make_run) -> None:
 def test_times_are_for_people() -> None:
     assert format_time("2026-11-02T07:08:05+00:00") == "2 November 2026, 07:08 UTC"
     assert format_time(None) == "not recorded"
+
+
+def test_a_run_in_numbers_by_hand() -> None:
+    training = [
+        {"step": step, "loss": 10.0 - 0.1 * step, "tokens_seen": 50 * step, "mfu": None,
+         "tokens_per_second_per_gpu": 10.0 if step <= 4 else 100.0, "padding_share": 0.25,
+         "memory_gib": [float(step), 1.0]}
+        for step in range(1, 41)
+    ]  # fmt: skip
+    validation = [
+        {"step": 20, "validation_loss": 4.0},
+        {"step": 30, "validation_loss": 3.5},
+        {"step": 40, "validation_loss": None},
+    ]
+    plan = {"batch": {"total_steps": 80}}
+    summary = summarise(RunRecord(folder=Path("a/b"), plan=plan, training=training, validation=validation))
+    assert (summary.num_steps, summary.num_planned_steps, summary.num_tokens) == (40, 80, 2000)
+    assert summary.first_loss == pytest.approx(9.9)
+    assert (summary.num_final_steps, summary.final_loss) == (2, pytest.approx(6.05))  # of 6.1 and 6.0
+    assert summary.best_validation_loss == 3.5
+    assert summary.tokens_per_second_per_gpu == 100  # the first tenth is warming up
+    assert summary.mfu is None
+    assert summary.padding_share == 0.25
+    assert summary.peak_memory_gib == [40, 1]
+
+
+def test_the_padding_share_is_of_all_computed_tokens() -> None:
+    counted = ((100, 900), (300, 100), (0, 10))  # tokens and padding of three logged steps
+    training, seen = [], 0
+    for step, (tokens, padding) in enumerate(counted, 1):
+        seen += tokens
+        share = padding / (tokens + padding)
+        training.append({"step": step, "loss": 1.0, "tokens_seen": seen, "padding_share": share})
+    summary = summarise(RunRecord(folder=Path("a/b"), training=training))
+    assert summary.padding_share == pytest.approx(1000 / 1400)  # not (0.9 + 0.25 + 1) / 3
+
+
+def test_time_of_a_killed_attempt_is_unknown() -> None:
+    manifest = {"status": {"seconds": 27.9}, "earlier_attempts": [{"seconds": 48.6}, {"seconds": None}]}
+    summary = summarise(RunRecord(folder=Path("a/b"), manifest=manifest))
+    assert (summary.seconds, summary.num_attempts, summary.num_attempts_without_end) == (76.5, 3, 1)
+    manifest["status"] = {"seconds": None}
+    assert summarise(RunRecord(folder=Path("a/b"), manifest=manifest)).seconds is None
+
+
+def test_an_empty_run_has_no_numbers() -> None:
+    summary = summarise(RunRecord(folder=Path("a/b")))
+    assert (summary.num_steps, summary.final_loss, summary.peak_memory_gib) == (None, None, [])
+
+
+def test_the_main_score_is_the_first_tasks() -> None:
+    evaluation = {"tasks": {"a": {"metric": "exact_match", "value": 0.9}, "b": {"metric": "acc", "value": 0.1}}}
+    assert main_score(evaluation) == ("a", "exact_match", 0.9)
+    assert main_score({"tasks": {}}) is None
+    assert main_score(None) is None

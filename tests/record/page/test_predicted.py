@@ -1,4 +1,4 @@
-"""Prediction and measurement side by side: the bar to scale, the differences by hand, what was not estimated said."""
+"""The plan's prediction compared with the measurement: the bar, the differences, and missing estimates."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from tunebook.record.page.overview import summarise
 from tunebook.record.page.predicted import Compared, build_prediction, draw_stack, memory_stack
-from tunebook.record.page.summary import summarise
 from tunebook.record.report import write_report
 from tunebook.record.run_record import RunRecord
 
@@ -39,13 +39,13 @@ def rows_of(record: RunRecord) -> dict[str, Compared]:
 def test_parts_lie_end_to_end_to_the_scale_of_the_gpu_with_the_highest_peaks_marked() -> None:
     stack = memory_stack(run(memory_gib=MEMORY))
     assert stack is not None
-    assert [(part.name, part.start, part.width) for part in stack.parts] == [
+    assert [(part.name, part.begins, part.share) for part in stack.parts] == [
         ("weights", 0.0, 0.125),
         ("optimizer", 0.125, 0.25),
         ("overhead", 0.375, 0.0625),
     ]
-    assert [part.colour for part in stack.parts] == [0, 2, 3]  # gradients are nothing, and keep theirs
-    assert [(mark.kind, mark.text, mark.at) for mark in stack.marks] == [
+    assert [part.kind for part in stack.parts] == ["0", "2", "3"]  # gradients are nothing, and keep theirs
+    assert [(mark.kind, mark.text, mark.begins) for mark in stack.marks] == [
         ("allocated", "25 GiB", 0.3125),
         ("reserved", "40 GiB", 0.5),
         ("device", "44 GiB", 0.55),
@@ -56,17 +56,15 @@ def test_parts_lie_end_to_end_to_the_scale_of_the_gpu_with_the_highest_peaks_mar
 def test_a_small_run_on_a_large_machine_is_drawn_larger() -> None:
     stack = memory_stack(run("cpu", measured=False, memory_gib=MEMORY | {"capacity": 1000.0}))
     assert stack is not None
-    assert sum(part.width for part in stack.parts) == pytest.approx(1 / 1.05)
+    assert sum(part.share for part in stack.parts) == pytest.approx(1 / 1.05)
     assert [mark.name for mark in stack.marks] == ["measured peak of the process"]
-    assert stack.note == (
-        "The bar is drawn larger than to scale: one rank, which has its share of this machine, has 1,000 GiB."
-    )
+    assert stack.note == "The bar is magnified: one rank's share of this machine has 1,000 GiB."
 
 
 def test_more_than_there_is_says_so() -> None:
     stack = memory_stack(run(memory_gib=MEMORY | {"capacity": 30.0}))
     assert stack is not None
-    assert max(part.start + part.width for part in stack.parts) < 1  # 35 of the measured 44
+    assert max(part.begins + part.share for part in stack.parts) < 1  # 35 of the measured 44
     assert stack.note == "This is more than the 30 GiB of one GPU."
 
 
@@ -105,7 +103,7 @@ def test_a_process_on_a_cpu_is_compared_with_everything_planned() -> None:
     ],
     ids=["older", "estimated", "not"],
 )
-def test_what_a_prediction_rests_on_is_said(plan: dict[str, Any], notes: list[str]) -> None:
+def test_prediction_names_its_basis(plan: dict[str, Any], notes: list[str]) -> None:
     record = run(**plan)
     found = build_prediction(record, summarise(record))
     assert found is not None
@@ -119,14 +117,14 @@ def test_a_run_without_a_plan_has_no_such_section(make_run: Any, tmp_path: Path)
     assert "Predicted and measured" not in (tmp_path / "report.html").read_text()
 
 
-def test_the_section_is_on_the_page_whatever_the_plan_knew(make_run: Any, tmp_path: Path) -> None:
+def test_section_is_on_the_page_for_every_plan(make_run: Any, tmp_path: Path) -> None:
     write_report([make_run()], tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert "<h2>Predicted and measured</h2>" in page
     assert "Memory: the plan has no estimate of it." in page
 
 
-def test_the_bar_says_in_words_what_it_shows() -> None:
+def test_bar_has_a_description() -> None:
     stack = memory_stack(run(memory_gib=MEMORY))
     assert stack is not None
     svg = str(draw_stack(stack))

@@ -226,7 +226,7 @@ def test_before_a_machine_is_taken_away_the_run_saves_and_the_same_command_goes_
     again.interrupt()
     ended = again.wait(120)
     assert ended.exit_code == 6, ended.output
-    assert f"going on after {folder.resolve()}/checkpoints/checkpoint-{steps}" in "".join(ended.output.splitlines())
+    assert f"resuming from {folder.resolve()}/checkpoints/checkpoint-{steps}" in "".join(ended.output.splitlines())
     assert read_run(folder).losses[:steps] == losses
     leaves_nothing()
 

@@ -107,7 +107,7 @@ def test_after_a_killed_head_nothing_runs_on_and_the_same_command_goes_on(start_
     pair = start_pair(steps=60)
     first, second = pair.wait(150)
     assert (first.exit_code, second.exit_code) == (0, 0), first.output + second.output
-    assert f"going on after {killed.folder}" in first.output
+    assert f"resuming from {killed.folder}" in first.output
     assert len(read_run(pair.folder).losses) == 60
 
 

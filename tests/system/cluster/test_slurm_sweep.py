@@ -128,7 +128,7 @@ def test_ctrl_c_lets_running_jobs_save_takes_waiting_ones_back_and_the_same_comm
     assert ended.exit_code == 0, ended.output
     assert [num_steps(read_run, tmp_path, trial) for trial in (0, 1)] == [40, 40]
     logs = [(sweep_folder(tmp_path) / f"trial-{trial:03d}.log").read_text() for trial in (0, 1)]
-    assert [("going on after" in log) for log in logs] == [at_work == 0, at_work == 1]
+    assert [("resuming from" in log) for log in logs] == [at_work == 0, at_work == 1]
     leaves_nothing(30)
 
 
@@ -148,7 +148,7 @@ def test_a_preempted_trial_saves_is_requeued_and_finishes(
     assert ended.exit_code == 0, ended.output
     assert [row["exit_code"] for row in rows_of(tmp_path)] == ["0", "0"]
     assert num_steps(read_run, tmp_path, 0) == 40
-    assert "going on after" in (sweep_folder(tmp_path) / "trial-000.log").read_text()
+    assert "resuming from" in (sweep_folder(tmp_path) / "trial-000.log").read_text()
     leaves_nothing(30)
 
 

@@ -65,7 +65,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(start, in_checkout):
     assert "Error 6" in read()  # make's word for it; its own exit code is 2 or the signal
     assert containers(in_checkout) == []
     again, read = start(*words)
-    wait_for(r"going on after .*/checkpoint-\d+", again, read)
+    wait_for(r"resuming from .*/checkpoint-\d+", again, read)
     wait_for(r"^step \d", again, read)
     os.kill(again.pid, signal.SIGTERM)  # to make alone, which hands it on
     again.wait(300)

@@ -38,7 +38,7 @@ def _plain(name: str) -> str:
     return name.replace(f".modules_to_save.{_NAME}.", ".").replace(f".{_NAME}.", ".")
 
 
-def require_whole(blueprint: Blueprint, weights: Weights, place: str) -> PeftConfig:
+def require_first_step(blueprint: Blueprint, weights: Weights, place: str) -> PeftConfig:
     """Compare an adapter with its base; returns its settings with the modules that they mean by name.
 
     Raises: RequestError naming tensors that are empty, missing, misshapen or of another adapter.

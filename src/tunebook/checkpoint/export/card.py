@@ -15,7 +15,7 @@ from tunebook.config.choices import PeftMethod, ScheduleName, Source, TrainOn, W
 from tunebook.config.schema import RunConfig, world_size
 from tunebook.model.adapters import trains_in_fp32
 from tunebook.parallel.deepspeed import zero_stage
-from tunebook.record.origin import ORIGIN_FILE, Origin
+from tunebook.record.model_origin import ORIGIN_FILE, Origin
 from tunebook.record.run_record import RunRecord
 
 _FINAL = "model"  # the run's folder with the model as it was at the end

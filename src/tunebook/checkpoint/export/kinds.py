@@ -40,7 +40,7 @@ from tunebook.config.choices import PeftMethod
 from tunebook.config.schema import RunConfig
 from tunebook.model.adapters import merged, with_adapter
 from tunebook.model.base_config import read_dtype
-from tunebook.model.token_ids import agree_on_tokens
+from tunebook.model.tokenizer import agree_on_tokens
 from tunebook.record.run_record import RunRecord
 
 if TYPE_CHECKING:

@@ -23,8 +23,7 @@ from tunebook.facts.attention import MASKED, WITHOUT_KERNEL
 from tunebook.model.adapters import ADAPTER_FILE, IGNORED_PATTERNS, UNTIED, adapter_config
 from tunebook.model.hub import hub_problem
 from tunebook.model.load import architecture_from_facts, check_model, load_architecture, load_model, model_location
-from tunebook.model.token_ids import agree_on_tokens, trainer_tokenizer
-from tunebook.model.tokenizer import load_tokenizer
+from tunebook.model.tokenizer import agree_on_tokens, load_tokenizer, trainer_tokenizer
 from tunebook.model.tokenizer_files import VOCABULARY_FILES
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tunebook.checkpoint.export.adapter import adapter_weights, require_whole
+from tunebook.checkpoint.export.adapter import adapter_weights, require_first_step
 from tunebook.checkpoint.export.card import ExportOrigin, card
 from tunebook.checkpoint.export.folder import beside, check_room, check_target
 from tunebook.checkpoint.export.formats import find_stored
@@ -29,11 +29,17 @@ from tunebook.files import atomic_write_text
 from tunebook.model.adapters import is_adapter
 from tunebook.model.hub import why_no_upload
 from tunebook.model.load import check_model
-from tunebook.record.binding import BASE, Trained, check_base, check_bound, recorded_by_run
-from tunebook.record.files import RUN_FILE
 from tunebook.record.manifest import describe_model
-from tunebook.record.origin import origin_of, write_origin
-from tunebook.record.run_folder import resolve_run
+from tunebook.record.model_origin import (
+    BASE,
+    Trained,
+    check_base,
+    check_bound,
+    origin_of,
+    recorded_by_run,
+    write_origin,
+)
+from tunebook.record.run_folder import RUN_FILE, resolve_run
 from tunebook.record.run_record import RunRecord, read_run
 
 
@@ -144,7 +150,7 @@ def _look(run: RunRecord, config: RunConfig, source: Source, *, merge: bool, dty
     weights, place = open_weights(stored), str(source.folder)
     if blueprint.adapter is not None:
         weights = adapter_weights(weights)
-        blueprint = replace(blueprint, adapter=require_whole(blueprint, weights, place))
+        blueprint = replace(blueprint, adapter=require_first_step(blueprint, weights, place))
     elif merge:
         raise RequestError(
             f"--merge: {run.name} trained the whole model (peft.method=full), so there is no adapter to merge; leave "

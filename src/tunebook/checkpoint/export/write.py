@@ -77,7 +77,7 @@ def compare_with(expected: Shapes, stored: Shapes, *, may_be_missing: set[str] |
 
 def compare_with_model(model: PreTrainedModel, stored: Shapes) -> Problems:
     """The same for a whole model's names, as transformers knows them: older ones, tied ones, converted ones."""
-    from tunebook.model.completeness import compare_shapes
+    from tunebook.model.weight_files import compare_shapes
 
     problems = _empties(stored)
     found = compare_shapes(model, stored)

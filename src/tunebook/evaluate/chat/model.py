@@ -23,7 +23,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import RunConfig
-from tunebook.data.template import ConversationRenderer, Messages
+from tunebook.data.template import ConversationRenderer
+from tunebook.data.template_content import Messages
 from tunebook.errors import DoesNotFitError, RequestError
 from tunebook.evaluate.chat import Ending, Generated, Sampling
 from tunebook.evaluate.target import Target, bare_config, without_overrides
@@ -37,10 +38,10 @@ from tunebook.evaluate.trained_model import (
     uses_gpu,
 )
 from tunebook.model.adapters import is_adapter
-from tunebook.model.placement import place_on_gpus
+from tunebook.model.gpu_memory import place_on_gpus
 from tunebook.model.tokenizer import load_tokenizer
-from tunebook.record.binding import check_base, check_bound, recorded_by_origin, recorded_by_run, uncompared_base
-from tunebook.record.files import RUN_FILE
+from tunebook.record.model_origin import check_base, check_bound, recorded_by_origin, recorded_by_run, uncompared_base
+from tunebook.record.run_folder import RUN_FILE
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx")  # where architectures keep it
 _UNKNOWN_CONTEXT_TOKENS = 2048

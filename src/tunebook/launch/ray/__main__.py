@@ -20,7 +20,7 @@ from tunebook.config.schema import RayConfig, RunConfig, world_size
 from tunebook.launch.ray.check import connect, worker_resources
 from tunebook.launch.ray.worker import work
 from tunebook.launch.rendezvous import TOKEN_VARIABLE
-from tunebook.record.files import RUN_FILE
+from tunebook.record.run_folder import RUN_FILE
 from tunebook.train.environment import handed_on
 
 

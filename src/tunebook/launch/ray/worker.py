@@ -22,7 +22,7 @@ from tunebook.launch.logs import rank_log
 from tunebook.launch.node import Agent
 from tunebook.launch.node_facts import folder_problem, node_facts, socket_interface
 from tunebook.launch.rendezvous import TOKEN_VARIABLE, LauncherState, Link, NodeState, find_launcher, open_store
-from tunebook.record.files import RUN_FILE
+from tunebook.record.run_folder import RUN_FILE
 from tunebook.supervise import start_command
 from tunebook.train.environment import rank_environment
 

@@ -12,13 +12,13 @@ from typing import Any
 
 from tunebook.config.book import book_root, is_in_book, is_task_file, resolve_path
 from tunebook.config.choices import ContainerRuntime, Generation
-from tunebook.config.control_characters import require_printable
 from tunebook.config.schema import RunConfig, SlurmConfig
+from tunebook.config.unsafe_text import require_printable
+from tunebook.data.prepared import PREPARED_FILE
 from tunebook.errors import RequestError
 from tunebook.files import CACHE_VARIABLE, cache_root
 from tunebook.launch.node_facts import code_hash
 from tunebook.launch.rendezvous import TOKEN_VARIABLE, NodeState
-from tunebook.record.files import PREPARED_FILE
 from tunebook.record.manifest import read_manifest, update_manifest
 from tunebook.record.provenance import describe_code, describe_environment
 from tunebook.train.environment import handed_on

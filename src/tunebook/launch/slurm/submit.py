@@ -15,8 +15,8 @@ from typing import NoReturn
 from rich.console import Console
 from rich.text import Text
 
-from tunebook.config.control_characters import require_printable
 from tunebook.config.schema import RunConfig, SlurmConfig
+from tunebook.config.unsafe_text import require_printable
 from tunebook.errors import RequestError, StoppedError, TunebookError
 from tunebook.files import atomic_write_text
 from tunebook.launch.commands import JOB_SCRIPT, job_body, show_command
@@ -35,7 +35,7 @@ from tunebook.slurm import (
     submit_script,
     take_back_hopeless,
 )
-from tunebook.train.signals import RequestCount, handling_signals
+from tunebook.train.rank_process import RequestCount, handling_signals
 
 _POLL_S = 2.0
 _HELD = "JobHeldUser"

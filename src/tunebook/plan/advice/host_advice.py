@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from tunebook.config.choices import Checkpointing, Offload, PeftMethod
-from tunebook.config.schema import FsdpConfig, ModelFacts, ParallelismConfig, RunConfig, ZeroConfig
+from tunebook.config.model_facts import ModelFacts
+from tunebook.config.schema import FsdpConfig, ParallelismConfig, RunConfig, ZeroConfig
 from tunebook.facts.optimizers import OPTIMIZERS
 from tunebook.facts.strategies import ALONE, OFFLOADING_ALL, SPARING_THE_HOST
 from tunebook.plan.memory import GIB, estimate_memory

@@ -13,7 +13,8 @@ from typing import Any
 
 from tunebook.config.book import resolve_path
 from tunebook.config.choices import Weights
-from tunebook.config.schema import ModelConfig, ModelFacts
+from tunebook.config.model_facts import ModelFacts
+from tunebook.config.schema import ModelConfig
 from tunebook.model.base_config import (
     DTYPES,
     architecture_of,

@@ -14,7 +14,8 @@ from tunebook.config.choices import (
     PackingMode,
     PeftMethod,
 )
-from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig
+from tunebook.config.model_facts import ModelFacts
+from tunebook.config.schema import FsdpConfig, RunConfig
 from tunebook.facts.attention import ATTENTIONS, attention_facts
 from tunebook.facts.strategies import strategy_facts
 from tunebook.plan.auto.decisions import Decisions

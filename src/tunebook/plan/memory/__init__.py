@@ -19,7 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tunebook.config.choices import Checkpointing, PackingMode
-from tunebook.config.schema import ModelFacts, RunConfig
+from tunebook.config.model_facts import ModelFacts
+from tunebook.config.schema import RunConfig
 from tunebook.plan.memory.moments import fullest_moment
 from tunebook.plan.memory.overhead import overhead_bytes
 from tunebook.plan.memory.states import num_ranks

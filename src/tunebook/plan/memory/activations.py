@@ -18,8 +18,8 @@ from tunebook.config.choices import (
     PackingMode,
     PeftMethod,
 )
-from tunebook.config.model_facts import CAST, MeasuredLayers
-from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig
+from tunebook.config.model_facts import CAST, MeasuredLayers, ModelFacts
+from tunebook.config.schema import FsdpConfig, RunConfig
 from tunebook.data.batch import PADDED_TOKENS_PER_PASS, largest_micro_batch
 from tunebook.facts.attention import ATTENTIONS, BY_DOCUMENT, COMPILED, COMPILED_BETA, MASKED, attention_facts
 from tunebook.facts.sharing import is_cast_by_deepspeed

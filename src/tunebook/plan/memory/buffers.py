@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 
 from tunebook.config.choices import Checkpointing, Compute, MasterWeights, Offload, PeftMethod
-from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig, ZeroConfig
+from tunebook.config.model_facts import ModelFacts
+from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
 from tunebook.facts.strategies import strategy_facts
 from tunebook.model.parameters import count_parameters, linear_layers
 from tunebook.plan.memory.activations import OF_ATTENTION, head_gradient_bytes, unadapted

@@ -16,7 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tunebook.config.choices import Checkpointing, Generation, MasterWeights, Offload, PeftMethod, Weights
-from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig, ZeroConfig
+from tunebook.config.model_facts import ModelFacts
+from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
 from tunebook.facts.sharing import Sharing, sharing_of, stays_whole
 from tunebook.facts.strategies import strategy_facts
 from tunebook.model.parameters import count_parameters, largest_parameter
@@ -129,7 +130,7 @@ def _zero_weights(config: RunConfig, facts: ModelFacts, settings: ZeroConfig) ->
 
 
 def loading_bytes(config: RunConfig, facts: ModelFacts) -> float:
-    """What the ranks of the node hold of the weights at once (see `model.sharing` and `model.load`)."""
+    """What the ranks of the node hold of the weights at once (see `model.load`)."""
     ranks, element = max(1, config.hardware.gpus_per_node or 1), _loaded_element(config)
     sharing, largest = sharing_of(config), largest_parameter(facts)
     is_cpu = config.hardware.generation is Generation.cpu

@@ -21,7 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tunebook.config.choices import Checkpointing
-from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig
+from tunebook.config.model_facts import ModelFacts
+from tunebook.config.schema import FsdpConfig, RunConfig
 from tunebook.facts.strategies import strategy_facts
 from tunebook.model.parameters import count_parameters
 from tunebook.plan.memory.activations import (

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tunebook.config.choices import Compute, MasterWeights, Offload, PeftMethod
-from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig, ZeroConfig
+from tunebook.config.model_facts import ModelFacts
+from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
 from tunebook.facts.optimizers import OPTIMIZERS
 from tunebook.facts.sharing import is_cast_by_deepspeed
 from tunebook.facts.strategies import strategy_facts

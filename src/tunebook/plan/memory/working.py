@@ -8,7 +8,8 @@ does so again); compiled layers are met without. `hidden`, `inner` and `element`
 from __future__ import annotations
 
 from tunebook.config.choices import Checkpointing, Compute, PeftMethod
-from tunebook.config.schema import FsdpConfig, ModelFacts, RunConfig
+from tunebook.config.model_facts import ModelFacts
+from tunebook.config.schema import FsdpConfig, RunConfig
 from tunebook.facts.attention import attention_facts
 from tunebook.facts.sharing import is_cast_by_deepspeed
 from tunebook.facts.strategies import strategy_facts

@@ -15,7 +15,7 @@ from tunebook.config.choices import (
     Weights,
     WrapPolicy,
 )
-from tunebook.config.fsdp_units import layer_parameters
+from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
 from tunebook.facts.architectures import DECODER_LAYERS
 from tunebook.facts.optimizers import OPTIMIZERS
@@ -322,6 +322,13 @@ def wrap_class_unknown(config: RunConfig) -> Finding | None:
     names = ", ".join(settings.wrap_classes)
     message = f"{facts.architecture} has no {names}; its blocks are {own}"
     return Finding(key="parallelism.wrap_classes", message=message, fix=f"parallelism.wrap_classes=[{own}]")
+
+
+def layer_parameters(facts: ModelFacts) -> int:
+    """The parameters of one decoder layer as in Llama, with norms and biases: no repeated part is larger."""
+    embeddings = facts.vocab_size * facts.hidden_size * (1 if facts.tie_word_embeddings else 2)
+    last_norm = facts.hidden_size
+    return max(0, facts.num_parameters - embeddings - last_norm) // max(1, facts.num_layers)
 
 
 @rule(

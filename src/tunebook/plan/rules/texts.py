@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tunebook.config.control_characters import control_character, shown, without_control_characters
 from tunebook.config.override_text import typed, typed_list
 from tunebook.config.schema import RunConfig
+from tunebook.config.unsafe_text import control_character, shown, without_control_characters
 from tunebook.config.walk import texts_of
 from tunebook.plan.rules.frame import Finding, Rule, rule
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tunebook.config.choices import Attention, Compute, Strategy
-from tunebook.config.schema import ModelFacts
+from tunebook.config.model_facts import ModelFacts
 from tunebook.model.flops import flops_per_token, model_flops_utilisation, recomputed_flops_per_token
 
 RESULTS = "tests/bench/results/"

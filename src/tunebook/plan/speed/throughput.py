@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tunebook.config.choices import Checkpointing, Compute, Generation, PackingMode, PeftMethod, Switch
-from tunebook.config.schema import ModelFacts, RunConfig, world_size
+from tunebook.config.model_facts import ModelFacts
+from tunebook.config.schema import RunConfig, world_size
 from tunebook.data.batch import BatchPlan
 from tunebook.facts.peaks import Peak, peak_of
 from tunebook.model.flops import flops_per_token, recomputed_flops_per_token

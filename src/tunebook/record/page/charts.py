@@ -1,8 +1,8 @@
 """Line charts as inline SVG.
 
-Why our own: the report is one file that must open anywhere, without network and without JavaScript. A plotting library
-would add 80 MB to every image and megabytes of script, or a bitmap that neither scales nor follows the reader's light
-or dark colours. Colours are classes (`c0`..`c5`) that the page's style sheet defines for both.
+No plotting library: the report is one file that must open without network and without JavaScript. A library would add
+80 MB to every image and megabytes of script, or a bitmap that neither scales nor follows the reader's color scheme.
+Colors are classes (`c0`..`c5`) of the page's style sheet.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from markupsafe import Markup
 from tunebook.record.page.numbers import Unit, format_value, tick_labels
 
 _ROUND_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
-_START_AT_ZERO_BELOW = 0.5  # of the largest value: a smallest value under this is near enough to zero to show it
+_START_AT_ZERO_BELOW = 0.5  # of the largest value: an axis whose smallest value is below this starts at zero
 
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """One axis: its two ends in data units, its ticks inside them, and the scale note of their labels."""
+    """One axis: its ends in data units, its ticks, and the scale of their labels."""
 
     low: float
     high: float
@@ -31,7 +31,7 @@ class Axis:
     scale_note: str
 
     def share(self, value: float) -> float:
-        """Where a value lies: 0 at the low end, 1 at the high end; values outside lie on the end."""
+        """The position of a value from 0 to 1; values outside are at the ends."""
         return min(1.0, max(0.0, (value - self.low) / (self.high - self.low)))
 
 
@@ -47,7 +47,7 @@ def round_ticks(low: float, high: float, num_ticks: int, whole: bool = False) ->
 
 
 def step_axis(values: list[float], num_ticks: int = 6) -> Axis:
-    """The horizontal axis of steps or tokens: from zero, unless all lies far off, to exactly the last value."""
+    """The horizontal axis of steps or tokens, to exactly the last value; from zero unless all values are far away."""
     low, high = min(values), max(values)
     low = 0.0 if low == high or low < _START_AT_ZERO_BELOW * high else low
     if high <= low:
@@ -56,16 +56,16 @@ def step_axis(values: list[float], num_ticks: int = 6) -> Axis:
 
 
 def value_axis(values: list[float], unit: Unit, from_zero: bool, num_ticks: int = 5) -> Axis:
-    """The vertical axis: round numbers around the values; starts at zero where asked, or where they come near it."""
+    """The vertical axis with round ends; it starts at zero if asked to, or if the values come near zero."""
     low, high = min(values), max(values)
     if low >= 0 and (from_zero or low < _START_AT_ZERO_BELOW * high):
         low = 0.0
-    if high <= low:  # one value, or all the same: give it air on both sides
+    if high <= low:  # one value, or all equal: add a margin on both sides
         margin = abs(high) * 0.1 or 1.0
         low, high = (0.0 if low == 0 else low - margin), high + margin
     ticks = round_ticks(low, high, num_ticks)
     step = ticks[1] - ticks[0] if len(ticks) > 1 else high - low
-    # Out to the next tick on both sides, so that no line touches the frame without a number beside it.
+    # Extend to the next tick on both sides, so that the frame has a number at each end.
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     ticks = [number * step for number in range(first, last + 1)]
     return _axis(ticks[0], ticks[-1], ticks, unit)
@@ -96,17 +96,17 @@ class Stroke(Enum):
 
     strong = "strong"
     faint = "faint"  # raw values behind a smoothed line
-    dots = "dots"  # few points, each of which counts, joined by a thin line
+    dots = "dots"  # single points, joined by a thin line
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One line of a chart; lines of the same colour belong together."""
+    """One line of a chart. Lines of the same color belong together."""
 
     name: str
     points: list[Point]
     colour: int = 0
-    dash: int = 0  # pattern, for lines that may lie on each other
+    dash: int = 0  # pattern, for lines that may cover each other
     stroke: Stroke = Stroke.strong
 
     @property
@@ -126,7 +126,7 @@ class Band:
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """Something that happened at one x: a vertical line with a word."""
+    """An event at one x: a vertical line with a label."""
 
     x: float
     text: str
@@ -134,7 +134,7 @@ class Mark:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """What a chart shows; `draw` makes the SVG."""
+    """The content of a chart; `draw` makes the SVG."""
 
     title: str
     y_label: str
@@ -142,13 +142,13 @@ class Chart:
     x_label: str = "optimizer step"
     unit: Unit = Unit.plain
     from_zero: bool = False
-    ceiling: float | None = None  # larger values are drawn at the top edge, with an arrow
+    ceiling: float | None = None  # larger values are drawn at the top edge with an arrow
     bands: list[Band] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     note: str = ""
 
     def draw(self, width: int, height: int) -> Markup:
-        """The chart as one <svg> of this size, which the page scales to the room it has."""
+        """The chart as one <svg> of this size, which the page scales."""
         plot = _Plot.of(self, width, height)
         parts = [*_draw_axes(self, plot), *(_draw_band(band, plot) for band in self.bands)]
         for line in self.lines:
@@ -161,7 +161,7 @@ class Chart:
 
     @property
     def summary(self) -> str:
-        """The chart in a sentence, for readers who cannot see it."""
+        """The chart in a sentence, for screen readers."""
         sentences = []
         for line in self.lines:
             known = [(x, y) for x, y in line.points if y is not None]
@@ -175,7 +175,7 @@ class Chart:
 
 
 def thin(points: list[Point], limit: int = MAX_POINTS) -> list[Point]:
-    """At most about `limit` of the points: of each stretch the lowest and the highest, so that no spike is lost."""
+    """About `limit` of the points: the lowest and the highest of each stretch, so that no spike is lost."""
     if len(points) <= limit:
         return points
     stretch = -(-2 * len(points) // limit)
@@ -210,7 +210,7 @@ class _Plot:
         y_axis = value_axis(ys or [0.0, 1.0], chart.unit, chart.from_zero)
         left = 12 + _CHARACTER_WIDTH * max(map(len, y_axis.labels))
         x_axis = step_axis(xs, num_ticks=max(6, width // 100))
-        # The last tick's label is centred under the right edge of the lines, and needs room beyond it.
+        # The last tick's label is centered at the right edge of the lines and extends beyond it.
         beyond = max(_RIGHT, _CHARACTER_WIDTH * len(x_axis.labels[-1]) / 2)
         return _Plot(left=left, right=width - beyond, top=_TOP, bottom=height - _BOTTOM, x_axis=x_axis, y_axis=y_axis)
 
@@ -276,7 +276,7 @@ def _draw_mark(mark: Mark, plot: _Plot) -> Markup:
 
 
 def _hover_data(chart: Chart, plot: _Plot) -> str:
-    """What the page's script reads to show the values under the pointer."""
+    """The data from which the page's script shows the values under the pointer."""
     lines = [
         {"name": line.name, "points": [_four_digits(point) for point in thin(line.points)]} for line in chart.lines
     ]

@@ -1,4 +1,4 @@
-"""Several runs side by side: their numbers in one table, and what differs in what they were asked to do."""
+"""Several runs side by side: their numbers in one table, and the differences of their configurations."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tunebook.record.page.overview import (
     speed_unit,
     state_of,
     state_word,
+    summarise,
 )
-from tunebook.record.page.summary import summarise
 from tunebook.record.run_record import RunRecord
 
 
@@ -26,7 +26,7 @@ class ComparedRun:
     name: str
     state: str
     state_word: str
-    warning: str  # empty where the run finished
+    warning: str  # empty if the run finished
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,20 +35,19 @@ class Comparison:
 
     runs: list[ComparedRun]
     numbers: list[tuple[str, list[str]]]
-    differences: list[tuple[str, list[str]]]  # configuration keys whose values are not the same everywhere
+    differences: list[tuple[str, list[str]]]  # configuration keys whose values differ
     not_compared: list[str]  # runs without a run.yaml
 
 
 def short_names(records: Sequence[RunRecord]) -> list[str]:
-    """What tells the runs apart: the time alone where they are of one recipe, else recipe/time, else the whole path."""
-    candidates = ([record.folder.name for record in records], [record.name for record in records])
-    same_recipe = len({record.folder.parent for record in records}) == 1
-    names = candidates[0 if same_recipe else 1]
+    """Unique names: the time if all runs are of one recipe, else recipe/time, else the path."""
+    is_one_recipe = len({record.folder.parent for record in records}) == 1
+    names = [record.folder.name if is_one_recipe else record.name for record in records]
     return names if len(set(names)) == len(names) else [str(record.folder) for record in records]
 
 
 def compare(records: Sequence[RunRecord], names: Sequence[str]) -> Comparison:
-    """Lay the runs side by side."""
+    """The comparison of the runs."""
     summaries = [summarise(record) for record in records]
     runs = [
         ComparedRun(
@@ -81,7 +80,7 @@ def compare(records: Sequence[RunRecord], names: Sequence[str]) -> Comparison:
 
 
 def config_differences(records: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
-    """Keys of run.yaml that are not the same in all runs that have one, with each run's value."""
+    """Keys of run.yaml that differ between the runs that have one, with each run's value."""
     flat = [None if record.config is None else dict(flatten(record.config)) for record in records]
     keys = list(dict.fromkeys(key for config in flat if config is not None for key in config))
     rows = []

@@ -1,4 +1,4 @@
-"""Which curves a report shows, for one run and for several laid over each other."""
+"""The curves of a report, for one run and for several runs in shared axes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tunebook.record.page.numbers import Unit, format_value
 from tunebook.record.page.overview import speed_unit
 from tunebook.record.run_record import RunRecord
 
-_SMOOTH_FROM = 30  # points; fewer are few enough to look at as they are
-_FLATTENED_SHARE = 0.35  # of the largest loss: below it, the second half is hard to read beside the first
-_OUTLIER_FACTOR = 3.0  # a value this many times the 98th percentile would flatten all the others
+_SMOOTH_FROM = 30  # points; fewer are readable without smoothing
+_FLATTENED_SHARE = 0.35  # of the largest loss: a second half below it is hard to read in the same axes
+_OUTLIER_FACTOR = 3.0  # a value this many times the 98th percentile would flatten all others
 
-# key of metrics.jsonl, title, label of the vertical axis with the unit of which a speed is, unit
+# key of metrics.jsonl, title, label of the vertical axis, unit
 _SIMPLE = (
     ("learning_rate", "Learning rate", "step size", Unit.plain),
     ("grad_norm", "Gradient norm", "norm before clipping", Unit.plain),
@@ -25,7 +25,7 @@ _SIMPLE = (
 
 
 def loss_chart(record: RunRecord) -> Chart | None:
-    """Training loss, raw and smoothed, validation loss as points, and the step at which the loss was not finite."""
+    """Training loss, raw and smoothed, validation loss as points, and a mark at a loss that was not finite."""
     raw = record.points("loss")
     if not raw:
         return None
@@ -47,7 +47,7 @@ def loss_chart(record: RunRecord) -> Chart | None:
 
 
 def late_loss_chart(record: RunRecord) -> Chart | None:
-    """The second half of the training loss in axes of its own, where the first half would flatten it."""
+    """The second half of the training loss in its own axes, if the first half would flatten it."""
     points = record.points("loss")
     late, values = points[len(points) // 2 :], record.values("loss")
     late_values = [y for _, y in late if y is not None]
@@ -62,7 +62,7 @@ def late_loss_chart(record: RunRecord) -> Chart | None:
 
 
 def _each(record: RunRecord) -> str:
-    """What a point of the raw loss is of: it is the mean of all steps since the one before."""
+    """The steps that a point of the raw loss covers: it is the mean since the previous point."""
     every = record.log_every_steps
     if every is None:
         return "each logged step"
@@ -70,7 +70,7 @@ def _each(record: RunRecord) -> str:
 
 
 def other_charts(record: RunRecord) -> tuple[list[Chart], list[str]]:
-    """Every other curve that was recorded, and the titles of those that were not."""
+    """The other recorded curves, and the titles of those that were not recorded."""
     late = late_loss_chart(record)
     charts, missing = [late] if late else [], []
     for key, title, label, unit in _SIMPLE:
@@ -89,7 +89,7 @@ def other_charts(record: RunRecord) -> tuple[list[Chart], list[str]]:
 
 
 def overlaid_charts(records: Sequence[RunRecord], names: Sequence[str]) -> list[Chart]:
-    """The curves of several runs in shared axes: the loss over steps and over tokens, then the others that any has."""
+    """The curves of several runs in shared axes: the loss over steps and over tokens, then the others."""
     charts = []
     for over, label in (("step", "optimizer step"), ("tokens_seen", "tokens seen")):
         title = "Loss over steps" if over == "step" else "Loss over tokens"
@@ -112,15 +112,14 @@ def overlaid_charts(records: Sequence[RunRecord], names: Sequence[str]) -> list[
 
 
 def dash_of_run(index: int) -> int:
-    """The dash pattern of one of several runs: neighbours differ, so that runs that agree do not hide each other."""
+    """The dash pattern of one of several runs. Neighbors differ, so that equal curves do not hide each other."""
     return (index + index // NUM_COLOURS) % NUM_DASHES
 
 
 def smooth(points: Sequence[Point]) -> tuple[list[Point], int]:
-    """Each value averaged with its neighbours on both sides, about a twentieth of the points in all, and how many.
+    """The centered moving average over about a twentieth of the points, and the width of its window.
 
-    Centred, because an average over the past alone lags behind a falling loss and draws it too high; the window shrinks
-    towards both ends to stay centred there.
+    An average over past values lags behind a falling loss and shows it too high. The window shrinks at both ends.
     """
     half = max(2, round(len(points) / 40))
     sums, counts = [0.0], [0]
@@ -137,7 +136,7 @@ def smooth(points: Sequence[Point]) -> tuple[list[Point], int]:
 
 
 def outlier_ceiling(values: Sequence[float]) -> float | None:
-    """Where to cut an axis that a few outliers would stretch; None where nothing sticks out."""
+    """The value at which to cut an axis that a few outliers would stretch; None without outliers."""
     if len(values) < _SMOOTH_FROM:
         return None
     ordered = sorted(values)
@@ -150,7 +149,7 @@ def _simple_chart(key: str, title: str, label: str, unit: Unit, points: list[Poi
     ceiling = outlier_ceiling(values) if key == "grad_norm" else None
     note = _ceiling_note(points, ceiling)
     if key == "tokens_per_second_per_gpu":
-        note = "The first steps include warming up."
+        note = "The first steps include the warm-up."
     return Chart(
         title=title, y_label=label, lines=[Line(name=title.lower(), points=points)], unit=unit, from_zero=True,
         ceiling=ceiling, note=note,

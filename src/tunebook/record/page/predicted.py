@@ -1,4 +1,4 @@
-"""What the plan predicted beside what was measured: memory part by part, speed and time."""
+"""The plan's estimates and the measurements side by side: memory by part, speed and time."""
 
 from __future__ import annotations
 
@@ -7,43 +7,22 @@ from typing import Any
 
 from markupsafe import Markup
 
-from tunebook.record.page.numbers import NO_VALUE, Unit, format_count, format_value
-from tunebook.record.page.summary import Summary
+from tunebook.record.page.details import Bar
+from tunebook.record.page.numbers import MINUS, NO_VALUE, Unit, format_count, format_value
+from tunebook.record.page.overview import Summary
 from tunebook.record.run_record import RunRecord
 
 _NOT_PARTS = ("total", "allocated", "capacity")
-# A bar of less than this share of the memory there is would be too short to read.
-_SHORTEST = 0.4
+_SHORTEST = 0.4  # of the available memory: a shorter bar would be hard to read and is magnified
 _PLAN_MISSING = "the plan has no estimate of it"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """One part of the memory that was planned, as a stretch of the bar."""
-
-    name: str
-    text: str
-    start: float  # share of the bar, 0 to 1
-    width: float
-    colour: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mark:
-    """Something measured, marked on the bar."""
-
-    name: str
-    text: str
-    at: float  # share of the bar, 0 to 1
-    kind: str  # the CSS class of its line
-
-
-@dataclass(frozen=True, kw_only=True)
 class MemoryStack:
-    """The planned memory end to end, with what was measured marked on it."""
+    """The planned parts of the memory end to end, and the measured peaks as marks; the kinds are CSS classes."""
 
-    parts: list[Part]
-    marks: list[Mark]
+    parts: list[Bar]
+    marks: list[Bar]
     note: str
 
 
@@ -54,73 +33,68 @@ class Compared:
     name: str
     predicted: str
     measured: str
-    difference: str  # of the prediction from what was measured
+    difference: str  # of the prediction from the measurement
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """The whole section; empty where there is no plan."""
+    """The section of the report."""
 
     stack: MemoryStack | None
     rows: list[Compared]
-    notes: list[str]  # what the predictions rest on, or why there are none
+    notes: list[str]  # the assumptions of the predictions, or why there are none
 
 
 def build_prediction(record: RunRecord, summary: Summary) -> Prediction | None:
-    """Lay the plan beside what was measured; None for a run without a plan."""
+    """Compare the plan with the measurements; None for a run without a plan."""
     if record.plan is None:
         return None
     time = record.plan.get("time") or {}
     notes = [] if record.plan.get("memory_gib") else [f"Memory: {_PLAN_MISSING}."]
-    notes.append(_speed_note(time))
+    notes.append(f"Speed, {time.get('assumption') or f'not estimated: {_PLAN_MISSING}'}.")
     rows = [*_memory_rows(record), *_time_rows(record, summary, time)]
     return Prediction(stack=memory_stack(record), rows=rows, notes=notes)
 
 
 def memory_stack(record: RunRecord) -> MemoryStack | None:
-    """The parts of one GPU or rank end to end; None where the plan knows none."""
+    """The memory of one GPU or rank; None if the plan has no parts."""
     planned = (record.plan or {}).get("memory_gib") or {}
     values = {name: value or 0.0 for name, value in planned.items() if name not in _NOT_PARTS}
     if not any(values.values()):
         return None
-    measured = _peaks(record)
-    capacity = planned.get("capacity")
+    measured, capacity = _peaks(record), planned.get("capacity")
     longest = max([sum(values.values()), *measured.values()])
-    full = capacity if capacity and longest >= _SHORTEST * capacity else longest * 1.05
-    full = max(full, longest)
-    parts, start = [], 0.0
+    full = max(longest, capacity if capacity and longest >= _SHORTEST * capacity else longest * 1.05)
+    parts, begins = [], 0.0
     for colour, (name, value) in enumerate(values.items()):
-        share = value / full
-        if not value:
-            continue  # but it keeps its colour, so that a part looks the same in every report
-        parts.append(Part(name=name, text=format_value(value, Unit.gib), start=start, width=share, colour=colour))
-        start += share
+        if value:  # an empty part is omitted but keeps its colour: a part has the same colour in every report
+            text, share = format_value(value, Unit.gib), value / full
+            parts.append(Bar(name=name, text=text, begins=begins, share=share, kind=str(colour % 6)))
+            begins += share
     marks = [
-        Mark(name=name, text=format_value(value, Unit.gib), at=value / full, kind=kind)
+        Bar(name=name, text=format_value(value, Unit.gib), begins=value / full, kind=kind)
         for (name, value), kind in zip(measured.items(), ("allocated", "reserved", "device"), strict=False)
     ]
     return MemoryStack(parts=parts, marks=marks, note=_scale_note(record, capacity, full))
 
 
 def draw_stack(stack: MemoryStack) -> Markup:
-    """The bar as SVG as wide as the page has room; the legend beside it names parts and marks."""
-    pieces = [Markup('<rect class="track" x="0" y="5" width="100%" height="26" rx="3"/>')]
+    """The bar as SVG in the full width of the page. The page's legend names parts and marks."""
     block = Markup('<rect class="part c{}" x="{:.2f}%" y="5" width="{:.2f}%" height="26"><title>{} {}</title></rect>')
     line = Markup('<line class="stack-mark {}" x1="{:.2f}%" x2="{:.2f}%" y1="0" y2="36"><title>{} {}</title></line>')
-    for part in stack.parts:
-        pieces.append(block.format(part.colour % 6, 100 * part.start, 100 * part.width, part.name, part.text))
-    for mark in stack.marks:
-        pieces.append(line.format(mark.kind, 100 * mark.at, 100 * mark.at, mark.name, mark.text))
-    said = ", ".join(
-        [f"{part.name} {part.text}" for part in stack.parts] + [f"{mark.name} {mark.text}" for mark in stack.marks]
-    )
+    pieces = [
+        Markup('<rect class="track" x="0" y="5" width="100%" height="26" rx="3"/>'),
+        *(block.format(part.kind, 100 * part.begins, 100 * part.share, part.name, part.text) for part in stack.parts),
+        *(line.format(mark.kind, 100 * mark.begins, 100 * mark.begins, mark.name, mark.text) for mark in stack.marks),
+    ]
+    label = ", ".join(f"{bar.name} {bar.text}" for bar in (*stack.parts, *stack.marks))
     return Markup('<svg class="stack" width="100%" height="36" role="img" aria-label="{}">{}</svg>').format(
-        f"Planned memory and what was measured: {said}", Markup("").join(pieces)
+        f"Planned memory and what was measured: {label}", Markup("").join(pieces)
     )
 
 
 def _peaks(record: RunRecord) -> dict[str, float]:
-    """The highest rank's measured GiB by name, in the order in which they contain each other."""
+    """The highest rank's measured GiB by name. Each contains the one before."""
     names = {
         "memory_gib": "measured peak of tensors" if _is_gpu(record) else "measured peak of the process",
         "memory_reserved_gib": "measured peak reserved for them",
@@ -140,25 +114,24 @@ def _is_gpu(record: RunRecord) -> bool:
 def _scale_note(record: RunRecord, capacity: float | None, full: float) -> str:
     if capacity is None:
         return ""
-    whose = "one GPU" if _is_gpu(record) else "one rank, which has its share of this machine,"
+    whose, size = "one GPU" if _is_gpu(record) else "one rank's share of this machine", format_value(capacity, Unit.gib)
     if full > capacity:
-        return f"This is more than the {format_value(capacity, Unit.gib)} of {whose.rstrip(',')}."
+        return f"This is more than the {size} of {whose}."
     if full < capacity:
-        return f"The bar is drawn larger than to scale: {whose} has {format_value(capacity, Unit.gib)}."
-    return f"The full width is the {format_value(capacity, Unit.gib)} of {whose.rstrip(',')}."
+        return f"The bar is magnified: {whose} has {size}."
+    return f"The full width is the {size} of {whose}."
 
 
 def _memory_rows(record: RunRecord) -> list[Compared]:
     planned = (record.plan or {}).get("memory_gib") or {}
     if not planned:
         return []
-    peaks = list(_peaks(record).values())
+    peaks = [*_peaks(record).values(), None, None, None]
     if not _is_gpu(record):
-        return [_compared("Peak memory of a rank", planned.get("total"), peaks[0] if peaks else None, Unit.gib)]
-    device = peaks[2] if len(peaks) > 2 else None
+        return [_compared("Peak memory of a rank", planned.get("total"), peaks[0], Unit.gib)]
     return [
-        _compared("Peak memory of tensors", planned.get("allocated"), peaks[0] if peaks else None, Unit.gib),
-        _compared("Memory of the GPU in use", planned.get("total"), device, Unit.gib),
+        _compared("Peak memory of tensors", planned.get("allocated"), peaks[0], Unit.gib),
+        _compared("Memory of the GPU in use", planned.get("total"), peaks[2], Unit.gib),
     ]
 
 
@@ -166,13 +139,13 @@ def _time_rows(record: RunRecord, summary: Summary, time: dict[str, Any]) -> lis
     speed, total = time.get("tokens_per_second_per_gpu"), time.get("tokens_per_second")
     unit = "GPU" if _is_gpu(record) else "rank"
     trained = sum(record.values("seconds")) or None
-    is_whole = summary.num_steps is not None and summary.num_steps == summary.num_planned_steps
+    is_complete = summary.num_steps is not None and summary.num_steps == summary.num_planned_steps
     rows = [_compared(f"Tokens per second and {unit}", speed, summary.tokens_per_second_per_gpu, Unit.plain)]
-    if not is_whole and summary.num_tokens:
+    if not is_complete and summary.num_tokens:
         seconds = summary.num_tokens / total if total else None
         rows.append(_compared(f"Time for {format_count(summary.num_tokens)} tokens", seconds, trained, Unit.seconds))
-    whole = time["hours"] * 3600 if time.get("hours") is not None else None
-    rows.append(_compared("Time of the whole training", whole, trained if is_whole else None, Unit.seconds))
+    planned = time["hours"] * 3600 if time.get("hours") is not None else None
+    rows.append(_compared("Time of the whole training", planned, trained if is_complete else None, Unit.seconds))
     return rows
 
 
@@ -180,15 +153,10 @@ def _compared(name: str, predicted: float | None, measured: float | None, unit: 
     difference = NO_VALUE
     if predicted is not None and measured:
         difference = format_value(predicted / measured - 1, Unit.share)
-        difference = difference if difference.startswith("\N{MINUS SIGN}") else f"+{difference}"
+        difference = difference if difference.startswith(MINUS) else f"+{difference}"
     return Compared(
         name=name,
         predicted="not estimated" if predicted is None else format_value(predicted, unit),
         measured=format_value(measured, unit),
         difference=difference,
     )
-
-
-def _speed_note(time: dict[str, Any]) -> str:
-    text = str(time.get("assumption") or f"not estimated: {_PLAN_MISSING}")
-    return f"Speed, {text}."

@@ -1,0 +1,249 @@
+"""Which run a model comes from, and the check that tokenizer, chat template, system prompt and base model match it.
+
+The manifest of a run holds the hashes. An exported model folder holds them in `tunebook.json`, since such folders are
+copied and renamed; a folder without that file is a model like any other. A difference is an error unless the user
+allows it by name; then it is recorded with the scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import MISSING, asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tunebook.config.book import resolve_path
+from tunebook.config.frozen import load_config
+from tunebook.config.schema import ModelConfig
+from tunebook.data.template import template_hash
+from tunebook.errors import DataError, RequestError, did_you_mean
+from tunebook.files import atomic_write_json, read_json
+from tunebook.model.tokenizer import tokenizer_hash
+from tunebook.model.weights_fingerprint import fingerprint_text, weights_fingerprint
+from tunebook.record.manifest import MANIFEST_FILE, read_manifest, recorded_fingerprint, system_prompt_hash
+from tunebook.record.run_folder import RUN_FILE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ORIGIN_FILE = "tunebook.json"
+FORMAT = 1  # increased when a key changes its meaning or is removed
+# Differences that `--allow-mismatch` can allow.
+TEMPLATE, TOKENIZER, SYSTEM_PROMPT, BASE = "template", "tokenizer", "system_prompt", "base"
+MISMATCHES = (TEMPLATE, TOKENIZER, SYSTEM_PROMPT, BASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """The run that a model folder was exported from. A hash is None if the training had no such thing."""
+
+    run: str  # `<recipe>/<time>`
+    recipe: str | None
+    config_sha256: str
+    tokenizer_sha256: str | None
+    chat_template_sha256: str | None
+    system_prompt: str | None
+    weights_fingerprint: str | None = None  # of the weights that the run started from; older folders lack it
+    template_date: str | None = None  # that the chat template writes as today's date; None if it writes none
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """The hashes that a training recorded. One that is None was not recorded and is not compared."""
+
+    by: str  # the run, for messages
+    name: str  # the run, for records: `<recipe>/<time>`
+    tokenizer_sha256: str | None = None
+    chat_template_sha256: str | None = None
+    system_prompt_sha256: str | None = None
+    weights_fingerprint: str | None = None  # of the weights that the run started from, if they were in a folder
+
+
+def origin_of(run: Path) -> Origin:
+    """The origin to write into exports of a run. Raises: DataError, RequestError if this is not a run."""
+    manifest = read_manifest(run)
+    config = load_config(run / RUN_FILE)
+    run = run.resolve()
+    return Origin(
+        run=f"{run.parent.name}/{run.name}",
+        recipe=config.recipe,
+        config_sha256=manifest["config_sha256"],
+        tokenizer_sha256=manifest["tokenizer_sha256"],
+        chat_template_sha256=manifest["chat_template_sha256"],
+        system_prompt=config.dataset.system_prompt,
+        weights_fingerprint=recorded_fingerprint(manifest),
+        template_date=manifest.get("template_date"),
+    )
+
+
+def write_origin(folder: Path, origin: Origin) -> None:
+    """Write the origin into an exported model's `folder`, with the fields of its subclass."""
+    atomic_write_json(folder / ORIGIN_FILE, {"format": FORMAT, **asdict(origin)})
+
+
+def read_origin(folder: Path) -> Origin | None:
+    """The origin of a model folder; None if the folder has no such file. Raises: DataError if it is invalid."""
+    file = folder / ORIGIN_FILE
+    if not file.is_file():
+        return None
+    content: Any = read_json(file)
+    names = {field.name for field in fields(Origin)}
+    needed = {field.name for field in fields(Origin) if field.default is MISSING}
+    if not isinstance(content, dict) or content.get("format") != FORMAT or not needed <= set(content):
+        raise DataError(
+            f"{file} is not what `tunebook export` writes (format {FORMAT}: {', '.join(sorted(needed))}): it was "
+            "edited or written by another version; export the run again, or remove the file to use the model as one "
+            "without a run",
+            problem_id="broken-record",
+        )
+    return Origin(**{name: content[name] for name in names & set(content)})
+
+
+def recorded_by_run(run: Path) -> Trained | None:
+    """The hashes in a run's manifest; None without a manifest. Raises: DataError for an invalid one."""
+    if not (run / MANIFEST_FILE).is_file():
+        return None
+    manifest = read_manifest(run)
+    return Trained(
+        by=str(run),
+        name=f"{run.parent.name}/{run.name}",
+        tokenizer_sha256=manifest.get("tokenizer_sha256"),
+        chat_template_sha256=manifest.get("chat_template_sha256"),
+        system_prompt_sha256=manifest.get("system_prompt_sha256"),
+        weights_fingerprint=recorded_fingerprint(manifest),
+    )
+
+
+def recorded_in_export(folder: Path | None) -> Trained | None:
+    """The hashes in an exported model folder; None for a folder without an origin, or no folder."""
+    origin = None if folder is None else read_origin(folder)
+    return None if origin is None else recorded_by_origin(origin)
+
+
+def recorded_by_origin(origin: Origin) -> Trained:
+    """The hashes of an origin."""
+    return Trained(
+        by=f"the run {origin.run}",
+        name=origin.run,
+        tokenizer_sha256=origin.tokenizer_sha256,
+        chat_template_sha256=origin.chat_template_sha256,
+        system_prompt_sha256=system_prompt_hash(origin.system_prompt),
+        weights_fingerprint=origin.weights_fingerprint,
+    )
+
+
+def check_bound(
+    trained: Trained | None,
+    tokenizer: PreTrainedTokenizerBase,
+    system_prompt: str | None,
+    allowed: Collection[str] = (),
+) -> dict[str, Any]:
+    """Refuse another template, tokenizer or system prompt than the training's, unless it is in `allowed`.
+
+    Returns the entry for an evaluation's record: the training that was compared with, the allowed differences that were
+    found, and the present hashes. Raises: DataError for the first difference that is not allowed.
+    """
+    present = {
+        TEMPLATE: template_hash(tokenizer),
+        TOKENIZER: tokenizer_hash(tokenizer),
+        SYSTEM_PROMPT: system_prompt_hash(system_prompt),
+    }
+    recorded: dict[str, str | None] = {} if trained is None else {
+        TEMPLATE: trained.chat_template_sha256,
+        TOKENIZER: trained.tokenizer_sha256,
+        SYSTEM_PROMPT: trained.system_prompt_sha256,
+    }  # fmt: skip
+    # The trainer adds a padding token to a tokenizer that has none. That is not a difference.
+    if recorded.get(TOKENIZER) == _hash_without_padding(tokenizer):
+        present[TOKENIZER] = str(recorded[TOKENIZER])
+    different = [name for name, then in recorded.items() if then is not None and then != present[name]]
+    refused = next((mismatch for mismatch in different if mismatch not in allowed), None)
+    if trained is not None and refused is not None:
+        raise _mismatch_error(refused, trained.by, str(tokenizer.name_or_path))
+    return {
+        "to": None if trained is None else trained.name,
+        "mismatches": different,
+        "tokenizer_sha256": present[TOKENIZER],
+        "chat_template_sha256": present[TEMPLATE],
+        "system_prompt_sha256": present[SYSTEM_PROMPT],
+    }
+
+
+def _hash_without_padding(tokenizer: PreTrainedTokenizerBase) -> str:
+    padding = tokenizer.pad_token
+    tokenizer.pad_token = None
+    found = tokenizer_hash(tokenizer)
+    tokenizer.pad_token = padding
+    return found
+
+
+def uncompared_base(trained: Trained | None, model: ModelConfig) -> str | None:
+    """Why the configured base model cannot be compared with the training's; None if it can, or none is recorded."""
+    if trained is None or trained.weights_fingerprint is None or model.path is not None:
+        return None
+    return (
+        f"the base model {model.name} is named on the hub and {trained.by} started from a folder, so they were not "
+        "compared"
+    )
+
+
+def check_base(
+    trained: Trained | None,
+    model: ModelConfig,
+    allowed: Collection[str] = (),
+    *,
+    way_out: str = f"`tunebook eval --allow-mismatch {BASE}` evaluates it anyway and records that",
+) -> list[str]:
+    """Refuse another base model than an adapter was trained on; `model` is the configured base.
+
+    Only weights in a folder have a fingerprint, so a base that is named on the hub is not compared (`uncompared_base`).
+    `way_out` says how to continue anyway. Returns the mismatches to record. Raises: DataError for another base,
+    RequestError for one that cannot be read.
+    """
+    if trained is None or trained.weights_fingerprint is None or model.path is None:
+        return []
+    present = weights_fingerprint(model)
+    if present == trained.weights_fingerprint:
+        return []
+    if BASE in allowed:
+        return [BASE]
+    raise DataError(
+        f"the base model is not the one that {trained.by} was trained on: the weights of {resolve_path(model.path)} "
+        f"{fingerprint_text(present)}, and the run started from {trained.weights_fingerprint[:12]}...; restore those "
+        f"weights, since an adapter fits only its own base, or train again on these ({way_out})",
+        problem_id="base-changed",
+    )
+
+
+def allowed_mismatches(text: str) -> list[str]:
+    """The names in `--allow-mismatch template,tokenizer`. Raises: RequestError for an unknown one."""
+    named = [word.strip() for word in text.split(",") if word.strip()]
+    for word in named:
+        if word not in MISMATCHES:
+            raise RequestError(
+                f"--allow-mismatch {text}: there is no mismatch '{word}'.{did_you_mean(word, MISMATCHES)} "
+                f"Type one or more of {', '.join(MISMATCHES)}",
+                problem_id="unknown-mismatch",
+            )
+    return named
+
+
+def _mismatch_error(mismatch: str, run: str, place: str) -> DataError:
+    anyway = f"(`tunebook eval --allow-mismatch {mismatch}` evaluates it anyway and records that)"
+    if mismatch == TEMPLATE:
+        return DataError(
+            f"the chat template (of the tokenizer {place}) is not the one that {run} was trained with; restore it, "
+            f"since a model answers badly under another template {anyway}",
+            problem_id="template-changed",
+        )
+    if mismatch == TOKENIZER:
+        return DataError(
+            f"the tokenizer {place} is not the one that {run} was trained with; restore it, since the same text would "
+            f"become other tokens {anyway}",
+            problem_id="tokenizer-changed",
+        )
+    return DataError(
+        f"the system prompt is not the one that {run} was trained with: dataset.system_prompt in its run.yaml changed; "
+        f"restore it, since a model answers differently under another one {anyway}",
+        problem_id="system-prompt-changed",
+    )

@@ -1,0 +1,79 @@
+"""Corrections to upstream's offloading to the host: the output head, the gradient scale, the activations.
+
+Output head: FSDP gathers a module's weights when the module is called, and TRL's fused head reads the head's weight
+without calling it. In full fine-tuning the head is gathered with the last norm, which is called just before. With
+adapters accelerate (1.15) does not find that norm: nothing gathers the head, TRL gathers it on the host, and logits and
+loss of every token are computed there. In the first pass the head was still gathered by the leak probe, so the loss of
+the following passes was on another device and could not be added to it.
+
+Activations: autograd keeps a transposed view of a layer's weight for its backward pass. TRL's offloading (1.16) skips
+parameters, and tensors in the storage of a parameter at set-up time. It does not skip weights that FSDP gathers later,
+nor those that DeepSpeed has moved: it copied each of them to the host and back, although FSDP gathers them again for
+the backward pass. Compiled layers keep the weight itself, which TRL recognizes (h100x2_offloaded.jsonl).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from trl.models.activation_offloading import OffloadActivations
+
+
+def gather_head(model: Any) -> None:
+    """Gather the output head on the GPU whenever the layers before it have been computed.
+
+    FSDP releases it after a backward pass, like every unit; after a pass without one, as in validation, it stays until
+    the next. A head that is no unit of its own stays as it is. `model` is a causal language model with or without
+    adapters, before or after FSDP has wrapped it.
+    """
+    causal = model.get_base_model() if hasattr(model, "get_base_model") else model
+    head = model.get_output_embeddings()
+
+    def gather(_module: torch.nn.Module, _args: Any, _output: Any) -> None:
+        if isinstance(head, FSDPModule) and isinstance(getattr(head, "weight", None), DTensor):
+            head.unshard()
+
+    causal.base_model.register_forward_hook(gather)
+
+
+def keep_scale_on_host(accelerator: Accelerator) -> None:
+    """Keep the loss scale of an FSDP run in fp16 on the host, where its gradients and its optimizer are.
+
+    accelerate (1.15) keeps the scale on the GPU. torch's GradScaler (2.13) and its fused AdamW then copy it to the host
+    without waiting for the copy, so the first gradients are divided by uninitialized memory. On two H100 their norm was
+    14.89 instead of 15.30, without any message.
+    """
+    if accelerator.scaler is not None:
+        handler = accelerator.scaler_handler
+        accelerator.scaler = GradScaler("cpu", **(handler.to_kwargs() if handler else {}))
+
+
+def keep_weights(offloading: OffloadActivations) -> None:
+    """Do not offload views of parameters."""
+    pack = offloading.pack_hook
+
+    def pack_unless_weight(tensor: torch.Tensor) -> int:
+        address = _address(tensor) if isinstance(tensor._base, torch.nn.Parameter) else None
+        if address is None or address in offloading.param_storages:
+            return int(pack(tensor))
+        offloading.param_storages.add(address)
+        try:
+            return int(pack(tensor))
+        finally:
+            # An activation may have this address once FSDP has released the weight.
+            offloading.param_storages.remove(address)
+
+    offloading.pack_hook = pack_unless_weight
+
+
+def _address(tensor: torch.Tensor) -> int | None:
+    """The address of its storage; None for a tensor that consists of others, such as torchao's in fp8."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return None

@@ -1,0 +1,186 @@
+"""Control characters and secrets: how they are found and shown, and that configurations with them are refused."""
+
+import pytest
+
+from tunebook.config.choices import LauncherName
+from tunebook.config.compose import compose
+from tunebook.config.schema import MixturePart, RayConfig, SlurmConfig
+from tunebook.config.unsafe_text import (
+    control_character,
+    is_secret_name,
+    require_printable,
+    secret_in,
+    shown,
+    without_control_characters,
+    without_secrets,
+)
+from tunebook.errors import RequestError
+from tunebook.plan.rules import check
+
+SIGNS = {
+    "\n": "a line break (U+000A)",
+    "\r": "a carriage return (U+000D)",
+    "\0": "a NUL (U+0000)",
+    "\x1b": "an escape (U+001B)",
+    "\x0b": "a control character (U+000B)",
+    "\x85": "a line break (NEL) (U+0085)",
+    "\u2028": "a line separator (U+2028)",
+    "\u2029": "a paragraph separator (U+2029)",
+    "\u202e": "a control character (U+202E)",  # shows what follows from right to left
+    "\udce9": "a control character (U+DCE9)",  # a byte that is no UTF-8, as Python reads it from a command line
+}
+# Of every group a value that goes elsewhere, and where it goes.
+PLACES = {
+    "title": "title",
+    "outputs": "outputs",
+    "model.path": "model.path",
+    "model.name": "model.name",
+    "dataset.path": "dataset.path",
+    "tracking.project": "tracking.project",
+    "training.resume": "training.resume",
+    "training.push_to_hub": "training.push_to_hub",
+    "launcher.partition": "launcher.partition",
+    "launcher.account": "launcher.account",
+    "launcher.time_limit": "launcher.time_limit",
+    "launcher.container_image": "launcher.container_image",
+    "launcher.container_python": "launcher.container_python",
+    "launcher.master_address": "launcher.master_address",
+}
+LISTS = ["launcher.extra_args", "launcher.container_mounts", "evaluation.tasks", "peft.target_modules"]
+TOKEN = "hf_abcdefghijklmnopqrstuvwxyz0123456789"
+PASSWORD = "correct-horse-battery"
+
+
+@pytest.mark.parametrize(("sign", "name"), SIGNS.items(), ids=[ascii(sign) for sign in SIGNS])
+def test_each_is_named_shown_and_refused(sign, name):
+    text = f"main{sign}x"
+    assert control_character(text) == name
+    assert without_control_characters(text) == "mainx"
+    assert shown(text) == f"main{ascii(sign)[1:-1]}x"
+    with pytest.raises(RequestError, match=r"^--name=main\\\S+x holds .* type it without: 'mainx'$") as caught:
+        require_printable("--name", text)
+    assert caught.value.problem_id == "control-characters"
+
+
+@pytest.mark.parametrize("text", ["", "main", "a b#'\"$`\\;&|", "größe", "数据", "a\u00a0b", "🙂", "a\u200bb"])
+def test_other_text_is_left_alone(text):
+    assert (control_character(text), shown(text), without_control_characters(text)) == (None, text, text)
+    require_printable("--name", text)
+
+
+def found_in(config):
+    return {problem.key: problem for problem in check(config) if problem.id == "control-characters"}
+
+
+@pytest.mark.parametrize("key", PLACES)
+def test_no_text_of_a_configuration_holds_one(sound, changed, key):
+    config = changed(sound, {"launcher": SlurmConfig(name=LauncherName.slurm), key: "a\u2028touch /tmp/injected"})
+    problem = found_in(config)[key]
+    assert problem.is_error
+    assert problem.message == "a\\u2028touch /tmp/injected holds a line separator (U+2028)"
+    assert problem.fix == f"'{key}=\"atouch /tmp/injected\"'"
+
+
+@pytest.mark.parametrize("key", LISTS)
+def test_nor_does_an_entry_of_a_list(sound, changed, key):
+    config = changed(sound, {"launcher": SlurmConfig(name=LauncherName.slurm), key: ["/good", "/bad\nrm x"]})
+    assert found_in(config)[key].message == "/good, /bad\\nrm x holds a line break (U+000A)"
+
+
+def test_variables_of_ray_workers_and_names_of_parts_are_checked(sound, changed):
+    ray = RayConfig(name=LauncherName.ray, env_vars=["A=1\nB=2"])
+    parts = {"chat\x1b[2J": MixturePart(path="a\rb")}
+    found = found_in(changed(sound, {"launcher": ray, "dataset.parts": parts}))
+    assert set(found) == {"launcher.env_vars", "dataset.parts", "dataset.parts.chat\\x1b[2J.path"}
+
+
+@pytest.mark.parametrize("key", ["dataset.system_prompt", "model.pad_token", "model.eos_token", "dataset.text_field"])
+def test_texts_that_only_a_model_or_a_data_file_sees_may_hold_them(sound, changed, key):
+    assert found_in(changed(sound, {key: "Be brief.\nBe kind."})) == {}
+
+
+def test_message_about_an_override_contains_no_control_characters(tmp_path):
+    composition = compose("quickstart", ["launcher=slurm", 'launcher.partition="main\x1b[2J\nx"'])
+    (problem,) = [
+        problem
+        for problem in check(composition.config, composition.origins.set_by)
+        if problem.key.endswith("partition")
+    ]
+    assert control_character(problem.text().replace("\n    fix:", " fix:")) is None
+    assert "override 'launcher.partition=\"main\\x1b[2J\\nx\"'" in problem.text()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "GITHUB_PAT"),
+        *("MY_SECRET", "SECRET_SAUCE", "APIKEY", "hf_token", "TOKEN_2", "AWS_SESSION_TOKEN", "GPG_PASSPHRASE"),
+    ],
+)
+def test_names_of_secrets(name):
+    assert is_secret_name(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("TOKENIZERS_PARALLELISM", "HF_TOKEN_PATH", "HOME", "PATH", "SSH_AUTH_SOCK", "AWS_ACCESS_KEY_ID", "KEYBOARD"),
+        *("DATA_DIR", "PATTERN", "SECRETARY", "MAX_TOKENS", "GOOGLE_APPLICATION_CREDENTIALS_FILE"),
+    ],
+)
+def test_other_names(name):
+    assert not is_secret_name(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (f"x{PASSWORD}y", "the value of DB_PASSWORD"),
+        (TOKEN, "what looks like an access token"),
+        ("ghp_" + "a1" * 18, "what looks like an access token"),
+        ("sk-proj-" + "a1" * 12, "what looks like an access token"),
+        ("quickstart", None),
+        ("tunebook", None),
+        ("hf_hub", None),
+        ("/data/sk-learn-datasets-2024-small", None),
+        ("/secrets/token-file", None),
+        ("a sentence that stands in a variable", None),
+    ],
+)
+def test_secret_is_found_anywhere_in_a_text(text, found):
+    environment = {
+        "DB_PASSWORD": PASSWORD, "PROJECT_KEY": "tunebook", "MY_TOKEN": "/secrets/token-file",
+        "OTHER_TOKEN": "a sentence that stands in a variable", "PLAIN": "quickstart",
+    }  # fmt: skip
+    assert secret_in(text, environment) == found
+    assert without_secrets(f"<{text}>", environment) == (f"<{text}>" if found is None else f"<{hidden(text)}>")
+
+
+def hidden(text):
+    return text.replace(PASSWORD, "***") if PASSWORD in text else "***"
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "place"),
+    [
+        (["title=" + PASSWORD], "title", "override 'title=***'"),
+        (["launcher=slurm", f"launcher.extra_args=['--comment={PASSWORD}']"], "launcher.extra_args", "--comment=***"),
+        (["dataset=mixture", f"dataset.parts.a.path=/x/{PASSWORD}"], "dataset.parts.a.path", "path=/x/***"),
+        (["title=" + TOKEN], "title", "override 'title=***'"),
+        (["launcher=ray", "launcher.env_vars=['OPENAI_API_KEY=short']"], "launcher.env_vars", "a value for OPENAI_API"),
+    ],
+)
+def test_configuration_with_a_secret_is_refused(monkeypatch, words, key, place):
+    """The shell inserts the variable's value, so Tunebook does not see its name."""
+    monkeypatch.setenv("DB_PASSWORD", PASSWORD)
+    with pytest.raises(RequestError) as caught:
+        compose("quickstart", words)
+    assert (caught.value.exit_code, caught.value.problem_id) == (2, "secret-in-configuration")
+    assert f"{key} holds " in caught.value.message
+    assert place in caught.value.message
+    assert not any(secret in caught.value.message for secret in (PASSWORD, TOKEN, "short"))
+
+
+def test_rays_workers_may_get_other_variables():
+    config = compose("quickstart", ["launcher=ray", "launcher.env_vars=['NCCL_DEBUG=INFO','MY_TOKEN=']"]).config
+    assert config.launcher.env_vars == ["NCCL_DEBUG=INFO", "MY_TOKEN="]

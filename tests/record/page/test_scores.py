@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tunebook.record.page.scores import (
+    baseline_text,
+    compare_scores,
+    failed_tasks,
+    later_evaluations,
+    pair_samples,
+    program_lines,
+    score_rows,
+    split_turns,
+)
+from tunebook.record.run_record import RunRecord
+
+MINUS = "\N{MINUS SIGN}"
+
+
+def evaluation(value: float, **more: Any) -> dict[str, Any]:
+    groups = {"sort": {"value": value, "num_items": 5}}
+    task = {"metric": "exact_match", "value": value, "stderr": 0.02, "num_items": 5, "groups": groups}
+    return {"tasks": {"example": task}, "samples": [], "baseline": None} | more
+
+
+def sample(prompt: str, answer: str, correct: bool | None) -> dict[str, Any]:
+    return {"task": "example", "group": "sort", "prompt": prompt, "answer": answer, "expected": "x", "correct": correct}
+
+
+def test_rows_of_tasks_and_groups_have_scores_with_errors() -> None:
+    task, group = score_rows(evaluation(0.0), evaluation(0.8))
+    assert (task.name, task.is_group, task.metric, task.change) == (
+        "example",
+        False,
+        "exact match",
+        "+80.0 ± 2.8 points",
+    )
+    assert task.after is not None and task.after.text == "80.0 % ± 2.0"
+    assert (group.name, group.is_group, group.num_items) == ("sort", True, 5)
+    # sqrt(0.8 x 0.2 / (5 - 1)) = 0.2
+    assert group.after is not None and group.after.standard_error == pytest.approx(0.2)
+    assert group.after.text == "80.0 % ± 20.0"
+
+
+def test_the_change_of_a_task_and_its_groups_is_paired_item_by_item() -> None:
+    before, after = evaluation(0.2, stderr=0.2), evaluation(0.8, stderr=0.2)
+    old, new = {0: 1.0, 1: 0.0, 2: 0.0, 3: 0.0, 4: 0.0}, {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0, 4: 0.0}
+    keys = (("example", None), ("example", "sort"))
+    task, group = score_rows(before, after, dict.fromkeys(keys, old), dict.fromkeys(keys, new))
+    # 0 1 1 1 0: a standard deviation of sqrt(0.3), over sqrt(5)
+    assert (task.change, group.change) == ("+60.0 ± 24.5 points", "+60.0 ± 24.5 points")
+
+
+def test_one_evaluation_alone_has_no_change() -> None:
+    (task, _) = score_rows(None, evaluation(0.8))
+    assert (task.before, task.change) == (None, "")
+    assert score_rows(None, None) == []
+
+
+def test_only_shares_have_a_bar_and_a_percent_sign() -> None:
+    before, after = evaluation(31.5), evaluation(12.25)
+    task, _ = score_rows(before, after)
+    assert not task.has_bar
+    assert task.after is not None and task.after.text == "12.2 ± 0.02"
+    assert task.change == "\N{MINUS SIGN}19.2 ± 0.0283"  # sqrt(0.02 x 0.02 + 0.02 x 0.02)
+
+
+def test_the_baseline_is_drawn_beside_a_single_task_and_its_groups() -> None:
+    baseline = {"name": "look-up", "value": 0.25, "groups": {"sort": {"value": 0.4, "num_items": 5}}}
+    after = evaluation(0.8, baseline=baseline)
+    assert [row.baseline for row in score_rows(None, after)] == [0.25, 0.4]
+    assert baseline_text(None, after) == "look-up: 25.0 %"
+    after["tasks"]["other"] = after["tasks"]["example"]
+    assert [row.baseline for row in score_rows(None, after)] == [None] * 4  # whose would it be?
+    assert baseline_text(None, evaluation(0.8)) is None
+
+
+def test_answers_to_the_same_prompt_are_paired_and_five_are_shown() -> None:
+    before = evaluation(0, samples=[sample(f"p{number}", "no", False) for number in range(1, 8)])
+    after = evaluation(1, samples=[sample(f"p{number}", "yes", True) for number in range(7)])
+    pairs = pair_samples(before, after)
+    assert len(pairs) == 5
+    assert pairs[0].before is None
+    assert pairs[1].before is not None and pairs[1].before.text == "no"
+    assert pairs[1].after is not None and pairs[1].after.is_right
+    assert pairs[1].task == "example: sort"
+    assert [pair.after for pair in pair_samples(before, None)] == [None] * 5
+
+
+def test_unjudged_answer_is_neither_right_nor_wrong() -> None:
+    (pair,) = pair_samples(None, evaluation(0.5, samples=[sample("p", "text", None)]))
+    assert pair.after is not None and pair.after.is_right is None
+
+
+def test_known_templates_are_shown_as_turns() -> None:
+    chatml = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nSort: b a<|im_end|>\n<|im_start|>assistant\n"
+    assert split_turns(chatml) == [("system", "Be brief."), ("user", "Sort: b a")]
+    llama = (
+        "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    )
+    assert split_turns(llama) == [("user", "Hi")]
+
+
+@pytest.mark.parametrize("prompt", ["Question: 1 + 1?\nAnswer:", "before <|im_start|>user\nHi<|im_end|>\n", ""])
+def test_partly_matched_prompt_is_shown_unchanged(prompt: str) -> None:
+    assert split_turns(prompt) == [("", prompt)]
+
+
+def judged_evaluation(
+    when: str, values: dict[str, list[float]], folder: Path | None = None, **more: Any
+) -> dict[str, Any]:
+    """The record of an evaluation with the values of its items, and a file with its answers."""
+    tasks = {
+        name: {
+            "metric": "exact_match", "value": sum(items) / len(items), "stderr": 0.1, "num_items": len(items),
+            "groups": {}, "items_sha256": f"{len(items)} items",
+        }
+        for name, items in values.items()
+    }  # fmt: skip
+    if folder is not None:
+        (folder / "evaluation").mkdir(parents=True, exist_ok=True)
+        lines = [
+            json.dumps({"task": name, "group": None, "item": number, "value": value})
+            for name, items in values.items()
+            for number, value in enumerate(items)
+        ]
+        (folder / "evaluation" / f"{when}-answers.jsonl").write_text("\n".join(lines))
+    return {"when": when, "model": "model", "limit": None, "tasks": tasks, "failed": {}} | more
+
+
+def test_runs_stand_side_by_side_with_paired_differences_to_the_first(tmp_path: Path) -> None:
+    runs = [
+        RunRecord(folder=tmp_path / name, after=judged_evaluation("after", {"words": values}, tmp_path / name))
+        for name, values in (("a", [0, 0, 1, 1]), ("b", [0, 1, 1, 1]), ("c", [0, 0, 1]))
+    ]
+    (line,) = compare_scores(runs)
+    assert (line.task, line.metric, line.num_items) == ("words", "exact match", "4 / 4 / 3")
+    assert [cell.text for cell in line.cells] == ["50.0 % ± 10.0", "75.0 % ± 10.0", "33.3 % ± 10.0"]
+    # b: one of four items differs; c answered other items: both errors of 10 together
+    assert [cell.change for cell in line.cells] == ["", "+25.0 ± 25.0 points", f"{MINUS}16.7 ± 14.1 points"]
+
+
+def test_a_task_that_a_run_was_not_evaluated_on_is_a_dash(tmp_path: Path) -> None:
+    runs = [
+        RunRecord(folder=tmp_path / "a", after=judged_evaluation("after", {"words": [0, 1]})),
+        RunRecord(folder=tmp_path / "b", after=judged_evaluation("after", {"numbers": [1, 1]})),
+        RunRecord(folder=tmp_path / "c"),
+    ]
+    words, numbers = compare_scores(runs)
+    assert [cell.text for cell in words.cells] == ["50.0 % ± 10.0", "\N{EN DASH}", "\N{EN DASH}"]
+    assert [cell.change for cell in numbers.cells] == ["", "", ""]
+    assert words.num_items == "2"
+    assert compare_scores([RunRecord(folder=tmp_path / "c")]) == []
+
+
+def test_later_evaluations_fill_in_missing_scores(tmp_path: Path) -> None:
+    later = [
+        judged_evaluation("eval-1", {"words": [0, 0], "numbers": [0, 0]}),
+        judged_evaluation("eval-2", {"numbers": [1, 1]}),
+        judged_evaluation("eval-3", {"numbers": [0, 1]}, model="checkpoints/checkpoint-20"),  # another model
+    ]
+    run = RunRecord(folder=tmp_path, after=judged_evaluation("after", {"words": [1, 1]}), evaluations=later)
+    assert {line.task: line.cells[0].text for line in compare_scores([run])} == {
+        "words": "100.0 % ± 10.0",
+        "numbers": "100.0 % ± 10.0",
+    }
+
+
+def test_later_evaluations_are_listed_the_newest_first(tmp_path: Path) -> None:
+    records = [
+        judged_evaluation("eval-1", {"words": [0, 1]}),
+        judged_evaluation("eval-2", {"words": [1, 1]}, limit=2),
+    ]
+    newest, oldest = later_evaluations(RunRecord(folder=tmp_path, evaluations=records))
+    assert (newest.name, newest.model, newest.limit) == ("eval-2", "model", "the first 2 items")
+    assert newest.lines == [("words", "exact match", "100.0 % ± 10.0", "2")]
+    assert (oldest.name, oldest.limit) == ("eval-1", "")
+
+
+def test_failed_tasks_are_named_with_why(tmp_path: Path) -> None:
+    after = judged_evaluation("after", {"words": [1, 1]}, failed={"numbers": "ValueError: no score"})
+    assert failed_tasks(RunRecord(folder=tmp_path, after=after)) == ["numbers, after training: ValueError: no score"]
+    assert failed_tasks(RunRecord(folder=tmp_path)) == []
+
+
+def program_evaluation(statuses: dict[str, int], backend: str = "service") -> dict[str, Any]:
+    task = {"statuses": statuses, "time_limit_s": 3.0}
+    execution = {"backend": backend, "limits": {"memory_bytes": 512 << 20}}
+    return {"code": {"tasks": {"humaneval": task}, "execution": execution}}
+
+
+def test_how_programs_ended_and_where() -> None:
+    assert program_lines(program_evaluation({"failed": 1200}), program_evaluation({"passed": 3, "timed_out": 1})) == [
+        "humaneval, before training: 1,200 failed; at most 3 s each",
+        "humaneval, after training: 3 passed, 1 timed out; at most 3 s each",
+        "Executed in the sandbox service, each with at most 512 MiB of memory",
+    ]
+
+
+def test_each_way_of_executing_is_named() -> None:
+    lines = program_lines(program_evaluation({"failed": 1}, "bubblewrap"), program_evaluation({"failed": 1}, "unsafe"))
+    assert lines[2:] == [
+        "Executed in bubblewrap, each with at most 512 MiB of memory",
+        "Executed without a sandbox, as confirmed by confirm_run_unsafe_code",
+    ]
+
+
+def test_no_lines_without_programs() -> None:
+    assert program_lines(None, None) == []
+    assert program_lines({"code": None}, {}) == []

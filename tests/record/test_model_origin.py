@@ -1,0 +1,235 @@
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from tunebook.config.frozen import config_to_yaml
+from tunebook.config.schema import ModelConfig, RunConfig
+from tunebook.data.template import template_hash
+from tunebook.errors import DataError, RequestError
+from tunebook.model.tokenizer import tokenizer_hash
+from tunebook.record import model_origin
+from tunebook.record.manifest import start_manifest, system_prompt_hash
+from tunebook.record.model_origin import (
+    BASE,
+    MISMATCHES,
+    ORIGIN_FILE,
+    Origin,
+    Trained,
+    allowed_mismatches,
+    check_base,
+    check_bound,
+    origin_of,
+    read_origin,
+    recorded_by_origin,
+    recorded_by_run,
+    recorded_in_export,
+    uncompared_base,
+    write_origin,
+)
+
+PROMPT = "Answer in one word."
+
+
+@pytest.fixture
+def trained(tokenizer: PreTrainedTokenizerBase) -> Trained:
+    return Trained(
+        by="/outputs/tiny/now",
+        name="tiny/now",
+        tokenizer_sha256=tokenizer_hash(tokenizer),
+        chat_template_sha256=template_hash(tokenizer),
+        system_prompt_sha256=system_prompt_hash(PROMPT),
+    )
+
+
+@pytest.fixture
+def changed(tokenizer: PreTrainedTokenizerBase) -> dict[str, tuple[Any, str | None]]:
+    """The tokenizer and the system prompt, with one of them changed."""
+    other_template, other_tokens = copy.deepcopy(tokenizer), copy.deepcopy(tokenizer)
+    other_template.chat_template += "\n"
+    other_tokens.add_tokens(["zebra"])
+    return {
+        "template": (other_template, PROMPT),
+        "tokenizer": (other_tokens, PROMPT),
+        "system_prompt": (tokenizer, None),
+    }
+
+
+def test_unchanged_origin_has_no_differences(trained: Trained, tokenizer: PreTrainedTokenizerBase) -> None:
+    assert check_bound(trained, tokenizer, PROMPT) == {
+        "to": "tiny/now",
+        "mismatches": [],
+        "tokenizer_sha256": trained.tokenizer_sha256,
+        "chat_template_sha256": trained.chat_template_sha256,
+        "system_prompt_sha256": trained.system_prompt_sha256,
+    }
+
+
+@pytest.mark.parametrize("what", [name for name in MISMATCHES if name != BASE])
+def test_difference_is_an_error_unless_allowed_and_is_recorded(
+    trained: Trained, changed: dict[str, tuple[Any, str | None]], what: str
+) -> None:
+    tokenizer, prompt = changed[what]
+    others = [name for name in MISMATCHES if name != what]
+    with pytest.raises(DataError, match=rf"is not the one that /outputs/tiny/now.*--allow-mismatch {what}`") as raised:
+        check_bound(trained, tokenizer, prompt, others)
+    assert raised.value.problem_id == f"{what.replace('_', '-')}-changed"
+    bound = check_bound(trained, tokenizer, prompt, [what])
+    assert bound["mismatches"] == [what]
+    key = {"template": "chat_template"}.get(what, what) + "_sha256"
+    assert bound[key] != getattr(trained, key)
+    assert [bound[f"{name}_sha256"] for name in ("tokenizer", "chat_template", "system_prompt")].count(None) == 0
+
+
+def test_padding_token_of_the_trainer_is_no_difference(trained: Trained, tokenizer: PreTrainedTokenizerBase) -> None:
+    without: Any = copy.deepcopy(tokenizer)
+    without.pad_token = None
+    recorded = Trained(by="a run", name="a/b", tokenizer_sha256=tokenizer_hash(without))
+    before = tokenizer.pad_token
+    assert before is not None
+    assert check_bound(recorded, tokenizer, None)["tokenizer_sha256"] == recorded.tokenizer_sha256
+    assert tokenizer.pad_token == before
+
+
+def test_what_was_not_recorded_is_not_compared(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert check_bound(Trained(by="an old run", name="a/b"), tokenizer, PROMPT)["mismatches"] == []
+    assert check_bound(None, tokenizer, PROMPT)["to"] is None
+
+
+def test_a_runs_manifest_and_an_exported_folder_say_the_same(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    assert recorded_by_run(tmp_path) is None
+    assert recorded_in_export(None) is None
+    assert recorded_in_export(tmp_path) is None
+    manifest = {"format": 1, "tokenizer_sha256": "t", "chat_template_sha256": "c"}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    old = recorded_by_run(tmp_path)
+    assert old is not None
+    assert (old.tokenizer_sha256, old.system_prompt_sha256) == ("t", None)  # runs that recorded no prompt
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"system_prompt_sha256": system_prompt_hash(PROMPT)}))
+    said: dict[str, Any] = {
+        "run": "a/b", "recipe": None, "config_sha256": "x", "tokenizer_sha256": "t", "chat_template_sha256": "c",
+        "system_prompt": PROMPT,
+    }  # fmt: skip
+    (tmp_path / ORIGIN_FILE).write_text(json.dumps({"format": 1, **said}))
+    by_run, beside = recorded_by_run(tmp_path), recorded_in_export(tmp_path)
+    assert by_run is not None
+    assert beside is not None
+    hashes = ("tokenizer_sha256", "chat_template_sha256", "system_prompt_sha256")
+    assert [getattr(by_run, key) for key in hashes] == [getattr(beside, key) for key in hashes]
+    assert recorded_by_origin(Origin(**said)) == beside
+
+
+def test_what_may_differ_is_named_with_commas() -> None:
+    assert allowed_mismatches("") == []
+    assert allowed_mismatches("template, system_prompt") == ["template", "system_prompt"]
+    with pytest.raises(RequestError, match=r"there is no mismatch 'templat'\. Did you mean 'template'") as raised:
+        allowed_mismatches("tokenizer,templat")
+    assert raised.value.problem_id == "unknown-mismatch"
+
+
+@pytest.fixture
+def base(monkeypatch: pytest.MonkeyPatch) -> ModelConfig:
+    """A base model whose weights have the fingerprint `222...`."""
+    monkeypatch.setattr(model_origin, "weights_fingerprint", lambda model: "2" * 64 if model.path else None)
+    return ModelConfig(path="/models/base")
+
+
+def test_different_base_is_an_error_unless_allowed_and_is_recorded(base: ModelConfig) -> None:
+    trained = Trained(by="/outputs/tiny/now", name="tiny/now", weights_fingerprint="1" * 64)
+    with pytest.raises(DataError, match=r"is not the one that /outputs/tiny/now.*--allow-mismatch base`") as raised:
+        check_base(trained, base, [name for name in MISMATCHES if name != BASE])
+    assert "the weights of /models/base have the fingerprint 222222222222..., and the run started from 1111" in str(
+        raised.value
+    )
+    assert raised.value.problem_id == "base-changed"
+    assert check_base(trained, base, [BASE]) == [BASE]
+    with pytest.raises(DataError, match=r"or train again on these \(leave --merge out\)"):
+        check_base(trained, base, way_out="leave --merge out")
+
+
+def test_missing_base_weights_are_an_error(tmp_path: Path) -> None:
+    trained = Trained(by="/outputs/tiny/now", name="tiny/now", weights_fingerprint="1" * 64)
+    for folder in (tmp_path, tmp_path / "gone"):
+        with pytest.raises(DataError, match=rf"the weights of {folder} are not there, and the run started from 1111"):
+            check_base(trained, ModelConfig(path=str(folder)))
+
+
+def test_hub_base_is_reported_as_not_compared(base: ModelConfig) -> None:
+    trained = Trained(by="/outputs/tiny/now", name="tiny/now", weights_fingerprint="1" * 64)
+    on_hub = ModelConfig(name="org/base")
+    assert check_base(trained, on_hub) == []
+    note = uncompared_base(trained, on_hub)
+    assert note is not None and note.startswith("the base model org/base is named on the hub and /outputs/tiny/now")
+    assert [uncompared_base(trained, base), uncompared_base(None, on_hub)] == [None, None]
+    assert uncompared_base(Trained(by="a run", name="a/run"), on_hub) is None
+
+
+@pytest.mark.parametrize("recorded", ["2" * 64, None])
+def test_unrecorded_base_is_not_compared(base: ModelConfig, recorded: str | None) -> None:
+    assert check_base(Trained(by="a run", name="a/run", weights_fingerprint=recorded), base) == []
+    assert check_base(None, base) == []
+
+
+def test_base_is_read_from_manifest_and_exported_folder(tmp_path: Path) -> None:
+    origin = Origin(
+        run="tiny/now", recipe=None, config_sha256="c", tokenizer_sha256=None, chat_template_sha256=None,
+        system_prompt=None, weights_fingerprint="1" * 64,
+    )  # fmt: skip
+    assert recorded_by_origin(origin).weights_fingerprint == "1" * 64
+    for model, expected in (({"weights_fingerprint": "1" * 64}, "1" * 64), ({"name": "older"}, None)):
+        (tmp_path / "manifest.json").write_text(json.dumps({"format": 1, "model": model}))
+        recorded = recorded_by_run(tmp_path)
+        assert recorded is not None and recorded.weights_fingerprint == expected
+
+
+@pytest.fixture
+def run(tmp_path: Path, run_config: RunConfig) -> Path:
+    folder = tmp_path / "example" / "2026-01-02T03-04-05Z"
+    folder.mkdir(parents=True)
+    run_config.dataset.system_prompt = "Be short."
+    (folder / "run.yaml").write_text(config_to_yaml(run_config))
+    start_manifest(folder, run_config, world_size=1, command=["tunebook"], tokenizer_sha256="abc")
+    return folder
+
+
+def test_an_exported_folder_says_what_its_run_recorded(run: Path, tmp_path: Path) -> None:
+    exported = tmp_path / "exported"
+    exported.mkdir()
+    assert read_origin(exported) is None
+    written = origin_of(run)
+    write_origin(exported, written)
+    manifest = json.loads((run / "manifest.json").read_text())
+    assert written == read_origin(exported)
+    assert written.run == "example/2026-01-02T03-04-05Z"
+    assert (written.recipe, written.system_prompt) == (manifest["recipe"], "Be short.")
+    assert (written.tokenizer_sha256, written.chat_template_sha256) == ("abc", None)
+    assert written.config_sha256 == manifest["config_sha256"]
+
+
+@pytest.mark.parametrize("change", [{"format": 2}, {"run": ...}, []])
+def test_another_file_of_that_name_is_an_error(
+    run: Path, tmp_path: Path, change: dict[str, object] | list[int]
+) -> None:
+    write_origin(tmp_path, origin_of(run))
+    said = json.loads((tmp_path / ORIGIN_FILE).read_text())
+    said = {key: value for key, value in (said | change).items() if value is not ...} if change else []
+    (tmp_path / ORIGIN_FILE).write_text(json.dumps(said))
+    with pytest.raises(DataError, match=r"is not what `tunebook export` writes.*or remove the file") as raised:
+        read_origin(tmp_path)
+    assert raised.value.problem_id == "broken-record"
+
+
+def test_older_exported_folder_has_no_base(run: Path, tmp_path: Path) -> None:
+    write_origin(tmp_path, origin_of(run))
+    said = json.loads((tmp_path / ORIGIN_FILE).read_text())
+    del said["weights_fingerprint"]
+    (tmp_path / ORIGIN_FILE).write_text(json.dumps(said))
+    read = read_origin(tmp_path)
+    assert read is not None and read.weights_fingerprint is None
