@@ -1,17 +1,16 @@
-"""The image checks its own claim, while it is built: a failed check fails the build and names what differs.
+"""Check an image while it is built: a failed check fails the build and names what differs.
 
-    check_image.py packages GENERATION_FOLDER FACTS_FILE     once the locks are installed
-    check_image.py image FOLDER                              once Tunebook is; writes FOLDER/image.json
+    check_image.py packages GENERATION_FOLDER FACTS_FILE     after the locks are installed
+    check_image.py image FOLDER                              after Tunebook is installed; writes FOLDER/image.json
 
-`packages` holds torch, its architectures, the attention package and every installed version against the locks and
-generation.env. It is apart from `image` because it takes seconds and does not depend on Tunebook's own sources, but for
-record/locks.py, which the build mounts beside it. No GPU and no driver is needed: torch says what it was compiled for
-without one, flash-attn links CUDA's runtime but not the driver's library, and which GPUs its kernels are for is read
-from the file.
+`packages` compares torch, its architectures, the attention package and every installed version with the locks and
+generation.env. It is a separate step because it takes seconds and does not depend on Tunebook's sources, except for
+record/locks.py, which the build mounts. It needs no GPU and no driver.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import importlib
 import importlib.metadata
@@ -24,7 +23,7 @@ import shlex
 import struct
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -41,7 +40,7 @@ from tunebook.record.locks import (
 )
 
 NO_ATTENTION = "none"
-# Of each kind of attention package: the modules that must import, and the one of them that holds the GPU's code.
+# Attention package -> the modules that must import, and the one that holds the GPU code.
 ATTENTION_MODULES = {"flash-attn-2": (("flash_attn", "flash_attn_2_cuda"), "flash_attn_2_cuda")}
 _FATBIN_MAGIC = struct.pack("<I", 0xBA55ED50)
 _FATBIN_CUBIN = 2  # the kind of an entry that holds machine code; 1 is PTX
@@ -49,7 +48,7 @@ _FATBIN_CUBIN = 2  # the kind of an entry that holds machine code; 1 is PTX
 
 @dataclass(frozen=True, kw_only=True)
 class TorchFacts:
-    """What the installed torch says about itself."""
+    """The installed torch."""
 
     version: str
     cuda: str | None
@@ -63,7 +62,7 @@ def read_settings(file: Path) -> dict[str, str]:
 
 
 def expected_versions(generation: Path, installed: Mapping[str, str]) -> dict[str, str]:
-    """What an image must hold: what a run needs, what builds packages, and the attention package where there is one."""
+    """The locked versions of what a run needs, of the build tools, and of the attention package if there is one."""
     expected = locked_versions((generation.parent / "requirements-build.lock").read_text(encoding="utf-8"))
     expected |= generation_versions(generation, installed)
     if (attention := generation / "requirements-attention.lock").is_file():
@@ -72,7 +71,7 @@ def expected_versions(generation: Path, installed: Mapping[str, str]) -> dict[st
 
 
 def version_problems(expected: Mapping[str, str], installed: Mapping[str, str]) -> list[str]:
-    """Where what is installed is not what is locked, in either direction; Tunebook itself is in no lock."""
+    """Differences between the installed and the locked versions, in both directions; Tunebook itself is in no lock."""
     problems = []
     for name, found in lock_differences(expected, installed).items():
         if found["installed"] is None:
@@ -85,41 +84,35 @@ def version_problems(expected: Mapping[str, str], installed: Mapping[str, str]) 
 
 
 def python_problems() -> list[str]:
-    """Whether this Python is the one that records compare a run's interpreter with."""
+    """Whether this Python is the one that the locks are for."""
     version = platform.python_version()
     return [f"Python is {version}, but the locks are for {LOCKED_PYTHON}"] if python_difference(version) else []
 
 
-def runs_on(arch_list: Iterable[str], capability: str) -> bool:
-    """Whether code compiled for one of these runs on a GPU: same major version, and a minor one that is not newer."""
-    major, minor = (int(part) for part in capability.split("."))
-    numbers = [int(name.removeprefix("sm_")) for name in arch_list if name.startswith("sm_") and name[3:].isdigit()]
-    return any(divmod(number, 10)[0] == major and divmod(number, 10)[1] <= minor for number in numbers)
-
-
 def torch_problems(settings: Mapping[str, str], torch: TorchFacts) -> list[str]:
-    """Where torch is not what generation.env says: version, CUDA, and the GPUs it has code for."""
+    """Differences between torch and generation.env: version, CUDA, and the GPUs it has code for.
+
+    Code for TORCH_CUDA_ARCH_LIST runs on all COMPUTE_CAPABILITIES, which tests/docker/test_locks.py checks.
+    """
     problems = []
     if torch.version.split("+")[0] != settings["TORCH"]:
         problems.append(f"torch is {torch.version}, but generation.env says TORCH={settings['TORCH']}")
     if settings["CUDA"] and torch.cuda != settings["CUDA"]:
         problems.append(f"torch was built with CUDA {torch.cuda}, but generation.env says CUDA={settings['CUDA']}")
     has = " ".join(torch.arch_list) or "nothing"
-    for architecture in settings["TORCH_CUDA_ARCH_LIST"].split():
-        if f"sm_{architecture.replace('.', '')}" not in torch.arch_list:
-            problems.append(f"torch has no code of its own for {architecture} (TORCH_CUDA_ARCH_LIST); it has {has}")
-    for capability in settings["COMPUTE_CAPABILITIES"].split():
-        if not runs_on(torch.arch_list, capability):
-            problems.append(f"torch has no code that runs on {capability} (COMPUTE_CAPABILITIES); it has {has}")
-    return problems
+    return problems + [
+        f"torch has no code of its own for {architecture} (TORCH_CUDA_ARCH_LIST); it has {has}"
+        for architecture in settings["TORCH_CUDA_ARCH_LIST"].split()
+        if f"sm_{architecture.replace('.', '')}" not in torch.arch_list
+    ]
 
 
 def gpu_architectures(library: Path) -> set[str]:
-    """The GPUs that a compiled library has machine code for, such as `90`, read from its CUDA containers.
+    """The architectures that a compiled library has machine code for, such as `90`, read from its CUDA containers.
 
-    A container: magic, version (2 bytes), length of its header (2), length of what follows (8). Then entries: kind (2),
-    version (2), length of the header (4), of the code (8), four numbers that do not matter here but for the last, at
-    byte 28, which is the architecture. Source: compared with what nvcc 13.0 was told to compile for.
+    A container: magic, version (2 bytes), header length (2), length of the rest (8). Then entries: kind (2), version
+    (2), header length (4), code length (8), and four numbers, of which the last, at byte 28, is the architecture.
+    Source: compared with the options of nvcc 13.0.
     """
     found = set()
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -137,9 +130,8 @@ def gpu_architectures(library: Path) -> set[str]:
 
 
 def kernel_problems(settings: Mapping[str, str], architectures: set[str]) -> list[str]:
-    """Where the attention package was compiled for other GPUs than generation.env says."""
-    asked = set(settings["FLASH_ATTN_CUDA_ARCHS"].split(";"))
-    if architectures == asked:
+    """Whether the attention package was compiled for the GPUs of generation.env."""
+    if architectures == set(settings["FLASH_ATTN_CUDA_ARCHS"].split(";")):
         return []
     return [
         f"{settings['ATTENTION']} was compiled for {' '.join(sorted(architectures)) or 'no GPU'}, but generation.env "
@@ -148,7 +140,7 @@ def kernel_problems(settings: Mapping[str, str], architectures: set[str]) -> lis
 
 
 def attention_problems(settings: Mapping[str, str]) -> list[str]:
-    """Whether the attention package of generation.env imports, was not overwritten, and has code for its GPUs."""
+    """Whether the attention package of generation.env imports, has code for its GPUs, and was not overwritten."""
     attention = settings["ATTENTION"]
     if attention == NO_ATTENTION:
         return []
@@ -159,17 +151,17 @@ def attention_problems(settings: Mapping[str, str]) -> list[str]:
     for module in modules:
         try:
             importlib.import_module(module)
-        except Exception as error:  # whatever it raises, it cannot be used
+        except Exception as error:  # of any kind: the package cannot be used
             problems.append(f"{attention}: `import {module}` fails: {type(error).__name__}: {error}")
     spec = importlib.util.find_spec(compiled)
     if spec is not None and spec.origin is not None:
         problems += kernel_problems(settings, gpu_architectures(Path(spec.origin)))
-    # Both bring files into the folder flash_attn, so one could be written over the other.
+    # Both packages have files in the folder flash_attn, so one could overwrite the other's.
     return problems + [text for name in ("flash-attn", "flash-attn-4") for text in overwritten_files(name)]
 
 
 def overwritten_files(name: str) -> list[str]:
-    """The files of a distribution that are no longer what it installed; none where it is not installed."""
+    """The files of a distribution that were changed since it was installed; empty if it is not installed."""
     try:
         files = importlib.metadata.files(name) or []
     except importlib.metadata.PackageNotFoundError:
@@ -178,25 +170,26 @@ def overwritten_files(name: str) -> list[str]:
     for file in files:
         path = Path(str(file.locate()))
         if file.hash is None or file.hash.mode != "sha256":
-            continue  # what has no hash in RECORD is RECORD itself, and byte code
+            continue  # RECORD itself and byte code have no hash
         if not path.is_file():
             problems.append(f"{name}: {file} is missing")
-        elif _record_hash(path) != file.hash.value:
-            problems.append(f"{name}: {file} was written over by another package")
+        elif sha256_file(path) != base64.urlsafe_b64decode(file.hash.value + "=").hex():
+            problems.append(f"{name}: {file} was overwritten by another package")
     return problems
 
 
-def said_problems(said: Mapping[str, str], found: Mapping[str, str | None]) -> list[str]:
-    """Where an argument of the build, which became a label, is not what the image holds; an empty one says nothing."""
+def argument_problems(arguments: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
+    """Build arguments, which became labels, that differ from the image; an empty argument is not compared."""
     return [
-        f"the build was told {name}={said[name]}, but it is {value}: .env is older than the files. Type: make env"
+        f"the build argument {name} is {arguments[name]}, but the image has {value}: .env is older than the files. "
+        "Type: make env"
         for name, value in found.items()
-        if said.get(name) and said[name] != value
+        if arguments.get(name) and arguments[name] != value
     ]
 
 
 def check_packages(generation: Path) -> tuple[dict[str, object], list[str]]:
-    """The facts about what is installed, and every problem with it."""
+    """The facts about the installed packages, and every problem with them."""
     settings = read_settings(generation / "generation.env")
     installed = installed_versions()
     expected = expected_versions(generation, installed)
@@ -219,7 +212,7 @@ def check_packages(generation: Path) -> tuple[dict[str, object], list[str]]:
 
 
 def torch_facts() -> TorchFacts:
-    """Ask the installed torch; it answers without a GPU."""
+    """Read the installed torch; this works without a GPU."""
     import torch
 
     flags = getattr(torch._C, "_cuda_getArchFlags", lambda: None)()  # a CPU build has no such function
@@ -227,14 +220,14 @@ def torch_facts() -> TorchFacts:
 
 
 def pip_problems() -> list[str]:
-    """What `pip check` finds: packages whose requirements are not met."""
+    """Packages whose requirements are not met, by `pip check`."""
     command = [sys.executable, "-m", "pip", "check", "--disable-pip-version-check"]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     return [] if answer.returncode == 0 else [f"pip check: {line}" for line in answer.stdout.splitlines()]
 
 
 def own_problems() -> list[str]:
-    """Whether Tunebook is installed with all it requires, and has its book."""
+    """Whether Tunebook is installed with its recipes and all its requirements."""
     problems = []
     for line in importlib.metadata.requires(PROJECT) or []:
         requirement = Requirement(line)
@@ -254,8 +247,8 @@ def own_problems() -> list[str]:
     return problems
 
 
-def check_image(folder: Path, said: Mapping[str, str]) -> tuple[dict[str, object], list[str]]:
-    """What image.json says, and every problem with Tunebook's own part or with what the labels will say."""
+def check_image(folder: Path, arguments: Mapping[str, str]) -> tuple[dict[str, object], list[str]]:
+    """The content of image.json, and every problem with Tunebook's part or with the labels."""
     facts = json.loads((folder / "packages.json").read_text(encoding="utf-8"))
     sources = (folder / "sources.sha256").read_text(encoding="utf-8").strip()
     found = {
@@ -267,24 +260,17 @@ def check_image(folder: Path, said: Mapping[str, str]) -> tuple[dict[str, object
     }
     facts |= {
         "sources_sha256": sources,
-        "git_commit": said.get("GIT_COMMIT") or None,
-        "git_diff_sha256": said.get("GIT_DIFF_SHA256") or None,
-        "base_image": said.get("BASE_IMAGE") or said.get("DEFAULT_BASE_IMAGE"),
+        "git_commit": arguments.get("GIT_COMMIT") or None,
+        "git_diff_sha256": arguments.get("GIT_DIFF_SHA256") or None,
+        "base_image": arguments.get("BASE_IMAGE") or arguments.get("DEFAULT_BASE_IMAGE"),
     }
-    return facts, said_problems(said, found) + own_problems()
+    return facts, argument_problems(arguments, found) + own_problems()
 
 
 def sha256_file(file: Path) -> str:
     """The SHA-256 of a file, in hexadecimal."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def _record_hash(file: Path) -> str:
-    """The hash of a file as RECORD writes it."""
-    import base64
-
-    return base64.urlsafe_b64encode(bytes.fromhex(sha256_file(file))).rstrip(b"=").decode()
 
 
 def main(arguments: list[str]) -> int:
@@ -302,7 +288,7 @@ def main(arguments: list[str]) -> int:
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     if problems:
-        print(f"The {facts['generation']} image is not finished, because of what is above.", file=sys.stderr)
+        print(f"The {facts['generation']} image is not finished because of the errors above.", file=sys.stderr)
         return 1
     written.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     written.chmod(0o644)

@@ -1,56 +1,92 @@
 #!/usr/bin/env bash
-# The host's side of the front door, called by make. It needs bash, coreutils, git and, for containers, Docker with
-# Compose v2; never Python, unless a run belongs into .venv.
-#   front.sh env                         find the GPUs, pick the image, write .env
+# The host's part of every make target: decides where a command runs and in which image, and runs it there. It needs
+# bash, coreutils, git and, for containers, Docker with Compose v2; Python only for a run in .venv.
+#   front.sh env                         find the GPUs, choose the image, write .env
 #   front.sh image                       build that image
-#   front.sh run COMMAND [ARGUMENT...]   run a command of tunebook where it belongs: in a container or in .venv
+#   front.sh run COMMAND [ARGUMENT...]   run a command of tunebook in a container or in .venv
 #   front.sh push                        publish the images that are built and current: REGISTRY=host/path
 #   front.sh pull                        take the image from a registry instead of building it
 # Choices are variables, typed after make or set before it: WHERE, GPU and GPUS say where a command runs (`make help`);
 # DATA is a folder that containers may read; BASE_IMAGE, CA, PIP_CONF, APT_CONF, WHEELS and NETWORK are for a build
 # behind a site's own mirrors. DATA and those of the build are kept in .env until they are given again; empty forgets.
-# Exit codes: 2 the request cannot be served here, 3 no room on the disk, else that of the command, unchanged.
-# What is said on the way goes to standard error, so that a command's output can be piped.
+# Exit codes: 2 the request cannot be served here, 3 not enough disk space, else that of the command, unchanged.
+# Messages go to standard error, so that a command's output can be piped.
 set -euo pipefail
 
-if [ "${BASH_VERSINFO[0]}" -lt 4 ]; then
-  echo "error: bash $BASH_VERSION is too old: version 4 or newer is needed. Install a newer bash, first in PATH" >&2
+if ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] < 404)); then
+  echo "error: bash $BASH_VERSION is too old: version 4.4 or newer is needed. Install a newer bash, first in PATH" >&2
   exit 2
 fi
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 cd "$root"
 
-# shellcheck source=docker/front/words.sh
-. docker/front/words.sh
-# shellcheck source=docker/front/gpus.sh
-. docker/front/gpus.sh
-# shellcheck source=docker/front/generations.sh
-. docker/front/generations.sh
-# shellcheck source=docker/front/engine.sh
-. docker/front/engine.sh
-# shellcheck source=docker/front/reasons.sh
-. docker/front/reasons.sh
+# shellcheck source=docker/front/messages.sh
+. docker/front/messages.sh
+# shellcheck source=docker/front/machine.sh
+. docker/front/machine.sh
 # shellcheck source=docker/front/settings.sh
 . docker/front/settings.sh
-# shellcheck source=docker/front/stoppable.sh
-. docker/front/stoppable.sh
 # shellcheck source=docker/front/image.sh
 . docker/front/image.sh
-# shellcheck source=docker/front/registry.sh
-. docker/front/registry.sh
 # shellcheck source=docker/front/container.sh
 . docker/front/container.sh
-# shellcheck source=docker/front/venv_lock.sh
-. docker/front/venv_lock.sh
-# shellcheck source=docker/front/place.sh
-. docker/front/place.sh
+
+uses_gpus() { # uses_gpus COMMAND
+  case $1 in train | eval | sweep | chat | doctor) ;; *) return 1 ;; esac
+}
+
+# --- where a command runs: choose_place sets place and place_why
+
+place="" place_why=""
+
+choose_place() { # choose_place COMMAND
+  local known=(auto container local) close
+  case ${WHERE:-auto} in
+    container | local) place=$WHERE ;;
+    auto) if [ "${GPU:-auto}" != auto ]; then place=container; else choose_place_for_machine "$1"; fi ;;
+    *)
+      close=$(nearest "$WHERE" "${known[@]}")
+      refuse "WHERE=$WHERE is unknown.${close:+ Did you mean WHERE=$close?}" "Choose one of: ${known[*]}" ;;
+  esac
+  choose_generation
+  place_why=${place_why:-${WHERE:+WHERE=$WHERE and }$generation_why}
+}
+
+choose_place_for_machine() { # choose_place_for_machine COMMAND
+  case $1 in list | explain | report | verify | diff | export | data) take_existing ;; esac
+  if [ -n "$place" ]; then return; fi
+  choose_generation
+  place=local
+  if [ "$gpu_state" != found ]; then return; fi
+  look_at_engine
+  if [ -z "$engine_problem" ]; then
+    place=container
+  else
+    place_why="$generation_why, but no container: ${engine_problem%.} (WHERE=container says what to do)"
+  fi
+}
+
+take_existing() { # these commands need no GPU, so they run in whatever is set up already
+  local there
+  if [ -e .venv/.ready-run ]; then
+    place=local generation=$(cat .venv/.generation 2> /dev/null || echo cpu)
+  else
+    there=$(read_setting TUNEBOOK_GENERATION)
+    if [ ! -f "docker/$there/generation.env" ]; then return; fi
+    if ! labels_of "$(read_setting TUNEBOOK_IMAGE)" > /dev/null; then return; fi
+    place=container generation=$there
+  fi
+  generation_why="that is set up already"
+}
+
+# --- the commands
 
 write_env() {
   choose_generation
   choose_image
   write_settings
-  say "image $image: $generation_why; $settings_file says so"
+  say "image $image: $generation_why; .env says so"
 }
 
 make_image() {
@@ -59,7 +95,7 @@ make_image() {
   require_buildx
   choose_image
   write_settings
-  if is_digest "$image"; then
+  if [[ $image == *@* ]]; then
     say "$image is here and current: nothing to build"
   else
     say "image $image: $generation_why"
@@ -69,28 +105,21 @@ make_image() {
 
 run_command() { # run_command COMMAND [ARGUMENT...]
   choose_place "$1"
-  choose_generation
   if uses_gpus "$1"; then require_fitting_gpus; fi
-  case $place in
-    local) run_in_venv "$@" ;;
-    container) run_in_container "$@" ;;
-  esac
-}
-
-usage() {
-  end_with 2 "usage: front.sh env | image | run COMMAND [ARGUMENT...] | push | pull" "People type make: make help"
+  if [ "$place" = container ]; then run_in_container "$@"; fi
+  if [ "$gpu_count" != all ]; then
+    CUDA_VISIBLE_DEVICES=$(seq -s , 0 $((gpu_count - 1)))
+    export CUDA_VISIBLE_DEVICES
+  fi
+  exec docker/venv.sh run "$generation" "$place_why" "$@"
 }
 
 end_when_interrupted
-load_generations
 case ${1:-} in
   env) write_env ;;
   image) make_image ;;
-  run)
-    [ $# -ge 2 ] || usage
-    run_command "${@:2}"
-    ;;
+  run) run_command "${@:2}" ;;
   push) push_images ;;
   pull) pull_image ;;
-  *) usage ;;
+  *) refuse "usage: front.sh env | image | run COMMAND [ARGUMENT...] | push | pull" "People type make: make help" ;;
 esac

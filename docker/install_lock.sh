@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Install the lock of one GPU generation into a virtual environment that is there already.
 #   install_lock.sh GENERATION VENV     cpu, volta, ampere, hopper or blackwell; VENV has a pip of its own
-# The image's build calls this; setup_venv.sh uses the functions. Nothing is fetched that no lock beside this script
-# names, and every file is checked against its hash. Where pip looks, and with which certificates, is pip's to know:
-# PIP_CONFIG_FILE, PIP_CERT, PIP_FIND_LINKS and the rest work as usual. flash-attn 2 is not among what is installed: it
-# needs a compiler and torch first, so the image builds it in a stage of its own (requirements-attention.lock).
+# The image's build calls this; venv.sh uses the functions. Only packages of the locks next to this script are fetched,
+# and every file is checked against its hash. pip's own settings say where it looks and which certificates it trusts:
+# PIP_CONFIG_FILE, PIP_CERT, PIP_FIND_LINKS and the rest work as usual. It does not install flash-attn 2, which needs a
+# compiler and torch first: the image builds it in a stage of its own (requirements-attention.lock).
 set -euo pipefail
 
 locks=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -14,10 +14,10 @@ fail() {
   exit 1
 }
 
-say() { printf 'tunebook set-up: %s\n' "$*"; }
+setup_says() { printf 'tunebook set-up: %s\n' "$*"; }
 
-# Bash itself ends of Ctrl-C only where what it waits for dies of it; pip catches it and ends with 1, like any failure.
-# Called once all is read: bash 5.2 that gets a signal while it reads a $() mistakes the trap for a part of it.
+# Bash ends on Ctrl-C only if the program that it waits for dies of it; pip catches it and ends with 1, like any failure.
+# Call this once the script is read: bash 5.2 that gets a signal while it parses a $() takes the trap for a part of it.
 end_when_interrupted() { trap 'exit 130' INT; }
 
 generations() { # the folders that have a lock, on one line
@@ -27,7 +27,7 @@ generations() { # the folders that have a lock, on one line
 require_generation() {
   [ -n "$1" ] && [ -f "$locks/$1/requirements.lock" ] || fail \
     "No lock for the GPU generation '$1': choose one of: $(generations)." \
-    "turing (T4) is served by volta, ada (RTX 40, L4, L40) by ampere."
+    "$(sed -n "s/^SERVES='\([a-z]*\) \(.*\)'$/\2 is served by \1./p" "$locks"/*/generation.env 2> /dev/null)"
 }
 
 pip_install() { # pip_install VENV ARGUMENT...; twice quiet hides warnings about the registry, not errors
@@ -44,8 +44,8 @@ install_hashed() { # install_hashed VENV LOCK
 }
 
 prefer_cpu_torch() { # prefer_cpu_torch VENV
-  # With hashes, pip would rather take the registry's build than a wheel from a plain folder; so this one is asked for
-  # by name, and that it is not on offer, or another build of it is, is no error.
+  # With hashes, pip prefers the registry's build to a wheel from a plain folder, so this one is named. It is no error if
+  # no registry has it, or if one has another build of it.
   local log=$1/torch-cpu.log code=0
   install_hashed "$1" cpu/requirements-torch-cpu.lock > "$log" 2>&1 || code=$?
   if [ "$code" = 0 ] || grep -q 'No matching distribution' "$log"; then return 0; fi
@@ -61,12 +61,12 @@ sys.exit(not any(name.startswith(("nvidia-", "cuda-")) for name in needed))'
 
 install_generation() { # install_generation GENERATION VENV
   local generation=$1 venv=$2
-  # First what builds packages, alone: then nothing unpinned is fetched while packages without a wheel are built.
+  # The build tools first: then nothing unpinned is fetched while packages without a wheel are built.
   install_hashed "$venv" requirements-build.lock
   if [ "$generation" = cpu ]; then prefer_cpu_torch "$venv"; fi
   install_hashed "$venv" "$generation/requirements.lock"
   if [ "$generation" = cpu ] && torch_is_cuda_build "$venv"; then
-    say "torch here is the CUDA build: installing its libraries too, several GB"
+    setup_says "torch here is the CUDA build: installing its libraries too, several GB"
     install_hashed "$venv" cpu/requirements-cuda.lock
   fi
 }
@@ -86,7 +86,7 @@ main() {
   "$2/bin/python" -m pip --version > /dev/null 2>&1 || fail \
     "$2 is no virtual environment with a pip of its own. Make it first: python3 -m venv $2"
   install_generation "$1" "$2"
-  check_packages "$2" "A lock is out of step with its .in file: make lock"
+  check_packages "$2" "A lock does not match its .in file: make lock"
 }
 
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then main "$@"; fi

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Make /usr/local/cuda, a place where DeepSpeed finds what it needs of CUDA, from the wheels that came with torch.
+# Make /usr/local/cuda, where DeepSpeed looks for CUDA, from the wheels that came with torch.
 #   link_cuda.sh VENV [FOLDER]
-# Its operator for offload to NVMe is C++ alone, but where there is a GPU DeepSpeed links it with CUDA's libraries and asks
-# nvcc for its version first. NVIDIA's own compiler would add 0.3 GB for that, and for CUDA 12 the package registry has
-# none. So this answers the question, and compiles nothing.
+# DeepSpeed's operator for offload to NVMe is plain C++, but on a machine with a GPU DeepSpeed links it with CUDA's
+# libraries and asks nvcc for its version first. NVIDIA's compiler would add 0.3 GB for that, and the package registry
+# has none for CUDA 12. So the nvcc made here prints the version and compiles nothing.
 set -euo pipefail
 
 venv=$1 folder=${2:-/usr/local/cuda}
 
-# Where CUDA's runtime is: the wheels of CUDA 13 share one folder, those of CUDA 12 have one each.
+# CUDA's runtime: the wheels of CUDA 13 share one folder, those of CUDA 12 have one each.
 runtime=""
 for home in "$venv"/lib/python3.*/site-packages/nvidia/{cu13,cuda_runtime}; do
   for library in "$home"/lib/libcudart.so.*; do
@@ -25,11 +25,11 @@ version=$("$venv/bin/python" -c 'import torch; print(torch.version.cuda)')
 mkdir -p "$folder/bin" "$folder/lib64"
 ln -s "$home/include" "$folder/include"
 ln -s "$runtime" "$folder/lib64/libcudart.so"
-# The driver's library comes into a container with its GPUs; until then its name is enough to link with.
+# The driver's library comes into a container with the GPUs; its name is enough to link with.
 gcc -shared -x c /dev/null -o "$folder/lib64/libcuda.so" -Wl,-soname,libcuda.so.1
 cat > "$folder/bin/nvcc" << EOF
 #!/bin/sh
-# Not NVIDIA's compiler: see docker/link_cuda.sh. It says which CUDA torch was built with, as DeepSpeed reads it.
+# Not NVIDIA's compiler: see docker/link_cuda.sh. It prints the CUDA version of torch in the form that DeepSpeed reads.
 if [ "\$*" = -V ] || [ "\$*" = --version ]; then
   echo "Cuda compilation tools, release $version, V$version"
   exit

@@ -1,15 +1,14 @@
-"""Write the lock files again from their `.in` files; `make lock` runs this.
+"""Write the lock files again from their `.in` files, and each generation.env from the facts; `make lock` runs this.
 
-Each lock names every package with the hashes of all its files, so one lock serves every Python, processor and
-registry, and no registry's address is in it. What is already locked stays as it is unless an `.in` file says otherwise;
-`--upgrade` takes the newest of everything that is not pinned there. `--check` writes nothing: it resolves every `.in`
-file again and names what differs from its lock.
+Each lock names every package with the hashes of all its files and without the address of a registry, so one lock serves
+every Python, processor and registry. Locked versions stay unless an `.in` file says otherwise; `--upgrade` takes the
+newest version of everything that is not pinned there. `--check` writes nothing: it resolves every `.in` file again and
+names the differences from its lock.
 
-The generations share one set of versions: each is resolved under the versions of those before it, so only torch and the
-CUDA libraries that belong to it can differ. torch needs two things more that the resolver cannot know. Registries carry
-its CUDA build, whose libraries (several GB) must not be installed beside a CPU build, so for the CPU they go to a lock
-of their own. And a CPU build of the same version is allowed in its place: its hashes come from
-`requirements-torch-cpu.lock`, which is written by hand.
+The generations share one set of versions: each is resolved under the versions of those before it, so only torch and its
+CUDA libraries can differ. The resolver cannot know two facts about torch. Registries have its CUDA build, whose
+libraries (several GB) must not be installed with a CPU build, so for the CPU they go to a lock of their own. And a CPU
+build of the same version may replace it: its hashes come from `requirements-torch-cpu.lock`, which is written by hand.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import subprocess
 import sys
 import venv
@@ -25,6 +25,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "src"))  # whatever Python runs this: the facts need the standard library alone
+
+from tunebook.facts.generations import GENERATIONS, ImagePins, capability_text  # noqa: E402
+
 DOCKER = ROOT / "docker"
 TOOLS = ROOT / ".cache" / "locks"  # a virtual environment of its own, so the resolver never meets what it resolves
 RESOLVER = "uv==0.13.8"
@@ -170,6 +174,31 @@ def every_lock(upgrade: bool) -> Iterator[Lock]:
     yield from tool_locks(upgrade)
 
 
+def generation_settings() -> Iterator[tuple[Path, str]]:
+    """Each generation.env with its text: one KEY=VALUE a line, for bash, Python and build arguments."""
+    images: dict[str, ImagePins] = {facts.image.name: facts.image for facts in GENERATIONS.values()}
+    for image in images.values():
+        served = {generation.name: facts for generation, facts in GENERATIONS.items() if facts.image == image}
+        capabilities = sorted(one for facts in served.values() for one in facts.compute_capabilities)
+        settings = {
+            "GENERATION": image.name,
+            "SERVES": " ".join(served),
+            "GPU_MODELS": image.gpu_models,
+            "TORCH": image.torch,
+            "CUDA": image.cuda or "",
+            "MIN_DRIVER": str(image.min_driver or ""),
+            "OLDER_DRIVER_IMAGE": image.older_driver_image or "",
+            "COMPUTE_CAPABILITIES": " ".join(map(capability_text, capabilities)),
+            "TORCH_CUDA_ARCH_LIST": " ".join(image.torch_architectures),
+            "ATTENTION": image.attention,
+            "FLASH_ATTN_CUDA_ARCHS": ";".join(image.flash_attn_architectures),
+            "BUILD_DISK_GIB": str(image.build_disk_gib),
+        }
+        lines = [f"{key}={shlex.quote(value) if value else ''}\n" for key, value in settings.items()]
+        note = "# Written by `make lock`; edit src/tunebook/facts/generations.py instead.\n"
+        yield DOCKER / image.name / "generation.env", note + "".join(lines)
+
+
 def differences(lock: Lock) -> list[str]:
     """Where the file on disk is not what its `.in` file resolves to, one line per package."""
     name, source = lock.path.relative_to(ROOT), lock.source.relative_to(ROOT)
@@ -201,15 +230,20 @@ def main() -> int:
         venv.create(TOOLS.resolve(), with_pip=True, clear=True)  # it refuses a link
     subprocess.run([str(TOOLS / "bin" / "python"), "-m", "pip", "install", "--quiet", RESOLVER], check=True)
     found: list[str] = []
+    for path, text in generation_settings():
+        if not arguments.check:
+            path.write_text(text)
+        elif not path.exists() or path.read_text() != text:
+            found.append(f"{path.relative_to(ROOT)} is not what src/tunebook/facts/generations.py says")
     for lock in every_lock(arguments.upgrade):
         if arguments.check:
             found += differences(lock)
         else:
             write(lock)
     if found:
-        print("\n".join([*found, "the locks are out of step with their .in files: make lock"]), file=sys.stderr)
+        print("\n".join([*found, "files under docker/ do not match their sources: make lock"]), file=sys.stderr)
     elif arguments.check:
-        print("every lock is what its .in file resolves to")
+        print("every lock and every generation.env matches its source")
     return 1 if found else 0
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Run one command of the image's build with what a site handed to the build, and leave no trace of it.
+# Run one command of an image build with the site's own certificates and configuration, and leave no trace of them.
 #   with_site.sh COMMAND ARGUMENT...
-# They are BuildKit secrets, each optional, mounted for this one step alone; an empty one counts as absent:
+# They are BuildKit secrets, each optional, mounted for this step only; an empty one counts as missing:
 #   ca         the certificates to trust on https, all of them in one file (a site's own root among them)
 #   pip_conf   a pip.conf: another package registry, a proxy
 #   apt_conf   an apt.conf: a proxy, or `Dir::Etc::SourceList` naming a list of another mirror
@@ -11,7 +11,7 @@ secrets=${TUNEBOOK_SECRETS:-/run/secrets}
 
 if [ -s "$secrets/ca" ]; then
   export PIP_CERT=$secrets/ca SSL_CERT_FILE=$secrets/ca
-  # apt has no variable for it, so it reads a file of its own, in /dev/shm: that is never part of an image.
+  # apt has no variable for it, so it gets a file in /dev/shm, which is never part of an image.
   site_conf=$(mktemp -p /dev/shm)
   trap 'rm -f "$site_conf"' EXIT
   printf 'Acquire::https::CAInfo "%s";\n' "$secrets/ca" > "$site_conf"

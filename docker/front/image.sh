@@ -1,14 +1,13 @@
 # shellcheck shell=bash
-# Which image, whether it is current, and building it. An image is current where its labels name the lock and the
-# sources of this checkout. docker/<generation>/image.digest, where it is there, names one in a registry to use instead.
+# The image: which one is used, building it, and the registry that it is published in.
+# An image is current if its labels name the lock and the sources of this checkout. docker/<generation>/image.digest, if
+# it exists, names one in a registry to use instead of building.
 
-image=""
+image="" lock_sha256="" sources_sha256=""
 
-built_image() { printf 'tunebook:%s' "$generation"; } # what a build here is called
+built_image() { printf 'tunebook:%s' "$generation"; } # the name of what a build here makes
 
-is_digest() { [[ $1 == *@sha256:* ]]; }
-
-published_image() { # prints what image.digest names, if it is there
+published_image() { # prints what image.digest names, if it exists
   local file=docker/$generation/image.digest name
   if [ ! -f "$file" ]; then return; fi
   name=$(grep -v '^#' "$file" | tr -d '[:space:]')
@@ -19,133 +18,214 @@ published_image() { # prints what image.digest names, if it is there
   printf '%s' "$name"
 }
 
-labels_of() { # prints the lock and the sources that an image was built from; fails where the image is not here
-  local lock='{{index .Config.Labels "tunebook.lock-sha256"}}'
-  local sources='{{index .Config.Labels "tunebook.sources-sha256"}}'
-  docker image inspect --format "$lock $sources" "$1" 2> /dev/null
+hash_checkout() { # what an image has to be built from to be current
+  sources_sha256=${sources_sha256:-$(docker/sources_hash.sh .)}
+  lock_sha256=$(sha256sum < "docker/$generation/requirements.lock" | cut -d ' ' -f 1)
 }
 
-is_current() { # is_current IMAGE
+labels_of() { # labels_of IMAGE; prints the lock and the sources it was built from; fails if it is not here
+  local label='index .Config.Labels "tunebook'
+  docker image inspect --format "{{$label.lock-sha256\"}} {{$label.sources-sha256\"}}" "$1" 2> /dev/null
+}
+
+is_usable() { # is_usable IMAGE; current, or here at all if the image's own code and recipes are asked for
+  local labels
+  labels=$(labels_of "$1") || return
   hash_checkout
-  [ "$(labels_of "$1")" = "$lock_sha256 $sources_sha256" ]
+  [ "$labels" = "$lock_sha256 $sources_sha256" ] || [ "${TUNEBOOK_USE_IMAGE_SOURCES:-}" = 1 ]
 }
 
-is_usable() { # is_usable IMAGE
-  # Who asks for the image's own code and recipes is not held to the checkout's.
-  if [ "${TUNEBOOK_USE_IMAGE_SOURCES:-}" = 1 ]; then labels_of "$1" > /dev/null; else is_current "$1"; fi
-}
-
-choose_image() { # sets image: the published one if it is here and current, else what is, or is to be, built here
+choose_image() { # sets image: the published one if it is usable, else the one to build here
   local published
-  image=$(built_image)
   published=$(published_image)
+  image=$(built_image)
   if [ -n "$published" ] && is_usable "$published"; then image=$published; fi
 }
 
-require_image() { # has the chosen image here and current: as it is, pulled or built
+require_image() { # makes the chosen image usable: as it is, pulled or built
   choose_image
   if is_usable "$image"; then return; fi
-  local published
+  local published not_pulled=""
   published=$(published_image)
   if [ -n "$published" ]; then
-    if pull_current "$published"; then
-      choose_image
+    pull_if_current "$published"
+    if [ -z "$not_pulled" ]; then
+      image=$published
       return
     fi
     say "docker/$generation/image.digest is not used: $not_pulled. Building instead."
   fi
-  if labels_of "$image" > /dev/null; then
-    say "$image was built from other sources or another lock: bringing it up to date"
-  fi
+  if labels_of "$image" > /dev/null; then say "$image was built from other sources or another lock: updating it"; fi
   require_buildx
   write_settings
   build_image
 }
 
-require_room() { # before everything is built
-  local needed=${disk_gib_of[$generation]} free
+# --- building
+
+require_disk_space() { # before a build from nothing
+  local needed free
+  needed=$(fact "$generation" BUILD_DISK_GIB)
   if [ ! -d "$engine_root" ] || labels_of "$image" > /dev/null; then return; fi
   free=$(($(df -Pk -- "$engine_root" | awk 'NR == 2 { print $4 }') / 1024 / 1024))
   if [ "$free" -ge "$needed" ]; then return; fi
-  does_not_fit "Building $image takes $needed GiB, and $free GiB are left in $engine_root, where Docker keeps all." \
+  end_with 3 \
+    "Building $image takes $needed GiB, and $free GiB are free in $engine_root, where Docker keeps everything." \
     "${disk_advice[@]}" "Or give Docker another disk: \"data-root\" in /etc/docker/daemon.json"
 }
 
 build_image() {
-  require_room
-  local log=.cache/build-$generation.log code=0 start=$SECONDS follower before
+  require_disk_space
+  local log=.cache/build-$generation.log code=0 start=$SECONDS before choices pipe follower
   before=$(docker image inspect --format '{{.Id}}' "$image" 2> /dev/null) || true
   : > "$log"
-  rm -f "$log.end" # of a build that was killed: to who follows, this one would have ended before it began
   own "$log"
-  say "building $image$(build_choices); all of the output is in $log"
-  follow_build "$log" &
+  choices=$(grep -E '^TUNEBOOK_(BASE_IMAGE|BUILD_NETWORK|CA_FILE|PIP_CONF|APT_CONF|WHEELS)=.' .env \
+    | grep -v "=$root/.cache/wheels$" | sed 's/^TUNEBOOK_/, /; s/^, BUILD_/, /; s/^, CA_FILE/, CA/' | tr -d '\n') || true
+  say "building $image${choices:+ (${choices#, })}; all of the output is in $log"
+  exec {pipe}> >(follow_build "$log") # written to a pipe, BuildKit's output is plain lines
   follower=$!
-  # To a file compose writes BuildKit's output as plain lines.
-  run_stoppable end_command docker compose build train > "$log" 2>&1 || code=$?
-  touch "$log.end"
+  run_stoppable end_command docker compose build train >&"$pipe" 2>&1 || code=$?
+  exec {pipe}>&-
   wait "$follower" || true
-  rm -f "$log.end"
-  exit_if_stopped "building was stopped; what is finished is kept, and the same command goes on from there"
-  if [ "$code" != 0 ]; then explain_failed_build "$log"; fi
-  remove_nameless "$before"
+  exit_if_stopped "the build was stopped; what is finished is kept, and the same command continues from there"
+  if [ "$code" != 0 ]; then
+    look_up start_errors "$(tail -n 200 "$log")"
+    (grep -v '^ *$' "$log" || true) | tail -n 20 | cut -c 1-300 >&2
+    end_with "$reason_code" "building $image failed: ${reason:-see above}. All of the output is in $log" \
+      "${reason_advice[@]}"
+  fi
+  # The image before would stay without a name and fill the disk edit by edit; a container may still use it.
+  if [ "$(docker image inspect --format '{{len .RepoTags}}{{len .RepoDigests}}' "$before" 2> /dev/null)" = 00 ]; then
+    docker image rm "$before" > /dev/null 2>&1 || true
+  fi
   say "$image is ready after $((SECONDS - start)) s"
 }
 
-remove_nameless() { # remove_nameless ID; what a build left without a name, which would fill the disk edit by edit
-  if [ "$(docker image inspect --format '{{len .RepoTags}}{{len .RepoDigests}}' "$1" 2> /dev/null)" = 00 ]; then
-    docker image rm "$1" > /dev/null 2>&1 || true # a container may still use it
-  fi
-}
-
-build_choices() { # what of .env shapes the build
-  local name text=""
-  for name in BASE_IMAGE BUILD_NETWORK CA_FILE PIP_CONF APT_CONF; do
-    case ${settings[TUNEBOOK_$name]:-} in
-      "" | /dev/null) ;;
-      *) text+=", ${name%_FILE}=${settings[TUNEBOOK_$name]}" ;;
-    esac
-  done
-  if [ "${settings[TUNEBOOK_WHEELS]}" != "$root/.cache/wheels" ]; then text+=", WHEELS=${settings[TUNEBOOK_WHEELS]}"; fi
-  if [ -n "$text" ]; then printf ' (%s)' "${text#, }"; fi
-}
-
-explain_failed_build() { # explain_failed_build LOG
-  find_reason "$(tail -n 200 "$1")"
-  grep -v '^ *$' "$1" | tail -n 20 | cut -c 1-300 >&2
-  end_with "$reason_code" "building $image failed: ${reason:-see above}. All of the output is in $1" \
-    "${reason_advice[@]}"
-}
-
-follow_build() { # follow_build LOG; shows the steps as they begin, and in long ones a sign of life every minute
-  local line="" partial="" last="" has_ended shown=$SECONDS file
-  exec {file}< "$1"
-  while kill -0 "$$" 2> /dev/null; do
-    has_ended=false
-    if [ -e "$1.end" ]; then has_ended=true; fi
-    if IFS= read -r -u "$file" line; then
-      last=$partial$line partial=""
-      if [[ $last =~ ^#[0-9]+\ \[.*[0-9]+/[0-9]+\]\ [A-Z] ]]; then
-        show_step "${last#* }"
+follow_build() { # follow_build LOG; keeps the output, shows each step as it begins, and a sign of life every minute
+  trap '' INT HUP # the build may print its last lines
+  local line="" rest last="" shown=$SECONDS code=0
+  while [ "$code" = 0 ] || [ "$code" -gt 128 ]; do # 1 is the end, more than 128 that nothing came within the minute
+    code=0
+    IFS= read -r -t 60 rest || code=$?
+    line+=$rest
+    if [ "$code" = 0 ]; then
+      printf '%s\n' "$line" >> "$1"
+      if [[ $line =~ ^#[0-9]+\ (\[.*[0-9]+/[0-9]+\]\ [A-Z].*) ]]; then
+        printf '  %.110s\n' "$(tr ' ' '\n' <<< "${BASH_REMATCH[1]}" | grep -vE '^(--mount=.*)?$' | paste -sd ' ')" >&2
         shown=$SECONDS
       fi
-      continue
+      last=$line line=""
     fi
-    partial+=$line
-    if $has_ended; then break; fi
     if ((SECONDS - shown >= 60)); then
       printf '  ... %.110s\n' "$last" >&2
       shown=$SECONDS
     fi
-    sleep 0.3
   done
 }
 
-show_step() { # show_step TEXT; without what its RUN mounts
-  local word words=() text
-  read -ra words <<< "$1"
-  for word in "${words[@]}"; do
-    if [[ $word != --mount=* ]]; then text+=" $word"; fi
+# --- registries
+
+require_registry() { # require_registry TARGET
+  if [ -z "${REGISTRY:-}" ]; then refuse "$1 needs a registry." "Name it: make $1 REGISTRY=host/path"; fi
+  REGISTRY=${REGISTRY%/}
+  if [[ $REGISTRY == *://* ]]; then
+    refuse "REGISTRY=$REGISTRY is an address, and Docker expects a name." "Type REGISTRY=${REGISTRY#*://}"
+  fi
+}
+
+push_images() {
+  require_registry push
+  require_engine
+  local pushed=0 names name digest
+  if [ "${GPU:-auto}" = auto ]; then
+    names=$(generation_names)
+  else
+    choose_generation
+    names=$generation
+  fi
+  for generation in $names; do
+    image=$(built_image)
+    if ! TUNEBOOK_USE_IMAGE_SOURCES="" is_usable "$image"; then
+      if labels_of "$image" > /dev/null; then
+        say "leaving out $image: it was built from other sources or another lock (make image GPU=$generation)"
+      fi
+      continue
+    fi
+    name=$REGISTRY/$image
+    docker tag "$image" "$name"
+    say "pushing $name"
+    with_registry push "$name"
+    digest=$(digest_of "$name")
+    write_digest "$digest"
+    printf '%s\n' "$digest"
+    pushed=$((pushed + 1))
   done
-  printf ' %.110s\n' "$text" >&2
+  if [ "$pushed" = 0 ] && [ "${GPU:-auto}" != auto ]; then
+    refuse "$image is not built, or not from this checkout." "Build it: make image GPU=$generation"
+  elif [ "$pushed" = 0 ]; then
+    refuse "No image of this checkout is built here, so there is nothing to push." "Build one: make image"
+  fi
+}
+
+with_registry() { # with_registry push|pull NAME; Docker shows its progress, and a failure is explained
+  local direction=$1 name=$2 host=${2%%/*} place=${2%/*} text
+  if { text=$(docker "$direction" "$name" 2>&1 1>&3); } 3>&2; then return; fi
+  printf '%s\n' "$text" >&2
+  look_up registry_errors "$text"
+  end_with "$reason_code" "${reason:-docker $direction failed: see above}" "${reason_advice[@]}"
+}
+
+digest_of() { # digest_of NAME; prints REGISTRY/tunebook@sha256:..., which is known after a push or a pull
+  docker image inspect --format '{{range .RepoDigests}}{{println .}}{{end}}' "$1" | grep "^${1%:*}@" | head -n 1
+}
+
+write_digest() { # write_digest NAME_WITH_DIGEST
+  local file=docker/$generation/image.digest
+  printf '%s\n' "$1" > "$file"
+  own "$file"
+  say "$file names it: commit that file, and other machines take the image instead of building it"
+}
+
+pull_if_current() { # pull_if_current NAME; sets the caller's not_pulled if the image is not of this checkout
+  local text
+  hash_checkout
+  # The labels first: nobody wants to download gigabytes of an image that does not match. In the foreground, or Ctrl-C
+  # would not reach it.
+  if ! text=$(timeout --foreground 30 docker buildx imagetools inspect --format '{{json .Image}}' "$1" 2>&1); then
+    not_pulled="the registry does not show $1 (${text##*$'\n'})"
+  elif ! [[ $text == *'"tunebook.lock-sha256":'*"$lock_sha256"* \
+    && $text == *'"tunebook.sources-sha256":'*"$sources_sha256"* ]]; then
+    not_pulled="$1 is of other sources or another lock than this checkout"
+  else
+    say "pulling $1"
+    with_registry pull "$1"
+  fi
+}
+
+pull_image() {
+  choose_generation
+  require_engine
+  local name
+  name=$(published_image)
+  if [ -n "${REGISTRY:-}" ]; then
+    require_registry pull
+    # The same digest from another place, else whatever has this generation's tag.
+    if [ -n "$name" ]; then name=$REGISTRY/tunebook@${name##*@}; else name=$REGISTRY/tunebook:$generation; fi
+  fi
+  if [ -z "$name" ]; then
+    refuse "There is no docker/$generation/image.digest, so it is not known what to pull." \
+      "Name a registry: make pull REGISTRY=host/path"
+  fi
+  say "pulling $name: $generation_why"
+  with_registry pull "$name"
+  if [[ $name != *@* ]]; then name=$(digest_of "$name"); fi
+  if [ "$name" != "$(published_image)" ]; then write_digest "$name"; fi
+  choose_image
+  write_settings
+  if [ "$image" = "$name" ]; then
+    say "it is used from now on"
+  else
+    say "it is of other sources or another lock than this checkout, so it is not used: make image builds one that is"
+  fi
 }

@@ -1,13 +1,15 @@
-"""A machine for the front door: a small checkout, and stand-ins for docker and nvidia-smi.
+"""A machine for docker/front.sh: a small checkout, and fakes of docker and nvidia-smi.
 
-PATH holds nothing but what docker/front.sh says it needs, so a test also fails where it would call Python.
+PATH holds only what docker/front.sh says it needs, so a test also fails if the script calls Python.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,21 +20,21 @@ ROOT = Path(__file__).resolve().parents[2]
 TOOLS = (
     "awk", "bash", "cat", "chmod", "chown", "cut", "date", "df", "dirname", "env", "find", "flock", "git", "grep",
     "head", "id", "make", "mkdir", "mktemp", "mv", "paste", "printf", "realpath", "rm", "sed", "seq", "setsid", "sh",
-    "sha256sum", "sleep", "sort", "stat", "tail", "timeout", "touch", "tr", "uniq", "wc", "xargs",
+    "sha256sum", "sleep", "sort", "stat", "tail", "timeout", "touch", "tr", "uniq", "xargs",
 )  # fmt: skip
 
-# What `docker info --format '{{json .}}'` printed (Docker 26.1), cut to what is looked at.
+# Output of `docker info --format '{{json .}}'` (Docker 26.1), shortened to what the script reads.
 INFO = '{"ID":"fb9c5572","DockerRootDir":"%s","Runtimes":{"runc":{"path":"runc"}%s},"SecurityOptions":["name=seccomp"]}'
 NVIDIA_RUNTIME = ',"nvidia":{"path":"nvidia-container-runtime"}'
-# What nvidia-smi printed on a machine with two H200; the others are of the same form.
+# Output of nvidia-smi on a machine with two H200; the others have the same form.
 H200 = """\
 0, GPU-a7c27df2-65ec-f664-608d-90a3b6b32cae, 9.0, 580.159.04, NVIDIA H200
 1, GPU-3e876337-490f-1321-336c-fb639725a93c, 9.0, 580.159.04, NVIDIA H200
 """
 
 FAKE_DOCKER = r"""#!/usr/bin/env bash
-# Writes down what it is called with. `docker ONE TWO` answers from $FAKE/docker-ONE-TWO or $FAKE/docker-ONE: what is in
-# .out and .err, with the exit code in .code; or, first of all, whatever .sh does. Images are files in $FAKE/images.
+# Logs its arguments. `docker ONE TWO` sources $FAKE/docker-ONE-TWO.sh or $FAKE/docker-ONE.sh if there is one; then, if
+# there is a .code, it prints .out and .err and exits with .code. Images are files in $FAKE/images.
 printf '%s\n' "$*" >> "$FAKE/calls"
 last=${!#}
 for name in "docker-$1-$2" "docker-$1"; do
@@ -48,7 +50,7 @@ case "$1 $2" in
     if [ ! -f "$FAKE/images/${last//\//_}" ]; then echo "Error: No such image: $last" >&2; exit 1; fi
     cat "$FAKE/images/${last//\//_}" ;;
   "compose build")
-    echo "#5 [train venv 1/1] RUN --mount=type=cache,id=tunebook-pip install"
+    echo "#5 [train venv 1/1] RUN --mount=type=cache,id=tunebook-pip     --mount=type=secret,id=ca     install"
     . ./.env
     echo "$TUNEBOOK_LOCK_SHA256 $TUNEBOOK_SOURCES_SHA256" > "$FAKE/images/${TUNEBOOK_IMAGE//\//_}" ;;
   "compose run" | "compose -f") printf '<%s>\n' "${@:3}" ;;
@@ -65,13 +67,12 @@ exit "$(cat "$FAKE/nvidia-smi.code")"
 FAKE_TUNEBOOK = """#!/bin/sh
 printf '<%s>\\n' "$@"
 echo "sees ${CUDA_VISIBLE_DEVICES-all}"
-exit "${TUNEBOOK_CODE:-0}"
 """
 
 
 @dataclass
 class Machine:
-    """A host with a checkout in `checkout`; `tell` and `gpus` decide what its docker and nvidia-smi say."""
+    """A host with a checkout in `checkout`; `tell` and `gpus` set the answers of its docker and nvidia-smi."""
 
     folder: Path
     environment: dict[str, str] = field(default_factory=dict)
@@ -96,12 +97,12 @@ class Machine:
         (self.folder / "bin" / name).unlink()
 
     def tell(self, command: str, out: str = "", err: str = "", code: int = 0) -> None:
-        """Decide what a command answers: `docker-info`, `docker-compose-run`, `nvidia-smi`."""
+        """Set the answer of a command: `docker-info`, `docker-compose-run`, `nvidia-smi`."""
         for ending, text in (("out", out), ("err", err), ("code", str(code))):
             (self.fake / f"{command}.{ending}").write_text(text)
 
     def act(self, command: str, script: str) -> None:
-        """Let a command do more than answer."""
+        """Let a command run a script first."""
         (self.fake / f"{command}.sh").write_text(script)
 
     def gpus(self, lines: str = H200, *, code: int = 0, has_runtime: bool = True) -> None:
@@ -110,14 +111,16 @@ class Machine:
         self.tell("nvidia-smi", lines, code=code)
         self.tell("docker-info", INFO % (self.folder, NVIDIA_RUNTIME if has_runtime else ""))
 
-    def images(self, *names: str) -> None:
-        """Have images that are current by their labels."""
-        for name in names:
-            self.front("env", GPU=name.partition(":")[2])
-            labels = f"{self.setting('TUNEBOOK_LOCK_SHA256')} {self.setting('TUNEBOOK_SOURCES_SHA256')}\n"
-            (self.fake / "images" / name.replace("/", "_")).write_text(labels)
-        (self.checkout / ".env").unlink()
-        (self.fake / "calls").unlink(missing_ok=True)
+    def image(self, name: str, generation: str | None = None) -> None:
+        """Have an image whose labels match the checkout."""
+        lock = self.checkout / "docker" / (generation or name.partition(":")[2]) / "requirements.lock"
+        sources = self.command("docker/sources_hash.sh", ".").stdout
+        labels = f"{hashlib.sha256(lock.read_bytes()).hexdigest()} {sources}"
+        (self.fake / "images" / name.replace("/", "_")).write_text(labels)
+
+    def digest(self, name: str) -> None:
+        """Name a published image of the cpu generation."""
+        (self.checkout / "docker" / "cpu" / "image.digest").write_text(f"{name}\n")
 
     def venv(self, generation: str = "cpu") -> None:
         """Have a .venv that is set up."""
@@ -136,32 +139,51 @@ class Machine:
         )  # fmt: skip
 
     def front(self, *words: str, uid: int | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
-        """Call the front door as make does."""
+        """Call docker/front.sh as make does."""
         return self.command("docker/front.sh", *words, uid=uid, **variables)
 
+    def start(self, *words: str, until: str, **variables: str) -> subprocess.Popen[str]:
+        """Start docker/front.sh in a process group of its own, as a terminal does, and wait for a file in `fake`."""
+        process = subprocess.Popen(
+            ["docker/front.sh", *words], cwd=self.checkout, env=self.environment | variables, text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
+        self.wait_until((self.fake / until).exists)
+        return process
+
+    @staticmethod
+    def wait_until(condition: Callable[[], object]) -> None:
+        """Wait for a condition."""
+        end = time.monotonic() + 30
+        while not condition():
+            assert time.monotonic() < end
+            time.sleep(0.02)
+
     def setting(self, name: str) -> str | None:
-        """What .env says."""
+        """The value of a setting in .env."""
         found = re.search(rf"^{name}=(.*)$", (self.checkout / ".env").read_text(), flags=re.MULTILINE)
         return None if found is None else found[1].strip("'")
 
     def calls(self, start: str) -> list[str]:
-        """What docker was called with, of that which starts so."""
+        """The calls of docker whose arguments start so."""
         file = self.fake / "calls"
         lines = file.read_text().splitlines() if file.exists() else []
         return [line for line in lines if line.startswith(start)]
 
 
 def copy_checkout(target: Path) -> None:
-    """What the front door needs of a checkout; the locks and sources are short stand-ins."""
-    scripts = [*(ROOT / "docker").glob("*.sh"), *(ROOT / "docker" / "front").glob("*.sh")]
-    settings = [*(ROOT / "docker").glob("*/generation.env"), ROOT / "compose.yaml", ROOT / "docker/cpu/compose.yaml"]
-    for file in [ROOT / "Makefile", *scripts, *settings]:
+    """Copy what docker/front.sh needs of a checkout; the locks and sources are short stand-ins."""
+    files = [ROOT / "Makefile", ROOT / "compose.yaml", ROOT / "docker/cpu/compose.yaml"]
+    for pattern in ("*.sh", "front/*.sh", "*/generation.env"):
+        files += (ROOT / "docker").glob(pattern)
+    for file in files:
         copy = target / file.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, copy)
     for env in (target / "docker").glob("*/generation.env"):
         (env.parent / "requirements.lock").write_text(f"# {env.parent.name}\n")
-    (target / "docker" / "requirements-build.lock").touch()
+    for name in ("requirements-build.lock", "requirements-dev.lock"):
+        (target / "docker" / name).touch()
     for name in ("src/tunebook.py", "hydra_configs/config.yaml", "recipes/quickstart.yaml", "pyproject.toml"):
         (target / name).parent.mkdir(exist_ok=True)
         (target / name).write_text(f"# {name}\n")
@@ -174,7 +196,7 @@ def machine(tmp_path: Path) -> Machine:
         (tmp_path / folder).mkdir(parents=True)
     for tool in TOOLS:
         found = shutil.which(tool)
-        assert found, f"the tests of the front door need {tool}"
+        assert found, f"these tests need {tool}"
         (tmp_path / "bin" / tool).symlink_to(found)
     copy_checkout(tmp_path / "tunebook")
     environment = {
@@ -191,12 +213,12 @@ def machine(tmp_path: Path) -> Machine:
 
 @pytest.fixture
 def refused() -> Callable[..., None]:
-    """Check an error: its exit code, and that it says all of these, wherever its lines break."""
+    """Check an error: its exit code, and that it contains all of these, wherever its lines break."""
 
     def check(done: subprocess.CompletedProcess[str], *parts: str, code: int = 2) -> None:
         assert done.returncode == code, done.stderr
-        said = " ".join(done.stderr.split())
-        assert [part for part in parts if part not in said] == [], done.stderr
-        assert "unbound variable" not in said
+        text = " ".join(done.stderr.split())
+        assert [part for part in parts if part not in text] == [], done.stderr
+        assert "unbound variable" not in text
 
     return check

@@ -1,4 +1,4 @@
-"""compose.yaml and the Dockerfile as text: what each service gets, what the sandbox does not, what the build may see.
+"""compose.yaml and the Dockerfile as text: what each service gets, what the sandbox does not, what a build sees.
 
 Docker's own reading of them (`docker compose config`, builds, runs) is in tests/system/docker.
 """
@@ -16,7 +16,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
-USING = ("train", "sweep", "plan", "chat", "eval")  # the image
+RUNNING = ("train", "sweep", "plan", "chat", "eval")  # the services that run the image
 
 
 class Reset:
@@ -31,14 +31,11 @@ ComposeLoader.add_constructor("!reset", lambda loader, node: Reset())
 
 
 def read(path: Path) -> dict[str, Any]:
-    loaded: dict[str, Any] = yaml.load(path.read_text(), ComposeLoader)
-    return loaded
+    return yaml.load(path.read_text(), ComposeLoader)
 
 
-@pytest.fixture(scope="module")
-def services() -> dict[str, Any]:
-    found: dict[str, Any] = read(ROOT / "compose.yaml")["services"]
-    return found
+COMPOSE = read(ROOT / "compose.yaml")
+SERVICES = COMPOSE["services"]
 
 
 def targets(service: dict[str, Any]) -> list[str]:
@@ -46,68 +43,52 @@ def targets(service: dict[str, Any]) -> list[str]:
     return [volume["target"] if isinstance(volume, dict) else volume.rsplit(":", 1)[1] for volume in service["volumes"]]
 
 
-def without_defaults(text: str) -> str:
-    """A text with each `${NAME:-default}` replaced by its default, as where there is no .env."""
-    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
+def without_env(text: str) -> str:
+    """A text as it is without .env: `${NAME:-default}` becomes the default, and `${NAME:+text}` nothing."""
+    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", re.sub(r"\$\{\w+:\+[^}]*\}", "", text))
 
 
-def test_the_services_are_those_of_the_design(services: dict[str, Any]) -> None:
-    assert set(services) == {*USING, "sandbox"}
-
-
-@pytest.mark.parametrize("name", USING)
-def test_a_service_is_one_command_and_what_is_typed_is_appended(services: dict[str, Any], name: str) -> None:
-    assert services[name]["entrypoint"] == ["/opt/tunebook/entrypoint.sh", name]
-    assert services[name]["command"] == []
-
-
-@pytest.mark.parametrize("name", USING)
-def test_a_service_has_gpus_and_no_rights(services: dict[str, Any], name: str) -> None:
-    service = services[name]
+@pytest.mark.parametrize("name", RUNNING)
+def test_a_service_is_one_command_with_gpus_and_without_rights(name: str) -> None:
+    service = SERVICES[name]
+    assert (service["entrypoint"], service["command"]) == (["/opt/tunebook/entrypoint.sh", name], [])
     (device,) = service["deploy"]["resources"]["reservations"]["devices"]
     assert device == {"driver": "nvidia", "count": "${TUNEBOOK_GPUS:-all}", "capabilities": ["gpu"]}
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
     assert service["read_only"] is True
-    assert "privileged" not in service
-    assert "cap_add" not in service
+    assert not {"privileged", "cap_add"} & service.keys()
+    assert "shm_size" in service
+    assert service["ulimits"] == {"memlock": -1, "stack": 64 << 20}
 
 
-@pytest.mark.parametrize("name", USING)
-def test_only_outputs_and_caches_can_be_written(services: dict[str, Any], name: str) -> None:
-    kept = {"/cache", "/cache/huggingface", "/handover", "${TUNEBOOK_OUTPUTS:-/run/no-outputs}"}
-    for volume, target in zip(services[name]["volumes"], targets(services[name]), strict=True):
+@pytest.mark.parametrize("name", RUNNING)
+def test_only_outputs_and_caches_can_be_written(name: str) -> None:
+    writable = {"/cache", "/cache/huggingface", "/handover", "${TUNEBOOK_CHECKOUT:-/run/no}/outputs"}
+    for volume, target in zip(SERVICES[name]["volumes"], targets(SERVICES[name]), strict=True):
         is_read_only = isinstance(volume, dict) and volume.get("read_only", False)
-        assert is_read_only or target in kept
+        assert is_read_only or target in writable
 
 
-def test_the_checkout_is_mounted_where_it_is(services: dict[str, Any]) -> None:
-    checkout = next(volume for volume in services["train"]["volumes"] if "CHECKOUT" in volume["source"])
+def test_the_checkout_is_mounted_where_it_is() -> None:
+    checkout = SERVICES["train"]["volumes"][0]
     assert checkout["source"].split(":-")[0] == checkout["target"].split(":-")[0] == "${TUNEBOOK_CHECKOUT"
     assert checkout["read_only"] is True
-    assert services["train"]["working_dir"].startswith("${TUNEBOOK_CHECKOUT")
+    assert SERVICES["train"]["working_dir"].startswith("${TUNEBOOK_CHECKOUT")
 
 
-@pytest.mark.parametrize("name", USING)
-def test_tokens_are_passed_by_name_only(services: dict[str, Any], name: str) -> None:
-    environment = services[name]["environment"]
+@pytest.mark.parametrize("name", RUNNING)
+def test_tokens_are_passed_by_name_only(name: str) -> None:
+    environment = SERVICES[name]["environment"]
     assert {"HF_TOKEN", "WANDB_API_KEY"} <= environment.keys()
     for variable, value in environment.items():
         assert value is None or value.startswith("${TUNEBOOK_"), f"{variable}={value}"
         assert value is None or not re.search("TOKEN|KEY|SECRET|PASSWORD", variable)
 
 
-def test_shared_memory_and_limits_are_those_of_training(services: dict[str, Any]) -> None:
-    train = services["train"]
-    assert "shm_size" in train
-    assert train["ulimits"] == {"memlock": -1, "stack": 64 << 20}
-    assert train["stop_grace_period"] == "10m"
-
-
-def test_the_sandbox_has_nothing_of_the_users(services: dict[str, Any]) -> None:
-    sandbox = services["sandbox"]
-    assert sandbox["network_mode"] == "none"
-    assert sandbox["ipc"] == "none"
+def test_the_sandbox_has_nothing_of_the_users() -> None:
+    sandbox = SERVICES["sandbox"]
+    assert sandbox["network_mode"] == sandbox["ipc"] == "none"
     assert sandbox["read_only"] is True
     assert sandbox["cap_drop"] == ["ALL"]
     assert set(sandbox["cap_add"]) == {"SETUID", "SETGID", "KILL"}
@@ -119,52 +100,47 @@ def test_the_sandbox_has_nothing_of_the_users(services: dict[str, Any]) -> None:
     assert len(sandbox["tmpfs"]) <= sandbox["cpus"]  # else programs would be late because of each other
 
 
-def test_only_what_evaluates_shares_the_hand_over_folder(services: dict[str, Any]) -> None:
-    sharing = [name for name, service in services.items() if any("handover" in target for target in targets(service))]
-    assert sorted(sharing) == ["eval", "sandbox", "sweep", "train"]
-    group = services["sandbox"]["user"].split(":")[1]
-    assert {name: service.get("group_add") for name, service in services.items()} == {
+def test_only_services_that_evaluate_share_the_hand_over_folder() -> None:
+    assert set(SERVICES) == {*RUNNING, "sandbox"}
+    sharing = {name for name, service in SERVICES.items() if any("handover" in target for target in targets(service))}
+    assert sharing == {"eval", "sandbox", "sweep", "train"}
+    group = SERVICES["sandbox"]["user"].split(":")[1]
+    assert {name: service.get("group_add") for name, service in SERVICES.items()} == {
         "train": [group], "sweep": [group], "eval": [group], "plan": None, "chat": None, "sandbox": None,
     }  # fmt: skip
 
 
-def test_nobody_gets_dockers_socket() -> None:
+def test_no_service_gets_dockers_socket() -> None:
     for name in ("compose.yaml", "docker/cpu/compose.yaml", "docker/Dockerfile"):
         assert "docker.sock" not in (ROOT / name).read_text()
 
 
-def test_the_cpu_override_takes_the_gpus_away_and_nothing_else(services: dict[str, Any]) -> None:
+def test_the_cpu_override_takes_the_gpus_away_and_nothing_else() -> None:
     override = read(DOCKER / "cpu" / "compose.yaml")["services"]
-    assert set(override) == set(USING)
+    assert set(override) == set(RUNNING)
     for service in override.values():
         assert service.keys() == {"deploy", "ulimits"}
         assert all(isinstance(value, Reset) for value in service.values())
-
-
-def test_without_env_file_compose_reads_the_same_override_by_itself() -> None:
+    # Compose reads it by itself if there is no .env.
     assert (ROOT / "compose.override.yaml").resolve() == DOCKER / "cpu" / "compose.yaml"
 
 
-def test_every_default_of_a_path_exists_on_any_machine(services: dict[str, Any]) -> None:
-    whole = read(ROOT / "compose.yaml")
-    files = [without_defaults(secret["file"]) for secret in whole["secrets"].values()]
-    mounts = [volume["source"] for volume in services["train"]["volumes"] if isinstance(volume, dict)]
-    folders = [services[name]["build"]["additional_contexts"]["wheels"] for name in services]
-    for path in (*files, *map(without_defaults, [*mounts, *folders])):
+def test_without_env_file_every_path_exists_and_the_stage_that_says_so_is_built() -> None:
+    files = [secret["file"] for secret in COMPOSE["secrets"].values()]
+    mounts = [volume["source"] for volume in SERVICES["train"]["volumes"] if isinstance(volume, dict)]
+    folders = [service["build"]["additional_contexts"]["wheels"] for service in SERVICES.values()]
+    for path in map(without_env, [*files, *mounts, *folders]):
         assert (ROOT / path).exists(), path
     assert list(DOCKER.glob("*.whl")) == []  # docker/ stands in for a folder of wheels
-
-
-def test_without_env_file_the_stage_that_says_so_is_built(services: dict[str, Any]) -> None:
-    assert {without_defaults(services[name]["build"]["target"]) for name in USING} == {"unset"}
-    assert {without_defaults(services[name]["image"]) for name in USING} == {"tunebook:unset"}
+    assert {without_env(SERVICES[name]["build"]["target"]) for name in RUNNING} == {"unset"}
+    assert {without_env(SERVICES[name]["image"]) for name in RUNNING} == {"tunebook:unset"}
 
 
 # --- the Dockerfile
 
 
 def dockerfile() -> str:
-    """Its instructions, each on one line, without comments."""
+    """The Dockerfile's instructions, each on one line, without comments."""
     text = "\n".join(line for line in (DOCKER / "Dockerfile").read_text().splitlines() if not line.startswith("#"))
     return text.replace("\\\n", " ")
 
@@ -179,12 +155,12 @@ def test_every_target_is_a_stage_and_the_image_is_the_default() -> None:
     assert list(stages())[-1] == "image"
 
 
-def test_every_kind_of_attention_has_a_stage_and_every_build_argument_is_known(services: dict[str, Any]) -> None:
+def test_every_attention_package_has_a_stage_and_every_build_argument_is_known() -> None:
     for file in DOCKER.glob("*/generation.env"):
         (attention,) = re.findall(r"^ATTENTION=(\S+)$", file.read_text(), re.MULTILINE)
         assert f"attention-{attention}" in stages()
     known = set(re.findall(r"^ARG (\w+)", dockerfile(), re.MULTILINE))
-    for service in services.values():
+    for service in SERVICES.values():
         assert service["build"]["args"].keys() <= known
 
 
@@ -226,7 +202,7 @@ def test_secrets_are_mounted_where_something_is_fetched_and_never_copied() -> No
     assert "/run/secrets" not in dockerfile()
 
 
-# --- what reaches a build, and what an image's hash is over
+# --- what reaches a build, and what an image's hash covers
 
 
 def test_the_hash_leaves_out_what_the_build_does_not_see(tmp_path: Path) -> None:
@@ -234,15 +210,22 @@ def test_the_hash_leaves_out_what_the_build_does_not_see(tmp_path: Path) -> None
     assert lines[0] == "*"
     hashed = {"src", "hydra_configs", "recipes", "docker", "pyproject.toml"}
     assert {line[1:] for line in lines if line.startswith("!")} == {*hashed, "LICENSE"}
+    of_the_host = ("docker/front", "docker/front.sh", "docker/venv.sh")
     left_out = [line for line in lines[1:] if not line.startswith("!")]
-    assert left_out == ["**/__pycache__", "**/*.pyc", "docker/*/image.digest", "docker/front", "docker/front.sh"]
+    assert left_out == ["**/__pycache__", "**/*.pyc", "docker/*/image.digest", *of_the_host]
     for name in (*hashed - {"pyproject.toml"}, "docker/cpu", "docker/front", "src/__pycache__"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "pyproject.toml").touch()
     before = sources_hash(tmp_path)
     assert re.fullmatch("[0-9a-f]{64}", before)
-    of_the_host = ("docker/front.sh", "docker/front/a", "LICENSE")
-    for name in ("src/__pycache__/a", "src/a.pyc", "docker/cpu/image.digest", *of_the_host):
+    for name in (
+        "src/__pycache__/a",
+        "src/a.pyc",
+        "docker/cpu/image.digest",
+        "docker/front/a",
+        *of_the_host[1:],
+        "LICENSE",
+    ):
         (tmp_path / name).touch()
     assert sources_hash(tmp_path) == before
     for name in ("src/a.py", "docker/image.digest.txt", "recipes/a b\nc", "hydra_configs/.hidden"):
@@ -257,7 +240,7 @@ def sources_hash(folder: Path) -> str:
     return subprocess.check_output([str(DOCKER / "sources_hash.sh"), str(folder)], text=True).strip()
 
 
-def test_hash_does_not_depend_on_the_language_of_the_shell(tmp_path: Path) -> None:
+def test_the_hash_does_not_depend_on_the_locale(tmp_path: Path) -> None:
     hashes = set()
     for language in ("C", "C.UTF-8", "en_US.UTF-8"):
         words = ["env", f"LC_ALL={language}", str(DOCKER / "sources_hash.sh"), str(ROOT)]

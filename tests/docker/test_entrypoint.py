@@ -1,6 +1,6 @@
-"""What a container refuses before Python starts, and what it becomes otherwise: the script itself, on this machine.
+"""docker/entrypoint.sh: what a container refuses before Python starts, and what it runs otherwise.
 
-`tunebook` is replaced by a script that prints what it was called with.
+`tunebook` is replaced by a script that prints its arguments.
 """
 
 from __future__ import annotations
@@ -88,34 +88,28 @@ def refused(done: subprocess.CompletedProcess[str]) -> str:
     return done.stderr
 
 
-# --- what it becomes
+# --- what it runs
 
 
-def test_it_becomes_tunebook_with_its_words_as_they_are(run: Run, checkout: Path) -> None:
+def test_it_runs_tunebook_with_the_arguments_as_they_are(run: Run, checkout: Path, tmp_path: Path) -> None:
     done = run("train", "quickstart", "a.b=[1,2]", "m=x y")
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"tunebook:train quickstart a.b=[1,2] m=x y home={checkout} ca="
-
-
-def test_the_exit_code_is_passed_on(run: Run, tmp_path: Path) -> None:
     script(tmp_path / "programs" / "tunebook", "exit 6")
     assert run("train").returncode == 6
 
 
-def test_a_program_is_run_as_it_is(run: Run) -> None:
+def test_a_program_is_run_unchecked(run: Run) -> None:
     assert run("bash", "-c", "echo hello").stdout == "hello\n"
     assert run("/bin/echo", "hello", HF_HOME="/proc/none").stdout == "hello\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("has_checkout", [False, True])
-def test_a_request_to_stop_while_it_looks_ends_it_as_one(
+def test_a_request_to_stop_during_the_checks_ends_it(
     image: Path, checkout: Path, number: signal.Signals, has_checkout: bool
 ) -> None:
-    """bash ended with 2 and a complaint about its own words when one came while it read a $() and a trap was set.
-
-    With a checkout to be compared, for as long as that took.
-    """
+    """With a trap set, bash ended with 2 and a syntax error if a signal came while it read a $()."""
     environment = os.environ | ({"TUNEBOOK_CHECKOUT": str(checkout)} if has_checkout else {})
     last_ms = 20 if has_checkout else 12  # it ends by itself after 10 ms or 3 or so: there is no outputs folder
     endings = set()
@@ -135,8 +129,8 @@ def test_a_request_to_stop_while_it_looks_ends_it_as_one(
     assert endings <= stopped | {(2, False)}
 
 
-def test_ctrl_c_while_a_program_of_its_own_runs_is_not_forgotten(run: Run, image: Path, tmp_path: Path) -> None:
-    """tini hands a signal to this script alone, and bash that waits for a program which did not get it went on."""
+def test_ctrl_c_while_the_script_waits_for_a_program_is_not_lost(run: Run, image: Path, tmp_path: Path) -> None:
+    """tini forwards a signal to the script only, and bash continues if the program that it waits for did not get it."""
     script(tmp_path / "programs" / "mkdir", 'touch "$STARTED"; sleep 0.5; exec /bin/mkdir "$@"')
     started = tmp_path / "started"
     process = subprocess.Popen(
@@ -154,7 +148,7 @@ def test_ctrl_c_while_a_program_of_its_own_runs_is_not_forgotten(run: Run, image
 
 
 @pytest.mark.parametrize("words", [(), ("--help",), ("train", "-h"), ("sweep", "x=1", "--help")])
-def test_help_comes_whatever_is_wrong(run: Run, words: tuple[str, ...]) -> None:
+def test_help_is_printed_whatever_is_wrong(run: Run, words: tuple[str, ...]) -> None:
     done = run(*words, HF_HOME="/proc/none", TUNEBOOK_OUTPUTS="/proc/none", TUNEBOOK_CHECKOUT="/proc/none")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"tunebook:{' '.join(words)}")
@@ -189,14 +183,14 @@ def test_an_image_of_other_sources_is_refused(run: Run, checkout: Path, changed:
     assert "    make image\n" in refused(run("plan", "quickstart"))
 
 
-def test_files_that_no_image_holds_do_not_count(run: Run, checkout: Path) -> None:
+def test_files_that_are_in_no_image_do_not_count(run: Run, checkout: Path) -> None:
     for name in ("src/__pycache__/a.pyc", "src/b.pyc", "docker/hopper/image.digest", "tests/t.py", "README.md"):
         (checkout / name).parent.mkdir(parents=True, exist_ok=True)
         (checkout / name).write_text("new")
     assert run("plan").returncode == 0
 
 
-def test_the_images_own_sources_can_be_asked_for_and_then_its_recipes_are_used_too(run: Run, checkout: Path) -> None:
+def test_on_request_the_images_own_sources_and_recipes_are_used(run: Run, checkout: Path) -> None:
     (checkout / "src" / "file").write_text("changed")
     done = run("plan", TUNEBOOK_USE_IMAGE_SOURCES="1")
     assert done.returncode == 0, done.stderr
@@ -213,37 +207,29 @@ def test_outputs_that_are_no_folder_of_the_machine_are_refused(run: Run, checkou
     for words in (("train", "quickstart"), ("eval",), ("sweep", "quickstart", "a=1,2"), ("report", "latest")):
         message = refused(run(*words, TUNEBOOK_OUTPUTS=str(checkout / "missing")))
         assert "vanish with the container" in message
-
-
-def test_outputs_default_to_the_working_directory(run: Run, checkout: Path) -> None:
-    shutil.rmtree(checkout / "outputs")
+    (checkout / "outputs").rmdir()
     assert f"{checkout}/outputs is no folder" in refused(run("train", TUNEBOOK_OUTPUTS=None))
+    for words in (
+        ("train", "--dry-run"),
+        ("train", "outputs=/data"),
+        ("eval", "--outputs=/data"),
+        ("plan",),
+        ("list",),
+    ):
+        assert run(*words, TUNEBOOK_OUTPUTS="/proc/none").returncode == 0
 
 
-@pytest.mark.parametrize(
-    "words", [("train", "--dry-run"), ("train", "outputs=/data"), ("eval", "--outputs=/data"), ("plan",), ("list",)]
-)
-def test_what_writes_nothing_there_is_not_held_up_by_outputs(run: Run, words: tuple[str, ...]) -> None:
-    assert run(*words, TUNEBOOK_OUTPUTS="/proc/none").returncode == 0
+def test_outputs_that_are_not_writable_are_refused_with_the_command_that_changes_it(run: Run) -> None:
+    """Even root may not write into /proc/sys."""
+    message = refused(run("train", TUNEBOOK_OUTPUTS="/proc/sys"))
+    assert f"sudo chown -R {os.getuid()}:{os.getgid()} /proc/sys" in message
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere here")
-def test_outputs_of_another_user_are_refused_with_the_line_that_mends_it(run: Run) -> None:
-    message = refused(run("train", TUNEBOOK_OUTPUTS="/proc"))
-    assert f"sudo chown -R {os.getuid()}:{os.getgid()} /proc" in message
-
-
-def test_outputs_that_nobody_may_write_are_refused(run: Run) -> None:
-    assert "sudo chown -R" in refused(run("train", TUNEBOOK_OUTPUTS="/proc/sys"))
-
-
-def test_caches_that_cannot_be_written_are_refused(run: Run) -> None:
+def test_caches_that_are_not_writable_are_refused(run: Run) -> None:
     assert "The cache folder, /proc/none in the container" in refused(run("train", HOME="/proc/none"))
     assert "COMPOSE_PROJECT_NAME=" in refused(run("train", TUNEBOOK_CACHE="/proc/none"))
     assert "HF_HUB_OFFLINE=1" in refused(run("train", HF_HOME="/proc/none"))
-
-
-def test_models_may_be_read_only_for_who_is_offline(run: Run) -> None:
+    # Without downloads the models may be read-only.
     assert run("train", HF_HOME="/proc/none", HF_HUB_OFFLINE="1").returncode == 0
     assert run("train", HF_HOME="/proc/none", HF_HUB_OFFLINE="0").returncode == 2
 
@@ -275,12 +261,12 @@ def with_site(folder: Path, *words: str) -> str:
     return done.stdout
 
 
-SHOW = ("bash", "-c", 'echo "$PIP_CERT|$SSL_CERT_FILE|$PIP_CONFIG_FILE|$APT_CONFIG"; cat "${APT_CONFIG:-/dev/null}"')
+PRINT = ("bash", "-c", 'echo "$PIP_CERT|$SSL_CERT_FILE|$PIP_CONFIG_FILE|$APT_CONFIG"; cat "${APT_CONFIG:-/dev/null}"')
 
 
-def test_a_build_without_secrets_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "ca").touch()  # what compose mounts where none is given
-    assert with_site(tmp_path, *SHOW) == "|||\n"
+def test_a_build_without_secrets_is_unchanged(tmp_path: Path) -> None:
+    (tmp_path / "ca").touch()  # as compose mounts it if none is given
+    assert with_site(tmp_path, *PRINT) == "|||\n"
 
 
 def test_a_build_gets_a_sites_secrets_for_one_command_and_leaves_no_file(tmp_path: Path) -> None:
@@ -288,7 +274,7 @@ def test_a_build_gets_a_sites_secrets_for_one_command_and_leaves_no_file(tmp_pat
         (tmp_path / name).write_text("x")
     (tmp_path / "apt_conf").write_text('Acquire::Retries "3";\n')
     before = set(Path("/dev/shm").iterdir())
-    first, *rest = with_site(tmp_path, *SHOW).splitlines()
+    first, *rest = with_site(tmp_path, *PRINT).splitlines()
     assert first.split("|")[:3] == [str(tmp_path / "ca"), str(tmp_path / "ca"), str(tmp_path / "pip_conf")]
     assert rest == [f'Acquire::https::CAInfo "{tmp_path}/ca";', 'Acquire::Retries "3";']
     assert not {path for path in Path("/dev/shm").iterdir() if path.name.startswith("tmp.")} - before

@@ -1,4 +1,4 @@
-"""What the front door writes into .env, which plain `docker compose` reads."""
+"""The .env that docker/front.sh writes and plain `docker compose` reads."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from tunebook.record.provenance import describe_code
 TRAIN = ("run", "train", "quickstart")
 
 
-def test_env_says_all_that_compose_asks_for(machine):
+def test_env_has_every_setting_of_compose(machine):
     machine.front("env", GPU="cpu")
-    asked = set(re.findall(r"\$\{(TUNEBOOK_\w+)", (machine.checkout / "compose.yaml").read_text()))
+    used = set(re.findall(r"\$\{(TUNEBOOK_\w+)", (machine.checkout / "compose.yaml").read_text()))
     written = set(re.findall(r"^(\w+)=", (machine.checkout / ".env").read_text(), flags=re.MULTILINE))
-    left = asked - written  # the user's own: how much memory containers may take
-    assert {name for name in left if not name.startswith("TUNEBOOK_SANDBOX_")} == {"TUNEBOOK_SHM_SIZE"}
-    assert written - asked == {"COMPOSE_FILE"}
+    assert used - written == {"TUNEBOOK_SHM_SIZE", "TUNEBOOK_SANDBOX_IMAGE"}  # the user's own
+    assert written - used == {"COMPOSE_FILE"}
     assert machine.setting("COMPOSE_FILE") == "compose.yaml:docker/cpu/compose.yaml"
     assert (machine.setting("TUNEBOOK_UID"), machine.setting("TUNEBOOK_GID")) == (str(os.getuid()), str(os.getgid()))
     assert machine.setting("TUNEBOOK_CHECKOUT") == str(machine.checkout)
@@ -27,7 +26,7 @@ def test_env_says_all_that_compose_asks_for(machine):
     assert machine.setting("COMPOSE_FILE") == "compose.yaml"
 
 
-def test_lines_of_the_users_own_stay_and_nothing_is_written_for_nothing(machine):
+def test_the_users_own_lines_are_kept_and_an_unchanged_file_is_not_written(machine):
     env = machine.checkout / ".env"
     env.write_text("# mine\nHF_TOKEN='se cret'\nTUNEBOOK_UID=7\nTUNEBOOK_SHM_SIZE=64gb\n")
     env.chmod(0o600)
@@ -45,7 +44,7 @@ def test_lines_of_the_users_own_stay_and_nothing_is_written_for_nothing(machine)
     assert env.read_text().count("# By make env") == 1
 
 
-def test_what_a_build_needs_is_kept_until_it_is_given_again(machine):
+def test_the_files_of_a_build_are_remembered_until_they_are_given_again(machine):
     for name in ("ca.pem", "pip.conf"):
         (machine.folder / name).touch()
     (machine.folder / "my data").mkdir()
@@ -53,21 +52,21 @@ def test_what_a_build_needs_is_kept_until_it_is_given_again(machine):
     machine.front("env", GPU="cpu", DATA="../my data", **given)
     machine.front("env", GPU="cpu", PIP_CONF="")
     assert machine.setting("TUNEBOOK_CA_FILE") == str(machine.folder / "ca.pem")
-    assert machine.setting("TUNEBOOK_PIP_CONF") == "/dev/null"
+    assert machine.setting("TUNEBOOK_PIP_CONF") == ""
     assert machine.setting("TUNEBOOK_BASE_IMAGE") == "site/debian:12"
     assert machine.setting("TUNEBOOK_BUILD_NETWORK") == "host"
     assert machine.setting("TUNEBOOK_DATA") == str(machine.folder / "my data")
     built = machine.front("image", GPU="cpu")
-    assert f"(BASE_IMAGE=site/debian:12, BUILD_NETWORK=host, CA={machine.folder}/ca.pem)" in built.stderr
+    assert f"(BASE_IMAGE=site/debian:12, NETWORK=host, CA={machine.folder}/ca.pem)" in built.stderr
 
 
-def test_the_environment_does_not_beat_env_in_composes_eyes(machine):
+def test_compose_does_not_see_settings_of_the_environment(machine):
     machine.act("docker-compose-run", 'echo "sees ${TUNEBOOK_IMAGE-nothing} ${COMPOSE_FILE-nothing}"')
     done = machine.front(*TRAIN, GPU="cpu", TUNEBOOK_IMAGE="another", COMPOSE_FILE="/elsewhere.yaml")
     assert "sees nothing nothing" in done.stdout
 
 
-def test_the_code_is_described_as_the_manifest_describes_it(machine):
+def test_the_code_has_the_hash_of_the_manifest(machine):
     git = ("git", "-c", "user.name=x", "-c", "user.email=x@example.org")
     machine.front("env", GPU="cpu")
     assert machine.setting("TUNEBOOK_GIT_COMMIT") == ""
@@ -93,7 +92,7 @@ def test_under_sudo_files_are_the_users(machine):
         assert (status.st_uid, status.st_gid) == (4321, 4322), name
 
 
-def test_rootless_docker_wants_its_own_root(machine):
+def test_rootless_docker_uses_its_own_root(machine):
     machine.tell("docker-info", '{"DockerRootDir":"/x","Runtimes":{},"SecurityOptions":["name=rootless"]}')
     machine.front(*TRAIN, GPU="cpu")
     assert (machine.setting("TUNEBOOK_UID"), machine.setting("TUNEBOOK_GID")) == ("0", "0")

@@ -1,23 +1,20 @@
-"""The locks agree with their `.in` files, with each other, with generation.env and with the table of generations."""
+"""The locks match their `.in` files, each other and generation.env, which matches the facts."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
 import shlex
+import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tunebook.facts.generations import GENERATIONS, ImagePins
-
 DOCKER = Path(__file__).resolve().parents[2] / "docker"
 LOCKS = sorted(str(path.relative_to(DOCKER)) for path in DOCKER.rglob("*.lock"))
 FOLDERS = sorted(path.parent.name for path in DOCKER.glob("*/generation.env"))
-IMAGES: dict[str, ImagePins] = {facts.image.name: facts.image for facts in GENERATIONS.values()}
 # Which locks an `.in` file is turned into, where it is not the one of the same name.
 TURNED_INTO = {"cpu/requirements.in": ("cpu/requirements.lock", "cpu/requirements-cuda.lock")}
 SOURCES = sorted(str(path.relative_to(DOCKER)) for path in DOCKER.rglob("*.in"))
@@ -37,7 +34,7 @@ def read_requirements(path: Path) -> dict[str, Requirement]:
 
 
 def pinned(requirement: Requirement) -> str:
-    """The one version that is asked for."""
+    """The version that a requirement pins."""
     (specifier,) = requirement.specifier
     assert specifier.operator == "==", f"{requirement} is not pinned"
     return specifier.version
@@ -49,19 +46,15 @@ def versions(name: str) -> dict[str, str]:
 
 
 def facts_of(folder: str) -> dict[str, str]:
-    """A generation.env as its readers see it."""
+    """The keys and values of a generation.env."""
     words = shlex.split((DOCKER / folder / "generation.env").read_text(), comments=True)
     return dict(word.split("=", 1) for word in words)
 
 
-@pytest.fixture(scope="module")
-def make_locks() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_locks", DOCKER / "make_locks.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+SPEC = importlib.util.spec_from_file_location("make_locks", DOCKER / "make_locks.py")
+make_locks = importlib.util.module_from_spec(SPEC)
+sys.modules["make_locks"] = make_locks  # dataclasses look their module up
+SPEC.loader.exec_module(make_locks)
 
 
 # --- each lock
@@ -78,8 +71,8 @@ def test_a_lock_holds_what_its_in_file_asks_for(source: str) -> None:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_a_lock_was_made_after_its_in_file(source: str, make_locks: ModuleType) -> None:
-    """Who asks for a package is written under it, so that a line that came into or left an `.in` file is noticed."""
+def test_a_lock_was_made_after_its_in_file(source: str) -> None:
+    """The lock names the `.in` file under each package, so an added or removed line is noticed."""
     own = [line for line in (DOCKER / source).read_text().splitlines() if re.match(r"\w", line)]
     asked = {canonicalize_name(Requirement(line.split(" #")[0]).name) for line in own}
     used = 0
@@ -92,7 +85,7 @@ def test_a_lock_was_made_after_its_in_file(source: str, make_locks: ModuleType) 
 
 
 @pytest.mark.parametrize("name", LOCKS)
-def test_every_locked_package_has_one_version_and_a_hash(name: str, make_locks: ModuleType) -> None:
+def test_every_locked_package_has_one_version_and_a_hash(name: str) -> None:
     blocks = make_locks.split_blocks((DOCKER / name).read_text())
     assert len(blocks) >= 1
     without = [package for package, block in blocks.items() if not re.search(r"--hash=sha256:[0-9a-f]{64}\b", block)]
@@ -110,7 +103,7 @@ def test_no_lock_names_an_address(name: str) -> None:
 # --- the locks together
 
 
-def test_all_generations_share_every_version_but_those_that_belong_to_their_torch(make_locks: ModuleType) -> None:
+def test_all_generations_share_every_version_but_those_that_belong_to_their_torch() -> None:
     found: dict[str, dict[str, set[str]]] = {}  # package -> torch -> versions
     for name in set(LOCKS) - {"cpu/requirements-torch-cpu.lock"}:
         folder = (DOCKER / name).parent
@@ -130,7 +123,7 @@ def test_what_a_cpu_needs_is_part_of_what_every_gpu_generation_needs() -> None:
         assert needed - set(versions(f"{folder}/requirements.lock")) == set()
 
 
-def test_cuda_libraries_of_the_cpu_are_only_in_the_cuda_lock(make_locks: ModuleType) -> None:
+def test_cuda_libraries_of_the_cpu_are_only_in_the_cuda_lock() -> None:
     needed = versions("cpu/requirements.lock")
     assert [name for name in needed if name.startswith(("nvidia-", "cuda-", "triton"))] == ["nvidia-ml-py"]
     libraries = versions("cpu/requirements-cuda.lock")
@@ -139,7 +132,7 @@ def test_cuda_libraries_of_the_cpu_are_only_in_the_cuda_lock(make_locks: ModuleT
     assert {name: beside_the_same_torch[name] for name in libraries} == libraries
 
 
-def test_torch_may_be_the_cpu_build_or_the_registrys(make_locks: ModuleType) -> None:
+def test_torch_may_be_the_cpu_build_or_the_registrys() -> None:
     block = make_locks.split_blocks((DOCKER / "cpu" / "requirements.lock").read_text())["torch"]
     cpu_build = make_locks.split_blocks((DOCKER / "cpu" / "requirements-torch-cpu.lock").read_text())["torch"]
     cpu_hashes = re.findall(r"sha256:\w+", cpu_build)
@@ -155,29 +148,23 @@ def test_torch_may_be_the_cpu_build_or_the_registrys(make_locks: ModuleType) -> 
 # --- the generations
 
 
-def test_there_is_a_folder_for_every_image_and_no_other() -> None:
-    assert set(FOLDERS) == set(IMAGES)
-    assert {path.parent.name for path in DOCKER.glob("*/requirements.in")} == set(IMAGES)
+def test_every_generation_env_is_up_to_date() -> None:
+    written = dict(make_locks.generation_settings())
+    assert {path.parent.name for path in written} == set(FOLDERS)
+    assert {path.parent.name for path in DOCKER.glob("*/requirements.in")} == set(FOLDERS)
+    assert [str(path) for path, text in written.items() if path.read_text() != text] == [], "make lock"
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_generation_env_says_what_the_table_and_the_lock_say(folder: str) -> None:
-    image, facts, locked = IMAGES[folder], facts_of(folder), versions(f"{folder}/requirements.lock")
-    assert list(facts) == [
-        "GENERATION", "TORCH", "CUDA", "MIN_DRIVER", "COMPUTE_CAPABILITIES", "TORCH_CUDA_ARCH_LIST", "ATTENTION",
-        "FLASH_ATTN_CUDA_ARCHS", "IMAGE_GIB",
-    ]  # fmt: skip
+def test_generation_env_matches_the_lock(folder: str) -> None:
+    facts, locked = facts_of(folder), versions(f"{folder}/requirements.lock")
     assert facts["GENERATION"] == folder
-    assert facts["TORCH"] == image.torch == locked["torch"]
-    assert facts["CUDA"] == (image.cuda or "")
-    assert facts["MIN_DRIVER"] == str(image.min_driver or "")
-    assert int(facts["IMAGE_GIB"]) > 0
-    members = {
-        member for found in GENERATIONS.values() if found.image == image for member in found.compute_capabilities
-    }
-    assert facts["COMPUTE_CAPABILITIES"].split() == [f"{major}.{minor}" for major, minor in sorted(members)]
+    assert facts["TORCH"] == locked["torch"]
     runtime = next((locked[name] for name in locked if name.startswith("nvidia-cuda-runtime")), "")
     assert ".".join(runtime.split(".")[:2]) == facts["CUDA"]
+    older = facts["OLDER_DRIVER_IMAGE"]
+    assert older in ("", *FOLDERS)
+    assert not older or int(facts_of(older)["MIN_DRIVER"]) < int(facts["MIN_DRIVER"])
 
 
 def covered(capabilities: list[str], architectures: list[str]) -> bool:
@@ -203,13 +190,6 @@ def test_the_architectures_serve_every_gpu_of_the_generation(folder: str) -> Non
     assert covered(capabilities if has_attention else [], [f"{flag[:-1]}.{flag[-1]}" for flag in flags])
 
 
-def test_coverage_is_within_a_major_version_and_upwards() -> None:
-    assert covered(["8.0", "8.9"], ["8.0"])
-    assert not covered(["8.0", "8.9"], ["8.6"])
-    assert not covered(["10.0", "12.0"], ["10.0"])
-    assert not covered(["9.0"], ["8.0", "9.0"])
-
-
 def test_the_compiler_is_that_of_the_cuda_of_every_generation_it_compiles_for() -> None:
     compiler = versions("requirements-nvcc.lock")
     for folder in FOLDERS:
@@ -230,39 +210,36 @@ def test_volta_keeps_the_cudnn_that_still_knows_it() -> None:
 # --- make_locks.py
 
 
-def test_a_cpu_build_of_another_version_is_refused(make_locks: ModuleType) -> None:
+def test_a_cpu_build_of_another_version_is_refused() -> None:
     message = r"pins torch 2\.1\.0\+cpu but requirements\.in pins 2\.2\.0.*write torch==2\.2\.0\+cpu"
     with pytest.raises(SystemExit, match=message):
         make_locks.allow_cpu_build("torch==2.2.0 \\\n    --hash=sha256:aa\n", "torch==2.1.0+cpu --hash=sha256:bb\n")
 
 
-def test_cpu_hashes_are_added_once(make_locks: ModuleType) -> None:
+def test_cpu_hashes_are_added_once() -> None:
     torch = "torch==2.2.0 ; sys_platform == 'linux' \\\n    --hash=sha256:aa\n    # via x\n"
     once = make_locks.allow_cpu_build(torch, "torch==2.2.0+cpu \\\n    --hash=sha256:bb\n")
     assert once == torch.replace("    --hash=sha256:aa", "    --hash=sha256:bb \\\n    --hash=sha256:aa")
     assert make_locks.allow_cpu_build(once, "torch==2.2.0+cpu \\\n    --hash=sha256:bb\n") == once
 
 
-def test_check_names_the_lock_the_package_and_both_versions(
-    make_locks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_names_the_lock_the_package_and_both_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(make_locks, "ROOT", tmp_path)
-    path, source = tmp_path / "docker" / "requirements.lock", tmp_path / "docker" / "requirements.in"
-    path.parent.mkdir()
+    path, source = tmp_path / "requirements.lock", tmp_path / "requirements.in"
     path.write_text(
         "# x\nold==1 \\\n    --hash=sha256:aa\nsame==3 \\\n    --hash=sha256:aa\nstale==1 \\\n    --hash=x\n"
     )
     resolved = {"old": "old==2 \\\n    --hash=cc\n", "new": "new==1\n", "same": "same==3 \\\n    --hash=y\n"}
     lock = make_locks.Lock(path=path, source=source, purpose="x", blocks=resolved)
     assert make_locks.differences(lock) == [
-        "docker/requirements.lock: new: the lock has nothing, but docker/requirements.in resolves to new==1",
-        "docker/requirements.lock: old: the lock has old==1, but docker/requirements.in resolves to old==2",
-        "docker/requirements.lock: stale: the lock has stale==1, but docker/requirements.in resolves to nothing",
+        "requirements.lock: new: the lock has nothing, but requirements.in resolves to new==1",
+        "requirements.lock: old: the lock has old==1, but requirements.in resolves to old==2",
+        "requirements.lock: stale: the lock has stale==1, but requirements.in resolves to nothing",
     ]
 
 
 def test_a_generation_takes_the_versions_of_those_before_it_but_for_another_torch(
-    make_locks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(make_locks, "DOCKER", tmp_path)
     monkeypatch.setattr(make_locks, "TOOLS", tmp_path)

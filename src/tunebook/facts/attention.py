@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from tunebook.config.choices import Attention
-from tunebook.config.schema import RunConfig
+
+if TYPE_CHECKING:
+    from tunebook.config.schema import RunConfig
 
 
 class Isolation(Enum):

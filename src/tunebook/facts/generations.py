@@ -17,12 +17,23 @@ ComputeCapability = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class ImagePins:
-    """What a container image is built from."""
+    """What a container image is built from; `make lock` writes it to docker/<name>/generation.env."""
 
     name: str  # its folder under docker/
+    gpu_models: str = ""  # for people
     torch: str
     cuda: str | None  # None: a CPU build
     min_driver: int | None  # major version of the oldest NVIDIA driver that can run this CUDA
+    older_driver_image: str | None = None  # the image for these GPUs when the driver is older than that
+    torch_architectures: tuple[str, ...] = ()  # compute capabilities that torch must have been compiled for
+    flash_attn_architectures: tuple[str, ...] = ()  # what flash-attn 2 is compiled for; empty: the image has none
+    # Free disk that a build takes: the installed packages, and twice the downloads (pip's cache and its working copy).
+    build_disk_gib: int
+
+    @property
+    def attention(self) -> str:
+        """The attention package that the build compiles."""
+        return "flash-attn-2" if self.flash_attn_architectures else "none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,14 +56,59 @@ class GenerationFacts:
         return min(self.compute_capabilities, default=None)
 
 
-# Driver floors are CUDA's "minor version compatibility" table: any 12.x runs on >= 525, any 13.x on >= 580.
-CPU_IMAGE = ImagePins(name="cpu", torch="2.13.0", cuda=None, min_driver=None)
+# Oldest drivers by CUDA's "minor version compatibility": 12.x runs on 525 and newer, 13.x on 580 and newer.
+CPU_IMAGE = ImagePins(
+    name="cpu",
+    torch="2.13.0",
+    cuda=None,  # torch's CPU build; where the registry has none, its CUDA build, which also runs on a CPU
+    min_driver=None,
+    build_disk_gib=12,  # 5.5 + 2 x 2.7 with the CUDA build; 1.8 + 2 x 0.4 with the CPU build
+)
 # torch 2.10.0 with CUDA 12.8 is the newest build that has sm_70; it also has sm_75 to sm_120, so it serves every
-# generation on an older driver.
-VOLTA_IMAGE = ImagePins(name="volta", torch="2.10.0", cuda="12.8", min_driver=525)
-AMPERE_IMAGE = ImagePins(name="ampere", torch="2.13.0", cuda="13.0", min_driver=580)
-HOPPER_IMAGE = ImagePins(name="hopper", torch="2.13.0", cuda="13.0", min_driver=580)
-BLACKWELL_IMAGE = ImagePins(name="blackwell", torch="2.13.0", cuda="13.0", min_driver=580)
+# generation on an older driver. It comes with cuDNN 9.10.2.21.
+VOLTA_IMAGE = ImagePins(
+    name="volta",
+    gpu_models="V100, T4",
+    torch="2.10.0",
+    cuda="12.8",
+    min_driver=525,
+    torch_architectures=("7.0", "7.5"),
+    # No flash-attn: it starts at 8.0, and the package registry has no nvcc for CUDA 12.
+    build_disk_gib=17,  # 8.0 + 2 x 4.1
+)
+AMPERE_IMAGE = ImagePins(
+    name="ampere",
+    gpu_models="A100, A10, RTX 30, RTX 40, L4, L40",
+    torch="2.13.0",
+    cuda="13.0",
+    min_driver=580,
+    older_driver_image="volta",
+    torch_architectures=("8.0", "8.6"),  # torch has no code of its own for 8.9, which runs that for 8.6
+    flash_attn_architectures=("80",),  # kernels for sm_80 also serve 8.6 and 8.9; flash-attn has no flag for these
+    build_disk_gib=13,  # 5.8 + 2 x 2.8
+)
+HOPPER_IMAGE = ImagePins(
+    name="hopper",
+    gpu_models="H100, H200",
+    torch="2.13.0",
+    cuda="13.0",
+    min_driver=580,
+    older_driver_image="volta",
+    torch_architectures=("9.0",),
+    flash_attn_architectures=("90",),  # by default flash-attn would compile for four
+    build_disk_gib=13,  # 6.3 + 2 x 3.0
+)
+BLACKWELL_IMAGE = ImagePins(
+    name="blackwell",
+    gpu_models="B200, RTX 50, RTX PRO",
+    torch="2.13.0",
+    cuda="13.0",
+    min_driver=580,
+    older_driver_image="volta",
+    torch_architectures=("10.0", "12.0"),  # code for one major version does not run on the other
+    flash_attn_architectures=("100", "120"),
+    build_disk_gib=13,  # 6.3 + 2 x 3.0
+)
 
 GENERATIONS: dict[Generation, GenerationFacts] = {
     Generation.cpu: GenerationFacts(

@@ -42,6 +42,7 @@ def run_make_locks(checkout: Path, *options: str) -> subprocess.CompletedProcess
 def copied(tmp_path: Path) -> Path:
     """A copy of docker/ that may be changed; it uses the checkout's resolver."""
     shutil.copytree(DOCKER, tmp_path / "docker")
+    (tmp_path / "src").symlink_to(ROOT / "src")  # the facts of generation.env
     (ROOT / ".cache" / "locks").mkdir(parents=True, exist_ok=True)
     (tmp_path / ".cache").mkdir()
     (tmp_path / ".cache" / "locks").symlink_to(ROOT / ".cache" / "locks")
