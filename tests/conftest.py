@@ -1,11 +1,12 @@
-"""What every test shares: an environment that no machine's settings reach, and the browser.
+"""Fixtures that several packages of tests use, and an environment without settings of this machine.
 
-The environment is set while this file is imported, because torch, transformers and datasets read it when they are
-imported themselves.
+The environment is set on import of this file: torch, transformers and datasets read it when they are imported.
 """
 
 from __future__ import annotations
 
+import copy
+import importlib.util
 import os
 import pickle
 import shutil
@@ -16,7 +17,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -28,19 +30,18 @@ ROOT = Path(__file__).resolve().parent.parent
 
 os.environ.update(
     {
-        "HF_HUB_OFFLINE": "1",  # a test that reaches for the hub by mistake fails at once, everywhere
-        "HF_HOME": str(ROOT / ".cache" / "tests" / "huggingface"),  # and finds nothing that this machine downloaded
-        "TOKENIZERS_PARALLELISM": "false",  # its threads do not survive the forks of data set workers
-        "COLUMNS": "120",  # messages wrap alike in every terminal
-        # DeepSpeed's operators are compiled again where torch or the compiler's command are other ones: in a folder
-        # that checkouts share, by each in turn.
+        "HF_HUB_OFFLINE": "1",  # a test that asks the hub by mistake fails at once
+        "HF_HOME": str(ROOT / ".cache" / "tests" / "huggingface"),  # and finds no downloads of this machine
+        "TOKENIZERS_PARALLELISM": "false",  # its threads do not survive a fork
+        "COLUMNS": "120",  # messages wrap at the same place in every terminal
+        # A folder of this checkout: DeepSpeed compiles its operators again when torch or the compiler's command change.
         "TORCH_EXTENSIONS_DIR": str(ROOT / ".cache" / "tests" / "torch_extensions"),
     }
 )
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as inherited from a shell that put the tests in the background
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # inherited from a shell that runs the tests in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and so would every process that a test starts
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: more threads only get in each other's way
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and processes inherit that
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads are slower for tiny tensors
 for name in [name for name in os.environ if name.startswith("TUNEBOOK_") or name in {"FORCE_COLOR", "CLICOLOR_FORCE"}]:
     del os.environ[name]
 
@@ -52,7 +53,7 @@ def find_chromium() -> str | None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a `browser` test if there is no browser, except in CI."""
+    """Skip a `browser` test if there is no browser; in CI it fails instead."""
     if item.get_closest_marker("browser") and not find_chromium():
         message = "no Chromium on this machine: apt install chromium"
         if os.environ.get("CI"):
@@ -62,7 +63,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture
 def one_gloo_rank(tmp_path: Path) -> Iterator[None]:
-    """A process group with one rank, which is enough to wrap a model."""
+    """A process group of one rank, which is enough to wrap a model."""
     import torch
 
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
@@ -72,15 +73,15 @@ def one_gloo_rank(tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def leaves_the_process_as_it_was() -> Iterator[None]:
-    """Fails a test that leaves changes in the global state of torch and accelerate, instead of a later test."""
+    """Fail a test that leaves process-wide state of torch or accelerate changed; otherwise a later test would fail."""
     before = _left_behind()
     yield
     left = _left_behind() - before
-    assert not left, f"this test leaves behind, for all that run after it: {', '.join(sorted(left))}"
+    assert not left, f"this test leaves process-wide state for later tests: {', '.join(sorted(left))}"
 
 
 def _left_behind() -> set[str]:
-    """The changes of global state that have made other tests fail. Imports nothing."""
+    """Process-wide state that differs from that of a new process. Imports nothing."""
     found = {f"the variable {name}" for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))}
     for module, name, value in (("torch._dynamo", "optimize_ddp", True), ("torch.compiler", "dynamic_sources", "")):
         settings = sys.modules.get(f"{module}.config")
@@ -97,34 +98,61 @@ def _left_behind() -> set[str]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def composes_the_same_words_once() -> Iterator[None]:
-    """Hydra takes 0.2 s for a run, which was most of what tests of plans took, and half of them ask for the same.
+def composes_each_request_once() -> Iterator[None]:
+    """Hydra takes 0.2 s to compose a run, which was most of the time of tests of plans, and half of those repeat one.
 
-    Only of the book as it is in the checkout; each test is given a copy. What is refused is composed each time.
+    Each test gets a copy. Only for the book of this checkout, whose files do not change during the tests. A refused
+    request is composed again each time. Hydra's files and schemas are read once, too, and its map of choices for
+    interpolated defaults, of which the book has none, is not made: together a third of those 0.2 s.
     """
+    from hydra._internal import defaults_list
+    from hydra._internal.config_repository import ConfigRepository
+
     from tunebook.config import compose as module
 
     compose, composed = module._compose, dict[tuple[str | None, ...], bytes]()
+    load, loaded = ConfigRepository.load_config, dict[str, Any]()
+    map_choices = defaults_list._create_interpolation_map
 
-    def once(recipe: str | None, overrides: list[str], recipes_dirs: list[Path]) -> module.Composition:
+    def compose_once(recipe: str | None, overrides: list[str], recipes_dirs: list[Path]) -> module.Composition:
         if recipes_dirs or {"TUNEBOOK_HOME", "TUNEBOOK_RECIPES"} & os.environ.keys() or module.book_root() != ROOT:
             return compose(recipe, overrides, recipes_dirs)
         words = (recipe, *overrides)
         if words not in composed:
             composed[words] = pickle.dumps(compose(recipe, overrides, recipes_dirs))
-        copy: module.Composition = pickle.loads(composed[words])
-        return copy
+        found: module.Composition = pickle.loads(composed[words])
+        return found
+
+    def load_once(repository: ConfigRepository, config_path: str) -> Any:
+        if config_path.startswith("recipes") or not _reads_this_book(repository):
+            return load(repository, config_path)
+        if config_path not in loaded:
+            loaded[config_path] = load(repository, config_path)
+        found = loaded[config_path]
+        # Hydra copies what it puts below a key, and changes what it merges at the top.
+        is_at_the_top = found is not None and found.header["package"] in (None, "", "_global_")
+        return copy.deepcopy(found) if is_at_the_top else found
+
+    def map_if_needed(overrides: Any, defaults: list[Any], self_added: bool) -> Any:
+        is_needed = any(default.is_interpolation() for default in defaults if not default.is_self())
+        return map_choices(overrides, defaults, self_added) if is_needed else None
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_compose", once)
+        patch.setattr(module, "_compose", compose_once)
+        patch.setattr(defaults_list, "_create_interpolation_map", map_if_needed)
+        patch.setattr(ConfigRepository, "load_config", load_once)
         yield
+
+
+def _reads_this_book(repository: Any) -> bool:
+    return any(source.path == str(ROOT / "hydra_configs") for source in repository.sources)
 
 
 @pytest.fixture
 def own_compiler() -> Iterator[None]:
-    """What was compiled, and how torch compiles, ends with the test; a run sets it for its process.
+    """Discard compiled code and restore torch's compiler settings after the test; a run sets them for its process.
 
-    By torch's own way to change it: pytest's `monkeypatch` would take the setting away altogether.
+    By torch's own `patch`: pytest's `monkeypatch` would remove the setting.
     """
     from torch import _dynamo, compiler
     from torch._functorch import config as functorch
@@ -147,6 +175,20 @@ def own_compiler() -> Iterator[None]:
 def project_root() -> Path:
     """The checkout."""
     return ROOT
+
+
+@pytest.fixture(scope="session")
+def load_module() -> Callable[[Path], ModuleType]:
+    """Import a file that is in no package, such as a benchmark."""
+
+    def load(file: Path) -> ModuleType:
+        spec = importlib.util.spec_from_file_location(file.stem, file)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
 
 
 @pytest.fixture(scope="session")
@@ -179,10 +221,10 @@ def small_qwen2() -> Callable[..., PreTrainedModel]:
 
 @pytest.fixture(scope="session")
 def relative_difference() -> Callable[[torch.Tensor, torch.Tensor], float]:
-    """How far a tensor is from another one, by their norms, as a share of the other one's.
+    """The norm of the difference of two tensors, relative to the norm of the second.
 
-    Two passes through a library's kernels need not agree in every bit: sums are taken in another order where tensors
-    lie otherwise or another machine's kernels are chosen. What then differs is a few roundings in the number format.
+    Two passes need not agree in every bit: the order of sums depends on the layout of tensors and on the kernels that a
+    machine chooses. The difference is a few roundings in the number format.
     """
 
     def of(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -194,10 +236,9 @@ def relative_difference() -> Callable[[torch.Tensor, torch.Tensor], float]:
 
 @pytest.fixture
 def same_bits() -> Iterator[None]:
-    """A run computes the same bits each time: one thread, whose sums have one order, and deterministic algorithms.
+    """Make runs repeat bit for bit: one thread, so that sums have one order, and deterministic algorithms.
 
-    The same kernel is then given tensors of the same shapes, which torch's allocator aligns alike (to 64 bytes, as MKL
-    and oneDNN need to repeat themselves).
+    Kernels then get tensors of the same shapes and alignment (64 bytes, which MKL and oneDNN need to repeat results).
     """
     import torch
 
@@ -211,11 +252,11 @@ def same_bits() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def make_checkpoint() -> Callable[..., Path]:
-    """Make a small complete checkpoint: `make_checkpoint(run, step, files={...}, identity=...)`; returns its path."""
+    """Make a small complete checkpoint and return its path: `make_checkpoint(run, step, files={...}, identity=...)`."""
     from tunebook.checkpoint.record import CheckpointRecord, FileEntry, Identity
     from tunebook.files import atomic_write_json, sha256_file
 
-    anybody = Identity(
+    usual = Identity(
         strategy="single",
         peft="full",
         world_size=1,
@@ -227,7 +268,7 @@ def make_checkpoint() -> Callable[..., Path]:
         chat_template_sha256=None,
     )
 
-    def make(run: Path, step: int, files: Mapping[str, bytes] | None = None, identity: Identity = anybody) -> Path:
+    def make(run: Path, step: int, files: Mapping[str, bytes] | None = None, identity: Identity = usual) -> Path:
         checkpoint = run / "checkpoints" / f"checkpoint-{step}"
         contents = {"trainer_state.json": b"{}", "optimizer.pt": b"state"} if files is None else files
         for name, content in contents.items():
@@ -243,7 +284,7 @@ def make_checkpoint() -> Callable[..., Path]:
 
 @pytest.fixture
 def saves_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Background saves end before training continues, as on a fast disk."""
+    """Background saves complete before training continues, as on a fast disk."""
     from tunebook.checkpoint import save
 
     class AtOnce(save.Background):
@@ -257,22 +298,22 @@ def saves_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def saves_when_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Background saves make no progress until they are waited for, as on a slow disk."""
+    """Background saves make no progress until the trainer waits for them, as on a slow disk."""
     from tunebook.checkpoint import save
 
     class WhenWaitedFor(save.Background):
         def start(self, work: Callable[[], None]) -> None:
-            self.may_go_on = threading.Event()
+            self.is_wanted = threading.Event()
 
             def held() -> None:
-                self.may_go_on.wait()
+                self.is_wanted.wait()
                 work()
 
             super().start(held)
 
         def wait(self) -> BaseException | None:
             if self._thread is not None:
-                self.may_go_on.set()
+                self.is_wanted.set()
             return super().wait()
 
     monkeypatch.setattr(save, "Background", WhenWaitedFor)
@@ -286,35 +327,35 @@ class SmallDisk:
 
     @property
     def free_bytes(self) -> int:
-        """The free bytes."""
+        """Free space."""
         return shutil.disk_usage(self.folder).free
 
     def fill(self, leave_bytes: int) -> Path:
-        """Write a file that leaves this many bytes free, in whole pages; returns the file."""
+        """Write a file that leaves `leave_bytes` free, rounded to pages, and return it."""
         filler = self.folder / "filler"
         with filler.open("wb") as stream:
             stream.write(bytes(max(0, self.free_bytes - leave_bytes)))
         return filler
 
     def set_read_only(self, is_read_only: bool) -> None:
-        """Make the file system read-only, also for root, or writable again."""
+        """Forbid writes, also by root, or allow them again."""
         options = f"remount,{'ro' if is_read_only else 'rw'}"
         subprocess.run(["mount", "-o", options, str(self.folder)], check=True, capture_output=True)
 
 
 @pytest.fixture
 def small_disk() -> Iterator[Callable[[Path, int], SmallDisk]]:
-    """Mount a file system: `small_disk(folder, num_bytes)`. Skips the test if that is not allowed."""
+    """Mount a small file system: `small_disk(folder, num_bytes)`. Skips the test if mounting is not allowed."""
     mounted: list[SmallDisk] = []
 
     def make(folder: Path, num_bytes: int) -> SmallDisk:
         if os.geteuid() != 0:
             pytest.skip("only root can mount a small file system")
         folder.mkdir(parents=True, exist_ok=True)
-        words = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "small", str(folder)]
-        done = subprocess.run(words, capture_output=True, text=True)
+        command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "small", str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
-            pytest.skip(f"this machine's root may not mount: {done.stderr.strip()}")
+            pytest.skip(f"root may not mount file systems here: {done.stderr.strip()}")
         mounted.append(SmallDisk(folder))
         return mounted[-1]
 
@@ -324,22 +365,17 @@ def small_disk() -> Iterator[Callable[[Path, int], SmallDisk]]:
 
 
 @pytest.fixture(scope="session")
-def chromium() -> Path:
-    """The browser, for tests marked `browser`."""
-    found = find_chromium()
-    assert found, "mark the test `browser`: then it is skipped where there is none"
-    return Path(found)
+def open_page(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Open a page in the browser, with more options, and return its DOM after its scripts have run."""
 
-
-@pytest.fixture(scope="session")
-def open_page(chromium: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """Open a page, with more of the browser's options; returns its DOM after the page's scripts have run."""
+    chromium = find_chromium()
+    assert chromium, "mark the test `browser`, which skips it without a browser"
 
     def dom_of(page: Path, *options: str) -> str:
         quiet = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
                  "--disable-component-update", "--disable-sync")  # fmt: skip
         profile = f"--user-data-dir={tmp_path_factory.mktemp('browser')}"
-        command = [str(chromium), *quiet, profile, "--dump-dom", *options, page.as_uri()]
+        command = [chromium, *quiet, profile, "--dump-dom", *options, page.as_uri()]
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=200).stdout
 
     return dom_of

@@ -1,15 +1,18 @@
-"""What a checkpoint costs beside one of the plain Trainer: the stall of a save, its bytes, the time to go on from it.
+"""The cost of a checkpoint, compared with the plain Trainer: the stall of a save, its bytes, the time to resume.
 
     python tests/bench/checkpoint_costs.py --output FILE [--only CASE ...] [--repeats 3]
 
-The same ten steps of a model of 26 million weights on CPU ranks, saved after every second step, are trained as Tunebook
-does, in the background (`tunebook`) and waiting for each save (`tunebook_waiting`), and with transformers' own methods
-in place of Tunebook's (`trainer`), in turn. A save of Tunebook's is flushed to the disk and every file hashed before it
-counts; the Trainer leaves its files to the system's cache. Medians over the repeats, and over the saves but the last:
-`save_s` is how long training stood still for one, `whole_save_s` how long it took until it was complete, as its record
-says. `train_s` is the time of all ten steps until the last save is complete: what is done in the background, on cores
-that training needs, counts in it. `resume_s` is the time from looking for a checkpoint to the first step; in Tunebook's
-every file is read and hashed in it. One JSON line per case. Needs 4 GB of disk.
+Ten steps of a model of 26 million weights on CPU ranks, saved after every second step, are trained in turn with
+Tunebook's saves in the background (`tunebook`), with training waiting for them (`tunebook_waiting`), and by the
+methods of transformers instead (`trainer`). Tunebook flushes a save to the disk and hashes every file before it counts;
+the Trainer leaves its files in the page cache. Medians over the repeats and over all saves but the last:
+
+    save_s        how long training stood still for a save
+    whole_save_s  time until the save was complete, by its record
+    train_s       time of all ten steps until the last save is complete, with the work in the background
+    resume_s      time from the search for a checkpoint to the first step; Tunebook reads and hashes every file in it
+
+One JSON line per case. Needs 4 GB of disk.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ _PATIENCE_S = 900.0
 
 
 def timed(work: Callable[[], int], notes: Path, *, is_plain: bool) -> Callable[[], int]:
-    """A rank's work with notes of what its saves and its start took; `is_plain` with the Trainer's own checkpoints."""
+    """A rank's work, with notes of the times of its saves and its start; `is_plain`: with the Trainer's checkpoints."""
 
     def note(**times: float) -> None:
         if os.environ.get("RANK", "0") == "0":
@@ -78,7 +81,7 @@ def timed(work: Callable[[], int], notes: Path, *, is_plain: bool) -> Callable[[
         def timed_save(self: Any, *args: Any, **settings: Any) -> Any:
             at = time.perf_counter()
             result = save(self, *args, **settings)
-            if self.state.global_step < STEPS:  # what is waited for at the end is in `train_s`
+            if self.state.global_step < STEPS:  # the wait at the end is in `train_s`
                 note(save_s=time.perf_counter() - at)
             return result
 
@@ -112,7 +115,7 @@ def timed(work: Callable[[], int], notes: Path, *, is_plain: bool) -> Callable[[
 
 
 def train(folder: Path, ranks: int, notes: Path, *, is_plain: bool) -> None:
-    """The ranks of one run to their end."""
+    """Run the ranks of one run to their end."""
     log = folder.parent / "log.txt"
     whole = checkpoint_kills._train
     checkpoint_kills._train = lambda *words: timed(whole(*words), notes, is_plain=is_plain)
@@ -126,8 +129,8 @@ def train(folder: Path, ranks: int, notes: Path, *, is_plain: bool) -> None:
         raise SystemExit(f"{folder} did not end well:\n{log.read_text()[-3000:]}")
 
 
-def train_and_go_on(folder: Path, ranks: int, notes: Path, *, is_plain: bool) -> int:
-    """A run to its end, and its last two steps again; the bytes of its last checkpoint."""
+def train_and_resume(folder: Path, ranks: int, notes: Path, *, is_plain: bool) -> int:
+    """Train a run, then its last two steps again. Returns the bytes of its last checkpoint."""
     train(folder, ranks, notes, is_plain=is_plain)
     if not is_plain:
         record = json.loads((folder / "checkpoints" / f"checkpoint-{STEPS - 2}" / "complete.json").read_text())
@@ -154,7 +157,7 @@ def measure(case: str, repeats: int, place: Path) -> dict[str, Any]:
         for kind in KINDS:
             folder = own / f"{kind}-{repeat}"
             shutil.copytree(own / kind, folder)
-            found[f"{kind}_bytes"] = train_and_go_on(folder, ranks, own / f"{kind}.jsonl", is_plain=kind == "trainer")
+            found[f"{kind}_bytes"] = train_and_resume(folder, ranks, own / f"{kind}.jsonl", is_plain=kind == "trainer")
             shutil.rmtree(folder)
     for kind in KINDS:
         lines = [json.loads(line) for line in (own / f"{kind}.jsonl").read_text().splitlines()]
@@ -165,7 +168,9 @@ def measure(case: str, repeats: int, place: Path) -> dict[str, Any]:
                 found[f"{kind}_{key.removesuffix('_s')}s"] = len(times)
     line = {"case": case, "date": date.today().isoformat(), "machine": platform.machine(), "cpus": os.cpu_count()}
     versions = {name: version(name) for name in ("torch", "transformers", "accelerate", "deepspeed")}
-    busy = {"load_average": round(os.getloadavg()[0], 1)}  # of the last minute: above the ranks, other work ran beside
+    busy = {
+        "load_average": round(os.getloadavg()[0], 1)
+    }  # of the last minute: more than the ranks means that other work ran
     return line | {"ranks": ranks} | found | busy | {"versions": versions}
 
 

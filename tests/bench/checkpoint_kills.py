@@ -1,17 +1,17 @@
-"""SIGKILLs runs at random moments, a good share of them during saves, and lets each go on to its end: what is lost?
+"""Kill runs at random moments, most of them during saves, and resume each until it ends: what is lost?
 
     python tests/bench/checkpoint_kills.py --kills 200 --output FILE [--only CASE ...] [--seed 0] [--waiting]
 
-A run of 10 steps of a tiny model on CPU ranks saves after every second one. It is killed (one rank, or all at once)
-and started again in its folder until it ends; then the next run begins, until the kills are done. Saves are completed
-in the background, or with `--waiting` while training waits. One JSON line per case says how many kills there were and
-what came of them; a case fails when
+A run of 10 steps of a tiny model on CPU ranks saves after every second step. One rank or all are killed, and the run is
+started again in its folder until it ends; then the next run starts, until all kills are done. Saves complete in the
+background, or with `--waiting` while training waits. One JSON line per case counts the kills and their results; a case
+fails if
 
     lost       the newest complete checkpoint after a kill is older than the newest that was complete before it
     damaged    a complete checkpoint has a file that is not what its record says
-    different  the losses or the weights of the finished run differ by one bit from those of a run that nobody killed
+    different  a bit of the losses or weights of the finished run differs from those of an undisturbed run
 
-Ranks are forked from this process, which has imported everything: an attempt takes a second or two.
+Ranks are forked from this process, which has imported the libraries: an attempt takes a second or two.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ SIZES = {
 }
 _PATIENCE_S = 240.0  # of one attempt, on a machine with other work
 _PATIENCE_TO_COMPILE_S = 900.0  # DeepSpeed compiles a small operator when it is first used
-_LAST_WORDS_S = 5.0  # for the ranks that are left to notice that one is gone; torchrun gives them less
+_LAST_WORDS_S = 5.0  # in which the other ranks notice that one is gone; torchrun allows less
 
 
 @dataclass(kw_only=True)
 class Tally:
-    """What came of the kills of one case."""
+    """The results of the kills of one case."""
 
     kills: int = 0
     during_saves: int = 0
@@ -73,14 +73,14 @@ class Tally:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a finished run came to: its losses and the bytes of its model."""
+    """The losses and the model of a finished run."""
 
     losses: list[float]
     model_sha256: str
 
 
 class Attempt:
-    """The ranks of a run at work in its folder."""
+    """The running ranks of a run."""
 
     def __init__(self, folder: Path, num_ranks: int, log: Path) -> None:
         with socket.socket() as listening:
@@ -103,13 +103,13 @@ class Attempt:
         return len(self.ended) == len(self.ranks)
 
     def kill(self, ranks: list[int]) -> None:
-        """SIGKILL those that are still there."""
+        """SIGKILL the ranks that still run."""
         for process in ranks:
             if process not in self.ended:
                 os.kill(process, signal.SIGKILL)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the end; whether it came."""
+        """Wait for the end. False if it did not come in time."""
         end = time.monotonic() + timeout_s
         while not self.is_over():
             if time.monotonic() > end:
@@ -132,7 +132,7 @@ def _train(folder: Path, environment: dict[str, str]) -> Callable[[], int]:
 
 
 def forked(work: Callable[[], int], log: Path) -> int:
-    """Do some work in a process of its own, whose output goes to a file; its id."""
+    """Run a function in a child process with its output in a file; returns the process id."""
     process = os.fork()
     if process:
         return process
@@ -150,7 +150,7 @@ def forked(work: Callable[[], int], log: Path) -> int:
 
 
 class Case:
-    """One strategy: the reference that nobody kills, and runs that are killed."""
+    """One strategy: an undisturbed reference, and runs that are killed."""
 
     def __init__(self, name: str, place: Path, seed: int, *, in_background: bool) -> None:
         words = [*CASES[name], f"training.save_in_background={str(in_background).lower()}"]
@@ -180,7 +180,7 @@ class Case:
         return result_of(folder)
 
     def run(self, num_kills: int) -> None:
-        """Runs until there were so many kills, and the last run to its end."""
+        """Start runs until there were `num_kills` kills; the last run ends."""
         while self.tally.kills < num_kills:
             folder = self.place / f"run-{self.tally.runs}"
             shutil.copytree(self.template, folder)
@@ -192,7 +192,7 @@ class Case:
             shutil.rmtree(folder)
 
     def _attempt(self, folder: Path, kills_left: int) -> bool:
-        """One attempt, killed or not; whether the run has ended."""
+        """Start the run once, and perhaps kill it. True if the run has ended."""
         self.tally.attempts += 1
         remove_stale_locks()
         attempt = Attempt(folder, self.num_ranks, self.log)
@@ -202,14 +202,14 @@ class Case:
                 attempt.kill(attempt.ranks)
                 raise SystemExit(f"an attempt hangs:\n{self.log.read_text()[-4000:]}")
             if any(attempt.ended.values()):
-                raise SystemExit(f"an attempt failed that nobody killed:\n{self.log.read_text()[-4000:]}")
+                raise SystemExit(f"an attempt failed without a kill:\n{self.log.read_text()[-4000:]}")
             return True
         self._kill(attempt, folder)
         self._look_at(folder, reported)
         return False
 
     def _until_the_moment(self, attempt: Attempt, folder: Path) -> int | None:
-        """Wait for a random moment; the newest complete step then, or None where the run has ended before."""
+        """Wait for a random moment. Returns the newest complete step then, or None if the run has ended before."""
         is_in_save = self.random.random() < SHARE_DURING_SAVES
         wait_for_save, delay_s = self.random.randint(1, 3), self.random.uniform(0, self.save_s)
         moment = None if is_in_save else time.monotonic() + self.random.uniform(0, self.attempt_s)
@@ -253,7 +253,7 @@ class Case:
 
 
 def set_up(folder: Path, words: list[str], place: Path) -> int:
-    """Write what ranks read, as the launcher does: the configuration, and where the prepared data are."""
+    """Write the files that ranks read, as the launcher does: the configuration and the place of the prepared data."""
     from tunebook.config.book import book_root
     from tunebook.config.compose import compose
     from tunebook.config.frozen import config_to_yaml
@@ -287,7 +287,7 @@ def newest_step(folder: Path) -> int:
 
 
 def result_of(folder: Path) -> Result:
-    """What a finished run came to."""
+    """Read the result of a finished run."""
     from tunebook.files import sha256_file
     from tunebook.record.metrics import is_training_line, read_metrics
 
@@ -309,7 +309,7 @@ def measure(name: str, num_kills: int, place: Path, seed: int, *, in_background:
 
 
 def give_extensions(folder: Path) -> None:
-    """A place of its own for what DeepSpeed compiles, with what is there already: a kill may leave its lock there."""
+    """Copy DeepSpeed's compiled operators to a folder for this script, where a kill may leave a lock."""
     home = Path.home() / ".cache" / "torch_extensions" / f"py3{sys.version_info.minor}_cpu"
     known = Path(os.environ.get("TORCH_EXTENSIONS_DIR", home))
     if known.is_dir() and not any(known.rglob("lock")):
@@ -318,13 +318,13 @@ def give_extensions(folder: Path) -> None:
 
 
 def remove_stale_locks() -> None:
-    """The next process that loads a compiled operator would wait for the one that was killed while it did."""
+    """Remove the locks of killed ranks, for which the next rank that loads an operator would wait."""
     for lock in Path(os.environ["TORCH_EXTENSIONS_DIR"]).rglob("lock"):
         lock.unlink()
 
 
 def import_everything() -> None:
-    """What every rank would import by itself, for seconds."""
+    """Import what every rank needs, which takes seconds."""
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "DS_ACCELERATOR": "cpu"}
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -334,7 +334,7 @@ def import_everything() -> None:
 
 
 def main() -> int:
-    """Measure the cases, write their lines, and fail where anything was lost."""
+    """Measure the cases and write their lines. Exit code 1 if anything was lost, damaged or different."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=200, help="over all cases together")
     parser.add_argument("--output", type=Path)

@@ -1,10 +1,10 @@
-"""Goes on with another number of CPU ranks than saved a checkpoint: how far are the losses from those of the first run?
+"""Resume a checkpoint with another number of CPU ranks: how far are the losses from those of the first run?
 
     python tests/bench/checkpoint_ranks.py --output FILE [--only CASE ...]
 
-Ten steps of a tiny model, saved after four; from that checkpoint the rest is trained with one rank in place of two, and
-with two in place of one. Every order of sums differs then, so losses may differ by roundings: more than 1e-6 fails. One
-JSON line per case and direction. Ranks are forked from this process, as in `checkpoint_kills`.
+Ten steps of a tiny model, saved after four. The rest is trained from that checkpoint with one rank instead of two, and
+with two instead of one. The order of sums differs, so losses may differ by roundings; more than 1e-6 fails. One JSON
+line per case and direction. Ranks are forked from this process, as in `checkpoint_kills`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tunebook.record.losses import compare_losses
 
 SAVED_AT = 4
 TOLERANCE = 1e-6
-_LORA = ["peft=lora", "peft.dropout=0"]  # what each rank drops is drawn by its own generator
+_LORA = ["peft=lora", "peft.dropout=0"]  # each rank has its own generator for dropout
 CASES: dict[str, list[str]] = {
     "ddp": ["parallelism=ddp"],
     "ddp_lora": ["parallelism=ddp", *_LORA],
@@ -41,7 +41,7 @@ _PATIENCE_S = 900.0  # DeepSpeed compiles a small operator when it is first used
 
 
 def train(folder: Path, words: list[str], ranks: int, place: Path) -> list[float]:
-    """Set up a run and train it to its end; its losses."""
+    """Set up a run, train it to its end and return its losses."""
     log = folder.with_suffix(".log")
     process = forked(lambda: set_up(folder, [*words, *_COMMON, f"hardware.gpus_per_node={ranks}"], place), log)
     if os.waitpid(process, 0)[1] != 0:
@@ -69,7 +69,7 @@ def measure(case: str, first: int, then: int, place: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measure the cases both ways, and fail where losses differ by more than roundings."""
+    """Measure the cases in both directions. Exit code 1 if losses differ by more than roundings."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path)
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))

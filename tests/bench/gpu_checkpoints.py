@@ -1,13 +1,13 @@
-"""Does a run that goes on from a checkpoint on GPUs do what one does that nobody stopped? One JSON line per strategy.
+"""Compare a resumed run on GPUs with an undisturbed one: one JSON line per strategy.
 
     python tests/bench/gpu_checkpoints.py --output DIR [--gpus 2] [--only NAME ...] [--layers 8] [--deadline-s 340]
 
-Of each strategy the same twelve steps are trained: `whole` and `again` without a stop, `stopped` until SIGTERM after
-about half of them, `resumed` in its folder, `fewer`, on one GPU from the checkpoint that `whole` saved half-way, and
-`changed`, from that checkpoint with another learning rate and weight decay, which must be those that are used.
-Losses on GPUs need not repeat bit for bit, so the difference of `resumed` from `whole` stands beside that of `again`.
-Random weights of the real architecture, cut to some whole layers, on generated documents, and said so in each line.
-Runs share the GPUs: seconds are those of a busy machine. `--cpu` tries the same with the quickstart's small model.
+Each strategy trains the same twelve steps: `whole` and `again` without a stop, `stopped` until SIGTERM after about half
+of them, `resumed` in its folder, `fewer` on one GPU from the checkpoint that `whole` saved half-way, and `changed` from
+that checkpoint with another learning rate and weight decay, which must take effect. Losses on GPUs need not repeat bit
+for bit, so a line has the difference of `resumed` from `whole` and that of `again`. Random weights of the real
+architecture in fewer layers, on generated documents. Runs share the GPUs: seconds are those of a busy machine. `--cpu`
+tries the same with the quickstart's small model.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gpu_models import facts_of, slice_words
 from gpu_queue import ASKS, KEPT, machine_versions, measured, require_gpus
-from gpu_recipes import facts_of, slice_words
 
 from tunebook.record.losses import compare_losses
 
@@ -62,7 +62,7 @@ _TICK_S = 0.02
 
 @dataclass(kw_only=True)
 class Ended:
-    """One command that has ended, and what its folder says."""
+    """A finished command and the records of its folder."""
 
     folder: Path
     exit_code: int | str
@@ -79,7 +79,7 @@ class Ended:
 
 
 class Ranks:
-    """Room for so many ranks at a time on all GPUs together."""
+    """A limit on the ranks that run at a time on all GPUs."""
 
     def __init__(self, most: int) -> None:
         self._free = most
@@ -87,7 +87,7 @@ class Ranks:
 
     @contextmanager
     def taken(self, count: int) -> Iterator[None]:
-        """Wait for room, and hold it."""
+        """Wait until `count` ranks may run, and count them while the block runs."""
         with self._changed:
             self._changed.wait_for(lambda: self._free >= count)
             self._free -= count
@@ -100,7 +100,7 @@ class Ranks:
 
 
 class Bench:
-    """Runs the commands of all cases, as many at a time as there is room for."""
+    """Runs the commands of all cases, as many at a time as the limit allows."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
@@ -112,7 +112,7 @@ class Bench:
         self.shared, self.described = shared_words(arguments.cpu, arguments.layers)
 
     def measure(self, case: str) -> dict[str, Any]:
-        """All runs of a case, and its line."""
+        """Run all commands of a case and write its line."""
         takes_all, words = CASES[case]
         gpus = self.arguments.gpus if takes_all else 1
         with ThreadPoolExecutor() as pool:
@@ -143,7 +143,7 @@ class Bench:
         return line
 
     def train(self, case: str, name: str, words: list[str], gpus: int, *, is_second: bool = False) -> Ended:
-        """One command to its end; `stopped` is sent SIGTERM half-way, unless it is `is_second`."""
+        """Run one command to its end; `stopped` gets SIGTERM half-way, unless `is_second`."""
         folder = self.arguments.runs / "checkpoints" / case / name
         shown = f"{case}-{'resumed' if is_second else name}"
         kept = self.logs / shown
@@ -167,7 +167,7 @@ class Bench:
     def _watch(
         self, process: subprocess.Popen[bytes], folder: Path, started: float, *, stop_after: int | None
     ) -> tuple[float | None, int | str]:
-        """Until it has ended: when it logged its first step, and its exit code or `timeout`."""
+        """Wait for its end. Returns when it logged its first step, and its exit code or `timeout`."""
         known = last_step(folder)
         after_s, is_told = None, False
         end = min(self.deadline, started + self.arguments.timeout_s)
@@ -185,7 +185,7 @@ class Bench:
 
 
 def ended_by_force(process: subprocess.Popen[bytes]) -> str:
-    """The third request makes Tunebook kill its ranks."""
+    """Stop a command: the third request makes Tunebook kill its ranks."""
     for request in ASKS:
         process.send_signal(request)
         time.sleep(0.5)
@@ -198,7 +198,7 @@ def ended_by_force(process: subprocess.Popen[bytes]) -> str:
 
 
 def shared_words(is_cpu: bool, layers: int) -> tuple[list[str], dict[str, Any]]:
-    """What every run is started with, and what a line says of the model."""
+    """The words of every run, and the description of the model in a line."""
     if is_cpu:
         return [*QUICKSTART, *COMMON], {"recipe": "quickstart", "weights": "the recipe's own", "on": "CPU"}
     sliced, total = slice_words("qwen25_05b", layers)
@@ -208,12 +208,12 @@ def shared_words(is_cpu: bool, layers: int) -> tuple[list[str], dict[str, Any]]:
 
 
 def last_step(folder: Path) -> int:
-    """The last step that was logged; 0 for none."""
+    """The last logged step, or 0."""
     return max(losses_of(folder), default=0)
 
 
 def losses_of(folder: Path, key: str = "loss") -> dict[int, float]:
-    """The loss of each step, or what else is logged of it."""
+    """The loss of each step, or another logged value."""
     file = folder / "metrics.jsonl"
     found = {}
     for text in file.read_text().splitlines() if file.exists() else []:
@@ -227,7 +227,7 @@ def losses_of(folder: Path, key: str = "loss") -> dict[int, float]:
 
 
 def read_ended(folder: Path, terminal: Path, exit_code: int | str, wall_s: float, after_s: float | None) -> Ended:
-    """What a command has left."""
+    """Read the records of a finished command."""
     records = [json.loads(file.read_text()) for file in folder.glob("checkpoints/checkpoint-*/complete.json")]
     words = terminal.read_text(errors="replace").strip().splitlines()
     return Ended(
@@ -243,7 +243,7 @@ def read_ended(folder: Path, terminal: Path, exit_code: int | str, wall_s: float
 
 
 def compared(whole: Ended, again: Ended, stopped: Ended, resumed: Ended, fewer: Ended | None) -> dict[str, Any]:
-    """How far the losses of each run are from those of the first, and how each ended."""
+    """The exit code of each run and the difference of its losses from those of `whole`."""
     runs = {"whole": whole, "again": again, "stopped": stopped, "resumed": resumed} | (
         {"fewer": fewer} if fewer else {}
     )
@@ -260,7 +260,7 @@ def compared(whole: Ended, again: Ended, stopped: Ended, resumed: Ended, fewer: 
 
 
 def rates(whole: Ended, changed: Ended) -> dict[str, Any]:
-    """The learning rates after the change, each over that of the same step of the run without one."""
+    """The learning rates after the change, relative to those of the same steps of `whole`."""
     found = {
         step: rate / whole.rates[step] for step, rate in changed.rates.items() if step > HALF and whole.rates[step]
     }
@@ -269,7 +269,7 @@ def rates(whole: Ended, changed: Ended) -> dict[str, Any]:
 
 
 def difference(run: Ended, whole: Ended, after: int) -> dict[str, Any] | None:
-    """The largest relative difference of a run's losses after a step; None where it has not all of them."""
+    """The largest relative difference of a run's losses after a step; None if losses are missing."""
     theirs, own = whole.from_step(after), run.from_step(after)
     if len(theirs) != STEPS - after or len(own) != len(theirs) or not own:
         return None
@@ -278,7 +278,7 @@ def difference(run: Ended, whole: Ended, after: int) -> dict[str, Any] | None:
 
 
 def costs(whole: Ended, resumed: Ended, found: dict[str, Any]) -> dict[str, Any]:
-    """Seconds and bytes of saving and of going on."""
+    """Seconds and bytes of saving and resuming."""
     return {
         "save_s": [record["seconds"] for record in whole.records],
         "stall_s": [record.get("stall_seconds") for record in whole.records],

@@ -1,18 +1,22 @@
-"""Folders of models for runs that read their weights: the quickstart's architecture and tokenizer in other sizes.
+"""The models that GPU benchmarks train: those of the book in fewer layers, and config.json files of published ones.
 
-Random bf16 weights, as published models have: a base is quantised while it is read, and one that is kept in fp32 holds
-the same numbers as one in bf16.
+Weights are random. A folder with weights (`write_model`) is for runs that read them: in bf16, as published models are.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from tunebook.config.book import book_root
 
+NUM_NORMS = {"GPTNeoXForCausalLM": 2}  # vectors of the last norm: a weight, and with LayerNorm a bias
+ROW = 8192  # tokens that a model takes
 _FIVE_LAYERS = {"num_hidden_layers": 5, "max_position_embeddings": 32768}
 WIDTHS: dict[str, dict[str, Any]] = {
     "qwen25_05b": {
@@ -28,8 +32,142 @@ WIDTHS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def sizes(
+    hidden: int, inner: int, layers: int, heads: int, groups: int, vocabulary: int, **more: Any
+) -> dict[str, Any]:
+    """Keys of a config.json like Llama's, with `more` keys."""
+    return {
+        "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": groups, "vocab_size": vocabulary, "max_position_embeddings": ROW, "bos_token_id": 0,
+        "eos_token_id": 1, "pad_token_id": 1, **more,
+    }  # fmt: skip
+
+
+TIED: dict[str, Any] = {"tie_word_embeddings": True}
+APART: dict[str, Any] = {"tie_word_embeddings": False}
+# By model_type of transformers: the published model and its config with fewer layers. `num_hidden_layers` covers every
+# kind of layer of models that alternate kinds.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("Qwen3-4B", sizes(2560, 9728, 8, 32, 8, 151936, head_dim=128, **TIED)),
+    "mistral": ("Mistral-7B-v0.3", sizes(4096, 14336, 5, 32, 8, 32768, sliding_window=None, **APART)),
+    "olmo": ("OLMo-1B", sizes(2048, 8192, 12, 16, 16, 50304, **TIED)),
+    "olmo2": ("OLMo-2-7B", sizes(4096, 11008, 5, 32, 32, 100352, **APART)),
+    "olmo3": ("OLMo-3-7B", sizes(4096, 11008, 4, 32, 32, 100278, sliding_window=4096, **APART)),
+    "phi3": ("Phi-3-mini", sizes(3072, 8192, 10, 32, 32, 32064, sliding_window=None, **APART)),
+    "smollm3": ("SmolLM3-3B", sizes(2048, 11008, 12, 16, 4, 128256, **TIED)),
+    "gpt_neox": (
+        "pythia-2.8b",
+        {k: v for k, v in sizes(2560, 10240, 12, 32, 32, 50304, **APART).items() if k != "num_key_value_heads"},
+    ),
+    "gemma": ("gemma-2b", sizes(2048, 16384, 6, 8, 1, 256000, head_dim=256, **TIED)),
+    "gemma2": ("gemma-2-2b", sizes(2304, 9216, 8, 8, 4, 256000, head_dim=256, sliding_window=4096, **TIED)),
+    "gemma3_text": ("gemma-3-1b", sizes(1152, 6912, 12, 4, 1, 262144, head_dim=256, sliding_window=512, **TIED)),
+    "gemma3": (  # with a tower for images, which text does not reach
+        "gemma-3-4b",
+        {"text_config": sizes(2560, 10240, 8, 8, 4, 262208, head_dim=256, sliding_window=1024, **TIED),
+         "vision_config": {"hidden_size": 1152, "intermediate_size": 4304, "num_attention_heads": 16,
+                           "num_hidden_layers": 27, "image_size": 896, "patch_size": 14, "vision_use_head": False},
+         "mm_tokens_per_image": 256, "image_token_index": 262144},
+    ),
+    "granite": (
+        "granite-3.1-2b",
+        sizes(2048, 8192, 12, 32, 8, 49155, attention_multiplier=0.015625, embedding_multiplier=12.0,
+               residual_multiplier=0.22, logits_scaling=8.0, **TIED),
+    ),
+    "starcoder2": (
+        "starcoder2-3b",
+        sizes(3072, 12288, 8, 24, 2, 49152, sliding_window=4096, residual_dropout=0.0, embedding_dropout=0.0, **TIED),
+    ),
+    "phi": ("phi-2", sizes(2560, 10240, 10, 32, 32, 51200, partial_rotary_factor=0.4, resid_pdrop=0.1, **APART)),
+    "cohere": ("aya-23-8B", sizes(4096, 14336, 4, 32, 8, 256000, logit_scale=0.0625, **TIED)),
+    "qwen3_moe": (
+        "Qwen3-30B-A3B",
+        sizes(2048, 6144, 2, 32, 4, 151936, head_dim=128, moe_intermediate_size=768, num_experts=128,
+               num_experts_per_tok=8, norm_topk_prob=True, **APART),
+    ),
+    "gpt_oss": (
+        "gpt-oss-20b",
+        sizes(2880, 2880, 2, 64, 8, 201088, head_dim=64, num_local_experts=32, num_experts_per_tok=4,
+               sliding_window=128, **APART),
+    ),
+    "gpt2": (
+        "gpt2-xl",
+        {"n_embd": 1600, "n_head": 25, "n_layer": 16, "vocab_size": 50257, "n_positions": ROW, "bos_token_id": 0,
+         "eos_token_id": 1},
+    ),
+}  # fmt: skip
+# transformers' model_type, and the sizes as published but for some numbers of layers
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama-3.2-1B": ("llama", sizes(2048, 8192, 16, 32, 8, 128256, head_dim=64, **TIED)),
+    "Llama-3.2-3B, 14 layers": ("llama", sizes(3072, 8192, 14, 24, 8, 128256, head_dim=128, **TIED)),
+    "SmolLM2-1.7B": ("llama", sizes(2048, 8192, 24, 32, 32, 49152, **TIED)),
+    "Qwen2.5-1.5B": ("qwen2", sizes(1536, 8960, 28, 12, 2, 151936, **TIED)),
+    "Qwen2.5-14B, 4 layers": ("qwen2", sizes(5120, 13824, 4, 40, 8, 152064, **APART)),
+    "Qwen3-1.7B": ("qwen3", sizes(2048, 6144, 28, 16, 8, 151936, head_dim=128, **TIED)),
+    "Qwen3-8B, 6 layers": ("qwen3", sizes(4096, 12288, 6, 32, 8, 151936, head_dim=128, **APART)),
+    "OLMo-2-1B": ("olmo2", sizes(2048, 8192, 16, 16, 16, 100352, **APART)),
+    "granite-3.1-8b, 8 layers": (
+        "granite",
+        sizes(4096, 12800, 8, 32, 8, 49155, attention_multiplier=0.0078125, embedding_multiplier=12.0,
+               residual_multiplier=0.22, logits_scaling=16.0, **TIED),
+    ),
+    "Phi-4, 4 layers": ("phi3", sizes(5120, 17920, 4, 40, 10, 100352, sliding_window=None, **APART)),
+}  # fmt: skip
+# A few layers only, so that the working memory of one layer is most of the peak.
+FEW_LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama-3.2-1B, 3 layers": ("llama", PUBLISHED["Llama-3.2-1B"][1] | {"num_hidden_layers": 3}),
+    "OLMo-2-1B, 3 layers": ("olmo2", PUBLISHED["OLMo-2-1B"][1] | {"num_hidden_layers": 3}),
+    "granite-3.1-8b, 2 layers": ("granite", PUBLISHED["granite-3.1-8b, 8 layers"][1] | {"num_hidden_layers": 2}),
+    "Qwen3-8B, 2 layers": ("qwen3", PUBLISHED["Qwen3-8B, 6 layers"][1] | {"num_hidden_layers": 2}),
+}
+OTHER_KINDS = {f"{model} ({kind})": (kind, config) for kind, (model, config) in MODELS.items()}
+OF_THE_BOOK = ("qwen25_05b", "qwen25_3b", "qwen25_7b", "llama3_8b")
+
+
+def config_of(kind: str, keys: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The config.json of a model_type, with the sizes of `MODELS` unless `keys` are given."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    config = AutoConfig.for_model(kind, **(keys or MODELS[kind][1]))
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
+    config.dtype = "bfloat16"
+    content: dict[str, Any] = config.to_dict()
+    return content
+
+
+def write_config(name: str, folder: Path) -> Path:
+    """Write the config.json of a published model to its own folder below `folder`; returns that folder."""
+    kind, keys = (PUBLISHED | FEW_LAYERS | OTHER_KINDS)[name]
+    model = folder / "-".join(name.translate(str.maketrans("", "", ",()")).split())
+    model.mkdir(parents=True, exist_ok=True)
+    (model / "config.json").write_text(json.dumps(config_of(kind, keys)))
+    return model
+
+
+def slice_words(model: str, layers: int) -> tuple[list[str], int]:
+    """The overrides for a model with fewer layers, and its exact number of parameters."""
+    facts = facts_of(model)
+    hidden = facts["hidden_size"]
+    embeddings = facts["vocab_size"] * hidden * (1 if facts["tie_word_embeddings"] else 2)
+    around = embeddings + hidden * NUM_NORMS.get(facts["architecture"], 1)
+    layer, rest = divmod(facts["num_parameters"] - around, facts["num_layers"])
+    if rest:
+        raise ValueError(f"{model}: {facts['num_parameters'] - around} parameters do not make whole layers")
+    total = around + layers * layer
+    return [f"model.facts.num_layers={layers}", f"model.facts.num_parameters={total}"], total
+
+
+def facts_of(model: str) -> dict[str, Any]:
+    """The planned sizes of a model group."""
+    content: dict[str, Any] = yaml.safe_load((book_root() / f"hydra_configs/model/{model}.yaml").read_text())
+    facts: dict[str, Any] = content["facts"]
+    return facts
+
+
+@cache  # many runs read one model, and drawing it takes long
 def write_model(width: str, folder: Path, *, has_weights: bool = True) -> Path:
-    """Write one of WIDTHS below `folder` and return its place; drawn on a GPU where there is one."""
+    """Write one of WIDTHS below `folder` and return its place. Weights are drawn on a GPU if there is one."""
     model = folder / width
     shutil.rmtree(model, ignore_errors=True)
     shutil.copytree(book_root() / "recipes" / "quickstart" / "model", model)
@@ -51,3 +189,28 @@ def _write_weights(model: Path) -> None:
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         drawn = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=torch.bfloat16)
     drawn.to("cpu").save_pretrained(model)
+
+
+def write_case_model(case: dict[str, Any], folder: Path, *, has_weights: bool = False) -> list[str]:
+    """The overrides that choose the model of a recorded or drawn configuration, whose files are written below `folder`.
+
+    Empty if the configuration's own overrides choose it. `has_weights`: write weights where a run reads them.
+    """
+    overrides, name = case["overrides"], case.get("model")
+    if "model.weights=pretrained" in overrides:
+        written = [word for word in overrides if word.startswith("model.path=DIR/")]
+        width = name or written[0].removeprefix("model.path=DIR/")
+        place = write_model("qwen25_05b" if width == "model" else width, folder, has_weights=has_weights)
+        return [f"model.path={place}"]
+    if "kind" in case:
+        model = folder / case["kind"]
+        model.mkdir(parents=True, exist_ok=True)
+        (model / "config.json").write_text(json.dumps(config_of(case["kind"])))
+        return [f"model.path={model}"]
+    if name is None or any(word.startswith("model=") for word in overrides):
+        return []
+    if name not in OF_THE_BOOK:
+        return ["model=hub", f"model.path={write_config(name, folder)}"]
+    layers = case.get("layers")
+    cut = slice_words(name, layers)[0] if layers and layers != facts_of(name)["num_layers"] else []
+    return [f"model={name}", "model.facts.dtype=bfloat16", *cut]

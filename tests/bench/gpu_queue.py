@@ -1,8 +1,8 @@
-"""Run many `tunebook train` commands on one GPU machine in little time: all start at once, and take turns on the GPUs.
+"""Run many `tunebook train` commands on one GPU machine: all start at once and take turns on the GPUs.
 
-Most of a short run is spent without a GPU: imports, preparing, drawing random weights, saving. Those parts overlap
-here, while the training itself has its GPUs for itself (`is_alone`) or shares them with a few others whose speed
-nobody asks for. `gpu_turns/sitecustomize.py` is the other end. A line of JSON is written for each run as it ends.
+A short run spends most of its time without a GPU: it imports, prepares data, draws weights, saves. Those parts overlap
+here. Training has its GPUs to itself (`is_alone`) or shares them with runs whose speed does not matter. The other end
+is `gpu_turns/sitecustomize.py`. Each run that ends writes one JSON line.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-WARM_UP_STEPS = 5  # left out of the median speed
+from tunebook.plan.auto.decisions import AS_ASKED
+
+WARM_UP_STEPS = 10  # left out of the median speed: compiled layers meet their shapes in these
+RESOLVED = ("model.one_pass_head", "model.compile_layers", "precision.master_weights")  # change what a step computes
 KEPT = ("run.yaml", "manifest.json", "metrics.jsonl", "deepspeed.json", "log.txt", "plan.json")
 SHARES = 3  # runs that are not alone on a GPU at a time
 ASKS = (signal.SIGTERM, signal.SIGINT, signal.SIGINT)  # only Ctrl-C counts more than once
@@ -33,17 +36,17 @@ _PACKAGES = ("torch", "transformers", "trl", "accelerate", "deepspeed", "peft", 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run, and which of the machine's GPUs it trains on."""
+    """One run and the GPUs that it trains on."""
 
     name: str
     gpus: tuple[int, ...]
     words: list[str]  # after `tunebook train`
-    line: dict[str, Any]  # written into its line of results as it is
-    priority: int = 0  # of those that are ready, the lowest goes first
+    line: dict[str, Any]  # copied to its line of results
+    priority: int = 0  # lowest first
     is_alone: bool = True
-    holds_gpus: bool = True  # False: trains at once, beside whatever else runs, and nobody waits for it
-    host_gib: float = 0.0  # that its ranks fill with weights before they train
-    needs: str | None = None  # the name of a command of `GpuQueue.before` that must have ended
+    holds_gpus: bool = True  # False: it never waits for GPUs, and no run waits for it
+    host_gib: float = 0.0  # weights of its ranks in host memory before training
+    needs: str | None = None  # a command of `GpuQueue.before` that must have ended
     turn_timeout_s: float = 90
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -66,7 +69,7 @@ class _Running:
 
 
 class GpuQueue:
-    """`run` starts the jobs in their order, and returns the lines of those that ended."""
+    """`run` starts the jobs in order and returns the lines of those that ended."""
 
     def __init__(
         self,
@@ -83,8 +86,8 @@ class GpuQueue:
         self.waiting = list(jobs)
         self.logs = logs or output / "logs"
         self.output = output
-        self.runs = runs  # run folders, models and all: not kept
-        self.max_ranks = max_ranks  # of runs that have not ended: while they wait and save they hold memory of GPUs
+        self.runs = runs  # run folders, which are not kept
+        self.max_ranks = max_ranks  # of runs that have not ended: they hold GPU memory while they wait and save
         self.max_host_gib = max_host_gib  # of weights of runs that have not finished training
         self.before = before or {}
         self.running: list[_Running] = []
@@ -93,7 +96,7 @@ class GpuQueue:
         self._deadline = self._start + deadline_s
 
     def run(self) -> list[dict[str, Any]]:
-        """Until everything has ended or the deadline has come."""
+        """Run until all jobs have ended or the deadline has passed."""
         self.output.mkdir(parents=True, exist_ok=True)
         while (self.waiting or self.running) and time.monotonic() < self._deadline:
             self._start_some()
@@ -152,7 +155,7 @@ class GpuQueue:
                 self._end([run], f"stopped after {run.job.turn_timeout_s:g} s on the GPUs")
 
     def _end(self, runs: list[_Running], why: str) -> None:
-        """Ask for a save, and then not even for that: the third request makes Tunebook kill its ranks."""
+        """Ask the runs to save and stop; the third request makes Tunebook kill its ranks."""
         for request in ASKS:
             for run in runs:
                 run.ended = why
@@ -189,7 +192,7 @@ class GpuQueue:
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, deadline_s: float) -> None:
-    """What every script that runs a queue takes."""
+    """Add the arguments of every script that runs a queue."""
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--deadline-s", type=float, default=deadline_s)
     parser.add_argument("--max-host-gib", type=float, default=120, help="of weights of runs that have not trained yet")
@@ -200,10 +203,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, deadline_s: float) -> None
 
 
 def require_gpus(count: int) -> None:
-    """End a script, before it does anything, where this process may use fewer GPUs than it would measure on.
-
-    Else each run fails by itself, and the script ends as if something had been measured.
-    """
+    """End the script if this process sees fewer GPUs than it needs, before each run fails by itself."""
     import torch
 
     found = torch.cuda.device_count()
@@ -217,9 +217,9 @@ def run_jobs(
     arguments: argparse.Namespace,
     before: Callable[[], dict[str, subprocess.Popen[bytes]]] = dict,
 ) -> list[dict[str, Any]]:
-    """Run the jobs anew by what `add_arguments` parsed, and return their lines; none where they are only listed.
+    """Run the jobs by the arguments of `add_arguments` and return their lines; with `--list`, print them only.
 
-    Ends the script where this machine lacks a GPU of theirs.
+    Ends the script if a GPU is missing.
     """
     if arguments.list:
         print("\n".join(json.dumps([job.name, job.gpus, *job.words]) for job in jobs))
@@ -241,16 +241,16 @@ def run_jobs(
 
 
 def visible(gpus: tuple[int, ...]) -> str:
-    """The numbers of some of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES takes them."""
+    """CUDA_VISIBLE_DEVICES for some of the GPUs that this process sees."""
     mine = [number for number in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if number]
     return ",".join(mine[gpu] if mine else str(gpu) for gpu in gpus)
 
 
 def who_goes(ready: list[Job], training: list[Job]) -> list[Job]:
-    """Of the jobs that are ready, those whose turn it is beside what is training.
+    """The ready jobs that may train now, in addition to the jobs that are training.
 
-    GPUs that a job waits for are kept for it. Jobs that share are short, though, and may take them as long as another
-    job has some of those GPUs for itself, for which it has to wait anyway.
+    GPUs that a job waits for are reserved. Jobs that share GPUs are short, so they may use reserved GPUs while another
+    job has some of these to itself.
     """
     busy, chosen = [job for job in training if job.holds_gpus], []
     kept: set[int] = set()
@@ -278,12 +278,12 @@ def _has_room(gpu: int, job: Job, busy: list[Job]) -> bool:
 
 
 def measured(folder: Path) -> dict[str, Any]:
-    """What a run folder's records say: losses, speed, memory, what the model was wrapped in."""
+    """Losses, speed, memory and the wrapper of the model, from the records of a run folder."""
     manifest, metrics = folder / "manifest.json", folder / "metrics.jsonl"
     found: dict[str, Any] = {}
     if (plan := folder / "plan.json").exists():
         content = json.loads(plan.read_text())
-        found = {key: content.get(key) for key in ("attention", "packing")}
+        found = {key: content.get(key) for key in ("attention", "packing")} | {"resolved": resolved(content)}
     if manifest.exists():
         content = json.loads(manifest.read_text())
         found |= {key: content.get(key) for key in ("parallelism_found", "leak_probe")}
@@ -292,6 +292,9 @@ def measured(folder: Path) -> dict[str, Any]:
     if not lines:
         return found
     timed = lines[WARM_UP_STEPS:] or lines
+    for key in ("mfu", "padding_share"):
+        values = [line[key] for line in timed if line.get(key) is not None]
+        found |= {key: round(statistics.median(values), 4)} if values else {}
     found |= {key: lines[-1][key] for key in ("memory_reserved_gib", "memory_device_gib") if key in lines[-1]}
     return found | {
         "steps": lines[-1]["step"],
@@ -304,6 +307,15 @@ def measured(folder: Path) -> dict[str, Any]:
         "seconds_per_step": round(statistics.median(line["seconds"] for line in timed), 4),
         "memory_gib": lines[-1]["memory_gib"],
     }
+
+
+def resolved(plan: dict[str, Any]) -> list[str]:
+    """Of `RESOLVED`, what `auto` decided in a run, as overrides: its plan.json says why."""
+    return [
+        f"{choice['key']}={json.dumps(choice['value']).strip(chr(34))}"
+        for choice in plan["choices"]
+        if choice["key"] in RESOLVED and choice["why"] != AS_ASKED
+    ]
 
 
 def _seconds(start: float | None, end: float | None) -> float | None:

@@ -1,130 +1,229 @@
-"""Run `tunebook train` in several configurations on a GPU machine and print one JSON line for each.
+"""Run recorded configurations again on a GPU machine, or new ones: one JSON line for each run.
 
-    python tests/bench/gpu_runs.py --output DIR [--only NAME ...] [--timeout-s 240] [--steps 20]
+    python tests/bench/gpu_runs.py FILE ... --output DIR [--gpus 2] [--series NAME ...] [--only NAME ...] [--list]
+    python tests/bench/gpu_runs.py tests/bench/results/h200_memory.jsonl --output DIR --only 05b_2048
+    python tests/bench/gpu_runs.py recipes/zero3_lora/evidence/hopper-2-random_weights.json --output DIR --repeats 2
 
-Random weights of the real architecture on generated documents: right for speed, memory and whether the loss falls, and
-said so in each line. The small files of every run folder are kept under DIR.
+A FILE has one configuration per line: `name`, `overrides` and, where needed, `recipe`, `series`, `gpus`, `model` (see
+`gpu_models.py`), `layers`, `kind`, `sizes`, `accumulation`, `resolved` (what `auto` had decided). Recorded results are
+such files, and so is what `gpu_draw.py` writes. A line with `variant` measures speed: its words follow `SPEED`. A JSON
+file of a recipe's evidence is one configuration; record its repetitions with `tunebook verify RUN RUN --record`.
+
+Each run has its GPUs to itself, except those whose plan is below `--shared-gib`. A line of the results holds what the
+plan says today (`planned_gib`), what was measured, and a verdict: `ok`, `refused` with the rules that refuse it, or
+`failed` with the reason. In a series with a run called `single`, losses are compared with those of that run.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
-import signal
-import statistics
+import math
 import subprocess
 import sys
-import tempfile
-import time
+from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from gpu_queue import require_gpus
+from gpu_models import write_case_model
+from gpu_queue import Job, add_arguments, require_gpus, run_jobs
 
-WARM_UP_STEPS = 5
-KEPT = ("run.yaml", "plan.json", "manifest.json", "metrics.jsonl", "report.html", "log.txt", "outcome-0.json")
-RANDOM = ["model.weights=random", "dataset=synthetic"]
+from tunebook.plan.draft import draft_run
+from tunebook.record.losses import compare_losses
 
-CONFIGURATIONS: dict[str, list[str]] = {
-    "auto": [],
-    "sdpa": ["attention=sdpa"],
-    "flash_attention_4": ["attention=flash_attention_4"],
-    "flash_attention_4_micro_4": ["attention=flash_attention_4", "training.micro_batch_size=4"],
-    "sdpa_rows_4096": ["attention=sdpa", "packing.row_length=4096"],
-    "flash_attention_4_rows_8192": ["attention=flash_attention_4", "packing.row_length=8192"],
-    "padded": ["attention=sdpa", "packing=padded"],
-    "fp32_as_volta": ["attention=sdpa", "precision=fp32", "precision.tf32=disabled"],
-    "checkpointing": ["attention=sdpa", "activation=checkpointing"],
-    "lora": ["attention=sdpa", "peft=lora"],
-    "single": ["attention=sdpa", "hardware.gpus_per_node=1"],
-    "ddp": ["attention=sdpa", "parallelism=ddp"],
-    "zero2": ["attention=sdpa", "parallelism=zero2"],
-    "zero3": ["attention=sdpa", "parallelism=zero3"],
-    "zero2_offload": ["attention=sdpa", "parallelism=zero2_offload"],
-    "zero2_lora": ["attention=sdpa", "parallelism=zero2", "peft=lora", "optimizer.learning_rate=2e-4"],
-    "fsdp_lora": ["attention=sdpa", "parallelism=fsdp", "peft=lora", "optimizer.learning_rate=2e-4"],
-    "hsdp": ["attention=sdpa", "parallelism=hsdp"],
-    "fsdp": ["attention=sdpa", "parallelism=fsdp"],
-    "adamw": ["optimizer=adamw"],
-    "adafactor": ["optimizer=adafactor"],
-    "muon": ["optimizer=muon"],
-    "muon_lora": ["optimizer=muon", "peft=lora", "optimizer.learning_rate=2e-4"],
-    "adamw_fsdp": ["optimizer=adamw", "parallelism=fsdp"],
-    "muon_fsdp": ["optimizer=muon", "parallelism=fsdp"],
-    "muon_fsdp_grad_op": ["optimizer=muon", "parallelism=fsdp_grad_op"],
-    "muon_ddp": ["optimizer=muon", "parallelism=ddp"],
-}
+Line = dict[str, Any]
+
+NVME = Path("/tmp/nvme")
+# Qwen2.5-3B on generated documents of lognormal(5.8, 0.9) tokens, all of which count; 32,768 tokens per GPU and step.
+SPEED = [
+    "model=qwen25_3b", "model.liger_kernel=true", "model.compile_layers=false", "model.weights=random",
+    "dataset=synthetic", "dataset.train_on=everything", "training.max_length=4096", "training.global_samples=null",
+    "evaluation=none", "optimizer.learning_rate=3e-5", "schedule.warmup_steps=3", "parallelism=single",
+    "training.save_every_steps=null", "training.evaluate_every_steps=null", "training.log_every_steps=1",
+]  # fmt: skip
+TOKENS_PER_STEP, DOCUMENTS_PER_GPU = 32_768, 4000
+# What `auto` chose before a date, so that older lines run as they ran.
+DEFAULTS_THEN = (
+    ("model.compile_layers", "false", "2026-11-22"),
+    ("model.one_pass_head", "false", "2026-11-22"),
+    ("precision.master_weights", "fp32", "2026-11-24"),
+)
+_COPIED = ("series", "recipe", "overrides", "variant", "environment", "model", "kind", "mode", "way", "sizes", "layers",
+           "layers_of_the_model", "accumulation", "seed", "weights", "data")  # fmt: skip
 
 
-def main() -> None:
-    """Parse the arguments and run the configurations one after the other."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--recipe", default="qwen05b_single")
-    parser.add_argument("--only", nargs="*", choices=CONFIGURATIONS, default=list(CONFIGURATIONS))
-    parser.add_argument("--timeout-s", type=float, default=240)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--more", nargs="*", default=[], help="overrides for every configuration")
-    arguments = parser.parse_args()
-    require_gpus(1)
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    for name in arguments.only:
-        overrides = [*RANDOM, f"training.max_steps={arguments.steps}", *CONFIGURATIONS[name], *arguments.more]
-        line = run(name, arguments.recipe, overrides, arguments.output, arguments.timeout_s)
-        print(json.dumps(line), flush=True)
-        with (arguments.output / "results.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
+def read_cases(files: list[Path]) -> Iterator[Line]:
+    """The configurations of all files, as lines; of several with one name and series, the last.
+
+    Lines without overrides or of a CPU are left out: other programs measured them.
+    """
+    found: dict[tuple[str, str], Line] = {}
+    for file in files:
+        for line in map(json.loads, [file.read_text()] if file.suffix == ".json" else file.read_text().splitlines()):
+            if "ran" in line:
+                ran, gpus = line["ran"], line["hardware"]["gpus"]
+                line = {key: ran[key] for key in ("recipe", "overrides", "weights", "data", "layers")}
+                line |= {"name": f"{ran['recipe']}_{gpus}", "series": "evidence", "gpus": gpus}
+            if not {"overrides", "variant"} & set(line) or line.get("device") == "cpu":
+                continue
+            found[(line.get("series", ""), line.setdefault("name", f"{line.get('kind')}_{line.get('way')}"))] = line
+    yield from found.values()
 
 
-def run(name: str, recipe: str, overrides: list[str], output: Path, timeout_s: float) -> dict[str, Any]:
-    """One run in a process of its own; returns what it measured, or how it failed."""
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / "run"
-        command = [sys.executable, "-m", "tunebook", "train", recipe, *overrides, "--run-folder", str(folder)]
-        started = time.monotonic()
-        kept = output / name
-        kept.mkdir(parents=True, exist_ok=True)
-        with (kept / "terminal.txt").open("w") as terminal:
-            code = _wait(command, terminal, timeout_s)
-        for file in KEPT:
-            if (folder / file).exists():
-                shutil.copy(folder / file, kept / file)
-        line = {"name": name, "recipe": recipe, "overrides": overrides, "weights": "random", "data": "generated"}
-        return line | {"exit_code": code, "wall_s": round(time.monotonic() - started, 1)} | _measured(kept)
+def words_of(case: Line, folder: Path, *, more: list[str], has_weights: bool = True) -> list[str]:
+    """The words after `tunebook train`; the last word for a key counts. Writes the model below `folder`."""
+    if "variant" in case:
+        words = [*SPEED, f"training.global_tokens={TOKENS_PER_STEP * case['gpus']}",
+                 f"training.max_steps={case.get('steps', 40)}", f"hardware.gpus_per_node={case['gpus']}",
+                 f"dataset.synthetic.num_documents={DOCUMENTS_PER_GPU * case['gpus']}", *case["variant"]]  # fmt: skip
+        recipe = "qwen3b_zero2"
+    else:
+        words, recipe = list(case["overrides"]), case.get("recipe") or ""
+        if case.get("series") in ("quantised", "adapters"):
+            recipe = "quickstart"
+        words += write_case_model(case, folder, has_weights=has_weights)
+    then = [f"{key}={value}" for key, value, since in DEFAULTS_THEN if case.get("date", since) < since]
+    last = {word.split("=")[0]: word for word in [*then, *words, *case.get("resolved", ()), *more]}
+    return [*([recipe] if recipe else []), *last.values()]
 
 
-def _wait(command: list[str], terminal: Any, timeout_s: float) -> int | str:
-    """The exit code. A run that takes too long ends with all its ranks, which would keep the GPU's memory."""
-    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-    with subprocess.Popen(
-        command, stdout=terminal, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-    ) as process:
-        try:
-            return process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            return "timeout"
+def planned(words: list[str]) -> Line:
+    """Today's plan: peak memory in GiB and parameters, or the rules that refuse the run."""
+    recipe, overrides = (None, words) if "=" in words[0] else (words[0], words[1:])
+    draft = draft_run(recipe, overrides, [])
+    if draft.error is not None:
+        return {"refused": [{"id": draft.error.problem_id or "", "message": str(draft.error)}]}
+    if refused := [{"id": each.id, "message": each.message} for each in draft.problems if each.is_error]:
+        return {"refused": refused}
+    assert draft.resolution is not None and draft.memory is not None
+    facts, peak_gib = draft.resolution.config.model.facts, draft.memory.memory.allocated
+    return {"planned_gib": round(peak_gib or 0, 3), "num_parameters": facts.num_parameters if facts else 0}
 
 
-def _measured(folder: Path) -> dict[str, Any]:
-    file = folder / "metrics.jsonl"
-    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    if not lines:
-        return {}
-    timed = lines[WARM_UP_STEPS:] or lines
-    return {
-        "steps": lines[-1]["step"],
-        "losses": [round(line["loss"], 5) for line in lines],
-        "grad_norms": [round(line["grad_norm"], 5) for line in lines],
-        "tokens_per_second_per_gpu": statistics.median(line["tokens_per_second_per_gpu"] for line in timed),
-        "mfu": statistics.median(line["mfu"] or 0 for line in timed),
-        "peak_tflops": lines[-1]["peak_tflops"],
-        "padding_share": lines[-1]["padding_share"],
-        "memory_gib": lines[-1]["memory_gib"],
-    }
+def jobs_of(cases: list[Line], arguments: argparse.Namespace) -> tuple[list[Job], list[Line]]:
+    """The cases that may start, as jobs, and a line for each that the rules refuse or that lacks GPUs."""
+    places = {size: cycle(range(0, arguments.gpus - size + 1, size)) for size in range(1, arguments.gpus + 1)}
+    jobs: list[Job] = []
+    refused: list[Line] = []
+    for case in cases:
+        gpus = case.setdefault("gpus", 1)
+        line = {"name": case["name"], "gpus": gpus} | {key: case[key] for key in _COPIED if key in case}
+        if gpus > arguments.gpus:
+            refused.append(line | {"verdict": "refused", "refused": [{"id": "", "message": f"{gpus} GPUs are needed"}]})
+            continue
+        words = words_of(case, arguments.models, more=arguments.more, has_weights=not arguments.list)
+        plan = planned(words) if not arguments.list else {"planned_gib": 0.0, "num_parameters": 0}
+        if "refused" in plan:
+            refused.append(line | plan | {"verdict": "refused"})
+            continue
+        for number in range(arguments.repeats):
+            first = next(places[gpus])
+            name = f"{case['series']}-{case['name']}".replace(" ", "_") if "series" in case else case["name"]
+            name += f"-{number + 1}" if arguments.repeats > 1 else ""
+            jobs.append(
+                Job(
+                    name=name, gpus=tuple(range(first, first + gpus)), words=words, line=line | plan,
+                    priority=len(jobs), is_alone=plan["planned_gib"] > arguments.shared_gib,
+                    host_gib=gpus * 4 * plan["num_parameters"] / 2**30, turn_timeout_s=arguments.timeout_s,
+                    needs="async_io" if any("zero3_nvme" in word for word in words) else None,
+                    environment=environment_of(case, name, arguments),
+                )
+            )  # fmt: skip
+    return jobs, refused
+
+
+def environment_of(case: Line, name: str, arguments: argparse.Namespace) -> dict[str, str]:
+    """The number of threads, and the settings of `gpu_turns` for the ranks of a run."""
+    found = {"OMP_NUM_THREADS": str(arguments.threads)} | case.get("environment", {})
+    if case.get("series") in ("edge", "evidence"):
+        found["TUNEBOOK_BENCH_KEEPS_GPUS"] = "1"
+    if case["name"] in arguments.profile:
+        found["TUNEBOOK_BENCH_PROFILE"] = str(arguments.output.resolve() / f"{name}.profile.json")
+    if case["name"] in arguments.peak:
+        found["TUNEBOOK_BENCH_PEAK"] = str(arguments.output.resolve() / f"{name}.peak.json")
+    return found | ({} if case.get("variant") else {"TUNEBOOK_BENCH_WAITS_EARLY": "1"})
+
+
+def verdict(line: Line) -> str:
+    """`ok` for a run that ended well with finite losses that fell; else `failed` with the reason."""
+    losses = line.get("losses") or []
+    if line["exit_code"] != 0:
+        return f"failed: exit code {line['exit_code']}"
+    if not losses or not all(map(math.isfinite, losses)):
+        return f"failed: {sum(map(math.isfinite, losses))} of {len(losses)} losses are finite"
+    if len(losses) >= 6 and sum(losses[-3:]) >= sum(losses[:3]):
+        return f"failed: the loss did not fall ({losses[0]:.4f} to {losses[-1]:.4f})"
+    return "ok"
+
+
+def compare_series(lines: list[Line]) -> None:
+    """Add to each line of a series how far its losses are from those of the series' run on one GPU.
+
+    A series on fewer GPUs (`fp32_fewer`) is compared with the run of the series that it completes.
+    """
+    references = {line.get("series"): line.get("losses") for line in lines if line["name"] == "single"}
+    for line in lines:
+        reference = references.get(line.get("series", "").removesuffix("_fewer"))
+        if reference and line.get("losses"):
+            found = compare_losses(line["losses"], reference[: len(line["losses"])])
+            line |= {"compared_with": "single", "largest_difference": found.largest, "at_step": found.at_step}
+
+
+def start_building() -> dict[str, subprocess.Popen[bytes]]:
+    """Compile DeepSpeed's reader of NVMe disks before the first run that needs it has its turn."""
+    NVME.mkdir(exist_ok=True)
+    build = "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load()"
+    return {"async_io": subprocess.Popen([sys.executable, "-c", build], stdout=subprocess.DEVNULL)}
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    """The arguments of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    add_arguments(parser, deadline_s=500)
+    parser.add_argument("--gpus", type=int, default=1, help="of the machine")
+    parser.add_argument("--series", nargs="*", metavar="NAME", help="only these")
+    parser.add_argument("--only", nargs="*", metavar="NAME", help="only runs with these names")
+    parser.add_argument("--more", nargs="*", default=[], metavar="WORD", help="overrides for every run")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--shared-gib", type=float, default=0, help="of a plan: smaller runs share their GPUs")
+    parser.add_argument("--timeout-s", type=float, default=150, help="of one run on its GPUs")
+    parser.add_argument("--threads", type=int, default=8, help="of a rank; an optimizer on the host takes 16")
+    parser.add_argument("--profile", nargs="*", default=[], metavar="NAME", help="record the kernels of one step")
+    parser.add_argument("--peak", nargs="*", default=[], metavar="NAME", help="record what fills a GPU at its peak")
+    parser.add_argument("--models", type=Path, default=Path("/tmp/models"), help="where models are written")
+    return parser.parse_args(words)
+
+
+def main() -> int:
+    """Run the cases. Exit code 1 where one failed or its time was up."""
+    arguments = parse()
+    cases = [
+        case
+        for case in read_cases(arguments.files)
+        if (not arguments.series or case.get("series") in arguments.series)
+        and (not arguments.only or case["name"] in arguments.only)
+    ]
+    if not arguments.list:
+        require_gpus(arguments.gpus)
+    if not arguments.shared_gib:  # more runs that get ready would disturb those that are timed
+        arguments.max_ranks = min(arguments.max_ranks, 2 * arguments.gpus)
+    jobs, refused = jobs_of(cases, arguments)
+    lines = run_jobs(jobs, arguments, start_building if any(job.needs for job in jobs) else dict)
+    if arguments.list:
+        return 0
+    compare_series(lines)
+    for line in lines:
+        line["verdict"] = verdict(line)
+    finished = {(line.get("series"), line["name"]) for line in lines}
+    cut = [job.line for job in jobs if (job.line.get("series"), job.line["name"]) not in finished]
+    lines += [*refused, *(line | {"verdict": "failed: the time was up"} for line in cut)]
+    (arguments.output / "judged.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for line in lines:
+        print(f"{line['name']:40} {line['verdict']:20} {line.get('largest_difference', '')}")
+    return int(any(line["verdict"].startswith("failed") for line in lines))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

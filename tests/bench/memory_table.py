@@ -4,11 +4,11 @@
     python tests/bench/memory_table.py --architectures [KIND ...]   (20 to 40 s for each kind, once)
     python tests/bench/memory_table.py --held-out                   (as long for each published model, once)
 
-Each line of the results (`gpu_memory.py`, `gpu_evidence.py`) is planned anew from its own words by today's code, so
-the table says what the plan is worth now; a test holds it to its bounds. Those of `gpu_architectures.py` are planned
-from their config.json, as a user's own model is, and so are some of `gpu_held_out.py`, which chance drew and which were
-planned before they were run (`planned_then_gib`). `resolved` in a line is what was decided then: no flash-attn was
-installed there, and a frozen base was kept in fp32. Peaks are of tensors, of the rank with the highest.
+Each line of the results is planned again from its own overrides by today's code, so the table says what the plan is
+worth now; a test holds it to its bounds. Other architectures are planned from their config.json, as a user's own model
+is, and so are some that were drawn at random (`gpu_draw.py`) and planned before they were run (`planned_then_gib`).
+`resolved` in a line is what `auto` decided then: no flash-attn was installed there, and a frozen base was kept in fp32.
+Peaks are of tensors, of the rank with the highest.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu_architectures import config_of
-from gpu_held_out import words_of
+from gpu_draw import words_of
+from gpu_models import config_of, write_case_model
 
 from tunebook.config.compose import compose
 from tunebook.hardware.detect import Machine
@@ -32,6 +32,7 @@ from tunebook.plan.memory import estimate_memory
 
 RESULTS = Path(__file__).parent / "results" / "h200_memory.jsonl"
 ARCHITECTURES = RESULTS.parent / "h200x2_architectures.jsonl"
+QUANTISED = RESULTS.parent / "h200_quantised.jsonl"
 _OF_CHANCE = ("h200x2_held_out.jsonl", "h100_held_out.jsonl", "h100x2_held_out.jsonl")
 HELD_OUT = [RESULTS.parent / name for name in _OF_CHANCE]
 _H200 = ["hardware=hopper", "hardware.memory_gib=140.4"]
@@ -96,6 +97,17 @@ def read_architectures(folder: Path, kinds: Collection[str] = ()) -> list[Measur
     return found
 
 
+def read_quantised(folder: Path) -> list[Measured]:
+    """The runs of QLoRA, whose models are read from a folder below `folder`."""
+    found = []
+    for line in map(json.loads, QUANTISED.read_text(encoding="utf-8").splitlines()):
+        words = [*line["overrides"], *line.get("resolved", ()), *write_case_model(line, folder)]
+        predicted = _predicted("quickstart", words, accumulates=False)
+        peaks = {"measured": max(line["memory_gib"]), "reserved": max(line["memory_reserved_gib"])}
+        found.append(Measured(name=line["name"], predicted=predicted, **peaks))
+    return found
+
+
 def held_out_lines() -> list[dict[str, Any]]:
     """The recorded lines of the runs that chance drew, and of those that were looked at since."""
     return [json.loads(text) for file in HELD_OUT for text in file.read_text(encoding="utf-8").splitlines()]
@@ -117,7 +129,8 @@ def read_held_out(folder: Path, *, of_the_book: bool = False) -> list[Measured]:
 def _predicted(recipe: str | None, words: list[str], *, accumulates: bool) -> float:
     """What today's plan says of the peak, on an H200 where the words name no size, in GiB."""
     nobody = Machine(gpus=[], driver=None, num_cpus=32, host_memory_gib=256.0)
-    config = resolve_auto(compose(recipe, [*_H200, *words]).config, nobody).config
+    last = {word.partition("=")[0]: word for word in [*_H200, *words]}
+    config = resolve_auto(compose(recipe, [*last.values()]).config, nobody).config
     assert config.model.facts is not None
     return estimate_memory(config, config.model.facts, accumulates=accumulates).total_gib
 

@@ -1,7 +1,7 @@
-"""The documents of `gpu_speed.py` as each peer reads them, and what a token of them costs.
+"""The documents of speed measurements (`gpu_runs.py`) as each peer reads them, and the FLOPs of their tokens.
 
-Every peer gets the same documents. One that takes text alone gets each token's number as a word, and a tokenizer whose
-vocabulary is those words, so that a document keeps its length.
+Every peer gets the same documents. A peer that reads text only gets the id of each token as a word, and a tokenizer
+whose vocabulary is these words, so that documents keep their lengths.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from gpu_recipes import facts_of
+from gpu_models import facts_of
 
 from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import SyntheticConfig
@@ -22,7 +22,7 @@ from tunebook.model.flops import attended_length_tokens, flops_per_token, model_
 PEAK_TFLOPS = 989  # an H200's in bf16, dense
 DOCUMENTS_PER_GPU = 4000
 EOS, PADDING = "<eos>", "<pad>"
-TINY = "tiny"  # a model small enough for a CPU, to try a peer's words without a GPU
+TINY = "tiny"  # a model small enough for a CPU, to try a peer without a GPU
 _EOS_IDS = {"qwen25_3b": 151645, "llama3_8b": 128001, TINY: 2000}
 _TINY_FACTS = {
     "architecture": "Qwen2ForCausalLM", "num_parameters": 1_180_224, "num_layers": 2, "hidden_size": 256,
@@ -45,12 +45,12 @@ class Corpus:
 
     @property
     def eos_id(self) -> int:
-        """What each document ends with."""
+        """The last token of each document."""
         return _EOS_IDS[self.model]
 
     @property
     def padding_id(self) -> int:
-        """The last id of the vocabulary, which no document holds."""
+        """The last id of the vocabulary, which is in no document."""
         return self.facts.vocab_size - 1
 
     @cached_property
@@ -84,7 +84,7 @@ class Corpus:
         return file
 
     def write_tokenizer(self, folder: Path) -> None:
-        """A tokenizer.json whose words are the numbers of the tokens, and what transformers asks for beside it."""
+        """Write a tokenizer.json whose words are token ids, and the settings that transformers needs."""
         from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
         special = {self.eos_id: EOS, self.padding_id: PADDING}

@@ -1,4 +1,4 @@
-"""The speed of LLaMA-Factory's supervised fine-tune on the documents of `gpu_speed.py`. One JSON line per variant.
+"""The speed of LLaMA-Factory's supervised fine-tune on the documents of `gpu_runs.py`. One JSON line per variant.
 
     python tests/bench/peer_llamafactory.py --output DIR --site DIR [--only NAME ...] [--gpus 1] [--steps 25]
 
@@ -17,7 +17,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from peer_runs import WARM_UP_STEPS, Attempt, Ended, medians, parse, peer_enviro
 
 PACKAGES = ("llamafactory", "torch", "transformers", "trl", "accelerate", "peft", "datasets", "liger-kernel")
 HERE = Path(__file__).parent
-Maker = Callable[[str, Corpus, Path, Any, dict[str, str]], Attempt]
 _FAST: dict[str, Any] = {"disable_gradient_checkpointing": True, "enable_liger_kernel": True,
                          "ddp_find_unused_parameters": False}  # fmt: skip
 _ROWS_8192 = {"cutoff_len": 8192, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
@@ -69,7 +68,7 @@ def write_inputs(corpus: Corpus, folder: Path, environment: Mapping[str, str]) -
         "eos_token_id": corpus.eos_id, "pad_token_id": corpus.padding_id,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    command = [sys.executable, str(HERE / "peer_llamafactory_weights.py"), str(folder / "config.json")]
+    command = [sys.executable, str(HERE / "peer_llamafactory_run.py"), "weights", str(folder / "config.json")]
     subprocess.run([*command, str(folder / "model")], env=environment, check=True)
     corpus.write_tokenizer(folder / "model")
 
@@ -109,38 +108,27 @@ def measured(file: Path, corpus: Corpus) -> dict[str, Any]:
     } | {key: found[key] for key in kept}  # fmt: skip
 
 
-def run_variants(
-    doc: str | None,
-    peer: str,
-    variants: Mapping[str, Any],
-    default: Sequence[str],
-    make: Maker,
-    more: Mapping[str, str],
-) -> None:
-    """Measure one variant after the other, of a peer that is told to write down what its meter has seen.
-
-    `tiny` among the names is no variant: those named beside it are run on a small model. `make` gives a variant's
-    command, and `more` is its environment.
-    """
-    arguments = parse(doc, [*variants, TINY])
+def main() -> None:
+    """Measure one variant after the other. `tiny` among the names: on a small model, to try this file on a CPU."""
+    arguments = parse(__doc__, [*VARIANTS, TINY])
     if TINY not in arguments.only:
         require_gpus(arguments.gpus)
     corpus = Corpus(TINY if TINY in arguments.only else "qwen25_3b", DOCUMENTS_PER_GPU * arguments.gpus)
-    # The setting of all their launchers for several GPUs.
-    shared = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        caches = {"HF_DATASETS_CACHE": str(folder / "cache")}
-        environment = peer_environment(arguments.site, shared | dict(more) | caches)
+        # The setting of its launcher for several GPUs.
+        shared = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "OMP_NUM_THREADS": "1",
+                  "HF_DATASETS_CACHE": str(folder / "cache")}  # fmt: skip
+        environment = peer_environment(arguments.site, shared)
         write_inputs(corpus, folder, environment)
-        names = [name for name in arguments.only if name != TINY] or default
-        attempts = (make(name, corpus, folder, arguments, environment) for name in names)
+        names = [name for name in arguments.only if name != TINY] or DEFAULT
+        attempts = (attempt(name, corpus, folder, arguments, environment) for name in names)
 
         def read(made: Attempt, ended: Ended) -> dict[str, Any]:
             return measured(folder / f"{made.name}.measured.json", corpus)
 
-        run_all(attempts, arguments.output / f"peer_{peer}.jsonl", arguments.timeout_s, read)
+        run_all(attempts, arguments.output / "peer_llamafactory.jsonl", arguments.timeout_s, read)
 
 
 if __name__ == "__main__":
-    run_variants(__doc__, "llamafactory", VARIANTS, DEFAULT, attempt, {})
+    main()

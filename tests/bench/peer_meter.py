@@ -24,7 +24,7 @@ class Meter(TrainerCallback):
     """Seconds and real tokens of each optimizer step."""
 
     def __init__(self, count: Callable[[Any], int] = unmasked_tokens) -> None:
-        self.tokens: Any = 0
+        self.tokens = 0
         self.speeds: list[float] = []
         self.seconds: list[float] = []
         self._count = count
@@ -51,7 +51,7 @@ class Meter(TrainerCallback):
             torch.cuda.synchronize()
         now = time.perf_counter()
         self.seconds.append(now - self._started)
-        self.speeds.append(int(self.tokens) / self.seconds[-1])
+        self.speeds.append(self.tokens / self.seconds[-1])
         self.tokens, self._started = 0, now
 
 
@@ -91,15 +91,3 @@ class Recorder(Meter):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
-
-
-class ForwardRecorder(Recorder):
-    """The same where batches are collated in other processes: counted as the model gets them."""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The count stays on the GPU until the step has ended."""
-        kwargs["model"].register_forward_pre_hook(self._count_forward, with_kwargs=True)
-
-    def _count_forward(self, module: Any, positional: Any, batch: dict[str, Any]) -> None:
-        if module.training:
-            self.tokens = self.tokens + (batch["input_ids"] != self.padding_id).sum()

@@ -1,4 +1,4 @@
-"""Start a peer's program once per variant and keep what it reached: one JSON line each, whether it worked or not."""
+"""Run a peer's program once per variant: one JSON line each, also for failures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Ended:
-    """How it ended: the exit code, or None where its time was up, and all that it printed."""
+    """The exit code, or None after a timeout, and the output."""
 
     exit_code: int | None
     seconds: float
@@ -44,7 +44,7 @@ class Ended:
 
 
 def parse(doc: str | None, variants: Iterable[str]) -> argparse.Namespace:
-    """What every peer's script is told."""
+    """The arguments of every peer's script."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--only", nargs="*", choices=list(variants), default=[])
@@ -60,7 +60,7 @@ def parse(doc: str | None, variants: Iterable[str]) -> argparse.Namespace:
 
 
 def peer_environment(site: Path | None, more: Mapping[str, str]) -> dict[str, str]:
-    """The peer imports its own packages first, and asks no hub."""
+    """The environment of a peer: its own packages come first, and the hub is off."""
     places = [str(site.resolve())] if site else []
     places += [str(Path(__file__).parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -68,7 +68,7 @@ def peer_environment(site: Path | None, more: Mapping[str, str]) -> dict[str, st
 
 
 def versions_of(packages: Iterable[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """As the peer's program finds them."""
+    """Versions of packages in the peer's environment."""
     code = (
         "import json, sys\nfrom importlib import metadata\nfound = {}\n"
         "for name in sys.argv[1:]:\n"
@@ -84,7 +84,7 @@ def versions_of(packages: Iterable[str], environment: Mapping[str, str]) -> dict
 def run_all(
     attempts: Iterable[Attempt], results: Path, timeout_s: float, measured: Callable[[Attempt, Ended], dict[str, Any]]
 ) -> None:
-    """One attempt after the other; what each printed goes into one file beside the results."""
+    """Run the attempts in turn; their output goes to one file next to the results."""
     for attempt in attempts:
         ended = run(attempt, timeout_s)
         with results.with_suffix(".log.txt").open("a", encoding="utf-8") as log:
@@ -99,7 +99,7 @@ def run_all(
 
 
 def run(attempt: Attempt, timeout_s: float) -> Ended:
-    """Until it ends or its time is up; then all its processes are ended."""
+    """Run until the end or the timeout, then end all its processes."""
     started = time.monotonic()
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         process = subprocess.Popen(
@@ -116,7 +116,7 @@ def run(attempt: Attempt, timeout_s: float) -> Ended:
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Ranks outlive a launcher that was killed, and would keep the GPU's memory from the next attempt."""
+    """End all processes: ranks outlive a killed launcher and would hold GPU memory."""
     for ask in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, ask)
@@ -129,7 +129,7 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def last_error(ended: Ended, timeout_s: float) -> str:
-    """The last line that looks like an exception's, or the last line."""
+    """The last line of an exception, or the last line."""
     if ended.exit_code is None:
         return f"its {timeout_s:g} s were up"
     lines = [line.strip() for line in ended.text.splitlines() if line.strip()]
@@ -139,7 +139,7 @@ def last_error(ended: Ended, timeout_s: float) -> str:
 
 
 def medians(speeds: list[float]) -> dict[str, Any]:
-    """Of the steps after the warm-up."""
+    """The median speed after the warm-up."""
     timed = speeds[WARM_UP_STEPS:]
     if not timed:
         return {"timed_steps": 0}

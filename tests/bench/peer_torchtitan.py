@@ -1,4 +1,4 @@
-"""The speed of torchtitan on the documents of `gpu_speed.py`. One JSON line per variant.
+"""The speed of torchtitan on the documents of `gpu_runs.py`. One JSON line per variant.
 
     python tests/bench/peer_torchtitan.py --output DIR --site DIR [--only NAME ...] [--gpus 4] [--steps 25]
 

@@ -1,4 +1,4 @@
-"""The speed of TRL's own SFTTrainer on the documents of `gpu_speed.py`, on one GPU. One JSON line per variant.
+"""The speed of TRL's own SFTTrainer on the documents of `gpu_runs.py`, on one GPU. One JSON line per variant.
 
     python tests/bench/peer_trl.py --output DIR [--only NAME ...] [--steps 30]
 

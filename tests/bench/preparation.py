@@ -1,4 +1,4 @@
-"""Preparing conversations for training, beside TRL's own preparation: seconds and memory, in JSON lines.
+"""Seconds and memory of preparing conversations for training, compared with TRL: one JSON line per measurement.
 
     python tests/bench/preparation.py --output FILE [--sizes 10000 30000 100000] [--repeats 3] [--only tunebook trl]
 

@@ -1,7 +1,6 @@
 """Whose turn it is on the GPUs, what the jobs are made of, and the hook that makes a run wait."""
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -12,10 +11,7 @@ import pytest
 BENCH = Path(__file__).parent
 sys.path.insert(0, str(BENCH))
 
-import gpu_parity  # noqa: E402
-import gpu_recipes  # noqa: E402
-from gpu_queue import Job, measured, run_jobs, visible, who_goes  # noqa: E402
-from gpu_speed import decided  # noqa: E402
+from gpu_queue import Job, measured, resolved, run_jobs, visible, who_goes  # noqa: E402
 
 OTHER_CHOICE = {"key": "packing.row_length", "value": 4096, "why": "the shortest"}
 
@@ -27,13 +23,10 @@ def job(name, gpus, **keys):
 ALL, PAIR, OTHER = job("all", (0, 1, 2, 3)), job("pair", (0, 1), priority=1), job("other", (2, 3), priority=2)
 
 
-def test_a_speed_says_what_its_run_decided_and_nobody_typed(tmp_path):
-    plan, key = tmp_path / "plan.json", "model.one_pass_head"
-    assert decided(plan) == []  # the run ended before it was planned
-    plan.write_text(json.dumps({"choices": [{"key": key, "value": True, "why": "computed once"}, OTHER_CHOICE]}))
-    assert decided(plan) == [f"{key}=true"]
-    plan.write_text(json.dumps({"choices": [{"key": key, "value": True, "why": "as asked"}, OTHER_CHOICE]}))
-    assert decided(plan) == []
+def test_a_run_records_what_auto_decided_and_nobody_typed():
+    choice = {"key": "model.one_pass_head", "value": True, "why": "computed once"}
+    assert resolved({"choices": [choice, OTHER_CHOICE]}) == ["model.one_pass_head=true"]
+    assert resolved({"choices": [choice | {"why": "as asked"}, OTHER_CHOICE]}) == []
 
 
 @pytest.mark.parametrize(("mine", "numbers"), [(None, "0,2"), ("", "0,2"), ("4,5,7", "4,7")])
@@ -68,9 +61,7 @@ def test_every_script_that_measures_on_gpus_looks_for_them_first():
     scripts = {file.name: file.read_text() for file in [*BENCH.glob("gpu_*.py"), *BENCH.glob("peer_*.py")]}
     scripts = {name: text for name, text in scripts.items() if "__main__" in text}
     without = {name for name, text in scripts.items() if "require_gpus(" not in text and "run_jobs(" not in text}
-    on_a_cpu_too = {"gpu_copies.py", "gpu_evaluation_subjects.py"}
-    of_peers = {"peer_axolotl.py", "peer_llamafactory_run.py", "peer_llamafactory_weights.py"}  # begun by others
-    assert without == on_a_cpu_too | of_peers
+    assert without == {"gpu_draw.py", "peer_llamafactory_run.py"}  # the latter is started by another
 
 
 def test_disjoint_gpus_are_used_together_and_the_lowest_priority_goes_first():
@@ -99,50 +90,6 @@ def test_a_job_that_holds_no_gpus_waits_for_nobody_and_nobody_for_it():
     free = job("free", (3,), holds_gpus=False)
     assert who_goes([free], [ALL]) == [free]
     assert who_goes([ALL], [free]) == [ALL]
-
-
-@pytest.mark.parametrize(
-    ("model", "layers", "total"),
-    [("qwen25_3b", 2, 465_320_960), ("dolly_v2_3b", 32, 2_775_086_080), ("llama2_70b_chat", 4, 3_946_913_792)],
-)
-def test_a_slice_has_the_parameters_of_its_layers(model, layers, total):
-    words, counted = gpu_recipes.slice_words(model, layers)
-    assert counted == total
-    assert words == [f"model.facts.num_layers={layers}", f"model.facts.num_parameters={total}"]
-
-
-def test_every_recipe_of_the_sources_is_a_job():
-    jobs = {name: gpu_recipes.recipe_job(name, 0, there=4) for name in gpu_recipes.RECIPES}
-    assert len(jobs) == 11
-    for name, made in jobs.items():
-        assert made.words[0] == name
-        assert f"hardware.gpus_per_node={len(made.gpus)}" in made.words
-    assert jobs["llama2_70b_fsdp"].host_gib == pytest.approx(4 * 4 * 3.9469 / 1.073742, rel=1e-3)
-
-
-@pytest.mark.parametrize(("there", "expected"), [(4, [(0, 1, 2, 3), (0, 1), (2, 3), (2,)]), (2, [(0, 1)] * 3 + [(0,)])])
-def test_a_recipe_takes_the_gpus_that_are_there(there, expected):
-    names = ("qwen3b_zero2", "zero2_lora", "llama3_8b_ddp", "dolly3b_ray_zero3_offload")
-    made = [gpu_recipes.recipe_job(name, 0, there) for name in names]
-    assert [job.gpus for job in made] == expected
-    assert all(f"hardware.gpus_per_node={len(job.gpus)}" in job.words for job in made)
-
-
-def test_runs_on_fewer_gpus_take_turns_on_different_ones():
-    jobs = {made.line["name"]: made for made in gpu_parity.parity_jobs("fp32_fewer", 0)}
-    assert [jobs[name].gpus for name in ("ddp_2", "zero1_2", "zero2_2")] == [(0, 1), (2, 3), (0, 1)]
-    assert [jobs[name].gpus for name in ("zero2_alone", "zero3_alone")] == [(0,), (1,)]
-
-
-def test_a_series_on_fewer_gpus_is_compared_with_the_whole_one(tmp_path):
-    lines = [
-        {"name": "a recipe, of no series", "losses": [3.0, 1.0]},
-        {"series": "fp32", "name": "single", "losses": [2.0, 1.0]},
-        {"series": "fp32_fewer", "name": "ddp_2", "losses": [2.0, 1.1]},
-    ]
-    compared = gpu_parity.write_compared(lines, tmp_path)
-    assert [line["largest_difference"] for line in compared] == [0.0, pytest.approx(0.1)]
-    assert len((tmp_path / "compared.jsonl").read_text().splitlines()) == 2
 
 
 def test_a_run_without_records_has_measured_nothing(tmp_path):

@@ -19,6 +19,7 @@ from memory_table import (
     read_architectures,
     read_held_out,
     read_measured,
+    read_quantised,
 )
 
 from tunebook.plan import architecture as meta_device
@@ -51,6 +52,13 @@ def test_the_plan_is_within_its_bounds_of_every_peak(measured: list[Measured]) -
     assert statistics.median(abs(run.error) for run in runs.values()) <= 0.05
     wrong = {name: f"{run.error:+.1%}" for name, run in runs.items() if not -0.05 <= run.error <= 0.10}
     assert not wrong
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_qlora_is_planned_within_the_same_bounds(tmp_path: Path) -> None:
+    runs = read_quantised(tmp_path)
+    assert len(runs) >= 8
+    assert not {run.name: f"{run.error:+.1%}" for run in runs if not -0.05 <= run.error <= 0.10}
 
 
 def test_what_chance_drew_is_planned_within_the_same_bounds(tmp_path: Path) -> None:

@@ -26,41 +26,23 @@ DECIDING = (
     "attention.implementation", "packing.mode", "activation.checkpointing", "peft.method", "optimizer.name",
     "schedule.name", "launcher.name", "tracking.name", "evaluation.tasks",
 )  # fmt: skip
-# Two sets of choices, so that whatever a recipe chose, one of them differs from it.
-CHOICES = (
-    {
-        "model.name": ("qwen25_7b", "Qwen/Qwen2.5-7B"),
-        "dataset.name": ("infinity_instruct", "BAAI/Infinity-Instruct"),
-        "parallelism.strategy": ("hsdp", "hsdp"),
-        "hardware.generation": ("turing", "turing"),
-        "precision.compute": ("fp16", "fp16"),
-        "attention.implementation": ("eager", "eager"),
-        "packing.mode": ("isolated", "isolated"),
-        "activation.checkpointing": ("stored", "disabled"),
-        "peft.method": ("qlora", "qlora"),
-        "optimizer.name": ("adamw_8bit", "adamw_8bit"),
-        "schedule.name": ("linear", "linear"),
-        "launcher.name": ("local", "local"),
-        "tracking.name": ("trackio", "trackio"),
-        "evaluation.tasks": ("none", []),
-    },
-    {
-        "model.name": ("qwen25_05b", "Qwen/Qwen2.5-0.5B"),
-        "dataset.name": ("alpaca_cleaned", "yahma/alpaca-cleaned"),
-        "parallelism.strategy": ("ddp", "ddp"),
-        "hardware.generation": ("hopper", "hopper"),
-        "precision.compute": ("bf16", "bf16"),
-        "attention.implementation": ("flex_attention", "flex_attention"),
-        "packing.mode": ("padded", "padded"),
-        "activation.checkpointing": ("checkpointing", "enabled"),
-        "peft.method": ("full", "full"),
-        "optimizer.name": ("paged_adamw_8bit", "paged_adamw_8bit"),
-        "schedule.name": ("constant", "constant"),
-        "launcher.name": ("slurm", "slurm"),
-        "tracking.name": ("wandb", "wandb"),
-        "evaluation.tasks": ("quickstart", ["book:recipes/quickstart/tasks/quickstart.yaml"]),
-    },
-)
+# Two choices of each group with the value that each sets, so that one of them differs from the recipe's own.
+CHOICES: dict[str, dict[str, Any]] = {
+    "model.name": {"qwen25_7b": "Qwen/Qwen2.5-7B", "qwen25_05b": "Qwen/Qwen2.5-0.5B"},
+    "dataset.name": {"infinity_instruct": "BAAI/Infinity-Instruct", "alpaca_cleaned": "yahma/alpaca-cleaned"},
+    "parallelism.strategy": {"hsdp": "hsdp", "ddp": "ddp"},
+    "hardware.generation": {"turing": "turing", "hopper": "hopper"},
+    "precision.compute": {"fp16": "fp16", "bf16": "bf16"},
+    "attention.implementation": {"eager": "eager", "flex_attention": "flex_attention"},
+    "packing.mode": {"isolated": "isolated", "padded": "padded"},
+    "activation.checkpointing": {"stored": "disabled", "checkpointing": "enabled"},
+    "peft.method": {"qlora": "qlora", "full": "full"},
+    "optimizer.name": {"adamw_8bit": "adamw_8bit", "paged_adamw_8bit": "paged_adamw_8bit"},
+    "schedule.name": {"linear": "linear", "constant": "constant"},
+    "launcher.name": {"local": "local", "slurm": "slurm"},
+    "tracking.name": {"trackio": "trackio", "wandb": "wandb"},
+    "evaluation.tasks": {"none": [], "quickstart": ["book:recipes/quickstart/tasks/quickstart.yaml"]},
+}
 
 
 @cache
@@ -127,14 +109,16 @@ def test_body_sets_only_keys_that_every_choice_of_the_group_has(name: str) -> No
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("choices", CHOICES, ids=("first", "second"))
-def test_a_group_choice_on_the_command_line_beats_the_recipe(name: str, choices: dict[str, tuple[str, Any]]) -> None:
-    composition = compose(name, [f"{key.split('.')[0]}={choice}" for key, (choice, _) in choices.items()])
-    assert {group: composition.groups[group] for group in GROUPS} == {
-        key.split(".")[0]: choice for key, (choice, _) in choices.items()
+def test_a_group_choice_on_the_command_line_beats_the_recipe(name: str) -> None:
+    own = compose(name, []).groups
+    chosen = {
+        key: next(choice for choice in choices if choice != own[key.split(".")[0]]) for key, choices in CHOICES.items()
     }
-    got = {key: value_at(composition.config, key) for key in choices}
-    assert got == {key: value for key, (_, value) in choices.items()}
+    typed = {key.split(".")[0]: choice for key, choice in chosen.items()}
+    composition = compose(name, [f"{group}={choice}" for group, choice in typed.items()])
+    assert {group: composition.groups[group] for group in GROUPS} == typed
+    expected = {key: CHOICES[key][choice] for key, choice in chosen.items()}
+    assert {key: value_at(composition.config, key) for key in CHOICES} == expected
 
 
 @pytest.mark.parametrize("name", NAMES)

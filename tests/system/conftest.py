@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
@@ -230,3 +231,9 @@ def quickstart(run: Callable[..., Ended], tmp_path_factory: pytest.TempPathFacto
     folder = (outputs / "quickstart" / "latest").resolve()
     left = frozenset(path.name for path in folder.iterdir())
     return Quickstart(outputs=outputs, folder=folder, ended=ended, left=left)
+
+
+@pytest.fixture(scope="session")
+def layouts(load_module: Callable[[Path], ModuleType], project_root: Path) -> ModuleType:
+    """Runs and checkpoints as each strategy lays them out."""
+    return load_module(project_root / "tests" / "checkpoint" / "export" / "layouts.py")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import pickle
@@ -239,13 +238,8 @@ end.leave(0)
 """
 
 
-def test_fsdps_shards_are_resumed_and_run_no_code(run, project_root, tmp_path):
+def test_fsdps_shards_are_resumed_and_run_no_code(run, layouts, tmp_path):
     (tmp_path / "resume.py").write_text(FSDP)
-    spec = importlib.util.spec_from_file_location(
-        "layouts", project_root / "tests" / "checkpoint" / "export" / "layouts.py"
-    )
-    layouts = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(layouts)
     base, folder = layouts.write_base(tmp_path / "base", layouts.TINY, "float32"), tmp_path / "shards"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     words = [*torchrun, str(tmp_path / "resume.py"), str(base), str(folder)]

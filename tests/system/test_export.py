@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import shutil
 import sys
@@ -53,17 +52,6 @@ save_fsdp_model(plugin, rank, model, folder, adapter_only=kind == "lora")
 state.destroy_process_group()
 end.leave(0)
 """
-
-
-@pytest.fixture(scope="module")
-def layouts(project_root: Path) -> Any:
-    """The records that make a checkpoint complete."""
-    file = project_root / "tests" / "checkpoint" / "export" / "layouts.py"
-    spec = importlib.util.spec_from_file_location("layouts", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,9 @@ preparation there, because its Accelerator takes FSDP for a GPU's only.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -30,13 +30,8 @@ FAULTS = ("missing", "unexpected", "misshapen", "file missing", "file cut off")
 
 
 @pytest.fixture(scope="module")
-def bench(project_root: Path) -> ModuleType:
-    place = project_root / "tests" / "bench" / "loading_memory.py"
-    spec = importlib.util.spec_from_file_location("loading_memory", place)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def bench(load_module: Callable[[Path], ModuleType], project_root: Path) -> ModuleType:
+    return load_module(project_root / "tests" / "bench" / "loading_memory.py")
 
 
 def make(folder: Path, kind: str, **sizes: object) -> Path:

@@ -1,4 +1,4 @@
-"""Which kernels one optimizer step of a training spends its time in, as JSON."""
+"""Callbacks of benchmarked runs: the kernels of one optimizer step as JSON, and a correction of torch 2.11."""
 
 from __future__ import annotations
 
@@ -115,3 +115,20 @@ def covered(spans: list[tuple[float, float]]) -> float:
         total += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     return total
+
+
+class EndOfPasses(TrainerCallback):
+    """Ends what FSDP's pass without gradients began: torch 2.11 leaves that to the next pass, torch 2.13 does not.
+
+    Add it after the leak probe. A unit may have a module that is not called, as TRL's fused head never calls the head.
+    Torch 2.11 then takes the next pass for the rest of that one, and reduces the head's gradient after all others: 7.4
+    GiB instead of 5.3 for 6 layers of Qwen3-8B in fp32, which no later step needs (two H100).
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Of all units, once all ranks have been through the probe."""
+        for unit in self.trainer.model_wrapped._get_fsdp_state()._state_ctx.all_states:
+            unit._modules_to_run_forward.clear()

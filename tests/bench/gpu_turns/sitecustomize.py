@@ -1,13 +1,14 @@
-"""Python reads this at its start where `gpu_queue` puts this folder on PYTHONPATH: training waits for its turn.
+"""Python imports this file at startup where `gpu_queue` puts its folder on PYTHONPATH: training waits for its turn.
 
-Everything up to `trainer.train()` (imports, data, random weights) is done on the CPU and can overlap with other runs;
-from there on the ranks of a run wait until `gpu_queue` gives them their GPUs, and say when they are through. Files in
-$TUNEBOOK_BENCH_TURN carry the messages, so that nothing of Tunebook itself has to know of it. What waits there has its
-model on its GPUs, and NCCL's memory: with $TUNEBOOK_BENCH_WAITS_EARLY a run waits when its libraries are imported, and
-holds nothing. While a model is saved it still fills its GPUs: with $TUNEBOOK_BENCH_KEEPS_GPUS a run gives them back
-only when it has ended. Where $TUNEBOOK_BENCH_PROFILE names a file, rank 0 writes there which kernels one optimizer step
-has spent its time in; where $TUNEBOOK_BENCH_PEAK does, what filled its GPU at the peak of one, the third or
-$TUNEBOOK_BENCH_PEAK_STEP; without who asked for it, where $TUNEBOOK_BENCH_PEAK_SIZES is there.
+Imports, data and random weights need no GPU and overlap with other runs. Then the ranks of a run wait until `gpu_queue`
+gives them their GPUs, and report when they are done. Files in $TUNEBOOK_BENCH_TURN carry these messages, so Tunebook
+itself knows nothing of them. More variables:
+
+    TUNEBOOK_BENCH_WAITS_EARLY  wait after the imports, before the model and NCCL take GPU memory
+    TUNEBOOK_BENCH_KEEPS_GPUS   keep the GPUs until the run has ended: saving a model also needs GPU memory
+    TUNEBOOK_BENCH_PROFILE      rank 0 writes the kernels of one optimizer step to this file
+    TUNEBOOK_BENCH_PEAK         rank 0 writes what fills its GPU at the peak of a step to this file: of the third step
+                                or of $TUNEBOOK_BENCH_PEAK_STEP; with $TUNEBOOK_BENCH_PEAK_SIZES without call stacks
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _POLL_S = 0.02
 
 
 class _Patched(importlib.abc.MetaPathFinder):
-    """Finds modules where they are, and changes each once it is loaded."""
+    """Finds modules as usual and changes each after it is loaded."""
 
     def __init__(self, changes: dict[str, Callable[[Any], None]]) -> None:
         self.changes = changes
@@ -51,7 +52,7 @@ class _Patched(importlib.abc.MetaPathFinder):
 
 
 def _wait() -> None:
-    """Until this run's turn has come. It stays its turn."""
+    """Wait for this run's turn, which lasts until it ends."""
     (_turn() / f"ready-{_rank()}").touch()
     while not (_turn() / "go").exists():
         time.sleep(_POLL_S)
@@ -66,7 +67,7 @@ def _rank() -> str:
 
 
 def _meet_in_turn(module: Any) -> None:
-    """The ranks' first words to each other fill memory of theirs: with the libraries at hand they wait before these."""
+    """The first collective allocates GPU memory, so ranks import their libraries and wait before it."""
     meet = module.meet
 
     def meet_in_turn(*args: Any, **kwargs: Any) -> Any:
@@ -97,7 +98,7 @@ def _train_in_turn(module: Any) -> None:
             file = Path(os.environ["TUNEBOOK_BENCH_PEAK"])
             self.add_callback(PeakOfOneStep(file, has_origins=has_origins, step=step))
         if getattr(self, "is_fsdp_enabled", False):
-            from gpu_passes import EndOfPasses
+            from gpu_profile import EndOfPasses
 
             self.add_callback(EndOfPasses(self))
         try:
@@ -112,7 +113,7 @@ def _train_in_turn(module: Any) -> None:
 
 
 def _make_room(trainer: Any) -> None:
-    """What saving the final model needs no more: it would not leave enough for the next run's first steps."""
+    """Free what saving the model does not need, so that the next run has memory for its first steps."""
     import torch
 
     wrapper: Any = getattr(trainer, "optimizer", None)  # accelerate's, around torch's or DeepSpeed's
@@ -123,7 +124,7 @@ def _make_room(trainer: Any) -> None:
 
 
 def _run_the_other() -> None:
-    """An environment may have a sitecustomize of its own, which this one hides."""
+    """Run the environment's own sitecustomize, which this one hides."""
     elsewhere = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
     if spec is not None and spec.loader is not None:

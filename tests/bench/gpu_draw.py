@@ -1,0 +1,209 @@
+"""Draw configurations at random and plan them, before `gpu_runs.py` measures their peaks on a GPU machine.
+
+    python tests/bench/gpu_draw.py --seed 1 --count 40 --cases CASES.jsonl [--architectures | --targets]
+        [--edge GIB [--varied]]
+
+Model, strategy, lengths, passes, adapter, precision, optimizer and what a forward pass keeps are random, so nobody
+chose them for being easy. A configuration that the plan allows is written with what the plan says of it. Models are
+those of the book in fewer layers and published ones that no formula was fitted to; `--architectures` takes other kinds
+of models, `--targets` all of them, with adapters on random linear layers. `--edge` adds rows to a pass until a GPU of
+that size is as full as the plan allows, on a host of 120 GiB. `--varied` then takes documents of lognormal lengths and
+more steps: passes of many sizes fragment memory. Otherwise documents have 256 tokens: every row is exactly full.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+from bisect import bisect_right
+from pathlib import Path
+from typing import Any
+
+from gpu_models import OTHER_KINDS, PUBLISHED, write_case_model
+
+from tunebook.model.parameters import linear_layers
+from tunebook.plan.draft import draft_run
+from tunebook.plan.memory import USABLE_SHARE, estimate_memory
+
+# The peak comes with the second step, when the optimizer has its state. ZeRO-3 keeps more and more parameters whole
+# until it knows their order.
+STEPS, ZERO3_STEPS, VARIED_STEPS = 3, 8, 6
+DOCUMENT_TOKENS = 256
+_OF_ROWS = ("training.micro_batch_size=", "training.global_samples=", "hardware.memory_gib=")
+_EDGE_HOST = "hardware.host_memory_gib=120"
+_MOST_ROWS, _FILLED = 64, 0.94  # rows per pass; share of the usable memory at the edge
+LARGEST_GIB = 110.0  # of a plan
+LARGEST_PARAMETERS = 4.2e9  # which the ranks of one GPU draw on the host
+BASE = [
+    "model.weights=random", "hardware=hopper", "hardware.memory_gib=140.4", "dataset=synthetic",
+    "dataset.synthetic.num_documents=2048", f"dataset.synthetic.min_tokens={DOCUMENT_TOKENS}",
+    f"dataset.synthetic.max_tokens={DOCUMENT_TOKENS}", "schedule=constant", "training.save_every_steps=null",
+    "training.log_every_steps=1", "evaluation=none", "launcher=local",
+]  # fmt: skip
+LAYERS = {"qwen25_05b": (24,), "qwen25_3b": (9, 15, 21, 36), "qwen25_7b": (3, 5, 8), "llama3_8b": (2, 5, 9)}
+SPREAD = ("ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp_grad_op", "zero2_offload", "zero3_offload", "fsdp_offload")
+LENGTHS = (1024, 1536, 2560, 3072, 5120, 7168, 9216, 12288, 15360, 20480)
+KEEPS = {
+    "as auto decides": [],
+    "stored": ["activation=stored"],
+    "checkpointing": ["activation=checkpointing"],
+    "selective": ["activation=selective"],
+    "offload": ["activation=stored", "activation.offload=true"],
+}
+ADAPTERS = [
+    [], [], [], ["peft=lora"], ["peft=lora", "peft.rank=64"],
+    ["peft=lora", "peft.target_modules=[q_proj,k_proj,v_proj,o_proj]"],
+]  # fmt: skip
+PRECISIONS = [
+    [], [], [], ["precision.master_weights=bf16"], ["parallelism.mixed_precision=cast"],
+    ["precision=fp32", "precision.tf32=disabled"],
+]  # fmt: skip
+OPTIMIZERS = [[], [], [], ["optimizer=adamw_8bit"]]
+_VARLEN = "attention=varlen_attention"
+BLOCKS = [[_VARLEN], [_VARLEN], [_VARLEN, "model.compile_layers=false"], ["attention=sdpa"]]
+OTHER_BLOCKS = [*BLOCKS, ["attention=flex_attention"]]  # what caps its logits or keeps a sink has no other
+
+
+def drawn(
+    chance: random.Random, names: list[str], blocks: list[list[str]], *, most_gpus: int = 2, has_targets: bool = False
+) -> dict[str, Any]:
+    """One random configuration of one of the named models, whether or not it can run.
+
+    `has_targets`: without an adapter, which `with_targets` adds.
+    """
+    gpus = chance.choice((1, 2, 2)) if most_gpus == 2 else 1
+    strategy = chance.choice(SPREAD) if gpus == 2 else chance.choice(("single", "single", "single", "fsdp_offload"))
+    length, micro, accumulation = chance.choice(LENGTHS), chance.choice((1, 1, 1, 2, 3)), chance.choice((1, 1, 2, 3))
+    name = chance.choice(names)
+    layers = chance.choice(LAYERS[name]) if name in LAYERS else None
+    samples = gpus * micro * accumulation * length // DOCUMENT_TOKENS
+    words = [
+        *BASE, f"training.max_steps={ZERO3_STEPS if 'zero3' in strategy else STEPS}", f"parallelism={strategy}",
+        f"hardware.gpus_per_node={gpus}", f"training.max_length={length}", f"packing.row_length={length}",
+        f"training.global_samples={samples}", f"training.micro_batch_size={micro}",
+        *KEEPS[chance.choice(list(KEEPS))], *chance.choice(blocks), *([] if has_targets else chance.choice(ADAPTERS)),
+        *chance.choice(PRECISIONS), *chance.choice(OPTIMIZERS),
+    ]  # fmt: skip
+    return {"model": name, "layers": layers, "gpus": gpus, "accumulation": accumulation, "overrides": words}
+
+
+def with_targets(chance: random.Random, case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The case with LoRA on one to four linear layers or experts of its model, by name."""
+    draft = draft_run(None, [*words_of(case, folder), "peft=lora"], [])
+    if draft.resolution is None:
+        return case
+    facts = draft.resolution.config.model.facts
+    found = {*linear_layers(facts)}
+    if facts.measured is not None and facts.measured.adapters:
+        found = {*facts.measured.adapters, *facts.measured.expert_adapters}
+    names = chance.sample(sorted(found), k=min(len(found), chance.randint(1, 4)))
+    words = ["peft=lora", f"peft.rank={chance.choice((16, 64))}", f"peft.dropout={chance.choice((0.0, 0.05))}"]
+    return case | {"overrides": [*case["overrides"], *words, f"peft.target_modules=[{','.join(names)}]"]}
+
+
+def at_the_edge(case: dict[str, Any], folder: Path, memory_gib: float) -> dict[str, Any] | None:
+    """The case with as many rows per pass as fit into a GPU of that size; None if they fill too little of it.
+
+    Also None for a kernel with a mask of all tokens of a pass, which takes minutes for more than a few rows.
+    """
+    if "attention=sdpa" in case["overrides"]:
+        return None
+    words = [word for word in case["overrides"] if not word.startswith(_OF_ROWS)]
+    length = next(int(word.partition("=")[2]) for word in words if word.startswith("packing.row_length="))
+    usable = memory_gib * USABLE_SHARE
+
+    def with_rows(micro: int) -> dict[str, Any]:
+        samples = case["gpus"] * micro * case["accumulation"] * length // DOCUMENT_TOKENS
+        rows = [f"training.micro_batch_size={micro}", f"training.global_samples={samples}", _EDGE_HOST]
+        return case | {"overrides": [*words, f"hardware.memory_gib={memory_gib}", *rows]}
+
+    def filled(micro: int) -> float:
+        found = planned(with_rows(micro), folder)
+        return math.inf if found is None else found["planned_gib"]
+
+    most = bisect_right(range(1, _MOST_ROWS), usable, key=filled)
+    return with_rows(most) if most and filled(most) > _FILLED * usable else None
+
+
+def with_varied_lengths(case: dict[str, Any]) -> dict[str, Any]:
+    """The case with documents as long as `dataset=synthetic` makes them, the longest of them a row."""
+    words = dict(word.split("=", 1) for word in case["overrides"] if not word.startswith("dataset.synthetic."))
+    samples, length = int(words.pop("training.global_samples")), words["packing.row_length"]
+    words |= {"training.global_tokens": str(samples * DOCUMENT_TOKENS), "dataset.synthetic.max_tokens": length}
+    words |= {"training.max_steps": str(VARIED_STEPS)}
+    return case | {"overrides": [f"{key}={value}" for key, value in words.items()]}
+
+
+def words_of(case: dict[str, Any], folder: Path) -> list[str]:
+    """The overrides of a case; the config.json of a published model is written below `folder`."""
+    return [*write_case_model(case, folder), *case["overrides"]]
+
+
+def planned(case: dict[str, Any], folder: Path) -> dict[str, Any] | None:
+    """What the plan says of a case; None if the rules refuse it or its model is too large to draw."""
+    draft = draft_run(None, words_of(case, folder), [])
+    if draft.error is not None or draft.resolution is None or any(problem.is_error for problem in draft.problems):
+        return None
+    if draft.host is not None and draft.host.fits is False:
+        return None
+    config = draft.resolution.config
+    facts = config.model.facts
+    if facts is None or facts.num_parameters > LARGEST_PARAMETERS:
+        return None
+    tensors_gib = estimate_memory(config, facts, accumulates=case["accumulation"] > 1).total_gib
+    return {"planned_gib": round(tensors_gib, 3), "num_parameters": facts.num_parameters}
+
+
+def draw(arguments: argparse.Namespace) -> None:
+    """Write as many cases as were asked for, with what the plan says of each."""
+    chance = random.Random(arguments.seed)
+    names, blocks = ([*OTHER_KINDS], OTHER_BLOCKS) if arguments.architectures else ([*PUBLISHED, *LAYERS], BLOCKS)
+    if arguments.targets:
+        names += [*OTHER_KINDS]
+    marks = ((arguments.edge is not None, "edge"), (arguments.architectures, "other"), (arguments.targets, "targets"))
+    mark = next((name for is_so, name in marks if is_so), "drawn")
+    seen: set[str] = set()
+    tried = 0
+    with arguments.cases.open("w") as file:
+        while len(seen) < arguments.count:
+            tried += 1
+            case: dict[str, Any] | None = drawn(
+                chance, names, blocks, most_gpus=arguments.most_gpus, has_targets=arguments.targets
+            )
+            if arguments.targets:
+                case = with_targets(chance, case, arguments.configs)
+            if arguments.edge is not None:
+                case = at_the_edge(case, arguments.configs, arguments.edge)
+            if arguments.varied and case is not None:
+                case = with_varied_lengths(case)
+            found, text = planned(case, arguments.configs) if case is not None else None, json.dumps(case)
+            if case is None or found is None or found["planned_gib"] > LARGEST_GIB or text in seen:
+                continue
+            seen.add(text)
+            case |= {"name": f"{mark}_{arguments.seed}_{len(seen)}", "series": mark, "weights": "random"} | found
+            file.write(json.dumps(case) + "\n")
+            file.flush()
+            print(json.dumps(case), flush=True)
+    print(f"{len(seen)} of {tried} that were drawn")
+
+
+def main() -> None:
+    """Parse the arguments and draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--configs", type=Path, default=Path("/tmp/configs"), help="where config.json are written")
+    parser.add_argument("--cases", type=Path, required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--count", type=int, required=True)
+    parser.add_argument("--most-gpus", type=int, choices=(1, 2), default=2, help="of a case")
+    parser.add_argument("--edge", type=float, metavar="GIB", help="fill GPUs of this size")
+    parser.add_argument("--varied", action="store_true", help="with --edge: documents of many lengths, and more steps")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--architectures", action="store_true", help="models of other kinds than the book's")
+    kinds.add_argument("--targets", action="store_true", help="adapters on some of the layers of all models")
+    draw(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Recorded lines, evidence and drawn configurations run again as they ran."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parent
+sys.path.insert(0, str(BENCH))
+
+import gpu_draw  # noqa: E402
+from gpu_models import slice_words  # noqa: E402
+from gpu_runs import compare_series, jobs_of, parse, read_cases, verdict  # noqa: E402
+
+RESULTS = BENCH / "results"
+LEFT_OUT = {  # lines that other programs measured
+    "callback_overhead", "checkpoint_costs", "checkpoint_kills", "checkpoint_ranks", "export_memory", "h200_peer_trl",
+    "h200_products", "h200x2_evaluation", "h100x2_stalled_rank", "loading_memory", "preparation", "h200_speed",
+}  # fmt: skip
+
+
+def listed(tmp_path, *files, words=()):
+    arguments = parse([*map(str, files), "--output", str(tmp_path), "--gpus", "4", "--list", *words,
+                       "--models", str(tmp_path / "models")])  # fmt: skip
+    return jobs_of(list(read_cases(arguments.files)), arguments)
+
+
+def test_every_recorded_line_can_run_again(tmp_path):
+    for file in sorted(RESULTS.glob("*.jsonl")):
+        jobs, refused = listed(tmp_path, file)
+        assert not refused and bool(jobs) == (file.stem not in LEFT_OUT), file.name
+        for job in jobs:
+            keys = [word.partition("=")[0] for word in job.words]
+            assert len(set(keys)) == len(keys), "Hydra takes a key only once"
+            assert f"hardware.gpus_per_node={len(job.gpus)}" in job.words or "recipe" in job.line
+            assert not any("=DIR" in word for word in job.words)
+
+
+def test_a_line_runs_as_it_ran(tmp_path):
+    jobs, _ = listed(tmp_path, RESULTS / "h200x4_parity.jsonl")
+    [single] = [job.words for job in jobs if job.name == "fp32-single"]
+    assert single[0] == "quickstart"
+    assert {"parallelism=single", "training.max_steps=50", "model.compile_layers=false"} <= set(single), "2026-11-21"
+    jobs, _ = listed(tmp_path, RESULTS / "h200_selective.jsonl", words=["--more", "training.max_steps=12"])
+    [compiled] = [job.words for job in jobs if job.name == "compiled_16384"]
+    assert {"packing.row_length=16384", "training.global_tokens=32768", "training.max_steps=12"} <= set(compiled)
+    assert "model.one_pass_head=true" in compiled, "which auto had decided"
+
+
+def test_evidence_runs_again_as_often_as_asked(tmp_path):
+    file = BENCH.parents[1] / "recipes/zero3_lora/evidence/hopper-2-random_weights.json"
+    jobs, _ = listed(tmp_path, file, words=["--repeats", "2"])
+    assert [job.name for job in jobs] == ["evidence-zero3_lora_2-1", "evidence-zero3_lora_2-2"]
+    assert [job.gpus for job in jobs] == [(0, 1), (2, 3)]
+    assert jobs[0].words == ["zero3_lora", *json.loads(file.read_text())["ran"]["overrides"]]
+
+
+def test_runs_on_fewer_gpus_take_turns_and_those_on_more_are_refused(tmp_path):
+    cases = [{"name": f"{gpus}_{number}", "gpus": gpus, "recipe": "quickstart", "overrides": []}
+             for number, gpus in enumerate((2, 2, 2, 1, 1, 8))]  # fmt: skip
+    file = tmp_path / "cases.jsonl"
+    file.write_text("".join(json.dumps(case) + "\n" for case in cases))
+    jobs, [refused] = listed(tmp_path, file)
+    assert [job.gpus for job in jobs] == [(0, 1), (2, 3), (0, 1), (0,), (1,)]
+    assert (refused["name"], refused["refused"][0]["message"]) == ("8_5", "8 GPUs are needed")
+
+
+def test_losses_are_compared_with_those_of_one_gpu():
+    lines = [
+        {"name": "no series", "losses": [3.0, 1.0]},
+        {"series": "fp32", "name": "single", "losses": [2.0, 1.0]},
+        {"series": "fp32_fewer", "name": "ddp_2", "losses": [2.0, 1.1]},
+    ]
+    compare_series(lines)
+    assert [line.get("largest_difference") for line in lines] == [None, 0.0, pytest.approx(0.1)]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ({"exit_code": 0, "losses": [3.0, 3.0, 3.0, 2.0, 2.0, 2.0]}, "ok"),
+        ({"exit_code": 3, "losses": [3.0, 2.0]}, "failed: exit code 3"),
+        ({"exit_code": 0}, "failed: 0 of 0 losses are finite"),
+        ({"exit_code": 0, "losses": [3.0, float("nan")]}, "failed: 1 of 2 losses are finite"),
+        ({"exit_code": 0, "losses": [3.0] * 6}, "failed: the loss did not fall (3.0000 to 3.0000)"),
+    ],
+)
+def test_the_verdict_on_a_run(line, said):
+    assert verdict(line) == said
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "total"),
+    [("qwen25_3b", 2, 465_320_960), ("dolly_v2_3b", 32, 2_775_086_080), ("llama2_70b_chat", 4, 3_946_913_792)],
+)
+def test_a_slice_has_the_parameters_of_its_layers(model, layers, total):
+    words, counted = slice_words(model, layers)
+    assert counted == total
+    assert words == [f"model.facts.num_layers={layers}", f"model.facts.num_parameters={total}"]
+
+
+def test_what_is_drawn_has_been_planned_and_can_run(tmp_path, monkeypatch):
+    file = tmp_path / "cases.jsonl"
+    words = ["gpu_draw.py", "--seed", "3", "--count", "2", "--cases", str(file), "--configs", str(tmp_path / "configs")]
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr(gpu_draw, "PUBLISHED", {})  # each takes half a minute on the meta device
+    gpu_draw.main()
+    jobs, refused = listed(tmp_path, file)
+    assert [job.name for job in jobs] == ["drawn-drawn_3_1", "drawn-drawn_3_2"] and not refused
+    assert all(json.loads(line)["planned_gib"] <= gpu_draw.LARGEST_GIB for line in file.read_text().splitlines())
