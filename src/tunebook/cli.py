@@ -202,7 +202,7 @@ def evaluate(
         num_fewshot=num_fewshot,
         batch_size=batch_size,
         allow_mismatch=allow_mismatch,
-        words=[
+        options=[
             *(part for word in code_words for part in ("--code", word)),
             *(["--fresh"] if fresh else []),
             *([] if processes is None else ["--processes", str(processes)]),

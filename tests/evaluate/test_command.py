@@ -122,7 +122,12 @@ def test_a_checkpoint_is_evaluated_in_its_run(run: Path, outputs: Path, worker: 
 
 def test_what_was_asked_reaches_the_worker(run: Path, outputs: Path, worker: Worker) -> None:
     request = asked(
-        suite="quick", limit=7, num_fewshot=0, batch_size="auto", allow_mismatch="template,tokenizer", words=["--fresh"]
+        suite="quick",
+        limit=7,
+        num_fewshot=0,
+        batch_size="auto",
+        allow_mismatch="template,tokenizer",
+        options=["--fresh"],
     )
     evaluate_command(request, outputs)
     words = ["--suite", "quick", "--limit", "7", "--num-fewshot", "0", "--batch-size", "auto"]

@@ -7,11 +7,9 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from tunebook.errors import DataError
-from tunebook.evaluate.conversations import (
-    Item,
+from tunebook.evaluate.harness import (
     check_prompt_lengths,
     render_conversations,
-    write_items,
 )
 
 
@@ -32,7 +30,7 @@ def test_only_the_last_turn_is_the_answer(tmp_path: Path, tokenizer: PreTrainedT
         "<|im_start|>user\nReverse: a b<|im_end|>\n<|im_start|>assistant\nb a<|im_end|>\n"
         "<|im_start|>user\nAnd: c d<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert items == [Item(prompt=prompt, answer="d c", task="again")]
+    assert items == [{"prompt": prompt, "answer": "d c", "task": "again"}]
 
 
 def test_the_runs_system_prompt_goes_before_conversations_without_one(
@@ -41,9 +39,9 @@ def test_the_runs_system_prompt_goes_before_conversations_without_one(
     own = sharegpt(("system", "Shout."), ("human", "hi"), ("gpt", "HI"))
     none = sharegpt(("human", "hi"), ("gpt", "hi"))
     first, second = render_conversations(write(tmp_path, own, none), "Be brief.", tokenizer)
-    assert first.prompt.startswith("<|im_start|>system\nShout.<|im_end|>\n<|im_start|>user\nhi")
-    assert second.prompt.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi")
-    assert (first.task, second.answer) == ("all", "hi")
+    assert first["prompt"].startswith("<|im_start|>system\nShout.<|im_end|>\n<|im_start|>user\nhi")
+    assert second["prompt"].startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi")
+    assert (first["task"], second["answer"]) == ("all", "hi")
 
 
 def test_every_bad_line_is_reported(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -64,14 +62,8 @@ def test_plain_text_is_no_conversation(tmp_path: Path, tokenizer: PreTrainedToke
 def test_a_prompt_too_long_for_the_answer_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     file = write(tmp_path, sharegpt(("human", "a b c"), ("gpt", "a")))
     items = render_conversations(file, None, tokenizer)
-    num_tokens = len(tokenizer(items[0].prompt, add_special_tokens=False)["input_ids"])
+    num_tokens = len(tokenizer(items[0]["prompt"], add_special_tokens=False)["input_ids"])
     check_prompt_lengths(items, tokenizer, num_tokens)
     message = rf"1 of 1 held-out prompts are longer than the {num_tokens - 1} tokens.*the longest has {num_tokens}\)"
     with pytest.raises(DataError, match=message):
         check_prompt_lengths(items, tokenizer, num_tokens - 1)
-
-
-def test_items_are_written_as_the_harness_reads_them(tmp_path: Path) -> None:
-    file = tmp_path / "new" / "items.jsonl"
-    write_items([Item(prompt="p\n", answer="é", task="t")], file)
-    assert file.read_text(encoding="utf-8") == '{"prompt": "p\\n", "answer": "é", "task": "t"}\n'

@@ -16,14 +16,13 @@ from tunebook.evaluate.batch_size import BatchSize
 from tunebook.evaluate.harness import (
     HarnessSettings,
     load_tasks,
-    requests_in,
-    requests_of,
     run_task,
 )
 from tunebook.evaluate.progress import AnswerProgress
 from tunebook.evaluate.request_model import RequestModel
 from tunebook.evaluate.results import task_answers, task_scores
 from tunebook.evaluate.task_files import TaskFile, read_task_file
+from tunebook.evaluate.task_runs import requests_in, requests_of
 
 pytestmark = pytest.mark.usefixtures("quiet_harness")
 

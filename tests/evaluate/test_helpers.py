@@ -44,11 +44,18 @@ def answer(kind: str, shared: Sequence[Any]) -> list[str]:
     return [f"{kind} 0 {request.args[0].upper()}" for request in shared]
 
 
-@pytest.fixture
-def helpers() -> Iterator[Helpers]:
+@pytest.fixture(scope="module")
+def started() -> Iterator[Helpers]:
     with Helpers(AnswerProgress("test")) as started:
         started.start(load, [{"NUMBER": "1"}, {"NUMBER": "2"}])
         yield started
+
+
+@pytest.fixture
+def helpers(started: Helpers) -> Helpers:
+    """Two helpers that all tests share but those that end one."""
+    started.progress = AnswerProgress("test")
+    return started
 
 
 def test_answers_come_back_in_the_order_of_the_requests_and_are_counted(helpers: Helpers) -> None:
@@ -77,11 +84,13 @@ def test_fewer_requests_than_processes_are_answered(helpers: Helpers) -> None:
     assert helpers.share("k", [], answer) == []
 
 
-def test_one_that_dies_costs_what_it_was_asked_and_is_not_asked_again(helpers: Helpers) -> None:
-    with pytest.raises(HelperError, match=r"was killed by signal 9\nIts last output:\n  helper at work"):
-        helpers.share("k", requests("a long text of ours", "another of theirs", "die"), answer)
-    assert len([helper for helper in helpers._helpers if helper.is_lost]) == 1
-    answers = helpers.share("k", requests("a", "b", "c", "d"), answer)
+def test_one_that_dies_costs_what_it_was_asked_and_is_not_asked_again() -> None:
+    with Helpers(AnswerProgress("test")) as helpers:
+        helpers.start(load, [{"NUMBER": "1"}, {"NUMBER": "2"}])
+        with pytest.raises(HelperError, match=r"was killed by signal 9\nIts last output:\n  helper at work"):
+            helpers.share("k", requests("a long text of ours", "another of theirs", "die"), answer)
+        assert len([helper for helper in helpers._helpers if helper.is_lost]) == 1
+        answers = helpers.share("k", requests("a", "b", "c", "d"), answer)
     assert sorted(text.rpartition(" ")[2] for text in answers) == ["A", "B", "C", "D"]
     assert len({text.split(" ")[1] for text in answers}) == 2
 

@@ -18,10 +18,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTok
 
 from tunebook.errors import DataError
 from tunebook.evaluate.batch_size import BatchSize
-from tunebook.evaluate.harness import HarnessSettings, load_tasks, requests_of, run_task
+from tunebook.evaluate.harness import HarnessSettings, load_tasks, run_task
 from tunebook.evaluate.progress import AnswerProgress
 from tunebook.evaluate.request_model import RequestModel
 from tunebook.evaluate.task_files import read_task_file
+from tunebook.evaluate.task_runs import requests_of
 
 pytestmark = pytest.mark.usefixtures("quiet_harness")
 

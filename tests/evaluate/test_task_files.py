@@ -13,7 +13,15 @@ from tunebook.config.compose import compose
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
 from tunebook.evaluate import task_files
-from tunebook.evaluate.task_files import TaskFile, check_tasks, read_task_file, resolve_task, suite_settings
+from tunebook.evaluate.task_files import (
+    HarnessTasks,
+    TaskFile,
+    check_harness_name,
+    check_tasks,
+    read_task_file,
+    resolve_task,
+    suite_settings,
+)
 
 QUICKSTART = "book:recipes/quickstart/tasks/quickstart.yaml"
 
@@ -162,3 +170,72 @@ def test_a_broken_group_is_named(config: RunConfig, tmp_path: Path, monkeypatch:
     with pytest.raises(RequestError, match=f"{file} is no evaluation group: ") as raised:
         suite_settings("mine", config)
     assert raised.value.problem_id == "suite-file"
+
+
+@pytest.fixture
+def scanned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HarnessTasks:
+    """A harness with every way its files have of naming a task."""
+    files = {
+        "plain/plain.yaml": "task: plain_task\n",
+        "quoted/quoted.yaml": '"task": "quoted_task"\n"tag":\n  - first_tag\n  - second_tag\n',
+        "inline/_default_yaml": "tag: [third_tag, 'fourth_tag']\n",
+        "inline/inline.yaml": "include: _default_yaml\ntask: including_task\n",
+        "group/group.yaml": "group: a_group\ntask:\n  - plain_task\n  - not_a_name_here\n",
+        "unsafe/unsafe.yaml": "task: unsafe_task\nunsafe_code: true\n",
+        "imports/imports.yaml": "task: importing_task\nprocess_results: !function utils.run\n",
+        "imports/utils.py": "import evaluate\ncompute = evaluate.load('code_eval')\ntask: str\n",
+        "notes/README.md": "task: only_in_prose\n",
+    }
+    for name, text in files.items():
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+    monkeypatch.setattr(task_files, "task_folder", lambda: tmp_path)
+    return task_files.harness_tasks.__wrapped__()
+
+
+def test_names_are_found_however_they_are_written(scanned: HarnessTasks) -> None:
+    tags = {"first_tag", "second_tag", "third_tag", "fourth_tag"}
+    tasks = {"plain_task", "quoted_task", "including_task", "unsafe_task", "importing_task"}
+    assert scanned.entries.keys() == tags | tasks | {"a_group"}
+
+
+def test_code_is_seen_by_the_flag_or_by_what_the_folder_imports(scanned: HarnessTasks) -> None:
+    assert scanned.runs_code == {"unsafe_task", "importing_task"}
+
+
+def test_the_index_is_kept_in_the_cache_and_made_again_if_it_is_damaged(
+    tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path / "cache"))
+    (tasks / "a.yaml").write_text("task: a\ntag: some\n")
+    made = task_files.harness_tasks.__wrapped__()
+    (kept,) = (tmp_path / "cache").iterdir()
+    with monkeypatch.context() as context:
+        context.setattr(task_files, "_make_index", lambda _: pytest.fail("it was kept"))
+        again = task_files.harness_tasks.__wrapped__()
+    assert again.entries.keys() == made.entries.keys() == {"a", "some"}
+    for damage in ("{", "[]", "{}"):
+        kept.write_text(damage)
+        assert task_files.harness_tasks.__wrapped__() == made
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "mmlu", "leaderboard_bbh", "ai2_arc", "hellaswag"])
+def test_the_installed_harness_has(name: str) -> None:
+    check_harness_name(name)
+
+
+@pytest.mark.parametrize("name", ["humaneval", "humaneval_instruct", "mbpp", "mbpp_plus"])
+def test_the_installed_harness_code_tasks_are_refused(name: str) -> None:
+    with pytest.raises(
+        RequestError, match=f"'{name}' executes programs .*only the sandbox does that here.*small_python"
+    ):
+        check_harness_name(name)
+
+
+def test_a_misspelt_name_is_answered_with_the_nearest() -> None:
+    with pytest.raises(RequestError, match=r"no task 'helaswag'.*Did you mean 'hellaswag'\?") as raised:
+        check_harness_name("helaswag")
+    assert raised.value.exit_code == 2
+    with pytest.raises(RequestError, match=r"Did you mean 'small_python'\?"):  # of this book's own
+        check_harness_name("smal_python")

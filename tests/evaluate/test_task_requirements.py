@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tunebook.evaluate.harness_tasks import task_folder
-from tunebook.evaluate.task_files import read_task_file
+from tunebook.evaluate.task_files import read_task_file, task_folder
 from tunebook.evaluate.task_requirements import (
     DataSet,
     LeafTask,

@@ -24,7 +24,7 @@ from tunebook.data.view import show_summary
 from tunebook.errors import RequestError, RulesError
 from tunebook.evaluate.code.checks import check_code, has_code
 from tunebook.evaluate.preflight import require_task_data
-from tunebook.evaluate.sandbox.backends import HANDOVER_VARIABLE, SERVICE_HANDOVER
+from tunebook.evaluate.sandbox.client import HANDOVER_VARIABLE, SERVICE_HANDOVER
 from tunebook.evaluate.task_files import check_tasks, resolve_task
 from tunebook.files import atomic_write_json, atomic_write_text
 from tunebook.launch.commands import JOB_SCRIPT, job_commands, launch_command, show_command

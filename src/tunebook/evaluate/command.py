@@ -51,7 +51,7 @@ class EvaluationRequest:
     num_fewshot: int | None = None  # examples before each item
     batch_size: str | None = None  # of requests, or auto
     allow_mismatch: str = ""  # what may differ from the training, separated by commas
-    words: list[str] = field(default_factory=list)  # further options of the worker
+    options: list[str] = field(default_factory=list)  # further options of the worker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class _Subject:
 
     folder: Path  # the run's, or the one for the results of a model without a run
     config: RunConfig
-    words: list[str]  # options of the worker
+    options: list[str]  # options of the worker
 
 
 def evaluate_command(request: EvaluationRequest, outputs: Path) -> EvaluationReport:
@@ -94,10 +94,10 @@ def evaluate_command(request: EvaluationRequest, outputs: Path) -> EvaluationRep
     check_tasks(asked)
     missing = find_missing(asked)
     tasks = _without(asked, missing)
-    check_code(take_options(subject.config.evaluation, request.words), tasks)
+    check_code(take_options(subject.config.evaluation, request.options), tasks)
     when = f"eval-{datetime.now(UTC):%Y-%m-%dT%H-%M-%SZ}-{os.getpid()}"
-    words = [*subject.words, *options, *(word for task in tasks for word in ("--task", as_word(task)))]
-    end = _run(worker_command(subject.folder, when, words), subject.config, tasks)
+    options = [*subject.options, *options, *(part for task in tasks for part in ("--task", as_word(task)))]
+    end = _run(worker_command(subject.folder, when, options), subject.config, tasks)
     return _report(subject.folder / "evaluation" / f"{when}.json", end, when, missing)
 
 
@@ -133,9 +133,9 @@ def _options(request: EvaluationRequest) -> list[str]:
         "--num-fewshot": request.num_fewshot,
         "--batch-size": request.batch_size,
     }
-    words = [word for name, value in given.items() if value is not None for word in (name, str(value))]
+    options = [part for name, value in given.items() if value is not None for part in (name, str(value))]
     allowed = allowed_mismatches(request.allow_mismatch)
-    return [*words, *(word for name in allowed for word in ("--allow-mismatch", name)), *request.words]
+    return [*options, *(part for name in allowed for part in ("--allow-mismatch", name)), *request.options]
 
 
 def _find_subject(request: EvaluationRequest, outputs: Path) -> _Subject:
@@ -144,7 +144,7 @@ def _find_subject(request: EvaluationRequest, outputs: Path) -> _Subject:
     target = find_target(request.model or request.run or LATEST, outputs, is_model=is_model)
     if target.run is not None:
         config, folder = load_config(target.run / RUN_FILE), target.run
-        words = ["--model", str(target.folder)]
+        options = ["--model", str(target.folder)]
     else:
         try:
             config = bare_config(target)
@@ -158,10 +158,10 @@ def _find_subject(request: EvaluationRequest, outputs: Path) -> _Subject:
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / MODEL_FILE
         atomic_write_text(file, config_to_yaml(config))
-        words = ["--config", str(file), *(["--model", str(target.folder)] if target.folder else [])]
+        options = ["--config", str(file), *(["--model", str(target.folder)] if target.folder else [])]
     if request.suite is not None:
         config = replace(config, evaluation=suite_settings(request.suite, config))
-    return _Subject(folder=folder, config=config, words=words)
+    return _Subject(folder=folder, config=config, options=options)
 
 
 def _without(asked: list[str], missing: list[Missing]) -> list[str]:
@@ -222,9 +222,9 @@ def run_worker(run: Path, when: str) -> ProcessEnd:
     return _run(worker_command(run, when), config, config.evaluation.tasks)
 
 
-def worker_command(run: Path, when: str, words: Sequence[str] = ()) -> list[str]:
-    """The worker's argument list; `words` are its further options."""
-    return [sys.executable, "-m", "tunebook.evaluate", "--run", str(run), "--when", when, *words]
+def worker_command(run: Path, when: str, options: Sequence[str] = ()) -> list[str]:
+    """The worker's argument list; `options` are its further options."""
+    return [sys.executable, "-m", "tunebook.evaluate", "--run", str(run), "--when", when, *options]
 
 
 def _run(command: list[str], config: RunConfig, tasks: list[str]) -> ProcessEnd:

@@ -117,10 +117,12 @@ def _task_runs(
     helpers: Helpers,
     cache: Path,
 ) -> TaskRuns:
+    from lm_eval.models.utils import resolve_max_length
+
     config = evaluation.config
     settings = HarnessSettings(
         tokenizer=tokenizer,
-        max_length=_max_length(evaluation, tokenizer),
+        max_length=resolve_max_length(trained_architecture(config, evaluation.model), tokenizer),
         num_fewshot=config.evaluation.num_fewshot,
         limit=config.evaluation.limit,
         system_prompt=config.dataset.system_prompt,
@@ -174,14 +176,6 @@ def _bound_tokenizer(evaluation: Evaluation) -> tuple[PreTrainedTokenizerBase, d
     if evaluation.model is None or is_adapter(evaluation.model):
         bound["mismatches"] = [*bound["mismatches"], *check_base(trained, config.model, evaluation.allowed)]
     return tokenizer, bound
-
-
-def _max_length(evaluation: Evaluation, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The context of the model as the harness counts it, before the model is loaded."""
-    from lm_eval.models.utils import resolve_max_length
-
-    length: int = resolve_max_length(trained_architecture(evaluation.config, evaluation.model), tokenizer)
-    return length
 
 
 def _load(

@@ -16,10 +16,10 @@ from rich.text import Text
 
 from tunebook.config.choices import Source
 from tunebook.config.compose import compose
-from tunebook.config.schema import DatasetSource, ModelConfig, RunConfig
+from tunebook.config.frozen import plain_config
+from tunebook.config.schema import DatasetSource, RunConfig
 from tunebook.errors import DoesNotFitError, RequestError, TunebookError
 from tunebook.evaluate.preflight import Hub, describe_missing, download_nltk_package, find_missing
-from tunebook.evaluate.target import config_of
 from tunebook.evaluate.task_files import check_tasks, suite_settings
 from tunebook.model.hub import is_out_of_reach, local_problem
 
@@ -58,7 +58,7 @@ def fetch_command(
             "tasks=gsm8k,arc_easy",
             problem_id="nothing-to-fetch",
         )
-    config = compose(recipe, overrides, recipes_dirs).config if is_run else config_of(ModelConfig(), is_bf16=False)
+    config = compose(recipe, overrides, recipes_dirs).config if is_run else plain_config()
     asked = tasks or (suite_settings(suite, config).tasks if suite else [])
     problems = [*(_fetch_run(config, say) if is_run else []), *(fetch_tasks(asked, say) if asked else [])]
     if problems:

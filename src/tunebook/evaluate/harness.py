@@ -7,27 +7,33 @@ the harness' own classes.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunebook.errors import RequestError, TunebookError
+from tunebook.config.choices import Format
+from tunebook.data.formats import FormatSettings, Normaliser
+from tunebook.data.problems import DocumentError, DocumentProblems
+from tunebook.data.readers import read_records
+from tunebook.errors import DataError, RequestError, TunebookError
 from tunebook.evaluate.code.checks import check_context
-from tunebook.evaluate.conversations import check_prompt_lengths, render_conversations, write_items
 from tunebook.evaluate.preflight import search_path
 from tunebook.evaluate.task_files import TaskFile
-from tunebook.files import sha256_file, sha256_text
+from tunebook.files import atomic_write_text, sha256_file, sha256_text
 from tunebook.hardware.disk import is_disk_full
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SEEDS = {"python": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234}  # the harness' own defaults
+GROUP_KEY = "task"  # next to the conversation in its file: the group that its score counts for
+UNGROUPED = "all"  # the group of conversations that name none
 _NO_CACHE = "Couldn't find cache"  # the message of `datasets` if it has only another configuration of the data
 
 
@@ -79,24 +85,16 @@ def prepare_environment(is_offline: bool) -> None:
         os.environ["HF_DATASETS_OFFLINE"] = "1"
 
 
-def is_rendered(task: TaskFile | str) -> bool:
-    """Whether a task's prompts are held-out conversations that Tunebook renders."""
-    return isinstance(task, TaskFile) and task.conversations is not None
-
-
 def load_tasks(tasks: Sequence[TaskFile | str], settings: HarnessSettings) -> LoadedTasks:
     """The harness' own objects, each with its data; tasks without data are under `missing`.
 
     Raises: RequestError for a task that the harness refuses, and if no task has its data; DataError for held-out
     conversations that cannot be used; whatever a full disk raises.
     """
-    from lm_eval.tasks import TaskManager
-
     loaded = LoadedTasks()
-    manager = TaskManager(include_defaults=any(isinstance(task, str) for task in tasks))
     for task in tasks:
         try:
-            found = _load(manager, task, settings)
+            found = _load(task, settings)
         except RequestError as error:
             if error.problem_id != "task-data-missing":
                 raise
@@ -108,7 +106,7 @@ def load_tasks(tasks: Sequence[TaskFile | str], settings: HarnessSettings) -> Lo
             loaded.tasks[child.task_name] = LoadedTask(
                 name=child.task_name,
                 task=child,
-                is_rendered=is_rendered(task),
+                is_rendered=isinstance(task, TaskFile) and task.conversations is not None,
                 source_sha256=_source_hash(task),
                 is_code=isinstance(task, TaskFile) and task.code is not None,
             )
@@ -124,16 +122,16 @@ def run_task(model: Any, loaded: LoadedTask, settings: HarnessSettings) -> dict[
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    has_template = _has_template(loaded, model.tokenizer)
-    _require_system_prompt(model.tokenizer, settings.system_prompt if has_template else None)
+    is_chat = has_template(loaded, model.tokenizer)
+    require_system_prompt(model.tokenizer, settings.system_prompt if is_chat else None)
     with _without_environment_report():
         results: dict[str, Any] = simple_evaluate(
             model=model,
             tasks=[loaded.task],
             num_fewshot=settings.num_fewshot,
             limit=settings.limit,
-            apply_chat_template=has_template,
-            system_instruction=settings.system_prompt if has_template else None,
+            apply_chat_template=is_chat,
+            system_instruction=settings.system_prompt if is_chat else None,
             task_manager=TaskManager(include_defaults=False),
             random_seed=SEEDS["python"],
             numpy_random_seed=SEEDS["numpy"],
@@ -143,84 +141,20 @@ def run_task(model: Any, loaded: LoadedTask, settings: HarnessSettings) -> dict[
     return results
 
 
-def requests_of(loaded: LoadedTask, settings: HarnessSettings) -> list[tuple[int, str, list[Any]]]:
-    """The requests of a task, without a model: (number of the item, hash of the item, arguments of its requests)."""
-    import json
+def _load(task: TaskFile | str, settings: HarnessSettings) -> dict[str, Any]:
+    from lm_eval.tasks import TaskManager
 
-    from lm_eval.utils import handle_non_serializable, hash_string
+    from tunebook.evaluate.task_requirements import harness_index
 
-    has_template = _has_template(loaded, settings.tokenizer)
-    _require_system_prompt(settings.tokenizer, settings.system_prompt if has_template else None)
-    _seed()
-    loaded.task.set_fewshot_seed(seed=SEEDS["fewshot"])
-    loaded.task.build_all_requests(
-        limit=settings.limit,
-        rank=0,
-        world_size=1,
-        system_instruction=settings.system_prompt if has_template else None,
-        apply_chat_template=has_template,
-        chat_template=_chat_template(settings.tokenizer) if has_template else None,
-        tokenizer_name="" if not has_template else str(settings.tokenizer.name_or_path),
-    )
-    by_item: dict[int, list[Any]] = {}
-    for instance in loaded.task.instances:
-        by_item.setdefault(instance.doc_id, []).append(instance)
-    return [
-        (
-            number,
-            hash_string(json.dumps(items[0].doc, indent=2, default=handle_non_serializable, ensure_ascii=False)),
-            [list(instance.args) for instance in sorted(items, key=lambda instance: instance.idx)],
-        )
-        for number, items in by_item.items()
-    ]
-
-
-def requests_in(samples: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, list[Any]]]:
-    """The same, from the harness' samples of a task that ran."""
-    first = samples[0]["filter"] if samples else None
-    return [
-        (sample["doc_id"], sample["doc_hash"], [list(arguments) for arguments in sample["arguments"]])
-        for sample in samples
-        if sample["filter"] == first
-    ]
-
-
-def group_inputs(name: str, results: Mapping[str, Any]) -> dict[str, Any]:
-    """What the harness aggregates groups from, of one task's results."""
-    return {
-        "metrics": dict(results["results"][name]),
-        "config": {"metric_list": (results["configs"].get(name) or {}).get("metric_list")},
-        "version": results["versions"].get(name),
-        "num_fewshot": results["n-shot"].get(name),
-        "higher_is_better": results["higher_is_better"].get(name),
-    }
-
-
-def aggregate(parts: Mapping[str, Mapping[str, Any]], groups: Mapping[str, Any]) -> dict[str, Any]:
-    """The harness' results of the groups whose tasks are all among `parts`, aggregated by the harness."""
-    from lm_eval.evaluator_utils import EvalAcc, aggregate_groups
-
-    whole = {name: group for name, group in groups.items() if all(t.task_name in parts for t in group.get_all_tasks())}
-    collected = EvalAcc(
-        metrics={name: {k: v for k, v in part["metrics"].items() if v is not None} for name, part in parts.items()},
-        configs={name: part["config"] for name, part in parts.items()},
-        versions={name: part["version"] for name, part in parts.items()},
-        num_fewshot={name: part["num_fewshot"] for name, part in parts.items()},
-        higher_is_better={name: part["higher_is_better"] for name, part in parts.items()},
-        groups=whole,
-    )
-    results: dict[str, Any] = aggregate_groups(collected)._to_eval_results()
-    results["results"] = {name: metrics for name, metrics in results["results"].items() if name in whole}
-    return results | {"samples": {}}
-
-
-def _load(manager: Any, task: TaskFile | str, settings: HarnessSettings) -> dict[str, Any]:
     name = task if isinstance(task, str) else str(task.file)
-    _seed()  # tasks such as gpqa shuffle their choices while they are loaded
+    group = task if isinstance(task, TaskFile) and task.is_group else None
+    seed_libraries()  # tasks such as gpqa shuffle their choices while they are loaded
     try:
-        if isinstance(task, TaskFile) and task.is_group:
-            return _load_group(task)
-        found: dict[str, Any] = manager.load([_task_spec(task, settings)])
+        manager = TaskManager(include_path=group and str(group.file.parent), include_defaults=False)
+        if group or isinstance(task, str):
+            for known, entry in harness_index().items():
+                manager.task_index.setdefault(known, entry)
+        found: dict[str, Any] = manager.load([group.name if group else _task_spec(task, settings)])
     except TunebookError:
         raise
     except (ConnectionError, FileNotFoundError) as error:
@@ -233,19 +167,6 @@ def _load(manager: Any, task: TaskFile | str, settings: HarnessSettings) -> dict
         raise RequestError(
             f"lm-evaluation-harness refuses task {name}: {_first_line(error)}", problem_id="task-file"
         ) from error
-    return found
-
-
-def _load_group(group: TaskFile) -> dict[str, Any]:
-    """A group of tasks in files next to its own, or in the harness, whose index takes seconds to read."""
-    from lm_eval.tasks import TaskManager
-    from lm_eval.tasks._yaml_loader import load_yaml
-
-    members = [member for member in load_yaml(group.file, resolve_func=False)["task"] if isinstance(member, str)]
-    manager = TaskManager(include_path=str(group.file.parent), include_defaults=False)
-    if not set(members) <= set(manager.all_tasks):
-        manager = TaskManager(include_path=str(group.file.parent))
-    found: dict[str, Any] = manager.load([group.name])
     return found
 
 
@@ -265,7 +186,7 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [kind])[0]
 
 
-def _seed() -> None:
+def seed_libraries() -> None:
     """As the harness does at the start of an evaluation."""
     import numpy
     import torch
@@ -284,12 +205,12 @@ def _set_fewshot(task: Any, num_fewshot: int | None) -> None:
         task.set_config(key="num_fewshot", value=num_fewshot)
 
 
-def _has_template(loaded: LoadedTask, tokenizer: PreTrainedTokenizerBase) -> bool:
+def has_template(loaded: LoadedTask, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the harness is to put the prompts through the chat template."""
     return not loaded.is_rendered and tokenizer.chat_template is not None
 
 
-def _require_system_prompt(tokenizer: PreTrainedTokenizerBase, system_prompt: str | None) -> None:
+def require_system_prompt(tokenizer: PreTrainedTokenizerBase, system_prompt: str | None) -> None:
     """Refuse one that the template omits: the harness would continue without it. Raises: DataError."""
     from tunebook.data.template import ConversationRenderer
 
@@ -298,7 +219,7 @@ def _require_system_prompt(tokenizer: PreTrainedTokenizerBase, system_prompt: st
         ConversationRenderer(tokenizer).prompt(talk)
 
 
-def _chat_template(tokenizer: PreTrainedTokenizerBase) -> Any:
+def chat_template(tokenizer: PreTrainedTokenizerBase) -> Any:
     """The harness' own way from messages to a prompt, without a model."""
     from types import SimpleNamespace
 
@@ -357,5 +278,63 @@ def _render(task: TaskFile, config: dict[str, Any], settings: HarnessSettings) -
     max_gen_tokens = (config.get("generation_kwargs") or {}).get("max_gen_toks", settings.max_gen_toks)
     check_prompt_lengths(items, settings.tokenizer, settings.max_length - max_gen_tokens)
     file = settings.items_folder / f"{task.name}-prompts.jsonl"
-    write_items(items, file)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    # In one step: two evaluations of one run may run at the same time.
+    atomic_write_text(file, "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in items))
     return file
+
+
+def render_conversations(
+    file: Path, system_prompt: str | None, tokenizer: PreTrainedTokenizerBase
+) -> list[dict[str, str]]:
+    """Documents with the keys `prompt`, `answer` (a conversation's last turn) and `task` (its group).
+
+    The conversations may have any format that can be trained on. `system_prompt` is put before those without one, as
+    in training. Raises: DataError with every problem.
+    """
+    from tunebook.data.template import ConversationRenderer
+
+    problems = DocumentProblems(str(file))
+    normaliser = Normaliser(Format.auto, FormatSettings(system_prompt=system_prompt))
+    conversations = []
+    for number, record in read_records(file, problems, normaliser.account):
+        try:
+            conversations.append((_turns(normaliser.row(record)), str(record.get(GROUP_KEY, UNGROUPED))))
+        except DocumentError as error:
+            problems.add(number, error)
+    problems.num_documents = len(conversations)
+    problems.raise_if_any()
+    if not conversations:
+        raise DataError(
+            f"{file} holds no conversation, so there is nothing to evaluate on", problem_id="data-file-empty"
+        )
+    renderer = ConversationRenderer(tokenizer)
+    return [
+        {"prompt": renderer.prompt(turns[:-1]), "answer": turns[-1]["content"], "task": group}
+        for turns, group in conversations
+    ]
+
+
+def _turns(row: dict[str, Any]) -> list[dict[str, str]]:
+    turns = [{"role": turn["role"], "content": turn["content"]} for turn in row.get("messages", [])]
+    if not turns:
+        raise DocumentError("it is no conversation; write it as ShareGPT or messages")
+    if turns[-1]["role"] != "assistant":
+        raise DocumentError("it must end with the assistant's turn, which is the expected answer")
+    return turns
+
+
+def check_prompt_lengths(
+    items: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int
+) -> None:
+    """Refuse prompts whose beginning the harness would cut off to leave space for the answer. Raises: DataError."""
+    encoded = tokenizer([item["prompt"] for item in items], add_special_tokens=False)["input_ids"]
+    lengths = [len(tokens) for tokens in encoded]
+    num_long = sum(length > max_prompt_tokens for length in lengths)
+    if num_long:
+        raise DataError(
+            f"{num_long} of {len(items)} held-out prompts are longer than the {max_prompt_tokens} tokens that the "
+            f"model's context leaves for them (the longest has {max(lengths)}), and the harness would cut off their "
+            "beginning; shorten them, or lower generation_kwargs.max_gen_toks in the task's file",
+            problem_id="heldout-too-long",
+        )

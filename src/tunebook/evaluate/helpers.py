@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 _COUNT, _TEXT, _ANSWERS, _NO_MEMORY, _FAILED = "count", "text", "answers", "no-memory", "failed"  # messages of a helper
 _SECONDS_TO_END = 20.0
-_SECONDS_BETWEEN_COUNTS = 0.5
 _NUM_LINES_QUOTED = 15
 _SPAWN = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
 Answer = Callable[[str, Sequence["Instance"]], list[Any]]  # kind of request, requests -> answers
@@ -169,31 +168,20 @@ def deal(requests: Sequence[Instance], num_shares: int) -> list[list[int]]:
 
 
 class _HelperProgress(AnswerProgress):
-    """Sends a helper's count of answered requests to the first process, which shows it."""
+    """Sends the progress of a helper to the first process, which shows it: nobody sees a helper's own output."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__("helper")
         self._connection = connection
-        self._num_unsent = 0
-        self._sent_at = 0.0
 
     def say(self, text: str) -> None:
-        """Send a sentence for people: nobody sees a helper's own output."""
+        """Send a sentence for people."""
         self._connection.send((_TEXT, text))
 
     def advance(self, num_requests: int = 1) -> None:
-        """Count, and send the count from time to time."""
+        """Count answered requests here and there."""
         self._num_done += num_requests
-        self._num_unsent += num_requests
-        if time.monotonic() - self._sent_at >= _SECONDS_BETWEEN_COUNTS:
-            self.send_count()
-
-    def send_count(self) -> None:
-        """Send what has not been sent yet."""
-        self._sent_at = time.monotonic()
-        if self._num_unsent:
-            self._connection.send((_COUNT, self._num_unsent))
-        self._num_unsent = 0
+        self._connection.send((_COUNT, num_requests))
 
 
 def _serve(connection: Connection, load: Load, environment: dict[str, str], log: Path) -> None:
@@ -204,29 +192,26 @@ def _serve(connection: Connection, load: Load, environment: dict[str, str], log:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
     os.environ.update(environment)  # before torch looks for GPUs
-    progress = _HelperProgress(connection)
     try:
-        answer = load(progress)
+        answer = load(_HelperProgress(connection))
     except TunebookError as error:
         print(f"evaluation: {error.message}", file=sys.stderr)
         sys.exit(error.exit_code)
     with suppress(EOFError, ConnectionError):
         while True:
             kind, arguments = connection.recv()
-            connection.send(_result(answer, kind, arguments, progress))
+            connection.send(_result(answer, kind, arguments))
 
 
-def _result(answer: Answer, kind: str, arguments: list[Any], progress: _HelperProgress) -> tuple[str, Any]:
+def _result(answer: Answer, kind: str, arguments: list[Any]) -> tuple[str, Any]:
     """The message with the answers or with the error, whose traceback goes into the log."""
     from lm_eval.api.instance import Instance
 
     requests = [Instance(kind, {}, tuple(given), index) for index, given in enumerate(arguments)]
     try:
-        answers = answer(kind, requests)
+        return _ANSWERS, answer(kind, requests)
     except DoesNotFitError as error:
         return _NO_MEMORY, error.message
     except Exception as error:
         traceback.print_exc()
         return _FAILED, f"{type(error).__name__}: {error}"
-    progress.send_count()
-    return _ANSWERS, answers

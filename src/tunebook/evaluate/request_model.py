@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils.memory import clear_device_cache
 from lm_eval.models.huggingface import HFLM
 
 from tunebook.evaluate.batch_size import BatchSize
@@ -102,7 +103,7 @@ class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marke
                 break
             self.sizes.lower(kind, size, length)
             self._progress.advance(num_done - self._progress.num_done)
-            _release_memory()
+            clear_device_cache(garbage_collection=True)
             _set_random_state(random_state)  # or sampled answers would depend on how often it was tried
         if note := self.sizes.fitted(kind, size):
             self._progress.say(note)
@@ -164,9 +165,3 @@ def _set_random_state(state: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
     torch.set_rng_state(state[0])
     if state[1]:
         torch.cuda.set_rng_state_all(state[1])
-
-
-def _release_memory() -> None:
-    from accelerate.utils.memory import clear_device_cache
-
-    clear_device_cache(garbage_collection=True)

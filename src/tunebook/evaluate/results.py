@@ -78,7 +78,7 @@ def choose_samples(answers: list[Answer], num_samples: int = NUM_SAMPLES) -> lis
 
     If all of them are right although some answer is wrong, a wrong one replaces the last.
     """
-    ordered = sorted(answers, key=_prompt_hash)
+    ordered = sorted(answers, key=lambda answer: hashlib.sha256(answer.prompt.encode()).hexdigest())
     by_group: defaultdict[tuple[str, str], list[Answer]] = defaultdict(list)
     for answer in ordered:
         by_group[answer.task, answer.group or ""].append(answer)
@@ -162,10 +162,6 @@ def _group_scores(answers: list[Answer]) -> dict[str, dict[str, Any]]:
     return {
         group: {"value": sum(found) / len(found), "num_items": len(found)} for group, found in sorted(values.items())
     }
-
-
-def _prompt_hash(answer: Answer) -> str:
-    return hashlib.sha256(answer.prompt.encode()).hexdigest()
 
 
 def as_stored(results: Any) -> Any:

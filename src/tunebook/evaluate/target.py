@@ -242,40 +242,21 @@ def bare_config(target: Target) -> RunConfig:
     gpus = detect_machine().gpus
     facts = GENERATIONS[gpus[0].generation if gpus else Generation.cpu]
     dtype = read_dtype(model) if gpus else None
-    is_bf16 = dtype == "bfloat16" and facts.has_bf16
     origin = target.origin
-    return config_of(
-        model,
-        is_bf16=is_bf16,
-        # A CPU computes fp32 fastest; fp16 weights are kept in fp32 and their products computed in fp16.
+    # Products are computed in the weights' format. A CPU computes fp32 fastest; fp16 weights are kept in fp32 and their
+    # products computed in fp16.
+    precision = PrecisionConfig(
         compute=Compute.fp16 if dtype == "float16" else Compute.fp32,
+        master_weights=MasterWeights.bf16 if dtype == "bfloat16" and facts.has_bf16 else MasterWeights.fp32,
+    )
+    return plain_config(
+        recipe=origin.recipe if origin else None,
+        model=model,
+        dataset=DatasetConfig(system_prompt=origin.system_prompt if origin else None),
         hardware=HardwareConfig(
             generation=gpus[0].generation if gpus else Generation.cpu, gpus_per_node=max(1, len(gpus))
         ),
-        system_prompt=origin.system_prompt if origin else None,
-        recipe=origin.recipe if origin else None,
-    )
-
-
-def config_of(
-    model: ModelConfig,
-    *,
-    is_bf16: bool,
-    compute: Compute = Compute.fp32,
-    hardware: HardwareConfig | None = None,
-    system_prompt: str | None = None,
-    recipe: str | None = None,
-) -> RunConfig:
-    """A configuration that loads a model in its weights' own format."""
-    return plain_config(
-        recipe=recipe,
-        model=model,
-        dataset=DatasetConfig(system_prompt=system_prompt),
-        hardware=hardware or HardwareConfig(),
-        # Products are computed in the weights' format: fp32 means no conversion.
-        precision=PrecisionConfig(
-            compute=compute, master_weights=MasterWeights.bf16 if is_bf16 else MasterWeights.fp32
-        ),
+        precision=precision,
         attention=AttentionConfig(implementation=MASKED),
         packing=PackingConfig(mode=PackingMode.padded),
         activation=ActivationConfig(checkpointing=Checkpointing.disabled),

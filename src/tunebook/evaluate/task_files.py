@@ -1,4 +1,4 @@
-"""Tasks in YAML files of the user or of this book, in the harness' format, and suites: named sets of tasks.
+"""Find the tasks of an evaluation: the harness' own by name, YAML files in its format, and suites of them.
 
 Two keys under `metadata` are Tunebook's. `conversations` names a file of held-out conversations, relative to the YAML
 file: before each evaluation the run's chat template renders them into a JSONL of {prompt, answer, task}, which the task
@@ -10,7 +10,13 @@ that the run's recipe ships, with the run's other settings.
 
 from __future__ import annotations
 
+import json
+import logging
+import re
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +29,11 @@ from tunebook.config.interpolation import to_object
 from tunebook.config.schema import EvaluationConfig, RunConfig
 from tunebook.errors import RequestError, TunebookError, did_you_mean, nearest
 from tunebook.evaluate.code.code_task import CodeTask, own_tasks, read_code_task
-from tunebook.evaluate.harness_tasks import check_harness_name, metric_names, refuse_code
+from tunebook.files import cache_root, remember, sha256_text
 
 QUICK = "quick"  # the suite of the tasks that a run's recipe ships
+_SUFFIXES = (".yaml", ".yml")
+_METRIC = re.compile(r'^ *metric="([^"]+)"', re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +212,8 @@ def _read_group(file: Path) -> EvaluationConfig | None:
 
 
 def _quick(config: RunConfig) -> EvaluationConfig:
-    tasks = _shipped_tasks(config.recipe) if config.recipe else []
+    folders = [folder / config.recipe / "tasks" for folder in recipe_folders([])] if config.recipe else []
+    tasks = [str(file) for folder in folders for file in sorted(folder.glob("*.yaml"))]
     tasks = tasks or [task for task in config.evaluation.tasks if is_task_file(task)]
     if not tasks:
         missing = f"{config.recipe} ships none" if config.recipe else "this run has no recipe"
@@ -216,6 +225,99 @@ def _quick(config: RunConfig) -> EvaluationConfig:
     return replace(config.evaluation, tasks=tasks)
 
 
-def _shipped_tasks(recipe: str) -> list[str]:
-    folders = (folder / recipe / "tasks" for folder in recipe_folders([]))
-    return [str(file) for folder in folders for file in sorted(folder.glob("*.yaml"))]
+@dataclass(frozen=True, kw_only=True)
+class HarnessTasks:
+    """Every task, group and tag of the installed harness, and those among them that execute generated programs."""
+
+    entries: dict[str, tuple[str, str | None, list[str]]]  # name -> kind, file in the task folder, members of a tag
+    runs_code: frozenset[str]
+
+
+def check_harness_name(name: str) -> None:
+    """Refuse an unknown name and tasks that execute programs. Raises: RequestError with the nearest spelling."""
+    tasks = harness_tasks()
+    if name not in tasks.entries:
+        known = [*tasks.entries, *own_tasks()]
+        raise RequestError(
+            f"evaluation.tasks: there is no task '{name}' in lm-evaluation-harness.{did_you_mean(name, known)} "
+            "A task of your own is named by its file, such as tasks/mine.yaml",
+            problem_id="unknown-task",
+        )
+    if name == "leaderboard" or name.startswith("leaderboard_math"):
+        raise RequestError(
+            f"evaluation.tasks: '{name}' is or holds the leaderboard's MATH-hard, which cannot run here: its data was "
+            "taken down, and its scorer needs a version of antlr4 that Hydra cannot share an environment with. "
+            "suite=leaderboard is the other five",
+            problem_id="leaderboard-math-hard",
+        )
+    if name in tasks.runs_code:
+        raise refuse_code(name)
+
+
+def refuse_code(name: str) -> RequestError:
+    """The error for a task that would execute programs with access to the weights and the user's files."""
+    return RequestError(
+        f"evaluation.tasks: '{name}' executes programs that a model wrote in the harness' own process, some even when "
+        "they are imported; only the sandbox does that here. Tasks with programs that it judges: "
+        f"{', '.join(own_tasks())}, all of suite=code among them, and files of yours with metadata.code",
+        problem_id="task-runs-code",
+    )
+
+
+@lru_cache(maxsize=1)
+def harness_tasks() -> HarnessTasks:
+    """The index of the installed harness' task files. Raises: RequestError when the harness is not installed.
+
+    The harness takes seven CPU seconds to make it, so the cache folder keeps it for each version.
+    """
+    folder = task_folder()
+    key = sha256_text(f"{version('lm_eval')} {folder}")[:16]
+    file = cache_root() / f"harness-tasks-{key}.json"
+    try:
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        return HarnessTasks(entries=stored["entries"], runs_code=frozenset(stored["runs_code"]))
+    except (OSError, ValueError, KeyError, TypeError):  # not there yet, or damaged
+        made = _make_index(folder)
+        remember(file, json.dumps({"entries": made.entries, "runs_code": sorted(made.runs_code)}))
+        return made
+
+
+def _make_index(folder: Path) -> HarnessTasks:
+    """The harness' own index of a folder. None of its Python files is imported: some would then execute programs."""
+    from lm_eval.tasks._index import TaskIndex
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of names that it has twice
+    index = TaskIndex.build([folder])
+    sources = {file: file.read_text(encoding="utf-8", errors="replace") for file in folder.rglob("*.py")}
+    code_folders = {file.parent for file, text in sources.items() if "code_eval" in text}
+
+    def runs_code(name: str) -> bool:
+        entry = index[name]
+        if entry.yaml_path is None:
+            return any(runs_code(task) for task in entry.tags)
+        is_unsafe = entry.cfg.get("unsafe_code") is True or "code_eval" in str(entry.cfg)
+        return is_unsafe or entry.yaml_path.parent in code_folders
+
+    entries = {}
+    for name, entry in index.items():
+        file = None if entry.yaml_path is None else str(entry.yaml_path.relative_to(folder))
+        entries[name] = (entry.kind.name, file, sorted(entry.tags) if file is None else [])
+    return HarnessTasks(entries=entries, runs_code=frozenset(filter(runs_code, index)))
+
+
+@lru_cache(maxsize=1)
+def metric_names() -> frozenset[str]:
+    """The metrics of the installed harness, read from its source: importing it imports torch."""
+    source = task_folder().parent / "api" / "metrics.py"
+    return frozenset(_METRIC.findall(source.read_text(encoding="utf-8")))
+
+
+def task_folder() -> Path:
+    """The folder with the installed harness' tasks. Raises: RequestError when the harness is not installed."""
+    found = find_spec("lm_eval")
+    if found is None or not found.submodule_search_locations:
+        raise RequestError(
+            "lm-evaluation-harness is not installed here; install it with `pip install lm-eval==0.4.13`",
+            problem_id="harness-missing",
+        )
+    return Path(next(iter(found.submodule_search_locations))) / "tasks"

@@ -22,8 +22,7 @@ from lm_eval.tasks._factory import TaskFactory
 from lm_eval.tasks._index import Entry, Kind, TaskIndex
 from lm_eval.tasks._yaml_loader import load_yaml
 
-from tunebook.evaluate.harness_tasks import harness_tasks, task_folder
-from tunebook.evaluate.task_files import TaskFile
+from tunebook.evaluate.task_files import TaskFile, harness_tasks, task_folder
 
 # Arguments of `load_dataset` that do not select a part of a data set.
 _NOT_A_PART = frozenset(
@@ -110,16 +109,28 @@ class DataSet:
         return True
 
 
+@lru_cache(maxsize=1)
+def harness_index() -> dict[str, Entry]:
+    """The harness' index of its own tasks, groups and tags; not to be changed."""
+    return {
+        name: Entry(name=name, kind=Kind[kind], yaml_path=file and task_folder() / file, tags=set(members))
+        for name, (kind, file, members) in harness_tasks().entries.items()
+    }
+
+
 def leaf_tasks(task: TaskFile | str) -> list[LeafTask]:
     """The single tasks of a task, group or tag. Empty if the harness cannot tell: loading it reports the reason."""
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of names that the harness has twice
-    index = _Index()
-    name = task if isinstance(task, str) else task.name
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of names that come twice
+    index = dict(harness_index()) if isinstance(task, str) or task.is_group else {}
     if isinstance(task, TaskFile):
-        index.add([task.file, *(task.file.parent.glob("*.yaml") if task.is_group else [])])
+        own: dict[str, Entry] = {}
+        for file in [task.file, *(task.file.parent.glob("*.yaml") if task.is_group else [])]:
+            with suppress(Exception):  # as in the harness, a file that is no task
+                TaskIndex.process_cfg(load_yaml(file, resolve_func=False), file, own)
+        index |= own
     factory = _LeafFactory()
     try:
-        factory.build(index[name], overrides=None, registry=index)
+        factory.build(index[task if isinstance(task, str) else task.name], overrides=None, registry=index)
     except Exception:  # a broken group file can raise anything; a group that contains itself recurses
         return []
     return factory.leaves
@@ -163,40 +174,6 @@ def imported_files(leaf: LeafTask) -> frozenset[Path]:
     return frozenset(files)
 
 
-class _Index(dict[str, Entry]):
-    """The harness' index of tasks, groups and tags, read folder by folder on demand: all of it takes ten seconds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._folders: set[Path] = set()
-
-    def __contains__(self, name: object) -> bool:
-        folders = {file.parent for file in harness_tasks().files.get(str(name), ())} - self._folders
-        self._folders |= folders
-        # In the order of the harness, which keeps the first of several tasks of one name.
-        self.add(sorted({file for folder in folders for file in TaskIndex._iter_yaml_files(folder)}))
-        return super().__contains__(name)
-
-    def __getitem__(self, name: str) -> Entry:
-        if name not in self:
-            raise KeyError(name)
-        return super().__getitem__(name)
-
-    def add(self, files: list[Path]) -> None:
-        """Read task files; like the harness, skip those that are not. What is known already stays: the user's own."""
-        found: dict[str, Entry] = {}
-        for file in files:
-            try:
-                TaskIndex.process_cfg(load_yaml(file, resolve_func=False), file, found)
-            except Exception:
-                continue
-        for name, entry in found.items():
-            entry.yaml_path = None  # or the factory would read the file again and import its functions
-            known = self.setdefault(name, entry)
-            if known.kind is Kind.TAG:  # tasks in several folders may carry it
-                known.tags |= entry.tags
-
-
 class _LeafFactory(TaskFactory):  # type: ignore[misc]  # the harness has no type marker
     """Expands groups and tags like the harness, but collects the tasks instead of building them."""
 
@@ -204,13 +181,19 @@ class _LeafFactory(TaskFactory):  # type: ignore[misc]  # the harness has no typ
         super().__init__()
         self.leaves: list[LeafTask] = []
 
+    def _load_full_config(self, entry: Entry, overrides: dict[str, Any] | None = None) -> Any:
+        if entry.yaml_path is not None:  # its functions are not imported
+            config = load_yaml(entry.yaml_path, resolve_func=False)
+            entry = Entry(name=entry.name, kind=entry.kind, yaml_path=None, cfg=config)
+        return super()._load_full_config(entry, overrides)
+
     def _build_task(self, entry: Entry, overrides: dict[str, Any] | None) -> LeafTask:
         leaf = LeafTask(task_name=entry.name, config=self._load_full_config(entry, overrides))
         self.leaves.append(leaf)
         return leaf
 
     def _build_group_members(
-        self, members: list[Any], group: str, overrides: dict[str, Any] | None, registry: _Index
+        self, members: list[Any], group: str, overrides: dict[str, Any] | None, registry: dict[str, Entry]
     ) -> Any:
         for member in members:  # a task that the group itself defines would be built at once: index it
             name = member.get("task") if isinstance(member, dict) and "group" not in member else member

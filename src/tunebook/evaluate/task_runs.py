@@ -5,24 +5,26 @@ If a task fails, the others still run, and the failures are named at the end.
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from tunebook.errors import TunebookError
 from tunebook.evaluate.harness import (
+    SEEDS,
     HarnessSettings,
     LoadedTask,
     LoadedTasks,
-    aggregate,
-    group_inputs,
-    requests_in,
-    requests_of,
+    chat_template,
+    has_template,
+    require_system_prompt,
     run_task,
+    seed_libraries,
 )
 from tunebook.evaluate.progress import AnswerProgress
 from tunebook.evaluate.results import as_stored, settings_hash, task_answers, task_scores
@@ -32,6 +34,8 @@ from tunebook.hardware.disk import is_disk_full
 if TYPE_CHECKING:
     from tunebook.evaluate.request_model import RequestModel
 
+# Of the harness' results of a task with programs, which are judged later.
+_GENERATED = ("results", "configs", "versions", "n-shot", "higher_is_better", "n-samples", "samples")
 _NUM_NAMED = 3  # reused tasks that a message names; the others are counted
 
 
@@ -145,7 +149,7 @@ class TaskRuns:
             harness=as_stored(group_inputs(task.name, results)),
             score=score,
             answers=task_answers(task.name, results),
-            generated=_generated(results) if task.is_code else None,
+            generated=as_stored({key: results[key] for key in _GENERATED}) if task.is_code else None,
             batch_size=model.sizes.smallest,
             seconds=round(time.monotonic() - started, 1),
             finished=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -180,13 +184,6 @@ def describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}".rstrip(": ")
 
 
-def _generated(results: dict[str, Any]) -> dict[str, Any]:
-    """A task's results as JSON, with everything that was generated."""
-    keys = ("results", "configs", "versions", "n-shot", "higher_is_better", "n-samples", "samples")
-    stored: dict[str, Any] = as_stored({key: results[key] for key in keys})
-    return stored
-
-
 def _describe_score(score: dict[str, Any] | None) -> str:
     if score is None:
         return ""
@@ -203,3 +200,72 @@ def _describe_reused(reused: dict[str, str], num_tasks: int) -> str:
         f"{count} taken from an evaluation of the same model and request, the last of {when}: {named}{more}; --fresh "
         "evaluates again"
     )
+
+
+def requests_of(loaded: LoadedTask, settings: HarnessSettings) -> list[tuple[int, str, list[Any]]]:
+    """The requests of a task, without a model: (number of the item, hash of the item, arguments of its requests)."""
+    from lm_eval.utils import handle_non_serializable, hash_string
+
+    is_chat = has_template(loaded, settings.tokenizer)
+    require_system_prompt(settings.tokenizer, settings.system_prompt if is_chat else None)
+    seed_libraries()
+    loaded.task.set_fewshot_seed(seed=SEEDS["fewshot"])
+    loaded.task.build_all_requests(
+        limit=settings.limit,
+        rank=0,
+        world_size=1,
+        system_instruction=settings.system_prompt if is_chat else None,
+        apply_chat_template=is_chat,
+        chat_template=chat_template(settings.tokenizer) if is_chat else None,
+        tokenizer_name="" if not is_chat else str(settings.tokenizer.name_or_path),
+    )
+    by_item: dict[int, list[Any]] = {}
+    for instance in loaded.task.instances:
+        by_item.setdefault(instance.doc_id, []).append(instance)
+    return [
+        (
+            number,
+            hash_string(json.dumps(items[0].doc, indent=2, default=handle_non_serializable, ensure_ascii=False)),
+            [list(instance.args) for instance in sorted(items, key=lambda instance: instance.idx)],
+        )
+        for number, items in by_item.items()
+    ]
+
+
+def requests_in(samples: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, list[Any]]]:
+    """The same, from the harness' samples of a task that ran."""
+    first = samples[0]["filter"] if samples else None
+    return [
+        (sample["doc_id"], sample["doc_hash"], [list(arguments) for arguments in sample["arguments"]])
+        for sample in samples
+        if sample["filter"] == first
+    ]
+
+
+def group_inputs(name: str, results: Mapping[str, Any]) -> dict[str, Any]:
+    """What the harness aggregates groups from, of one task's results."""
+    return {
+        "metrics": dict(results["results"][name]),
+        "config": {"metric_list": (results["configs"].get(name) or {}).get("metric_list")},
+        "version": results["versions"].get(name),
+        "num_fewshot": results["n-shot"].get(name),
+        "higher_is_better": results["higher_is_better"].get(name),
+    }
+
+
+def aggregate(parts: Mapping[str, Mapping[str, Any]], groups: Mapping[str, Any]) -> dict[str, Any]:
+    """The harness' results of the groups whose tasks are all among `parts`, aggregated by the harness."""
+    from lm_eval.evaluator_utils import EvalAcc, aggregate_groups
+
+    whole = {name: group for name, group in groups.items() if all(t.task_name in parts for t in group.get_all_tasks())}
+    collected = EvalAcc(
+        metrics={name: {k: v for k, v in part["metrics"].items() if v is not None} for name, part in parts.items()},
+        configs={name: part["config"] for name, part in parts.items()},
+        versions={name: part["version"] for name, part in parts.items()},
+        num_fewshot={name: part["num_fewshot"] for name, part in parts.items()},
+        higher_is_better={name: part["higher_is_better"] for name, part in parts.items()},
+        groups=whole,
+    )
+    results: dict[str, Any] = aggregate_groups(collected)._to_eval_results()
+    results["results"] = {name: metrics for name, metrics in results["results"].items() if name in whole}
+    return results | {"samples": {}}

@@ -33,10 +33,10 @@ from tunebook.record.model_origin import MISMATCHES, recorded_by_run, recorded_i
 from tunebook.record.run_folder import RUN_FILE
 
 
-def main(words: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Run one evaluation; returns the exit code, which is the error's."""
     started = time.monotonic()
-    request = _parse(words)
+    request = _parse(arguments)
     try:
         evaluation = _evaluation_of(request)
         evaluate(_with_spread(evaluation, request.processes), started)
@@ -53,7 +53,7 @@ def main(words: list[str] | None = None) -> int:
     return 0
 
 
-def _parse(words: list[str] | None) -> argparse.Namespace:
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tunebook.evaluate")
     parser.add_argument("--run", type=Path, required=True, help="the run folder, with its run.yaml")
     parser.add_argument("--when", required=True, help="before, after, or a name for a later evaluation")
@@ -69,7 +69,7 @@ def _parse(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--processes", type=int, help="that share the requests; default: one for each GPU")
     parser.add_argument("--allow-mismatch", action="append", default=[], choices=MISMATCHES, help="what may differ")
     parser.add_argument("--config", type=Path, help="of a model that belongs to no run; default: run.yaml")
-    return parser.parse_args(words)
+    return parser.parse_args(arguments)
 
 
 def _evaluation_of(request: argparse.Namespace) -> Evaluation:
@@ -112,8 +112,8 @@ def _with_spread(evaluation: Evaluation, num_processes: int | None) -> Evaluatio
 
 def _with_options(settings: EvaluationConfig, request: argparse.Namespace) -> EvaluationConfig:
     """The settings, with the command line's in their place."""
-    said = {key: getattr(request, key) for key in ("limit", "num_fewshot")}
-    settings = replace(settings, **{key: value for key, value in said.items() if value is not None})
+    given = {key: getattr(request, key) for key in ("limit", "num_fewshot")}
+    settings = replace(settings, **{key: value for key, value in given.items() if value is not None})
     is_unsafe = settings.confirm_run_unsafe_code or request.confirm_run_unsafe_code
     settings = replace(take_overrides(settings, request.code), confirm_run_unsafe_code=is_unsafe)
     if request.batch_size is None:

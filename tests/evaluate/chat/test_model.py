@@ -22,10 +22,9 @@ from tunebook.config.schema import ModelConfig, RunConfig
 from tunebook.data.corpus import CorpusKind
 from tunebook.data.encode import Encoder
 from tunebook.errors import DataError, DoesNotFitError, RequestError
-from tunebook.evaluate.chat import Ending, Generated, Sampling
 from tunebook.evaluate.chat import model as chat_model
 from tunebook.evaluate.chat.model import ChatModel, load
-from tunebook.evaluate.chat.session import Session
+from tunebook.evaluate.chat.session import Ending, Generated, Sampling, Session
 from tunebook.evaluate.chat.terminal import quiet_libraries
 from tunebook.evaluate.target import Target
 from tunebook.evaluate.trained_model import load_trained
@@ -43,11 +42,22 @@ def generate(
     return model.generate(model.encode(QUESTION), sampling, pieces.append, **more)
 
 
-def test_it_streams_word_by_word_and_stops_at_the_trained_eos(chat_model: Models) -> None:
-    pieces: list[str] = []
-    answer = generate(chat_model("apple bird cat"), pieces)
-    assert answer == Generated(text="apple bird cat", ending=Ending.stop)
-    assert pieces == ["apple", " bird", " cat"]
+@pytest.mark.parametrize(
+    ("written", "num_tokens", "pieces", "ending"),
+    [
+        ("apple bird cat", 16, ["apple", " bird", " cat"], Ending.stop),  # at the trained EOS
+        ("apple bird cat", 2, ["apple", " bird"], Ending.length),
+        ("é🦊w", 16, ["é", "🦊", "w"], Ending.stop),  # 2 + 4 + 1 tokens: letters come whole
+        ("w🦊", 3, ["w", "\ufffd"], Ending.length),  # two of the fox's four bytes are not lost
+    ],
+)
+def test_an_answer_is_streamed(
+    chat_model: Models, written: str, num_tokens: int, pieces: list[str], ending: Ending
+) -> None:
+    streamed: list[str] = []
+    answer = generate(chat_model(written), streamed, tokens=num_tokens)
+    assert answer == Generated(text="".join(pieces), ending=ending)
+    assert streamed == pieces
 
 
 def test_every_eos_of_the_generation_config_ends_an_answer(
@@ -59,23 +69,6 @@ def test_every_eos_of_the_generation_config_ends_an_answer(
     assert generate(ChatModel(model, tokenizer, stop_ids=[tokenizer.eos_token_id]), []).text != "apple"
     both = ChatModel(model, tokenizer, stop_ids=[tokenizer.eos_token_id, end_of_text])
     assert generate(both, []) == Generated(text="apple", ending=Ending.stop)
-
-
-def test_it_ends_after_as_many_tokens_as_asked_for(chat_model: Models) -> None:
-    answer = generate(chat_model("apple bird cat"), [], tokens=2)
-    assert answer == Generated(text="apple bird", ending=Ending.length)
-
-
-def test_letters_of_several_tokens_come_whole(chat_model: Models) -> None:
-    pieces: list[str] = []
-    generate(chat_model("é🦊w"), pieces, tokens=16)  # 2 + 4 + 1 tokens
-    assert pieces == ["é", "🦊", "w"]
-
-
-def test_half_a_letter_at_the_end_is_not_lost(chat_model: Models) -> None:
-    pieces: list[str] = []
-    answer = generate(chat_model("w🦊"), pieces, tokens=3)  # two of the fox's four bytes
-    assert "".join(pieces) == answer.text == "w\ufffd"
 
 
 def test_pieces_of_a_long_answer_join_to_what_the_tokenizer_makes_of_all_tokens(
@@ -198,6 +191,12 @@ def change(file: Path, **settings: object) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
 
 
+def change_config(run: Path, edit: Callable[[RunConfig], None]) -> None:
+    config = load_config(run / "run.yaml")
+    edit(config)
+    (run / "run.yaml").write_text(config_to_yaml(config))
+
+
 def answer_of(target: Target) -> str:
     return Session(load(target).model, SAMPLING, None).ask("rain", lambda _: None).text
 
@@ -225,16 +224,12 @@ def test_a_run_answers_with_its_own_tokenizer_and_says_so(target: Target) -> Non
 
 
 def test_the_runs_system_prompt_comes_with_it(target: Target, run: Path) -> None:
-    config = load_config(run / "run.yaml")
-    config.dataset.system_prompt = "Answer with words."
-    (run / "run.yaml").write_text(config_to_yaml(config))
+    change_config(run, lambda config: setattr(config.dataset, "system_prompt", "Answer with words."))
     assert load(target).system_prompt == "Answer with words."
 
 
 def test_a_run_can_be_moved_away_from_where_its_base_model_was(target: Target, run: Path) -> None:
-    config = load_config(run / "run.yaml")
-    config.model.path = "/nowhere/model"
-    (run / "run.yaml").write_text(config_to_yaml(config))
+    change_config(run, lambda config: setattr(config.model, "path", "/nowhere/model"))
     assert answer_of(target) == "apple bird"
 
 
@@ -272,45 +267,44 @@ def test_without_a_manifest_it_says_that_nothing_was_compared(target: Target, ru
     assert load(target).notes[-1] == "without a manifest nothing can be compared"
 
 
-def test_a_runs_adapter_is_loaded_on_the_runs_base(
-    run: Path, scripted: Scripted, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
+@pytest.fixture
+def adapter(run: Path, scripted: Scripted, tmp_path: Path) -> Path:
+    """The run's model becomes its base, in another folder, and an adapter takes its place."""
     base = Path(shutil.move(run / "model", tmp_path / "base"))
-    adapter = adapter_of(scripted("apple bird"), run / "model")
-    config = load_config(run / "run.yaml")
-    config.model.path, config.model.weights, config.model.facts = str(base), Weights.pretrained, None
-    config.peft.method, config.peft.target_modules = PeftMethod.lora, ["o_proj"]
-    (run / "run.yaml").write_text(config_to_yaml(config))
-    check_adapted(load(Target(run=run, folder=adapter)).model, base, adapter)
+
+    def edit(config: RunConfig) -> None:
+        config.model.path, config.model.weights, config.model.facts = str(base), Weights.pretrained, None
+        config.peft.method, config.peft.target_modules = PeftMethod.lora, ["o_proj"]
+
+    change_config(run, edit)
+    return adapter_of(scripted("apple bird"), run / "model")
+
+
+def test_a_runs_adapter_is_loaded_on_the_runs_base(run: Path, adapter: Path, tmp_path: Path) -> None:
+    check_adapted(load(Target(run=run, folder=adapter)).model, tmp_path / "base", adapter)
 
 
 def test_a_runs_adapter_is_not_loaded_on_other_weights_than_it_was_trained_on(
-    run: Path, scripted: Scripted, tmp_path: Path
+    run: Path, adapter: Path, tmp_path: Path
 ) -> None:
-    base = Path(shutil.move(run / "model", tmp_path / "base"))
-    adapter = adapter_of(scripted("apple bird"), run / "model")
-    config = load_config(run / "run.yaml")
-    config.model.path, config.model.weights, config.model.facts = str(base), Weights.pretrained, None
-    (run / "run.yaml").write_text(config_to_yaml(config))
     change(run / "manifest.json", model={"weights_fingerprint": "1" * 64})
-    with pytest.raises(DataError, match=rf"the weights of {base} have the fingerprint .* started from 111111111111"):
+    with pytest.raises(DataError, match=rf"the weights of {tmp_path}/base have the fingerprint .* started from 11111"):
         load(Target(run=run, folder=adapter))
 
 
 def test_a_base_that_is_named_on_the_hub_by_now_is_not_compared_and_that_is_noted(
-    run: Path, scripted: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base = Path(shutil.move(run / "model", tmp_path / "base"))
-    adapter = adapter_of(scripted("apple bird"), run / "model")
-    config = load_config(run / "run.yaml")
-    config.model.path, config.model.name, config.model.tokenizer = None, "org/base", str(base)
-    config.model.weights, config.model.facts = Weights.pretrained, None
-    config.peft.method, config.peft.target_modules = PeftMethod.lora, ["o_proj"]
-    (run / "run.yaml").write_text(config_to_yaml(config))
+    base = str(tmp_path / "base")
+
+    def edit(config: RunConfig) -> None:
+        config.model.path, config.model.name, config.model.tokenizer = None, "org/base", base
+
+    change_config(run, edit)
     change(run / "manifest.json", model={"weights_fingerprint": "1" * 64})
 
     def from_hub(config: RunConfig, folder: Path | None) -> Any:
-        return load_trained(replace(config, model=ModelConfig(path=str(base))), folder)
+        return load_trained(replace(config, model=ModelConfig(path=base)), folder)
 
     monkeypatch.setattr(chat_model, "load_trained", from_hub)
     notes = load(Target(run=run, folder=adapter)).notes

@@ -3,7 +3,6 @@ from __future__ import annotations
 import io
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -195,20 +194,21 @@ def test_a_prompt_gets_one_answer_and_nothing_else_on_stdout(
     assert capfd.readouterr() == ("apple bird\n", CHOSEN.format(run))
 
 
-def test_piped_text_is_one_question(
-    chat: Callable[..., int], run: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("piped", "prompt"),
+    [("two lines\nof réin\n".encode(), None), (b"", "/help")],  # a prompt is a question like any other
+)
+def test_one_question_is_piped_or_a_prompt(
+    chat: Callable[..., int],
+    run: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    piped: bytes,
+    prompt: str | None,
 ) -> None:
-    pipe(monkeypatch, "two lines\nof réin\n".encode())
-    assert chat() == 0
+    pipe(monkeypatch, piped)
+    assert chat(prompt=prompt) == 0
     assert capfd.readouterr() == ("apple bird\n", CHOSEN.format(run))
-
-
-def test_a_prompt_beats_what_is_piped(
-    chat: Callable[..., int], run: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pipe(monkeypatch, b"")
-    assert chat(prompt="/help") == 0  # a question like any other
-    assert capfd.readouterr().out == "apple bird\n"
 
 
 def test_what_is_to_be_said_about_an_answer_goes_to_stderr(
@@ -259,18 +259,17 @@ def test_a_changed_template_ends_with_the_code_of_wrong_data(chat: Callable[...,
     assert raised.value.exit_code == 4
 
 
-def test_a_reader_that_goes_away_is_no_error(run: Path, run_python: Callable[[str], str]) -> None:
-    """`tunebook chat ... | head -c 0` in a process of its own, which ends without a word."""
-    program = (
-        "from pathlib import Path; from tunebook.evaluate.chat.terminal import chat_command\n"
-        f"raise SystemExit(chat_command({str(run)!r}, Path(), prompt='rain', system=None, max_new_tokens=16, "
-        "temperature=0.0, seed=0))"
-    )
+def test_a_reader_that_goes_away_is_no_error(
+    chat: Callable[..., int], run: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in `tunebook chat ... | head -c 0`."""
     reads, writes = os.pipe()
     os.close(reads)
-    done = subprocess.run([sys.executable, "-c", program], stdout=writes, stderr=subprocess.PIPE, timeout=60)
-    os.close(writes)
-    assert (done.returncode, done.stderr) == (0, b"")
+    with os.fdopen(writes, "w", encoding="utf-8") as stdout:  # which raises no error either when it is closed
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert chat(str(run), prompt="rain") == 0
+        monkeypatch.undo()
+    assert capfd.readouterr().err == ""
 
 
 def test_requests_are_checked_before_torch_is_imported(run_python: Callable[[str], str]) -> None:

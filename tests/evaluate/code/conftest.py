@@ -16,8 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tunebook.evaluate.code.code_task import FOLDER
 from tunebook.evaluate.harness import HarnessSettings, load_tasks, run_task
-from tunebook.evaluate.harness_tasks import task_folder
-from tunebook.evaluate.task_files import TaskFile
+from tunebook.evaluate.task_files import TaskFile, task_folder
 
 Answer = Callable[[dict[str, Any], int], Any]  # of a problem and the number of its sample
 

@@ -31,7 +31,7 @@ def test_programs_are_refused_without_a_sandbox() -> None:
         check_code(settings("humaneval"), ["humaneval"])
     assert raised.value.problem_id == "sandbox-missing"
     for part in (
-        "there is no heartbeat in /nonexistent/handover",
+        "nothing answers in /nonexistent/handover",
         "bubblewrap is not installed: apt install bubblewrap",
         "docker compose up -d --build sandbox",
         "--confirm_run_unsafe_code",

@@ -13,9 +13,9 @@ from lm_eval.tasks import TaskManager
 from transformers import PreTrainedTokenizerBase
 
 from tunebook.evaluate.code.code_task import FOLDER, own_tasks
-from tunebook.evaluate.harness import HarnessSettings, LoadedTask, load_tasks, requests_of
-from tunebook.evaluate.harness_tasks import task_folder
-from tunebook.evaluate.task_files import TaskFile, read_task_config, read_task_file
+from tunebook.evaluate.harness import HarnessSettings, LoadedTask, load_tasks
+from tunebook.evaluate.task_files import TaskFile, read_task_config, read_task_file, task_folder
+from tunebook.evaluate.task_runs import requests_of
 
 pytestmark = pytest.mark.usefixtures("quiet_harness")
 HarnessFunction = Callable[[str, str], Callable[..., Any]]

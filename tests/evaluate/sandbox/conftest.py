@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 import tunebook
-from tunebook.evaluate.sandbox.backends import Backend, find_python, open_backend
-from tunebook.evaluate.sandbox.client import run_programs
-from tunebook.evaluate.sandbox.jobs import Handover, Outcome, Program
+from tunebook.evaluate.sandbox.client import Backend, ask_service, find_python, open_backend, run_programs
+from tunebook.evaluate.sandbox.protocol import Outcome, Program
 
 SOURCES = Path(tunebook.__file__).parent.parent
 # Root with nothing but what the `sandbox` service has.
@@ -83,11 +82,10 @@ class Service:
                 [*SERVICE_RIGHTS, *words, "--slots", str(self.slots)], env=environment, stderr=log, cwd="/"
             )
         end = time.monotonic() + 30
-        while (beat := Handover(self.handover).read_beat()) is None:
+        while isinstance(info := ask_service(self.handover), str):
             assert self.process.poll() is None and time.monotonic() < end, self.log.read_text()
             time.sleep(0.02)
-        handover = Handover(self.handover)
-        return Backend(name="service", handover=handover, beat=beat, confirm_run_unsafe_code=False)
+        return Backend(name="service", folder=self.handover, info=info, confirm_run_unsafe_code=False)
 
     def stop(self) -> int:
         """Stop it as Docker does; returns its exit code."""

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tunebook.evaluate.sandbox.client import run_programs
-from tunebook.evaluate.sandbox.jobs import Program
-from tunebook.evaluate.sandbox.walls import FIRST_UIDS
+from tunebook.evaluate.sandbox.protocol import Program
+from tunebook.evaluate.sandbox.walls import FIRST_UIDS, descendants
 
 LIST = runpy.run_path(str(Path(__file__).parent / "attack_list.py"))
 ATTACKS = {attack.name: attack for attack in LIST["load_attacks"]()}
@@ -55,13 +55,12 @@ def test_nothing_of_them_is_left(outcomes, users, service):
     shared = [Path(folder) for folder in ("/tmp", "/dev/shm", "/var/tmp") if Path(folder).is_dir()]
     owners = {path.lstat().st_uid for folder in shared for path in folder.iterdir()}
     assert not [owner for owner in owners if owner >= FIRST_UIDS[0]]
-    running = {path.stat().st_uid for path in Path("/proc").iterdir() if path.name.isdigit() and path.exists()}
-    assert not [owner for owner in running if owner >= FIRST_UIDS[0]]
+    assert {Path(f"/proc/{process}").stat().st_uid for process in descendants(service.process.pid)} == {os.getuid()}
 
 
-def test_the_handover_folder_holds_what_the_runner_wrote(outcomes, users, service):
+def test_the_handover_folder_holds_only_the_socket(outcomes, users, service):
     names = {str(path.relative_to(service.handover)) for path in service.handover.rglob("*")}
-    assert names == {"lock", "runner.json", "jobs", "claimed", "results"}
+    assert names == {"runner.sock"}
     assert {path.stat().st_uid for path in service.handover.rglob("*")} == {os.getuid()}
 
 

@@ -28,7 +28,7 @@ class Color(IntEnum):
 @pytest.fixture(scope="module")
 def ends():
     """A program's end of the connection, and its test's."""
-    return Peer(io.BytesIO(), io.BytesIO(), "<program>"), Checker(io.BytesIO(), io.BytesIO(), "<test>")
+    return Peer(io.BytesIO(), io.BytesIO()), Checker(io.BytesIO(), io.BytesIO())
 
 
 @pytest.fixture(scope="module")
@@ -97,16 +97,18 @@ def test_everything_else_stays_where_it_is(there_and_back):
         '["reply", {"builtins.eval": ["1"]}]',
         '["reply", {"builtins.type": ["Any", [], []]}]',
         '["reply", {"decimal.getcontext": []}]',
-        '["reply", {"library": ["builtins", "eval"]}]',
-        '["reply", {"library": ["builtins", "__import__"]}]',
-        '["reply", {"library": ["decimal", "Decimal"]}]',
+        '["reply", {"library": ["os", "_exit"]}]',
+        '["reply", {"builtin": "eval"}]',
+        '["reply", {"builtin": "__import__"}]',
+        '["reply", {"builtin": "__loader__"}]',
+        '["reply", {"builtin": "add"}]',
         '["reply", {"yours": 0}]',  # nothing was given
         '["reply", ' + "[" * 100_000,
     ],
 )
 def test_what_no_program_may_send_is_refused(message):
     with pytest.raises((ValueError, KeyError, IndexError, RecursionError)):
-        Checker(io.BytesIO(message.encode() + b"\n"), io.BytesIO(), "<test>")._receive()
+        Checker(io.BytesIO(message.encode() + b"\n"), io.BytesIO())._receive()
 
 
 @pytest.mark.parametrize("target", [int, len, print, "x"])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tunebook.evaluate.sandbox.jobs import Status
+from tunebook.evaluate.sandbox.protocol import Status
 
 PAIRS = {
     "carriage returns": ("def area(a, b):\r\n  return a*b", "assert area(10,20)==200\nassert area(4,8)==32"),

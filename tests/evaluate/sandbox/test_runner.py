@@ -6,20 +6,23 @@ import os
 import re
 import shutil
 import signal
+import socket
+import stat
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import tunebook
-from tunebook.evaluate.sandbox.client import run_programs
-from tunebook.evaluate.sandbox.jobs import RUNNER_MODULES, Handover, Program, Status, read_result
-from tunebook.evaluate.sandbox.runner import HandoverError, main, serving
+from tunebook.evaluate.sandbox import runner
+from tunebook.evaluate.sandbox.client import Backend, _connect, _read_outcome, run_programs
+from tunebook.evaluate.sandbox.protocol import RUNNER_MODULES, SOCKET, Program, Status, send
+from tunebook.evaluate.sandbox.runner import HandoverError, listen, main, serve
 from tunebook.evaluate.sandbox.walls import descendants
-from tunebook.files import atomic_write_text
 
 RIGHT = Program(id="right", source="def f():\n    return 1", test="assert f() == 1", time_limit_s=20.0)
 SLOW = replace(RIGHT, id="slow", source="import time\ndef f():\n    time.sleep(100)", time_limit_s=60.0)
@@ -34,7 +37,7 @@ def wait_until(condition, timeout_s=20.0):
 
 def test_a_hand_over_folder_that_is_open_to_all_is_refused(tmp_path):
     tmp_path.chmod(0o755)
-    with pytest.raises(HandoverError, match=f"is open to every user, .*chmod o= {tmp_path}"), serving(tmp_path):
+    with pytest.raises(HandoverError, match=f"is open to every user, .*chmod o= {tmp_path}"), listen(tmp_path):
         pass
 
 
@@ -43,78 +46,87 @@ def test_a_hand_over_folder_that_is_not_there_is_refused(tmp_path, capsys, monke
     assert main(["--handover", str(tmp_path / "none"), "--wall", "none"]) == 2
     assert "cannot be used by uid" in capsys.readouterr().err
     assert main(["--handover", str(tmp_path), "--slots", str(tmp_path / "none")]) == 2
-    said = capsys.readouterr().err
-    assert "is no disk of its own" in said or "only root can" in said
+    printed = capsys.readouterr().err
+    assert "is no disk of its own" in printed or "only root can" in printed
 
 
-def test_a_second_runner_of_a_folder_is_refused(tmp_path):
+def test_a_second_runner_of_a_folder_is_refused_and_one_after_a_crash_is_not(tmp_path):
     tmp_path.chmod(0o700)
-    with serving(tmp_path) as handover:
-        handover.write_job(RIGHT, expires=0.0)
-        with pytest.raises(HandoverError, match="is served by another runner already"), serving(tmp_path):
+    with listen(tmp_path):
+        with pytest.raises(HandoverError, match="is served by another runner already"), listen(tmp_path):
             pass
-        assert handover.claim_job(0) is not None
-    with serving(tmp_path) as handover:  # what the first was at is there again
-        assert handover.claim_job(0) is not None
+        assert stat.S_IMODE((tmp_path / SOCKET).stat().st_mode) == 0o660
+    assert not (tmp_path / SOCKET).exists()
+    (tmp_path / SOCKET).touch()  # what a killed runner leaves
+    with listen(tmp_path):
+        assert (tmp_path / SOCKET).is_socket()
 
 
 def test_it_has_three_rights_and_a_worker_for_each_slot(users, service):
-    assert users.beat.num_workers == 2
+    assert users.info.num_workers == 2
     for process in [service.process.pid, *descendants(service.process.pid)]:
         [rights] = re.findall(r"CapEff:\t(\w+)", Path(f"/proc/{process}/status").read_text())
         assert int(rights, 16) == 0b11100000  # KILL, SETGID, SETUID
 
 
+def begin(backend: Backend, program: Program, slots: Path) -> socket.socket:
+    """Send a program and wait until it is executed."""
+    connection = _connect(backend.folder)
+    send(connection, program)
+    wait_until(lambda: any(slots.glob("*/*")))
+    return connection
+
+
 def test_a_worker_that_is_killed_is_replaced_and_its_program_judged_again(make_service):
     service = make_service()
     backend = service.start()
-    handover: Handover = backend.handover
-    handover.write_job(SLOW, expires=time.time() + 60)
-    wait_until(lambda: any(handover.claimed.iterdir()))
-    [claimed] = handover.claimed.iterdir()
-    wait_until(lambda: any(service.slots.glob("*/*")))
+    connection = begin(backend, SLOW, service.slots)
     below = descendants(service.process.pid)
     workers = [process for process in below if Path(f"/proc/{process}").stat().st_uid == 0]
     for worker in workers:
         os.kill(worker, signal.SIGKILL)
-    wait_until(lambda: (handover.results / "slow.json").exists())
-    outcome = read_result(handover.results / "slow.json")
+    with connection:
+        outcome = _read_outcome(connection)
     assert outcome.status is Status.broken
-    assert "want of memory" in outcome.message
-    assert not claimed.exists()
+    assert "memory ran out" in outcome.message
     assert run_programs([RIGHT], backend)[0].is_passed
     assert [path for slot in service.slots.iterdir() for path in slot.iterdir()] == []
     assert service.stop() == 0
-    assert not (service.handover / "runner.json").exists()
+    assert not (service.handover / SOCKET).exists()
 
 
-def test_stopping_it_ends_programs_and_offers_their_jobs_again(make_service):
+def test_stopping_it_ends_programs_and_an_evaluation_survives_a_restart(make_service):
     service = make_service()
-    handover = service.start().handover
-    handover.write_job(SLOW, expires=time.time() + 60)
-    wait_until(lambda: any(handover.claimed.iterdir()))
-    everybody = [service.process.pid, *descendants(service.process.pid)]
-    assert service.stop() == 0
-    wait_until(lambda: not any(Path(f"/proc/{process}").exists() for process in everybody))
     backend = service.start()
-    wait_until(lambda: any(handover.claimed.iterdir()))
-    assert run_programs([RIGHT], backend)[0].is_passed
+    slow = replace(SLOW, source=SLOW.source.replace("100", "3"), test="assert f() is None")
+    with ThreadPoolExecutor(1) as pool:
+        outcomes = pool.submit(run_programs, [slow, RIGHT], backend)
+        wait_until(lambda: any(service.slots.glob("*/*")))
+        everybody = [service.process.pid, *descendants(service.process.pid)]
+        assert service.stop() == 0
+        wait_until(lambda: not any(Path(f"/proc/{process}").exists() for process in everybody))
+        service.start()
+        assert [outcome.is_passed for outcome in outcomes.result()] == [True, True]
     service.stop()
 
 
-def test_jobs_that_nobody_waits_for_any_more_are_dropped(users):
-    users.handover.write_job(SLOW, expires=time.time() - 1)
-    wait_until(lambda: not any(users.handover.jobs.iterdir()) and not any(users.handover.claimed.iterdir()))
-    assert not any(users.handover.results.iterdir())
+def test_the_programs_of_an_evaluation_that_is_gone_are_not_executed(users, service, monkeypatch):
+    judged = []
+    monkeypatch.setattr(runner, "judge", lambda *_: judged.append(1))
+    left, right = socket.socketpair()
+    with right:
+        send(left, SLOW)
+        left.close()
+        serve(right, None, users.info)
+    assert not judged
 
 
-def test_a_job_that_is_none_gets_an_answer(users):
-    atomic_write_text(users.handover.jobs / "odd.json", '{"program": 5}')
-    wait_until(lambda: (users.handover.results / "odd.json").exists())
-    outcome = read_result(users.handover.results / "odd.json")
+def test_a_request_that_is_none_gets_an_answer(users):
+    with _connect(users.folder) as connection:
+        connection.sendall(b'{"program": 5}\n')
+        outcome = _read_outcome(connection)
     assert outcome.status is Status.broken
-    assert "the job cannot be read: `program` is 5, not dict" in outcome.message
-    (users.handover.results / "odd.json").unlink()
+    assert "the request cannot be read: its keys are ['program'], not" in outcome.message
 
 
 def test_it_starts_from_copies_of_its_modules_without_any_package(tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tunebook.evaluate.sandbox.limits import Limits
-from tunebook.evaluate.sandbox.walls import FIRST_UIDS, NONE, FreshUids, Wall, WallError, find_slots
+from tunebook.evaluate.sandbox.walls import FIRST_UIDS, NONE, Wall, WallError, find_slots, fresh_uids
 
 
 @pytest.fixture
@@ -50,13 +50,13 @@ def files_links_and_closed_folders(room):
 
 
 def deeper_than_any_path_may_be(room):
-    for _ in range(1500):
-        Path("folder").mkdir()
-        os.chdir("folder")
+    for _ in range(30):  # a path may have 4096 bytes
+        Path("x" * 200).mkdir()
+        os.chdir("x" * 200)
 
 
 def more_files_than_a_command_may_name(room):
-    for number in range(10_000):
+    for number in range(8_700):  # 2 MiB of names
         Path(f"{number}-{'x' * 240}").touch()
 
 
@@ -80,13 +80,13 @@ def its_own_folder_and_those_of_others(room):
 def test_what_a_program_leaves_is_removed(slot, program):
     def trial():
         wall = Wall(NONE, Limits(), slot, 0)
-        home = wall.new_home()
-        os.chdir(home.folder)
-        if home.user is not None:
-            os.seteuid(home.user)
-        program(Path(home.folder))
+        user, folder = wall.new_home()
+        os.chdir(folder)
+        if user is not None:
+            os.seteuid(user)
+        program(Path(folder))
         os.seteuid(os.getuid())
-        assert any(Path(home.folder).iterdir())
+        assert any(Path(folder).iterdir())
         assert not wall.clear()
 
     assert in_child(trial)
@@ -94,11 +94,11 @@ def test_what_a_program_leaves_is_removed(slot, program):
 
 
 def test_what_a_killed_worker_left_is_removed_by_the_next(slot):
-    home = Wall(NONE, Limits(), slot, 0).new_home()
-    left = Path(home.folder, "folder")
+    user, folder = Wall(NONE, Limits(), slot, 0).new_home()
+    left = Path(folder, "folder")
     left.mkdir()
-    if home.user is not None:
-        os.chown(left, home.user, home.user)
+    if user is not None:
+        os.chown(left, user, user)
     left.chmod(0)
     Wall(NONE, Limits(), slot, 0)
     assert list(slot.iterdir()) == []
@@ -112,9 +112,9 @@ def test_slots_must_be_disks_of_a_size(tmp_path):
 
 
 def test_uids_are_used_again_only_after_all_others():
-    fresh = FreshUids(3)
-    taken = [fresh.take() for _ in range(2048)]
+    fresh = fresh_uids(3)
+    taken = [next(fresh) for _ in range(2048)]
     assert len(set(taken)) == 2048
-    assert fresh.take() == taken[0]
+    assert next(fresh) == taken[0]
     assert min(taken) >= FIRST_UIDS[-1]
-    assert not set(taken) & {FreshUids(2).take(), FreshUids(4).take()}
+    assert not set(taken) & {next(fresh_uids(2)), next(fresh_uids(4))}

@@ -11,9 +11,8 @@ import pytest
 
 CLIENT = """
 import json, runpy, sys
-from tunebook.evaluate.sandbox.backends import open_backend
-from tunebook.evaluate.sandbox.client import run_programs
-from tunebook.evaluate.sandbox.jobs import Program
+from tunebook.evaluate.sandbox.client import open_backend, run_programs
+from tunebook.evaluate.sandbox.protocol import Program
 
 attacks = runpy.run_path("/checkout/tests/evaluate/sandbox/attack_list.py")
 programs = []
@@ -118,15 +117,17 @@ def test_nothing_of_them_is_left(outcomes, in_service, container):
     assert in_service("sh", "-c", "find /dev/shm /dev/mqueue -mindepth 1 2> /dev/null || true").split() == []
     users = in_service("sh", "-c", "cat /proc/[0-9]*/status 2>/dev/null | grep ^Uid: || true").split("\n")
     assert {line.split()[1] for line in users if line} == {"0"}
-    assert sorted(in_service("ls", "-A", "/handover").split()) == ["claimed", "jobs", "lock", "results", "runner.json"]
+    assert in_service("ls", "-A", "/handover").split() == ["runner.sock"]
 
 
 def test_it_comes_back_after_it_was_killed(outcomes, compose, container, in_service):
     compose("kill", "sandbox")
-    killed = time.time()
     compose("up", "--detach", "sandbox")
     end = time.monotonic() + 120
-    while json.loads(in_service("cat", "/handover/runner.json"))["time"] <= killed:  # written whole, now and then
+    ask = "import socket; s = socket.socket(socket.AF_UNIX); s.connect('/handover/runner.sock'); s.send(b'{}\\n')"
+    while '"wall": "users"' not in in_service(
+        "sh", "-c", f'python3 -c "{ask}; print(s.recv(999).decode())" 2>&1 || true'
+    ):
         assert time.monotonic() < end, compose("logs", "sandbox")
         time.sleep(0.2)
 

@@ -13,7 +13,7 @@ from tunebook.config.ranges import RANGES
 from tunebook.config.schema import CodeConfig, EvaluationConfig
 from tunebook.errors import RequestError, did_you_mean
 from tunebook.evaluate.code.code_task import CodeTask, with_choice
-from tunebook.evaluate.sandbox.backends import open_backend
+from tunebook.evaluate.sandbox.client import open_backend
 from tunebook.evaluate.task_files import TaskFile, resolve_task
 
 UNSAFE = "--confirm_run_unsafe_code"

@@ -6,7 +6,7 @@
     problems      a JSONL beside the task's file; without it the harness loads the data set
 
 The test of a program is the task's `doc_to_target`. How many samples, and how they are drawn, is `repeats` and
-`generation_kwargs`, as the harness reads them; `evaluation.code` takes their place where it says something.
+`generation_kwargs`, as the harness reads them; the settings of `evaluation.code` replace them.
 """
 
 from __future__ import annotations
@@ -193,12 +193,12 @@ def _generation(file: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     return dict(generation)
 
 
-def _problems(file: Path, said: Mapping[str, Any]) -> Path | None:
-    if "problems" not in said:
+def _problems(file: Path, settings: Mapping[str, Any]) -> Path | None:
+    if "problems" not in settings:
         return None
-    named = (file.parent / str(said["problems"])).resolve()
+    named = (file.parent / str(settings["problems"])).resolve()
     if not named.is_file():
-        raise _wrong(file, f".problems is '{said['problems']}', but there is no file {named}")
+        raise _wrong(file, f".problems is '{settings['problems']}', but there is no file {named}")
     return named
 
 

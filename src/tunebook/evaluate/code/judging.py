@@ -24,10 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from tunebook.evaluate.code.code_task import BUILDERS, CodeTask
-from tunebook.evaluate.sandbox.backends import open_backend
-from tunebook.evaluate.sandbox.client import check_programs, run_programs
-from tunebook.evaluate.sandbox.jobs import Outcome, Program, Status
+from tunebook.evaluate.sandbox.client import check_programs, open_backend, run_programs
 from tunebook.evaluate.sandbox.limits import Limits
+from tunebook.evaluate.sandbox.protocol import Outcome, Program, Status
 from tunebook.evaluate.task_files import TaskFile
 from tunebook.files import atomic_write_text
 
@@ -108,14 +107,14 @@ def _execute(samples: Sequence[Sample], confirm_run_unsafe_code: bool, say: Call
     waiting = [sample for sample in samples if sample.program is not None]
     programs = [sample.as_program() for sample in waiting]
     check_programs(programs)
-    started = said = time.monotonic()
+    started = reported = time.monotonic()
     num_done = 0
 
     def report(outcome: Outcome) -> None:
-        nonlocal num_done, said
+        nonlocal num_done, reported
         num_done += 1
-        if time.monotonic() - said >= SAY_EVERY_S:
-            said = time.monotonic()
+        if time.monotonic() - reported >= SAY_EVERY_S:
+            reported = time.monotonic()
             say(f"{num_done} of {len(programs)} programs executed")
 
     with open_backend(confirm_run_unsafe_code=confirm_run_unsafe_code) as backend:

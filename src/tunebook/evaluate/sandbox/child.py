@@ -1,13 +1,13 @@
-"""Both child processes of a trial. `Solution` executes the program; `Checker` executes the test and decides.
+"""The two child processes of a trial. `Solution` executes the program; `Checker` executes the test and decides.
 
-The test reaches the program only through a pair of pipes, by lines of JSON. The one thing that either side can ask of
-the other is to call something; calls may nest in both directions, because a test may hand a function to the program.
-Plain data goes as a copy, everything else as a number that stands for it. Copies are of the plain types themselves and
-never of subclasses: no value brings an `__eq__` of its own along, and nothing that arrives is executed.
+They exchange lines of JSON over a pair of pipes. Either side can only ask the other to call something; calls may nest
+in both directions, because a test may pass a function to the program. Plain data is copied, everything else is a number
+that refers to it. Copies have the plain types and never subclasses: no value brings its own `__eq__`, and nothing that
+arrives is executed.
 
 The solution's process is not trusted once the program has run: the program may change anything in it. It knows neither
-the test nor the nonce. This file is all that the children have of Tunebook. What it imports takes its time from every
-program, so it does without `typing` and `ast`.
+the test nor the nonce. This file is all that the children have of Tunebook. Each program waits for its imports, so it
+does without `typing` and `ast`.
 """
 
 from __future__ import annotations
@@ -21,28 +21,21 @@ import sys
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import TracebackType
     from typing import Any, BinaryIO
 
 PROGRAM_FILE, TEST_FILE = "<program>", "<test>"
-PROGRAM_MODULE = "solution"  # not `__main__`: as in code_eval, what a program does only as a script is not executed
+PROGRAM_MODULE = "solution"  # not `__main__`: as in code_eval, code under `if __name__ == "__main__"` does not run
 CALL, REPLY, ERROR = "call", "reply", "error"
-MINE, YOURS, LIBRARY, HEX = "mine", "yours", "library", "hex"  # tags of what is no copy
+MINE, YOURS, BUILTIN, HEX = "mine", "yours", "builtin", "hex"  # tags of values that are not copied
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_TEXT = 2000
 MAX_DECIMAL_BITS = 8192  # Python refuses to write much longer integers in decimal
-ONLY_AST = 0x400  # ast.PyCF_ONLY_AST
 ModuleType = type(sys)
 
-# Types that compare by value, with what each is made from again. Subclasses, such as named tuples and counters, go as
-# the builtin type that they are.
+# Types that compare by value, with the arguments that make them again.
 COPIED: dict[str, Callable[[Any], list[Any]]] = {
-    "builtins.tuple": lambda value: [list(value)],
-    "builtins.set": lambda value: [list(value)],
-    "builtins.frozenset": lambda value: [list(value)],
+    **{f"builtins.{kind.__name__}": lambda value: [list(value)] for kind in (tuple, set, frozenset, bytes, bytearray)},
     "builtins.dict": lambda value: [[list(item) for item in dict.items(value)]],
-    "builtins.bytes": lambda value: [list(value)],
-    "builtins.bytearray": lambda value: [list(value)],
     "builtins.complex": lambda value: [value.real, value.imag],
     "builtins.range": lambda value: [value.start, value.stop, value.step],
     "decimal.Decimal": lambda value: [str(value)],
@@ -54,25 +47,37 @@ COPIED: dict[str, Callable[[Any], list[Any]]] = {
     "datetime.timedelta": lambda value: [value.days, value.seconds, value.microseconds],
     "uuid.UUID": lambda value: [str(value)],
 }
+# Subclasses of these, such as named tuples and counters, become the builtin type.
 BASES = (list, tuple, dict, set, frozenset, bytes, bytearray, complex, range)
 MUTABLE = (list, dict, set, bytearray)
-BETWEEN_TWO = (
-    "eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "and_", "or_",
-    "xor",
-)  # fmt: skip
+# Builtins that go by name: types and constants both ways, functions and operators only from the test to the program.
+HARMLESS = {
+    name: value
+    for name, value in vars(builtins).items()
+    if name[0] != "_" and (isinstance(value, type) or value is ... or value is NotImplemented)
+}
+OPERATORS = {
+    name: getattr(_operator, name)
+    for name in (
+        "eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "and_", "or_",
+        "xor",
+    )
+}  # fmt: skip
+ITEMS = {name: getattr(_operator, name) for name in ("getitem", "setitem", "delitem")}
+ALL = HARMLESS | {name: value for name, value in vars(builtins).items() if callable(value)} | OPERATORS | ITEMS
 
 
 def main(settings: dict[str, Any]) -> None:
-    """Be one of the two children. Stdin, which these settings came through, is empty from now on."""
+    """Be one of the two children. Stdin, which the settings came through, is empty from now on."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
     read_from, write_to, *others = settings["pipes"]
-    ends = open(read_from, "rb"), open(write_to, "wb")  # noqa: SIM115, PTH123  # open to the end of this process
+    ends = open(read_from, "rb"), open(write_to, "wb")  # noqa: SIM115, PTH123  # open until this process ends
     if settings["role"] == "solution":
         Solution(*ends).run(settings["source"])
         return
-    verdict = Checker(*ends, TEST_FILE).judge(settings["test"])
+    verdict = Checker(*ends).judge(settings["test"])
     os.write(others[0], json.dumps({"nonce": settings["nonce"], **verdict}).encode() + b"\n")
     os._exit(0)  # at once: the test may have left threads behind
 
@@ -84,20 +89,24 @@ class ClosedError(BaseException):
 class Peer:
     """One end of the connection between a program and its test."""
 
-    def __init__(self, read_from: BinaryIO, write_to: BinaryIO, file: str) -> None:
+    file = PROGRAM_FILE  # whose lines errors name
+    gives = HARMLESS  # builtins that this side names
+    takes = ALL  # builtins that the other side may name
+
+    def __init__(self, read_from: BinaryIO, write_to: BinaryIO) -> None:
         self.is_closed = False
         self.exceptions: dict[str, type[BaseException]] = {}  # classes for what the other side raises
-        self.objects: list[Any] = []  # known to the other side by number; kept, so that no other gets their ids
-        self.numbers: dict[int, int] = {}
+        self.objects: list[Any] = []  # that the other side refers to by number; kept, so that no id is used again
+        self.numbers: dict[int, int] = {}  # id -> number
+        self._names = {id(value): name for name, value in self.gives.items()}
         self._remotes: dict[int, Remote] = {}
         self._read_from = read_from
         self._write_to = write_to
-        self._file = file  # whose lines errors name
 
     def call(self, target: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call something on the other side, and serve its calls meanwhile. Raises: what that raised, ClosedError.
 
-        What is done to mutable arguments there is done to these.
+        Changes to mutable arguments there are repeated on these.
         """
         self._send(self._message(CALL, (target, args, kwargs)))
         while True:
@@ -113,7 +122,7 @@ class Peer:
                 return result
 
     def serve(self, target: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The result of a call, and the arguments if it changed them."""
+        """The result of a call, and the arguments if the call changed them."""
         before = self.encode(args) if any(isinstance(argument, MUTABLE) for argument in args) else None
         result = target(*args, **kwargs)
         return result, args if before is not None and self.encode(args) != before else None
@@ -124,13 +133,13 @@ class Peer:
         except ClosedError:
             raise
         except BaseException as error:
-            message = self._message(ERROR, describe_error(error, self._file))
+            message = self._message(ERROR, describe_error(error, self.file))
         self._send(message)
 
     def _message(self, kind: str, content: Any) -> bytes:
         message = json.dumps([kind, self.encode(content)]).encode() + b"\n"
         if len(message) > MAX_MESSAGE_BYTES:
-            raise ValueError(f"a value of {len(message) >> 20} MiB is too large to be handed over")
+            raise ValueError(f"a value of {len(message) >> 20} MiB is too large to be sent")
         return message
 
     def _send(self, message: bytes) -> None:
@@ -160,13 +169,14 @@ class Peer:
         kind = type(value)
         if f"{kind.__module__}.{kind.__qualname__}" not in COPIED or getattr(value, "tzinfo", None) is not None:
             kind = next((base for base in BASES if isinstance(value, base)), object)
-        name = f"{kind.__module__}.{kind.__qualname__}"
-        if name == "builtins.list":
+        if kind is list:
             return [self.encode(item) for item in value]
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        if name in COPIED:
+            return {name: self.encode(COPIED[name](value))}
         if isinstance(value, Remote):
             return {YOURS: value._number}
-        tag, content = (name, COPIED[name](value)) if name in COPIED else self.give(value)
-        return {tag: self.encode(content)}
+        return {BUILTIN: self._names[id(value)]} if id(value) in self._names else {MINE: self.give(value)}
 
     def decode(self, value: Any) -> Any:
         """The value that `encode` had. Raises: ValueError and others for what `encode` never returns."""
@@ -180,32 +190,24 @@ class Peer:
             return getattr(__import__(module), name)(*self.decode(content))
         if tag == MINE:
             return self._remotes.setdefault(content, Remote(self, content))
-        if tag == LIBRARY:
-            return self.take_library(*content)
+        if tag == BUILTIN:
+            return self.takes[content]
         return int(content, 16) if tag == HEX else self.objects[{YOURS: content}[tag]]
 
-    def give(self, value: Any) -> tuple[str, Any]:
-        """A tag and content for an object that is not copied: a builtin type or constant, or a number."""
-        library = library_name(value)
-        if library is not None and is_builtin(value, *library):
-            return LIBRARY, library
+    def give(self, value: Any) -> int:
+        """The number by which the other side refers to an object."""
         number = self.numbers.setdefault(id(value), len(self.objects))
         if number == len(self.objects):
             self.objects.append(value)
-        return MINE, number
-
-    def take_library(self, module: str, name: str) -> Any:
-        """A member of the standard library that the other side names."""
-        __import__(module)
-        return getattr(sys.modules[module], name)
+        return number
 
 
 class Remote:
-    """Stands for an object of the other side; what is done with it is done there.
+    """Stands for an object of the other side, and forwards operations to it.
 
-    In the test's process it is equal to nothing but what the program's own `==` says about two of *its* objects. It is
-    never compared or combined with a value of the test: that would tell the program the right answer, and take its word
-    for being equal to it.
+    In the test's process it equals nothing except what the program's own `==` says about two of *its* objects. It is
+    never compared or combined with a value of the test: that would show the program the right answer, and trust its
+    claim to be equal to it.
     """
 
     __slots__ = ("_number", "_peer")
@@ -224,7 +226,7 @@ class Remote:
         self._peer.call(setattr, self, name, value)
 
     def __deepcopy__(self, memo: Any = None) -> Any:
-        return self._peer.call(__import__("copy").deepcopy, self)
+        return self._peer.call(__import__, "copy").deepcopy(self)
 
     __copy__ = __deepcopy__
 
@@ -250,31 +252,32 @@ def _forward(function: Callable[..., Any], *, between_two: bool = False) -> None
     setattr(Remote, f"__{function.__name__.rstrip('_')}__", method)
 
 
-for _function in (len, iter, next, bool, str, repr, hash, _operator.getitem, _operator.setitem, _operator.delitem):
+for _function in (len, iter, next, bool, str, repr, hash, *ITEMS.values()):
     _forward(_function)
-for _name in BETWEEN_TWO:
-    _forward(getattr(_operator, _name), between_two=True)
+for _function in OPERATORS.values():
+    _forward(_function, between_two=True)
 
 
-def library_name(value: object) -> list[str] | None:
-    """The module and the name of a member of the standard library; None for everything else."""
-    if value is ... or value is NotImplemented:
-        return ["builtins", "Ellipsis" if value is ... else "NotImplemented"]
-    module: Any = getattr(value, "__module__", None)
-    name: Any = getattr(value, "__name__", None) if is_standard(module) else None
-    is_found = isinstance(name, str) and getattr(sys.modules.get(module), name, None) is value
-    return [module, name] if is_found else None
+class Shadow(Remote):
+    """What the program has under the name of a library module: its attributes are the module's, as in `math.isclose`.
+
+    Otherwise a program could bring its own `math` along.
+    """
+
+    __slots__ = ("_module",)
+
+    def __init__(self, remote: Remote, module: str) -> None:
+        super().__init__(remote._peer, remote._number)
+        object.__setattr__(self, "_module", module)
+
+    def __getattr__(self, name: str) -> Any:
+        module = __import__(self._module)
+        return getattr(module, name) if hasattr(module, name) else super().__getattr__(name)
 
 
 def is_standard(module: object) -> bool:
-    """Whether a module is the standard library's."""
+    """Whether a module belongs to the standard library."""
     return isinstance(module, str) and module.partition(".")[0] in sys.stdlib_module_names
-
-
-def is_builtin(value: object, module: str, name: str) -> bool:
-    """Whether a value is a builtin type or constant, and has this name."""
-    is_allowed = isinstance(value, type) or value is ... or value is NotImplemented
-    return is_allowed and module == "builtins" and getattr(builtins, name, None) is value
 
 
 def describe_error(error: BaseException, file: str) -> dict[str, Any]:
@@ -283,12 +286,17 @@ def describe_error(error: BaseException, file: str) -> dict[str, Any]:
         text = str(error)[:MAX_TEXT]
     except Exception:
         text = ""
+    line, traceback = getattr(error, "lineno", None), error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_code.co_filename == file:
+            line = traceback.tb_lineno
+        traceback = traceback.tb_next
     are_plain = all(value is None or type(value) in (bool, int, float, str) for value in error.args)
     return {
         "names": [type(error).__name__, *builtin_bases(type(error))],
         "args": list(error.args) if are_plain else [text],
         "text": text,
-        "line": line_number(error.__traceback__, file) or getattr(error, "lineno", None),
+        "line": line,
         "errno": getattr(error, "errno", None),
     }
 
@@ -296,16 +304,6 @@ def describe_error(error: BaseException, file: str) -> dict[str, Any]:
 def builtin_bases(kind: type[BaseException]) -> list[str]:
     """The names of an exception's builtin bases, the nearest first."""
     return [base.__name__ for base in kind.__mro__ if getattr(builtins, base.__name__, None) is base]
-
-
-def line_number(traceback: TracebackType | None, file: str) -> int | None:
-    """The last line of a file that an exception went through."""
-    found = None
-    while traceback is not None:
-        if traceback.tb_frame.f_code.co_filename == file:
-            found = traceback.tb_lineno
-        traceback = traceback.tb_next
-    return found
 
 
 def error_from(description: dict[str, Any], known: dict[str, type[BaseException]]) -> BaseException:
@@ -328,21 +326,18 @@ def exception_class(names: list[str], known: dict[str, type[BaseException]]) -> 
 
 
 def restore(old: Any, new: Any) -> Any:
-    """Change a mutable value in place into what a call made of it, down to what it holds; returns what stands there."""
+    """Repeat on a mutable value what a call did to its copy, also inside it; returns what is there now."""
     kind = next((kind for kind in MUTABLE if isinstance(old, kind) and isinstance(new, kind)), None)
     if kind is None:
         return new
     if kind is list:
         old[:] = [restore(was, now) for was, now in zip(old, new, strict=False)] + new[len(old) :]
-    elif kind is dict:
-        merged = {key: restore(old.get(key), now) for key, now in new.items()}
-        old.clear()
-        old.update(merged)
-    elif kind is set:
+    elif kind is bytearray:
+        old[:] = new
+    else:
+        new = {key: restore(old.get(key), now) for key, now in new.items()} if kind is dict else new
         old.clear()
         old.update(new)
-    else:
-        old[:] = new
     return old
 
 
@@ -350,18 +345,18 @@ class Solution(Peer):
     """Executes the program once, then calls what the test asks for."""
 
     def __init__(self, read_from: BinaryIO, write_to: BinaryIO) -> None:
-        super().__init__(read_from, write_to, PROGRAM_FILE)
+        super().__init__(read_from, write_to)
         module = sys.modules[PROGRAM_MODULE] = ModuleType(PROGRAM_MODULE)
-        self._names = module.__dict__
-        self._broken_by: BaseException | None = None
-        self.give(self.describe_names)  # number 0: how the test begins
+        self._globals = module.__dict__
+        self._error: BaseException | None = None
+        self.give(self.describe_names)  # number 0: the test calls it first
 
     def run(self, source: str) -> None:
         """Execute the program and serve its test."""
         try:
-            exec(compile(source, PROGRAM_FILE, "exec", dont_inherit=True), self._names)
-        except BaseException as error:  # a program that ends by SystemExit ends before its test
-            self._broken_by = error
+            exec(compile(source, PROGRAM_FILE, "exec", dont_inherit=True), self._globals)
+        except BaseException as error:  # also SystemExit: the program then ends before its test
+            self._error = error
         try:
             while True:
                 self._answer(self._receive()[1])
@@ -369,128 +364,105 @@ class Solution(Peer):
             return
 
     def describe_names(self, names: list[str]) -> dict[str, tuple[str, Any]]:
-        """Those of the names that the program defines, with what each stands for. Raises: what the program raised."""
-        if self._broken_by is not None:
-            raise self._broken_by
-        return {name: self._describe(name, self._names[name]) for name in names if name in self._names}
+        """Those of the names that the program defines, each with its kind. Raises: what the program raised."""
+        if self._error is not None:
+            raise self._error
+        return {name: self._describe(name, self._globals[name]) for name in names if name in self._globals}
 
     def _describe(self, name: str, value: Any) -> tuple[str, Any]:
         if isinstance(value, ModuleType) and value.__name__ == name:
-            return "module", None
-        module = getattr(value, "__module__", None)
+            return "library", name
+        module: Any = getattr(value, "__module__", None)
         if isinstance(value, type) and issubclass(value, BaseException) and module == PROGRAM_MODULE:
             return "exception", builtin_bases(value)
-        library = library_name(value)
-        return ("member", library[0]) if library is not None and library[1] == name else ("value", value)
+        is_library = is_standard(module) and getattr(sys.modules.get(module), name, None) is value
+        return ("library", module) if is_library else ("value", value)
 
 
 class Checker(Peer):
-    """Executes the test and says whether it comes to its end. What decides is computed here."""
+    """Executes the test and reports whether it runs to its end. All decisions are made here."""
+
+    file = TEST_FILE
+    gives, takes = ALL, HARMLESS
 
     def judge(self, test: str) -> dict[str, Any]:
-        """Whether the test comes to its end without an exception, and otherwise why not."""
+        """Whether the test runs to its end without an exception, and otherwise why not."""
         try:
-            tree = compile(test, TEST_FILE, "exec", ONLY_AST, dont_inherit=True)
-            code = compile(tree, TEST_FILE, "exec", dont_inherit=True)
+            names = names_of(test)
+            code = compile(test, TEST_FILE, "exec", dont_inherit=True)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             return {"status": "failed", "message": f"the test itself cannot be compiled: {error}"}
         try:
-            exec(code, {"__name__": "test"} | self._names_for(tree))
+            exec(code, {"__name__": "test"} | self._names_for(names))
         except BaseException as error:  # as in code_eval, whatever the test raises is a failure
             if not self.is_closed:
                 return {"status": "failed", **explain(error, test)}
-        if self.is_closed:  # also where the test expected an exception and caught this one
+        if self.is_closed:  # also if the test expected an exception and caught this one
             return {"status": "gone", "message": "the program ended before its test did"}
         return {"status": "passed", "message": ""}
 
-    def give(self, value: Any) -> tuple[str, Any]:
-        """What can be handed to the program: members of the standard library by name, and functions of the test."""
-        library = library_name(value)
-        if library is not None:
-            return LIBRARY, library
+    def give(self, value: Any) -> int:
+        """The number of a function of the test; other objects cannot be sent to the program."""
         if not callable(value):
             raise TypeError(f"a test can hand plain data and functions to the program, not {type(value).__name__}")
         return super().give(value)
 
-    def take_library(self, module: str, name: str) -> Any:
-        """A builtin type or constant: a program hands over nothing else but its own objects."""
-        value = getattr(builtins, name, None)
-        if not is_builtin(value, module, name):
-            raise ValueError(f"{module}.{name} is no builtin type")
-        return value
-
     def serve(self, target: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The program calls a function that the test gave it. It can call nothing else here."""
         if id(target) not in self.numbers:
-            # An AttributeError, because `functools` and `threading` ask functions for attributes, and go on without.
+            # An AttributeError, because `functools` and `threading` ask functions for attributes and do without them.
             raise AttributeError("a program can call what it was given, and nothing else")
         return super().serve(target, args, kwargs)
 
-    def _names_for(self, tree: Any) -> dict[str, Any]:
+    def _names_for(self, wanted: set[str]) -> dict[str, Any]:
         """What the test gets from the program: the names that it uses and does not define.
 
-        A name of Python's own is taken from the program only where the test takes no other, as in `assert sum(1, 2) ==
-        3` with a program that defines `sum`. Otherwise a program could bring its own `abs` or `all` along.
+        A name of Python's own is taken from the program only if the test takes no other, as in `assert sum(1, 2) == 3`
+        with a program that defines `sum`. Otherwise a program could bring its own `abs` or `all` along.
         """
-        wanted, only_dotted = names_of(tree)
-        own = set(dir(builtins))
-        found = self._names(sorted(wanted - own))
-        for name in only_dotted & found.keys() & sys.stdlib_module_names:  # as in `math.isclose`
-            found[name] = __import__(name)
-        are_libraries = [isinstance(value, ModuleType) or library_name(value) is not None for value in found.values()]
-        return found | self._names(sorted(wanted & own)) if all(are_libraries) else found
-
-    def _names(self, names: list[str]) -> dict[str, Any]:
-        described = Remote(self, 0)(names)
-        return {name: self._stand_in(name, *described[name]) for name in names if name in described}
+        own = vars(builtins).keys()
+        kinds = self.call(Remote(self, 0), sorted(wanted - own))
+        if all(kind == "library" for kind, _ in kinds.values()):
+            kinds |= self.call(Remote(self, 0), sorted(wanted & own))
+        return {name: self._stand_in(name, *kinds[name]) for name in wanted & kinds.keys()}
 
     def _stand_in(self, name: str, kind: str, content: Any) -> Any:
         """What the test gets for a name of the program."""
         if kind == "value":
-            return content
+            return Shadow(content, name) if isinstance(content, Remote) and is_standard(name) else content
         if kind == "exception":
             return self.exceptions.setdefault(name, type(name, (exception_class(content, {}),), {}))
-        # A module or one of its members goes by name, and by its own name only: `from x import helps as right` is no
-        # way into this process.
-        module = name if kind == "module" else content
-        if not is_standard(module) or name.startswith("_"):
+        # A library module or one of its members goes by name, and by its own name only: `from x import helps as right`
+        # is no way into this process.
+        if not is_standard(content) or name.startswith("_"):
             raise ValueError(f"the program's {name} is not understood")
-        return __import__(name) if kind == "module" else super().take_library(module, name)
+        __import__(content)
+        return sys.modules[content] if name == content else getattr(sys.modules[content], name)
 
 
-def names_of(tree: Any) -> tuple[set[str], set[str]]:
-    """The names that some code uses and does not define, and those that it uses only as in `name.attribute`."""
-    bare: set[str] = set()
-    dotted: set[str] = set()
+def names_of(test: str) -> set[str]:
+    """The global names that a test uses and does not define. Raises: SyntaxError and others if it does not compile."""
+    import symtable
+
+    top = symtable.symtable(test, TEST_FILE, "exec")
+    used: set[str] = set()
     defined: set[str] = set()
-    todo = [(tree, "")]  # nodes of the syntax tree, each with the kind of its parent
+    todo = [top]
     while todo:
-        node, parent = todo.pop()
-        kind = type(node).__name__
-        if kind == "Name" and type(node.ctx).__name__ == "Load":
-            (dotted if parent == "Attribute" else bare).add(node.id)
-        elif kind == "Name":
-            defined.add(node.id)
-        elif kind in ("FunctionDef", "AsyncFunctionDef", "ClassDef", "ExceptHandler") and node.name:
-            defined.add(node.name)
-        elif kind == "arg":
-            defined.add(node.arg)
-        elif kind == "alias":
-            defined.add(node.asname or node.name.partition(".")[0])
-        for name in node._fields:
-            value = getattr(node, name, None)
-            children = value if isinstance(value, list) else [value]
-            todo += [(child, kind) for child in children if hasattr(child, "_fields")]
-    return (bare | dotted) - defined, dotted - bare
+        table = todo.pop()
+        todo += table.get_children()
+        symbols = [symbol for symbol in table.get_symbols() if table is top or symbol.is_global()]
+        used |= {symbol.get_name() for symbol in symbols if symbol.is_referenced()}
+        defined |= {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
+    return used - defined
 
 
 def explain(error: BaseException, test: str) -> dict[str, Any]:
-    """What went wrong, and where: in the program if it came from there, and in the test."""
-    description = getattr(error, "description", None)
-    at = f" (program, line {description['line']})" if description and description["line"] else ""
-    description = description or describe_error(error, TEST_FILE)
-    line = line_number(error.__traceback__, TEST_FILE)
-    if line is not None:
+    """What went wrong, and where: in the program if the error came from there, and in the test."""
+    here = describe_error(error, TEST_FILE)
+    description, line = getattr(error, "description", here), here["line"]
+    at = f" (program, line {description['line']})" if description is not here and description["line"] else ""
+    if error.__traceback__ is not None and line is not None:
         lines = test.splitlines()
         at += f" (test, line {line}: {lines[line - 1].strip()[:200] if line <= len(lines) else ''})"
     name, text = description["names"][0], description["text"]

@@ -1,7 +1,7 @@
-"""`python -m tunebook.evaluate.sandbox.runner --handover DIR`: executes programs that a model wrote, until stopped.
+"""`python -m tunebook.evaluate.sandbox.runner --handover DIR`: execute programs that a model wrote, until stopped.
 
-It starts one worker per disk for programs (or `--workers`), starts those again that end, and says every second that it
-is alive. Standard library only.
+One worker per disk for programs (or `--workers`) takes connections from the socket in the folder; workers that end are
+started again. Standard library only.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import fcntl
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,51 +22,51 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from tunebook.evaluate.sandbox.jobs import (
-    BEAT_S,
-    RUNNER_FILE,
-    Beat,
-    Handover,
-    Outcome,
-    Status,
-    job_id,
-    read_job,
-    runner_version,
-)
 from tunebook.evaluate.sandbox.judge import judge
 from tunebook.evaluate.sandbox.limits import Limits, adopt_orphans, die_with_parent
+from tunebook.evaluate.sandbox.protocol import (
+    MAX_REQUEST_BYTES,
+    SOCKET,
+    Outcome,
+    Program,
+    RunnerInfo,
+    Status,
+    parse,
+    receive,
+    runner_version,
+    send,
+    socket_address,
+)
 from tunebook.evaluate.sandbox.walls import USERS, WALLS, StuckError, Wall, WallError, kill_below, prepare_slots, reap
 
 EXIT_WRONG_REQUEST = 2
-RESULTS_KEPT_S = 3600.0  # an evaluation fetches them within milliseconds
-IDLE_S, MAX_IDLE_S = 0.01, 0.2  # between looks into a folder without jobs: at first, and after a while
-MOST_EXPENDABLE = "1000"  # of oom_score_adj: for want of memory the system ends programs, not the runner
+SEND_TIMEOUT_S = 10.0  # of a client that sends or reads one message
+MOST_EXPENDABLE = "1000"  # of oom_score_adj: the kernel kills programs first, not the runner
 
 
 class HandoverError(Exception):
-    """The hand-over folder cannot be served; the message says why and what would help."""
+    """The hand-over folder cannot be served; the message says why and how to fix it."""
 
 
-def main(words: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Parse the arguments and serve."""
     parser = argparse.ArgumentParser(prog="python -m tunebook.evaluate.sandbox.runner", description=__doc__)
-    parser.add_argument("--handover", type=Path, required=True, help="the folder that jobs come and results go through")
-    parser.add_argument("--wall", choices=WALLS, default=USERS, help="what keeps programs in")
+    parser.add_argument("--handover", type=Path, required=True, help="the folder of the socket")
+    parser.add_argument("--wall", choices=WALLS, default=USERS, help="what contains programs")
     parser.add_argument("--slots", type=Path, default=Path("/slots"), help="where the disks for programs are mounted")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="without --slots: programs at a time")
-    arguments = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
     try:
         with ExitStack() as stack:
-            # The sandbox's container has no disk but those for programs, and needs no other.
-            needs_scratch = arguments.wall != USERS
+            # The sandbox's container has no writable disk except those for programs, and needs no other.
+            needs_scratch = options.wall != USERS
             scratch = stack.enter_context(tempfile.TemporaryDirectory()) if needs_scratch else os.devnull
             slots = prepare_slots(
-                arguments.wall, slots=arguments.slots, scratch=Path(scratch), num_workers=arguments.workers,
-                limits=Limits(),
-            )  # fmt: skip
-            supervise(stack.enter_context(serving(arguments.handover)), arguments.wall, slots)
+                options.wall, slots=options.slots, scratch=Path(scratch), num_workers=options.workers, limits=Limits()
+            )
+            supervise(stack.enter_context(listen(options.handover)), options.wall, slots)
     except (WallError, HandoverError) as error:
         print(f"sandbox: {error}", file=sys.stderr)
         return EXIT_WRONG_REQUEST
@@ -79,20 +81,23 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[Handover]:
-    """The hand-over folder, with what belongs into it; nobody else serves it meanwhile. Raises: HandoverError."""
-    handover = Handover(folder)
+def listen(folder: Path) -> Iterator[socket.socket]:
+    """The listening socket in a folder that no other runner serves meanwhile. Raises: HandoverError."""
     with ExitStack() as stack:
         try:
             if folder.stat().st_mode & 0o007:
                 raise HandoverError(
-                    f"{folder} is open to every user, so programs could forge results: chmod o= {folder}"
+                    f"{folder} is open to every user, so programs could send requests: chmod o= {folder}"
                 )
-            lock = os.open(folder / "lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             stack.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            handover.make_folders()
-            handover.take_back()
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+            (folder / SOCKET).unlink(missing_ok=True)  # of a runner that was killed
+            with socket_address(folder) as address:
+                listener.bind(address)
+            (folder / SOCKET).chmod(0o660)
+            listener.listen()
         except BlockingIOError:
             raise HandoverError(f"{folder} is served by another runner already; stop that one first") from None
         except OSError as error:
@@ -101,39 +106,44 @@ def serving(folder: Path) -> Iterator[Handover]:
                 f"{folder} cannot be used by uid {os.geteuid()} with the groups {groups}: {error.strerror}; it must "
                 "exist and be open to one of them: chmod 2770"
             ) from error
-        stack.callback((folder / RUNNER_FILE).unlink, missing_ok=True)
-        yield handover
+        stack.callback((folder / SOCKET).unlink, missing_ok=True)
+        yield listener
 
 
-def supervise(handover: Handover, wall: str, slots: list[Path]) -> None:
-    """Keep the workers at work and say so, until stopped or left alone by the parent."""
+def supervise(listener: socket.socket, wall: str, slots: list[Path]) -> None:
+    """Keep one worker per slot running, until stopped or until the parent process ends."""
     adopt_orphans()
     parent = os.getppid()
-    version = runner_version()
+    info = RunnerInfo(version=runner_version(), wall=wall, num_workers=len(slots))
     workers: dict[int, int] = {}  # process id -> number
-    print(f"sandbox: {len(slots)} programs at a time behind {wall}, from {handover.folder}", file=sys.stderr)
+    print(f"sandbox: {len(slots)} programs at a time behind {wall}", file=sys.stderr)
     try:
         while os.getppid() == parent:
             for number in set(range(len(slots))) - set(workers.values()):
-                workers[_start_worker(handover, wall, slots, number)] = number
-            handover.write_beat(Beat(time=time.time(), version=version, wall=wall, num_workers=len(slots)))
-            handover.sweep(RESULTS_KEPT_S)
-            time.sleep(BEAT_S)
+                workers[_start_worker(listener, info, slots[number], number)] = number
+            time.sleep(0.5)
             for process in reap()[0] & workers.keys():
-                handover.give_up_on(workers.pop(process))
+                del workers[process]
             kill_below(spare=set(workers))
     finally:
         kill_below()
 
 
-def _start_worker(handover: Handover, wall: str, slots: list[Path], number: int) -> int:
+def _start_worker(listener: socket.socket, info: RunnerInfo, slot: Path, number: int) -> int:
     """Fork a worker; returns its process id."""
     process = os.fork()
     if process == 0:
         try:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches everybody; the runner ends its workers itself
-            serve(handover, Wall(wall, Limits(), slots[number], number), number)
+            adopt_orphans()
+            die_with_parent()
+            with suppress(OSError):
+                Path("/proc/self/oom_score_adj").write_text(MOST_EXPENDABLE)
+            wall = Wall(info.wall, Limits(), slot, number)
+            while True:
+                with listener.accept()[0] as connection:
+                    serve(connection, wall, info)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -141,47 +151,32 @@ def _start_worker(handover: Handover, wall: str, slots: list[Path], number: int)
     return process
 
 
-def serve(handover: Handover, wall: Wall, worker: int) -> None:
-    """Judge jobs one by one until the runner is gone. Raises: StuckError; this process must then judge no more."""
-    adopt_orphans()
-    die_with_parent()
-    with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(MOST_EXPENDABLE)
-    parent = os.getppid()
-    idle_s = IDLE_S
-    while os.getppid() == parent:
-        job = handover.claim_job(worker)
-        if job is None:
-            time.sleep(idle_s)
-            idle_s = min(idle_s * 1.1, MAX_IDLE_S)
-            continue
-        idle_s = IDLE_S
-        serve_one(handover, wall, job)
-        job.unlink(missing_ok=True)
+def serve(connection: socket.socket, wall: Wall, info: RunnerInfo) -> None:
+    """Answer one request. Raises: StuckError; this process must then judge no more."""
+    with suppress(OSError):  # the evaluation is gone, so nobody needs the answer
+        try:
+            request = receive(connection, MAX_REQUEST_BYTES, SEND_TIMEOUT_S)
+            if request == {}:
+                send(connection, info)
+            if not request or select.select([connection], [], [], 0)[0]:  # closed: nobody waits for the outcome
+                return
+            program: Program = parse(Program, request)
+        except ValueError as error:
+            send(connection, broken("", f"the request cannot be read: {error}"))
+            return
+        try:
+            outcome = judge(program, wall)
+        except StuckError as error:
+            send(connection, broken(program.id, str(error)))
+            raise
+        except (OSError, subprocess.SubprocessError) as error:
+            outcome = broken(program.id, f"its processes could not be started: {error}")
+        send(connection, outcome)
 
 
-def serve_one(handover: Handover, wall: Wall, job: Path) -> None:
-    """Judge one job and hand its outcome back, also where that is that the sandbox failed."""
-    try:
-        program, expires = read_job(job)
-    except ValueError as error:
-        handover.write_result(broken(job, f"the job cannot be read: {error}"))
-        return
-    if time.time() >= expires:
-        return
-    try:
-        outcome = judge(program, wall)
-    except StuckError as error:
-        handover.write_result(broken(job, str(error)))
-        raise
-    except (OSError, subprocess.SubprocessError) as error:
-        outcome = broken(job, f"its processes could not be started: {error}")
-    handover.write_result(outcome)
-
-
-def broken(job: Path, message: str) -> Outcome:
-    """The outcome that says nothing about the program, but that the sandbox did not work."""
-    return Outcome(id=job_id(job), status=Status.broken, message=message)
+def broken(id: str, message: str) -> Outcome:
+    """The outcome that says nothing about the program, only that the sandbox failed."""
+    return Outcome(id=id, status=Status.broken, message=message)
 
 
 if __name__ == "__main__":

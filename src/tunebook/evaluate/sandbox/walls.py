@@ -1,4 +1,4 @@
-"""What keeps programs in: a fresh uid for each (in the sandbox's container), bubblewrap's namespaces, or only limits.
+"""What contains programs: a fresh uid for each (in the sandbox's container), bubblewrap's namespaces, or only limits.
 
 A worker has one wall and uses it for one trial at a time. Each process of a trial, program or test, gets a user and a
 folder of its own. A worker is the parent of every orphan below it, so that nothing that a program starts is lost.
@@ -6,6 +6,7 @@ folder of its own. A worker is the parent of every orphan below it, so that noth
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import secrets
@@ -14,9 +15,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from tunebook.evaluate.sandbox.limits import Limits, kernel_has_filters, program_filter
@@ -33,7 +33,7 @@ SLOT_MODE = 0o711  # to be passed through, but neither listed nor written to
 MAX_SLOT_BYTES = 2 << 30  # no machine's own disk is that small
 # Where anybody may write on many systems, in addition to the slots.
 SHARED_FOLDERS = ("/dev/shm", "/dev/mqueue", "/tmp", "/var/tmp", "/run/lock")
-# Run as the program's user, since the runner may not change that user's files: folders are opened, then all is removed.
+# Runs as the program's user, because the runner may not change that user's files: opens folders, then removes all.
 CLEAN = """
 find "$@" -mindepth 1 -maxdepth 1 -uid "$(id -u)" -type d -exec chmod -R u+rwx -- {} +
 find "$@" -mindepth 1 -maxdepth 1 -uid "$(id -u)" -exec rm -rf -- {} +
@@ -48,66 +48,49 @@ class StuckError(Exception):
     """Processes or files of a program that cannot be removed; this worker must not judge another program."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Home:
-    """The user and the working folder of one process of a trial."""
-
-    user: int | None  # None: the worker's own
-    folder: str
-
-
-class FreshUids:
+def fresh_uids(worker: int) -> Iterator[int]:
     """Unallocated uids for one worker; each is used again only after all others. Raises: WallError without any."""
-
-    def __init__(self, worker: int) -> None:
-        self._first = _first_uid() + worker * UIDS_PER_WORKER
-        self._num_taken = random.randrange(UIDS_PER_WORKER)  # a worker that was started again begins elsewhere
-
-    def take(self) -> int:
-        """The next one."""
-        self._num_taken += 1
-        return self._first + self._num_taken % UIDS_PER_WORKER
-
-
-def _first_uid() -> int:
     needed = UIDS_PER_WORKER * MAX_WORKERS
     for line in Path("/proc/self/uid_map").read_text().splitlines():
         inside, _, count = map(int, line.split())
         for first in FIRST_UIDS:
             if inside <= first and first + needed <= inside + count:
-                return first
+                uids = range(first + worker * UIDS_PER_WORKER, first + (worker + 1) * UIDS_PER_WORKER)
+                start = random.randrange(len(uids))  # a restarted worker begins elsewhere
+                return itertools.cycle([*uids[start:], *uids[:start]])
     raise WallError(f"this user namespace has no {needed} uids from {FIRST_UIDS[-1]} on to give to programs")
 
 
 class Wall:
-    """The wall of one worker. As root, every process gets a fresh uid, whatever else there is."""
+    """The wall of one worker. As root, every process gets a fresh uid, whatever else contains it."""
 
     def __init__(self, name: str, limits: Limits, slot: Path, worker: int) -> None:
         self.limits = limits
         self.filter = program_filter() if kernel_has_filters() else None
         self.prefix = bubblewrap_command(limits) if name == BUBBLEWRAP else []
-        self._uids = FreshUids(worker) if os.geteuid() == 0 else None
+        self._uids = fresh_uids(worker) if os.geteuid() == 0 else itertools.repeat(None)
         self._slot = slot
         readable = [folder for folder in SHARED_FOLDERS if os.access(folder, os.R_OK | os.X_OK)]
         self._shared = [folder for folder in readable if not slot.samefile(folder)]
-        self._homes: list[Home] = []
+        self._homes: list[tuple[int | None, str]] = []
         for folder in slot.iterdir():  # left by a worker that was killed
-            for user in {path.lstat().st_uid for path in folder.iterdir()} if self._uids else {None}:
-                _remove_files(user, [str(folder)])
+            for user in {path.lstat().st_uid for path in folder.iterdir()}:
+                _remove_files(user if os.geteuid() == 0 else None, [str(folder)])
             folder.rmdir()
 
-    def new_home(self) -> Home:
-        """A fresh user, and an empty folder that no other program finds, because nobody may list the slot.
+    def new_home(self) -> tuple[int | None, str]:
+        """A fresh user (None: the worker's own), and an empty folder; no other program may list where it is.
 
         The folder is the worker's, and writable for all: the program can neither remove it nor put a link in its place.
         """
-        user = self._uids.take() if self._uids else None
-        folder = self._slot / secrets.token_hex(16)
+        user, folder = next(self._uids), "/"
         if not self.prefix:
-            folder.mkdir()
-            folder.chmod(0o700 if user is None else 0o1777)
-        self._homes.append(Home(user=user, folder="/" if self.prefix else str(folder)))
-        return self._homes[-1]
+            home = self._slot / secrets.token_hex(16)
+            home.mkdir()
+            home.chmod(0o700 if user is None else 0o1777)
+            folder = str(home)
+        self._homes.append((user, folder))
+        return user, folder
 
     def has_more_processes(self, program: int) -> bool:
         """Whether a program has started others in its namespaces. Called before anything is ended.
@@ -124,34 +107,33 @@ class Wall:
     def clear(self) -> bool:
         """End all processes and remove all files of the last trial, whose two children have ended.
 
-        Returns whether there were other processes. Raises: StuckError where something stays.
+        Returns whether there were other processes. Raises: StuckError if something stays.
         """
         homes, self._homes = self._homes, []
         is_left = has_children = reap()[1]
-        helper = self._uids.take() if self._uids else None
+        helper = next(self._uids)
         deadline = time.monotonic() + 10
         while has_children:
             if time.monotonic() > deadline:
                 raise StuckError("processes of a program are still there after 10 s of killing them")
             kill_below()
-            for home in homes:
-                if home.user is not None and helper is not None:
-                    _kill_user(home.user, helper)
+            for user, _ in homes:
+                if user is not None and helper is not None:
+                    _kill_user(user, helper)
             time.sleep(0.002)
             has_children = reap()[1]
-        for home in homes:
+        for user, folder in homes:
             if not self.prefix:
-                self._empty(home)
+                self._empty(user, folder)
         return is_left and not self.prefix  # bubblewrap's own process may take a moment to end
 
-    def _empty(self, home: Home) -> None:
-        folder = Path(home.folder)
-        folders = [str(folder)] if home.user is None else [str(folder), *self._shared]
-        user = os.getuid() if home.user is None else home.user
-        if any(_owner(path) == user for name in folders for path in Path(name).iterdir()):
-            _remove_files(home.user, folders)
+    def _empty(self, user: int | None, folder: str) -> None:
+        folders = [folder] if user is None else [folder, *self._shared]
+        owner = os.getuid() if user is None else user
+        if any(_owner(path) == owner for name in folders for path in Path(name).iterdir()):
+            _remove_files(user, folders)
         try:
-            folder.rmdir()
+            Path(folder).rmdir()
         except OSError as error:
             raise StuckError(f"the files of a program could not be removed from {folder}: {error.strerror}") from error
 
@@ -232,30 +214,40 @@ def descendants(ancestor: int, spare: Collection[int] = ()) -> dict[int, int]:
     return found
 
 
+def num_tasks_of(user: int) -> int:
+    """How many processes and threads a user has, which is what the kernel's limit counts."""
+    count = 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if folder.stat().st_uid == user:
+                count += len(list((folder / "task").iterdir()))
+    return count
+
+
 def bubblewrap_command(limits: Limits) -> list[str]:
     """The command that starts a child in namespaces of its own. Raises: WallError where there is no bubblewrap."""
     found = shutil.which("bwrap")
     if found is None:
         raise WallError("bubblewrap is not installed: apt install bubblewrap")
-    words = [found, "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534", "--hostname", "sandbox"]
+    command = [found, "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534", "--hostname", "sandbox"]
     # The child is the first process of its namespaces: one of bubblewrap's own would be in a program's reach.
-    words += ["--as-pid-1", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    command += ["--as-pid-1", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     installation = Path(sys.base_prefix).resolve()
     folders = [Path(name) for name in ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")]
     for path in [*folders, *([] if installation.is_relative_to("/usr") else [installation])]:
         if path.is_symlink():
-            words += ["--symlink", str(path.readlink()), str(path)]
+            command += ["--symlink", str(path.readlink()), str(path)]
         elif path.exists():
-            words += ["--ro-bind", str(path), str(path)]
-    words += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
-    words += ["--size", str(limits.disk_bytes), "--tmpfs", "/work", "--symlink", "work", "/tmp", "--chdir", "/work"]
+            command += ["--ro-bind", str(path), str(path)]
+    command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+    command += ["--size", str(limits.disk_bytes), "--tmpfs", "/work", "--symlink", "work", "/tmp", "--chdir", "/work"]
     # Closed once everything is in place: bubblewrap's root is a disk without a size, as its /dev is.
-    return [*words, "--remount-ro", "/"]
+    return [*command, "--remount-ro", "/"]
 
 
 def _try_bubblewrap(limits: Limits) -> None:
     """Refuse a bubblewrap that the kernel does not let work, before any program is judged. Raises: WallError."""
-    user = FreshUids(0).take() if os.geteuid() == 0 else None
+    user = next(fresh_uids(0)) if os.geteuid() == 0 else None
     command = [*bubblewrap_command(limits), "--", "/usr/bin/env", "true"]
     try:
         done = subprocess.run(

@@ -1,7 +1,7 @@
 """Attacks on the verdict: programs that do not solve the problem and say that they passed."""
 
 # Written as attackers would, not as this project does.
-# ruff: noqa: N818, PTH106, PTH113, PTH118, PTH123, PTH202, PTH207
+# ruff: noqa: N818, PTH106, PTH113, PTH118, PTH202, PTH207
 
 
 def exit_at_once(at_once=True):
@@ -227,22 +227,29 @@ def look_for_the_answer():
 
 
 def forge_a_result():
-    """Write its own result into the hand-over folder.
+    """Take the place of the runner's socket, or talk to the runner.
 
     Stopped as failed.
     """
     import glob
-    import json
     import os
+    import socket
 
-    for folder in ("/handover/results", *glob.glob("/tmp/*/results"), *glob.glob("/tmp/*/*/results")):
-        for id in range(10):
+    for folder in ("/handover", *glob.glob("/tmp/tunebook-handover-*"), *glob.glob("/tmp/*/*/handover")):
+        name = os.path.join(folder, "runner.sock")
+        for act, path in ((os.unlink, name), (os.listdir, folder), (os.rmdir, folder)):
             try:
-                with open(os.path.join(folder, f"{id}.json"), "w") as file:
-                    json.dump({"id": str(id), "status": "passed"}, file)
+                act(path)
                 return 42
             except OSError:
                 continue
+        try:
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(name)
+                connection.sendall(b"{}\n")
+                return 42
+        except OSError:
+            continue
     return 0
 
 
@@ -256,7 +263,8 @@ def escape_through_a_value():
     values = (
         b'{"os._exit": [0]}',
         b'{"library": ["os", "_exit"]}',
-        b'{"library": ["builtins", "exit"]}',
+        b'{"builtin": "exit"}',
+        b'{"builtin": "eval"}',
         b'{"builtins.eval": ["__import__(\'os\')._exit(0)"]}',
         b'{"builtins.type": ["Any", {"builtins.tuple": [[]]}, {"builtins.dict": [[["__eq__", true]]]}]}',
         b'{"unittest.mock.ANY": []}',
@@ -279,7 +287,8 @@ def call_what_the_test_did_not_give():
     import os
 
     targets = (
-        b'{"library": ["builtins", "int"]}',
+        b'{"builtin": "int"}',
+        b'{"builtin": "exec"}',
         b'{"library": ["os", "_exit"]}',
         b'{"yours": 0}',
         b'{"yours": -1}',

@@ -117,7 +117,7 @@ def write_outside():
     """
     import os
 
-    for folder in ("/", "/etc", "/usr/bin", "/var", "/home", "/root", "/handover", "/handover/results", "/proc", "/sys",
+    for folder in ("/", "/etc", "/usr/bin", "/var", "/home", "/root", "/handover", "/proc", "/sys",
                    "/opt", "/opt/tunebook", "/dev", os.path.dirname(os.__file__)):  # fmt: skip
         try:
             with open(os.path.join(folder, "planted"), "w") as file:
@@ -135,7 +135,7 @@ def links():
     """
     import os
 
-    for target in ("/etc/shadow", "/proc/1/environ", "/proc/1/root/etc/shadow", "/handover/runner.json", "/handover"):
+    for target in ("/etc/shadow", "/proc/1/environ", "/proc/1/root/etc/shadow", "/handover/runner.sock", "/handover"):
         for link in (os.symlink, os.link):
             try:
                 link(target, "link")
