@@ -171,8 +171,8 @@ def test_only_links_between_gpus_that_are_seen_are_expected(seen: tuple[int, ...
     ("gpus", "free", "said", "fix"),
     [
         ([h200(0), h200(1)], [139.0, 3.9], "only 3.9 GiB of free memory", "free the GPUs and type the same again"),
-        ([h200(0), h200(1)], [139.0], "CUDA does not work on all GPUs", "mend what is said of CUDA above (tunebook "
-         "explain cuda-works) and type the same again"),
+        ([h200(0), h200(1)], [139.0], "CUDA does not work on all GPUs", "fix the CUDA problem above (tunebook explain "
+         "cuda-works), then run doctor again"),
         ([h200(0, is_mig=True), h200(1)], [9.0, 9.0], "NCCL connects no MIG slices", "for whole GPUs, with nothing on "
          "them: sudo nvidia-smi -i 0 -mig 0"),
         ([h200(0), h200(1, name="NVIDIA A100", compute_capability=(8, 0)), h200(2)], [9.0] * 3, "different kinds",

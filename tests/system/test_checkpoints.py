@@ -149,7 +149,7 @@ def test_a_checkpoint_of_zero_is_resumed_to_the_same_losses(run, read_run, of_ze
     named = f"training.resume={of_zero.folder / 'checkpoints' / 'checkpoint-4'}"
     ended = run(command(tmp_path, "parallelism=zero2", "training.save_every_steps=4", named), timeout_s=600)
     assert ended.exit_code == 0, ended.output
-    assert "complete.json proves that, and not who wrote it; what would run code is refused" in ended.output
+    assert "complete.json proves that, but not who wrote it; files that would run code are refused" in ended.output
     assert read_run(tmp_path / "quickstart" / "latest").losses == of_zero.losses[4:]
 
 

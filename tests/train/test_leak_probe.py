@@ -146,7 +146,7 @@ def test_a_probe_that_could_not_see_a_leak_ends_the_run(probed, monkeypatch):
     code, reason, entry, lines = probed()
     assert (code, lines, entry["sees_leaks"]) == (7, [], False)
     assert "cannot be verified" in reason
-    assert "packing=padded, which needs no proof" in reason
+    assert "packing=padded, which needs no verification" in reason
 
 
 def test_padded_rows_need_no_proof(probed):

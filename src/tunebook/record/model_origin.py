@@ -232,7 +232,7 @@ def _mismatch_error(mismatch: str, run: str, place: str) -> DataError:
     anyway = f"(`tunebook eval --allow-mismatch {mismatch}` evaluates it anyway and records that)"
     if mismatch == TEMPLATE:
         return DataError(
-            f"the chat template (of the tokenizer {place}) is not the one that {run} was trained with; restore it, "
+            f"the chat template is not the one that {run} was trained with (the tokenizer is {place}); restore it, "
             f"since a model answers badly under another template {anyway}",
             problem_id="template-changed",
         )
